@@ -1,0 +1,64 @@
+# Every target works on a machine that has only Python >= 3.10, make and a C compiler:
+# the first one to run creates $(VENV) and installs what is needed into it.
+#     make quickstart PYTHON=python3.12
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.slapo-installed
+# Tests at a time; 0 runs them in one process, as a debugger needs.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest
+PYTEST_ARGS ?=
+
+# More threads than cores make the small tensors of the tests slower, not faster.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test test-fast lint format types docs-check golden bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## create the virtual environment and install the package with its extras
+
+# torch comes first and pinned: a CPU build is taken where one is offered, and the constraints
+# keep any other package from pulling in a newer one.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf,examples,dev]'
+	@touch $@
+
+quickstart: $(STAMP) ## schedule a small model and see that it still computes the same
+	$(BIN)/python examples/quickstart.py
+
+test: $(STAMP) ## the whole suite, doctests included
+	$(PYTEST) --doctest-modules slapo tests -n $(JOBS) $(PYTEST_ARGS)
+
+test-fast: $(STAMP) ## the suite without its slow tests
+	$(PYTEST) --doctest-modules slapo tests -m "not slow" -n $(JOBS) $(PYTEST_ARGS)
+
+lint: $(STAMP) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP) ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP) ## mypy
+	$(BIN)/mypy
+
+docs-check: $(STAMP) ## examples in docstrings and in the README
+	$(PYTEST) --doctest-modules slapo $(wildcard tests/test_readme.py)
+
+golden: $(STAMP) ## write the golden files anew; read their diff before you commit it
+	$(PYTEST) tests --update-golden $(PYTEST_ARGS)
+
+bench: $(STAMP) ## the benchmarks; results go to benchmark/results
+	$(BIN)/python -m benchmark
+
+clean: ## remove caches and the virtual environment
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,55 @@
+"""Slapo: a schedule language for training large PyTorch models.
+
+A schedule states how an unmodified ``nn.Module`` runs: which kernels, sharded how, checkpointed
+where. The definition of the model stays untouched.
+
+Examples
+--------
+>>> import torch.nn as nn
+>>> import slapo
+>>> sch = slapo.create_schedule(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+>>> _ = sch["0"].checkpoint()
+>>> model, _ = slapo.build(sch)
+"""
+
+from slapo.build import build
+from slapo.errors import MissingPackageError, SlapoError, TraceError, VerificationError
+from slapo.logger import get_logger
+from slapo.op.checkpoint import checkpoint
+from slapo.pattern import ModulePattern, Pattern, call_module
+from slapo.primitives.base import Primitive, list_primitives, register_primitive
+from slapo.random import (
+    get_cuda_rng_tracker,
+    get_rng_tracker,
+    is_random_seed_set,
+    set_random_seed,
+)
+from slapo.schedule import Schedule, create_schedule
+from slapo.verify import Verify
+from slapo.weights.meta import init_empty_weights
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MissingPackageError",
+    "ModulePattern",
+    "Pattern",
+    "Primitive",
+    "Schedule",
+    "SlapoError",
+    "TraceError",
+    "VerificationError",
+    "Verify",
+    "build",
+    "call_module",
+    "checkpoint",
+    "create_schedule",
+    "get_cuda_rng_tracker",
+    "get_logger",
+    "get_rng_tracker",
+    "init_empty_weights",
+    "is_random_seed_set",
+    "list_primitives",
+    "register_primitive",
+    "set_random_seed",
+]

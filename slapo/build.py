@@ -1,0 +1,157 @@
+"""From a schedule to something that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo.errors import SlapoError
+from slapo.framework_dialect import get_dialect_cls
+from slapo.op.wrapper import innermost
+from slapo.sharding.layout import layout_of
+from slapo.sharding.partial import has_bias
+from slapo.sharding.shards import shards_of
+from slapo.weights.materialize import materialize
+from slapo.weights.tags import apply_tags
+from slapo.weights.ties import check_ties
+
+if TYPE_CHECKING:
+    from slapo.schedule import Schedule
+
+
+def build(
+    sch: Schedule,
+    target: str | None = None,
+    init_weights: bool | Callable[..., Any] = True,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """Make the scheduled model ready to run.
+
+    Checks that ranks agree on the schedule and that ties hold, creates parameters that are on
+    ``meta``, and lowers the schedule to a runtime.
+
+    Parameters
+    ----------
+    sch
+        The root schedule.
+    target
+        None for the transformed ``nn.Module`` itself, else the name of a runtime.
+    init_weights
+        How to create parameters on ``meta``: True for the model's own initialisation, a callable
+        ``fn(module)`` or ``fn(module, path)``, or False to leave them.
+    **kwargs
+        For the runtime.
+
+    Returns
+    -------
+    model
+        The module, or the runtime's engine.
+    optimizer
+        The runtime's, None without one.
+
+    Raises
+    ------
+    SlapoError
+        If ranks applied different schedules, a tie broke, a module cannot initialise its
+        parameters, or the schedule needs a runtime it is not built for.
+
+    Examples
+    --------
+    >>> import slapo
+    >>> sch = slapo.create_schedule(nn.Linear(2, 2))
+    >>> model, optimizer = slapo.build(sch)
+    >>> model is sch.mod, optimizer
+    (True, None)
+    """
+    if sch.parent is not None:
+        raise ValueError(f"build takes the root schedule, not the node at {sch.path!r}")
+    dialect = get_dialect_cls("runtime", target) if target is not None else None
+    if dialect is None:
+        _refuse_runtime_features(sch, kwargs)
+    check_same_schedule(sch)
+    check_ties(sch.mod, sch.state.ties)
+    _check_shards(sch)
+    materialize(sch.mod, init_weights, sch.group)
+    _renew_tags(sch)
+    if dialect is not None:
+        return dialect().lower(sch, **kwargs)  # type: ignore[no-any-return]
+    return sch.mod, None
+
+
+def _refuse_runtime_features(sch: Schedule, kwargs: dict[str, Any]) -> None:
+    if kwargs:
+        raise TypeError(
+            f"build without a target takes no further arguments, got {sorted(kwargs)}; "
+            "they belong to a runtime"
+        )
+    cuts = [
+        path
+        for path, node in sch.named_schedules()
+        if "cut_pipeline_stage" in node.metadata.primitives
+        and node.metadata.primitives["cut_pipeline_stage"]
+    ]
+    if cuts:
+        raise SlapoError(
+            f"pipeline stages are cut after {cuts}, which a plain module cannot run; build with a "
+            "target runtime, or leave the cuts out"
+        )
+
+
+def check_same_schedule(sch: Schedule) -> None:
+    """Every rank of the group applied the same primitives in the same order.
+
+    Raises
+    ------
+    SlapoError
+        On every rank, naming the first difference.
+    """
+    if sch.world_size == 1:
+        return
+    digests: list[Any] = [None] * sch.world_size
+    dist.all_gather_object(digests, sch.digest(), group=sch.group)
+    if len(set(digests)) == 1:
+        return
+    histories: list[Any] = [None] * sch.world_size
+    dist.all_gather_object(histories, [str(r) for r in sch.history], group=sch.group)
+    calls: list[Any] = [None] * sch.world_size
+    dist.all_gather_object(calls, [r.call() for r in sch.history], group=sch.group)
+    other = next(rank for rank in range(sch.world_size) if calls[rank] != calls[0])
+    index = _first_difference(calls[0], calls[other])
+    shown = [h[index] if index < len(h) else "nothing" for h in (histories[0], histories[other])]
+    raise SlapoError(
+        f"ranks applied different schedules: step {index} is {shown[0]} on rank 0 and {shown[1]} "
+        f"on rank {other}; a schedule must be the same on every rank"
+    )
+
+
+def _first_difference(left: list[Any], right: list[Any]) -> int:
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+def _check_shards(sch: Schedule) -> None:
+    """A layer whose output is sharded by its weight needs its bias sharded alike."""
+    for path, node in sch.named_schedules():
+        module = innermost(node.mod)
+        specs, output = shards_of(module), layout_of(module).output
+        if sch.world_size == 1 or not has_bias(module) or "weight" not in specs:
+            continue
+        if output is not None and output.kind == "shard" and "bias" not in specs:
+            raise SlapoError(
+                f"{path!r}: its weight is sharded along axis {specs['weight'].axis}, which splits "
+                f'the output, and its bias is whole; add sch["{path}"].shard("bias", axis=0)'
+            )
+
+
+def _renew_tags(sch: Schedule) -> None:
+    """Tags follow a parameter that the user replaced by hand."""
+    for _, node in sch.named_schedules():
+        for name, tags in node.metadata.param_tags.items():
+            param = innermost(node.mod)._parameters.get(name)
+            if isinstance(param, torch.Tensor):
+                apply_tags(param, tags, sch.group)
+

@@ -1,0 +1,1 @@
+"""Graphs of modules: tracers, patterns, matching, rewriting and fusion."""

@@ -1,0 +1,139 @@
+"""Trace by recording a run on fake tensors: a module, the modules it calls, or containers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from slapo.errors import TraceError
+from slapo.graph.align import merge_modes
+from slapo.graph.leaves import IsLeaf, default_is_leaf, is_sealed
+from slapo.graph.recorder import Recording, record
+from slapo.graph.symbolic import other_mode
+from slapo.graph.trace_tree import TraceResult, may_enter
+from slapo.graph.traced_module import TracedModule
+from slapo.op.wrapper import innermost
+
+#: Positional and keyword arguments to record with.
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def trace_recorded_tree(
+    module: nn.Module,
+    inputs: Inputs,
+    recursive: bool,
+    flatten: bool,
+    leaf_modules: Collection[str],
+) -> TraceResult:
+    """Record the module, and with `recursive` the modules it calls, on the inputs it gave them.
+
+    Raises
+    ------
+    TraceError
+        If the module itself cannot be recorded. Children that cannot stay opaque.
+    """
+    result = TraceResult()
+    is_leaf = default_is_leaf(flatten, leaf_modules)
+    recording = _record_into(result, "", module, inputs, is_leaf)
+    if recursive and not flatten:
+        _descend(module, "", recording, is_leaf, leaf_modules, result)
+    return result
+
+
+def _descend(
+    module: nn.Module,
+    path: str,
+    recording: Recording,
+    is_leaf: IsLeaf,
+    leaf_modules: Collection[str],
+    result: TraceResult,
+) -> None:
+    for target, inputs in recording.child_inputs.items():
+        child = innermost(module.get_submodule(target))
+        full = f"{path}.{target}" if path else target
+        if not may_enter(child, full, leaf_modules):
+            continue
+        try:
+            below = _record_into(result, full, child, inputs, is_leaf, recording)
+        except TraceError as error:
+            result.skipped[full] = str(error)
+            continue
+        _descend(child, full, below, is_leaf, leaf_modules, result)
+
+
+def trace_recorded_containers(
+    root: nn.Module, inputs: Inputs, containers: Collection[str]
+) -> TraceResult:
+    """Record the root and the containers below it, each with its children as calls.
+
+    Raises
+    ------
+    TraceError
+        If one of them cannot be recorded, or is not called by the one above it.
+    """
+    result = TraceResult()
+    recordings: dict[str, Recording] = {}
+    for path in containers:
+        module = innermost(root.get_submodule(path))
+        parent = _nearest(path, recordings)
+        known = recordings.get(parent) if parent is not None else None
+        if known is not None:
+            local = path[len(parent or "") :].lstrip(".")
+            if local not in known.child_inputs:
+                raise TraceError(
+                    f"{path!r} cannot be a graph: {parent or 'the root'!r} does not call it, or "
+                    "calls it several times with different constants"
+                )
+            inputs = known.child_inputs[local]
+        recordings[path] = _record_into(
+            result, path, module, inputs, lambda m, name: bool(name) and not _inline(m), known
+        )
+    return result
+
+
+def _inline(module: nn.Module) -> bool:
+    return bool(getattr(module, "inline_in_trace", False)) and not is_sealed(module)
+
+
+def _nearest(path: str, recordings: dict[str, Recording]) -> str | None:
+    while path:
+        path = path.rpartition(".")[0]
+        if path in recordings:
+            return path
+    return None
+
+
+def _record_into(
+    result: TraceResult,
+    path: str,
+    module: nn.Module,
+    inputs: Inputs,
+    is_leaf: IsLeaf,
+    above: Recording | None = None,
+) -> Recording:
+    """Record `module` in both modes and note its traced form under `path`."""
+    args, kwargs = inputs
+    fake_mode = above.fake_mode if above is not None else None
+    recording = record(module, args, kwargs, is_leaf=is_leaf, fake_mode=fake_mode)
+    training = _merge_other_mode(module, recording, inputs, is_leaf, fake_mode)
+    contract = replace(recording.contract, training=training)
+    result.traced[path] = TracedModule.from_graph(
+        module, recording.graph, contract, recording.constants
+    )
+    return recording
+
+
+def _merge_other_mode(
+    module: nn.Module, recording: Recording, inputs: Inputs, is_leaf: IsLeaf, fake_mode: Any
+) -> bool | None:
+    args, kwargs = inputs
+    with other_mode(module):
+        try:
+            other = record(module, args, kwargs, is_leaf=is_leaf, fake_mode=fake_mode)
+        except TraceError:
+            return module.training is False  # `module` is in the other mode here
+    same = merge_modes(recording.graph, other.graph, module.training)
+    return None if same else module.training

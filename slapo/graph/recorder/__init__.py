@@ -1,0 +1,15 @@
+"""The recorder tracer: run ``forward`` on fake tensors, write down what it does."""
+
+from slapo.graph.recorder.guards import SizeGuard
+from slapo.graph.recorder.inputs import example_inputs
+from slapo.graph.recorder.operators import eliminate_dead_code, is_impure
+from slapo.graph.recorder.record import Recording, record
+
+__all__ = [
+    "Recording",
+    "SizeGuard",
+    "eliminate_dead_code",
+    "example_inputs",
+    "is_impure",
+    "record",
+]

@@ -1,0 +1,68 @@
+"""Grad-mode regions in a graph: ``with torch.no_grad():`` as two calls.
+
+The end of a region restores the mode that was on when the *graph* entered it, so a graph recorded
+with gradients on does not switch them on inside a caller's ``no_grad``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def enter_grad_mode(enabled: bool) -> bool:
+    """Switch gradients on or off; returns the mode until now.
+
+    Examples
+    --------
+    >>> before = enter_grad_mode(False)
+    >>> torch.is_grad_enabled()
+    False
+    >>> leave_grad_mode(before)
+    """
+    before = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(enabled)
+    return before
+
+
+def leave_grad_mode(before: bool) -> None:
+    """Back to the mode that :func:`enter_grad_mode` has returned."""
+    torch._C._set_grad_enabled(before)
+
+
+def enter_autocast(device_type: str, dtype: Any, enabled: bool, cache_enabled: bool) -> Any:
+    """Enter an autocast region; returns what :func:`leave_autocast` takes."""
+    region = torch.autocast(device_type, dtype, enabled, cache_enabled)
+    region.__enter__()
+    return region
+
+
+def leave_autocast(region: Any) -> None:
+    """Leave the region that :func:`enter_autocast` has entered."""
+    region.__exit__(None, None, None)
+
+
+REGION_FUNCTIONS = frozenset({enter_grad_mode, leave_grad_mode, enter_autocast, leave_autocast})
+
+
+@dataclass
+class GradModeRegions:
+    """Turns the switches that a recording sees into regions."""
+
+    graph: fx.Graph
+    _open: list[tuple[bool, fx.Node]] = field(default_factory=list)
+
+    def switch(self, enabled: bool) -> None:
+        """Record ``torch._C._set_grad_enabled(enabled)``; call it before the switch happens.
+
+        A switch back to the mode from before the innermost region ends that region.
+        """
+        before = torch.is_grad_enabled()
+        if self._open and self._open[-1][0] == enabled:
+            self.graph.call_function(leave_grad_mode, (self._open.pop()[1],))
+        else:
+            node = self.graph.call_function(enter_grad_mode, (enabled,))
+            self._open.append((before, node))

@@ -1,0 +1,66 @@
+"""A module tree is the same after a recording as before."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo.errors import TraceError
+
+_SLOTS = ("_parameters", "_buffers", "_modules")
+
+
+class ModuleState:
+    """The attributes of all modules under `root`, to be put back.
+
+    A forward may store things on its module; run on fake tensors it would leave fakes there.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._saved = [
+            (path, module, dict(vars(module)), {s: dict(vars(module)[s]) for s in _SLOTS})
+            for path, module in root.named_modules()
+        ]
+
+    def restore(self) -> None:
+        """Put back every attribute as it was."""
+        for _, module, attributes, slots in self._saved:
+            state = vars(module)
+            if state.keys() != attributes.keys() or any(state[k] is not attributes[k] for k in state):
+                state.clear()
+                state.update(attributes)
+            for slot, content in slots.items():
+                if state[slot] != content:
+                    state[slot].clear()
+                    state[slot].update(content)
+
+    def check(self, entered: Collection[str]) -> None:
+        """Refuse a recording whose forward stores tensors on its modules.
+
+        Raises
+        ------
+        TraceError
+            Naming the attribute. Only modules whose forward went into the graph count; the
+            others do this themselves when the graph calls them.
+        """
+        for path, module, attributes, slots in self._saved:
+            if path not in entered:
+                continue
+            for name, value in _tensors_of(vars(module)):
+                before = attributes.get(name, slots["_buffers"].get(name))
+                before = slots["_parameters"].get(name) if before is None else before
+                if value is not before:
+                    where = f"{path}.{name}" if path else name
+                    raise TraceError(
+                        f"the forward stores a tensor in attribute {where!r}, which a graph cannot "
+                        f"do; make {path or 'the module'} a leaf"
+                    )
+
+
+def _tensors_of(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    own = [(k, v) for k, v in state.items() if isinstance(v, torch.Tensor)]
+    slots = [item for slot in ("_parameters", "_buffers") for item in state[slot].items()]
+    return own + [(k, v) for k, v in slots if v is not None]

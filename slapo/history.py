@@ -1,0 +1,90 @@
+"""The record of a schedule: which primitive was applied where, with what, and by which line."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+@dataclass(frozen=True)
+class Record:
+    """One applied primitive, as data.
+
+    Parameters
+    ----------
+    path
+        The schedule node's path; empty for the root.
+    primitive
+        Name of the primitive.
+    arguments
+        Argument name -> text of its value, defaults left out.
+    location
+        ``file:line`` of the caller.
+    """
+
+    path: str
+    primitive: str
+    arguments: Mapping[str, str]
+    location: str
+
+    def __str__(self) -> str:
+        return f"{self.call()}  # {self.location}"
+
+    def call(self) -> str:
+        """The record as the line of Python that applies it."""
+        arguments = ", ".join(f"{k}={v}" for k, v in self.arguments.items())
+        where = f'sch["{self.path}"]' if self.path else "sch"
+        return f"{where}.{self.primitive}({arguments})"
+
+    def same_as(self, other: Record) -> bool:
+        """Equal but for the location, which may differ between machines."""
+        return self.call() == other.call()
+
+
+def digest(records: Iterable[Record]) -> str:
+    """A fingerprint of what was applied, equal on every rank that applied the same."""
+    text = "\n".join(record.call() for record in records)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def caller_location() -> str:
+    """``file:line`` of the nearest frame outside this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def describe(value: Any) -> str:
+    """A short text of an argument, the same on every rank."""
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    if isinstance(value, torch.Tensor):
+        return f"Tensor{tuple(value.shape)}"
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k!r}: {describe(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return _describe_sequence(value)
+    if callable(value):
+        return str(getattr(value, "__name__", type(value).__name__))
+    text = repr(value)
+    return text if " at 0x" not in text else type(value).__name__
+
+
+def _describe_sequence(value: Sequence[Any]) -> str:
+    if len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], fx.Node):
+        return describe(value[1])  # (parent path, node): the node says enough
+    items = [describe(v) for v in value[:8]] + (["..."] if len(value) > 8 else [])
+    inner = ", ".join(items)
+    return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"

@@ -1,0 +1,95 @@
+"""Module hooks: list them, and move them from a module to the one that takes its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+#: Attribute on a hook of ours that says which sync mode it stands for.
+MODE_ATTRIBUTE = "_slapo_mode"
+
+_PRE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+_POST = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+_BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
+_STATE = (
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def get_hooks(module: nn.Module) -> dict[str, list[Callable[..., Any]]]:
+    """Hooks of `module` by the mode that :meth:`Schedule.sync` calls them.
+
+    Parameters
+    ----------
+    module
+        Any module.
+
+    Returns
+    -------
+    dict
+        Lists under ``fwd_pre``, ``fwd_post`` and ``bwd_post``, in the order they run. A hook that
+        acts on the gradient of the module's input is listed under ``bwd_post`` even where it is
+        carried out by an identity in the forward pass.
+
+    Examples
+    --------
+    >>> import torch.nn as nn
+    >>> linear = nn.Linear(2, 2)
+    >>> handle = linear.register_forward_hook(lambda module, inputs, output: output)
+    >>> {mode: len(hooks) for mode, hooks in get_hooks(linear).items()}
+    {'fwd_pre': 0, 'fwd_post': 1, 'bwd_post': 0}
+    """
+    pre = list(module._forward_pre_hooks.values())
+    return {
+        "fwd_pre": [h for h in pre if getattr(h, MODE_ATTRIBUTE, "fwd_pre") == "fwd_pre"],
+        "fwd_post": list(module._forward_hooks.values()),
+        "bwd_post": [h for h in pre if getattr(h, MODE_ATTRIBUTE, "") == "bwd_post"]
+        + list(module._backward_hooks.values()),
+    }
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """True when calling `module` does more than its forward."""
+    return bool(module._forward_pre_hooks or module._forward_hooks or has_backward_hooks(module))
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """True when autograd calls into hooks of `module`."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def move_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Move every hook of `source` to `target`, before the hooks that `target` already has."""
+    _move(source, target, _PRE + _POST + _BACKWARD + _STATE)
+
+
+def move_pre_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Move the pre-forward hooks of `source` to `target`."""
+    _move(source, target, _PRE)
+
+
+def move_post_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Move the post-forward hooks of `source` to `target`."""
+    _move(source, target, _POST)
+
+
+def _move(source: nn.Module, target: nn.Module, slots: tuple[str, ...]) -> None:
+    """Hook handles stay valid: keys are unique in the process, and dictionaries stay in place."""
+    if source is target:
+        return
+    if "_backward_hooks" in slots and source._is_full_backward_hook is not None:
+        target._is_full_backward_hook = source._is_full_backward_hook
+    for slot in slots:
+        old, new = source.__dict__.get(slot), target.__dict__.get(slot)
+        if not old or new is None:
+            continue
+        later = list(new.items())
+        new.clear()
+        new.update(old)
+        new.update(later)
+        old.clear()

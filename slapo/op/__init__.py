@@ -1,0 +1,14 @@
+"""Modules that a schedule swaps in."""
+
+from slapo.op.checkpoint import CheckPointWrapper, ForkRNGWrapper, checkpoint
+from slapo.op.linear import LinearWithSeparateBias, LinearWithSyncFunc
+from slapo.op.qkv import FusedQKV
+
+__all__ = [
+    "CheckPointWrapper",
+    "ForkRNGWrapper",
+    "FusedQKV",
+    "LinearWithSeparateBias",
+    "LinearWithSyncFunc",
+    "checkpoint",
+]

@@ -1,0 +1,130 @@
+"""Activation checkpointing that also restores the tracker's random states.
+
+Technique: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from slapo.op.wrapper import ModuleWrapper
+from slapo.random import get_rng_tracker
+
+#: Picks the positional arguments that a checkpointed module is called with.
+OrderArgs = Callable[..., tuple[Any, ...]]
+
+
+def checkpoint(
+    function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any
+) -> Any:
+    """Call `function` and recompute its activations in the backward pass instead of keeping them.
+
+    Beside the default random states, which ``torch.utils.checkpoint`` restores, the states of the
+    random tracker are the same in both runs, so dropout under ``fork_rng`` draws the same mask.
+
+    Parameters
+    ----------
+    function
+        Any callable, a module for one.
+    *args, **kwargs
+        Its arguments.
+    use_reentrant
+        As in ``torch.utils.checkpoint.checkpoint``.
+
+    Returns
+    -------
+    Any
+        What `function` returns.
+
+    Examples
+    --------
+    >>> import torch
+    >>> linear = torch.nn.Linear(2, 2)
+    >>> out = checkpoint(linear, torch.ones(1, 2))
+    >>> out.sum().backward()
+    >>> linear.weight.grad
+    tensor([[1., 1.],
+            [1., 1.]])
+    """
+    states = get_rng_tracker().get_states()
+    if states:
+        function = _Replayed(function, states)
+    return torch_checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+
+
+class _Replayed:
+    """The first call runs as it is; later ones run with the tracker as it was before the first."""
+
+    def __init__(self, function: Callable[..., Any], states: Any) -> None:
+        self.function = function
+        self.states = states
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls == 1:
+            return self.function(*args, **kwargs)
+        tracker = get_rng_tracker()
+        present = tracker.get_states()
+        tracker.set_states(self.states)
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            tracker.set_states(present)
+
+
+class CheckPointWrapper(ModuleWrapper):
+    """A module whose activations are recomputed in the backward pass.
+
+    Parameters
+    ----------
+    mod
+        The module to run.
+    order_args_fn
+        Called with the arguments of the call, returns the tuple of positional arguments to call
+        `mod` with; None passes all of them on.
+    use_reentrant
+        As in ``torch.utils.checkpoint.checkpoint``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> wrapper = CheckPointWrapper(torch.nn.Linear(2, 2))
+    >>> list(wrapper.state_dict())
+    ['weight', 'bias']
+    """
+
+    def __init__(
+        self, mod: nn.Module, order_args_fn: OrderArgs | None = None, use_reentrant: bool = False
+    ) -> None:
+        super().__init__(mod)
+        self.order_args_fn = order_args_fn
+        self.use_reentrant = use_reentrant
+
+    @classmethod
+    def around_view(
+        cls, view: nn.Module, order_args_fn: OrderArgs | None, use_reentrant: bool
+    ) -> CheckPointWrapper:
+        """A wrapper around operations of another module, whose state keeps its names there."""
+        wrapper = cls(nn.Module(), order_args_fn, use_reentrant)
+        wrapper.__dict__["mod"] = view
+        return wrapper
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module under :func:`checkpoint`."""
+        if self.order_args_fn is not None:
+            args, kwargs = tuple(self.order_args_fn(*args, **kwargs)), {}
+        return checkpoint(self.mod, *args, use_reentrant=self.use_reentrant, **kwargs)
+
+
+class ForkRNGWrapper(ModuleWrapper):
+    """A module whose forward draws from the tensor-parallel random state."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module under the tracker's state."""
+        with get_rng_tracker().fork():
+            return self.mod(*args, **kwargs)

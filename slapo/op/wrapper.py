@@ -1,0 +1,87 @@
+"""Wrappers around a module that leave all its names as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+class ModuleWrapper(nn.Module):
+    """Runs another module in some context; its parameters and children appear as the wrapper's.
+
+    The wrapper shares the dictionaries of parameters, buffers and children with the module it
+    holds as ``.mod``, which is not a child itself. So ``state_dict()``, ``named_parameters()``
+    and ``named_modules()`` show the same names with and without it, and ``.to()``, ``.train()``
+    or loading weights act on the original.
+
+    Parameters
+    ----------
+    mod
+        The module to wrap; it may be a wrapper itself.
+    """
+
+    #: A graph of the forward would lose the context it runs in.
+    traceable = False
+
+    mod: nn.Module
+
+    def __init__(self, mod: nn.Module) -> None:
+        super().__init__()
+        self.set_mod(mod)
+
+    def set_mod(self, mod: nn.Module) -> None:
+        """Hold `mod` from now on."""
+        if not isinstance(mod, nn.Module):
+            raise TypeError(f"{type(self).__name__} wraps an nn.Module, got {type(mod).__name__}")
+        self.__dict__["mod"] = mod
+        for slot in _SHARED:
+            self.__dict__[slot] = mod.__dict__[slot]
+        self.training = mod.training
+
+    def train(self, mode: bool = True) -> ModuleWrapper:
+        """Set the mode of the wrapper, the wrapped module and all its children."""
+        super().train(mode)  # reaches the children, which are the wrapped module's
+        inner: nn.Module = self
+        while isinstance(inner, ModuleWrapper):
+            inner = inner.mod
+            inner.training = mode
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module."""
+        return self.mod(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """Name what is wrapped."""
+        return type(self.mod).__name__
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "mod" not in self.__dict__:
+                raise
+            return getattr(self.mod, name)
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """The module under all wrappers."""
+    while isinstance(module, ModuleWrapper):
+        module = module.mod
+    return module
+
+
+def replace_innermost(module: nn.Module, new: nn.Module) -> nn.Module:
+    """`new` under the wrappers of `module`; returns the outermost module."""
+    if not isinstance(module, ModuleWrapper):
+        return new
+    chain = [module]
+    while isinstance(chain[-1].mod, ModuleWrapper):
+        chain.append(chain[-1].mod)
+    for wrapper in reversed(chain):
+        wrapper.set_mod(new)
+        new = wrapper
+    return module

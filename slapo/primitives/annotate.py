@@ -1,0 +1,70 @@
+"""``.annotate(param_name, key, value)``"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from slapo.op.wrapper import innermost
+from slapo.primitives.base import Primitive
+from slapo.weights.tags import apply_tags
+
+if TYPE_CHECKING:
+    from slapo.schedule import Schedule
+
+
+class AnnotatePrimitive(Primitive):
+    """Tag a parameter; the tag is an attribute of it and follows it to every new tensor.
+
+    ``mod.weight --> mod.weight`` with ``mod.weight.<key> == value``, also after sharding,
+    replacement of the tensor and materialisation.
+
+    One tag has a meaning of its own: ``sequence_parallel`` (true) sums the parameter's gradient
+    over the group. Use it for replicated parameters, such as those of a layer norm, that see only
+    this rank's part of the tokens.
+
+    Parameters
+    ----------
+    param_name
+        A parameter of the module itself.
+    key
+        Attribute name.
+    value
+        Any value.
+
+    Raises
+    ------
+    ValueError
+        If the module has no such parameter, or the key is no attribute name or one of torch's.
+
+    Examples
+    --------
+    >>> import torch, slapo
+    >>> sch = slapo.create_schedule(torch.nn.Linear(2, 2))
+    >>> sch.annotate("weight", "replicated", True).mod.weight.replicated
+    True
+    """
+
+    @staticmethod
+    def name() -> str:
+        """Return ``"annotate"``."""
+        return "annotate"
+
+    @staticmethod
+    def apply(sch: Schedule, param_name: str, key: str, value: Any) -> Schedule:
+        """Set the tag and remember it."""
+        module = innermost(sch.mod)
+        param = module._parameters.get(param_name)
+        if param is None:
+            known = [name for name, p in module._parameters.items() if p is not None]
+            raise ValueError(
+                f"{type(module).__name__} has no parameter {param_name!r} of its own; "
+                f"it has {known}"
+            )
+        if not (isinstance(key, str) and key.isidentifier()) or hasattr(type(param), key):
+            raise ValueError(
+                f"key {key!r} cannot be a tag: it must be an attribute name that tensors do not "
+                "have already"
+            )
+        apply_tags(param, {key: value}, sch.group)
+        sch.metadata.param_tags.setdefault(param_name, {})[key] = value
+        return sch

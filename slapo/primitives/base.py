@@ -1,0 +1,122 @@
+"""What a primitive is, and the registry of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Primitive:
+    """A verb of the schedule language; derive from it to add one of your own.
+
+    Examples
+    --------
+    >>> import torch.nn as nn
+    >>> import slapo
+    >>> @slapo.register_primitive()
+    ... class FreezePrimitive(slapo.Primitive):
+    ...     '''Stops training of a module's parameters.'''
+    ...
+    ...     @staticmethod
+    ...     def name():
+    ...         return "freeze"
+    ...
+    ...     @staticmethod
+    ...     def apply(sch):
+    ...         sch.mod.requires_grad_(False)
+    >>> sch = slapo.create_schedule(nn.Linear(2, 2))
+    >>> sch.freeze().mod.weight.requires_grad
+    False
+    """
+
+    @staticmethod
+    def name() -> str:
+        """The method's name on every schedule."""
+        raise NotImplementedError("a Primitive needs a static name() that returns a string")
+
+    @staticmethod
+    def apply(sch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Act on a schedule node. None as a result stands for the node itself."""
+        raise NotImplementedError("a Primitive needs a static apply(sch, ...)")
+
+    @staticmethod
+    def init_metadata() -> Any:
+        """What ``sch.metadata.primitives[name]`` starts with on a node."""
+        return {}
+
+    @staticmethod
+    def is_verifiable() -> bool:
+        """False when :class:`slapo.Verify` cannot run a model that this was applied to."""
+        return True
+
+
+_REGISTRY: dict[str, type[Primitive]] = {}
+_BUILTIN: set[str] = set()
+_RESERVED: set[str] = set()
+
+
+def register_primitive() -> Callable[[type[T]], type[T]]:
+    """Class decorator that makes a :class:`Primitive` a method of every schedule.
+
+    Raises
+    ------
+    TypeError
+        If the class is no ``Primitive``.
+    ValueError
+        If the name is taken or is no identifier.
+    """
+
+    def register(cls: type[T]) -> type[T]:
+        if not (isinstance(cls, type) and issubclass(cls, Primitive)):
+            raise TypeError(f"register_primitive: {cls!r} is not a subclass of slapo.Primitive")
+        name = cls.name()
+        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+            raise ValueError(f"register_primitive: {name!r} cannot be the name of a method")
+        if name in _REGISTRY or name in _RESERVED:
+            taken = _REGISTRY.get(name)
+            by = f"by {taken.__name__}" if taken else "by an attribute of Schedule"
+            raise ValueError(f"register_primitive: {name!r} is taken {by}; choose another name")
+        _REGISTRY[name] = cls
+        return cls  # type: ignore[return-value]
+
+    return register
+
+
+def register_builtin(*primitives: type[Primitive]) -> None:
+    """Put this library's own primitives into the registry."""
+    for primitive in primitives:
+        _REGISTRY[primitive.name()] = primitive
+        _BUILTIN.add(primitive.name())
+
+
+def reserve_names(names: set[str]) -> None:
+    """Names that no primitive may take."""
+    _RESERVED.update(names - set(_REGISTRY))
+
+
+def find_primitive(name: str) -> type[Primitive] | None:
+    """The primitive called `name`."""
+    return _REGISTRY.get(name)
+
+
+def is_builtin(primitive: type[Primitive]) -> bool:
+    """True for this library's own primitives, which undo nothing because they check first."""
+    return _REGISTRY.get(primitive.name()) is primitive and primitive.name() in _BUILTIN
+
+
+def list_primitives(name_only: bool = True) -> list[str] | dict[str, type[Primitive]]:
+    """All primitives, users' own included.
+
+    Parameters
+    ----------
+    name_only
+        Return names; else a dict of name -> class, whose ``help()`` is the manual.
+
+    Examples
+    --------
+    >>> "shard" in list_primitives()
+    True
+    """
+    return sorted(_REGISTRY) if name_only else dict(sorted(_REGISTRY.items()))

@@ -1,0 +1,107 @@
+"""``.checkpoint()``"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from slapo.graph.rewrite import check_closed, replace_vertical
+from slapo.graph.subgraph_view import subgraph_view
+from slapo.op.checkpoint import CheckPointWrapper, OrderArgs
+from slapo.op.wrapper import ModuleWrapper
+from slapo.primitives.base import Primitive
+from slapo.primitives.subgraphs import Subgraphs, parse
+from slapo.primitives.wrapping import wrap
+
+if TYPE_CHECKING:
+    from slapo.schedule import Schedule
+
+
+class CheckpointPrimitive(Primitive):
+    """Recompute activations in the backward pass instead of keeping them.
+
+    | the module: ``mod(x) --> checkpoint(mod, x)``
+    | a subgraph: ``b = f(x); c = g(b) --> c = CheckPointWrapper_0(x)``
+
+    All names stay as they are: in ``state_dict``, ``named_parameters`` and schedule paths. Random
+    states, those of the tracker included, are the same when activations are recomputed.
+
+    Parameters
+    ----------
+    subgraph
+        One match of ``find``; None checkpoints the whole module.
+    order_args_fn
+        Called with the arguments of a call, returns the tuple of positional arguments to call the
+        checkpointed module with.
+    use_reentrant
+        As in ``torch.utils.checkpoint.checkpoint``.
+
+    Raises
+    ------
+    ValueError
+        If the module is checkpointed already, or several subgraphs are given.
+
+    Notes
+    -----
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
+
+    Examples
+    --------
+    >>> import slapo
+    >>> from torch import nn
+    >>> sch = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    >>> sch["0"].checkpoint().mod
+    CheckPointWrapper(Linear)
+    >>> list(sch.mod.state_dict())
+    ['0.weight', '0.bias']
+    """
+
+    @staticmethod
+    def name() -> str:
+        """Return ``"checkpoint"``."""
+        return "checkpoint"
+
+    @staticmethod
+    def apply(
+        sch: Schedule,
+        subgraph: Any = None,
+        order_args_fn: OrderArgs | None = None,
+        use_reentrant: bool = False,
+    ) -> Schedule:
+        """Wrap the module, or the matched operations."""
+        if order_args_fn is not None and not callable(order_args_fn):
+            raise TypeError(f"order_args_fn must be a function, got {order_args_fn!r}")
+        if subgraph is None:
+            _check_not_wrapped(sch)
+            wrap(sch, CheckPointWrapper(sch.mod, order_args_fn, use_reentrant))
+        else:
+            _checkpoint_subgraph(parse(sch, subgraph), order_args_fn, use_reentrant)
+        sch.metadata.primitives["checkpoint"]["enabled"] = True
+        return sch
+
+
+def _check_not_wrapped(sch: Schedule) -> None:
+    module = sch.mod
+    while isinstance(module, ModuleWrapper):
+        if isinstance(module, CheckPointWrapper):
+            raise ValueError("the module is checkpointed already")
+        module = module.mod
+
+
+def _checkpoint_subgraph(
+    subgraphs: Subgraphs, order_args_fn: OrderArgs | None, use_reentrant: bool
+) -> None:
+    if len(subgraphs.chains) != 1:
+        raise ValueError(
+            f"one subgraph can be checkpointed at a time, got {len(subgraphs.chains)}; "
+            "checkpoint each of them"
+        )
+    gm, (chain,) = subgraphs.gm, subgraphs.chains
+    check_closed(chain)
+    view = subgraph_view(gm, chain)
+    wrapper = CheckPointWrapper.around_view(view, order_args_fn, use_reentrant)
+    children = {name: child for name, child in gm._modules.items()}
+    call = replace_vertical(gm, chain, wrapper, "CheckPointWrapper")
+    # The operations still use these modules, under their names: they stay where they are.
+    gm._modules.clear()
+    gm._modules.update({**children, str(call.target): wrapper})
+    subgraphs.owner.rebuild_children()

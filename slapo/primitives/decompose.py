@@ -1,0 +1,64 @@
+"""``.decompose()``"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from slapo.op.linear import LinearWithSeparateBias
+from slapo.op.wrapper import innermost
+from slapo.primitives.base import Primitive
+from slapo.primitives.replace import replace_module
+from slapo.sharding.shards import shards_of
+
+if TYPE_CHECKING:
+    from slapo.schedule import Schedule
+
+
+class DecomposePrimitive(Primitive):
+    """Split a linear layer into its product and its bias, so that the addition can be fused.
+
+    ``F.linear(x, weight, bias) --> F.linear(x, weight) + bias``
+
+    The parameters are the same objects under the same names; hooks move along. A trace taken
+    afterwards shows both operations.
+
+    Raises
+    ------
+    ValueError
+        If the module is no ``nn.Linear``, has no bias, is decomposed or sharded already.
+
+    Examples
+    --------
+    >>> import torch, slapo
+    >>> sch = slapo.create_schedule(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    >>> sch["0"].decompose().mod
+    LinearWithSeparateBias(in_features=2, out_features=2, bias=True)
+    """
+
+    @staticmethod
+    def name() -> str:
+        """Return ``"decompose"``."""
+        return "decompose"
+
+    @staticmethod
+    def apply(sch: Schedule) -> Schedule:
+        """Swap the layer for its decomposed form."""
+        module = innermost(sch.mod)
+        if isinstance(module, LinearWithSeparateBias):
+            raise ValueError("the layer is decomposed already")
+        if not isinstance(module, nn.Linear):
+            raise ValueError(
+                f"only nn.Linear can be decomposed, not {type(module).__name__}; write the module "
+                "you want and use .replace()"
+            )
+        if module.bias is None:
+            raise ValueError("the layer has no bias, so there is nothing to take apart")
+        if shards_of(module):
+            raise ValueError(
+                f"the layer is sharded already ({', '.join(shards_of(module))}); "
+                "call .decompose() before .shard()"
+            )
+        replace_module(sch, LinearWithSeparateBias.from_linear(module))
+        return sch

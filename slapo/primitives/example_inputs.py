@@ -1,0 +1,92 @@
+"""Inputs to record a module with: given, made up from a config, or taken from a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from slapo.errors import TraceError
+from slapo.graph.capture import capture_inputs
+from slapo.graph.recorder import example_inputs
+from slapo.op.wrapper import innermost
+
+if TYPE_CHECKING:
+    from slapo.schedule import Schedule
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class RecordingInputs:
+    """Where the arguments of a recorded forward come from.
+
+    Parameters
+    ----------
+    sch
+        The node to trace.
+    concrete_args
+        Forward parameter -> constant.
+    config
+        Model config to make tensors from.
+    given
+        The user's inputs: a tensor, a tuple of positional arguments or a dict of keyword ones.
+    """
+
+    def __init__(
+        self, sch: Schedule, concrete_args: Mapping[str, Any] | None, config: Any, given: Any
+    ) -> None:
+        self.sch = sch
+        self.concrete = dict(concrete_args or {})
+        self.config = config
+        self.given = given
+
+    def find(self) -> Inputs:
+        """The positional and keyword arguments.
+
+        Raises
+        ------
+        TraceError
+            If none can be had without the user.
+        """
+        if self.given is not None:
+            return self._from_user()
+        module = innermost(self.sch.mod)
+        if hasattr(module, "main_input_name") and (self.config or hasattr(module, "config")):
+            named = example_inputs(module, self.concrete, self.config)
+            return (), {**named, **self.concrete}
+        if self.sch.parent is None:
+            raise TraceError("there is nothing to run it with; pass example_inputs")
+        args, kwargs = self._from_model(module)
+        return args, {**kwargs, **self.concrete}
+
+    def _from_user(self) -> Inputs:
+        given = self.given
+        if isinstance(given, torch.Tensor):
+            return (given,), dict(self.concrete)
+        if isinstance(given, Mapping):
+            return (), {**given, **self.concrete}
+        if isinstance(given, (tuple, list)):
+            return tuple(given), dict(self.concrete)
+        raise TypeError(
+            "example_inputs must be a tensor, a tuple of positional arguments or a dict of "
+            f"keyword arguments, got {type(given).__name__}"
+        )
+
+    def _from_model(self, module: nn.Module) -> Inputs:
+        """Run the whole model on fake tensors until it calls the module; siblings share the run."""
+        cache = self.sch.state.captured
+        key = _signature(module)
+        if key not in cache:
+            top = self.sch.get_top_schedule()
+            root_inputs = RecordingInputs(top, None, None, None).find()
+            cache[key] = capture_inputs(innermost(top.mod), root_inputs, self.sch.mod)
+        args, kwargs = cache[key]
+        return args, dict(kwargs)
+
+
+def _signature(module: nn.Module) -> Any:
+    """Modules of one class with parameters of the same shapes are called alike."""
+    shapes = tuple((n, tuple(p.shape), p.dtype) for n, p in module.named_parameters())
+    return (type(module), module.training, shapes)

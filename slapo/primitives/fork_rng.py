@@ -1,0 +1,53 @@
+"""``.fork_rng()``"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slapo.op.checkpoint import ForkRNGWrapper
+from slapo.op.wrapper import ModuleWrapper
+from slapo.primitives.base import Primitive
+from slapo.primitives.wrapping import wrap
+
+if TYPE_CHECKING:
+    from slapo.schedule import Schedule
+
+
+class ForkRNGPrimitive(Primitive):
+    """Run a module's forward under the tensor-parallel random state.
+
+    ``mod(x) --> with get_rng_tracker().fork(): mod(x)``
+
+    Dropout on a sharded activation must draw another mask on every rank, dropout on a replicated
+    one the same: fork the former. Call :func:`slapo.set_random_seed` before the forward.
+
+    Raises
+    ------
+    ValueError
+        If the module is under a fork already.
+
+    Examples
+    --------
+    >>> import torch, slapo
+    >>> slapo.set_random_seed(1)
+    >>> sch = slapo.create_schedule(torch.nn.Sequential(torch.nn.Dropout(0.5)))
+    >>> sch["0"].fork_rng().mod(torch.ones(2)).shape
+    torch.Size([2])
+    """
+
+    @staticmethod
+    def name() -> str:
+        """Return ``"fork_rng"``."""
+        return "fork_rng"
+
+    @staticmethod
+    def apply(sch: Schedule) -> Schedule:
+        """Wrap the node's module."""
+        module = sch.mod
+        while isinstance(module, ModuleWrapper):
+            if isinstance(module, ForkRNGWrapper):
+                raise ValueError("the module's forward is under fork_rng already")
+            module = module.mod
+        wrap(sch, ForkRNGWrapper(sch.mod))
+        sch.metadata.primitives["fork_rng"]["enabled"] = True
+        return sch

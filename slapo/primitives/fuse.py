@@ -1,0 +1,77 @@
+"""``.fuse(subgraph)``"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from slapo.graph.fusion import fuse_subgraph
+from slapo.primitives.base import Primitive
+from slapo.primitives.replace import replace_subgraphs
+from slapo.primitives.subgraphs import check_hooks, parse
+
+if TYPE_CHECKING:
+    from slapo.schedule import Schedule
+
+
+class FusePrimitive(Primitive):
+    """Compile the operations of one subgraph into one module.
+
+    ``b = x + bias; c = gelu(b) --> c = FusedModule_0(x, bias)``
+
+    Parameters
+    ----------
+    subgraph
+        One vertical match of ``find``, or the list that ``find`` returned if it holds one match.
+    compiler
+        ``"TorchScript"``, ``"inductor"``, or None for a plain ``nn.Sequential``.
+    name
+        The fused module is called ``<name>_<k>``, with the first free k.
+
+    Raises
+    ------
+    ValueError
+        For another compiler, several subgraphs, or inner values that are used outside.
+    RuntimeError
+        If a hook of a fused module would be lost.
+    SlapoError
+        If the compiler refuses the operations.
+
+    Examples
+    --------
+    >>> import torch, slapo
+    >>> class Block(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.fc = torch.nn.Linear(2, 2)
+    ...     def forward(self, x):
+    ...         return torch.nn.functional.gelu(self.fc(x))
+    >>> sch = slapo.create_schedule(Block())
+    >>> _ = sch["fc"].decompose()
+    >>> match = sch.find(lambda x, bias: torch.nn.functional.gelu(bias + x))
+    >>> list(sch.fuse(match, name="BiasGeLU").child)
+    ['fc', 'BiasGeLU_0']
+    """
+
+    @staticmethod
+    def name() -> str:
+        """Return ``"fuse"``."""
+        return "fuse"
+
+    @staticmethod
+    def apply(
+        sch: Schedule,
+        subgraph: Any,
+        compiler: str | None = "TorchScript",
+        name: str = "FusedModule",
+    ) -> Schedule:
+        """Build the fused module, then put it in the place of the operations."""
+        subgraphs = parse(sch, subgraph)
+        if len(subgraphs.chains) != 1:
+            raise ValueError(
+                f"one subgraph can be fused at a time, got {len(subgraphs.chains)}; fuse each of "
+                "them, or replace() them horizontally by a module of your own"
+            )
+        check_hooks(subgraphs, keeps_hooks=True)
+        fused = fuse_subgraph(subgraphs.gm, subgraphs.chains[0], compiler, name)
+        replace_subgraphs(fused, subgraphs, name)
+        return sch

@@ -1,0 +1,72 @@
+"""``.cut_pipeline_stage()``"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from slapo.errors import SlapoError
+from slapo.op.wrapper import innermost
+from slapo.primitives.base import Primitive
+
+if TYPE_CHECKING:
+    from slapo.schedule import Schedule
+
+
+class CutPipelineStagePrimitive(Primitive):
+    """End a pipeline stage after this module.
+
+    ``a; mod; b --> stage 0: a, mod; stage 1: b``
+
+    The cut is recorded; the model is split when it is built for a runtime with pipelines.
+
+    Raises
+    ------
+    ValueError
+        At the root, or where a stage ends already.
+    SlapoError
+        If the parent is not traced, or its graph does not call the module.
+
+    Examples
+    --------
+    >>> import slapo
+    >>> from torch import nn
+    >>> sch = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    >>> sch.trace(recursive=False)
+    True
+    >>> sch["1"].cut_pipeline_stage().metadata.primitives["cut_pipeline_stage"]
+    {'enabled': True}
+    """
+
+    @staticmethod
+    def name() -> str:
+        """Return ``"cut_pipeline_stage"``."""
+        return "cut_pipeline_stage"
+
+    @staticmethod
+    def is_verifiable() -> bool:
+        """A cut model runs in stages only."""
+        return False
+
+    @staticmethod
+    def apply(sch: Schedule) -> Schedule:
+        """Check that the cut lies between two calls of a graph, and record it."""
+        if sch.parent is None:
+            raise ValueError("a stage cannot end after the whole model; cut after a child of it")
+        if sch.metadata.primitives["cut_pipeline_stage"]:
+            raise ValueError("a stage ends after this module already")
+        parent = innermost(sch.parent.mod)
+        where = sch.parent.path
+        if not isinstance(parent, fx.GraphModule):
+            raise SlapoError(
+                f"the parent {where!r} is not traced; call "
+                f'trace_until({where!r}, tracer="huggingface") on the root first'
+            )
+        if not any(True for _ in parent.graph.find_nodes(op="call_module", target=sch.name)):
+            raise SlapoError(
+                f"the graph of the parent {where!r} does not call {sch.name!r}; trace the parent "
+                "with its children as calls (trace_until, or flatten=False)"
+            )
+        sch.metadata.primitives["cut_pipeline_stage"]["enabled"] = True
+        return sch

@@ -1,0 +1,92 @@
+"""``.replace_all(cls, make_fn)``"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from slapo.graph.traced_module import TracedModule
+from slapo.op.wrapper import innermost
+from slapo.primitives.base import Primitive
+from slapo.primitives.replace import replace_module
+from slapo.primitives.wrapping import check_module
+from slapo.snapshot import restored_on_error
+
+if TYPE_CHECKING:
+    from slapo.schedule import Schedule
+
+
+class ReplaceAllPrimitive(Primitive):
+    """Replace every submodule of a class.
+
+    ``every m with isinstance(m, cls) --> make_fn(path, m, **kwargs)``
+
+    What `make_fn` returns is not searched again. When it fails for one module, none is replaced.
+
+    Parameters
+    ----------
+    cls
+        A class of modules.
+    make_fn
+        Called with the path from the root, the module and the keyword arguments; returns the new
+        module.
+    **kwargs
+        Passed on to `make_fn`.
+
+    Raises
+    ------
+    ValueError
+        If no submodule is an instance of `cls`.
+    TypeError
+        If `cls` is no class of modules, or `make_fn` returns no module.
+
+    Examples
+    --------
+    >>> import slapo
+    >>> from torch import nn
+    >>> sch = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.ReLU()))
+    >>> sch.replace_all(nn.ReLU, lambda path, module: nn.GELU()).mod[2]
+    GELU(approximate='none')
+    """
+
+    @staticmethod
+    def name() -> str:
+        """Return ``"replace_all"``."""
+        return "replace_all"
+
+    @staticmethod
+    def apply(
+        sch: Schedule, cls: type[nn.Module], make_fn: Callable[..., nn.Module], **kwargs: Any
+    ) -> Schedule:
+        """Make all new modules first, then put them in place."""
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"cls must be a class of modules, got {cls!r}")
+        nodes = list(_outermost(sch, cls))
+        if not nodes:
+            present = sorted({type(innermost(n.mod)).__name__ for _, n in sch.named_schedules()})
+            raise ValueError(f"no submodule is a {cls.__name__}; there are {present}")
+        made = [
+            check_module(make_fn(n.path, innermost(n.mod), **kwargs), "what make_fn returns")
+            for n in nodes
+        ]
+        with restored_on_error(sch.get_top_schedule()):
+            for node, new in zip(nodes, made, strict=True):
+                replace_module(node, new)
+        return sch
+
+
+def _outermost(sch: Schedule, cls: type[nn.Module]) -> list[Schedule]:
+    """Matching nodes that lie in no other match, each module once."""
+    found: dict[int, Schedule] = {}
+    pending = list(reversed(sch.child.values()))
+    while pending:
+        node = pending.pop()
+        module = innermost(node.mod)
+        origin = module.origin if isinstance(module, TracedModule) else type(module)
+        if issubclass(origin, cls):
+            found.setdefault(id(module), node)
+        else:
+            pending.extend(reversed(node.child.values()))
+    return list(found.values())

@@ -1,0 +1,130 @@
+"""``.shard(tensor_name, axis)``"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from slapo.logger import get_logger
+from slapo.op.wrapper import innermost
+from slapo.primitives.base import Primitive
+from slapo.primitives.wrapping import check_called
+from slapo.sharding.shards import ShardPlan, share_slice, shards_of
+from slapo.weights.tags import apply_tags
+from slapo.weights.ties import owner_of
+
+if TYPE_CHECKING:
+    from slapo.schedule import Schedule
+
+logger = get_logger()
+
+
+class ShardPrimitive(Primitive):
+    """Keep this rank's slice of a parameter or buffer.
+
+    ``weight of shape (out, in) --> weight of shape (out / world_size, in)`` for ``axis=0``
+
+    The module's own sizes follow (``out_features``, ``num_embeddings``, ...), the slice remembers
+    the whole's shape as ``orig_shape``, and a bias that would be added to a partial sum is added
+    once. Where the parameter is tied, the other modules that share it are sharded with it.
+    Place the collectives with :meth:`Schedule.sync`.
+
+    Parameters
+    ----------
+    tensor_name
+        A parameter or buffer of the module itself.
+    axis
+        The axis to split; negative ones count from the end.
+    blocks
+        How many equal blocks lie along the axis, each split by itself: 3 for a packed query, key
+        and value, whose heads then stay together. A sequence gives the sizes of unequal blocks.
+
+    Raises
+    ------
+    ValueError
+        If there is no such tensor or axis, the size is not divisible by the world size, the
+        tensor is sharded already, or a slice of it would compute something else.
+
+    Notes
+    -----
+    Splits in pairs by columns and rows: Shoeybi et al., "Megatron-LM: Training Multi-Billion
+    Parameter Language Models Using Model Parallelism" (2019).
+
+    Examples
+    --------
+    >>> import torch, slapo
+    >>> sch = slapo.create_schedule(torch.nn.Linear(4, 6))  # a world of one
+    >>> sch.shard("weight", axis=0).mod.weight.orig_shape
+    torch.Size([6, 4])
+    """
+
+    @staticmethod
+    def name() -> str:
+        """Return ``"shard"``."""
+        return "shard"
+
+    @staticmethod
+    def apply(
+        sch: Schedule, tensor_name: str, axis: int, blocks: int | Sequence[int] = 1
+    ) -> Schedule:
+        """Check everything, then slice the tensor here and where it is tied."""
+        check_called(sch)
+        module = innermost(sch.mod)
+        if _confirms_tie(sch, module, tensor_name, axis):
+            return sch
+        plan = ShardPlan(module, tensor_name, axis, blocks, sch.rank, sch.world_size)
+        partners = _tied_plans(sch, module, tensor_name, axis, blocks)
+        tied = partners and isinstance(module._parameters.get(tensor_name), nn.Parameter)
+        plan.carry_out()
+        for name, partner in partners.items() if tied else ():
+            share_slice(partner, module, tensor_name)
+            sch.state.followed.add(name)
+            logger.info("%s is tied to %s.%s and sharded with it", name, sch.path, tensor_name)
+        _retag(sch, module, tensor_name)
+        sch.metadata.primitives["shard"][tensor_name] = plan.spec
+        return sch
+
+
+def _full_name(sch: Schedule, tensor_name: str) -> str:
+    return f"{sch.path}.{tensor_name}" if sch.path else tensor_name
+
+
+def _confirms_tie(sch: Schedule, module: nn.Module, tensor_name: str, axis: int) -> bool:
+    """True when the tensor was sharded with its tied partner, along this axis, and is named now."""
+    name = _full_name(sch, tensor_name)
+    spec = shards_of(module).get(tensor_name)
+    if spec is None or name not in sch.state.followed:
+        return False
+    if axis % len(spec.full_shape) != spec.axis:
+        raise ValueError(
+            f"{tensor_name!r} is tied to {sorted(sch.state.ties.partners(name))} and was sharded "
+            f"with it along axis {spec.axis}; it cannot be sharded along axis {axis} too"
+        )
+    sch.state.followed.discard(name)
+    sch.metadata.primitives["shard"][tensor_name] = spec
+    return True
+
+
+def _tied_plans(
+    sch: Schedule, module: nn.Module, tensor_name: str, axis: int, blocks: int | Sequence[int]
+) -> dict[str, ShardPlan]:
+    """Plans for the other modules that hold the same parameter, by its name there."""
+    top = sch.get_top_schedule()
+    plans: dict[str, ShardPlan] = {}
+    owners = {id(module._parameters)}
+    for name in sorted(sch.state.ties.partners(_full_name(sch, tensor_name))):
+        found = owner_of(top.mod, name)
+        if found is None or id(found[0]._parameters) in owners:
+            continue
+        owner, leaf = innermost(found[0]), found[1]
+        owners.add(id(owner._parameters))
+        plans[name] = ShardPlan(owner, leaf, axis, blocks, sch.rank, sch.world_size)
+    return plans
+
+
+def _retag(sch: Schedule, module: nn.Module, tensor_name: str) -> None:
+    param = module._parameters.get(tensor_name)
+    if param is not None:
+        apply_tags(param, {}, sch.group)  # its tags came along; their hooks did not

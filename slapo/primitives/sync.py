@@ -1,0 +1,154 @@
+"""``.sync(mode, sync_op_or_fn, **kwargs)``"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from slapo.op.wrapper import innermost
+from slapo.primitives.base import Primitive
+from slapo.primitives.wrapping import check_called
+from slapo.sharding.layout import check_sync, layout_of, set_layout
+from slapo.sharding.partial import add_reducer, is_deferring
+from slapo.sharding.sync import (
+    SyncOp,
+    check_mode,
+    gradient_hook,
+    make_sync_op,
+    post_hook,
+    pre_hook,
+)
+from slapo.sharding.vocab import vocabulary_hooks
+
+if TYPE_CHECKING:
+    from slapo.schedule import Schedule
+
+
+class SyncPrimitive(Primitive):
+    """Put a collective, or a hook of your own, before or after a module.
+
+    ``mod(x) --> op(mod(x))`` for ``fwd_post``, ``mod(op(x))`` for ``fwd_pre``; ``bwd_post`` acts on
+    the gradient of ``x``.
+
+    ===================== ===================== ========================= =======================
+    op                    modes                 forward                   backward
+    ===================== ===================== ========================= =======================
+    ``all_reduce``        fwd_post              sum over the group        identity
+    ``all_reduce``        bwd_post              identity                  sum of the gradient
+    ``all_gather``        fwd_pre, fwd_post     concatenate along `axis`  reduce-scatter
+    ``reduce_scatter``    fwd_post              sum, keep own slice       all-gather
+    ``scatter``           fwd_post              keep own slice            all-gather
+    ``"XY->ZW"``          fwd_pre, fwd_post     reshard                   the reverse
+    ===================== ===================== ========================= =======================
+
+    Parameters
+    ----------
+    mode
+        ``"fwd_pre"``, ``"fwd_post"`` or ``"bwd_post"``.
+    sync_op_or_fn
+        An op of the table; in ``"XY->ZW"`` the letters R (replicated) and S (sharded) stand for
+        the last two dimensions. Or a callable, which becomes the module hook of that mode: a
+        pre-forward hook, a forward hook or a full backward hook.
+    **kwargs
+        ``axis`` of the activation, and ``tensor_parallel_output_grad`` of ``all_gather``: False
+        when every rank uses the gathered tensor in the same way, so that the gradient is only
+        split.
+
+    Raises
+    ------
+    ValueError
+        For an unknown mode or op, a mode the op does not work in, a missing axis, or a sync that
+        contradicts the known layout of a sharded module: gathering a partial sum, reducing a
+        slice, gathering along another axis.
+    TypeError
+        For arguments the op does not take.
+
+    Examples
+    --------
+    >>> import torch, slapo
+    >>> sch = slapo.create_schedule(torch.nn.Linear(4, 6))
+    >>> sch.shard("weight", axis=1).sync("fwd_post", "all_reduce").mod(torch.ones(2, 4)).shape
+    torch.Size([2, 6])
+    """
+
+    @staticmethod
+    def name() -> str:
+        """Return ``"sync"``."""
+        return "sync"
+
+    @staticmethod
+    def init_metadata() -> Any:
+        """Texts of the syncs of a node, in order."""
+        return []
+
+    @staticmethod
+    def apply(
+        sch: Schedule, mode: str, sync_op_or_fn: str | Callable[..., Any], **kwargs: Any
+    ) -> Schedule:
+        """Check the sync against what is known, then register it."""
+        check_mode(mode)
+        check_called(sch)
+        if isinstance(sync_op_or_fn, str):
+            op = make_sync_op(mode, sync_op_or_fn, sch.group, kwargs)
+            _add_op(sch, mode, op)
+        else:
+            _add_callable(sch, mode, sync_op_or_fn, kwargs)
+        sch.metadata.primitives["sync"].append(f"{mode} {sync_op_or_fn}")
+        return sch
+
+
+def _add_callable(
+    sch: Schedule, mode: str, function: Callable[..., Any], kwargs: dict[str, Any]
+) -> None:
+    if not callable(function):
+        raise TypeError(
+            f"sync_op_or_fn must be the name of an op or a hook function, got {function!r}"
+        )
+    if kwargs:
+        raise TypeError(f"a hook function takes no further arguments, got {sorted(kwargs)}")
+    if mode == "fwd_pre":
+        sch.mod.register_forward_pre_hook(function)
+    elif mode == "fwd_post":
+        sch.mod.register_forward_hook(function)
+        set_layout(innermost(sch.mod), output=None)  # the user knows better from here on
+    else:
+        sch.mod.register_full_backward_hook(function)
+
+
+def _add_op(sch: Schedule, mode: str, op: SyncOp) -> None:
+    module = innermost(sch.mod)
+    layout = layout_of(module)
+    check_sync(layout, mode, op.name, op.axis)
+    if mode == "bwd_post":
+        sch.mod.register_forward_pre_hook(gradient_hook(op.group), with_kwargs=True)
+    elif mode == "fwd_pre":
+        sch.mod.register_forward_pre_hook(pre_hook(op, mode), with_kwargs=True)
+    else:
+        known = layout.output.axis if layout.output is not None else None
+        _add_output_op(sch, module, replace(op, known_axis=_to_check(op, known)))
+        set_layout(module, output=op.output() if layout.output is not None else None)
+
+
+def _to_check(op: SyncOp, known: int | None) -> int | None:
+    return known if op.name == "all_gather" else None
+
+
+def _add_output_op(sch: Schedule, module: nn.Module, op: SyncOp) -> None:
+    if layout_of(module).vocabulary and not module._forward_pre_hooks:
+        _add_vocabulary_op(sch, module, op)
+    elif is_deferring(module) and sch.mod is module:
+        scatters = op.name == "reduce_scatter"
+        add_reducer(module, op, token_group=op.group if scatters else None)
+    else:
+        sch.mod.register_forward_hook(post_hook(op))
+
+
+def _add_vocabulary_op(sch: Schedule, module: nn.Module, op: SyncOp) -> None:
+    """The mask that a vocabulary-sharded embedding needs around it comes with its reduction."""
+    rows: Any = module.num_embeddings
+    pre, post = vocabulary_hooks(sch.rank, sch.world_size, rows * sch.world_size, op)
+    sch.mod.register_forward_pre_hook(pre)
+    sch.mod.register_forward_hook(post)

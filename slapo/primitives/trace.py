@@ -1,0 +1,261 @@
+"""``.trace()`` and ``.trace_until(paths)``"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import fx, nn
+
+from slapo.errors import TraceError
+from slapo.graph.dynamo import trace_with_dynamo
+from slapo.graph.leaves import is_sealed, is_torch_leaf
+from slapo.graph.recorded_tree import trace_recorded_containers, trace_recorded_tree
+from slapo.graph.trace_tree import TraceResult, containers_down_to, trace_symbolic_tree
+from slapo.hooks import move_hooks
+from slapo.logger import get_logger
+from slapo.op.wrapper import innermost, replace_innermost
+from slapo.primitives.base import Primitive
+from slapo.primitives.example_inputs import RecordingInputs
+
+if TYPE_CHECKING:
+    from slapo.schedule import Schedule
+
+logger = get_logger()
+
+TRACERS = ("pytorch", "huggingface", "dynamo")
+
+
+class TracePrimitive(Primitive):
+    """Replace a module by its graph, so that its operations can be found and rewritten.
+
+    ``mod --> fx.GraphModule`` of the same call signature, names and state
+
+    Children stay calls of modules under their names. A call that the graph does not hold for
+    (another constant, a size outside the limits met) is an error when it happens.
+
+    Parameters
+    ----------
+    recursive
+        Trace the modules that this one calls too, each as a graph of its own.
+    flatten
+        One graph with all operations inlined; targets then read ``a.b``.
+    tracer
+        ``"pytorch"``: symbolic, for modules without surprises. ``"huggingface"``: runs the forward
+        once on fake tensors and records it; for Transformers models and whatever the former
+        cannot trace. ``"dynamo"``: one flat graph by ``torch.compile``'s front end.
+    leaf_modules
+        Class names or paths that stay opaque.
+    concrete_args
+        Forward parameter -> constant to trace with. For ``"huggingface"``, parameters that are
+        named here are not made inputs.
+    config
+        Model config to make example inputs from, where the module has none itself.
+    example_inputs
+        Tensors to record with, a tuple or a dict of keyword arguments; made up for Transformers
+        models, and taken from a run of the whole model for modules within one.
+
+    Returns
+    -------
+    bool
+        True, or False with a warning that names the module, the reason and what to pass. A failed
+        trace changes nothing.
+
+    Raises
+    ------
+    ValueError
+        For an unknown tracer or parameter name.
+
+    Examples
+    --------
+    >>> import torch, slapo
+    >>> sch = slapo.create_schedule(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()))
+    >>> sch.trace()
+    True
+    >>> [node.target for node in sch.mod.graph.nodes if node.op == "call_module"]
+    ['0', '1']
+    """
+
+    @staticmethod
+    def name() -> str:
+        """Return ``"trace"``."""
+        return "trace"
+
+    @staticmethod
+    def apply(
+        sch: Schedule,
+        recursive: bool = True,
+        flatten: bool = False,
+        tracer: str = "pytorch",
+        leaf_modules: Collection[str] = (),
+        concrete_args: Mapping[str, Any] | None = None,
+        config: Any = None,
+        example_inputs: Any = None,
+    ) -> bool:
+        """Trace first, then put the graphs in place."""
+        _check_tracer(tracer)
+        if isinstance(leaf_modules, str):
+            raise TypeError(f"leaf_modules is a list of names, got the string {leaf_modules!r}")
+        module = innermost(sch.mod)
+        try:
+            _check_traceable(module)
+            if tracer == "pytorch":
+                result = trace_symbolic_tree(
+                    module, recursive, flatten, leaf_modules, concrete_args
+                )
+            else:
+                inputs = RecordingInputs(sch, concrete_args, config, example_inputs)
+                if tracer == "dynamo":
+                    result = TraceResult({"": trace_with_dynamo(module, *inputs.find())})
+                else:
+                    result = trace_recorded_tree(
+                        module, inputs.find(), recursive, flatten, leaf_modules
+                    )
+        except TraceError as error:
+            _warn(sch, tracer, error)
+            return False
+        _put_in_place(sch, result)
+        return True
+
+
+class TraceUntilPrimitive(Primitive):
+    """Trace the containers from the root down to some paths, whose children stay untouched.
+
+    ``root, root.encoder --> graphs``; ``root.encoder.layer.0`` and so on stay modules
+
+    This is what pipeline cuts need.
+
+    Parameters
+    ----------
+    paths
+        One path or several; they and everything above them become graphs.
+    tracer
+        ``"pytorch"`` or ``"huggingface"``, as for :meth:`Schedule.trace`.
+    concrete_args, config, example_inputs
+        As for :meth:`Schedule.trace`, for the root's forward.
+
+    Returns
+    -------
+    bool
+        True, or False with a warning. A failed trace changes nothing.
+
+    Raises
+    ------
+    ValueError
+        When called below the root, or with an unknown tracer.
+    KeyError
+        If a path does not exist.
+
+    Examples
+    --------
+    >>> import slapo
+    >>> from torch import nn
+    >>> block = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> sch = slapo.create_schedule(nn.Sequential(nn.Sequential(block), nn.ReLU()))
+    >>> sch.trace_until("0")
+    True
+    >>> sch["0.0"].cut_pipeline_stage().name
+    '0'
+    """
+
+    @staticmethod
+    def name() -> str:
+        """Return ``"trace_until"``."""
+        return "trace_until"
+
+    @staticmethod
+    def apply(
+        sch: Schedule,
+        paths: str | Collection[str],
+        tracer: str = "pytorch",
+        concrete_args: Mapping[str, Any] | None = None,
+        config: Any = None,
+        example_inputs: Any = None,
+    ) -> bool:
+        """Trace every container on the way, then put all graphs in place."""
+        _check_tracer(tracer, TRACERS[:2])
+        if sch.parent is not None:
+            raise ValueError(
+                f"trace_until traces from the root down; call it on the root, with {sch.path!r} "
+                "in front of the paths"
+            )
+        wanted = [paths] if isinstance(paths, str) else list(paths)
+        for path in wanted:
+            sch[path]  # a path that does not exist is a KeyError that names the nearest
+        containers = containers_down_to(wanted, lambda path: path in sch)
+        try:
+            for path in containers:
+                _check_traceable(innermost(sch[path].mod))
+            if tracer == "pytorch":
+                result = _symbolic_containers(sch, containers, concrete_args)
+            else:
+                inputs = RecordingInputs(sch, concrete_args, config, example_inputs)
+                result = trace_recorded_containers(
+                    innermost(sch.mod), inputs.find(), containers
+                )
+        except TraceError as error:
+            _warn(sch, tracer, error)
+            return False
+        _put_in_place(sch, result)
+        return True
+
+
+def _symbolic_containers(
+    sch: Schedule, containers: list[str], concrete_args: Mapping[str, Any] | None
+) -> TraceResult:
+    """Children that are no containers are named as leaves; those on the way are entered."""
+    chain = set(containers)
+    others = [path for path, _ in sch.named_schedules() if path and path not in chain]
+    result = trace_symbolic_tree(innermost(sch.mod), True, False, frozenset(others), concrete_args)
+    missing = [path for path in containers if path not in result.traced]
+    if missing:
+        reason = result.skipped.get(missing[0], "its parent does not call it")
+        raise TraceError(f"{missing[0]!r}: {reason}")
+    return result
+
+
+def _check_tracer(tracer: str, known: tuple[str, ...] = TRACERS) -> None:
+    if tracer not in known:
+        raise ValueError(f"unknown tracer {tracer!r}; known are {list(known)}")
+
+
+def _check_traceable(module: nn.Module) -> None:
+    if isinstance(module, fx.GraphModule) or not is_sealed(module):
+        return
+    if is_torch_leaf(module):
+        raise TraceError("it is a layer of torch, one call by itself; trace its parent")
+    raise TraceError("it is marked traceable = False")
+
+
+def _warn(sch: Schedule, tracer: str, error: TraceError) -> None:
+    """Say which module, why, and what to pass."""
+    if tracer == "pytorch":
+        remedy = 'pass tracer="huggingface", concrete_args for flags, or leaf_modules'
+    else:
+        remedy = "pass example_inputs, concrete_args for what is no tensor, or leaf_modules"
+    where = sch.path or "the root"
+    warnings.warn(
+        f"{where} ({type(innermost(sch.mod)).__name__}) could not be traced with "
+        f"tracer={tracer!r}: {error}. Nothing was changed; {remedy}",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def _put_in_place(sch: Schedule, result: TraceResult) -> None:
+    """Outermost first: a graph module has a table of children of its own."""
+    for path, traced in result.traced.items():
+        node = sch[path] if path in sch else None
+        if node is None:
+            continue
+        old = innermost(node.mod)
+        move_hooks(old, traced)
+        outer = replace_innermost(node.mod, traced)
+        if outer is node.mod:
+            node.rebuild_children()
+        else:
+            node.set_module(outer)
+    for path, reason in result.skipped.items():
+        logger.info("%s stays opaque in the trace of %r: %s", path, sch.path, reason)
+

@@ -1,0 +1,94 @@
+"""A schedule as text: the module tree with what was applied where."""
+
+from __future__ import annotations
+
+import html as html_escape
+import re
+from typing import TYPE_CHECKING
+
+from slapo.op.wrapper import innermost
+
+if TYPE_CHECKING:
+    from slapo.schedule import Schedule
+
+_MAX_WIDTH = 60
+
+
+def tree(root: Schedule) -> str:
+    """The tree below `root`; equal neighbours, such as the layers of a stack, take one line."""
+    notes = _notes(root)
+    lines = [_label(root, "", notes)]
+    lines.extend(_branches(root, "", notes))
+    return "\n".join(lines)
+
+
+def html(root: Schedule) -> str:
+    """The same for a notebook."""
+    return f"<pre>{html_escape.escape(tree(root))}</pre>"
+
+
+def _notes(root: Schedule) -> dict[str, list[str]]:
+    """Path -> what was applied there, shortly."""
+    notes: dict[str, list[str]] = {}
+    for record in root.history:
+        arguments = ", ".join(record.arguments.values())
+        notes.setdefault(record.path, []).append(f"{record.primitive}({arguments})")
+    return notes
+
+
+def _branches(node: Schedule, indent: str, notes: dict[str, list[str]]) -> list[str]:
+    lines: list[str] = []
+    groups = _runs(list(node.child.values()), notes)
+    for index, group in enumerate(groups):
+        last = index == len(groups) - 1
+        name = group[0].name if len(group) == 1 else _range(group)
+        lines.append(f"{indent}{'`' if last else '|'}-- {_label(group[0], name, notes)}")
+        lines.extend(_branches(group[0], indent + ("    " if last else "|   "), notes))
+    return lines
+
+
+def _runs(nodes: list[Schedule], notes: dict[str, list[str]]) -> list[list[Schedule]]:
+    """Neighbours that differ in nothing but their number, together."""
+    groups: list[list[Schedule]] = []
+    previous = None
+    for node in nodes:
+        shape = _shape(node, notes)
+        if groups and shape == previous and _number(node) is not None:
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+        previous = shape
+    return groups
+
+
+def _shape(node: Schedule, notes: dict[str, list[str]]) -> tuple[str, ...]:
+    """What the printed text of a subtree depends on, its own number left out."""
+    stem = re.sub(r"\d+$", "#", node.name)
+    below = [
+        f"{path}|{_describe(sub)}|{notes.get(sub.path)}" for path, sub in node.named_schedules()
+    ]
+    return (stem, *below)
+
+
+def _number(node: Schedule) -> str | None:
+    found = re.search(r"\d+$", node.name)
+    return found.group() if found else None
+
+
+def _range(group: list[Schedule]) -> str:
+    return f"{group[0].name}..{_number(group[-1])} ({len(group)}x)"
+
+
+def _label(node: Schedule, name: str, notes: dict[str, list[str]]) -> str:
+    text = f"{name}: {_describe(node)}" if name else _describe(node)
+    applied = notes.get(node.path)
+    return f"{text}  <- {'; '.join(applied)}" if applied else text
+
+
+def _describe(node: Schedule) -> str:
+    module = innermost(node.mod)
+    detail = "" if node.child else module.extra_repr().replace("\n", " ")
+    if len(detail) > _MAX_WIDTH:
+        detail = detail[: _MAX_WIDTH - 3] + "..."
+    shown = f"({detail})" if not node.child else ""
+    return f"{type(module).__name__}{shown}"

@@ -1,0 +1,353 @@
+"""Random state of runs that combine pipeline, data and tensor parallelism.
+
+Ranks of one tensor-parallel group compute the same outside of sharded regions, so their default
+random state must be the same there (dropout on a replicated activation), and different inside them
+(dropout on a slice). The tracker keeps the second state:
+
+>>> import torch, slapo.random
+>>> slapo.random.set_random_seed(1, tp_rank=0)
+>>> with slapo.random.get_rng_tracker().fork():
+...     inside = torch.rand(2)
+>>> torch.equal(inside, torch.rand(2))
+False
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from slapo.errors import SlapoError
+
+# Name of the state that `set_random_seed` gives to the tracker.
+TENSOR_PARALLEL = "tensor_parallel"
+
+# Far above what pipeline and data-parallel ranks add to a seed, so that no two ranks meet.
+_TENSOR_PARALLEL_STRIDE = 1_000_003
+
+# State of the generators of the CPU and of the current accelerator, by device type.
+RNGState = dict[str, Tensor]
+
+
+class RNGTracker:
+    """Named random states beside torch's default one.
+
+    Each covers the generators of the CPU and, where there is one, of the current accelerator.
+
+    Examples
+    --------
+    >>> tracker = RNGTracker()
+    >>> tracker.add("augment", seed=7)
+    >>> with tracker.fork("augment"):
+    ...     first = torch.rand(1)
+    >>> with tracker.fork("augment"):
+    ...     second = torch.rand(1)
+    >>> torch.equal(first, second)
+    False
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, RNGState] = {}
+        self._seeds: set[int] = set()
+        # The state whose numbers are being drawn; None is the default one.
+        self._current: str | None = None
+        self._default: RNGState = {}
+
+    def add(self, name: str, seed: int) -> None:
+        """Create a state.
+
+        Parameters
+        ----------
+        name : str
+            A new name.
+        seed : int
+            A seed that no other state of this tracker started with.
+
+        Raises
+        ------
+        ValueError
+            If the name or the seed is taken.
+
+        Examples
+        --------
+        >>> RNGTracker().add("dropout", seed=3)
+        """
+        if name in self._states:
+            raise ValueError(
+                f"the tracker has a random state {name!r} already, beside "
+                f"{sorted(self._states)}; pick another name, or call reset() first"
+            )
+        if seed in self._seeds:
+            raise ValueError(
+                f"seed {seed} for {name!r} is that of another random state, which would draw the "
+                f"same numbers; pick a seed other than {sorted(self._seeds)}"
+            )
+        self._states[name] = {
+            device: torch.Generator(device).manual_seed(seed).get_state()
+            for device in _device_types()
+        }
+        self._seeds.add(seed)
+
+    @contextmanager
+    def fork(self, name: str = TENSOR_PARALLEL) -> Iterator[None]:
+        """Draw random numbers from a state of this tracker inside the block.
+
+        Afterwards, also when the block raises, the state outside is as it was, and the next fork
+        goes on where this one stopped. Forks nest; a fork of the state in use changes nothing.
+
+        Parameters
+        ----------
+        name : str
+            The state; the tensor-parallel one by default.
+
+        Raises
+        ------
+        SlapoError
+            If there is no such state.
+
+        Examples
+        --------
+        >>> tracker = RNGTracker()
+        >>> tracker.add("dropout", seed=3)
+        >>> with tracker.fork("dropout"):
+        ...     mask = torch.rand(2, 3) < 0.1
+        """
+        if name not in self._states:
+            raise SlapoError(
+                f"the tracker has no random state {name!r}, only {sorted(self._states)}; "
+                f"call slapo.set_random_seed() before the model runs, "
+                f"or create the state with add({name!r}, seed)"
+            )
+        outside = self._current
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(outside)
+
+    def get_states(self) -> dict[str, RNGState]:
+        """Return a copy of all states, by name.
+
+        Examples
+        --------
+        >>> tracker = RNGTracker()
+        >>> tracker.add("dropout", seed=3)
+        >>> list(tracker.get_states())
+        ['dropout']
+        """
+        if self._current is not None:
+            self._states[self._current] = _capture()
+        return _copy(self._states)
+
+    def set_states(self, states: Mapping[str, RNGState]) -> None:
+        """Replace all states by copies of ``states``.
+
+        Parameters
+        ----------
+        states : Mapping
+            What :meth:`get_states` has returned.
+
+        Raises
+        ------
+        SlapoError
+            If a block is running under a state that ``states`` lacks.
+
+        Examples
+        --------
+        >>> tracker = RNGTracker()
+        >>> tracker.add("dropout", seed=3)
+        >>> saved = tracker.get_states()
+        >>> with tracker.fork("dropout"):
+        ...     first = torch.rand(1)
+        >>> tracker.set_states(saved)
+        >>> with tracker.fork("dropout"):
+        ...     torch.equal(first, torch.rand(1))
+        True
+        """
+        if self._current is not None:
+            if self._current not in states:
+                raise SlapoError(
+                    f"a block is running under the random state {self._current!r}, and the new "
+                    f"states {sorted(states)} lack it; call set_states() after the block"
+                )
+            _restore(states[self._current])
+        self._states = _copy(states)
+
+    def reset(self) -> None:
+        """Forget all states.
+
+        Raises
+        ------
+        SlapoError
+            If a block is running under one of them.
+
+        Examples
+        --------
+        >>> tracker = RNGTracker()
+        >>> tracker.add("dropout", seed=3)
+        >>> tracker.reset()
+        >>> tracker.get_states()
+        {}
+        """
+        if self._current is not None:
+            raise SlapoError(
+                f"a block is running under the random state {self._current!r}; "
+                f"call reset() or set_random_seed() after the block"
+            )
+        self._states = {}
+        self._seeds = set()
+
+    def _switch(self, name: str | None) -> None:
+        """Put the live state away under its own name, and make ``name`` the live one."""
+        live = _capture()
+        if self._current is None:
+            self._default = live
+        else:
+            self._states[self._current] = live
+        _restore(self._default if name is None else self._states[name])
+        self._current = name
+
+
+_tracker = RNGTracker()
+_is_seed_set = False
+
+
+def get_rng_tracker() -> RNGTracker:
+    """Return the tracker of this process.
+
+    Returns
+    -------
+    RNGTracker
+
+    Examples
+    --------
+    >>> get_rng_tracker() is get_rng_tracker()
+    True
+    """
+    return _tracker
+
+
+# The name in earlier releases, which tracked CUDA alone.
+get_cuda_rng_tracker = get_rng_tracker
+
+
+def is_random_seed_set() -> bool:
+    """Whether :func:`set_random_seed` has been called in this process.
+
+    Returns
+    -------
+    bool
+
+    Examples
+    --------
+    >>> set_random_seed(1)
+    >>> is_random_seed_set()
+    True
+    """
+    return _is_seed_set
+
+
+def set_random_seed(
+    seed: int = 2013,
+    dp_rank: int | None = None,
+    pp_rank: int | None = None,
+    tp_rank: int | None = None,
+    always_enable_tp_seed: bool = False,
+) -> None:
+    """Seed Python, NumPy and torch, and start the tracker's tensor-parallel state.
+
+    The seed moves by 100 per pipeline stage and by 10 per data-parallel rank, and is the same on
+    all ranks of a tensor-parallel group.
+
+    Parameters
+    ----------
+    seed : int
+        The seed of the run.
+    dp_rank, pp_rank, tp_rank : int, optional
+        Ranks in the data, pipeline and tensor-parallel group; None is 0.
+    always_enable_tp_seed : bool
+        Make torch's default state differ between tensor-parallel ranks too. Python and NumPy, which
+        choose data, stay alike on them.
+
+    Raises
+    ------
+    ValueError
+        If a rank is negative.
+    SlapoError
+        If called inside a block of the tracker's :meth:`~RNGTracker.fork`.
+
+    Examples
+    --------
+    >>> set_random_seed(2013, dp_rank=1, pp_rank=2)
+    >>> torch.initial_seed()
+    2223
+    """
+    global _is_seed_set
+    pp, dp, tp = (
+        _check_rank(name, rank)
+        for name, rank in (("pp_rank", pp_rank), ("dp_rank", dp_rank), ("tp_rank", tp_rank))
+    )
+    _tracker.reset()
+    shared_seed = seed + 100 * pp + 10 * dp
+    random.seed(shared_seed)
+    _seed_numpy(shared_seed)
+    # Two seeds of its own for each tensor-parallel rank: odd multiples for the tracker's state,
+    # even ones for the default state.
+    own_seed = shared_seed + (2 * tp + 1) * _TENSOR_PARALLEL_STRIDE
+    torch.manual_seed(own_seed + _TENSOR_PARALLEL_STRIDE if always_enable_tp_seed else shared_seed)
+    _tracker.add(TENSOR_PARALLEL, own_seed)
+    _is_seed_set = True
+
+
+def _check_rank(name: str, rank: int | None) -> int:
+    if rank is not None and rank < 0:
+        raise ValueError(
+            f"set_random_seed: {name} is {rank}; pass a rank from 0 up, or None outside of a group"
+        )
+    return rank or 0
+
+
+def _seed_numpy(seed: int) -> None:
+    """Seed NumPy where it is installed; torch runs without it."""
+    try:
+        import numpy
+    except ImportError:
+        return
+    # NumPy takes 32 bits.
+    numpy.random.seed(seed % 2**32)
+
+
+def _device_types() -> list[str]:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+
+
+def _generators(device: str) -> ModuleType:
+    """Return the module that reads and writes the default generator of ``device``."""
+    return torch.random if device == "cpu" else torch.get_device_module(device)
+
+
+def _capture() -> RNGState:
+    return {device: _generators(device).get_rng_state() for device in _device_types()}
+
+
+def _restore(state: RNGState) -> None:
+    for device, generator_state in state.items():
+        _generators(device).set_rng_state(generator_state)
+
+
+def _copy(states: Mapping[str, RNGState]) -> dict[str, RNGState]:
+    return {
+        name: {device: _copy_tensor(device, tensor) for device, tensor in state.items()}
+        for name, state in states.items()
+    }
+
+
+def _copy_tensor(device: str, state: Tensor) -> Tensor:
+    """Copy by way of a generator: under a fake tensor mode a clone would hold no data."""
+    return torch.Generator(device).set_state(state).get_state()

@@ -1,0 +1,115 @@
+"""Several nodes of a schedule at once, chosen by a glob."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from slapo.primitives import (
+    AnnotatePrimitive,
+    CheckpointPrimitive,
+    CutPipelineStagePrimitive,
+    DecomposePrimitive,
+    ForkRNGPrimitive,
+    ReplaceAllPrimitive,
+    ShardPrimitive,
+    SyncPrimitive,
+    TracePrimitive,
+)
+from slapo.primitives.base import Primitive, find_primitive, list_primitives
+from slapo.primitives.run import as_broadcast, run
+from slapo.snapshot import restored_on_error
+
+if TYPE_CHECKING:
+    from slapo.schedule import Schedule
+
+
+class Selection:
+    """Schedule nodes that a glob matched; a primitive called on it is applied to each of them.
+
+    Made by :meth:`Schedule.select`. When the primitive fails on one node, schedule and model are
+    as before the call.
+
+    Parameters
+    ----------
+    nodes
+        The nodes, in the order of the tree.
+    pattern
+        The glob that chose them.
+    """
+
+    shard = as_broadcast(ShardPrimitive, ShardPrimitive.apply)
+    sync = as_broadcast(SyncPrimitive, SyncPrimitive.apply)
+    checkpoint = as_broadcast(CheckpointPrimitive, CheckpointPrimitive.apply)
+    fork_rng = as_broadcast(ForkRNGPrimitive, ForkRNGPrimitive.apply)
+    annotate = as_broadcast(AnnotatePrimitive, AnnotatePrimitive.apply)
+    trace = as_broadcast(TracePrimitive, TracePrimitive.apply)
+    replace_all = as_broadcast(ReplaceAllPrimitive, ReplaceAllPrimitive.apply)
+    decompose = as_broadcast(DecomposePrimitive, DecomposePrimitive.apply)
+    cut_pipeline_stage = as_broadcast(CutPipelineStagePrimitive, CutPipelineStagePrimitive.apply)
+
+    def __init__(self, nodes: list[Schedule], pattern: str) -> None:
+        self.nodes = nodes
+        self.pattern = pattern
+
+    @classmethod
+    def matching(cls, root: Schedule, pattern: str) -> Selection:
+        """Nodes below `root` that match `pattern`.
+
+        Raises
+        ------
+        ValueError
+            If there is none.
+        """
+        regex = _compile(pattern)
+        nodes = [node for path, node in root.named_schedules() if path and regex.fullmatch(path)]
+        if not nodes:
+            hint = root._unknown(pattern.replace("*", "0"))
+            raise ValueError(f"select({pattern!r}) matches no module: {hint}")
+        return cls(nodes, pattern)
+
+    def apply(self, primitive: type[Primitive], *args: Any, **kwargs: Any) -> Selection:
+        """Apply `primitive` to every node, or to none when it fails on one."""
+        top = self.nodes[0].get_top_schedule()
+        with restored_on_error(top):
+            for node in self.nodes:
+                run(node, primitive, *args, **kwargs)
+        return self
+
+    def replace(self, make_module: Callable[[str, Any], Any]) -> Selection:
+        """Replace every module by ``make_module(path, module)``."""
+        replace = find_primitive("replace")
+        assert replace is not None, "replace is registered with the package"
+        with restored_on_error(self.nodes[0].get_top_schedule()):
+            for node in self.nodes:
+                run(node, replace, make_module(node.path, node.mod))
+        return self
+
+    def __iter__(self) -> Iterator[Schedule]:
+        return iter(self.nodes)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __getitem__(self, index: int) -> Schedule:
+        return self.nodes[index]
+
+    def __repr__(self) -> str:
+        return f"<Selection {self.pattern!r} of {len(self)} modules>"
+
+    def __getattr__(self, name: str) -> Any:
+        primitive = None if name.startswith("_") else find_primitive(name)
+        if primitive is None:
+            raise AttributeError(
+                f"a Selection has no attribute {name!r}; its primitives are {list_primitives()}"
+            )
+        return as_broadcast(primitive, primitive.apply).__get__(self, Selection)
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    """A glob over dotted paths: ``*`` stays within a part, ``**`` spans any number of them."""
+    if not isinstance(pattern, str) or not pattern:
+        raise ValueError(f"select: needs a pattern such as 'h.*.mlp', got {pattern!r}")
+    regex = re.escape(pattern).replace(r"\*\*\.", r"(?:[^.]+\.)*").replace(r"\*\*", r".+")
+    return re.compile(regex.replace(r"\*", r"[^.]*").replace(r"\?", r"[^.]"))

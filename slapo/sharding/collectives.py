@@ -1,0 +1,397 @@
+"""Collectives that autograd can differentiate, each beside its conjugate.
+
+The gradient of a collective is another collective, so they come in pairs and every backward calls
+the front of its partner: gradients of gradients work too. All of them
+
+- return a new tensor and leave their input alone,
+- take ``group=None`` for the default group, or for a world of one where ``torch.distributed`` is
+  not initialised; in a group of one they return their input,
+- check sizes before they communicate, so that a mistake is an error and not a hang,
+- are captured by ``torch.compile(fullgraph=True)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slapo.sharding.groups import (
+    check_axis,
+    check_divisible,
+    group_rank,
+    group_size,
+    move_blocks,
+    parse_reshard,
+    sharded_axis,
+)
+
+# The fronts, with what their callers need of the groups.
+__all__ = ["all_gather", "all_to_all", "copy_to_group", "group_rank", "group_size"]
+__all__ += ["parse_reshard", "reduce_from_group", "reduce_scatter", "reshard", "scatter"]
+
+# Newer releases of torch deprecate the second names for the first.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def reduce_from_group(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Sum over the group; the gradient passes unchanged.
+
+    Ends a tensor-parallel region whose ranks hold partial sums. The conjugate of
+    :func:`copy_to_group`.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        This rank's summand, of one shape on all ranks.
+    group : ProcessGroup, optional
+        The ranks to sum over.
+
+    Returns
+    -------
+    Tensor
+        The sum, the same on all ranks.
+
+    Examples
+    --------
+    >>> reduce_from_group(torch.ones(2))
+    tensor([1., 1.])
+    """
+    if group_size(group) == 1:
+        return tensor
+    return _apply(_ReduceFromGroup, tensor, group)
+
+
+def copy_to_group(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Pass the tensor unchanged; sum its gradient over the group.
+
+    Starts a tensor-parallel region: each rank's slice of the weights gives one summand of the
+    input's gradient. The conjugate of :func:`reduce_from_group`.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        The same on all ranks.
+    group : ProcessGroup, optional
+        The ranks that the gradient is summed over.
+
+    Returns
+    -------
+    Tensor
+        A view of the input.
+
+    Examples
+    --------
+    >>> copy_to_group(torch.ones(2))
+    tensor([1., 1.])
+    """
+    if group_size(group) == 1:
+        return tensor
+    return _apply(_CopyToGroup, tensor, group)
+
+
+def all_gather(
+    tensor: Tensor,
+    group: dist.ProcessGroup | None,
+    axis: int,
+    tensor_parallel_output_grad: bool = True,
+) -> Tensor:
+    """Concatenate the ranks' tensors along ``axis``.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        This rank's slice, of one shape on all ranks.
+    group : ProcessGroup or None
+        The ranks to gather from.
+    axis : int
+        The dimension to concatenate; negative values count from the end.
+    tensor_parallel_output_grad : bool
+        Whether what follows is computed in a tensor-parallel way, so that each rank's gradient of
+        the result is a summand: the backward is :func:`reduce_scatter`. With False every rank
+        already has the full gradient, and the backward only takes its slice (:func:`scatter`).
+
+    Returns
+    -------
+    Tensor
+        The input's shape with ``axis`` as many times longer as there are ranks.
+
+    Raises
+    ------
+    ValueError
+        If the tensor has no such axis.
+
+    Examples
+    --------
+    >>> all_gather(torch.ones(2, 3), None, axis=-1).shape
+    torch.Size([2, 3])
+    """
+    axis = check_axis("all_gather", tensor, axis)
+    if group_size(group) == 1:
+        return tensor
+    return _apply(_AllGather, tensor, group, axis, tensor_parallel_output_grad)
+
+
+def reduce_scatter(tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
+    """Sum over the group and keep this rank's slice of the sum along ``axis``.
+
+    The backward is :func:`all_gather`.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        This rank's summand, of one shape on all ranks.
+    group : ProcessGroup or None
+        The ranks to sum over.
+    axis : int
+        The dimension to slice; the number of ranks must divide its size.
+
+    Returns
+    -------
+    Tensor
+        The input's shape with ``axis`` divided by the number of ranks.
+
+    Raises
+    ------
+    ValueError
+        If the tensor has no such axis, or the number of ranks does not divide its size.
+
+    Examples
+    --------
+    >>> reduce_scatter(torch.ones(2, 3), None, axis=0).shape
+    torch.Size([2, 3])
+    """
+    axis = check_divisible("reduce_scatter", tensor, axis, group)
+    if group_size(group) == 1:
+        return tensor
+    return _apply(_ReduceScatter, tensor, group, axis)
+
+
+def scatter(tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
+    """Keep this rank's slice along ``axis`` of a tensor that all ranks hold.
+
+    The backward is :func:`all_gather`: every rank gets the whole gradient.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        The same on all ranks.
+    group : ProcessGroup or None
+        The ranks that share out the tensor.
+    axis : int
+        The dimension to slice; the number of ranks must divide its size.
+
+    Returns
+    -------
+    Tensor
+        A copy of the slice: the input's shape with ``axis`` divided by the number of ranks.
+
+    Raises
+    ------
+    ValueError
+        If the tensor has no such axis, or the number of ranks does not divide its size.
+
+    Examples
+    --------
+    >>> scatter(torch.ones(2, 3), None, axis=0).shape
+    torch.Size([2, 3])
+    """
+    axis = check_divisible("scatter", tensor, axis, group)
+    if group_size(group) == 1:
+        return tensor
+    return _apply(_Scatter, tensor, group, axis)
+
+
+def all_to_all(
+    tensor: Tensor, group: dist.ProcessGroup | None, split_axis: int, concat_axis: int
+) -> Tensor:
+    """Exchange slices, so that another axis becomes the distributed one.
+
+    Rank ``i`` sends its ``j``-th slice along ``split_axis`` to rank ``j``, and joins what it
+    receives along ``concat_axis``. The backward exchanges the two axes.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        This rank's slice, of one shape on all ranks.
+    group : ProcessGroup or None
+        The ranks that exchange.
+    split_axis : int
+        The dimension to slice; the number of ranks must divide its size.
+    concat_axis : int
+        The dimension along which the received slices are joined.
+
+    Returns
+    -------
+    Tensor
+        The input's shape, with ``split_axis`` divided by the number of ranks and ``concat_axis``
+        multiplied by it.
+
+    Raises
+    ------
+    ValueError
+        If the tensor lacks an axis, or the number of ranks does not divide the size of
+        ``split_axis``.
+
+    Examples
+    --------
+    >>> all_to_all(torch.ones(2, 3), None, split_axis=0, concat_axis=1).shape
+    torch.Size([2, 3])
+    """
+    split_axis = check_divisible("all_to_all", tensor, split_axis, group)
+    concat_axis = check_axis("all_to_all", tensor, concat_axis)
+    if group_size(group) == 1:
+        return tensor
+    return _apply(_AllToAll, tensor, group, split_axis, concat_axis)
+
+
+def reshard(tensor: Tensor, spec: str, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Change which of the last two dimensions is distributed over the group.
+
+    ============================  ======================================  ===================
+    before -> after               forward                                 backward
+    ============================  ======================================  ===================
+    ``"RR->RS"``, ``"RR->SR"``    keep this rank's slice                  all-gather
+    ``"RS->RR"``, ``"SR->RR"``    all-gather                              keep the slice
+    ``"RS->SR"``, ``"SR->RS"``    all-to-all                              the reverse
+    ============================  ======================================  ===================
+
+    Parameters
+    ----------
+    tensor : Tensor
+        This rank's part, with two dimensions or more.
+    spec : str
+        The layouts before and after, see :func:`parse_reshard`.
+    group : ProcessGroup, optional
+        The ranks that the tensor is distributed over.
+
+    Returns
+    -------
+    Tensor
+        This rank's part in the new layout.
+
+    Raises
+    ------
+    ValueError
+        If ``spec`` is none of the possible ones, the tensor has less than two dimensions, or the
+        number of ranks does not divide the size of the dimension that is split.
+
+    Examples
+    --------
+    >>> reshard(torch.ones(2, 3), "RR->RS").shape
+    torch.Size([2, 3])
+    """
+    source, target = parse_reshard(spec)
+    if tensor.dim() < 2:
+        raise ValueError(
+            f"reshard {spec!r} needs a tensor of two dimensions or more, "
+            f"not one of shape {tuple(tensor.shape)}"
+        )
+    if source == "RR":
+        return scatter(tensor, group, sharded_axis(target))
+    if target == "RR":
+        # In the layout RR all ranks compute the same, so the gradient is not a partial sum.
+        axis = sharded_axis(source)
+        return all_gather(tensor, group, axis, tensor_parallel_output_grad=False)
+    return all_to_all(tensor, group, sharded_axis(target), sharded_axis(source))
+
+
+def _apply(function: type[torch.autograd.Function], tensor: Tensor, *args: Any) -> Tensor:
+    """Call ``function.apply``, which torch leaves without types."""
+    return cast(Tensor, function.apply(tensor, *args))
+
+
+class _ReduceFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        # Contiguous, because gloo refuses other strides.
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return copy_to_group(grad, ctx.group), None
+
+
+class _CopyToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_from_group(grad, ctx.group), None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        group: dist.ProcessGroup | None,
+        axis: int,
+        tensor_parallel_output_grad: bool,
+    ) -> Tensor:
+        ctx.group, ctx.axis = group, axis
+        ctx.scatter = reduce_scatter if tensor_parallel_output_grad else scatter
+        ranks = group_size(group)
+        gathered = tensor.new_empty(ranks * tensor.shape[0], *tensor.shape[1:])
+        _all_gather_single(gathered, tensor.contiguous(), group=group)
+        return move_blocks(gathered, ranks, 0, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.scatter(grad, ctx.group, ctx.axis), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
+        ctx.group, ctx.axis = group, axis
+        ranks = group_size(group)
+        blocks = move_blocks(tensor, ranks, axis, 0)
+        own = blocks.new_empty(blocks.shape[0] // ranks, *blocks.shape[1:])
+        _reduce_scatter_single(own, blocks, group=group)
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.group, ctx.axis), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
+        ctx.group, ctx.axis = group, axis
+        size = tensor.shape[axis] // group_size(group)
+        own = tensor.narrow(axis, group_rank(group) * size, size)
+        # A copy: a view would keep the whole tensor alive, and in-place changes would reach it.
+        return own.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        grad = all_gather(grad, ctx.group, ctx.axis, tensor_parallel_output_grad=False)
+        return grad, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, split_axis: int, concat_axis: int
+    ) -> Tensor:
+        ctx.group, ctx.axes = group, (concat_axis, split_axis)
+        ranks = group_size(group)
+        blocks = move_blocks(tensor, ranks, split_axis, 0)
+        received = torch.empty_like(blocks)
+        dist.all_to_all_single(received, blocks, group=group)
+        return move_blocks(received, ranks, 0, concat_axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(grad, ctx.group, *ctx.axes), None, None, None

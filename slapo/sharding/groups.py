@@ -1,0 +1,139 @@
+"""Groups of ranks, and how their ranks share out the axes of a tensor."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_LAYOUTS = ("RR", "RS", "SR")
+
+
+def group_size(group: dist.ProcessGroup | None = None) -> int:
+    """Return the number of ranks in ``group``.
+
+    Parameters
+    ----------
+    group : ProcessGroup, optional
+        None is the default group, or a world of one where ``torch.distributed`` is not initialised.
+
+    Returns
+    -------
+    int
+
+    Raises
+    ------
+    ValueError
+        If this process is not a member of the group.
+
+    Examples
+    --------
+    >>> group_size()
+    1
+    """
+    if not _initialized():
+        return 1
+    size = dist.get_world_size(group)
+    if size < 1:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not a member of the group {group}; "
+            f"pass the group that this process belongs to"
+        )
+    return size
+
+
+def group_rank(group: dist.ProcessGroup | None = None) -> int:
+    """Return this process' rank inside ``group``.
+
+    Parameters
+    ----------
+    group : ProcessGroup, optional
+        None is the default group, or a world of one where ``torch.distributed`` is not initialised.
+
+    Returns
+    -------
+    int
+
+    Examples
+    --------
+    >>> group_rank()
+    0
+    """
+    return dist.get_rank(group) if _initialized() else 0
+
+
+def check_axis(what: str, tensor: Tensor, axis: int) -> int:
+    """Return ``axis`` counted from the front."""
+    dims = tensor.dim()
+    if not -dims <= axis < dims:
+        raise ValueError(
+            f"{what}: a tensor of shape {tuple(tensor.shape)} has no axis {axis}; "
+            f"pass one of {-dims} to {dims - 1}"
+            if dims
+            else f"{what}: a tensor without dimensions has no axis {axis}"
+        )
+    return axis % dims
+
+
+def check_divisible(what: str, tensor: Tensor, axis: int, group: dist.ProcessGroup | None) -> int:
+    """Return ``axis`` counted from the front; its size must split evenly."""
+    axis = check_axis(what, tensor, axis)
+    ranks = group_size(group)
+    if tensor.shape[axis] % ranks:
+        raise ValueError(
+            f"{what}: size {tensor.shape[axis]} of axis {axis} of a tensor of shape "
+            f"{tuple(tensor.shape)} is not divisible by world_size {ranks}; "
+            f"pad that axis or pick a group whose size divides it"
+        )
+    return axis
+
+
+def move_blocks(tensor: Tensor, count: int, source: int, target: int) -> Tensor:
+    """Cut ``tensor`` in ``count`` blocks along ``source`` and join them along ``target``.
+
+    The tensor collectives know dimension 0 only; this takes the blocks there and back. The result
+    is contiguous, and a copy unless the two axes are the same.
+    """
+    if source == target:
+        return tensor.contiguous()
+    return torch.cat(tensor.tensor_split(count, source), target)
+
+
+def parse_reshard(spec: str) -> tuple[str, str]:
+    """Split a resharding such as ``"RS->SR"`` in the layouts before and after.
+
+    Parameters
+    ----------
+    spec : str
+        Two layouts joined by ``->``. A layout is two letters, R (replicated) or S (sharded), for
+        the last two dimensions; at most one of them is sharded.
+
+    Returns
+    -------
+    tuple of str
+        The two layouts.
+
+    Raises
+    ------
+    ValueError
+        If ``spec`` is none of the possible ones.
+
+    Examples
+    --------
+    >>> parse_reshard("RS->SR")
+    ('RS', 'SR')
+    """
+    source, arrow, target = spec.partition("->")
+    if not arrow or source == target or source not in _LAYOUTS or target not in _LAYOUTS:
+        valid = ", ".join(f'"{a}->{b}"' for a in _LAYOUTS for b in _LAYOUTS if a != b)
+        raise ValueError(f"{spec!r} is not a change between two layouts; pass one of {valid}")
+    return source, target
+
+
+def sharded_axis(layout: str) -> int:
+    """Return the axis, counted from the end, that carries the S."""
+    return layout.index("S") - 2
+
+
+def _initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()

@@ -1,0 +1,156 @@
+"""How each class of module reacts when one of its tensors is sharded, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from slapo.sharding.layout import PARTIAL, REPLICATE, Layout, Placement, shard
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What follows from sharding one tensor along one axis.
+
+    Parameters
+    ----------
+    sizes
+        Attributes that hold the size of that axis.
+    layout
+        What is known of the module's activations afterwards.
+    divides
+        Further attributes that shrink by the group's size.
+    """
+
+    sizes: tuple[str, ...]
+    layout: Layout
+    divides: tuple[str, ...] = ()
+
+
+Rule = Callable[[nn.Module, str, int], Effect]
+
+
+def _column(size: str, axis: int = -1) -> Effect:
+    return Effect((size,), Layout(REPLICATE, shard(axis)))
+
+
+def _row(size: str, axis: int = -1) -> Effect:
+    return Effect((size,), Layout(shard(axis), PARTIAL))
+
+
+def _table(entries: dict[tuple[str, int], Effect]) -> Rule:
+    def rule(module: nn.Module, tensor: str, axis: int) -> Effect:
+        return entries.get((tensor, axis), UNKNOWN)
+
+    return rule
+
+
+UNKNOWN = Effect((), Layout())
+
+_LINEAR = _table(
+    {
+        ("weight", 0): _column("out_features"),
+        ("bias", 0): _column("out_features"),
+        ("weight", 1): _row("in_features"),
+    }
+)
+#: GPT-2's layer, a linear one with the weight transposed.
+_CONV1D_HF = _table(
+    {("weight", 1): _column("nf"), ("bias", 0): _column("nf"), ("weight", 0): _row("nx")}
+)
+_EMBEDDING = _table(
+    {
+        ("weight", 0): Effect(("num_embeddings",), Layout(REPLICATE, PARTIAL, vocabulary=True)),
+        ("weight", 1): _column("embedding_dim"),
+    }
+)
+_PRELU = _table({("weight", 0): Effect(("num_parameters",), Layout())})
+
+
+def _conv(dims: int, weight_axes: tuple[int, int]) -> Rule:
+    """`weight_axes`: where output and input channels lie in the weight."""
+    channel = -1 - dims
+    out_axis, in_axis = weight_axes
+
+    def rule(module: nn.Module, tensor: str, axis: int) -> Effect:
+        grouped = getattr(module, "groups", 1) > 1
+        if tensor == "bias" or (tensor == "weight" and axis == out_axis):
+            if not grouped:
+                return _column("out_channels", channel)
+            if out_axis == 0:  # whole groups go to a rank, with their input channels
+                both = Layout(shard(channel), shard(channel))
+                return Effect(("out_channels",), both, ("in_channels", "groups"))
+        if tensor == "weight" and axis == in_axis and not grouped:
+            return _row("in_channels", channel)
+        if grouped:
+            raise ValueError(
+                f"axis {axis} of {tensor!r} of a grouped {type(module).__name__} "
+                f"(groups={module.groups}) cannot be sharded; shard axis 0 of a convolution, "
+                "which gives each rank whole groups"
+            )
+        return UNKNOWN
+
+    return rule
+
+
+def _per_channel(size: str, axis: int, divides: tuple[str, ...] = ()) -> Rule:
+    both: Placement = shard(axis)
+    effect = Effect((size,), Layout(both, both), divides)
+
+    def rule(module: nn.Module, tensor: str, axis: int) -> Effect:
+        return effect if axis == 0 else UNKNOWN
+
+    return rule
+
+
+def _normalises_over_axis(module: nn.Module, tensor: str, axis: int) -> Effect:
+    raise ValueError(
+        f"{type(module).__name__} normalises over the axis that its {tensor!r} lies along: a slice "
+        "would be normalised by itself and change the result; keep it whole"
+    )
+
+
+_RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: _LINEAR,
+    nn.Embedding: _EMBEDDING,
+    nn.Conv1d: _conv(1, (0, 1)),
+    nn.Conv2d: _conv(2, (0, 1)),
+    nn.Conv3d: _conv(3, (0, 1)),
+    nn.ConvTranspose1d: _conv(1, (1, 0)),
+    nn.ConvTranspose2d: _conv(2, (1, 0)),
+    nn.ConvTranspose3d: _conv(3, (1, 0)),
+    nn.BatchNorm1d: _per_channel("num_features", -1),
+    nn.BatchNorm2d: _per_channel("num_features", -3),
+    nn.BatchNorm3d: _per_channel("num_features", -4),
+    nn.GroupNorm: _per_channel("num_channels", -3, ("num_groups",)),
+    nn.PReLU: _PRELU,
+    nn.LayerNorm: _normalises_over_axis,
+    nn.RMSNorm: _normalises_over_axis,
+}
+
+#: Classes outside torch, known by where they are defined, so that nothing is imported for them.
+_FOREIGN: dict[str, Rule] = {"transformers.pytorch_utils.Conv1D": _CONV1D_HF}
+
+
+def register_shard_rule(cls: type[nn.Module], rule: Rule) -> None:
+    """Say how modules of a class of your own react to sharding.
+
+    Parameters
+    ----------
+    cls
+        The class; subclasses follow unless they have a rule of their own.
+    rule
+        ``rule(module, tensor_name, axis) -> Effect``; it may raise ``ValueError``.
+    """
+    _RULES[cls] = rule
+
+
+def effect_of(module: nn.Module, tensor: str, axis: int) -> Effect:
+    """What sharding `tensor` of `module` along `axis` entails, by its nearest known class."""
+    for cls in type(module).__mro__:
+        rule = _RULES.get(cls) or _FOREIGN.get(f"{cls.__module__}.{cls.__qualname__}")
+        if rule is not None:
+            return rule(module, tensor, axis)
+    return UNKNOWN

@@ -1,0 +1,1 @@
+"""Helpers for inspecting modules and resource usage."""

@@ -1,0 +1,1 @@
+"""Weights: created on meta, materialised, tied, tagged, and carried through replacements."""

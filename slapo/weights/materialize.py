@@ -1,0 +1,335 @@
+"""Create the values of parameters and buffers that are on ``meta``, each rank only its share."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slapo.errors import SlapoError
+from slapo.op.wrapper import innermost
+from slapo.sharding.shards import full_sizes_of, shards_of
+from slapo.weights.tags import apply_tags, new_parameter, tags_of
+
+#: Fills the tensors of one module in place.
+InitFn = Callable[[nn.Module, str], Any]
+
+
+def materialize(
+    model: nn.Module,
+    init_weights: bool | Callable[..., Any] = True,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Create what is on ``meta``, one module at a time; what has values keeps them.
+
+    A tensor is created with its full shape, initialised, made equal on all ranks of the group and
+    then sliced. Beside this rank's share, one module is in memory at a time.
+
+    Parameters
+    ----------
+    model
+        The scheduled model.
+    init_weights
+        True: the model's ``_init_weights`` (Transformers) or each module's ``reset_parameters``.
+        A callable ``fn(module)`` or ``fn(module, path)``. False leaves tensors on ``meta``.
+    group
+        Ranks that must hold equal values.
+    device
+        Where to; the default is the accelerator that goes with the group, else the CPU.
+
+    Raises
+    ------
+    SlapoError
+        Naming a module that cannot initialise its tensors.
+    """
+    if init_weights is False or not any(t.is_meta for t in _tensors(model)):
+        return
+    initialize = _resolve(model, init_weights)
+    worker = _Materializer(model, initialize, group, device or _default_device(group))
+    for path, module in _post_order(model):
+        worker.visit(path, module)
+    worker.check_complete()
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _default_device(group: dist.ProcessGroup | None) -> torch.device:
+    if torch.accelerator.is_available():
+        on_gpu = group is None or dist.get_backend(group) != "gloo"
+        if on_gpu:
+            return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    return torch.device("cpu")
+
+
+def _resolve(model: nn.Module, init_weights: bool | Callable[..., Any]) -> list[InitFn]:
+    """Ways to initialise a module, the preferred one first."""
+    if callable(init_weights):
+        return [_with_path(init_weights)]
+    if init_weights is not True:
+        raise TypeError(
+            f"init_weights must be True, False or a function of a module, got {init_weights!r}"
+        )
+    ways: list[InitFn] = []
+    own = getattr(model, "_init_weights", None)
+    if callable(own):
+        ways.append(lambda module, path: own(module))
+    ways.append(_reset)
+    return ways
+
+
+def _with_path(function: Callable[..., Any]) -> InitFn:
+    parameters = inspect.signature(function).parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD]
+    if len(required) >= 2:
+        return function
+    return lambda module, path: function(module)
+
+
+def _reset(module: nn.Module, path: str) -> None:
+    for name in ("reset_parameters", "_reset_parameters"):
+        reset = getattr(module, name, None)
+        if callable(reset):
+            reset()
+            return
+
+
+def _post_order(model: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[Any]:
+    """Children before parents, as ``Module.apply`` goes; shared modules once."""
+    seen = set() if seen is None else seen
+    if id(model) in seen:
+        return
+    seen.add(id(model))
+    for name, child in model._modules.items():
+        if child is not None:
+            yield from _post_order(child, f"{path}.{name}" if path else name, seen)
+    yield path, innermost(model)
+
+
+class _Materializer:
+    """Walks the modules and replaces tensors on ``meta``; tied ones at all places at once."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        initialize: list[InitFn],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self.model, self.initialize, self.group, self.device = model, initialize, group, device
+        self.new: dict[int, Tensor] = {}
+        self.keep: list[Tensor] = []  # ids stay valid while the tensors live
+        self.created: set[int] = set()
+
+    def visit(self, path: str, module: nn.Module) -> None:
+        """Initialise what `module` owns, then what it alone initialises in its descendants."""
+        self._adopt_tied(module)
+        own = {(module, name) for name, t in _own_tensors(module) if t.is_meta}
+        below = self._written_below(path, module)
+        if own or below:
+            self._initialize(path, module, own | below)
+
+    def _adopt_tied(self, module: nn.Module) -> None:
+        for name, tensor in list(_own_tensors(module)):
+            if id(tensor) in self.new:
+                _put(module, name, self.new[id(tensor)])
+
+    def _written_below(self, path: str, module: nn.Module) -> set[tuple[nn.Module, str]]:
+        """Descendants' tensors that the module's own initialisation sets (scaled residuals...)."""
+        places = [
+            (m, name)
+            for m in map(innermost, module.modules())
+            if m is not module
+            for name, tensor in _own_tensors(m)
+            if id(tensor) in self.created
+        ]
+        if not places:
+            return set()
+        written = _WriteProbe()
+        with _swapped(places, lambda m, name, t: torch.empty_like(_full(m, name, t), device="meta")):
+            storages = {_storage(_get(m, name)): (m, name) for m, name in places}
+            own = [(module, name) for name, _ in _own_tensors(module)]
+            with _swapped(own, lambda m, name, t: torch.empty_like(_full(m, name, t), device="meta")):
+                with written, torch.no_grad(), _full_sizes([module]):
+                    self._run(path, module, first_only=True)
+        return {storages[s] for s in written.storages if s in storages}
+
+    def _initialize(self, path: str, module: nn.Module, wanted: set[tuple[nn.Module, str]]) -> None:
+        places = {(module, name) for name, _ in _own_tensors(module)} | wanted
+        owners = list(dict.fromkeys(m for m, _ in places))
+        blank: dict[tuple[nn.Module, str], Tensor] = {}
+
+        def make(m: nn.Module, name: str, tensor: Tensor) -> Tensor:
+            blank[m, name] = _blank_like(_full(m, name, tensor), self.device)
+            return blank[m, name]
+
+        with _swapped(list(places), make), torch.no_grad(), _full_sizes(owners):
+            left = self._try_ways(path, module, wanted)
+            values = {place: _get(*place) for place in wanted}
+        if left:
+            raise SlapoError(
+                f"{path or 'the root'} ({type(module).__name__}) cannot initialise "
+                f"{sorted(name for _, name in left)}: it has no reset_parameters, and the model's "
+                "_init_weights does not set them; pass init_weights=fn(module, path) to build"
+            )
+        for (owner, name), value in sorted(values.items(), key=lambda item: item[0][1]):
+            self._install(owner, name, value)
+
+    def _try_ways(
+        self, path: str, module: nn.Module, wanted: set[tuple[nn.Module, str]]
+    ) -> set[tuple[nn.Module, str]]:
+        left = wanted
+        for way in self.initialize:
+            way(module, path)
+            left = {place for place in wanted if _is_blank(_get(*place))}
+            if not left:
+                break
+        return left
+
+    def _run(self, path: str, module: nn.Module, first_only: bool) -> None:
+        for way in self.initialize[: 1 if first_only else None]:
+            way(module, path)
+
+    def _install(self, module: nn.Module, name: str, full: Tensor) -> None:
+        old = _get(module, name)
+        value = full.detach()
+        if self.group is not None and dist.get_world_size(self.group) > 1:
+            dist.broadcast(value, dist.get_global_rank(self.group, 0), group=self.group)
+        spec = shards_of(module).get(name)
+        local = spec.slice(value) if spec is not None else value
+        new: Tensor = local
+        if isinstance(old, nn.Parameter):
+            new = new_parameter(local, old)
+            apply_tags(new, {}, self.group)
+        else:
+            new.__dict__.update(tags_of(old))
+        self.new[id(old)] = new
+        self.keep.append(old)
+        self.created.add(id(new))
+        _put(module, name, new)
+
+    def check_complete(self) -> None:
+        """Every tensor has values now."""
+        for _, module in _post_order(self.model):
+            self._adopt_tied(module)
+        left = [
+            name
+            for name, t in (*self.model.named_parameters(), *self.model.named_buffers())
+            if t.is_meta
+        ]
+        if left:
+            raise SlapoError(
+                f"{left[:5]} are still on meta; they belong to modules that are not reached "
+                "through children. Initialise them by hand and build with init_weights=False"
+            )
+
+
+# --- tensors of a module ---------------------------------------------------------------------
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for table in (module._parameters, module._buffers):
+        for name, tensor in table.items():
+            if tensor is not None:
+                yield name, tensor
+
+
+def _get(module: nn.Module, name: str) -> Tensor:
+    tensor = module._parameters.get(name)
+    found = tensor if tensor is not None else module._buffers[name]
+    assert found is not None, "only existing tensors are looked up"
+    return found
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+    table[name] = tensor
+
+
+def _full(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """A meta tensor of the shape before sharding."""
+    spec = shards_of(module).get(name)
+    shape = spec.full_shape if spec is not None else tensor.shape
+    return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+
+def _blank_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of values that no initialisation leaves: NaN, or the smallest integer."""
+    blank = torch.empty_like(tensor, device=device)
+    if blank.is_floating_point() or blank.is_complex():
+        return blank.fill_(float("nan"))
+    return blank.fill_(_sentinel(blank.dtype))
+
+
+def _sentinel(dtype: torch.dtype) -> int:
+    return 1 if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _is_blank(tensor: Tensor) -> bool:
+    if tensor.is_meta:
+        return True
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(torch.isnan(tensor).any())
+    if tensor.dtype is torch.bool or tensor.dtype is torch.uint8:
+        return False  # every value is a plausible one
+    return bool((tensor == _sentinel(tensor.dtype)).all()) and tensor.numel() > 0
+
+
+@contextmanager
+def _swapped(
+    places: list[tuple[nn.Module, str]], make: Callable[[nn.Module, str, Tensor], Tensor]
+) -> Iterator[None]:
+    """Other tensors in some places for a while."""
+    originals = [(m, name, _get(m, name)) for m, name in places]
+    for m, name, tensor in originals:
+        new = make(m, name, tensor)
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+        _put(m, name, new)
+    try:
+        yield
+    finally:
+        for m, name, tensor in originals:
+            _put(m, name, tensor)
+
+
+@contextmanager
+def _full_sizes(modules: list[nn.Module]) -> Iterator[None]:
+    """Modules as they were before sharding: ``out_features`` and so on."""
+    present = []
+    for module in modules:
+        for name, value in full_sizes_of(module).items():
+            present.append((module, name, module.__dict__[name]))
+            module.__dict__[name] = value
+    try:
+        yield
+    finally:
+        for module, name, value in present:
+            module.__dict__[name] = value
+
+
+class _WriteProbe(TorchDispatchMode):
+    """Notes which storages are written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self.storages.add(_storage(value))
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

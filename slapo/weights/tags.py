@@ -1,0 +1,42 @@
+"""Tags on parameters that follow them when the tensor is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slapo.sharding.collectives import reduce_from_group
+
+#: Sum the parameter's gradient over the tensor-parallel group: each rank saw other tokens.
+SEQUENCE_PARALLEL = "sequence_parallel"
+
+
+_SUMMED = "_slapo_gradient_summed"
+
+
+def apply_tags(param: Tensor, tags: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Set `tags` as attributes of `param`, and do what known tags mean.
+
+    The tag ``sequence_parallel`` (true) sums the gradient over the group.
+    """
+    for key, value in tags.items():
+        setattr(param, key, value)
+    wanted = getattr(param, SEQUENCE_PARALLEL, False) and param.requires_grad and group is not None
+    if wanted and not hasattr(param, _SUMMED):
+        param.register_hook(lambda grad: reduce_from_group(grad, group))
+        setattr(param, _SUMMED, True)
+
+
+def tags_of(param: Tensor) -> dict[str, Any]:
+    """Python attributes that `param` carries, this library's private ones left out."""
+    return {key: value for key, value in param.__dict__.items() if not key.startswith("_")}
+
+
+def new_parameter(data: Tensor, like: Tensor) -> nn.Parameter:
+    """A parameter of `data` that needs a gradient, and carries attributes, as `like` does."""
+    param = nn.Parameter(data, requires_grad=like.requires_grad)
+    param.__dict__.update(tags_of(like))
+    return param

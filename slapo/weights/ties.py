@@ -1,0 +1,175 @@
+"""Parameters that several modules share, by name, and how they stay shared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torch import nn
+
+from slapo.errors import SlapoError
+
+
+class TieGroups:
+    """Which names of a model lead to one parameter; found in one pass by identity.
+
+    Parameters
+    ----------
+    model
+        The model as it is when the schedule is created.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+    >>> model[1].weight = model[0].weight
+    >>> sorted(TieGroups(model).partners("0.weight"))
+    ['1.weight']
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        names: dict[int, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), []).append(name)
+        groups = (frozenset(group) for group in names.values() if len(group) > 1)
+        self._group_of = {name: group for group in groups for name in group}
+
+    def __bool__(self) -> bool:
+        return bool(self._group_of)
+
+    def partners(self, name: str) -> frozenset[str]:
+        """Other names of the parameter called `name`."""
+        return self._group_of.get(name, frozenset()) - {name}
+
+    def renamed(self, names: Mapping[str, str]) -> TieGroups:
+        """The same groups with some names changed."""
+        new = TieGroups.__new__(TieGroups)
+        groups = [frozenset(names.get(n, n) for n in group) for group in self.groups()]
+        new._group_of = {name: group for group in groups for name in group}
+        return new
+
+    def as_dict(self) -> dict[str, tuple[str, ...]]:
+        """Name -> other names, for those that are tied."""
+        return {name: tuple(sorted(self.partners(name))) for name in self._group_of}
+
+    def groups(self) -> Iterator[frozenset[str]]:
+        """Each set of names once."""
+        yield from dict.fromkeys(self._group_of.values())
+
+    def names_under(self, path: str) -> Iterator[str]:
+        """Tied names of the module at `path` and of its descendants."""
+        prefix = f"{path}." if path else ""
+        return (name for name in self._group_of if name.startswith(prefix))
+
+
+def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
+    """The module that holds the parameter called `name`, and its local name; None if it is gone."""
+    path, _, leaf = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return None
+    return (module, leaf) if module._parameters.get(leaf) is not None else None
+
+
+def parameters_named(model: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
+    """The parameters under those of `names` that still exist."""
+    found = (owner_of(model, name) for name in names)
+    return [owner._parameters[leaf] for owner, leaf in filter(None, found)]  # type: ignore[misc]
+
+
+def check_ties(model: nn.Module, ties: TieGroups) -> None:
+    """Every group of names that still exists leads to one parameter.
+
+    Raises
+    ------
+    SlapoError
+        Naming the parameters that were one and are not any more.
+    """
+    for group in ties.groups():
+        present = sorted(name for name in group if owner_of(model, name))
+        params = parameters_named(model, present)
+        if len({id(p) for p in params}) > 1:
+            raise SlapoError(
+                f"{', '.join(present)} were one parameter and are not any more, with shapes "
+                f"{[tuple(p.shape) for p in params]}; schedule both sides alike, or untie them "
+                "before create_schedule"
+            )
+
+
+class TiePlan:
+    """What keeps ties whole when a new module takes the place of others.
+
+    A parameter of the new module that goes by the old name becomes the tied one; a module that
+    holds the tied parameter already, under whatever name, keeps it.
+
+    Parameters
+    ----------
+    model
+        The whole model, before the change.
+    ties
+        Its ties.
+    old_paths
+        Paths of the modules that leave.
+    new_path
+        Path of the new module; it may be set later.
+    new
+        The new module.
+
+    Raises
+    ------
+    ValueError
+        If a tie would break.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ties: TieGroups,
+        old_paths: Sequence[str],
+        new_path: str,
+        new: nn.Module,
+    ) -> None:
+        self.ties, self.new_path = ties, new_path
+        self._renames: dict[str, str] = {}
+        self._moves: list[tuple[nn.Module, str, nn.Parameter]] = []
+        held = {id(p): n for n, p in new.named_parameters(remove_duplicate=False)} if ties else {}
+        leaving = {name: path for path in old_paths for name in ties.names_under(path)}
+        for name, path in leaving.items():
+            found = owner_of(model, name)
+            stay = [p for p in ties.partners(name) if p not in leaving and owner_of(model, p)]
+            if found is not None and stay:
+                param = found[0]._parameters[found[1]]
+                assert param is not None, "owner_of finds existing parameters only"
+                local = name[len(path) + 1 :] if path else name
+                self._plan(name, local, param, new, held.get(id(param)), stay)
+
+    def _plan(
+        self,
+        name: str,
+        local: str,
+        param: nn.Parameter,
+        new: nn.Module,
+        held_as: str | None,
+        partners: list[str],
+    ) -> None:
+        if held_as is not None:
+            self._renames[name] = held_as
+            return
+        target = owner_of(new, local)
+        present = target[0]._parameters[target[1]] if target else None
+        if target is None or present is None or present.shape != param.shape:
+            has = f"shape {tuple(present.shape)}" if present is not None else "no such parameter"
+            raise ValueError(
+                f"{name!r} of shape {tuple(param.shape)} is tied to {partners}, and "
+                f"{type(new).__name__} has {has} to take its place, which would break the tie; "
+                f"give it a parameter {local!r} of that shape, or untie the two before "
+                "create_schedule"
+            )
+        self._moves.append((*target, param))
+        self._renames[name] = local
+
+    def carry_out(self) -> TieGroups:
+        """Tie the new module; returns the ties by their new names."""
+        for owner, leaf, param in self._moves:
+            owner._parameters[leaf] = param
+        prefix = f"{self.new_path}." if self.new_path else ""
+        return self.ties.renamed({old: prefix + new for old, new in self._renames.items()})

@@ -1,0 +1,39 @@
+"""Settings and fixtures of the whole test suite."""
+
+import os
+import random
+
+# Before torch is imported, and inherited by every process that a test starts.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write the golden files anew instead of comparing with them",
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
+        pytest.skip("needs an accelerator")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Same numbers in every run, whichever tests ran before."""
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    """Whether this run writes golden files instead of comparing with them."""
+    return bool(request.config.getoption("--update-golden"))

@@ -1,0 +1,237 @@
+"""Runs a function on several processes that form a gloo group.
+
+The processes are forked from a server that has imported torch once, so a job of eight starts in
+about a second. Whatever goes wrong on a rank, the job ends: with the results of all ranks, or with
+a :class:`RankFailure` that carries the traceback of the first rank to fail.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import pickle
+import random
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Seconds that a rank may need for saying goodbye once it has reported its result.
+_EXIT_GRACE = 10.0
+
+
+class RankFailure(AssertionError):
+    """A rank that raised, died or did not finish.
+
+    Attributes
+    ----------
+    rank : int
+        The first rank to fail, or the lowest of those that did not finish.
+    error : str
+        Name of the exception's type; ``"TimeoutError"`` for a job that did not finish,
+        ``"ProcessDied"`` for a process that ended without a word.
+    """
+
+    def __init__(self, rank: int, error: str, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.error = error
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank says at its end; ``at`` is on the clock that all processes share."""
+
+    rank: int
+    at: float
+    result: Any = None
+    error: str = ""
+    text: str = ""
+
+
+def run_distributed(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120
+) -> list[Any]:
+    """Call ``fn(rank, world_size, *args)`` on ``world_size`` processes of one gloo group.
+
+    Parameters
+    ----------
+    fn : Callable
+        A function at the top level of an importable module.
+    world_size : int
+        Number of processes.
+    *args : Any
+        Passed on; they and the results must be picklable.
+    timeout : float
+        Seconds until the processes are killed.
+
+    Returns
+    -------
+    list
+        The results, in the order of the ranks.
+
+    Raises
+    ------
+    RankFailure
+        When a rank raises, dies, or has not finished in time.
+    """
+    deadline = time.monotonic() + timeout
+    context = _context()
+    with tempfile.TemporaryDirectory(prefix="slapo-test-") as scratch:
+        readers: list[connection.Connection] = []
+        workers: list[ForkServerProcess] = []
+        try:
+            for rank in range(world_size):
+                reader, writer = context.Pipe(duplex=False)
+                worker = context.Process(
+                    target=_work,
+                    args=(
+                        writer,
+                        scratch,
+                        timeout,
+                        list(warnings.filters),
+                        rank,
+                        world_size,
+                        fn,
+                        args,
+                    ),
+                    name=f"rank{rank}",
+                    daemon=True,
+                )
+                worker.start()
+                # Only the worker holds the writing end now: its death closes the pipe.
+                writer.close()
+                readers.append(reader)
+                workers.append(worker)
+            results = _collect(readers, workers, deadline, Path(scratch), timeout)
+            for worker in workers:
+                worker.join(_EXIT_GRACE)
+            return results
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.join()
+            for reader in readers:
+                reader.close()
+
+
+def _context() -> multiprocessing.context.ForkServerContext:
+    """Return the context whose server has imported what the ranks need."""
+    context = multiprocessing.get_context("forkserver")
+    preload = ["torch", "torch.distributed", "pytest"]
+    # Costs seconds, and is needed only where the collected tests use it: by now they are imported.
+    if "transformers" in sys.modules:
+        preload.append("transformers.modeling_utils")
+    # Has an effect until the server runs, which is from the first job on.
+    context.set_forkserver_preload(preload)
+    return context
+
+
+def _collect(
+    readers: list[connection.Connection],
+    workers: list[ForkServerProcess],
+    deadline: float,
+    scratch: Path,
+    timeout: float,
+) -> list[Any]:
+    """Wait for a report of every rank; raise at the first failure."""
+    waiting = {id(reader): rank for rank, reader in enumerate(readers)}
+    results: dict[int, Any] = {}
+    while waiting:
+        pending = [readers[rank] for rank in waiting.values()]
+        ready = connection.wait(pending, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise _timed_out(sorted(waiting.values()), scratch, timeout)
+        ranks = [waiting.pop(id(reader)) for reader in ready]
+        reports = [_receive(rank, readers[rank], workers[rank]) for rank in ranks]
+        _raise_first_failure(reports)
+        results.update({report.rank: report.result for report in reports})
+    return [results[rank] for rank in range(len(readers))]
+
+
+def _receive(rank: int, reader: connection.Connection, worker: ForkServerProcess) -> _Report:
+    """Return what ``rank`` has sent, or a report of its death."""
+    try:
+        return pickle.loads(reader.recv_bytes())  # type: ignore[no-any-return]
+    except EOFError:
+        worker.join(_EXIT_GRACE)
+        text = f"the process ended with exit code {worker.exitcode} and without a report"
+        return _Report(rank, time.monotonic(), error="ProcessDied", text=text)
+
+
+def _raise_first_failure(reports: list[_Report]) -> None:
+    """Raise for the failure that came first; those after it are often its consequences."""
+    failures = [report for report in reports if report.error]
+    if failures:
+        first = min(failures, key=lambda report: report.at)
+        raise RankFailure(first.rank, first.error, f"rank {first.rank} failed:\n{first.text}")
+
+
+def _timed_out(ranks: list[int], scratch: Path, timeout: float) -> RankFailure:
+    """Return the failure that says where the ranks hung."""
+    stacks = [f"rank {rank}:\n{_stack_file(scratch, rank).read_text()}" for rank in ranks]
+    message = f"ranks {ranks} did not finish within {timeout} s\n" + "\n".join(stacks)
+    return RankFailure(ranks[0], "TimeoutError", message)
+
+
+def _stack_file(scratch: Path, rank: int) -> Path:
+    path = scratch / f"stack{rank}"
+    path.touch()
+    return path
+
+
+def _work(
+    writer: connection.Connection,
+    scratch: str,
+    timeout: float,
+    filters: list[Any],
+    rank: int,
+    world_size: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """Life of one rank."""
+    # The test's own: a warning that is an error there is one here.
+    warnings.resetwarnings()
+    warnings.filters.extend(filters)  # type: ignore[attr-defined]
+    torch.set_num_threads(1)
+    random.seed(0)
+    torch.manual_seed(0)
+    with _stack_file(Path(scratch), rank).open("w") as stack:
+        # Shortly before the parent loses patience, leave a note of where this rank stands.
+        faulthandler.dump_traceback_later(0.9 * timeout, file=stack)
+        try:
+            store = dist.FileStore(f"{scratch}/store", world_size)
+            dist.init_process_group(
+                "gloo",
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout),
+            )
+            result = fn(rank, world_size, *args)
+            # By value: `Connection.send` would pass tensors as handles that die with this process.
+            writer.send_bytes(pickle.dumps(_Report(rank, time.monotonic(), result)))
+            # A rank that leaves early can abort the others' connections.
+            dist.barrier()
+            dist.destroy_process_group()
+        except BaseException as error:
+            report = _Report(
+                rank, time.monotonic(), None, type(error).__name__, traceback.format_exc()
+            )
+            # The pipe is broken when the parent has given up on the job already.
+            with contextlib.suppress(OSError):
+                writer.send_bytes(pickle.dumps(report))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            writer.close()

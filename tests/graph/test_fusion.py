@@ -1,0 +1,259 @@
+"""Fused modules compute the same, under every compiler."""
+
+import copy
+import pickle
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from slapo.errors import SlapoError
+from slapo.graph import fusion
+from slapo.graph.fusion import COMPILERS, fuse_subgraph
+from slapo.graph.match import find_by_name, find_subgraphs
+from slapo.graph.pattern import call_module
+from slapo.graph.rewrite import replace_vertical
+
+BATCH, SEQ, SIZE = 3, 5, 8
+
+
+class Mlp(nn.Module):
+    """An MLP with its bias apart, dropout and a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(SIZE, 16, bias=False)
+        self.bias = nn.Parameter(torch.randn(16))
+        self.fc2 = nn.Linear(16, SIZE)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        h = F.gelu(self.fc1(x) + self.bias)
+        return self.drop(self.fc2(h)) + x
+
+
+PATTERNS = {
+    "bias_gelu": lambda x, b: F.gelu(x + b),
+    "fc_bias_gelu": lambda x, b: F.gelu(call_module("fc1", x) + b),
+    "dropout_add": lambda x, r: F.dropout(x) + r,
+    "all": lambda x, b: F.dropout(call_module("fc2", F.gelu(call_module("fc1", x) + b))) + x,
+}
+
+
+def find_one(gm: fx.GraphModule, pattern: Any) -> list[fx.Node]:
+    (match,) = find_subgraphs(gm.graph, gm.get_submodule, pattern)
+    return match
+
+
+def fuse_in(gm: fx.GraphModule, pattern: Any, **kwargs: Any) -> nn.Module:
+    match = find_one(gm, pattern)
+    fused = fuse_subgraph(gm, match, **kwargs)
+    replace_vertical(gm, match, fused, name=kwargs.get("name", "FusedModule"))
+    return fused
+
+
+def numbers(module: nn.Module) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(BATCH, SEQ, SIZE, requires_grad=True)
+    module.zero_grad()
+    out = module(x)
+    out.square().sum().backward()
+    return {"out": out, "x": x.grad, **{str(p.data_ptr()): p.grad for p in module.parameters()}}
+
+
+def assert_same(module: nn.Module, expected: dict[str, torch.Tensor], **tolerance: float) -> None:
+    # The second and third call run what TorchScript has made of the profile of the first.
+    for _ in range(3):
+        actual = numbers(module)
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value, **tolerance)
+
+
+@pytest.fixture
+def gm() -> fx.GraphModule:
+    torch.manual_seed(0)
+    return fx.symbolic_trace(Mlp())
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("compiler", ["TorchScript", None])
+def test_numbers_stay(gm, compiler, pattern, training):
+    expected = numbers(gm.train(training))
+    fused = fuse_in(gm, pattern, compiler=compiler)
+    assert hasattr(gm, "FusedModule_0")
+    if compiler is None:
+        assert_same(gm, expected, rtol=0, atol=0)
+    else:
+        assert isinstance(fused, torch.jit.ScriptModule)
+        assert_same(gm, expected)  # other kernels may round differently
+    assert fused.training is training
+
+
+@pytest.mark.parametrize("compiler", ["TorchScript", None])
+def test_fused_modules_follow_the_mode(gm, compiler):
+    fuse_in(gm, PATTERNS["dropout_add"], compiler=compiler)
+    x = torch.randn(BATCH, SEQ, SIZE)
+    assert not torch.equal(gm.train()(x), gm(x))
+    assert torch.equal(gm.eval()(x), gm(x))
+
+
+@pytest.mark.parametrize("compiler", ["TorchScript", None])
+def test_parameters_are_shared_and_keep_their_names(gm, compiler):
+    weight = gm.fc1.weight
+    fuse_in(gm, PATTERNS["fc_bias_gelu"], compiler=compiler)
+    inner = "fc1.weight" if compiler else "0.weight"
+    assert gm.get_parameter(f"FusedModule_0.{inner}") is weight
+    assert "fc1.weight" not in gm.state_dict()
+
+
+def test_plain_sequential(gm):
+    fused = fuse_in(gm, PATTERNS["fc_bias_gelu"], compiler=None, name="FcGelu")
+    assert isinstance(fused, nn.Sequential)
+    assert type(fused).__name__ == "FcGelu"
+    assert repr(fused).splitlines() == [
+        "FcGelu(",
+        "  (0): Linear(in_features=8, out_features=16, bias=False)",
+        "  (1): Call(add)",
+        "  (2): Call(gelu)",
+        ")",
+    ]
+
+
+def test_plain_sequential_with_read_state_and_containers():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+        def forward(self, x, n):
+            y = torch.cat([x, self.table], dim=0)
+            return y[: n.size(0)].clamp(min=0).reshape((-1,))
+
+    gm = fx.symbolic_trace(Model())
+    gm._non_persistent_buffers_set.add("table")
+    nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
+    args = torch.randn(3), torch.zeros(5)
+    expected = gm(*args)
+    fused = fuse_subgraph(gm, nodes, compiler=None)
+    replace_vertical(gm, nodes, fused)
+    assert torch.equal(gm(*args), expected)
+    assert list(fused.state_dict()) == []
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_plain_sequential_copies(gm, clone):
+    fused = fuse_subgraph(gm, find_one(gm, PATTERNS["fc_bias_gelu"]), compiler=None, name="Mine")
+    other = clone(fused)
+    assert type(other).__name__ == "Mine"
+    x = torch.randn(BATCH, SIZE)
+    assert torch.equal(other(x, gm.bias), fused(x, gm.bias))
+
+
+def test_equal_fusions_compile_once(monkeypatch):
+    def code(x, b):
+        for _ in range(6):
+            x = F.gelu(x.sin() + b)
+        return x
+
+    gm = fx.symbolic_trace(code)
+    scripts = []
+    script = fusion._script
+    monkeypatch.setattr(fusion, "_scripts", type(fusion._scripts)())
+    monkeypatch.setattr(fusion, "_script", lambda *a: scripts.append(script(*a)) or scripts[-1])
+    args = torch.randn(4), torch.randn(4)
+    expected = gm(*args)
+    fused = []
+    for match in find_subgraphs(gm.graph, gm.get_submodule, PATTERNS["bias_gelu"]):
+        fused.append(fuse_subgraph(gm, match))
+        replace_vertical(gm, match, fused[-1], name="FusedModule")
+    assert len(scripts) == 1
+    assert len({id(module) for module in [*fused, *scripts]}) == 7
+    torch.testing.assert_close(gm(*args), expected)
+    fused[0].eval()
+    assert fused[1].training
+
+
+def test_torchscript_with_sizes_and_flags():
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    flag = graph.create_node("get_attr", "training")
+    rows = graph.call_method("size", (y, 0))
+    whole = graph.call_function(getattr, (y, "shape"))
+    total = graph.call_function(torch.add, (x, y))
+    drop = graph.call_function(F.dropout, (total,), {"p": 0.5, "training": flag})
+    view = graph.call_method("view", (drop, rows, -1))
+    last = graph.call_method("reshape", (view, whole))
+    graph.output(last)
+    gm = fx.GraphModule(nn.Module(), graph).eval()
+    fused = fuse_subgraph(gm, [total, drop, view, last])
+    call = replace_vertical(gm, [total, drop, view, last], fused, name="FusedModule")
+    assert [str(v) for v in call.args] == ["x", "y", "training", "size", "getattr_1"]
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    assert torch.equal(gm(x, y), x + y)
+    assert not torch.equal(gm.train()(x, y), x + y)
+
+
+def test_flag_read_within_the_subgraph():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    flag = graph.create_node("get_attr", "training")
+    drop = graph.call_function(F.dropout, (x,), {"p": 0.5, "training": flag})
+    graph.output(graph.call_method("relu", (drop,)))
+    for compiler in ("TorchScript", None):
+        gm = fx.GraphModule(nn.Module(), copy.deepcopy(graph)).eval()
+        nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
+        replace_vertical(gm, nodes, fuse_subgraph(gm, nodes, compiler), name="FusedModule")
+        x = torch.ones(64)
+        assert torch.equal(gm(x), x)
+        assert not torch.equal(gm.train()(x), x)
+
+
+def untyped(x: Any) -> Any:
+    return next(iter({id(x): x}.values()))
+
+
+fx.wrap("untyped")
+
+
+def test_what_torchscript_cannot_compile():
+    gm = fx.symbolic_trace(lambda x: untyped(x).relu())
+    nodes = [n for n in gm.graph.nodes if n.op.startswith("call")]
+    with pytest.raises(SlapoError, match=r"cannot compile 'FusedModule'.*compiler=None") as info:
+        fuse_subgraph(gm, nodes)
+    assert len(str(info.value)) < 400
+
+
+def test_wrong_arguments(gm):
+    match = find_one(gm, PATTERNS["bias_gelu"])
+    with pytest.raises(ValueError, match=r"unknown compiler 'nvfuser'.*'TorchScript'.*None"):
+        fuse_subgraph(gm, match, compiler="nvfuser")
+    with pytest.raises(ValueError, match="takes one subgraph, got 2"):
+        fuse_subgraph(gm, find_by_name(gm.graph, "fc"))
+    with pytest.raises(ValueError, match="empty"):
+        fuse_subgraph(gm, [])
+    open_match = [n for n in gm.graph.nodes if n.name in ("fc2", "gelu", "fc1")]
+    with pytest.raises(ValueError, match="used outside"):
+        fuse_subgraph(gm, open_match)
+
+
+def test_compilers_are_listed():
+    assert list(COMPILERS) == ["TorchScript", "inductor", None]
+
+
+def test_inductor_keeps_names_and_compiles_late(gm):
+    fused = fuse_in(gm, PATTERNS["fc_bias_gelu"], compiler="inductor")
+    assert list(fused.state_dict()) == ["fc1.weight"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what the compiler says of its own insides
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_numbers(gm):
+    expected = numbers(gm)
+    fuse_in(gm, PATTERNS["bias_gelu"], compiler="inductor")
+    assert_same(gm, expected)

@@ -1,0 +1,524 @@
+"""Rewrites keep numbers and gradients, or change nothing and say why."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from slapo.graph.bookkeeping import drop_unused
+from slapo.graph.match import find_by_name, find_subgraphs
+from slapo.graph.pattern import call_module
+from slapo.graph.rewrite import (
+    check_closed,
+    extract,
+    first_free_name,
+    replace_horizontal,
+    replace_node_by_function,
+    replace_vertical,
+    subgraph_inputs,
+)
+
+BATCH, SEQ, SIZE = 3, 5, 8
+
+
+class Block(nn.Module):
+    """Attention without softmax, and an MLP with its bias apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(SIZE, SIZE) for _ in range(3))
+        self.fc1, self.fc2 = nn.Linear(SIZE, 16, bias=False), nn.Linear(16, SIZE)
+        self.bias = nn.Parameter(torch.randn(16))
+        self.register_buffer("scale", torch.tensor(0.5), persistent=False)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        a = (q @ k.transpose(-1, -2)) * self.scale @ v
+        return self.drop(self.fc2(F.gelu(self.fc1(a) + self.bias))) + x
+
+
+class Qkv(nn.Module):
+    def __init__(self, *parts: nn.Linear) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x):
+        return tuple(part(x) for part in self.parts)
+
+
+def bias_gelu(x, bias):
+    return F.gelu(x + bias)
+
+
+@pytest.fixture
+def gm() -> fx.GraphModule:
+    torch.manual_seed(0)
+    return fx.symbolic_trace(Block().eval())
+
+
+def find(gm: fx.GraphModule, pattern: Callable[..., Any]) -> list[list[fx.Node]]:
+    return find_subgraphs(gm.graph, gm.get_submodule, pattern)
+
+
+def numbers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Output and gradients; parameters are told apart by their memory, as names may change."""
+    torch.manual_seed(1)
+    x = torch.randn(BATCH, SEQ, SIZE, requires_grad=True)
+    module.zero_grad()
+    out = module(x)
+    out.square().sum().backward()
+    grads = {f"{p.data_ptr()}": p.grad for p in module.parameters()}
+    return {"out": out, "x": x.grad, **grads}
+
+
+def assert_same(module: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    actual = numbers(module)
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=0)
+
+
+# --- vertical ---
+
+
+def test_vertical_by_a_function(gm):
+    expected = numbers(gm)
+    (match,) = find(gm, lambda a, b: F.gelu(a + b))
+    call = replace_vertical(gm, match, bias_gelu)
+    gm.graph.lint()
+    assert call.op == "call_function"
+    assert [str(v) for v in call.args] == ["fc1", "bias"]
+    assert_same(gm, expected)
+    assert bias_gelu in [n.target for n in gm.graph.nodes]
+
+
+class FcGelu(nn.Module):
+    def __init__(self, fc: nn.Linear) -> None:
+        super().__init__()
+        self.fc = fc
+
+    def forward(self, x, bias):
+        return F.gelu(self.fc(x) + bias)
+
+
+def test_vertical_by_a_module_takes_the_old_modules_away(gm):
+    expected, keys = numbers(gm), set(gm.state_dict())
+    (match,) = find(gm, lambda a, b: F.gelu(call_module("fc1", a) + b))
+    call = replace_vertical(gm, match, FcGelu(gm.fc1))
+    assert (call.op, call.target) == ("call_module", "FcGelu_0")
+    assert not hasattr(gm, "fc1")
+    assert set(gm.state_dict()) == keys - {"fc1.weight"} | {"FcGelu_0.fc.weight"}
+    gm.graph.lint()
+    assert_same(gm, expected)
+
+
+def test_vertical_names(gm):
+    matches = find_by_name(gm.graph, "query|key|value")
+    names = [replace_vertical(gm, m, nn.Identity(), name="New").target for m in matches]
+    assert names == ["New_0", "New_1", "New_2"]
+    (match,) = find_by_name(gm.graph, "New_1")
+    assert replace_vertical(gm, match, nn.Identity(), name="New").target == "New_3"
+    assert first_free_name(gm, "New") == "New_1"
+
+
+def test_shared_module_stays_until_its_last_call():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.fc(self.fc(x)) + self.fc.bias
+
+    gm = fx.symbolic_trace(Twice())
+    first, second = find_by_name(gm.graph, "fc")
+    replace_vertical(gm, first, nn.Identity())
+    assert hasattr(gm, "fc")
+    replace_vertical(gm, second, nn.Identity())
+    assert hasattr(gm, "fc")  # its bias is still read
+    (match,) = find(gm, lambda a, b: a + b)
+    reads = [n for n in gm.graph.nodes if n.op == "get_attr"]
+    replace_vertical(gm, [*reads, *match], nn.Identity())
+    assert drop_unused(gm, ["fc"]) == ["fc"]
+    assert not hasattr(gm, "fc")
+
+
+def test_modules_within_called_modules_stay():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(2, 2))
+
+        def forward(self, x):
+            return self.block(self.block[0](x))
+
+    class Tracer(fx.Tracer):
+        def is_leaf_module(self, m, name):
+            return True
+
+    model = Model()
+    gm = fx.GraphModule(model, Tracer().trace(model))
+    replace_vertical(gm, find_by_name(gm.graph, r"block\.0")[0], nn.Identity())
+    assert gm.get_submodule("block.0")
+    gm(torch.ones(1, 2))
+
+
+def test_use_counts_survive_other_edits_and_copies(gm):
+    replace_vertical(gm, find_by_name(gm.graph, "query")[0], nn.Identity())
+    (key,) = find_by_name(gm.graph, "key")[0]
+    with gm.graph.inserting_after(key):
+        again = gm.graph.call_module("value", (key,))
+    key.replace_all_uses_with(again, lambda user: user is not again)
+    other = copy.deepcopy(gm)
+    for module in (gm, other):
+        first, second = find_by_name(module.graph, "value")
+        replace_vertical(module, first, nn.Identity())
+        assert hasattr(module, "value")
+        replace_vertical(module, second, nn.Identity())
+        assert not hasattr(module, "value")
+    gm.graph = fx.symbolic_trace(lambda x: x.exp()).graph
+    (match,) = find(gm, lambda a: a.exp())
+    replace_vertical(gm, match, nn.Identity())
+    assert gm(torch.ones(1)) == 1
+
+
+def test_vertical_with_concrete_args(gm):
+    def general(approximate, x, bias, scale=1.0, *, flag):
+        assert flag
+        return F.gelu((x + bias) * scale, approximate=approximate)
+
+    expected = numbers(gm)
+    (match,) = find(gm, lambda a, b: F.gelu(a + b))
+    call = replace_vertical(gm, match, general, concrete_args={"approximate": "none", "flag": True})
+    assert call.args == ()
+    assert_same(gm, expected)
+
+
+def test_vertical_by_a_callable_that_takes_anything(gm):
+    expected = numbers(gm)
+    (match,) = find(gm, lambda a, b: F.gelu(a + b))
+    replace_vertical(gm, match, lambda *args: bias_gelu(*args))
+    assert_same(gm, expected)
+
+
+def test_vertical_by_a_builtin(gm):
+    (match,) = find(gm, lambda a, b: F.gelu(a + b))
+    assert replace_vertical(gm, match, torch.add).target is torch.add
+
+
+def test_training_flag_is_given_only_where_it_is_taken():
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    flag = graph.create_node("get_attr", "training")
+    total = graph.call_function(torch.add, (x, y))
+    graph.output(graph.call_function(F.dropout, (total,), {"p": 0.5, "training": flag}))
+
+    def calls(new):
+        gm = fx.GraphModule(nn.Module(), copy.deepcopy(graph))
+        (match,) = find(gm, lambda a, b: F.dropout(a + b))
+        return [str(v) for v in replace_vertical(gm, match, new).args]
+
+    assert calls(lambda a, b, training: a) == ["x", "y", "training"]
+    assert calls(lambda a, b: a) == ["x", "y"]
+
+
+def split_heads(x, fc, heads):
+    return fc(x).view(x.size(0), x.shape[1], heads, -1).transpose(1, 2)
+
+
+class Heads(Block):
+    def forward(self, x):
+        parts = (self.query, self.key, self.value)
+        return torch.stack([split_heads(x, part, 2) for part in parts])
+
+
+class QkvHeads(nn.Module):
+    """Splits into heads itself, and knows the sizes itself."""
+
+    def __init__(self, *parts: nn.Linear) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x):
+        return tuple(split_heads(x, part, 2) for part in self.parts)
+
+
+def test_sizes_are_given_only_where_they_are_taken():
+    def pattern(x):
+        return call_module("query|key|value", x).view(1).transpose(1, 2)
+
+    model = Heads()
+    x = torch.randn(BATCH, SEQ, SIZE)
+    expected = model(x)
+    gm = fx.symbolic_trace(model)
+    matches = find(gm, pattern)
+    replace_horizontal(gm, matches, QkvHeads(gm.query, gm.key, gm.value))
+    gm.graph.lint()
+    assert torch.equal(gm(x), expected)
+    assert not [n for n in gm.graph.nodes if n.target == "size"]
+
+    # A size that others share is an input, which a replacement may take or not.
+    shared = fx.symbolic_trace(_sizes_shared)
+    matches = find(shared, lambda x: x.exp().view(1))
+    taking = replace_vertical(shared, matches[0], lambda x, n: x.exp().view(n, -1))
+    leaving = replace_vertical(shared, matches[1], lambda x: x.exp().view(x.size(0), -1))
+    assert [len(call.args) for call in (taking, leaving)] == [2, 1]
+    shared.graph.lint()
+    assert torch.equal(shared(x), _sizes_shared(x))
+
+
+def _sizes_shared(x):
+    n = x.size(0)
+    return x.exp().view(n, -1) - x.exp().view(n, -1) * 3
+
+
+@pytest.mark.parametrize(
+    ("new", "concrete", "message"),
+    [
+        (lambda x: x, {}, r"takes 1 required arguments \(x\).*2 inputs \(fc1, bias\)"),
+        (lambda x, b, c: x, {}, r"takes 3 required arguments \(x, b, c\).*2 inputs"),
+        (lambda x, b, *, k: x, {}, "keyword argument 'k'"),
+        (lambda x, b: x, {"z": 1}, "no parameter 'z'"),
+        (nn.GELU(), {}, r"module GELU takes 1 required arguments \(input\)"),
+    ],
+)
+def test_misfits_change_nothing(gm, new, concrete, message):
+    (match,) = find(gm, lambda a, b: F.gelu(a + b))
+    before = (str(gm.graph), list(gm.state_dict()))
+    with pytest.raises(ValueError, match=message):
+        replace_vertical(gm, match, new, concrete_args=concrete)
+    assert (str(gm.graph), list(gm.state_dict())) == before
+
+
+def test_open_subgraphs_are_refused():
+    gm = fx.symbolic_trace(_leaky)
+    (match,) = find(gm, lambda a: a.exp().relu())
+    with pytest.raises(ValueError, match=r"'exp' of the subgraph is also used outside, by 'add'"):
+        check_closed(match)
+    with pytest.raises(ValueError, match="used outside"):
+        replace_vertical(gm, match, torch.relu)
+
+
+def _leaky(x):
+    h = x.exp()
+    return h.relu() + h
+
+
+def test_stale_foreign_and_wrong_nodes(gm):
+    (match,) = find(gm, lambda a, b: F.gelu(a + b))
+    replace_vertical(gm, match, bias_gelu)
+    with pytest.raises(ValueError, match=r"no longer.*find\(\) again"):
+        replace_vertical(gm, match, bias_gelu)
+    other = find_by_name(fx.symbolic_trace(Block()).graph, "fc1")[0]
+    with pytest.raises(ValueError, match="not"):
+        replace_vertical(gm, other, nn.Identity())
+    with pytest.raises(ValueError, match="empty"):
+        replace_vertical(gm, [], nn.Identity())
+    with pytest.raises(ValueError, match="placeholder"):
+        replace_vertical(gm, [next(iter(gm.graph.nodes))], nn.Identity())
+    with pytest.raises(TypeError, match="graph nodes"):
+        replace_vertical(gm, ["fc1"], nn.Identity())
+    with pytest.raises(ValueError, match="cannot name a submodule"):
+        replace_vertical(gm, find_by_name(gm.graph, "fc1")[0], nn.Identity(), name="a.b")
+    with pytest.raises(TypeError, match="must be a module or a function"):
+        replace_vertical(gm, find_by_name(gm.graph, "fc1")[0], 3)
+
+
+def test_reading_is_not_moved_across_a_write():
+    def code(x, y):
+        h = x.exp()
+        z = h * y
+        y.add_(1)
+        return z.relu()
+
+    gm = fx.symbolic_trace(code)
+    (match,) = find(gm, lambda a, b: (a * b).relu())
+    with pytest.raises(ValueError, match="'add_' changes the input 'y' in place"):
+        replace_vertical(gm, match, lambda a, b: (a * b).relu())
+
+
+def test_inputs_are_in_order_of_first_use():
+    gm = fx.symbolic_trace(lambda a, b, c: c * b + a * c)
+    nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
+    assert [n.name for n in subgraph_inputs(reversed(nodes))] == ["c", "b", "a"]
+
+
+# --- horizontal ---
+
+
+def test_horizontal(gm):
+    expected = numbers(gm)
+    matches = find_by_name(gm.graph, "query|key|value")
+    qkv = Qkv(gm.query, gm.key, gm.value)
+    call = replace_horizontal(gm, matches, qkv, name="FusedQKV")
+    gm.graph.lint()
+    assert call.target == "FusedQKV_0"
+    assert [user.args[1] for user in call.users] == [0, 1, 2]
+    assert not hasattr(gm, "query")
+    assert_same(gm, expected)
+
+
+def test_horizontal_of_chains_with_concrete_args():
+    def code(x, y):
+        a = (x + y).relu()
+        unrelated = y.sin()
+        b = (y * x).exp()
+        return a - b + unrelated
+
+    gm = fx.symbolic_trace(code)
+    subgraphs = [*find(gm, lambda a, b: (a + b).relu()), *find(gm, lambda a, b: (a * b).exp())]
+    gm_inputs = torch.randn(2, 3)
+    expected = gm(*gm_inputs)
+
+    def both(x, y, scale):
+        return (x + y).relu() * scale, (y * x).exp()
+
+    replace_horizontal(gm, subgraphs, both, concrete_args={"scale": 1.0})
+    gm.graph.lint()
+    torch.testing.assert_close(gm(*gm_inputs), expected, rtol=0, atol=0)
+
+
+def test_horizontal_stands_after_its_inputs_and_before_its_uses():
+    def late(x, y):
+        a = x.exp()
+        z = y.sin()
+        b = x.cos() * z
+        return a * z + b
+
+    gm = fx.symbolic_trace(late)
+    nodes = {n.name: n for n in gm.graph.nodes}
+    subgraphs = [[nodes["mul_1"]], [nodes["mul"]]]
+    with pytest.raises(ValueError, match="different inputs"):
+        replace_horizontal(gm, subgraphs, lambda *a: a)
+
+    def ok(x, y):
+        a = x.exp()
+        z = y.sin()
+        b = x * z
+        return a * 2, (x + z), b
+
+    gm = fx.symbolic_trace(ok)
+    nodes = {n.name: n for n in gm.graph.nodes}
+    replace_horizontal(gm, [[nodes["add"]], [nodes["mul"]]], lambda x, z: (x + z, x * z))
+    gm.graph.lint()
+    assert [float(v) for v in gm(torch.zeros(()), torch.zeros(()))] == [2, 0, 0]
+
+
+def test_horizontal_refusals():
+    gm = fx.symbolic_trace(lambda x, y: x.exp() + y.exp() + x.exp().relu())
+    first, second, third = find(gm, lambda a: a.exp())
+    relu = find(gm, lambda a: a.relu())
+    new = lambda *args: args  # noqa: E731
+    with pytest.raises(ValueError, match=r"different inputs: \[x\] and \[y\]"):
+        replace_horizontal(gm, [first, second], new)
+    with pytest.raises(ValueError, match="subgraph 0 feeds subgraph 1"):
+        replace_horizontal(gm, [third, *relu], new)
+    with pytest.raises(ValueError, match="part of several"):
+        replace_horizontal(gm, [first, first], new)
+    with pytest.raises(ValueError, match="no subgraph"):
+        replace_horizontal(gm, [], new)
+    with pytest.raises(ValueError, match="takes 2 required"):
+        replace_horizontal(gm, [first, third], lambda a, b: a)
+
+
+# --- one node ---
+
+
+def test_node_by_function(gm):
+    expected = numbers(gm)
+    node = next(n for n in gm.graph.nodes if n.target is F.gelu)
+    new = replace_node_by_function(gm, node, lambda x, approximate="none": F.gelu(x))
+    assert new.op == "call_function"
+    assert_same(gm, expected)
+
+
+def test_node_by_function_keeps_arguments_and_drops_the_module(gm):
+    def linear(x, factor=1):
+        return torch.zeros(BATCH, SEQ, SIZE) * factor
+
+    new = replace_node_by_function(gm, find_by_name(gm.graph, "query")[0][0], linear, {"factor": 2})
+    assert dict(new.kwargs) == {"factor": 2}
+    assert not hasattr(gm, "query")
+    with pytest.raises(ValueError, match="does not take the arguments of the node"):
+        replace_node_by_function(gm, new, lambda: 0)
+    with pytest.raises(ValueError, match="placeholder"):
+        replace_node_by_function(gm, next(iter(gm.graph.nodes)), linear)
+
+
+# --- extraction ---
+
+
+def test_extract_shares_state_under_the_same_names(gm):
+    match = [n for n in gm.graph.nodes if n.name in ("fc1", "bias", "add", "gelu", "fc2", "drop")]
+    part = extract(gm, match, "Part")
+    assert set(part.state_dict()) == {"fc1.weight", "bias", "fc2.weight", "fc2.bias"}
+    assert part.bias is gm.bias
+    assert part.fc1 is gm.fc1
+    assert type(part).__name__ == "Part"
+    x = torch.randn(BATCH, SEQ, SIZE)
+    expected = gm.fc2(F.gelu(gm.fc1(x) + gm.bias))
+    torch.testing.assert_close(part(x), expected, rtol=0, atol=0)
+    pickle.loads(pickle.dumps(part))
+
+
+def test_extract_keeps_buffers_unsaved(gm):
+    gm._non_persistent_buffers_set.add("scale")  # as it was before fx copied it
+    match = [n for n in gm.graph.nodes if n.name in ("scale", "mul")]
+    part = extract(gm, match, "Part")
+    assert list(part.state_dict()) == []
+    assert part.scale is gm.scale
+
+
+def test_extract_of_an_open_subgraph_returns_all_it_must():
+    gm = fx.symbolic_trace(_leaky)
+    part = extract(gm, find(gm, lambda a: a.exp().relu())[0], "Part")
+    assert len(part(torch.ones(1))) == 2
+
+
+def test_extract_nested_paths():
+    class Tracer(fx.Tracer):
+        def is_leaf_module(self, m, name):
+            return isinstance(m, (nn.Linear, nn.Dropout))
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), nn.Linear(2, 2))
+    gm = fx.GraphModule(model, Tracer().trace(model))
+    part = extract(gm, find_by_name(gm.graph, r"0\.")[0] + find_by_name(gm.graph, r"0\.1")[0], "P")
+    assert list(part.state_dict()) == ["0.0.weight", "0.0.bias"]
+    assert part.get_submodule("0.0") is model[0][0]
+
+
+# --- cost ---
+
+
+def chain(number: int) -> fx.GraphModule:
+    def code(x, b):
+        for _ in range(number):
+            x = F.gelu(x + b) * 2
+        return x
+
+    return fx.symbolic_trace(code)
+
+
+def test_a_rewrite_never_walks_the_graph(monkeypatch):
+    gm = chain(50)
+    matches = find(gm, lambda a, b: F.gelu(a + b))
+    monkeypatch.setattr(gm, "recompile", lambda: None)
+    replace_vertical(gm, matches[0], bias_gelu)  # counts the uses once
+
+    def walk(self):
+        raise AssertionError("walked the graph")
+
+    monkeypatch.setattr(type(gm.graph.nodes), "__iter__", walk)
+    for match in matches[1:25]:
+        replace_vertical(gm, match, bias_gelu)
+    for match in matches[25:]:
+        replace_vertical(gm, match, FcGelu(nn.Linear(1, 1)))
+    monkeypatch.undo()
+    gm.graph.lint()
+    assert [str(n.target) for n in gm.graph.nodes if n.op == "call_module"][-1] == "FcGelu_24"
