@@ -9,6 +9,8 @@ from torch import nn
 
 #: Attribute on a hook of ours that says which sync mode it stands for.
 MODE_ATTRIBUTE = "_slapo_mode"
+#: Forward hooks that a module calls by itself, between its product and its bias.
+REDUCERS = "_slapo_reducers"
 
 _PRE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 _POST = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -47,10 +49,21 @@ def get_hooks(module: nn.Module) -> dict[str, list[Callable[..., Any]]]:
     pre = list(module._forward_pre_hooks.values())
     return {
         "fwd_pre": [h for h in pre if getattr(h, MODE_ATTRIBUTE, "fwd_pre") == "fwd_pre"],
-        "fwd_post": list(module._forward_hooks.values()),
+        "fwd_post": [*reducers_of(module), *module._forward_hooks.values()],
         "bwd_post": [h for h in pre if getattr(h, MODE_ATTRIBUTE, "") == "bwd_post"]
         + list(module._backward_hooks.values()),
     }
+
+
+def reducers_of(module: nn.Module) -> tuple[Callable[..., Any], ...]:
+    """Hooks that `module`, or the module it wraps, calls before it adds its bias."""
+    inner: Any = module
+    while inner is not None:
+        found: tuple[Callable[..., Any], ...] = inner.__dict__.get(REDUCERS, ())
+        if found:
+            return found
+        inner = inner.__dict__.get("mod")
+    return ()
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
@@ -68,6 +81,14 @@ def move_hooks(source: nn.Module, target: nn.Module) -> None:
     _move(source, target, _PRE + _POST + _BACKWARD + _STATE)
 
 
+def move_reducers(source: nn.Module, target: nn.Module) -> None:
+    """Turn the reductions within `source` into the first post-forward hooks of `target`."""
+    for hook in reversed(source.__dict__.get(REDUCERS, ())):
+        target.register_forward_hook(hook, prepend=True)
+    if REDUCERS in source.__dict__:
+        source.__dict__[REDUCERS] = ()
+
+
 def move_pre_hooks(source: nn.Module, target: nn.Module) -> None:
     """Move the pre-forward hooks of `source` to `target`."""
     _move(source, target, _PRE)
@@ -79,7 +100,7 @@ def move_post_hooks(source: nn.Module, target: nn.Module) -> None:
 
 
 def _move(source: nn.Module, target: nn.Module, slots: tuple[str, ...]) -> None:
-    """Hook handles stay valid: keys are unique in the process, and dictionaries stay in place."""
+    """Swap the dictionaries, not their contents: the handles of the moved hooks point at them."""
     if source is target:
         return
     if "_backward_hooks" in slots and source._is_full_backward_hook is not None:
@@ -88,8 +109,6 @@ def _move(source: nn.Module, target: nn.Module, slots: tuple[str, ...]) -> None:
         old, new = source.__dict__.get(slot), target.__dict__.get(slot)
         if not old or new is None:
             continue
-        later = list(new.items())
+        target.__dict__[slot], source.__dict__[slot] = old, new
+        old.update(new)
         new.clear()
-        new.update(old)
-        new.update(later)
-        old.clear()

@@ -34,6 +34,7 @@ from slapo.primitives import (
 from slapo.primitives.base import find_primitive, list_primitives, reserve_names
 from slapo.primitives.run import as_method, run
 from slapo.selection import Selection
+from slapo.weights.provenance import Source
 from slapo.weights.ties import TieGroups
 
 
@@ -85,6 +86,8 @@ class ScheduleState:
     nodes_of: dict[int, list[Schedule]] = field(default_factory=dict)
     #: names of tied parameters that were sharded with their partner and not named themselves yet
     followed: set[str] = field(default_factory=set)
+    #: parameter made of others -> how, and their names
+    sources: dict[str, tuple[Source, list[str]]] = field(default_factory=dict)
     #: kind of module -> arguments of its first call, for recording tracers
     captured: dict[Any, Any] = field(default_factory=dict)
     #: > 0 while a primitive runs: what it calls is part of it and not recorded by itself
@@ -93,12 +96,13 @@ class ScheduleState:
     def copy(self) -> ScheduleState:
         """A copy that later changes of this one do not reach."""
         nodes = {key: list(nodes) for key, nodes in self.nodes_of.items()}
-        return ScheduleState(self.ties, list(self.history), nodes, set(self.followed), {}, self.depth)
+        return ScheduleState(self.ties, list(self.history), nodes, set(self.followed), dict(self.sources), {}, self.depth)
 
     def restore(self, other: ScheduleState) -> None:
         """Become like `other`."""
         self.ties, self.depth, self.followed = other.ties, other.depth, set(other.followed)
         self.history[:] = other.history
+        self.sources = dict(other.sources)
         self.nodes_of = {key: list(nodes) for key, nodes in other.nodes_of.items()}
 
 

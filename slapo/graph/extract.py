@@ -49,7 +49,7 @@ def extract(gm: fx.GraphModule, nodes: Collection[fx.Node], name: str) -> fx.Gra
     True
     """
     ordered = sorted(set(nodes))
-    state = _SharedState(gm)
+    state = _SharedState(gm, ordered)
     graph = fx.Graph()
     copies = _copy_inputs(gm, ordered, graph)
     for node in ordered:
@@ -102,9 +102,11 @@ def python_type(node: fx.Node, gm: fx.GraphModule) -> Any:
 class _SharedState:
     """The submodules and tensors that an extracted module shares, by their paths in it."""
 
-    def __init__(self, gm: fx.GraphModule) -> None:
+    def __init__(self, gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
         self._gm = gm
         self._paths: dict[str, str] = {}
+        targets = [str(node.target) for node in nodes if node.op in ("get_attr", "call_module")]
+        self._reserved = {target.split(".")[0] for target in targets}
         self._not_persistent: list[str] = []
         self.objects: dict[str, Any] = {}
 
@@ -123,13 +125,14 @@ class _SharedState:
         """Keep paths to state; shorten those of modules without, and use the own mode."""
         if node.op == "get_attr":
             return "training" if tells_mode(node) else target
-        if next(iter(self._gm.get_submodule(target).state_dict()), None) is not None:
+        module = self._gm.get_submodule(target)
+        if "." not in target or module.state_dict() or next(module.buffers(), None) is not None:
             return target
         stem = target.rpartition(".")[2]
-        taken = {path.split(".")[0] for path in self._paths.values()}
         short, k = stem, 0
-        while short in taken or hasattr(fx.GraphModule, short):
+        while short in self._reserved or hasattr(fx.GraphModule, short):
             short, k = f"{stem}_{k}", k + 1
+        self._reserved.add(short)
         return short
 
     def restore_persistence(self, module: nn.Module) -> None:

@@ -44,7 +44,8 @@ def find_subgraphs(
     Raises
     ------
     ValueError
-        If the pattern cannot be traced, holds no operation, or falls into unconnected parts.
+        If the pattern cannot be traced, holds no operation, falls into unconnected parts, or
+        is longer than Python's recursion limit allows (a few hundred operations).
 
     Notes
     -----
@@ -72,7 +73,12 @@ def find_subgraphs(
     taken: set[fx.Node] = set()
     matches = []
     for candidate in candidates:
-        found = _Search(steps, index, taken).run(anchor, candidate)
+        try:
+            found = _Search(steps, index, taken).run(anchor, candidate)
+        except RecursionError:
+            raise ValueError(
+                f"the pattern is too long ({len(steps)} operations); find a part of it"
+            ) from None
         if found:
             taken.update(found)
             matches.append(found)
@@ -204,14 +210,21 @@ class _Search:
 
     def _unify(self, pending: list[Pair]) -> bool:
         """Match pairs of a pattern's and a graph's value, and then all that is connected."""
-        if not pending:
-            return self._extend()
-        (wanted, value), rest = pending[0], pending[1:]
-        if not isinstance(wanted, fx.Node):
-            inner = inner_pairs(wanted, value)
-            return inner is not None and self._unify(inner + rest)
-        if wanted in self._bound:
-            return same_value(self._bound[wanted], value) and self._unify(rest)
+        while pending:
+            (wanted, value), pending = pending[0], pending[1:]
+            if isinstance(wanted, fx.Node) and wanted not in self._bound:
+                return self._bind(wanted, value, pending)
+            if not isinstance(wanted, fx.Node):
+                inner = inner_pairs(wanted, value)
+                if inner is None:
+                    return False
+                pending = inner + pending
+            elif not same_value(self._bound[wanted], value):
+                return False
+        return self._extend()
+
+    def _bind(self, wanted: fx.Node, value: Any, rest: list[Pair]) -> bool:
+        """Let a node of the pattern stand for `value`, if the rest can be matched then."""
         if wanted.op in WILDCARD_OPS:
             return self._bind_wildcard(wanted, value, rest)
         return isinstance(value, fx.Node) and self._bind_step(wanted, value, rest)

@@ -19,12 +19,12 @@ from slapo.primitives.subgraphs import (
     parse,
 )
 from slapo.primitives.wrapping import check_called, check_module
-from slapo.weights.provenance import inherit_weights
+from slapo.weights.provenance import Source, inherit_weights
 from slapo.weights.tags import apply_tags
 from slapo.weights.ties import TiePlan
 
 if TYPE_CHECKING:
-    from slapo.schedule import Schedule
+    from slapo.schedule import Schedule, ScheduleState
 
 
 class ReplacePrimitive(Primitive):
@@ -110,8 +110,9 @@ def replace_module(sch: Schedule, new: nn.Module) -> None:
         raise ValueError(f"the module is that {type(new).__name__} already")
     check_called(sch)
     tie_plan = TiePlan(sch.get_top_schedule().mod, sch.state.ties, [sch.path], sch.path, new)
-    inherit_weights(new, [old])
+    sources = inherit_weights(new, [old])
     sch.state.ties = tie_plan.carry_out()
+    _note_sources(sch.state, sources, sch.path, [sch.path])
     new.train(old.training)
     # A module of the user's that wraps the old one takes its place, wrappers and hooks and all.
     wraps_old = any(m is old or m is sch.mod for m in new.modules())
@@ -139,8 +140,15 @@ def replace_subgraphs(
     check_hooks(subgraphs, keeps_hooks=isinstance(new, nn.Module))
     ends = end_modules(subgraphs)
     tie_plan = _plan_ties(subgraphs, new)
+    old_paths = [
+        _join(owner.path, str(node.target))
+        for chain in chains
+        for node in chain
+        if node.op == "call_module"
+    ]
+    sources: dict[str, Source] = {}
     if isinstance(new, nn.Module):
-        inherit_weights(new, [m for chain in chains for m in subgraphs.modules(chain)])
+        sources = inherit_weights(new, [m for chain in chains for m in subgraphs.modules(chain)])
     if subgraphs.single_node and not isinstance(new, nn.Module):
         replace_node_by_function(gm, chains[0][0], new, concrete_args)
     elif len(chains) == 1:
@@ -154,6 +162,7 @@ def replace_subgraphs(
         if len(chains) == 1:
             move_end_hooks(ends, new)
     owner.state.ties = tie_plan.carry_out()
+    _note_sources(owner.state, sources, tie_plan.new_path, old_paths)
     owner.rebuild_children()
 
 
@@ -163,6 +172,16 @@ def _plan_ties(subgraphs: Subgraphs, new: nn.Module | Callable[..., Any]) -> Tie
     paths = [_join(owner.path, target) for target in sorted(called)]
     holder = new if isinstance(new, nn.Module) else nn.Module()
     return TiePlan(owner.get_top_schedule().mod, owner.state.ties, paths, "", holder)
+
+
+def _note_sources(
+    state: ScheduleState, sources: Mapping[str, Source], new_path: str, old_paths: list[str]
+) -> None:
+    """Remember which original parameters make up the new ones, by their full names."""
+    for name, source in sources.items():
+        pairs = (full.partition(".") for full in source.names)
+        originals = [_join(old_paths[int(index)], rest) for index, _, rest in pairs]
+        state.sources[_join(new_path, name)] = (source, originals)
 
 
 def _join(path: str, name: str) -> str:

@@ -39,7 +39,7 @@ def run(node: Schedule, primitive: type[Primitive], *args: Any, **kwargs: Any) -
         raise
     finally:
         state.depth -= 1
-    if state.depth == 0:
+    if state.depth == 0 and result is not False:  # False: it could not, and changed nothing
         state.history.append(record)
     return node if result is None else result
 

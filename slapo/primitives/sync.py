@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from slapo.history import describe
+from slapo.hooks import MODE_ATTRIBUTE
 from slapo.op.wrapper import innermost
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called
-from slapo.sharding.layout import check_sync, layout_of, set_layout
-from slapo.sharding.partial import add_reducer, is_deferring
+from slapo.sharding.layout import KnownSync, check_sync, layout_of, note_sync
+from slapo.sharding.partial import add_reducer, can_reduce
+from slapo.sharding.shards import REDUCTIONS
 from slapo.sharding.sync import (
     SyncOp,
     check_mode,
@@ -21,7 +24,7 @@ from slapo.sharding.sync import (
     post_hook,
     pre_hook,
 )
-from slapo.sharding.vocab import vocabulary_hooks
+from slapo.sharding.vocab import mask_vocabulary
 
 if TYPE_CHECKING:
     from slapo.schedule import Schedule
@@ -96,7 +99,8 @@ class SyncPrimitive(Primitive):
             _add_op(sch, mode, op)
         else:
             _add_callable(sch, mode, sync_op_or_fn, kwargs)
-        sch.metadata.primitives["sync"].append(f"{mode} {sync_op_or_fn}")
+        text = sync_op_or_fn if isinstance(sync_op_or_fn, str) else describe(sync_op_or_fn)
+        sch.metadata.primitives["sync"].append(f"{mode} {text}")
         return sch
 
 
@@ -113,9 +117,9 @@ def _add_callable(
         sch.mod.register_forward_pre_hook(function)
     elif mode == "fwd_post":
         sch.mod.register_forward_hook(function)
-        set_layout(innermost(sch.mod), output=None)  # the user knows better from here on
     else:
         sch.mod.register_full_backward_hook(function)
+    note_sync(innermost(sch.mod), KnownSync(mode, ""))
 
 
 def _add_op(sch: Schedule, mode: str, op: SyncOp) -> None:
@@ -129,7 +133,8 @@ def _add_op(sch: Schedule, mode: str, op: SyncOp) -> None:
     else:
         known = layout.output.axis if layout.output is not None else None
         _add_output_op(sch, module, replace(op, known_axis=_to_check(op, known)))
-        set_layout(module, output=op.output() if layout.output is not None else None)
+    completes = op.name == "all_gather" and op.tensor_parallel_output_grad
+    note_sync(module, KnownSync(mode, op.name, op.axis, op.output(), completes))
 
 
 def _to_check(op: SyncOp, known: int | None) -> int | None:
@@ -137,18 +142,17 @@ def _to_check(op: SyncOp, known: int | None) -> int | None:
 
 
 def _add_output_op(sch: Schedule, module: nn.Module, op: SyncOp) -> None:
-    if layout_of(module).vocabulary and not module._forward_pre_hooks:
-        _add_vocabulary_op(sch, module, op)
-    elif is_deferring(module) and sch.mod is module:
-        scatters = op.name == "reduce_scatter"
-        add_reducer(module, op, token_group=op.group if scatters else None)
+    reduces = op.name in REDUCTIONS
+    if reduces and layout_of(module).vocabulary and not _masks_itself(sch.mod):
+        rows: Any = module.num_embeddings
+        mask_vocabulary(module, sch.rank * rows, rows)
+    if reduces and sch.mod is module and can_reduce(module):
+        add_reducer(module, post_hook(op), op.axis, op.group)
     else:
         sch.mod.register_forward_hook(post_hook(op))
 
 
-def _add_vocabulary_op(sch: Schedule, module: nn.Module, op: SyncOp) -> None:
-    """The mask that a vocabulary-sharded embedding needs around it comes with its reduction."""
-    rows: Any = module.num_embeddings
-    pre, post = vocabulary_hooks(sch.rank, sch.world_size, rows * sch.world_size, op)
-    sch.mod.register_forward_pre_hook(pre)
-    sch.mod.register_forward_hook(post)
+def _masks_itself(module: nn.Module) -> bool:
+    """True when the user's own pre-forward hook is there to map tokens to local rows."""
+    hooks = module._forward_pre_hooks.values()
+    return any(not hasattr(hook, MODE_ATTRIBUTE) for hook in hooks)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 _ATTRIBUTE = "_slapo_layout"
+_SYNCS = "_slapo_syncs"
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,83 @@ class Layout:
     vocabulary: bool = False
 
 
-def layout_of(module: nn.Module) -> Layout:
-    """The layout noted on `module`; an empty one when none is."""
+@dataclass(frozen=True)
+class KnownSync:
+    """A sync that stands on a module, as far as layouts are concerned.
+
+    Parameters
+    ----------
+    mode, op, axis
+        As in ``Schedule.sync``; `op` is empty for a function of the user's.
+    output
+        The placement after it (for ``fwd_post``), None when it is not known.
+    completes_gradient
+        A ``fwd_pre`` op whose backward sums the gradient over the ranks.
+    """
+
+    mode: str
+    op: str
+    axis: int | None = None
+    output: Placement | None = None
+    completes_gradient: bool = False
+
+    def after(self, layout: Layout) -> Layout:
+        """The layout around this sync, given the one within it."""
+        if self.mode == "fwd_post" and layout.output is not None:
+            return replace(layout, output=self.output)
+        if self.mode == "fwd_pre" and self.completes_gradient and layout.input is not None:
+            return replace(layout, input=Placement("shard", self.axis))
+        return layout
+
+
+def inner_layout_of(module: nn.Module) -> Layout:
+    """The layout of the bare module, before any sync; an empty one when nothing is known."""
     found: Layout = module.__dict__.get(_ATTRIBUTE, Layout())
     return found
 
 
-def set_layout(module: nn.Module, **changes: Any) -> None:
-    """Note what is known of `module` from now on."""
-    module.__dict__[_ATTRIBUTE] = replace(layout_of(module), **changes)
+def syncs_of(module: nn.Module) -> tuple[KnownSync, ...]:
+    """The syncs on `module`, in order."""
+    found: tuple[KnownSync, ...] = module.__dict__.get(_SYNCS, ())
+    return found
+
+
+def layout_of(module: nn.Module) -> Layout:
+    """The layout of `module` together with its syncs."""
+    layout = inner_layout_of(module)
+    for sync in syncs_of(module):
+        layout = sync.after(layout)
+    return layout
+
+
+def set_layout(module: nn.Module, layout: Layout) -> None:
+    """Note the layout of the bare module."""
+    module.__dict__[_ATTRIBUTE] = layout
+
+
+def note_sync(module: nn.Module, sync: KnownSync) -> None:
+    """Note one more sync on `module`."""
+    module.__dict__[_SYNCS] = (*syncs_of(module), sync)
+
+
+def move_syncs(source: nn.Module, target: nn.Module) -> None:
+    """Note the syncs of `source` on `target`, to which its hooks go."""
+    if syncs_of(source):
+        target.__dict__[_SYNCS] = syncs_of(source) + syncs_of(target)
+
+
+def check_syncs(module: nn.Module, layout: Layout) -> None:
+    """Refuse a layout that the syncs which `module` has already would contradict.
+
+    Raises
+    ------
+    ValueError
+        Saying which sync does not fit.
+    """
+    for sync in syncs_of(module):
+        if sync.op:
+            check_sync(layout, sync.mode, sync.op, sync.axis)
+        layout = sync.after(layout)
 
 
 def check_sync(layout: Layout, mode: str, op: str, axis: int | None) -> None:

@@ -10,11 +10,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slapo.sharding.collectives import copy_to_group
+from slapo.hooks import REDUCERS
+from slapo.sharding.collectives import copy_to_group, scatter
 
 Product = Callable[[Any, Tensor], Tensor]
-#: tensor -> tensor, called on the product before the bias is added.
-Reducer = Callable[[Tensor], Tensor]
+#: A forward hook, called on the product before the bias is added.
+Reducer = Callable[[Any, tuple[Any, ...], Tensor], Tensor]
+#: (bias, dimensions of the product) -> what to add to this rank's part of the reduced product.
+BiasPart = Callable[[Tensor, int], Tensor]
 
 
 class _Share(torch.autograd.Function):
@@ -34,13 +37,13 @@ class _Share(torch.autograd.Function):
 
 
 class PartialSumMixin:
-    """product -> reductions -> bias; before a reduction is known, a share of the bias."""
+    """product -> reduction -> bias; while no reduction is known here, a share of the bias."""
 
     traceable = False
     _product: Product
     _bias_dims: int
     _slapo_reducers: tuple[Reducer, ...]
-    _slapo_bias_copies: dist.ProcessGroup | None
+    _slapo_bias_part: BiasPart | None
     _slapo_world_size: int
     bias: Tensor
 
@@ -49,11 +52,10 @@ class PartialSumMixin:
         bias = self.bias
         if not self._slapo_reducers:
             bias = _Share.apply(bias, self._slapo_world_size)
+        elif self._slapo_bias_part is not None:
+            bias = self._slapo_bias_part(bias, output.dim())
         for reduce in self._slapo_reducers:
-            output = reduce(output)
-        if self._slapo_bias_copies is not None:
-            # Ranks add the bias to different tokens: its gradient is the sum of theirs.
-            bias = copy_to_group(bias, self._slapo_bias_copies)
+            output = reduce(self, (input,), output)
         return output + bias.view(-1, *[1] * self._bias_dims)
 
 
@@ -112,21 +114,44 @@ def defer_bias(module: nn.Module, world_size: int) -> None:
     if not has_bias(module) or is_deferring(module):
         return
     module.__dict__.update(
-        _slapo_reducers=(), _slapo_bias_copies=None, _slapo_world_size=world_size
+        {REDUCERS: (), "_slapo_bias_part": None, "_slapo_world_size": world_size}
     )
     module.__class__ = _deferring_class(type(module))
 
 
+def can_reduce(module: nn.Module) -> bool:
+    """True when a reduction can be put between the product and the bias of `module`.
+
+    Not after other forward hooks, which would then run in another order than they were added.
+    """
+    return is_deferring(module) and not (module.__dict__[REDUCERS] or module._forward_hooks)
+
+
 def add_reducer(
-    module: nn.Module, reduce: Reducer, token_group: dist.ProcessGroup | None = None
+    module: nn.Module,
+    reduce: Reducer,
+    scatter_axis: int | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Call `reduce` on the product of a deferring module, before its bias.
 
-    `token_group`: the ranks that hold different tokens after the reduction, if any.
+    `scatter_axis`: the axis of which each rank of `group` keeps a slice of the sum, if it does.
     """
-    module.__dict__["_slapo_reducers"] = (*module.__dict__["_slapo_reducers"], reduce)
-    if token_group is not None:
-        module.__dict__["_slapo_bias_copies"] = token_group
+    module.__dict__[REDUCERS] = (reduce,)
+    channel_axis = -1 - type(module)._bias_dims  # type: ignore[attr-defined]
+    if scatter_axis is not None:
+        # A function, not the group itself: copies of the module share functions.
+        module.__dict__["_slapo_bias_part"] = _bias_part(scatter_axis, channel_axis, group)
+
+
+def _bias_part(axis: int, channel_axis: int, group: dist.ProcessGroup | None) -> BiasPart:
+    def part(bias: Tensor, dims: int) -> Tensor:
+        if axis % dims == channel_axis % dims:
+            return scatter(bias, group, 0)
+        # Ranks add the bias to different tokens: its gradient is the sum of theirs.
+        return copy_to_group(bias, group)
+
+    return part
 
 
 def _known_product(module: nn.Module) -> tuple[Product, int] | None:

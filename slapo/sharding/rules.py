@@ -60,6 +60,7 @@ _LINEAR = _table(
 _CONV1D_HF = _table(
     {("weight", 1): _column("nf"), ("bias", 0): _column("nf"), ("weight", 0): _row("nx")}
 )
+_BILINEAR_COLUMN = _column("out_features")
 _EMBEDDING = _table(
     {
         ("weight", 0): Effect(("num_embeddings",), Layout(REPLICATE, PARTIAL, vocabulary=True)),
@@ -95,8 +96,8 @@ def _conv(dims: int, weight_axes: tuple[int, int]) -> Rule:
     return rule
 
 
-def _per_channel(size: str, axis: int, divides: tuple[str, ...] = ()) -> Rule:
-    both: Placement = shard(axis)
+def _per_channel(size: str, axis: int | None, divides: tuple[str, ...] = ()) -> Rule:
+    both = Placement("shard", axis)
     effect = Effect((size,), Layout(both, both), divides)
 
     def rule(module: nn.Module, tensor: str, axis: int) -> Effect:
@@ -112,6 +113,22 @@ def _normalises_over_axis(module: nn.Module, tensor: str, axis: int) -> Effect:
     )
 
 
+def _holds_flat_weights(module: nn.Module, tensor: str, axis: int) -> Effect:
+    raise ValueError(
+        f"{type(module).__name__} computes with a list of its weights, which a slice of {tensor!r} "
+        "would not reach; replace it by cells of your own and shard those"
+    )
+
+
+def _bag(module: nn.Module, tensor: str, axis: int) -> Effect:
+    if axis == 1:
+        return _column("embedding_dim")
+    raise ValueError(
+        "an EmbeddingBag cannot be sharded by rows: its mean and maximum need all tokens of a bag; "
+        "shard axis 1, or use nn.Embedding"
+    )
+
+
 _RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: _LINEAR,
     nn.Embedding: _EMBEDDING,
@@ -124,6 +141,13 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.BatchNorm1d: _per_channel("num_features", -1),
     nn.BatchNorm2d: _per_channel("num_features", -3),
     nn.BatchNorm3d: _per_channel("num_features", -4),
+    nn.SyncBatchNorm: _per_channel("num_features", None),
+    nn.InstanceNorm1d: _per_channel("num_features", -2),
+    nn.InstanceNorm2d: _per_channel("num_features", -3),
+    nn.InstanceNorm3d: _per_channel("num_features", -4),
+    nn.Bilinear: _table({("weight", 0): _BILINEAR_COLUMN, ("bias", 0): _BILINEAR_COLUMN}),
+    nn.EmbeddingBag: _bag,
+    nn.RNNBase: _holds_flat_weights,
     nn.GroupNorm: _per_channel("num_channels", -3, ("num_groups",)),
     nn.PReLU: _PRELU,
     nn.LayerNorm: _normalises_over_axis,

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo.sharding.layout import Layout, layout_of, set_layout
+from slapo.sharding.layout import Layout, check_syncs, inner_layout_of, set_layout, syncs_of
 from slapo.sharding.partial import check_deferrable, defer_bias, has_bias
 from slapo.sharding.rules import Effect, effect_of
 from slapo.sharding.slicing import ShardSpec, make_spec
+from slapo.sharding.vocab import mask_vocabulary
 from slapo.weights.tags import new_parameter
 
+#: Ops that turn a partial sum into something whole.
+REDUCTIONS = ("all_reduce", "reduce_scatter")
 _SHARDS = "_slapo_shards"
 _FULL_SIZES = "_slapo_full_sizes"
 
@@ -88,7 +91,7 @@ class ShardPlan:
 
     def _check_effect(self) -> None:
         module, sizes = self.module, full_sizes_of(self.module)
-        present = layout_of(module)
+        present = inner_layout_of(module)
         wanted = self.effect.layout
         if present.output is not None and wanted.output not in (None, present.output):
             raise ValueError(
@@ -106,6 +109,8 @@ class ShardPlan:
             check_deferrable(module)
         if wanted.vocabulary:
             _check_table(module)
+        if wanted != Layout():
+            check_syncs(module, wanted)
 
     def carry_out(self) -> None:
         """Slice the tensor and let the module follow."""
@@ -115,13 +120,13 @@ class ShardPlan:
         self._set_sizes()
         layout = self.effect.layout
         if layout != Layout():
-            set_layout(
-                module, input=layout.input, output=layout.output, vocabulary=layout.vocabulary
-            )
+            set_layout(module, layout)
         if layout.output is not None and layout.output.kind == "partial" and has_bias(module):
             defer_bias(module, spec.world_size)
         if layout.vocabulary:
             _localise_padding(module, spec)
+            if any(sync.op in REDUCTIONS for sync in syncs_of(module)):
+                mask_vocabulary(module, spec.rank * spec.local_shape[0], spec.local_shape[0])
 
     def _set_sizes(self) -> None:
         module, full = self.module, self.module.__dict__.setdefault(_FULL_SIZES, {})

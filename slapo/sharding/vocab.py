@@ -10,9 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from slapo.sharding.collectives import reduce_from_group
+from slapo.sharding.sync import post_hook, pre_hook
+
+_MASKED = "_slapo_vocabulary_mask"
 
 PreHook = Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]
 PostHook = Callable[[Any, tuple[Any, ...], Tensor], Tensor]
@@ -58,19 +61,52 @@ def vocabulary_hooks(
             "pad the vocabulary or pick a group whose size divides it"
         )
     rows = vocab_size // world_size
-    start = rank * rows
-    masks: list[Tensor] = []
+    table = _Rows(rank * rows, rows)
 
     def mask_tokens(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         tokens, *rest = inputs
-        foreign = (tokens < start) | (tokens >= start + rows)
-        masks[:] = [foreign]
-        return ((tokens - start).masked_fill(foreign, 0), *rest)
+        return (table.mask(tokens), *rest)
 
     def zero_and_reduce(module: Any, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        return reduce(output.masked_fill(masks.pop().unsqueeze(-1), 0.0))
+        return reduce(table.zero(output))
 
     return mask_tokens, zero_and_reduce
+
+
+class _Rows:
+    """The rows of a table that this rank holds, and the tokens of the present call."""
+
+    def __init__(self, start: int, count: int) -> None:
+        self.start, self.count = start, count
+        self._foreign: list[Tensor] = []
+
+    def mask(self, tokens: Tensor) -> Tensor:
+        """Tokens as local rows, those of other ranks as row 0."""
+        foreign = (tokens < self.start) | (tokens >= self.start + self.count)
+        self._foreign[:] = [foreign]
+        return (tokens - self.start).masked_fill(foreign, 0)
+
+    def zero(self, output: Tensor) -> Tensor:
+        """What row 0 gave for tokens of other ranks is taken out."""
+        return output.masked_fill(self._foreign.pop().unsqueeze(-1), 0.0)
+
+
+def mask_vocabulary(table: nn.Module, start: int, count: int) -> None:
+    """Make a table of rows `start` to ``start + count`` give zeros for all other tokens.
+
+    The masks are hooks right around the table, within the hooks that it has already.
+    """
+    if is_masked(table):
+        return
+    rows = _Rows(start, count)
+    table.register_forward_pre_hook(pre_hook(rows.mask, "fwd_pre"), with_kwargs=True)
+    table.register_forward_hook(post_hook(rows.zero), prepend=True)
+    table.__dict__[_MASKED] = True
+
+
+def is_masked(table: nn.Module) -> bool:
+    """True when :func:`mask_vocabulary` was applied."""
+    return _MASKED in table.__dict__
 
 
 def group_vocabulary_hooks(

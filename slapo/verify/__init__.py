@@ -1,3 +1,5 @@
 """Proof that a schedule does not change what a model computes."""
 
-Verify = None
+from slapo.verify.context import Verify
+
+__all__ = ["Verify"]

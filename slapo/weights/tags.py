@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,8 +27,20 @@ def apply_tags(param: Tensor, tags: Mapping[str, Any], group: dist.ProcessGroup 
         setattr(param, key, value)
     wanted = getattr(param, SEQUENCE_PARALLEL, False) and param.requires_grad and group is not None
     if wanted and not hasattr(param, _SUMMED):
-        param.register_hook(lambda grad: reduce_from_group(grad, group))
-        setattr(param, _SUMMED, True)
+        setattr(param, _SUMMED, _sum_gradient(param, group))
+
+
+def _sum_gradient(param: Tensor, group: dist.ProcessGroup | None) -> object:
+    """Register the hook; it acts while the parameter carries the tag and the returned mark."""
+    mark, param_ref = object(), weakref.ref(param)
+
+    def hook(grad: Tensor) -> Tensor:
+        owner = param_ref()
+        wanted = getattr(owner, SEQUENCE_PARALLEL, False) and getattr(owner, _SUMMED, None) is mark
+        return reduce_from_group(grad, group) if wanted else grad
+
+    param.register_hook(hook)
+    return mark
 
 
 def tags_of(param: Tensor) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import shutil
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from slapo.errors import SlapoError
-from slapo.graph import fusion
+from slapo.graph import torchscript
 from slapo.graph.fusion import COMPILERS, fuse_subgraph
 from slapo.graph.match import find_by_name, find_subgraphs
 from slapo.graph.pattern import call_module
 from slapo.graph.rewrite import replace_vertical
+from slapo.graph.traced_module import CallContract, TracedModule
 
 BATCH, SEQ, SIZE = 3, 5, 8
 
@@ -162,9 +164,11 @@ def test_equal_fusions_compile_once(monkeypatch):
 
     gm = fx.symbolic_trace(code)
     scripts = []
-    script = fusion._script
-    monkeypatch.setattr(fusion, "_scripts", type(fusion._scripts)())
-    monkeypatch.setattr(fusion, "_script", lambda *a: scripts.append(script(*a)) or scripts[-1])
+    compiler = torchscript._compile
+    monkeypatch.setattr(torchscript, "_scripts", OrderedDict())
+    monkeypatch.setattr(
+        torchscript, "_compile", lambda *a: scripts.append(compiler(*a)) or scripts[-1]
+    )
     args = torch.randn(4), torch.randn(4)
     expected = gm(*args)
     fused = []
@@ -213,6 +217,54 @@ def test_flag_read_within_the_subgraph():
         assert not torch.equal(gm.train()(x), x)
 
 
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.idle = nn.Linear(SIZE, SIZE), nn.Linear(1, 1)
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+class Outer(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.bias = inner, nn.Parameter(torch.ones(SIZE))
+
+    def forward(self, x):
+        return F.gelu(self.inner(x) + self.bias)
+
+
+class InnerIsLeaf(fx.Tracer):
+    def is_leaf_module(self, m, name):
+        return name == "inner" or super().is_leaf_module(m, name)
+
+
+def traced(module: nn.Module, **limits: Any) -> TracedModule:
+    return TracedModule.from_graph(module, InnerIsLeaf().trace(module), CallContract(**limits))
+
+
+@pytest.mark.parametrize("compiler", ["TorchScript", None])
+def test_traced_modules_within_traced_modules(compiler):
+    inner = traced(Inner())
+    gm = traced(Outer(inner))
+    expected = numbers(gm)
+    fused = fuse_in(gm, lambda x, b: F.gelu(call_module("inner", x) + b), compiler=compiler)
+    assert_same(gm, expected)
+    assert len(fused.state_dict()) == 4
+    assert type(inner).__name__ == "Inner"
+    assert isinstance(inner, TracedModule)
+    other = copy.deepcopy(gm)
+    assert torch.equal(other(torch.ones(2, SIZE)), gm(torch.ones(2, SIZE)))
+
+
+def test_torchscript_does_not_drop_the_limits_of_a_trace():
+    gm = traced(Outer(traced(Inner(), training=True)))
+    match = find_one(gm, lambda x, b: F.gelu(call_module("inner", x) + b))
+    with pytest.raises(SlapoError, match="would not check"):
+        fuse_subgraph(gm, match)
+
+
 def untyped(x: Any) -> Any:
     return next(iter({id(x): x}.values()))
 
@@ -248,6 +300,7 @@ def test_compilers_are_listed():
 def test_inductor_keeps_names_and_compiles_late(gm):
     fused = fuse_in(gm, PATTERNS["fc_bias_gelu"], compiler="inductor")
     assert list(fused.state_dict()) == ["fc1.weight"]
+    assert type(fused).__name__ == "FusedModule"
 
 
 @pytest.mark.slow
@@ -255,5 +308,9 @@ def test_inductor_keeps_names_and_compiles_late(gm):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_numbers(gm):
     expected = numbers(gm)
-    fuse_in(gm, PATTERNS["bias_gelu"], compiler="inductor")
+    fused = fuse_in(gm, PATTERNS["fc_bias_gelu"], compiler="inductor")
     assert_same(gm, expected)
+    x = torch.randn(BATCH, SEQ, SIZE)
+    for clone in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        assert list(clone.state_dict()) == ["fc1.weight"]
+        torch.testing.assert_close(clone(x, gm.bias), fused(x, gm.bias))

@@ -465,6 +465,20 @@ def test_wrong_patterns(pattern, error, message):
         found(Mlp(), pattern)
 
 
+def test_very_long_patterns():
+    def chain(number):
+        def code(x):
+            for _ in range(number):
+                x = torch.relu(x) + 1
+            return x
+
+        return code
+
+    assert len(found(chain(60), chain(60))) == 1
+    with pytest.raises(ValueError, match="too long"):
+        found(chain(2000), chain(2000))
+
+
 def test_call_module_outside_of_a_pattern():
     with pytest.raises(ValueError, match="outside of a pattern"):
         call_module("fc", torch.ones(1))

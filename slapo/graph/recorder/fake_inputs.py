@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import sympy
@@ -22,6 +24,20 @@ def new_fake_mode() -> FakeTensorMode:
     Real tensors, such as parameters, are let in and made fake on first use.
     """
     return FakeTensorMode(shape_env=RecordingShapeEnv(), allow_non_fake_inputs=True)
+
+
+@contextmanager
+def fresh_shape_env(fake_mode: FakeTensorMode) -> Iterator[RecordingShapeEnv]:
+    """Within the block `fake_mode` knows no sizes but those of this recording.
+
+    So its guards speak of its own inputs only, and equal recordings name equal sizes equally.
+    """
+    before = fake_mode.shape_env
+    shape_env = fake_mode.shape_env = RecordingShapeEnv()
+    try:
+        yield shape_env
+    finally:
+        fake_mode.shape_env = before
 
 
 def module_device(module: nn.Module) -> torch.device | None:

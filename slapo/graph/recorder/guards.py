@@ -75,7 +75,9 @@ class TensorGuard(SizeGuard):
     @classmethod
     def at(cls, path: tuple[Any, ...], rank: int) -> TensorGuard:
         """The guard for the tensor at `path`."""
-        return cls(f"{path_text(path)} is a non-empty tensor of {rank} dimensions", True, path, rank)
+        return cls(
+            f"{path_text(path)} is a non-empty tensor of {rank} dimensions", True, path, rank
+        )
 
     def holds(self, bound: Mapping[str, Any]) -> bool:
         """See :meth:`SizeGuard.holds`."""
@@ -227,7 +229,9 @@ def _is_bound(truth: sympy.Basic) -> bool:
     """
     if not isinstance(truth, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)):
         return False
-    low, high = (truth.lhs, truth.rhs) if isinstance(truth, (sympy.Le, sympy.Lt)) else truth.args[::-1]
+    low, high = (
+        (truth.lhs, truth.rhs) if isinstance(truth, (sympy.Le, sympy.Lt)) else truth.args[::-1]
+    )
     return not (low.is_number and low <= 2)
 
 

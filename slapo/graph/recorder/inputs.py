@@ -174,9 +174,10 @@ def _main_inputs(facts: _Facts, names: list[str]) -> list[str]:
             "pass example_inputs="
         )
     # Without a mask, Transformers looks for packed sequences in the positions.
-    wanted = [main, "attention_mask", "decoder_input_ids"]
-    if facts.is_image_model and "input_ids" in names:
-        wanted.append("input_ids")
+    wanted = [main]
+    if "input_ids" in names:
+        wanted += ["input_ids"] if facts.is_image_model else []
+        wanted += ["attention_mask", "decoder_input_ids"]
     return [name for name in names if name in wanted]
 
 

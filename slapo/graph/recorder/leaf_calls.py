@@ -52,7 +52,11 @@ class LeafCalls:
             self._inconsistent.add(path)
 
     def result(
-        self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """The output of a leaf: that of an equal sibling if there was one, else its own."""
         key = call_key(module, args, kwargs)
@@ -62,7 +66,11 @@ class LeafCalls:
         return map_leaves(self._results[key], _copy)
 
     def run(
-        self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """The output of a leaf, or of a module inside one.
 
@@ -126,13 +134,18 @@ def _module_key(module: nn.Module) -> Any:
         type(module),
         tuple(module._modules),
         tuple((k, None if t is None else _tensor_key(t)) for k, t in tensors_of),
-        tuple((k, _attribute_key(v)) for k, v in attributes.items() if _counts(k)),
+        tuple((k, _attribute_key(_plain(k, v))) for k, v in attributes.items() if _counts(k)),
     )
 
 
 def _counts(attribute: str) -> bool:
     private_state = attribute in ("_parameters", "_buffers", "_modules")
     return not private_state and not _ORDINAL.search(attribute)
+
+
+def _plain(attribute: str, value: Any) -> Any:
+    """Hooks are listed under numbers that no two hooks share; only the hooks count."""
+    return list(value.values()) if "_hooks" in attribute and isinstance(value, dict) else value
 
 
 def _attribute_key(value: Any) -> Any:

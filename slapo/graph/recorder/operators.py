@@ -96,8 +96,10 @@ _REFLECTED = {
 }
 _UNARY = {"neg": operator.neg, "__neg__": operator.neg, "__invert__": operator.invert}
 _INPLACE_OPERATORS = frozenset(
-    getattr(operator, name) for name in dir(operator) if name.startswith("i") and name[1:] in
-    "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
+    getattr(operator, name)
+    for name in dir(operator)
+    if name.startswith("i")
+    and name[1:] in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
 )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from slapo.graph.recorder.recorder import Recorder
 
@@ -57,19 +57,25 @@ class Watcher(TorchDispatchMode):
 
 
 @contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
-    """Within the block `recorder` sees all of torch; an outer recording of the thread rests."""
+def outer_at_rest() -> Iterator[None]:
+    """Within the block a recording that this thread is in the middle of sees nothing."""
     outer = current()
+    if outer is None:
+        yield
+        return
+    with outer.pause(), _disable_current_modes():
+        yield
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Within the block `recorder` sees all of torch that this thread does."""
     _install()
     _stack().append(recorder)
     _FAKE_TENSOR_LOG.addFilter(_no_meta_errors)
     try:
-        if outer is None:
-            with Watcher(recorder), recorder:
-                yield
-        else:
-            with outer.pause(), Watcher(recorder), recorder:
-                yield
+        with Watcher(recorder), recorder:
+            yield
     finally:
         _FAKE_TENSOR_LOG.removeFilter(_no_meta_errors)
         _stack().pop()

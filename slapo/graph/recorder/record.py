@@ -14,14 +14,25 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slapo.errors import TraceError
-from slapo.graph.recorder.fake_inputs import FakeInputs, module_device, new_fake_mode
-from slapo.graph.recorder.guards import DtypeGuard, SizeGuard, StructureGuard, TensorGuard, guards_of
+from slapo.graph.recorder.fake_inputs import (
+    FakeInputs,
+    fresh_shape_env,
+    module_device,
+    new_fake_mode,
+)
+from slapo.graph.recorder.guards import (
+    DtypeGuard,
+    SizeGuard,
+    StructureGuard,
+    TensorGuard,
+    guards_of,
+)
 from slapo.graph.recorder.leaf_calls import DATA_DEPENDENT
 from slapo.graph.recorder.module_state import ModuleState
 from slapo.graph.recorder.operators import eliminate_dead_code
-from slapo.graph.recorder.patches import recording
+from slapo.graph.recorder.patches import outer_at_rest, recording
 from slapo.graph.recorder.recorder import Recorder
-from slapo.graph.recorder.shape_env import Origin, RecordingShapeEnv
+from slapo.graph.recorder.shape_env import Origin
 from slapo.graph.recorder.signature import BoundCall, add_placeholder
 from slapo.graph.recorder.trees import has_tensor, parts
 from slapo.graph.traced_module import CallContract
@@ -80,7 +91,7 @@ def record(
         ``is_leaf(module, path)``: True for modules that become one call. Others are entered, their
         hooks included.
     fake_mode
-        The mode of an earlier recording, which already knows the parameters.
+        The mode of an earlier recording, which already knows the parameters. Sizes start afresh.
 
     Returns
     -------
@@ -104,15 +115,36 @@ def record(
     """
     call = BoundCall.of(root, args, kwargs).without_cache()
     mode = fake_mode or new_fake_mode()
-    if not isinstance(mode.shape_env, RecordingShapeEnv):
-        raise TypeError("fake_mode must be the mode of another recording, or None")
-    start = len(mode.shape_env.decisions)
-    inputs = FakeInputs(mode, module_device(root))
-    recorder = Recorder(root, mode, is_leaf)
+    with outer_at_rest(), fresh_shape_env(mode) as shape_env:
+        inputs = FakeInputs(mode, module_device(root))
+        arguments = {k: inputs.make(v, (k,)) for k, v in call.arguments.items()}
+        recorder, placeholders = _run_safely(root, call, arguments, mode, is_leaf)
+        eliminate_dead_code(recorder.graph)
+        guards = _argument_guards(call, recorder, placeholders)
+        guards += [SizeGuard.of(("==", size, number)) for size, number in inputs.pinned]
+        guards += guards_of(shape_env.decisions, inputs.sizes, shape_env.hints)
+        return Recording(
+            recorder.graph,
+            _contract(root, call, guards),
+            recorder.values.constants,
+            recorder.leaf_calls.inputs,
+            mode,
+        )
+
+
+def _run_safely(
+    root: nn.Module,
+    call: BoundCall,
+    arguments: Mapping[str, Any],
+    mode: FakeTensorMode,
+    is_leaf: IsLeaf,
+) -> tuple[Recorder, dict[str, fx.Node]]:
+    """The run, with the module put back and every failure explained."""
     state = ModuleState(root)
+    recorder = None
     try:
-        with mode.shape_env.asked_by(Origin.SETUP):
-            arguments = {k: inputs.make(v, (k,)) for k, v in call.arguments.items()}
+        state.conceal_values(mode)
+        recorder = Recorder(root, mode, is_leaf)
         placeholders = _run(root, call, arguments, mode, recorder)
         state.check(recorder.entered)
     except TraceError as error:
@@ -121,18 +153,7 @@ def record(
         raise _explain(_reason(error), root, recorder, error) from error
     finally:
         state.restore()
-    eliminate_dead_code(recorder.graph)
-    guards = _argument_guards(call, recorder, placeholders)
-    guards += [SizeGuard.of(("==", size, number)) for size, number in inputs.pinned]
-    hints = {symbol: int(value) for symbol, value in mode.shape_env.backed_var_to_val.items()}
-    guards += guards_of(mode.shape_env.decisions[start:], inputs.sizes, hints)
-    return Recording(
-        recorder.graph,
-        _contract(root, call, guards),
-        recorder.values.constants,
-        recorder.leaf_calls.inputs,
-        mode,
-    )
+    return recorder, placeholders
 
 
 def _run(
@@ -206,9 +227,11 @@ def _reason(error: Exception) -> str:
     return f"running it on fake tensors failed with {type(error).__name__}: {error}"
 
 
-def _explain(reason: object, root: nn.Module, recorder: Recorder, error: Exception) -> TraceError:
+def _explain(
+    reason: object, root: nn.Module, recorder: Recorder | None, error: Exception
+) -> TraceError:
     """The reason, after the module and the line where it arose."""
-    where = recorder.failed_in
+    where = recorder.failed_in if recorder else None
     place = f"{where} in {type(root).__name__}" if where else type(root).__name__
     line = _user_line(error)
     return TraceError(f"cannot trace {place}{f' ({line})' if line else ''}: {reason}")

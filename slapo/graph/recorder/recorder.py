@@ -31,8 +31,14 @@ from slapo.graph.recorder.values import ValueTable
 
 CHECKPOINT_REFUSED = (
     "activation checkpointing inside a traced forward would be lost; switch it off "
-    "(model.gradient_checkpointing_disable()) and use .checkpoint() of the schedule, or make the "
+    "in the model and use .checkpoint() of the schedule, or make the "
     "module a leaf"
+)
+
+
+COLLECTIVE_REFUSED = (
+    "the forward calls the collective {}; make the module a leaf, use .sync() of the schedule, or "
+    "wrap the collective in an autograd.Function, which a graph can hold"
 )
 
 
@@ -119,14 +125,21 @@ class Recorder(TorchFunctionMode):
         name = METHODS.get(func)
         if name in METADATA:
             return self._metadata(func, name, args, kwargs)
+        if (getattr(func, "__module__", None) or "").startswith("torch.distributed."):
+            raise TraceError(COLLECTIVE_REFUSED.format(func.__name__))
         if name in REFUSED:
-            raise TraceError(f"the forward {REFUSED[name]}, which a graph cannot hold; make it a leaf")
+            raise TraceError(
+                f"the forward {REFUSED[name]}, which a graph cannot hold; make it a leaf"
+            )
         return self._record_call(func, args, kwargs)
 
     @contextmanager
     def _within_operation(self, func: Any) -> Iterator[None]:
         origin = WITHIN_OPERATION.get(self.shape_env.origin, self.shape_env.origin)
-        if origin is Origin.OPERATION and METHODS.get(func, getattr(func, "__name__", "")) in SLICING:
+        if (
+            origin is Origin.OPERATION
+            and METHODS.get(func, getattr(func, "__name__", "")) in SLICING
+        ):
             origin = Origin.SLICE
         self._paused += 1
         try:
@@ -206,7 +219,11 @@ class Recorder(TorchFunctionMode):
 
     # --- module calls ------------------------------------------------------------------------
     def call_module(
-        self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """What stands in for ``nn.Module.__call__``: a leaf becomes a node, others are entered."""
         if self._paused:
@@ -256,7 +273,11 @@ class Recorder(TorchFunctionMode):
 
     # --- functions that no mode sees ---------------------------------------------------------
     def apply_function(
-        self, apply: Callable[..., Any], function: type, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        apply: Callable[..., Any],
+        function: type,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """An ``autograd.Function`` is one node, so that its own backward is kept."""
         if self._paused:
@@ -293,10 +314,10 @@ class Recorder(TorchFunctionMode):
         """Refuse an operation with effects that reached torch's dispatcher unseen."""
         if self._paused:
             return
-        collective = operation.namespace in ("c10d", "_c10d_functional")
-        if collective or operation._schema.is_mutable:
-            kind = "a collective" if collective else "an operation that writes in place"
+        if operation.namespace in ("c10d", "_c10d_functional"):
+            raise TraceError(COLLECTIVE_REFUSED.format(operation))
+        if operation._schema.is_mutable:
             raise TraceError(
-                f"the forward runs {kind} ({operation}) that the recorder cannot put in the graph; "
-                "make the module a leaf" + (", or use .sync() of the schedule" if collective else "")
+                f"the forward runs {operation}, which writes in place, where the recorder cannot "
+                "put it in the graph; make the module a leaf"
             )

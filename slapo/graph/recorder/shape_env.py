@@ -46,9 +46,19 @@ class RecordingShapeEnv(ShapeEnv):
     """
 
     def __init__(self) -> None:
-        super().__init__(duck_shape=False, specialize_zero_one=True)
+        super().__init__(
+            allow_scalar_outputs=False,
+            allow_dynamic_output_shape_ops=False,
+            duck_shape=False,
+            specialize_zero_one=True,
+        )
         self.decisions: list[Decision] = []
         self.origin = Origin.SETUP
+
+    @property
+    def hints(self) -> dict[sympy.Symbol, int]:
+        """What each symbol was in the example."""
+        return {symbol: int(value) for symbol, value in self.backed_var_to_val.items()}
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         """Decide as ``ShapeEnv`` does, and take note."""

@@ -107,6 +107,8 @@ class ValueTable:
         if not mutated and (self.knows(value) or not isinstance(value, FakeTensor)):
             value = torch.ops.aten.alias(value)
         self._tensors[id(value)] = (value, node)
+        if isinstance(value, FakeTensor):
+            self._devices[id(value.fake_device)] = (value.fake_device, value)
         for dim, size in enumerate(value.shape):
             if isinstance(size, torch.SymInt):
                 self._carriers.setdefault(size.node.expr, (node, dim))
@@ -118,7 +120,9 @@ class ValueTable:
     def _bind_part(self, part: Part, node: fx.Node, mutated: bool) -> Any:
         if not _needs_node(part.value):
             return part.value
-        return self.bind(part.value, self.graph.call_function(part.access, (node, part.key)), mutated)
+        return self.bind(
+            part.value, self.graph.call_function(part.access, (node, part.key)), mutated
+        )
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """True if `tensor` comes from a node or is an attribute of the module."""
@@ -129,7 +133,9 @@ class ValueTable:
         entry = self._tensors.get(id(tensor))
         return entry[1] if entry else None
 
-    def note_sizes(self, result: Any, tensor: torch.Tensor, method: str, args: tuple[Any, ...]) -> None:
+    def note_sizes(
+        self, result: Any, tensor: torch.Tensor, method: str, args: tuple[Any, ...]
+    ) -> None:
         """Remember that ``tensor.method(*args)`` has given the symbolic numbers in `result`."""
         node = self.node_of(tensor)
         if node is None:
@@ -143,8 +149,8 @@ class ValueTable:
                     self._carriers[size.node.expr] = (node, *where)  # type: ignore[assignment]
 
     def note_device(self, device: torch.device, tensor: torch.Tensor) -> None:
-        """Remember which tensor was asked for its device."""
-        self._devices[id(device)] = (device, tensor)
+        """Remember which tensor was asked for its device (fake tensors hand out one object)."""
+        self._devices.setdefault(id(device), (device, tensor))
 
     # --- nodes for values --------------------------------------------------------------------
     def argument(self, value: Any) -> Any:
@@ -216,7 +222,9 @@ class ValueTable:
             if known is tensor:
                 return self._attribute_node(name, tensor)
         taken = set(self.constants) | set(dir(self._root))
-        name = next(n for n in map("_slapo_constant_{}".format, range(len(taken) + 1)) if n not in taken)
+        name = next(
+            n for n in map("_slapo_constant_{}".format, range(len(taken) + 1)) if n not in taken
+        )
         self.constants[name] = tensor
         return self._attribute_node(name, tensor)
 

@@ -1,0 +1,460 @@
+"""The context manager."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from slapo.errors import SlapoError, VerificationError
+from slapo.history import Record
+from slapo.primitives.base import find_primitive
+from slapo.random import TENSOR_PARALLEL, get_rng_tracker
+from slapo.schedule import Schedule
+from slapo.verify.locate import Comparison, recorded
+from slapo.verify.tensors import (
+    Place,
+    difference,
+    other_tensors,
+    places,
+    rtol_for,
+    scale_of,
+    tensors_in,
+)
+from slapo.weights.materialize import materialize
+from slapo.weights.tags import apply_tags, tags_of
+
+_SEED = 20131
+#: Gradients far below the largest are rounding of sums that cancel: they are compared on this
+#: fraction of the largest one's scale.
+_GRADIENT_FLOOR = 1e-2
+
+
+class Verify:
+    """Check that the schedule inside a ``with`` block does not change what the model computes.
+
+    On entry the module is copied. On exit both run on the same inputs, weights and random state,
+    forward and backward; outputs, and parameter gradients gathered from all ranks, must agree.
+    The model's weights, gradients, buffers, mode and random states are left as they were.
+
+    Parameters
+    ----------
+    sch
+        The schedule whose module is verified; any node.
+    example_inputs
+        A tensor, a tuple of positional arguments or a dict of keyword arguments. All ranks use
+        those of rank 0.
+    device
+        Where to run; by default where the model is, for a model on ``meta`` where it would be
+        built.
+    eval_mode
+        Run in eval mode, else in train mode. In train mode random masks must be the same on both
+        sides, which they are not under tensor parallelism.
+    enable
+        False does nothing.
+    loss_fn
+        Output -> scalar to differentiate. By default the product of every output tensor with fixed
+        random numbers.
+    rtol
+        Largest difference relative to the largest value of a tensor; by default that of its dtype
+        (2e-5 for float32, 3e-2 for bfloat16).
+
+    Raises
+    ------
+    VerificationError
+        On every rank, naming the first module whose output differs, or the parameter whose
+        gradient does, and the primitives applied there.
+
+    Examples
+    --------
+    >>> import torch, slapo
+    >>> from torch import nn
+    >>> sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.GELU()))
+    >>> with Verify(sch, torch.ones(2, 4)):
+    ...     _ = sch["0"].decompose()
+    >>> try:
+    ...     with Verify(sch, torch.ones(2, 4)):
+    ...         _ = sch["1"].replace(nn.ReLU())
+    ... except slapo.VerificationError as error:
+    ...     print(str(error)[:45])
+    Verify: the output differs, first at '1' (ReLU)
+    """
+
+    def __init__(
+        self,
+        sch: Schedule,
+        example_inputs: Any,
+        device: torch.device | str | None = None,
+        eval_mode: bool = True,
+        enable: bool = True,
+        loss_fn: Callable[[Any], Tensor] | None = None,
+        rtol: float | None = None,
+    ) -> None:
+        if not isinstance(sch, Schedule):
+            raise TypeError(f"Verify takes a schedule, got {type(sch).__name__}")
+        self.sch = sch
+        self.args, self.kwargs = _as_call(example_inputs)
+        self.device = torch.device(device) if device is not None else None
+        self.eval_mode, self.enable = eval_mode, enable
+        self.loss_fn, self.rtol = loss_fn, rtol
+
+    # --- the block ---------------------------------------------------------------------------
+    def __enter__(self) -> Verify:
+        if self.enable:
+            self.start = len(self.sch.history)
+            self.reference = _copy_model(self.sch)
+            self.names = {id(p.tensor): p.name for p in places(self.sch.mod)}
+            self.kept = [p.tensor for p in places(self.sch.mod)]  # so that ids stay theirs
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if self.enable and error is None:
+                self._check_primitives()
+                self._verify()
+        finally:
+            self.__dict__.pop("reference", None)
+            self.__dict__.pop("kept", None)
+
+    def _records(self) -> list[Record]:
+        return self.sch.history[self.start :]
+
+    def _check_primitives(self) -> None:
+        for record in self._records():
+            primitive = find_primitive(record.primitive)
+            if primitive is not None and not primitive.is_verifiable():
+                raise SlapoError(
+                    f"Verify cannot run a model after {record}; apply it after the verified block"
+                )
+
+    # --- the comparison ----------------------------------------------------------------------
+    def _verify(self) -> None:
+        group, device = self.sch.group, self._pick_device()
+        top = self.sch.get_top_schedule().mod
+        init: Any = getattr(top, "_init_weights", True)
+        materialize(self.reference, init, group, device)
+        self.reference.to(device)
+        self._move_inputs(device)
+        full = _full_tensors(self.reference, group)
+        values = self._values(full, device)
+        with ExitStack() as stack:
+            stack.enter_context(_random_states_kept(self.sch.rank))
+            stack.enter_context(other_tensors(self.sch.mod, values, group))
+            stack.enter_context(_mode(self.sch.mod, not self.eval_mode))
+            stack.enter_context(_mode(self.reference, not self.eval_mode))
+            stack.enter_context(torch.enable_grad())
+            wanted = self._run(self.reference)
+            given = self._run_scheduled()
+            self._compare_outputs(given, wanted)
+            _backward(wanted, self.loss_fn)
+            _backward(given, self.loss_fn)
+            self._compare_gradients()
+
+    def _pick_device(self) -> torch.device:
+        if self.device is not None:
+            return self.device
+        tensors = [*self.reference.parameters(), *self.reference.buffers()]
+        real = [t.device for t in tensors if not t.is_meta]
+        if real:
+            return real[0]
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        gloo = self.sch.group is not None and dist.get_backend(self.sch.group) == "gloo"
+        return accelerator if accelerator is not None and not gloo else torch.device("cpu")
+
+    def _move_inputs(self, device: torch.device) -> None:
+        def move(tensor: Tensor) -> Tensor:
+            moved = tensor.detach().to(device).clone()
+            if self.sch.group is not None and self.sch.world_size > 1:
+                dist.broadcast(moved, dist.get_global_rank(self.sch.group, 0), self.sch.group)
+            return moved.requires_grad_(tensor.requires_grad)
+
+        self.args, self.kwargs = pytree.tree_map_only(Tensor, move, (self.args, self.kwargs))
+
+    def _values(self, full: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """This rank's slices of the original's tensors, by the names of the scheduled model."""
+        found: dict[str, Tensor] = {}
+        for place in places(self.sch.mod):
+            value = self._original(place, full)
+            if value is not None:
+                with torch.no_grad():
+                    found[place.name] = place.spec.slice(value) if place.spec else value
+            elif place.tensor.is_meta:
+                raise SlapoError(
+                    f"Verify: {place.name!r} is on meta and nothing says how it comes from the "
+                    "original's parameters; let its module define weight_sources()"
+                )
+            else:
+                found[place.name] = place.tensor.detach().to(device)
+        return found
+
+    def _original(self, place: Place, full: Mapping[str, Tensor]) -> Tensor | None:
+        """The full value that the tensor at `place` has in the original; None if it has none."""
+        shape = place.spec.full_shape if place.spec else place.tensor.shape
+        source = self._source_of(place.name)
+        if source is not None and all(name in full for name in source[1]):
+            value: Tensor = source[0].pack([full[name] for name in source[1]])
+        else:
+            name = self.names.get(id(place.tensor), place.name)
+            if name not in full:
+                return None
+            value = full[name]
+        return value if value.shape == shape else None
+
+    def _source_of(self, name: str) -> tuple[Any, list[str]] | None:
+        """How the parameter is made from the original's: source and names from here."""
+        prefix = f"{self.sch.path}." if self.sch.path else ""
+        found = self.sch.state.sources.get(prefix + name)
+        if found is None or not all(n.startswith(prefix) for n in found[1]):
+            return None
+        return found[0], [n[len(prefix) :] for n in found[1]]
+
+    def _run(self, model: nn.Module) -> Any:
+        """Run on the same inputs and random states each time."""
+        tracker = get_rng_tracker()
+        states = tracker.get_states()
+        torch.manual_seed(_SEED)
+        try:
+            return model(*self.args, **self.kwargs)
+        finally:
+            tracker.set_states(states)
+
+    def _run_scheduled(self) -> Any:
+        try:
+            return self._run(self.sch.mod)
+        except Exception as error:
+            applied = "\n  ".join(str(r) for r in self._records()[-5:]) or "none"
+            raise VerificationError(
+                f"Verify: the scheduled model fails with {type(error).__name__}: {error}\n"
+                f"last primitives applied:\n  {applied}"
+            ) from error
+
+    def _agree(self, condition: bool) -> bool:
+        """Whether a condition holds on any rank."""
+        if self.sch.group is None or self.sch.world_size == 1:
+            return condition
+        flags: list[Any] = [None] * self.sch.world_size
+        dist.all_gather_object(flags, condition, group=self.sch.group)
+        return any(flags)
+
+    def _compare_outputs(self, given: Any, wanted: Any) -> None:
+        left, right = dict(tensors_in(given)), dict(tensors_in(wanted))
+        same_kind = type(given) is type(wanted) and left.keys() == right.keys()
+        worst = 0.0
+        for name in left.keys() & right.keys():
+            limit = rtol_for(right[name], self.rtol) * scale_of(right[name])
+            error = difference(left[name], right[name])
+            worst = max(worst, error if error > limit else 0.0)
+        if not self._agree(worst > 0.0 or not same_kind):
+            return
+        if not same_kind:
+            raise VerificationError(
+                f"Verify: the output is a {type(given).__name__} with {list(left)}, the "
+                f"original's a {type(wanted).__name__} with {list(right)}"
+            )
+        raise VerificationError(self._explain_output(worst))
+
+    def _explain_output(self, worst: float) -> str:
+        found = self._runs(backward=False).first_output()
+        if found is None:
+            return f"Verify: the output differs by {worst:.3g}; {self._applied('')}"
+        hint = (
+            f" (the last partial sum before it is the output of {found.suspect!r})"
+            if found.suspect
+            else ""
+        )
+        return (
+            f"Verify: the output differs, first at {found.path!r} "
+            f"({type(found.module).__name__}), by {found.error:.3g} where {found.limit:.3g} is "
+            f"allowed{hint}; {self._applied(found.path, found.suspect)}"
+        )
+
+    def _explain_gradient(self) -> str | None:
+        found = self._runs(backward=True).first_gradient()
+        if found is None:
+            return None
+        user = f", which {found.suspect!r} sends back," if found.suspect else ""
+        return (
+            f"Verify: outputs agree, but the gradient of the output of {found.path!r} "
+            f"({type(found.module).__name__}){user} differs by {found.error:.3g} where "
+            f"{found.limit:.3g} is allowed; {self._applied(found.suspect or found.path)}"
+        )
+
+    def _runs(self, backward: bool) -> Comparison:
+        """Run both models again, and note what each module gives."""
+        runs = []
+        for model in (self.reference, self.sch.mod):
+            with recorded(model) as run:
+                output = self._run(model)
+                if backward:
+                    _backward(output, self.loss_fn)
+            runs.append(run)
+        return Comparison(runs[0], runs[1], self.sch.group, self.rtol, self._agree)
+
+    def _compare_gradients(self) -> None:
+        wanted = {
+            p.name: p.tensor.grad for p in places(self.reference) if p.tensor.grad is not None
+        }
+        wanted = _gathered_gradients(self.reference, wanted, self.sch.group)
+        given = self._gradients()
+        floor = _GRADIENT_FLOOR * max((scale_of(g) for g in wanted.values()), default=0.0)
+        failures = []
+        for name, grad in wanted.items():
+            mine = given.get(name)
+            if mine is None:
+                continue
+            limit = rtol_for(grad, self.rtol) * max(scale_of(grad), floor)
+            error = difference(mine, grad)
+            if error > limit:
+                failures.append((name, error, limit))
+        if not self._agree(bool(failures)):
+            return
+        explained = self._explain_gradient()
+        if explained is not None:
+            raise VerificationError(explained)
+        if not failures:
+            raise VerificationError("Verify: outputs agree, but gradients differ on another rank")
+        name, error, limit = failures[-1]  # the last in the model is the first in the backward
+        raise VerificationError(
+            f"Verify: outputs agree, but the gradient of {name!r} differs by {error:.3g} where "
+            f"{limit:.3g} is allowed ({len(failures)} parameters differ); "
+            f"{self._applied(name.rpartition('.')[0])}"
+        )
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Full gradients of the scheduled model, by the original's names."""
+        found: dict[str, Tensor] = {}
+        originals = {place.name: place for place in places(self.reference)}
+        for place in places(self.sch.mod):
+            if not isinstance(place.tensor, nn.Parameter):
+                continue
+            grad = place.tensor.grad
+            grad = torch.zeros_like(place.tensor) if grad is None else grad
+            if place.spec is not None:
+                grad = place.spec.gather(grad, self.sch.group)
+            source = self._source_of(place.name)
+            if source is not None:
+                sizes = [originals[n].tensor.shape[source[0].dim] for n in source[1]]
+                found.update(zip(source[1], source[0].unpack(grad, sizes), strict=True))
+            else:
+                found[place.name] = grad
+        return found
+
+    def _applied(self, *paths: str | None) -> str:
+        """Records of the block at some modules and below them, or else above them."""
+        prefix = f"{self.sch.path}." if self.sch.path else ""
+        full = [(prefix + path).rstrip(".") for path in paths if path is not None]
+        records = self._records()
+        below = [r for r in records if any(_contains(path, r.path) for path in full)]
+        above = [r for r in records if any(_contains(r.path, path) for path in full)]
+        chosen = below or above or records
+        if not chosen:
+            return "no primitive was applied in the block"
+        lines = "\n  ".join(str(r) for r in chosen[:8])
+        return f"primitives applied there:\n  {lines}"
+
+
+def _contains(path: str, inner: str) -> bool:
+    return not path or inner == path or inner.startswith(f"{path}.")
+
+
+# --- models and states -----------------------------------------------------------------------
+def _as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    raise TypeError(
+        "example_inputs must be a tensor, a tuple of positional arguments or a dict of keyword "
+        f"arguments, got {type(example_inputs).__name__}"
+    )
+
+
+def _copy_model(sch: Schedule) -> nn.Module:
+    """A copy whose parameters carry the tags of the originals."""
+    memo: dict[int, Any] = {id(sch.group): sch.group} if sch.group is not None else {}
+    copied = copy.deepcopy(sch.mod, memo)
+    for mine, new in zip(places(sch.mod), places(copied), strict=True):
+        new.tensor.__dict__.update(tags_of(mine.tensor))
+        apply_tags(new.tensor, {}, sch.group)
+        new.tensor.grad = None
+    return copied
+
+
+def _full_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return {
+            p.name: p.spec.gather(p.tensor.detach(), group) if p.spec else p.tensor.detach().clone()
+            for p in places(model)
+        }
+
+
+def _gathered_gradients(
+    model: nn.Module, grads: Mapping[str, Tensor], group: dist.ProcessGroup | None
+) -> dict[str, Tensor]:
+    specs = {p.name: p.spec for p in places(model)}
+    found = {}
+    for name, grad in grads.items():
+        spec = specs[name]
+        found[name] = spec.gather(grad, group) if spec is not None else grad
+    return found
+
+
+def _backward(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> None:
+    """Differentiate the loss, or all outputs against fixed random numbers."""
+    if loss_fn is not None:
+        loss_fn(output).backward()  # type: ignore[no-untyped-call]
+        return
+    generator = torch.Generator().manual_seed(_SEED)
+    terms = []
+    for _, tensor in tensors_in(output):
+        if not tensor.is_floating_point():
+            continue
+        weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+        if tensor.requires_grad:
+            usable = tensor.masked_fill(~tensor.detach().isfinite(), 0.0)
+            terms.append((usable.float() * weights.to(tensor.device)).sum())
+    if terms:
+        torch.stack(terms).sum().backward()
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    flags = [(m, m.training) for m in model.modules()]
+    inner = [(m.mod, m.mod.training) for m, _ in flags if isinstance(m.__dict__.get("mod"), nn.Module)]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, flag in (*flags, *inner):
+            module.training = flag
+
+
+@contextmanager
+def _random_states_kept(tp_rank: int) -> Iterator[None]:
+    """Default states and the tracker's as they were; a tracker without a seed gets one."""
+    tracker = get_rng_tracker()
+    with torch.random.fork_rng():
+        states = tracker.get_states()
+        if not states:
+            tracker.add(TENSOR_PARALLEL, _SEED + tp_rank)
+        try:
+            yield
+        finally:
+            if states:
+                tracker.set_states(states)
+            else:
+                tracker.reset()

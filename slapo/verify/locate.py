@@ -1,0 +1,192 @@
+"""Find the first module whose output, or the gradient of whose output, differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slapo.op.wrapper import innermost
+from slapo.sharding.layout import layout_of
+from slapo.sharding.shards import shards_of
+from slapo.verify.tensors import difference, rtol_for, scale_of, tensors_in
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where two models part.
+
+    Parameters
+    ----------
+    path
+        The module's path in the model.
+    module
+        The scheduled one.
+    error, limit
+        Largest absolute difference, and the one allowed.
+    suspect
+        Path of another module that may be the cause: the last partial sum before, or the module
+        that the gradient comes from.
+    """
+
+    path: str
+    module: nn.Module
+    error: float
+    limit: float
+    suspect: str | None = None
+
+
+@dataclass
+class Call:
+    """One call of a module: its first output tensor and, after a backward, its gradient."""
+
+    path: str
+    index: int
+    module: nn.Module
+    output: Tensor
+    gradient: Tensor | None = None
+
+
+@dataclass
+class Run:
+    """What a model's modules gave, in the order that their calls ended.
+
+    ``started`` holds paths in the order that calls began.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    started: list[str] = field(default_factory=list)
+
+    def by_key(self) -> dict[tuple[str, int], Call]:
+        """Calls by path and number."""
+        return {(call.path, call.index): call for call in self.calls}
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[Run]:
+    """Note what every module call gives while the block runs."""
+    run = Run()
+    counts: dict[str, int] = {}
+
+    def begin(path: str) -> Callable[..., None]:
+        return lambda *_: run.started.append(path)
+
+    def end(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            tensor = next((t for _, t in tensors_in(output)), None)
+            if tensor is None:
+                return
+            counts[path] = counts.get(path, -1) + 1
+            call = Call(path, counts[path], module, tensor.detach().clone())
+            run.calls.append(call)
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: _keep(call, grad))
+
+        return hook
+
+    with ExitStack() as stack:
+        for path, module in model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                pre = module.register_forward_pre_hook(begin(path), prepend=True)
+                stack.callback(pre.remove)
+                stack.callback(module.register_forward_hook(end(path)).remove)
+        yield run
+
+
+def _keep(call: Call, grad: Tensor) -> None:
+    call.gradient = grad.detach().clone()
+
+
+class Comparison:
+    """Compares two runs call by call, parts of all ranks put together.
+
+    Parameters
+    ----------
+    wanted, given
+        Runs of the reference and of the scheduled model.
+    group
+        Ranks of the scheduled model.
+    rtol
+        Tolerance, None for that of the dtype.
+    agree
+        Whether a condition holds on any rank.
+    """
+
+    def __init__(
+        self,
+        wanted: Run,
+        given: Run,
+        group: dist.ProcessGroup | None,
+        rtol: float | None,
+        agree: Callable[[bool], bool],
+    ) -> None:
+        self.expected, self.given = wanted.by_key(), given
+        self.group, self.rtol, self.agree = group, rtol, agree
+
+    def first_output(self) -> Divergence | None:
+        """The first call whose output differs."""
+        partial = None
+        for call in self.given.calls:
+            placement = layout_of(innermost(call.module)).output
+            target = self.expected.get((call.path, call.index))
+            if target is not None:
+                is_partial = placement is not None and placement.kind == "partial"
+                found = self._compare(call, call.output, target.output, is_partial)
+                if found is not None:
+                    return Divergence(*found, suspect=partial)
+                partial = call.path if is_partial else partial
+        return None
+
+    def first_gradient(self) -> Divergence | None:
+        """The first call, seen from the loss, for whose output the gradient differs."""
+        for call in reversed(self.given.calls):
+            target = self.expected.get((call.path, call.index))
+            if target is None or call.gradient is None or target.gradient is None:
+                continue
+            found = self._compare(call, call.gradient, target.gradient, False)
+            if found is not None:
+                return Divergence(*found, suspect=self._user_of(call))
+        return None
+
+    def _user_of(self, call: Call) -> str | None:
+        """The module called next, which most likely uses the output."""
+        started = self.given.started
+        after = len(started) - 1 - started[::-1].index(call.path)
+        inside = f"{call.path}."
+        return next((p for p in started[after + 1 :] if not p.startswith(inside)), None)
+
+    def _compare(
+        self, call: Call, mine: Tensor, target: Tensor, is_partial: bool
+    ) -> tuple[str, nn.Module, float, float] | None:
+        whole = self._whole(call, mine, target, is_partial)
+        if whole is None:
+            return None
+        error = difference(whole, target)
+        limit = rtol_for(target, self.rtol) * scale_of(target)
+        return (call.path, call.module, error, limit) if self.agree(error > limit) else None
+
+    def _whole(
+        self, call: Call, tensor: Tensor, target: Tensor, is_partial: bool
+    ) -> Tensor | None:
+        """The tensor of all ranks together; None when it is not known how to put it together."""
+        world_size = dist.get_world_size(self.group) if self.group is not None else 1
+        if tensor.shape == target.shape:
+            if is_partial and world_size > 1:
+                tensor = tensor.contiguous().clone()
+                dist.all_reduce(tensor, group=self.group)
+            return tensor
+        axes = [a for a, (m, t) in enumerate(zip(tensor.shape, target.shape, strict=False)) if m != t]
+        packed = any(len(s.blocks) > 1 for s in shards_of(innermost(call.module)).values())
+        if tensor.dim() != target.dim() or len(axes) != 1 or packed or world_size == 1:
+            return None
+        (axis,) = axes
+        if tensor.shape[axis] * world_size != target.shape[axis]:
+            return None
+        parts = [torch.empty_like(tensor.contiguous()) for _ in range(world_size)]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return torch.cat(parts, axis)

@@ -1,0 +1,147 @@
+"""Tensors of models and outputs: find them, compare them, give two models the same ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slapo.op.wrapper import innermost
+from slapo.sharding.shards import shards_of
+from slapo.sharding.slicing import ShardSpec
+from slapo.weights.tags import apply_tags, new_parameter
+
+#: Largest difference allowed, relative to the largest value: rounding that another order of
+#: summation explains, some hundred times the spacing of float32 numbers.
+RTOL = {
+    torch.float64: 1e-10,
+    torch.float32: 2e-5,
+    torch.float16: 5e-3,
+    torch.bfloat16: 3e-2,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One tensor of a model: the module that holds it, its name there, and from the root."""
+
+    owner: nn.Module
+    leaf: str
+    name: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor there now."""
+        param = self.owner._parameters.get(self.leaf)
+        found = param if param is not None else self.owner._buffers[self.leaf]
+        assert found is not None, "places are made for tensors that exist"
+        return found
+
+    @property
+    def spec(self) -> ShardSpec | None:
+        """How it is sharded."""
+        return shards_of(self.owner).get(self.leaf)
+
+    def put(self, tensor: Tensor) -> None:
+        """Set the tensor."""
+        table: dict[str, Any] = (
+            self.owner._parameters if self.leaf in self.owner._parameters else self.owner._buffers
+        )
+        table[self.leaf] = tensor
+
+
+def places(model: nn.Module) -> list[Place]:
+    """Every tensor of a model by all of its names; those inside compiled modules are left out."""
+    found = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        owner = innermost(module)
+        if isinstance(owner, torch.jit.ScriptModule):
+            continue
+        for table in (owner._parameters, owner._buffers):
+            for leaf, tensor in table.items():
+                if tensor is not None:
+                    found.append(Place(owner, leaf, f"{path}.{leaf}" if path else leaf))
+    return found
+
+
+@contextmanager
+def other_tensors(
+    model: nn.Module, values: Mapping[str, Tensor], group: dist.ProcessGroup | None
+) -> Iterator[None]:
+    """The model with copies of its tensors, or with `values` by name, while the block runs.
+
+    Values are this rank's slices. Gradients and changes of buffers fall on the copies.
+    """
+    originals = [(place, place.tensor) for place in places(model)]
+    copies: dict[int, Tensor] = {}
+    for place, old in originals:
+        if id(old) not in copies:
+            data = values[place.name] if place.name in values else old.detach()
+            data = data.to(dtype=old.dtype).clone()
+            copies[id(old)] = new_parameter(data, old) if isinstance(old, nn.Parameter) else data
+            apply_tags(copies[id(old)], {}, group)
+        place.put(copies[id(old)])
+    compiled = [(p, p.grad) for p in model.parameters() if id(p) in _compiled_parameters(model)]
+    try:
+        for param, _ in compiled:
+            param.grad = None
+        yield
+    finally:
+        for place, old in originals:
+            place.put(old)
+        for param, grad in compiled:
+            param.grad = grad
+
+
+def _compiled_parameters(model: nn.Module) -> set[int]:
+    scripts = [m for m in model.modules() if isinstance(m, torch.jit.ScriptModule)]
+    return {id(p) for m in scripts for p in m.parameters()}
+
+
+def tensors_in(value: Any, path: str = "output") -> Iterator[tuple[str, Tensor]]:
+    """Tensors of an output by a readable path; objects such as caches are passed over."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{path}.{key}")
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from tensors_in(item, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, item.name), f"{path}.{item.name}")
+
+
+def difference(given: Tensor, wanted: Tensor) -> float:
+    """The largest absolute difference; infinite where shapes or NaN patterns differ."""
+    if given.shape != wanted.shape:
+        return float("inf")
+    if given.numel() == 0:
+        return 0.0
+    a, b = given.detach().to("cpu"), wanted.detach().to("cpu")
+    if not (a.is_floating_point() or a.is_complex()):
+        return 0.0 if torch.equal(a, b) else float("inf")
+    a, b = a.to(torch.float64), b.to(torch.float64)
+    equal = (a == b) | (a.isnan() & b.isnan())  # infinities of one sign, masked scores
+    worst = (a - b).abs().masked_fill(equal, 0.0).max().item()
+    return float("inf") if worst != worst else float(worst)
+
+
+def scale_of(tensor: Tensor) -> float:
+    """The largest finite absolute value."""
+    if tensor.numel() == 0 or not tensor.is_floating_point():
+        return 0.0
+    values = tensor.detach().abs().to("cpu", torch.float64)
+    finite = values[values.isfinite() & (values < 1e30)]  # not the fill value of a mask
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def rtol_for(tensor: Tensor, given: float | None) -> float:
+    """The tolerance for a tensor's dtype."""
+    return given if given is not None else RTOL.get(tensor.dtype, 0.0)
