@@ -138,7 +138,7 @@ def _check_shards(sch: Schedule) -> None:
     for path, node in sch.named_schedules():
         module = innermost(node.mod)
         specs, output = shards_of(module), layout_of(module).output
-        if sch.world_size == 1 or not has_bias(module) or "weight" not in specs:
+        if sch.world_size == 1 or "weight" not in specs or not has_bias(module):
             continue
         if output is not None and output.kind == "shard" and "bias" not in specs:
             raise SlapoError(

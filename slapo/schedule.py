@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -446,8 +447,11 @@ def create_schedule(
     """
     if not isinstance(root, nn.Module):
         raise TypeError(f"create_schedule: needs an nn.Module, got {type(root).__name__}")
+    if parent is not None:
+        tp_group = parent.group if group is None else resolve_group(group)
+        return Schedule(root, name, path, parent, tp_group, parent.state)
     state = ScheduleState(ties=TieGroups(root))
-    schedule = Schedule(root, name, path, parent, resolve_group(group), state)
+    schedule = Schedule(root, name, path, None, resolve_group(group), state)
     schedule.metadata.tie_weights = state.ties.as_dict()
     return schedule
 
@@ -468,6 +472,7 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
                 "create_schedule: a group was given, but torch.distributed is not initialised; "
                 "call torch.distributed.init_process_group first"
             )
+        _check_alone()
         return None
     if group is None:
         group = dist.group.WORLD
@@ -482,6 +487,17 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
             "that contains this process"
         )
     return group
+
+
+def _check_alone() -> None:
+    """Refuse to take one of several processes that a launcher started for a world of one."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and world_size.isdigit() and int(world_size) > 1:
+        raise SlapoError(
+            f"create_schedule: this is process {os.environ['RANK']} of {world_size} (RANK and "
+            "WORLD_SIZE are set), but torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group first, or unset RANK to run one process alone"
+        )
 
 
 __all__ = ["Schedule", "ScheduleMetadata", "create_schedule"]

@@ -41,7 +41,8 @@ class _ModuleState:
         for tensor, attributes in self.tensors:
             tensor.__dict__.clear()
             tensor.__dict__.update(attributes)
-        if isinstance(module, TracedModule) and self.graph is not None:
+        changed = self.graph is not None and str(module.graph) != str(self.graph)
+        if isinstance(module, TracedModule) and self.graph is not None and changed:
             module.graph = self.graph
 
     def _refilled(self, key: str, value: Any) -> Any:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import inspect
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from slapo.errors import TraceError
 from slapo.graph.align import merge_modes
 from slapo.graph.leaves import IsLeaf, default_is_leaf, is_sealed
+from slapo.graph.optional_inputs import allow_none
 from slapo.graph.recorder import Recording, record
 from slapo.graph.symbolic import other_mode
 from slapo.graph.trace_tree import TraceResult, may_enter
@@ -115,11 +117,27 @@ def _record_into(
     above: Recording | None = None,
 ) -> Recording:
     """Record `module` in both modes and note its traced form under `path`."""
-    args, kwargs = inputs
     fake_mode = above.fake_mode if above is not None else None
-    recording = record(module, args, kwargs, is_leaf=is_leaf, fake_mode=fake_mode)
-    training = _merge_other_mode(module, recording, inputs, is_leaf, fake_mode)
-    contract = replace(recording.contract, training=training)
+    signature = inspect.signature(module.forward)
+    args, kwargs = inputs
+
+    def again(without: str | None = None) -> Recording:
+        if without is None:
+            return record(module, args, kwargs, is_leaf=is_leaf, fake_mode=fake_mode)
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments[without] = None
+        return record(module, bound.args, bound.kwargs, is_leaf=is_leaf, fake_mode=fake_mode)
+
+    recording = again()
+    optional = [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.default is None and name in recording.contract.never_none
+    ]
+    contract = allow_none(
+        recording.contract, recording.graph, optional, lambda name: again(name).graph
+    )
+    contract = replace(contract, training=_merge_other_mode(module, recording.graph, again))
     result.traced[path] = TracedModule.from_graph(
         module, recording.graph, contract, recording.constants
     )
@@ -127,13 +145,13 @@ def _record_into(
 
 
 def _merge_other_mode(
-    module: nn.Module, recording: Recording, inputs: Inputs, is_leaf: IsLeaf, fake_mode: Any
+    module: nn.Module, graph: fx.Graph, again: Callable[[], Recording]
 ) -> bool | None:
-    args, kwargs = inputs
+    """Make `graph` hold in both modes; returns the only mode it holds for, else None."""
     with other_mode(module):
         try:
-            other = record(module, args, kwargs, is_leaf=is_leaf, fake_mode=fake_mode)
+            other = again()
         except TraceError:
-            return module.training is False  # `module` is in the other mode here
-    same = merge_modes(recording.graph, other.graph, module.training)
+            other = None
+    same = other is not None and merge_modes(graph, other.graph, module.training)
     return None if same else module.training

@@ -102,8 +102,8 @@ class CheckPointWrapper(ModuleWrapper):
         self, mod: nn.Module, order_args_fn: OrderArgs | None = None, use_reentrant: bool = False
     ) -> None:
         super().__init__(mod)
-        self.order_args_fn = order_args_fn
-        self.use_reentrant = use_reentrant
+        # Not set as attributes: those that the wrapped module has too would be set there.
+        self.__dict__.update(order_args_fn=order_args_fn, use_reentrant=use_reentrant)
 
     @classmethod
     def around_view(

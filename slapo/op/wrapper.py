@@ -39,6 +39,7 @@ class ModuleWrapper(nn.Module):
         self.__dict__["mod"] = mod
         for slot in _SHARED:
             self.__dict__[slot] = mod.__dict__[slot]
+        self.__dict__["_version"] = mod._version  # of its entries in a state_dict
         self.training = mod.training
 
     def train(self, mode: bool = True) -> ModuleWrapper:
@@ -53,6 +54,21 @@ class ModuleWrapper(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module."""
         return self.mod(*args, **kwargs)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.mod._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.mod._load_from_state_dict(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes of the wrapped module, its sizes for one, are set there."""
+        inner = self.__dict__.get("mod")
+        own = name in self.__dict__ or hasattr(nn.Module, name)
+        if inner is None or own or not hasattr(inner, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(inner, name, value)
 
     def extra_repr(self) -> str:
         """Name what is wrapped."""

@@ -54,7 +54,7 @@ class RecordingInputs:
             return self._from_user()
         module = innermost(self.sch.mod)
         if hasattr(module, "main_input_name") and (self.config or hasattr(module, "config")):
-            named = example_inputs(module, self.concrete, self.config)
+            named = example_inputs(module, self.concrete or None, self.config)
             return (), {**named, **self.concrete}
         if self.sch.parent is None:
             raise TraceError("there is nothing to run it with; pass example_inputs")

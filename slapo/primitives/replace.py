@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo.graph.rewrite import replace_horizontal, replace_node_by_function, replace_vertical
-from slapo.hooks import move_hooks
+from slapo.hooks import move_hooks, move_reducers
 from slapo.op.wrapper import innermost, replace_innermost
 from slapo.primitives.base import Primitive
 from slapo.primitives.subgraphs import (
@@ -19,6 +19,8 @@ from slapo.primitives.subgraphs import (
     parse,
 )
 from slapo.primitives.wrapping import check_called, check_module
+from slapo.sharding.layout import move_syncs
+from slapo.sharding.shards import shards_of
 from slapo.weights.provenance import Source, inherit_weights
 from slapo.weights.tags import apply_tags
 from slapo.weights.ties import TiePlan
@@ -108,6 +110,7 @@ def replace_module(sch: Schedule, new: nn.Module) -> None:
     old = innermost(sch.mod)
     if new is sch.mod or new is old:
         raise ValueError(f"the module is that {type(new).__name__} already")
+    _check_not_above(sch, new)
     check_called(sch)
     tie_plan = TiePlan(sch.get_top_schedule().mod, sch.state.ties, [sch.path], sch.path, new)
     sources = inherit_weights(new, [old])
@@ -118,15 +121,39 @@ def replace_module(sch: Schedule, new: nn.Module) -> None:
     wraps_old = any(m is old or m is sch.mod for m in new.modules())
     if not wraps_old:
         move_hooks(old, new)
+        move_reducers(old, new)
+        move_syncs(old, new)
     outer = new if wraps_old else replace_innermost(sch.mod, new)
     if outer is sch.mod:
         sch.rebuild_children()
     else:
         sch.set_module(outer)
+    if not wraps_old:
+        _carry_notes(sch, new)
+
+
+def _check_not_above(sch: Schedule, new: nn.Module) -> None:
+    """A module cannot contain itself."""
+    inside = {id(module) for module in new.modules()}
+    node = sch.parent
+    while node is not None:
+        if id(innermost(node.mod)) in inside or id(node.mod) in inside:
+            raise ValueError(
+                f"the new {type(new).__name__} contains {node.path or 'the root'!r}, of which it "
+                "would become a part; make a copy of what you need of it"
+            )
+        node = node.parent
+
+
+def _carry_notes(sch: Schedule, new: nn.Module) -> None:
+    """Tags follow to parameters of the same name; shards of the old module are gone."""
     for param_name, tags in sch.metadata.param_tags.items():
         param = new._parameters.get(param_name)
         if param is not None:
             apply_tags(param, tags, sch.group)
+    noted = sch.metadata.primitives.get("shard", {})
+    for tensor_name in [name for name in noted if name not in shards_of(new)]:
+        del noted[tensor_name]
 
 
 def replace_subgraphs(

@@ -12,6 +12,7 @@ from slapo.op.wrapper import innermost
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called
 from slapo.sharding.shards import ShardPlan, share_slice, shards_of
+from slapo.sharding.slicing import make_spec
 from slapo.weights.tags import apply_tags
 from slapo.weights.ties import owner_of
 
@@ -70,11 +71,15 @@ class ShardPrimitive(Primitive):
         sch: Schedule, tensor_name: str, axis: int, blocks: int | Sequence[int] = 1
     ) -> Schedule:
         """Check everything, then slice the tensor here and where it is tied."""
-        check_called(sch)
+        if type(axis) is not int:
+            raise TypeError(f"axis must be an integer, got {axis!r}")
+        check_called(sch, tensor_name)
         module = innermost(sch.mod)
-        if _confirms_tie(sch, module, tensor_name, axis):
+        if _confirms_tie(sch, module, tensor_name, axis, blocks):
             return sch
         plan = ShardPlan(module, tensor_name, axis, blocks, sch.rank, sch.world_size)
+        if plan.defers_bias:
+            check_called(sch)  # the module itself must add its bias in another way
         partners = _tied_plans(sch, module, tensor_name, axis, blocks)
         tied = partners and isinstance(module._parameters.get(tensor_name), nn.Parameter)
         plan.carry_out()
@@ -91,16 +96,19 @@ def _full_name(sch: Schedule, tensor_name: str) -> str:
     return f"{sch.path}.{tensor_name}" if sch.path else tensor_name
 
 
-def _confirms_tie(sch: Schedule, module: nn.Module, tensor_name: str, axis: int) -> bool:
+def _confirms_tie(
+    sch: Schedule, module: nn.Module, tensor_name: str, axis: int, blocks: int | Sequence[int]
+) -> bool:
     """True when the tensor was sharded with its tied partner, along this axis, and is named now."""
     name = _full_name(sch, tensor_name)
     spec = shards_of(module).get(tensor_name)
     if spec is None or name not in sch.state.followed:
         return False
-    if axis % len(spec.full_shape) != spec.axis:
+    if make_spec(spec.full_shape, axis, blocks, spec.rank, spec.world_size) != spec:
         raise ValueError(
             f"{tensor_name!r} is tied to {sorted(sch.state.ties.partners(name))} and was sharded "
-            f"with it along axis {spec.axis}; it cannot be sharded along axis {axis} too"
+            f"with it along axis {spec.axis} in blocks of {list(spec.blocks)}; it cannot be "
+            f"sharded along axis {axis} with blocks={blocks} too"
         )
     sch.state.followed.discard(name)
     sch.metadata.primitives["shard"][tensor_name] = spec

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
-from slapo.hooks import get_hooks, has_backward_hooks, move_hooks, move_post_hooks, move_pre_hooks
+from slapo.hooks import (
+    get_hooks,
+    has_backward_hooks,
+    move_hooks,
+    move_post_hooks,
+    move_pre_hooks,
+    move_reducers,
+)
 from slapo.op.wrapper import innermost
 
 if TYPE_CHECKING:
@@ -148,8 +155,10 @@ def move_end_hooks(ends: tuple[nn.Module | None, nn.Module | None], new: nn.Modu
     first, last = ends
     if first is not None and first is last:
         move_hooks(first, new)
+        move_reducers(first, new)
         return
     if first is not None:
         move_pre_hooks(first, new)
     if last is not None:
         move_post_hooks(last, new)
+        move_reducers(last, new)

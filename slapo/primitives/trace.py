@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Any
 from torch import fx, nn
 
 from slapo.errors import TraceError
-from slapo.graph.dynamo import trace_with_dynamo
 from slapo.graph.leaves import is_sealed, is_torch_leaf
-from slapo.graph.recorded_tree import trace_recorded_containers, trace_recorded_tree
 from slapo.graph.trace_tree import TraceResult, containers_down_to, trace_symbolic_tree
 from slapo.hooks import move_hooks
 from slapo.logger import get_logger
 from slapo.op.wrapper import innermost, replace_innermost
 from slapo.primitives.base import Primitive
-from slapo.primitives.example_inputs import RecordingInputs
 
 if TYPE_CHECKING:
     from slapo.schedule import Schedule
@@ -105,13 +102,11 @@ class TracePrimitive(Primitive):
                     module, recursive, flatten, leaf_modules, concrete_args
                 )
             else:
+                # It brings sympy and torch._dynamo: a second that only recordings should take.
+                from slapo.primitives.recording import RecordingInputs, run_and_trace
+
                 inputs = RecordingInputs(sch, concrete_args, config, example_inputs)
-                if tracer == "dynamo":
-                    result = TraceResult({"": trace_with_dynamo(module, *inputs.find())})
-                else:
-                    result = trace_recorded_tree(
-                        module, inputs.find(), recursive, flatten, leaf_modules
-                    )
+                result = run_and_trace(inputs, tracer, recursive, flatten, leaf_modules)
         except TraceError as error:
             _warn(sch, tracer, error)
             return False
@@ -190,10 +185,10 @@ class TraceUntilPrimitive(Primitive):
             if tracer == "pytorch":
                 result = _symbolic_containers(sch, containers, concrete_args)
             else:
+                from slapo.primitives.recording import RecordingInputs, run_and_trace_containers
+
                 inputs = RecordingInputs(sch, concrete_args, config, example_inputs)
-                result = trace_recorded_containers(
-                    innermost(sch.mod), inputs.find(), containers
-                )
+                result = run_and_trace_containers(inputs, containers)
         except TraceError as error:
             _warn(sch, tracer, error)
             return False

@@ -21,8 +21,16 @@ def wrap(sch: Schedule, wrapper: ModuleWrapper) -> None:
     sch.set_module(wrapper)
 
 
-def check_called(sch: Schedule) -> None:
+def check_called(sch: Schedule, tensor: str | None = None) -> None:
     """Refuse to change a module that no traced ancestor calls any more.
+
+    Parameters
+    ----------
+    sch
+        The module's node.
+    tensor
+        When only a tensor of the module changes: its name. It is enough that the ancestor's graph
+        reads the tensor.
 
     Raises
     ------
@@ -32,25 +40,46 @@ def check_called(sch: Schedule) -> None:
     path, node = sch.name, sch.parent
     while node is not None:
         module = innermost(node.mod)
-        if isinstance(module, fx.GraphModule) and not _calls(module, path):
+        if isinstance(module, fx.GraphModule):
+            read = tensor is not None and _has(module, "get_attr", f"{path}.{tensor}")
+            if read or _calls(module, path):
+                return  # graphs further up call this one, or refused when it was changed
             raise SlapoError(
                 f"{path!r} was inlined when {node.path or 'the root'!r} was traced, so its graph "
                 "does not call the module any more; change the module before tracing, name it in "
                 "leaf_modules, or use find() and the static form of the primitive"
             )
-        if isinstance(module, fx.GraphModule):
-            return  # graphs further up call this one, or refused when it was changed
         path, node = f"{node.name}.{path}", node.parent
+
+
+def is_inlined(sch: Schedule) -> bool:
+    """True when a traced ancestor reads the module's tensors instead of calling it."""
+    try:
+        check_called(sch)
+    except SlapoError:
+        return True
+    return False
 
 
 def _calls(module: fx.GraphModule, path: str) -> bool:
     """True when the graph calls the module at `path` or one that contains it."""
     parts = path.split(".")
     prefixes = [".".join(parts[: k + 1]) for k in range(len(parts))]
-    return any(
-        next(iter(module.graph.find_nodes(op="call_module", target=prefix)), None) is not None
-        for prefix in prefixes
-    )
+    if any(_has(module, "call_module", prefix) for prefix in prefixes):
+        return True
+    views = [view for child in module.children() if (view := _view_of(child, module)) is not None]
+    return any(_calls(view, path) for view in views)
+
+
+def _view_of(child: nn.Module, module: fx.GraphModule) -> fx.GraphModule | None:
+    """Operations of `module` that a static checkpoint moved into `child`."""
+    view = innermost(child)
+    is_view = isinstance(view, fx.GraphModule) and view._modules is module._modules
+    return view if is_view and view is not module else None  # type: ignore[return-value]
+
+
+def _has(module: fx.GraphModule, op: str, target: str) -> bool:
+    return next(iter(module.graph.find_nodes(op=op, target=target)), None) is not None
 
 
 def check_module(value: object, what: str) -> nn.Module:

@@ -112,6 +112,12 @@ class ShardPlan:
         if wanted != Layout():
             check_syncs(module, wanted)
 
+    @property
+    def defers_bias(self) -> bool:
+        """Whether the output becomes a partial sum that the module adds a bias to."""
+        output = self.effect.layout.output
+        return output is not None and output.kind == "partial" and has_bias(self.module)
+
     def carry_out(self) -> None:
         """Slice the tensor and let the module follow."""
         module, name, spec = self.module, self.name, self.spec
@@ -121,7 +127,7 @@ class ShardPlan:
         layout = self.effect.layout
         if layout != Layout():
             set_layout(module, layout)
-        if layout.output is not None and layout.output.kind == "partial" and has_bias(module):
+        if self.defers_bias:
             defer_bias(module, spec.world_size)
         if layout.vocabulary:
             _localise_padding(module, spec)

@@ -1,4 +1,4 @@
-"""The recorder: graphs of today's models equal eager at other sizes; what it cannot hold it refuses.
+"""The recorder: graphs equal eager at other sizes; what they cannot hold is refused.
 
 Tolerances: both sides run the same float32 kernels on the same numbers. Gradients that several
 paths add up may be summed in another order, which costs a few units in the last place.
@@ -32,7 +32,7 @@ from slapo.graph.recorder import (
 )
 from slapo.graph.recorder.trees import leaves, tensors
 from slapo.graph.traced_module import TracedModule
-from tests.graph.zoo import FAMILIES, LAYERS, Family, each_layer
+from tests.graph.zoo import FAMILIES, each_layer
 
 SIZES = ((2, 21), (5, 7), (1, 9), (4, 4))
 
@@ -169,7 +169,7 @@ def test_flat_layer_equals_eager_at_other_sizes(name: str) -> None:
 
 
 def _has_size_one_guard(traced: TracedModule) -> bool:
-    return any("!= 1" in guard.text for guard in traced.contract.size_guards)
+    return any("> 1" in guard.text for guard in traced.contract.size_guards)
 
 
 def test_mixture_of_experts_is_traced_through_data_dependent_experts() -> None:
@@ -235,7 +235,7 @@ def test_contract_names_what_the_graph_has_built_in() -> None:
         traced(**inputs, output_attentions=True)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "gemma3"])
+@pytest.mark.parametrize("name", ["gpt2", "bert_classifier", "gemma3"])
 def test_two_recordings_have_the_same_nodes(name: str) -> None:
     family = FAMILIES[name]
     model = family.build()
@@ -244,6 +244,7 @@ def test_two_recordings_have_the_same_nodes(name: str) -> None:
     again = record(model, (), inputs, is_leaf=family.is_leaf, fake_mode=first.fake_mode)
     assert str(first.graph) == str(again.graph)
     assert first.contract == again.contract
+    assert getattr(model.config, "problem_type", None) is None
 
 
 def test_children_are_recorded_from_their_fake_inputs() -> None:
@@ -281,7 +282,7 @@ def test_long_chain_is_recorded_fast_and_runs_one_layer_only() -> None:
     recorded = record(model, (), family.inputs(3, 13, False), is_leaf=family.is_leaf)
     elapsed = time.process_time() - start
     assert sum(node.op == "call_module" for node in recorded.graph.nodes) >= 96
-    assert len(runs) == 1
+    assert len(runs) <= 2  # the first layer's input differs from the others' in its symbols
     assert elapsed < 3  # 0.6 s on one core; runs of all layers take 15 s
 
 
@@ -335,7 +336,7 @@ def test_size_arithmetic_is_part_of_the_graph() -> None:
         return x.new_ones(x.shape[0] // 2 + 1, x.numel() - 1, max(x.size(1) - 2, 1))
 
     traced = trace(make(forward), torch.ones(5, 7))
-    assert traced(torch.ones(4, 3)).shape == (3, 11, 1)[:2] + (1,)
+    assert traced(torch.ones(4, 3)).shape == (3, 11, 1)
 
 
 def test_a_branch_on_a_size_is_a_guard() -> None:
@@ -349,7 +350,7 @@ def test_a_branch_on_a_size_is_a_guard() -> None:
 @pytest.mark.parametrize("size", [0, 1])
 def test_branches_on_sizes_zero_and_one_are_not_forgotten(size: int) -> None:
     traced = trace(make(lambda self, x: -x if x.size(1) == size else x), torch.ones(3, 5))
-    with pytest.raises(SlapoError, match="size|empty"):
+    with pytest.raises(SlapoError, match=r"size|empty"):
         traced(torch.ones(3, size))
 
 
@@ -391,7 +392,7 @@ def test_fixed_sizes_of_parameters_are_left_to_the_operations() -> None:
     )
     layer.weight = nn.Parameter(torch.ones(4, 2))
     assert traced(torch.ones(5, 2)).shape == (5, 4)
-    with pytest.raises(SlapoError, match=re.escape("x.size(1) != 1")):
+    with pytest.raises(SlapoError, match=re.escape("x.size(1) > 1")):
         traced(torch.ones(5, 1))
 
 
@@ -503,6 +504,25 @@ def test_operators_have_the_spelling_of_symbolic_traces() -> None:
     assert targets == expected
     x = torch.randn(4, 6)
     assert torch.equal(traced(x), make(forward)(x))
+
+
+def test_buffers_of_one_element_are_not_read_by_python() -> None:
+    class Switched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.tensor(2.0))
+            self.ask = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return -x if self.ask and self.scale > 0 else x * self.scale
+
+    module = Switched()
+    traced = trace(module, torch.ones(3, 5))
+    traced.scale.fill_(3.0)
+    assert torch.equal(traced(torch.ones(2, 2)), torch.full((2, 2), 3.0))
+    module.ask = True
+    with pytest.raises(TraceError, match="only real data can tell"):
+        trace(module, torch.ones(3, 5))
 
 
 def test_writes_in_place_stay_and_stay_in_order() -> None:
@@ -766,12 +786,15 @@ def test_cache_objects_are_refused() -> None:
         )
 
 
-def test_gradient_checkpointing_of_transformers_is_refused_with_the_remedy() -> None:
+def test_checkpointed_layers_of_transformers_are_leaves_or_refused() -> None:
     family = FAMILIES["llama"]
-    model = family.build()
+    model = family.build().train()
     model.activation_checkpointing_enable()
+    inputs = family.inputs(3, 13, True)
+    traced = trace(model, is_leaf=family.is_leaf, **inputs, use_cache=False).train()
+    assert_equal_runs(model, traced, family.inputs(2, 7, True))
     with pytest.raises(TraceError, match="switch it off in the model"):
-        trace(model.train(), is_leaf=family.is_leaf, **family.inputs(3, 13, False))
+        trace(model, **inputs)
 
 
 @pytest.fixture
@@ -867,13 +890,22 @@ def test_other_threads_are_not_recorded() -> None:
 
 
 def test_traced_modules_can_be_recorded_again() -> None:
-    module = make(lambda self, x: x.view(x.size(0) * x.size(1)) + 1)
-    traced = trace(module, torch.ones(3, 5))
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return x.view(x.size(0) * x.size(1)) + 1 if x.size(0) < 9 else x
+
+    traced = trace(make(forward), torch.ones(3, 5))
     again = trace(traced, torch.ones(3, 5))
-    outer = trace(
-        make(lambda self, x: self.child(x) * 2, child=traced),
-        torch.ones(3, 5),
-        is_leaf=nothing_is_leaf,
-    )
+    parent = make(lambda self, x: self.child(x) * 2, child=traced)
+    for is_leaf in (nothing_is_leaf, all_are_leaves):
+        outer = trace(parent, torch.ones(3, 5), is_leaf=is_leaf)
+        assert outer(torch.ones(2, 7)).shape == (14,)
     assert again(torch.ones(2, 7)).shape == (14,)
-    assert outer(torch.ones(2, 7)).shape == (14,)
+
+
+def test_traced_modules_can_be_compiled_whole() -> None:
+    traced = trace(make(lambda self, x: x * 2 if x.size(0) < 9 else x), torch.ones(3, 5))
+    traced(torch.ones(2, 7))  # generates the code
+    torch._dynamo.reset()
+    compiled = torch.compile(traced, backend="eager", fullgraph=True, dynamic=True)
+    assert torch.equal(compiled(torch.ones(2, 7)), torch.full((2, 7), 2.0))
+    torch._dynamo.reset()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, is_dataclass
 from functools import reduce
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 
 
@@ -142,9 +142,9 @@ class Size:
         """As a user would write it."""
         return f"{path_text(self.path)}.size({self.dim})"
 
-    def read(self, bound: Mapping[str, Any]) -> int:
-        """Its value in a call."""
-        return int(follow(bound, self.path).shape[self.dim])
+    def read(self, bound: Mapping[str, Any]) -> Any:
+        """Its value in a call: a number, or a symbol when the call is itself being traced."""
+        return follow(bound, self.path).shape[self.dim]
 
 
 def path_text(path: tuple[Any, ...]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
@@ -129,7 +129,7 @@ class StructureGuard(SizeGuard):
     @classmethod
     def at(cls, path: tuple[Any, ...], value: Any) -> StructureGuard:
         """The guard for the container `value`, one level of it."""
-        elements = parts(value) or []
+        elements = _entries(value) or []
         keys = tuple(p.key for p in elements)
         plain = tuple(
             (p.key, p.value)
@@ -145,13 +145,21 @@ class StructureGuard(SizeGuard):
         """See :meth:`SizeGuard.holds`."""
         try:
             value = follow(bound, self.path)
-            elements = parts(value)
+            elements = _entries(value)
         except (LookupError, TypeError):
             return False
         if elements is None or tuple(p.key for p in elements) != self.keys:
             return False
         given = {p.key: p.value for p in elements}
         return all(_equal(given[key], item) for key, item in self.values)
+
+
+def _entries(value: Any) -> list[Any] | None:
+    """Parts of a container; a keyword argument that is None counts as not given."""
+    elements = parts(value)
+    if elements is None or not isinstance(value, dict):
+        return elements
+    return [part for part in elements if part.value is not None]
 
 
 def _equal(given: Any, traced: Any) -> bool:
@@ -182,9 +190,13 @@ def guards_of(
     relations = [r for r in map(_relation, decisions) if r is not None and not _always_true(r)]
     equal, renamed = _same_sizes(relations)
     found: dict[str, SizeGuard] = {}
-    for relation in dict.fromkeys(relations):
-        if relation not in equal and _always_true(relation.xreplace(renamed)):
-            continue  # it follows from the equalities
+    known: set[sympy.Basic] = set()
+    for relation in relations:
+        if relation not in equal:
+            alike = relation.xreplace(renamed)
+            if alike in known or _always_true(alike):
+                continue  # it follows from the others
+            known.add(alike)
         for guard in _guards(relation, sizes, hints):
             found.setdefault(guard.text, guard)
     return list(found.values())
@@ -216,7 +228,8 @@ def _relation(decision: Decision) -> sympy.Basic | None:
         return sympy.Eq(expression, value)  # a size that was taken as a Python number
     truth = expression if value == sympy.true else sympy.Not(expression)
     if decision.origin is Origin.OWN:
-        return truth
+        other_than_one = isinstance(truth, sympy.Ne) and truth.rhs == 1 and truth.lhs.is_Symbol
+        return sympy.Gt(truth.lhs, 1) if other_than_one else truth
     if isinstance(truth, sympy.Eq):
         return _equality(truth, decision.origin)
     return truth if decision.origin is Origin.SLICE and _is_bound(truth) else None
@@ -229,9 +242,7 @@ def _is_bound(truth: sympy.Basic) -> bool:
     """
     if not isinstance(truth, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)):
         return False
-    low, high = (
-        (truth.lhs, truth.rhs) if isinstance(truth, (sympy.Le, sympy.Lt)) else truth.args[::-1]
-    )
+    low = truth.lhs if isinstance(truth, (sympy.Le, sympy.Lt)) else truth.rhs
     return not (low.is_number and low <= 2)
 
 
@@ -239,7 +250,7 @@ def _equality(truth: sympy.Eq, origin: Origin) -> sympy.Basic | None:
     fixed = truth.lhs.is_number or truth.rhs.is_number
     if fixed and origin is not Origin.LEAF:
         size = truth.rhs if truth.lhs.is_number else truth.lhs
-        return sympy.Ne(size, 1) if isinstance(size, sympy.Symbol) else None
+        return sympy.Gt(size, 1) if isinstance(size, sympy.Symbol) else None
     return truth if fixed or origin in (Origin.OPERATION, Origin.SLICE) else None
 
 

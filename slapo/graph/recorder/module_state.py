@@ -17,7 +17,8 @@ _SLOTS = ("_parameters", "_buffers", "_modules")
 class ModuleState:
     """The attributes of all modules under `root`, to be put back.
 
-    A forward may store things on its module; run on fake tensors it would leave fakes there.
+    A forward may store things on its module; run on fake tensors it would leave fakes there. The
+    same goes for its ``config``: heads of Transformers note there what their labels look like.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -26,6 +27,10 @@ class ModuleState:
             (path, module, dict(vars(module)), {s: dict(vars(module)[s]) for s in _SLOTS})
             for path, module in root.named_modules()
         ]
+        configs = {
+            id(c): c for m in root.modules() if hasattr(c := vars(m).get("config"), "__dict__")
+        }
+        self._configs = [(config, dict(vars(config))) for config in configs.values()]
 
     def conceal_values(self, fake_mode: FakeTensorMode) -> None:
         """Make tensors of one element fake; the others become so when they are first used.
@@ -51,6 +56,9 @@ class ModuleState:
 
     def restore(self) -> None:
         """Put back every attribute as it was."""
+        for config, values in self._configs:
+            vars(config).clear()
+            vars(config).update(values)
         for _, module, attributes, slots in self._saved:
             state = vars(module)
             if state.keys() != attributes.keys() or any(

@@ -36,13 +36,16 @@ def _tensor_properties() -> dict[Any, str]:
 METHODS = _tensor_methods()
 PROPERTIES = _tensor_properties()
 
-#: Methods that only ask about a tensor; calls are not recorded, symbolic results are traced back.
-METADATA = frozenset(
+_METADATA = (
     "size stride numel nelement storage_offset dim ndimension is_contiguous element_size "
-    "is_floating_point is_complex is_signed is_same_size is_set_to is_shared is_pinned is_inference "
-    "get_device has_names untyped_storage data_ptr __len__ __hash__ __repr__ __format__ __str__ "
-    "__bool__ __int__ __float__ __index__ __contains__ __dlpack_device__ type_as_name".split()
+    "is_floating_point is_complex is_signed is_same_size is_set_to is_shared is_pinned "
+    "is_inference get_device has_names untyped_storage data_ptr __len__ __hash__ __repr__ __format__ "
+    "__str__ __bool__ __int__ __float__ __index__ __contains__ __dlpack_device__"
 )
+_OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
+
+#: Methods that only ask about a tensor; calls are not recorded, symbolic results are traced back.
+METADATA = frozenset(_METADATA.split())
 
 #: Metadata whose result may be a symbolic number that becomes a node where it is used.
 SIZE_METHODS = frozenset({"size", "stride", "numel", "nelement", "storage_offset"})
@@ -90,17 +93,10 @@ _BINARY: dict[str, Callable[..., Any]] = {
 }
 for _name in ("add", "sub", "mul", "pow", "matmul", "eq", "ne", "lt", "le", "gt", "ge"):
     _BINARY[f"__{_name}__"] = _BINARY[_name]
-_REFLECTED = {
-    f"__r{name}__": _BINARY[f"__{name}__"]
-    for name in "add sub mul truediv div floordiv mod pow matmul and or xor lshift rshift".split()
-}
+_REFLECTED = {f"__r{name}__": _BINARY[f"__{name}__"] for name in _OPERATORS.split()}
+_REFLECTED["__rdiv__"] = operator.truediv
 _UNARY = {"neg": operator.neg, "__neg__": operator.neg, "__invert__": operator.invert}
-_INPLACE_OPERATORS = frozenset(
-    getattr(operator, name)
-    for name in dir(operator)
-    if name.startswith("i")
-    and name[1:] in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
-)
+_INPLACE_OPERATORS = frozenset(getattr(operator, f"i{name}") for name in _OPERATORS.split())
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _local = threading.local()
 def _stack() -> list[Recorder]:
     if not hasattr(_local, "stack"):
         _local.stack = []
-    return _local.stack  # type: ignore[no-any-return]
+    return _local.stack
 
 
 def current() -> Recorder | None:

@@ -224,7 +224,10 @@ def _reason(error: Exception) -> str:
             "nonzero, a boolean index); make the module a leaf: leaf_modules=[...] or an attribute "
             "traceable = False"
         )
-    return f"running it on fake tensors failed with {type(error).__name__}: {error}"
+    return (
+        f"running it on fake tensors failed with {type(error).__name__}: {error}; if it runs on "
+        "real ones, make the module a leaf: leaf_modules=[...]"
+    )
 
 
 def _explain(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 

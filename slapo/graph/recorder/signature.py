@@ -14,7 +14,10 @@ from torch import fx, nn
 from slapo.errors import TraceError
 from slapo.graph.recorder.trees import has_tensor
 
-_STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+_STARS: dict[Any, str] = {
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
 _PLAIN = (str, int, float, bool, complex, torch.dtype, torch.device, enum.Enum, type(None))
 
 
@@ -87,7 +90,9 @@ class BoundCall:
         for parameter in parameters:
             if parameter.kind is parameter.VAR_POSITIONAL:
                 positional += new[parameter.name]
-        extra = next((new[p.name] for p in parameters if p.kind is p.VAR_KEYWORD), {})
+        extra: dict[str, Any] = next(
+            (new[p.name] for p in parameters if p.kind is p.VAR_KEYWORD), {}
+        )
         kwargs = {name: extra[name] if name in extra else new[name] for name in self.kwargs}
         return tuple(positional[: len(self.args)]), kwargs
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -41,10 +41,10 @@ class TensorNames:
     def __init__(self, root: nn.Module) -> None:
         self._names: dict[int, str] = {}
         self._kept: list[torch.Tensor] = []
-        for name, tensor in root.named_parameters(remove_duplicate=False):
-            self._add(name, tensor)
-        for name, tensor in root.named_buffers(remove_duplicate=False):
-            self._add(name, tensor)
+        for name, parameter in root.named_parameters(remove_duplicate=False):
+            self._add(name, parameter)
+        for name, buffer in root.named_buffers(remove_duplicate=False):
+            self._add(name, buffer)
         for path, module in root.named_modules():
             for name, value in vars(module).items():
                 if isinstance(value, torch.Tensor):
@@ -146,7 +146,7 @@ class ValueTable:
                 where = (dim,) if many else args
                 self._sizes[id(size)] = (size, node, method, where)
                 if method == "size" and isinstance(size.node.expr, sympy.Symbol):
-                    self._carriers[size.node.expr] = (node, *where)  # type: ignore[assignment]
+                    self._carriers[size.node.expr] = (node, *where)
 
     def note_device(self, device: torch.device, tensor: torch.Tensor) -> None:
         """Remember which tensor was asked for its device (fake tensors hand out one object)."""
@@ -198,8 +198,8 @@ class ValueTable:
         if isinstance(tensor, FakeTensor):
             raise TraceError(
                 f"a tensor of shape {list(map(str, tensor.shape))} was computed where the recorder "
-                "cannot see it (compiled code, a thread, torch.vmap, or an earlier trace); make the "
-                "module that does so a leaf: leaf_modules=[...] or an attribute traceable = False"
+                "cannot see it (compiled code, a thread, torch.vmap, or an earlier trace); make "
+                "the module that does so a leaf: leaf_modules=[...] or traceable = False"
             )
         return self._constant_node(tensor)
 

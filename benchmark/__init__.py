@@ -1,0 +1,1 @@
+"""Speed of scheduling, matching, running and importing: ``python -m benchmark --help``."""

@@ -1,0 +1,45 @@
+"""The tracers that run a module. Imported when first used, as what they need takes a second."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from slapo.graph.dynamo import trace_with_dynamo
+from slapo.graph.recorded_tree import trace_recorded_containers, trace_recorded_tree
+from slapo.graph.trace_tree import TraceResult
+from slapo.op.wrapper import innermost
+from slapo.primitives.example_inputs import RecordingInputs
+
+
+def run_and_trace(
+    inputs: RecordingInputs,
+    tracer: str,
+    recursive: bool,
+    flatten: bool,
+    leaf_modules: Collection[str],
+) -> TraceResult:
+    """Trace the module that `inputs` are for, by ``"huggingface"`` or ``"dynamo"``.
+
+    Raises
+    ------
+    TraceError
+        If there is nothing to run it with, or the run does not fit into graphs.
+    """
+    module = innermost(inputs.sch.mod)
+    if tracer == "dynamo":
+        return TraceResult({"": trace_with_dynamo(module, *inputs.find())})
+    return trace_recorded_tree(module, inputs.find(), recursive, flatten, leaf_modules)
+
+
+def run_and_trace_containers(inputs: RecordingInputs, containers: Collection[str]) -> TraceResult:
+    """Trace the containers at these paths below the module that `inputs` are for.
+
+    Raises
+    ------
+    TraceError
+        If there is nothing to run it with, or a container does not fit into a graph.
+    """
+    return trace_recorded_containers(innermost(inputs.sch.mod), inputs.find(), containers)
+
+
+__all__ = ["RecordingInputs", "run_and_trace", "run_and_trace_containers"]

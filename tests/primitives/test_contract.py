@@ -1,0 +1,289 @@
+"""What every primitive owes its users, as one suite over all of them."""
+
+import inspect
+import pydoc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import slapo
+from slapo import Schedule
+from tests.fingerprint import fingerprint
+from tests.primitives.models import Block, DataDependent, Stack
+
+
+def stack() -> Schedule:
+    return slapo.create_schedule(Stack().eval())
+
+
+def traced_block() -> Schedule:
+    sch = slapo.create_schedule(Block().eval())
+    sch.trace()
+    return sch
+
+
+def traced_stack() -> Schedule:
+    sch = stack()
+    sch.trace(recursive=False)
+    return sch
+
+
+def gelu_of_fc1(sch: Schedule) -> Any:
+    return sch.find(lambda x: F.gelu(slapo.call_module("fc1", x)))
+
+
+@dataclass
+class Case:
+    """How to call one primitive rightly and wrongly.
+
+    `call` stands on one line, so that the line it is called from is the function's first.
+    """
+
+    call: Callable[[Schedule], Any]
+    arguments: dict[str, str]
+    bad: Callable[[Schedule], Any]
+    error: type[Exception]
+    message: str
+    make: Callable[[], Schedule] = stack
+    path: str = "layers.1.fc1"
+    signature: tuple[str, ...] = ()
+    returns: Any = field(default="node")
+
+
+CASES: dict[str, Case] = {
+    "annotate": Case(
+        lambda s: s.annotate("weight", "kind", 3),
+        {"param_name": "'weight'", "key": "'kind'", "value": "3"},
+        lambda s: s.annotate("weights", "kind", 3),
+        ValueError,
+        r"no parameter 'weights'.*\['weight', 'bias'\]",
+        signature=("param_name", "key", "value"),
+    ),
+    "checkpoint": Case(
+        lambda s: s.checkpoint(),
+        {},
+        lambda s: s.checkpoint(order_args_fn=3),
+        TypeError,
+        "order_args_fn must be a function",
+        signature=("subgraph", "order_args_fn", "use_reentrant"),
+    ),
+    "cut_pipeline_stage": Case(
+        lambda s: s.cut_pipeline_stage(),
+        {},
+        lambda s: s["fc1"].cut_pipeline_stage(),
+        slapo.SlapoError,
+        "trace_until",
+        make=traced_stack,
+        path="layers.1",
+    ),
+    "decompose": Case(
+        lambda s: s.decompose(),
+        {},
+        lambda s: s.parent["drop"].decompose(),
+        ValueError,
+        "only nn.Linear can be decomposed, not Dropout",
+    ),
+    "fork_rng": Case(
+        lambda s: s.fork_rng(),
+        {},
+        lambda s: s.fork_rng(1),
+        TypeError,
+        r"fork_rng: too many positional arguments; it takes \(\)",
+    ),
+    "fuse": Case(
+        lambda s: s.fuse(gelu_of_fc1(s), compiler=None, name="Fused"),
+        {"subgraph": "[[%fc1, %gelu]]", "compiler": "None", "name": "'Fused'"},
+        lambda s: s.fuse(gelu_of_fc1(s), compiler="nvfuser"),
+        ValueError,
+        "nvfuser",
+        make=traced_block,
+        path="",
+        signature=("subgraph", "compiler", "name"),
+    ),
+    "replace": Case(
+        lambda s: s.replace(nn.Linear(4, 8)),
+        {"new_mod_or_func": "Linear"},
+        lambda s: s.replace(torch.relu),
+        TypeError,
+        "must be an nn.Module",
+        signature=("new_mod_or_func", "target_ops", "name", "concrete_args"),
+    ),
+    "replace_all": Case(
+        lambda s: s.replace_all(nn.Linear, lambda path, m, k: nn.Identity(), k=2),
+        {"cls": "Linear", "make_fn": "<lambda>", "k": "2"},
+        lambda s: s.replace_all(nn.Conv2d, lambda path, m: m),
+        ValueError,
+        "no submodule is a Conv2d; there are",
+        path="layers.1",
+        signature=("cls", "make_fn", "kwargs"),
+    ),
+    "shard": Case(
+        lambda s: s.shard("weight", axis=0),
+        {"tensor_name": "'weight'", "axis": "0"},
+        lambda s: s.shard("weight", axis=2),
+        ValueError,
+        r"axis 2 does not exist in shape \(8, 4\)",
+        signature=("tensor_name", "axis", "blocks"),
+    ),
+    "sync": Case(
+        lambda s: s.sync("fwd_post", "all_gather", axis=-1),
+        {"mode": "'fwd_post'", "sync_op_or_fn": "'all_gather'", "axis": "-1"},
+        lambda s: s.sync("fwd_pre", "all_reduce"),
+        ValueError,
+        r"'all_reduce' works in modes \['fwd_post', 'bwd_post'\], not in 'fwd_pre'",
+        signature=("mode", "sync_op_or_fn", "kwargs"),
+    ),
+    "trace": Case(
+        lambda s: s.trace(flatten=True),
+        {"flatten": "True"},
+        lambda s: s.trace(tracer="tensorflow"),
+        ValueError,
+        "unknown tracer 'tensorflow'; known are",
+        path="layers.1",
+        signature=(
+            "recursive",
+            "flatten",
+            "tracer",
+            "leaf_modules",
+            "concrete_args",
+            "config",
+            "example_inputs",
+        ),
+        returns=True,
+    ),
+    "trace_until": Case(
+        lambda s: s.trace_until("layers.1"),
+        {"paths": "'layers.1'"},
+        lambda s: s.trace_until("layers.7"),
+        KeyError,
+        "nearest paths are",
+        path="",
+        signature=("paths", "tracer", "concrete_args", "config", "example_inputs"),
+        returns=True,
+    ),
+}
+
+
+@pytest.fixture(params=sorted(CASES))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_every_primitive_has_a_case() -> None:
+    builtin = {n for n, c in slapo.list_primitives(name_only=False).items() if _is_ours(c)}
+    assert builtin == set(CASES)
+
+
+def _is_ours(primitive: type) -> bool:
+    return primitive.__module__.startswith("slapo.")
+
+
+def test_the_signature_is_visible(name: str) -> None:
+    case = CASES[name]
+    sch = stack()
+    for method in (getattr(sch, name), getattr(Schedule, name)):
+        parameters = [p for p in inspect.signature(method).parameters if p != "self"]
+        assert tuple(parameters) == case.signature
+    assert name in dir(sch)
+    assert inspect.getattr_static(Schedule, name) is not None  # a type checker sees it too
+
+
+def test_help_is_the_manual(name: str) -> None:
+    primitive = slapo.list_primitives(name_only=False)[name]
+    manual = pydoc.render_doc(getattr(stack(), name), renderer=pydoc.plaintext)
+    first_line = inspect.getdoc(primitive).splitlines()[0]
+    assert first_line in manual
+    assert "Examples" in manual
+    assert first_line in pydoc.render_doc(primitive, renderer=pydoc.plaintext)
+
+
+def test_it_returns_what_stands_at_the_path(name: str) -> None:
+    case = CASES[name]
+    sch = case.make()
+    result = case.call(sch[case.path])
+    if case.returns == "node":
+        assert result is sch[case.path]
+        assert result.mod is sch.get_module(case.path)
+        # Chains: the next primitive acts on the same path.
+        assert result.annotate is not None
+        assert result.path == case.path
+    else:
+        assert result == case.returns
+
+
+def test_it_is_recorded_with_arguments_and_the_callers_line(name: str) -> None:
+    case = CASES[name]
+    sch = case.make()
+    before = len(sch.history)
+    case.call(sch[case.path])
+    assert len(sch.history) == before + 1
+    record = sch.history[-1]
+    assert (record.path, record.primitive) == (case.path, name)
+    assert dict(record.arguments) == case.arguments
+    assert record.location == f"{__file__}:{_line_of(case.call)}"
+    assert sch[case.path].history is sch.history
+
+
+def _line_of(call: Callable[..., Any]) -> int:
+    return call.__code__.co_firstlineno
+
+
+def test_it_is_printed_at_its_path(name: str) -> None:
+    case = CASES[name]
+    sch = case.make()
+    case.call(sch[case.path])
+    text = str(sch)
+    noted = [line for line in text.splitlines() if f"{name}(" in line]
+    assert len(noted) == 1, text
+    expected = case.path.rsplit(".", 1)[-1] if case.path else type(sch.mod).__name__
+    assert f"{expected}:" in noted[0] or noted[0].startswith(expected)
+
+
+def test_a_failing_call_changes_nothing(name: str) -> None:
+    case = CASES[name]
+    sch = case.make()
+    before = fingerprint(sch)
+    with pytest.raises(case.error, match=case.message) as info:
+        case.bad(sch[case.path])
+    assert type(info.value) is case.error
+    assert fingerprint(sch) == before
+
+
+def test_wrong_arguments_say_what_it_takes(name: str) -> None:
+    case = CASES[name]
+    sch = case.make()
+    before = fingerprint(sch)
+    takes_any = any(p == "kwargs" for p in case.signature)
+    with pytest.raises(TypeError, match=name):
+        if takes_any:
+            getattr(sch[case.path], name)()
+        else:
+            getattr(sch[case.path], name)(nonsense=1)
+    assert fingerprint(sch) == before
+
+
+def test_the_error_says_which_call_failed() -> None:
+    sch = stack()
+    with pytest.raises(ValueError) as info:
+        sch["layers.1.fc1"].shard("weight", axis=2)
+    assert str(info.value).startswith("sch[\"layers.1.fc1\"].shard(tensor_name='weight', axis=2): ")
+
+
+def test_a_trace_that_fails_returns_false_and_changes_nothing() -> None:
+    sch = slapo.create_schedule(nn.Sequential(DataDependent()))
+    before = fingerprint(sch)
+    with pytest.warns(UserWarning, match=r"0 \(DataDependent\).*Nothing was changed; pass"):
+        assert sch["0"].trace() is False
+    assert fingerprint(sch) == before
+
+
+def test_metadata_of_an_unknown_primitive_is_a_key_error() -> None:
+    sch = stack()
+    assert sch.metadata.primitives["shard"] == {}
+    with pytest.raises(KeyError, match="no primitive is called 'shards'"):
+        sch.metadata.primitives["shards"]

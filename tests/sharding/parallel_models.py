@@ -1,0 +1,406 @@
+"""Models, and the tensor-parallel schedules of them, that must compute what one process does."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slapo import Schedule
+from slapo.sharding.collectives import reduce_from_group
+
+# Sizes are prime or odd wherever the group's size need not divide them.
+BATCH, SEQ, HIDDEN = 7, 5, 12
+
+
+class Mlp(nn.Module):
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(HIDDEN, 3 * HIDDEN + 4, bias=bias)
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(3 * HIDDEN + 4, HIDDEN - 1, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class Holder(nn.Module):
+    """A root around one module, so that the module has a parent."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.inner(x)) + 1
+
+
+class HfAttention(nn.Module):
+    """GPT-2's attention: one packed Conv1D for query, key and value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers.pytorch_utils import Conv1D
+
+        self.c_attn = Conv1D(3 * 16, 16)
+        self.c_proj = Conv1D(16, 16)
+        self.num_heads = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.c_attn(x).chunk(3, -1)
+        q, k, v = (p.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for p in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class UnequalBlocks(nn.Module):
+    """A packed projection whose parts have different sizes, as with grouped key-value heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = [8, 4, 4]
+        self.packed = nn.Linear(HIDDEN, 16)
+        self.out = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.packed(x).split(self.sizes, -1)
+        return self.out(torch.cat([torch.tanh(a), b * c], -1))
+
+
+class ConvNet(nn.Module):
+    def __init__(self, dims: int = 2, norm: type[nn.Module] | None = None) -> None:
+        super().__init__()
+        conv = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dims]
+        batch_norm = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[dims]
+        self.conv1 = conv(3, 8, 3, padding=1)
+        self.bn = batch_norm(8) if norm is None else norm(4, 8)
+        self.grouped = conv(8, 16, 3, padding=1, groups=4)
+        self.conv2 = conv(16, 5, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv2(torch.relu(self.grouped(torch.relu(self.bn(self.conv1(x))))))
+
+
+class Language(nn.Module):
+    """Embedding, MLP and head, which may share the table."""
+
+    def __init__(self, tied: bool = False, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(24, HIDDEN, padding_idx=padding_idx)
+        self.fc = nn.Linear(HIDDEN, HIDDEN)
+        self.head = nn.Linear(HIDDEN, 24, bias=False)
+        if tied:
+            self.head.weight = self.emb.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.fc(self.emb(tokens))))
+
+
+class SequenceParallel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Identity()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.fc1 = nn.Linear(HIDDEN, 16)
+        self.fc2 = nn.Linear(16, HIDDEN)
+        self.end_norm = nn.LayerNorm(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        x = x + self.fc2(F.gelu(self.fc1(self.norm(x))))
+        return self.end_norm(x)
+
+
+class Resharded(nn.Module):
+    """Row-wise and column-wise steps, with places in between to change the layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Identity() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sin(self.a(x))
+        x = torch.cos(self.b(x)) * 2
+        x = torch.tanh(self.c(x)) + 1
+        return self.d(x) ** 2
+
+
+class Twice(nn.Module):
+    """One layer at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(HIDDEN, HIDDEN)
+        self.second = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+# --- schedules -------------------------------------------------------------------------------
+def column(sch: Schedule, path: str) -> Schedule:
+    return sch[path].shard("weight", axis=0).shard("bias", axis=0)
+
+
+def mlp_pair(sch: Schedule) -> None:
+    column(sch, "fc1").sync("bwd_post", "all_reduce")
+    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+def mlp_without_bias(sch: Schedule) -> None:
+    sch["fc1"].shard("weight", 0).sync("bwd_post", "all_reduce")
+    sch["fc2"].shard("weight", -1).sync("fwd_post", "all_reduce")
+
+
+def mlp_reduced_by_parent(sch: Schedule) -> None:
+    mlp = sch["inner"]
+    column(mlp, "fc1")
+    mlp["fc2"].shard("weight", axis=1)
+    mlp.sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
+
+
+def mlp_reduced_by_hook(sch: Schedule) -> None:
+    column(sch, "fc1").sync("bwd_post", "all_reduce")
+
+    def hook(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        return reduce_from_group(output, sch.group)
+
+    sch["fc2"].shard("weight", axis=1).sync("fwd_post", hook)
+
+
+def mlp_reduced_by_registered_hook(sch: Schedule) -> None:
+    column(sch, "fc1").sync("bwd_post", "all_reduce")
+    sch["fc2"].shard("weight", axis=1)
+    sch["fc2"].mod.register_forward_hook(lambda m, i, out: reduce_from_group(out, sch.group))
+
+
+def mlp_synced_before_sharded(sch: Schedule) -> None:
+    sch["fc1"].sync("bwd_post", "all_reduce")
+    column(sch, "fc1")
+    sch["fc2"].sync("fwd_post", "all_reduce").shard("weight", axis=1)
+
+
+def mlp_checkpointed(sch: Schedule) -> None:
+    """Wrapped before one is sharded and after the other is."""
+    sch["fc2"].checkpoint()
+    mlp_pair(sch)
+    sch["fc1"].checkpoint()
+
+
+def mlp_fused(sch: Schedule) -> None:
+    """Bias and activation fused first, and the layer sharded then."""
+    sch["fc1"].decompose()
+    sch.fuse(sch.find(lambda x, b: F.gelu(x + b)), compiler=None, name="BiasGeLU")
+    sch["fc1"].shard("weight", axis=0).shard("bias", axis=0)
+    sch.sync("bwd_post", "all_reduce")
+    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+def mlp_traced(sch: Schedule) -> None:
+    mlp_pair(sch)
+    assert sch.trace()
+
+
+def mlp_traced_checkpoint(sch: Schedule) -> None:
+    """Layers inside of checkpointed operations are sharded by their names as ever."""
+    sch.checkpoint(sch.find(lambda x: F.gelu(_call("fc1", x))))
+    mlp_pair(sch)
+
+
+def _call(pattern: str, x: Any) -> Any:
+    import slapo
+
+    return slapo.call_module(pattern, x)
+
+
+def mlp_scattered_channels(sch: Schedule) -> None:
+    """The reduced sum is kept by channels, and so is the bias."""
+    column(sch, "fc1").sync("bwd_post", "all_reduce")
+    fc2 = sch["fc2"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=-1)
+    fc2.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+
+
+def mlp_scattered_batch(sch: Schedule) -> None:
+    column(sch, "fc1").sync("bwd_post", "all_reduce")
+    fc2 = sch["fc2"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=0)
+    fc2.sync("fwd_post", "all_gather", axis=0, tensor_parallel_output_grad=False)
+
+
+def mlp_reduced_then_scattered(sch: Schedule) -> None:
+    column(sch, "fc1").sync("bwd_post", "all_reduce")
+    fc2 = sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    fc2.sync("fwd_post", "scatter", axis=0)
+    sch.sync("fwd_post", "all_gather", axis=0, tensor_parallel_output_grad=False)
+
+
+def column_gathered(sch: Schedule) -> None:
+    fc1 = column(sch, "fc1").sync("bwd_post", "all_reduce")
+    fc1.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+
+
+def column_gathered_in_parts(sch: Schedule) -> None:
+    """The gathered tensor meets a column-parallel layer: its gradient is a sum of parts."""
+    column(sch, "fc1").sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-1)
+    fc2 = column(sch, "fc2")
+    fc2.sync("fwd_post", "all_gather", axis=2, tensor_parallel_output_grad=False)
+
+
+def row_with_resharded_input(sch: Schedule) -> None:
+    sch["fc2"].shard("weight", axis=1)
+    sch["fc2"].sync("fwd_pre", "RR->RS").sync("fwd_post", "all_reduce")
+
+
+def shared_layer(sch: Schedule) -> None:
+    first = column(sch, "first").sync("bwd_post", "all_reduce")
+    first.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+
+
+def hf_attention(sch: Schedule) -> None:
+    sch["c_attn"].shard("weight", axis=1, blocks=3).shard("bias", axis=0, blocks=3)
+    sch["c_proj"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
+    sch.sync("bwd_post", "all_reduce")
+    sch.mod.num_heads //= sch.world_size
+
+
+def unequal_blocks(sch: Schedule) -> None:
+    sch["packed"].shard("weight", axis=0, blocks=(8, 4, 4)).shard("bias", 0, blocks=[8, 4, 4])
+    sch["packed"].sync("bwd_post", "all_reduce")
+    sch["out"].shard("weight", axis=1, blocks=(8, 4)).sync("fwd_post", "all_reduce")
+    sch.mod.sizes = [size // sch.world_size for size in sch.mod.sizes]
+
+
+def conv_net(sch: Schedule) -> None:
+    column(sch, "conv1").sync("bwd_post", "all_reduce")
+    for tensor in ("weight", "bias", "running_mean", "running_var"):
+        if hasattr(sch["bn"].mod, tensor):
+            sch["bn"].shard(tensor, axis=0)
+    column(sch, "grouped")
+    sch["conv2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+def conv_gathered(sch: Schedule) -> None:
+    conv = column(sch, "conv1").sync("bwd_post", "all_reduce")
+    conv.sync("fwd_post", "all_gather", axis=1, tensor_parallel_output_grad=False)
+
+
+def conv_scattered(sch: Schedule) -> None:
+    """Rank by rank a part of the channels of the sum, and of the bias."""
+    sch["grouped"].sync("fwd_post", "scatter", axis=1)
+    sch["conv2"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=0)
+    sch.sync("fwd_post", "all_gather", axis=0, tensor_parallel_output_grad=False)
+
+
+def vocabulary(sch: Schedule) -> None:
+    sch["emb"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
+    head = sch["head"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+    head.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+
+
+def vocabulary_synced_before_sharded(sch: Schedule) -> None:
+    sch["emb"].sync("fwd_post", "all_reduce").shard("weight", axis=0)
+
+
+def vocabulary_checkpointed(sch: Schedule) -> None:
+    sch["emb"].checkpoint().shard("weight", axis=0).sync("fwd_post", "all_reduce")
+
+
+def embedding_columns(sch: Schedule) -> None:
+    emb = sch["emb"].shard("weight", axis=1)
+    emb.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+
+
+def tied_by_the_head(sch: Schedule) -> None:
+    """The embedding follows; only its reduction is left to place."""
+    head = sch["head"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+    head.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+    sch["emb"].sync("fwd_post", "all_reduce")
+
+
+def sequence_parallel(sch: Schedule) -> None:
+    sch["start"].sync("fwd_post", "scatter", axis=1)
+    for norm in ("norm", "end_norm"):
+        for name in ("weight", "bias"):
+            sch[norm].annotate(name, "sequence_parallel", True)
+    column(sch, "fc1").sync("fwd_pre", "all_gather", axis=1)
+    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=1)
+    sch.sync("fwd_post", "all_gather", axis=1, tensor_parallel_output_grad=False)
+
+
+def reshard_chain(first: str, *rest: str) -> Callable[[Schedule], None]:
+    def schedule(sch: Schedule) -> None:
+        for name, spec in zip("abcd", (first, *rest), strict=False):
+            mode = "fwd_pre" if name in "bd" else "fwd_post"
+            sch[name].sync(mode, spec)
+
+    return schedule
+
+
+# --- cases -----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[], nn.Module]
+    schedule: Callable[[Schedule], None]
+    inputs: Callable[[], Tensor]
+
+
+def activations(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(shape)
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 24, (BATCH, SEQ))
+
+
+X = activations(BATCH, SEQ, HIDDEN)
+EVEN_BATCH = activations(4, SEQ, HIDDEN)
+EVEN_SEQ = activations(BATCH, 12, HIDDEN)
+IMAGES = activations(BATCH, 3, 9, 11)
+
+
+class Mlp12(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc2 = nn.Linear(3 * HIDDEN + 4, HIDDEN)
+
+
+CASES: dict[str, Case] = {
+    "column-row": Case(Mlp, mlp_pair, X),
+    "column-row, 2-D input": Case(Mlp, mlp_pair, activations(BATCH, HIDDEN)),
+    "column-row without bias": Case(lambda: Mlp(bias=False), mlp_without_bias, X),
+    "row reduced by its parent": Case(lambda: Holder(Mlp()), mlp_reduced_by_parent, X),
+    "row reduced by a hook": Case(Mlp, mlp_reduced_by_hook, X),
+    "row reduced by a registered hook": Case(Mlp, mlp_reduced_by_registered_hook, X),
+    "sync before shard": Case(Mlp, mlp_synced_before_sharded, X),
+    "checkpointed": Case(Mlp, mlp_checkpointed, X),
+    "fused, then sharded": Case(Mlp, mlp_fused, X),
+    "traced": Case(Mlp, mlp_traced, X),
+    "checkpointed operations": Case(Mlp, mlp_traced_checkpoint, X),
+    "row scattered by channels": Case(Mlp12, mlp_scattered_channels, X),
+    "row scattered by samples": Case(Mlp, mlp_scattered_batch, EVEN_BATCH),
+    "row reduced, then scattered": Case(Mlp, mlp_reduced_then_scattered, EVEN_BATCH),
+    "column gathered": Case(Mlp, column_gathered, X),
+    "column gathered for parts": Case(Mlp12, column_gathered_in_parts, X),
+    "row with a resharded input": Case(Mlp, row_with_resharded_input, X),
+    "one layer at two places": Case(Twice, shared_layer, X),
+    "Conv1D, packed": Case(HfAttention, hf_attention, activations(BATCH, SEQ, 16)),
+    "unequal blocks": Case(UnequalBlocks, unequal_blocks, X),
+    "Conv2d and BatchNorm2d": Case(ConvNet, conv_net, IMAGES),
+    "Conv1d and BatchNorm1d": Case(lambda: ConvNet(1), conv_net, activations(BATCH, 3, 11)),
+    "Conv3d and BatchNorm3d": Case(lambda: ConvNet(3), conv_net, activations(3, 3, 5, 7, 5)),
+    "Conv2d and GroupNorm": Case(lambda: ConvNet(norm=nn.GroupNorm), conv_net, IMAGES),
+    "Conv2d gathered": Case(ConvNet, conv_gathered, IMAGES),
+    "Conv2d scattered": Case(ConvNet, conv_scattered, activations(4, 3, 9, 11)),
+    "vocabulary": Case(Language, vocabulary, tokens),
+    "vocabulary, padding": Case(lambda: Language(padding_idx=13), vocabulary, tokens),
+    "vocabulary, sync before shard": Case(Language, vocabulary_synced_before_sharded, tokens),
+    "vocabulary, checkpointed": Case(Language, vocabulary_checkpointed, tokens),
+    "embedding by columns": Case(Language, embedding_columns, tokens),
+    "tied table": Case(lambda: Language(tied=True), vocabulary, tokens),
+    "tied table, padding": Case(lambda: Language(tied=True, padding_idx=2), vocabulary, tokens),
+    "tied table, one side": Case(lambda: Language(tied=True), tied_by_the_head, tokens),
+    "sequence parallel": Case(SequenceParallel, sequence_parallel, EVEN_SEQ),
+    "RS to SR": Case(Resharded, reshard_chain("RR->RS", "RS->SR", "SR->RS", "RS->RR"), EVEN_SEQ),
+    "SR to RS": Case(Resharded, reshard_chain("RR->SR", "SR->RS", "RS->SR", "SR->RR"), EVEN_SEQ),
+}
