@@ -1,1 +1,1 @@
-"""Speed of scheduling, matching, running and importing: ``python -m benchmark --help``."""
+"""How fast slapo schedules, finds, runs and imports. See ``python -m benchmark --help``."""

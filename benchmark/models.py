@@ -94,6 +94,8 @@ def hf_gpt2(layers: int, hidden: int, vocab_size: int) -> Any:
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
         use_cache=False,
     )
     return GPT2LMHeadModel(config)

@@ -11,6 +11,7 @@ from torch import nn
 
 from slapo.errors import SlapoError
 from slapo.framework_dialect import get_dialect_cls
+from slapo.graph.traced_module import TracedModule
 from slapo.op.wrapper import innermost
 from slapo.sharding.layout import layout_of
 from slapo.sharding.partial import has_bias
@@ -77,6 +78,7 @@ def build(
     _check_shards(sch)
     materialize(sch.mod, init_weights, sch.group)
     _renew_tags(sch)
+    _compile_graphs(sch)
     if dialect is not None:
         return dialect().lower(sch, **kwargs)  # type: ignore[no-any-return]
     return sch.mod, None
@@ -145,6 +147,14 @@ def _check_shards(sch: Schedule) -> None:
                 f"{path!r}: its weight is sharded along axis {specs['weight'].axis}, which splits "
                 f'the output, and its bias is whole; add sch["{path}"].shard("bias", axis=0)'
             )
+
+
+def _compile_graphs(sch: Schedule) -> None:
+    """Generate the code of every graph now: errors show here, and torch.compile sees plain code."""
+    for module in sch.mod.modules():
+        inner = innermost(module)
+        if isinstance(inner, TracedModule) and inner.is_stale:
+            inner.compile_now()
 
 
 def _renew_tags(sch: Schedule) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -58,10 +60,23 @@ def digest(records: Iterable[Record]) -> str:
 
 def caller_location() -> str:
     """``file:line`` of the nearest frame outside this package."""
+    frame = _caller_frame()
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def warn_caller(message: str) -> None:
+    """Warn about the line that called into this package, however deep the warning arises."""
+    frame = _caller_frame()
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    where = (frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"))
+    warnings.warn_explicit(message, UserWarning, *where, registry=registry)
+
+
+def _caller_frame() -> FrameType:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return frame
 
 
 def describe(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -295,13 +296,18 @@ class Schedule:
         return find_nodes(self.mod, regex_or_predicate)
 
     def _ensure_traced(self, verb: str) -> None:
+        """Trace with proxies; record a run where that is not enough."""
         if isinstance(innermost(self.mod), fx.GraphModule):
             return
-        if not run(self, TracePrimitive):
-            raise SlapoError(
-                f'sch["{self.path}"].{verb}: {type(self.mod).__name__} could not be traced (see '
-                'the warning); trace it first, with tracer="huggingface" or other concrete_args'
-            )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if run(self, TracePrimitive) or run(self, TracePrimitive, tracer="huggingface"):
+                return
+        reasons = "\n".join(f"- {warning.message}" for warning in caught)
+        raise SlapoError(
+            f'sch["{self.path}"].{verb}: the module is not traced, and could not be by itself:\n'
+            f"{reasons}"
+        )
 
     # --- change of modules, used by primitives -----------------------------------------------
     def set_module(self, new: nn.Module) -> None:
@@ -317,17 +323,22 @@ class Schedule:
 
     def rebuild_children(self) -> None:
         """Make the children agree with the module; nodes of unchanged modules stay."""
-        previous = dict(self.child)
-        self.child.clear()
-        for name, module in schedule_children(self.mod):
-            node = previous.get(name)
-            if node is not None and node.mod is module:
-                del previous[name]
-            else:
+        # A flat graph has thousands of children and is rewritten as often: most calls find one
+        # child added, so nothing is done for those that stayed but to look at them.
+        modules = children_of(self.mod)
+        child = self.child
+        left = [node for name, node in child.items() if modules.get(name) is not node.mod]
+        for node in left:
+            del child[node.name]
+        for name, module in modules.items():
+            if name not in child:
                 path = f"{self.path}.{name}" if self.path else name
-                node = Schedule(module, name, path, self, self.group, self.state)
-            self.child[name] = node
-        for node in previous.values():
+                child[name] = Schedule(module, name, path, self, self.group, self.state)
+        if list(child) != list(modules):  # a new node came last, and may belong elsewhere
+            ordered = {name: child[name] for name in modules}
+            child.clear()
+            child.update(ordered)
+        for node in left:
             node._forget()
 
     def _forget(self) -> None:
@@ -380,18 +391,18 @@ reserve_names(
 )
 
 
-def schedule_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def children_of(module: nn.Module) -> dict[str, nn.Module]:
     """Children as the schedule names them: list items joined, leaves of torch without any."""
-    if is_torch_leaf(innermost(module)):
-        return
+    inner = innermost(module)
+    if is_torch_leaf(inner) and type(inner) is not nn.Module:  # a bare one just holds others
+        return {}
+    found: dict[str, nn.Module] = {}
     for name, child in module._modules.items():
-        if child is None:
-            continue
         if isinstance(child, nn.ModuleList):
-            for item, grandchild in schedule_children(child):
-                yield f"{name}.{item}", grandchild
-        else:
-            yield name, child
+            found.update({f"{name}.{item}": below for item, below in children_of(child).items()})
+        elif child is not None:
+            found[name] = child
+    return found
 
 
 def child_slot(parent: nn.Module, name: str) -> tuple[nn.Module, str]:

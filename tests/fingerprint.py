@@ -37,7 +37,6 @@ def fingerprint(sch: Schedule) -> dict[str, Any]:
     state["ties"] = (shared.ties.as_dict(), top.metadata.tie_weights, sorted(shared.followed))
     state["nodes"] = {k: [n.path for n in nodes] for k, nodes in shared.nodes_of.items() if nodes}
     state["depth"] = shared.depth
-    state["random"] = torch.get_rng_state().tolist()
     return state
 
 

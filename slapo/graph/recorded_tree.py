@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from slapo.errors import TraceError
 from slapo.graph.align import merge_modes
-from slapo.graph.leaves import IsLeaf, default_is_leaf, is_sealed
+from slapo.graph.leaves import IsLeaf, default_is_leaf
 from slapo.graph.optional_inputs import allow_none
 from slapo.graph.recorder import Recording, record
 from slapo.graph.symbolic import other_mode
@@ -90,14 +90,11 @@ def trace_recorded_containers(
                     "calls it several times with different constants"
                 )
             inputs = known.child_inputs[local]
+        # A container's optional inputs shape what its children get (masks), so None stays refused.
         recordings[path] = _record_into(
-            result, path, module, inputs, lambda m, name: bool(name) and not _inline(m), known
+            result, path, module, inputs, default_is_leaf(False), known, try_none=False
         )
     return result
-
-
-def _inline(module: nn.Module) -> bool:
-    return bool(getattr(module, "inline_in_trace", False)) and not is_sealed(module)
 
 
 def _nearest(path: str, recordings: dict[str, Recording]) -> str | None:
@@ -115,8 +112,13 @@ def _record_into(
     inputs: Inputs,
     is_leaf: IsLeaf,
     above: Recording | None = None,
+    try_none: bool = True,
 ) -> Recording:
-    """Record `module` in both modes and note its traced form under `path`."""
+    """Record `module` in both modes and note its traced form under `path`.
+
+    `try_none`: find out which optional tensors the graph may be called without, by a recording
+    for each.
+    """
     fake_mode = above.fake_mode if above is not None else None
     signature = inspect.signature(module.forward)
     args, kwargs = inputs
@@ -132,7 +134,7 @@ def _record_into(
     optional = [
         name
         for name, parameter in signature.parameters.items()
-        if parameter.default is None and name in recording.contract.never_none
+        if try_none and parameter.default is None and name in recording.contract.never_none
     ]
     contract = allow_none(
         recording.contract, recording.graph, optional, lambda name: again(name).graph

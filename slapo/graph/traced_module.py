@@ -121,11 +121,17 @@ class TracedModule(fx.GraphModule):
     def compile_now(self) -> fx.graph.PythonCode:
         """Check the graph and generate its Python code."""
         self._graph.lint()
+        self.__dict__["_kinds"] = _parameter_kinds(self._graph)
         code = super().recompile()
         # fx wraps __call__ to decorate errors on stderr; ours must stay, it checks the contract.
         del type(self).__call__
         self.__dict__["_stale"] = False
         return code
+
+    @property
+    def is_stale(self) -> bool:
+        """True when the graph changed after its code was generated."""
+        return bool(self.__dict__["_stale"])
 
     def _recompile_submodules(self) -> list[tuple[str, fx.graph.PythonCode]]:
         return []  # children are compiled when they are used
@@ -147,14 +153,15 @@ class TracedModule(fx.GraphModule):
     def _check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         contract = self.contract
         self._check_mode(contract)
-        bound = _bind(self._parameter_kinds(), args, kwargs)
+        if self._stale:
+            self.compile_now()
+        bound = _bind(self._kinds, args, kwargs)
         for name, traced in contract.concrete.items():
             given = bound.get(name, _MISSING)
             if given is not _MISSING and not _same_value(given, traced):
                 raise SlapoError(
                     f"{self._label}: argument {name!r} is {_short(given)}, but the module was "
-                    f"traced with {_short(traced)}; trace it with that value "
-                    f"(concrete_args={{{name!r}: ...}} or example_inputs) to call it so"
+                    f"traced with {_short(traced)}; {_remedy(name, given)}"
                 )
         for name in contract.never_none:
             if bound.get(name, _MISSING) is None or name not in bound:
@@ -183,15 +190,6 @@ class TracedModule(fx.GraphModule):
                     f"{self._label}: traced with {contract.dtype} parameters, they are now {dtype};"
                     " convert the model before tracing it"
                 )
-
-    def _parameter_kinds(self) -> list[tuple[str, str]]:
-        """(name, "" or "*" or "**") of each forward parameter; read once per graph."""
-        kinds = self.__dict__.get("_kinds")
-        if kinds is None:
-            targets = [str(n.target) for n in self._graph.nodes if n.op == "placeholder"]
-            kinds = [(t.lstrip("*"), "*" * (len(t) - len(t.lstrip("*")))) for t in targets]
-            self.__dict__["_kinds"] = kinds
-        return kinds  # type: ignore[no-any-return]
 
     @property
     def _label(self) -> str:
@@ -236,6 +234,12 @@ def _rebuild(name: str, state: dict[str, Any], graph: fx.Graph) -> TracedModule:
     return module
 
 
+def _parameter_kinds(graph: fx.Graph) -> list[tuple[str, str]]:
+    """(name, "" or "*" or "**") of each forward parameter."""
+    targets = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
+    return [(t.lstrip("*"), "*" * (len(t) - len(t.lstrip("*")))) for t in targets]
+
+
 def _bind(
     kinds: list[tuple[str, str]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
@@ -275,6 +279,14 @@ def _short(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)}"
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _remedy(name: str, given: Any) -> str:
+    if type(given).__name__.endswith("Cache"):
+        return "graphs hold no caches: call the model with use_cache=False"
+    return (
+        f"trace it with that value (concrete_args={{{name!r}: ...}} or example_inputs) to call it so"
+    )
 
 
 def _mode(training: bool) -> str:

@@ -78,7 +78,8 @@ class ModuleWrapper(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "mod" not in self.__dict__:
+            # Protocols such as __deepcopy__ are about the wrapper, not about what it wraps.
+            if "mod" not in self.__dict__ or name.startswith("__"):
                 raise
             return getattr(self.mod, name)
 

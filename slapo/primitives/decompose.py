@@ -27,7 +27,7 @@ class DecomposePrimitive(Primitive):
     Raises
     ------
     ValueError
-        If the module is no ``nn.Linear``, has no bias, is decomposed or sharded already.
+        If the module is no plain ``nn.Linear``, has no bias, is decomposed or sharded already.
 
     Examples
     --------
@@ -59,6 +59,11 @@ class DecomposePrimitive(Primitive):
             raise ValueError(
                 f"the layer is sharded already ({', '.join(shards_of(module))}); "
                 "call .decompose() before .shard()"
+            )
+        if type(module).forward is not nn.Linear.forward:
+            raise ValueError(
+                f"{type(module).__name__} has a forward of its own, which would be lost; write "
+                "the module you want and use .replace()"
             )
         replace_module(sch, LinearWithSeparateBias.from_linear(module))
         return sch

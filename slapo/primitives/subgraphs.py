@@ -97,7 +97,7 @@ def _groups(target_ops: Any) -> list[list[tuple[str, fx.Node]]]:
         raise ValueError("target_ops is empty: the pattern matched nothing")
     groups = [target_ops] if all(map(_is_pair, target_ops)) else list(target_ops)
     for group in groups:
-        if not group or not all(map(_is_pair, group)):
+        if not isinstance(group, (list, tuple)) or not group or not all(map(_is_pair, group)):
             raise TypeError(
                 "target_ops must be a (parent_path, node) pair, a list of those, or a list of "
                 f"such lists, got {target_ops!r}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from torch import fx, nn
 from slapo.errors import TraceError
 from slapo.graph.leaves import is_sealed, is_torch_leaf
 from slapo.graph.trace_tree import TraceResult, containers_down_to, trace_symbolic_tree
+from slapo.history import warn_caller
 from slapo.hooks import move_hooks
 from slapo.logger import get_logger
 from slapo.op.wrapper import innermost, replace_innermost
@@ -230,11 +230,9 @@ def _warn(sch: Schedule, tracer: str, error: TraceError) -> None:
     else:
         remedy = "pass example_inputs, concrete_args for what is no tensor, or leaf_modules"
     where = sch.path or "the root"
-    warnings.warn(
+    warn_caller(
         f"{where} ({type(innermost(sch.mod)).__name__}) could not be traced with "
-        f"tracer={tracer!r}: {error}. Nothing was changed; {remedy}",
-        UserWarning,
-        stacklevel=2,
+        f"tracer={tracer!r}: {error}. Nothing was changed; {remedy}"
     )
 
 

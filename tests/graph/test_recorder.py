@@ -678,6 +678,14 @@ def test_data_dependent_leaf_is_taken_to_return_a_tensor_like_its_input() -> Non
     assert torch.equal(traced(x), module(x))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_modules_are_leaves() -> None:
+    fused = torch.jit.script(nn.Sequential(nn.Linear(5, 6), nn.GELU()))
+    module = make(lambda self, x: self.fused(x).view(x.size(0) * x.size(1), -1), fused=fused)
+    traced = trace(module, torch.ones(3, 4, 5), is_leaf=all_are_leaves)
+    assert_equal_runs(module, traced, {"x": torch.randn(2, 7, 5)})
+
+
 # --- refusals ------------------------------------------------------------------------------------
 def test_a_branch_on_data_names_module_line_and_remedy() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:

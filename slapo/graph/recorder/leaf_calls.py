@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from slapo.errors import TraceError
+from slapo.graph.recorder.scripted import scripted_output
 from slapo.graph.recorder.trees import SYMBOLIC, map_leaves, parts, tensors
 
 DATA_DEPENDENT = (
@@ -81,6 +82,9 @@ class LeafCalls:
         """
         guessed = self._guessed
         try:
+            if isinstance(module, torch.jit.ScriptModule):
+                trains = any(_trains(module, tensor) for tensor in tensors([args, kwargs]))
+                return scripted_output(call, module, args, kwargs, trains)
             return call(module, *args, **kwargs)
         except TraceError:
             raise
@@ -128,6 +132,8 @@ def call_key(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _module_key(module: nn.Module) -> Any:
+    if isinstance(module, torch.jit.ScriptModule):
+        return id(module)  # its attributes lie in C++
     attributes = vars(module)
     tensors_of = [*module._parameters.items(), *module._buffers.items()]
     return (

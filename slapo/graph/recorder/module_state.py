@@ -26,6 +26,7 @@ class ModuleState:
         self._saved = [
             (path, module, dict(vars(module)), {s: dict(vars(module)[s]) for s in _SLOTS})
             for path, module in root.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)  # its state lies in C++
         ]
         configs = {
             id(c): c for m in root.modules() if hasattr(c := vars(m).get("config"), "__dict__")

@@ -39,8 +39,8 @@ PROPERTIES = _tensor_properties()
 _METADATA = (
     "size stride numel nelement storage_offset dim ndimension is_contiguous element_size "
     "is_floating_point is_complex is_signed is_same_size is_set_to is_shared is_pinned "
-    "is_inference get_device has_names untyped_storage data_ptr __len__ __hash__ __repr__ __format__ "
-    "__str__ __bool__ __int__ __float__ __index__ __contains__ __dlpack_device__"
+    "is_inference get_device has_names untyped_storage data_ptr __len__ __hash__ __repr__ "
+    "__format__ __str__ __bool__ __int__ __float__ __index__ __contains__ __dlpack_device__"
 )
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
 

@@ -1,0 +1,197 @@
+"""TracedModule: state, laziness, contract, copies; and the two symbolic-trace merges."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slapo
+from slapo.graph.leaves import default_is_leaf
+from slapo.graph.symbolic import trace_symbolically
+from slapo.graph.traced_module import TracedModule
+from tests.primitives.models import Stack, Tied
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Modal(nn.Module):
+    """Its constants differ between train and eval mode, and two arguments are optional."""
+
+    size = property(lambda self: self.fc.in_features)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("shift", torch.ones(4), persistent=False)
+        self.limit = 3
+
+    def twice(self) -> int:
+        return 2 * self.limit
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, scale: float = 2.0, extra: object = None, **kw
+    ) -> Tensor:
+        y = F.dropout(self.fc(x), 0.3 if self.training else 0.1, self.training)
+        if mask is not None:
+            y = y + mask
+        return F.linear(y, self.fc.weight, extra) * scale + self.shift
+
+
+def traced(module: nn.Module, **concrete: object) -> TracedModule:
+    return trace_symbolically(module, default_is_leaf(False), concrete)
+
+
+def test_all_state_stays_under_its_names() -> None:
+    module = Modal()
+    gm = traced(module)
+    assert list(gm.state_dict()) == list(module.state_dict())
+    assert gm.unused is module.unused
+    assert gm.fc.weight is module.fc.weight
+    assert "shift" in gm._non_persistent_buffers_set
+    tied = traced(Tied())
+    assert tied.head.weight is tied.emb.weight
+
+
+def test_attributes_methods_and_properties_of_the_original_work() -> None:
+    gm = traced(Modal())
+    assert (gm.limit, gm.twice(), gm.size) == (3, 6, 4)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = gm.nothing
+
+
+def test_the_signature_is_the_original_ones() -> None:
+    parameters = inspect.signature(traced(Modal()).forward).parameters
+    assert list(parameters) == ["x", "mask", "scale", "extra", "kw"]
+    assert parameters["scale"].default == 2.0
+    assert parameters["kw"].kind is inspect.Parameter.VAR_KEYWORD
+
+
+@pytest.mark.parametrize("start", [True, False])
+def test_one_graph_follows_train_and_eval(start: bool) -> None:
+    module = Modal().train(start)
+    gm = traced(module)
+    assert gm.contract.training is None
+    for mode in (True, False, True):
+        module.train(mode)
+        gm.train(mode)
+        torch.manual_seed(3)
+        expected = module(X, X)
+        torch.manual_seed(3)
+        assert torch.equal(gm(X, X), expected)
+    assert not torch.equal(gm.train()(X, X), gm.eval()(X, X))
+
+
+def test_modes_of_different_structure_are_refused_at_the_call() -> None:
+    class Branches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.exp() if self.training else x
+
+    gm = traced(Branches())
+    gm(X)
+    with pytest.raises(slapo.SlapoError, match=r"traced in train mode .* eval mode"):
+        gm.eval()(X)
+
+
+def test_a_trace_leaves_modes_and_the_module_alone() -> None:
+    module = Stack(2)
+    module.layers[0].drop.eval()
+    before = [m.training for m in module.modules()]
+    assert slapo.create_schedule(module).trace()
+    assert [m.training for m in module.modules()] == before
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((X, X, 3.0), {}, r"'scale' is 3\.0, .* traced with 2\.0"),
+        ((X,), {}, "'mask' is None"),
+        ((X,), {"mask": None}, "'mask' is None"),
+        ((X, X), {"flag": 1}, r"\{'flag': 1\}"),
+    ],
+)
+def test_calls_outside_the_contract_are_refused(
+    args: tuple[object, ...], kwargs: dict[str, object], message: str
+) -> None:
+    with pytest.raises(slapo.SlapoError, match=message):
+        traced(Modal())(*args, **kwargs)
+
+
+def test_what_is_handed_on_may_be_none_or_not() -> None:
+    gm, bias = traced(Modal()).eval(), torch.ones(4)
+    assert torch.allclose(gm(X, X, extra=bias), gm(X, X) + 2 * bias)
+    assert torch.equal(gm(X, X, flag=None), gm(X, X))
+
+
+def test_a_constant_argument_is_traced_in_and_checked() -> None:
+    gm = traced(Modal(), mask=None).eval()
+    gm(X)
+    with pytest.raises(slapo.SlapoError, match="'mask' is a tensor of shape"):
+        gm(X, X)
+    with pytest.raises(ValueError, match=r"\['masks'\].*parameters are"):
+        traced(Modal(), masks=None)
+
+
+def test_code_is_generated_once_however_often_the_graph_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gm = traced(Modal())
+    compiled = []
+    original = TracedModule.compile_now
+    monkeypatch.setattr(
+        TracedModule, "compile_now", lambda self: (compiled.append(1), original(self))[1]
+    )
+    for _ in range(3):
+        node = next(n for n in gm.graph.nodes if n.name == "fc")
+        with gm.graph.inserting_after(node):
+            gm.graph.call_function(torch.relu, (node,))
+        gm.recompile()
+        assert gm.is_stale
+    assert not compiled
+    gm(X, X)
+    gm(X, X)
+    assert len(compiled) == 1
+    assert gm.code.count("torch.relu") == 3
+
+
+def test_copies_and_pickles_compute_the_same_and_are_independent() -> None:
+    module = Modal().eval()
+    gm = traced(module)
+    for other in (copy.deepcopy(gm), pickle.loads(pickle.dumps(gm))):
+        assert isinstance(other, TracedModule)
+        assert torch.equal(other(X, X), gm(X, X))
+        assert other.fc.weight is not gm.fc.weight
+        assert other.contract == gm.contract
+        with pytest.raises(slapo.SlapoError):
+            other(X)
+        other.graph.erase_node(list(other.graph.nodes)[-1])
+        assert len(other.graph.nodes) == len(gm.graph.nodes) - 1
+
+
+def test_a_deep_copy_keeps_ties_with_the_rest_of_a_model() -> None:
+    sch = slapo.create_schedule(Tied())
+    sch.trace()
+    model = copy.deepcopy(sch.mod)
+    assert model.head.weight is model.emb.weight
+
+
+def test_it_compiles_as_a_whole() -> None:
+    sch = slapo.create_schedule(Stack(2))
+    sch.trace()
+    model, _ = slapo.build(sch)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.allclose(compiled(X), model(X))
+
+
+def test_dtype_of_a_recorded_graph_is_checked() -> None:
+    sch = slapo.create_schedule(Stack(1))
+    sch.trace(tracer="huggingface", flatten=True, example_inputs=torch.randn(3, 4))
+    sch.mod.double()
+    with pytest.raises(slapo.SlapoError, match=r"float32 parameters, they are now torch.float64"):
+        sch.mod(X.double())

@@ -1,0 +1,218 @@
+"""``.checkpoint``: names stay, activations go, whatever stands around it."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slapo
+from slapo.op import CheckPointWrapper
+from tests.fingerprint import fingerprint
+from tests.primitives.models import Block, Stack
+
+
+def saved_bytes(model: nn.Module, x: Tensor) -> int:
+    """Size of what autograd keeps for the backward pass."""
+    sizes: list[int] = []
+
+    def pack(t: Tensor) -> Tensor:
+        sizes.append(t.numel() * t.element_size())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(x)
+    return sum(sizes)
+
+
+def same_gradients(model: nn.Module, reference: nn.Module, *args: Any, **kwargs: Any) -> None:
+    found = []
+    for m in (model, reference):
+        m.zero_grad()
+        out = m(*args, **kwargs)
+        out.square().sum().backward()
+        found.append((out, {n: p.grad for n, p in m.named_parameters()}))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_module() -> None:
+    model = Stack()
+    reference = copy.deepcopy(model)
+    names, x = list(model.state_dict()), torch.randn(3, 4)
+    paths = [path for path, _ in slapo.create_schedule(model).named_schedules()]
+    sch = slapo.create_schedule(model)
+    before = saved_bytes(model, x)
+    block = sch["layers.1"].mod
+    node = sch["layers.1"].checkpoint()
+    assert isinstance(node.mod, CheckPointWrapper)
+    assert node.mod.mod is block
+    assert model.layers[1] is node.mod
+    assert list(model.state_dict()) == names
+    assert [name for name, _ in model.named_parameters()] == names
+    assert [path for path, _ in sch.named_schedules()] == paths
+    assert saved_bytes(model, x) < before
+    same_gradients(model, reference, x)
+    reference.load_state_dict(model.state_dict())
+    model.load_state_dict(reference.state_dict())
+
+
+def test_primitives_act_on_the_module_within() -> None:
+    sch = slapo.create_schedule(Stack())
+    sch["layers.0"].checkpoint()
+    sch["layers.0.fc1"].checkpoint().shard("weight", 0)
+    assert sch["layers.0.fc1"].mod.mod.weight.orig_shape == (8, 4)
+    new = nn.Linear(4, 8)
+    assert sch["layers.0.fc1"].replace(new).mod.mod is new
+    assert isinstance(sch["layers.0.fc1"].mod, CheckPointWrapper)
+    assert sch.mod.layers[0].mod.fc1.mod is new
+
+
+def test_attributes_reach_the_module_within() -> None:
+    sch = slapo.create_schedule(nn.Sequential(Block()))
+    wrapper = sch["0"].checkpoint().mod
+    block = wrapper.mod
+    block.heads = 4
+    assert wrapper.heads == 4
+    wrapper.heads //= 2
+    assert (block.heads, wrapper.heads) == (2, 2)
+    wrapper.eval()
+    assert not (block.training or block.drop.training)
+    wrapper.double()
+    assert block.fc1.weight.dtype is torch.float64
+    with pytest.raises(AttributeError):
+        _ = wrapper.nothing
+
+
+def test_copies_and_pickles_stay_checkpointed() -> None:
+    sch = slapo.create_schedule(nn.Sequential(Block()))
+    sch["0"].trace()
+    sch["0"].checkpoint()
+    for other in (copy.deepcopy(sch.mod), pickle.loads(pickle.dumps(sch.mod))):
+        assert isinstance(other[0], CheckPointWrapper)
+        assert other[0].mod is not sch.mod[0].mod
+        assert other[0]._parameters is other[0].mod._parameters
+        same_gradients(other, sch.mod, torch.randn(3, 4))
+
+
+def test_order_args_fn() -> None:
+    class Minus(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a - b
+
+    sch = slapo.create_schedule(nn.Sequential(Minus()))
+    sch["0"].checkpoint(order_args_fn=lambda b, a: (a, b))
+    assert sch["0"].mod(torch.ones(1), torch.zeros(1)).item() == -1
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_reentrant_or_not(use_reentrant: bool) -> None:
+    model = Stack()
+    reference = copy.deepcopy(model)
+    slapo.create_schedule(model)["layers.2"].checkpoint(use_reentrant=use_reentrant)
+    same_gradients(model, reference, torch.randn(3, 4, requires_grad=True))
+
+
+def test_hooks_run_once_around_it() -> None:
+    model = nn.Sequential(Block())
+    calls: list[str] = []
+    handle = model[0].register_forward_hook(lambda m, i, o: calls.append("after"))
+    model[0].register_forward_pre_hook(lambda m, i: calls.append("before"))
+    slapo.create_schedule(model)["0"].checkpoint()
+    model(torch.randn(2, 4)).sum().backward()
+    assert calls == ["before", "after"]
+    handle.remove()  # the user's handle still works
+    model(torch.randn(2, 4))
+    assert calls == ["before", "after", "before"]
+
+
+def test_state_dict_code_of_the_module_still_runs() -> None:
+    class Extra(nn.Linear):
+        _version = 7
+
+        def get_extra_state(self) -> Any:
+            return {"k": 1}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.loaded = state
+
+    model = nn.Sequential(Extra(2, 2))
+    state = model.state_dict()
+    slapo.create_schedule(model)["0"].checkpoint()
+    assert list(model.state_dict()) == list(state)
+    assert model.state_dict()._metadata == state._metadata
+    model.load_state_dict(state)
+    assert model[0].mod.loaded == {"k": 1}
+
+
+def test_twice_is_refused() -> None:
+    sch = slapo.create_schedule(nn.Sequential(Block()))
+    sch["0"].checkpoint().fork_rng()
+    before = fingerprint(sch)
+    with pytest.raises(ValueError, match="checkpointed already"):
+        sch["0"].checkpoint()
+    with pytest.raises(ValueError, match="under fork_rng already"):
+        sch["0"].fork_rng()
+    assert fingerprint(sch) == before
+
+
+# --- operations ------------------------------------------------------------------------------
+def mlp(x: Tensor) -> Tensor:
+    return F.gelu(slapo.call_module("fc1", x))
+
+
+def test_operations() -> None:
+    model = Block()
+    reference = copy.deepcopy(model)
+    names = list(model.state_dict())
+    sch = slapo.create_schedule(model)
+    sch.checkpoint(sch.find(mlp))
+    sch.checkpoint(sch.find(lambda x: F.dropout(slapo.call_module("fc2", x))))
+    assert list(sch.child) == ["fc1", "fc2", "drop", "CheckPointWrapper_0", "CheckPointWrapper_1"]
+    assert isinstance(sch["CheckPointWrapper_1"].mod, CheckPointWrapper)
+    assert list(sch.mod.state_dict()) == names
+    assert [name for name, _ in sch.mod.named_parameters()] == names
+    same_gradients(sch.mod, reference, torch.randn(3, 4))
+    same_gradients(copy.deepcopy(sch.mod), reference, torch.randn(3, 4))
+    sch.mod.eval()
+    assert not sch.mod.CheckPointWrapper_0.mod.training
+
+
+def test_modules_within_operations_keep_their_paths() -> None:
+    sch = slapo.create_schedule(Block())
+    sch.checkpoint(sch.find(mlp))
+    calls: list[int] = []
+    sch["fc1"].sync("fwd_post", lambda m, i, o: calls.append(1))
+    sch["fc1"].replace(nn.Linear(4, 8))
+    sch.mod(torch.randn(2, 4))
+    assert calls == [1]
+
+
+def test_several_subgraphs_are_refused() -> None:
+    sch = slapo.create_schedule(Stack())
+    found = sch.find("head")
+    matches = [*found, *found]
+    before = fingerprint(sch)
+    with pytest.raises(ValueError, match="one subgraph can be checkpointed at a time, got 2"):
+        sch.checkpoint(matches)
+    with pytest.raises(ValueError, match="matched nothing"):
+        sch.checkpoint([])
+    with pytest.raises(TypeError, match="what find"):
+        sch.checkpoint("head")
+    assert fingerprint(sch) == before
+
+
+def test_an_inner_value_that_is_used_outside_is_refused() -> None:
+    class Leaky(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.sin(x)
+            return torch.cos(y) + y
+
+    sch = slapo.create_schedule(Leaky())
+    match = sch.find(lambda x: torch.cos(torch.sin(x)))
+    before = fingerprint(sch)
+    with pytest.raises(ValueError, match="'sin' .*also used outside, by 'add'"):
+        sch.checkpoint(match)
+    assert fingerprint(sch) == before

@@ -1,0 +1,404 @@
+"""``.replace`` and ``.replace_all``: whole modules, and matched operations."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slapo
+from slapo.hooks import get_hooks
+from slapo.op.linear import LinearWithSyncFunc
+from slapo.weights.provenance import Source
+from tests.fingerprint import fingerprint
+from tests.primitives.models import Attention, Block, Stack, Tied
+
+X = torch.randn(3, 4)
+
+
+def refused(sch: Any, error: type[Exception], message: str, call: Callable[[], Any]) -> None:
+    before = fingerprint(sch)
+    with pytest.raises(error, match=message):
+        call()
+    assert fingerprint(sch) == before
+
+
+# --- whole modules ---------------------------------------------------------------------------
+def test_a_module_in_a_list() -> None:
+    model = Stack()
+    sch = slapo.create_schedule(model)
+    new = Block(4)
+    node = sch["layers.1"].replace(new)
+    assert node is sch["layers.1"]
+    assert model.layers[1] is new is node.mod
+    assert sch["layers.1.fc1"].mod is new.fc1
+    assert sch["layers.1.fc1"].parent is node
+
+
+def test_the_root() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2)))
+    new = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert sch.replace(new) is sch
+    assert sch.mod is new
+    assert list(sch.child) == ["0", "1"]
+    assert slapo.build(sch)[0] is new
+
+
+def test_the_subtree_is_rebuilt_and_old_nodes_leave() -> None:
+    sch = slapo.create_schedule(Stack())
+    sch["layers.0"].replace(nn.Sequential(nn.Linear(4, 4)))
+    assert list(sch["layers.0"].child) == ["0"]
+    assert "layers.0.fc1" not in sch
+    live = {id(node) for _, node in sch.named_schedules()}
+    assert {id(n) for nodes in sch.state.nodes_of.values() for n in nodes} == live
+
+
+def test_a_module_at_two_places() -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    sch = slapo.create_schedule(model)
+    new = nn.Linear(4, 4)
+    sch["0"].replace(new)
+    assert model[0] is model[2] is new is sch["2"].mod
+
+
+def test_a_module_that_wraps_the_old_one() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    sch = slapo.create_schedule(model)
+    old = model[0]
+    sch["0"].replace(nn.Sequential(old, nn.ReLU()))
+    assert sch["0.0"].mod is old
+
+
+def test_the_mode_of_the_old_module_is_kept() -> None:
+    sch = slapo.create_schedule(Stack().eval())
+    assert not sch["layers.0"].replace(Block()).mod.drop.training
+
+
+def test_hooks_move_along() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    calls: list[str] = []
+    first = model[0].register_forward_pre_hook(lambda m, i: calls.append("pre"))
+    model[0].register_forward_hook(lambda m, i, kw, o: calls.append("post"), with_kwargs=True)
+    model[0].register_full_backward_hook(lambda m, i, o: calls.append("back"))
+    new = nn.Linear(4, 4)
+    new.register_forward_hook(lambda m, i, o: calls.append("own"))
+    old = model[0]
+    slapo.create_schedule(model)["0"].replace(new)
+    model(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert calls == ["pre", "post", "own", "back"]
+    assert not any(get_hooks(old).values())
+    first.remove()  # the handle that the user kept still works
+    calls.clear()
+    model(torch.randn(2, 4))
+    assert calls == ["post", "own"]
+
+
+def test_a_reduction_within_a_module_moves_along(pair: None) -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
+    sch["0"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    (reduction,) = get_hooks(sch["0"].mod)["fwd_post"]
+    new = nn.Linear(2, 4, bias=False)
+    sch["0"].replace(new)
+    assert get_hooks(new)["fwd_post"] == [reduction] == list(new._forward_hooks.values())
+    assert sch["0"].metadata.primitives["shard"] == {}
+
+
+def test_a_reduction_within_operations_is_not_lost(pair: None) -> None:
+    sch = slapo.create_schedule(Block())
+    sch["fc2"].shard("weight", 1).sync("fwd_post", "all_reduce")
+
+    def pattern(x: Tensor) -> Tensor:
+        return F.dropout(slapo.call_module("fc2", x))
+
+    match = sch.find(pattern)
+    for call in (
+        lambda: sch.replace(nn.Linear(4, 4), match),
+        lambda: sch.fuse(match, compiler=None),
+    ):
+        refused(sch, RuntimeError, r"hooks \['fwd_post'\] of 'fc2' would be lost", call)
+    only = sch.find("fc2")
+    sch.replace(nn.Linear(4, 4), only)
+    assert len(sch["Linear_0"].mod._forward_hooks) == 1
+
+
+def test_tags_move_along() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
+    sch["0"].annotate("weight", "kind", 1).replace(nn.Linear(4, 4))
+    assert sch["0"].mod.weight.kind == 1
+
+
+def test_parameters_on_meta_become_the_old_ones() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    weight = model[0].weight
+    new = LinearWithSyncFunc(4, 4, device="meta")
+    slapo.create_schedule(model)["0"].replace(new)
+    assert new.weight is weight
+
+
+def test_bad_replacements() -> None:
+    sch = slapo.create_schedule(Stack())
+    node = sch["layers.0"]
+    for bad in (3, "Linear", torch.relu, nn.Linear):
+        refused(sch, TypeError, "must be an nn.Module", lambda bad=bad: node.replace(bad))
+    refused(sch, ValueError, "is that Block already", lambda: node.replace(node.mod))
+    refused(sch, ValueError, "need target_ops", lambda: node.replace(Block(), name="B"))
+    refused(
+        sch, ValueError, "need target_ops", lambda: node.replace(Block(), concrete_args={"x": 1})
+    )
+    refused(sch, ValueError, "contains 'the root'", lambda: node.replace(sch.mod))
+    refused(
+        sch, ValueError, "contains 'layers.0'", lambda: sch["layers.0.fc1"].replace(node.mod)
+    )
+
+
+def test_ties_are_kept_or_the_replacement_is_refused() -> None:
+    model = Tied()
+    sch = slapo.create_schedule(model)
+    weight = model.emb.weight
+    sch["head"].replace(nn.Linear(4, 8, bias=False))
+    assert model.head.weight is model.emb.weight is weight
+    message = r"'head.weight' of shape \(8, 4\) is tied to \['emb.weight'\].*break the tie"
+    refused(sch, ValueError, message, lambda: sch["head"].replace(nn.Linear(4, 9)))
+    refused(sch, ValueError, message, lambda: sch["head"].replace(nn.Identity()))
+
+    class Renamed(nn.Module):
+        def __init__(self, table: nn.Parameter) -> None:
+            super().__init__()
+            self.table = table
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.table.T
+
+    sch["head"].replace(Renamed(weight))
+    assert sch.state.ties.as_dict()["emb.weight"] == ("head.table",)
+    slapo.build(sch)
+
+
+# --- replace_all -----------------------------------------------------------------------------
+def test_all_of_a_class() -> None:
+    model = Stack()
+    sch = slapo.create_schedule(model)
+    seen: list[tuple[str, type, float]] = []
+
+    def make(path: str, module: nn.Module, p: float) -> nn.Module:
+        seen.append((path, type(module), p))
+        return nn.Sequential(nn.Dropout(p))
+
+    assert sch.replace_all(nn.Dropout, make, p=0.5) is sch
+    assert seen == [(f"layers.{k}.drop", nn.Dropout, 0.5) for k in range(3)]
+    assert all(isinstance(layer.drop[0], nn.Dropout) for layer in model.layers)
+    assert len(sch.history) == 1
+
+
+def test_only_below_the_node_and_outermost_first() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Sequential(nn.Sequential(nn.ReLU()))))
+    paths: list[str] = []
+    sch["0"].replace_all(nn.Sequential, lambda path, m: paths.append(path) or nn.Identity())
+    assert paths == ["0.0"]
+
+
+def test_checkpointed_modules_stay_so() -> None:
+    sch = slapo.create_schedule(Stack())
+    sch["layers.0"].checkpoint()
+    sch.replace_all(Block, lambda path, m: nn.Linear(4, 4))
+    assert type(sch["layers.0"].mod).__name__ == "CheckPointWrapper"
+    assert isinstance(sch["layers.0"].mod.mod, nn.Linear)
+    assert sch.mod(X).shape == (3, 4)
+
+
+def test_traced_modules_are_known_by_their_class() -> None:
+    sch = slapo.create_schedule(Stack())
+    sch.trace()
+    sch.replace_all(Block, lambda path, m: nn.Identity())
+    assert isinstance(sch["layers.2"].mod, nn.Identity)
+
+
+def test_bad_calls_of_replace_all() -> None:
+    sch = slapo.create_schedule(Stack())
+    refused(
+        sch,
+        ValueError,
+        r"no submodule is a Conv2d; there are \['Block', 'Dropout', 'Linear', 'Stack'\]",
+        lambda: sch.replace_all(nn.Conv2d, lambda p, m: m),
+    )
+    refused(
+        sch, TypeError, "class of modules, got 'Linear'", lambda: sch.replace_all("Linear", print)
+    )
+    refused(
+        sch,
+        TypeError,
+        "what make_fn returns must be an nn.Module",
+        lambda: sch.replace_all(nn.Linear, lambda p, m: None),
+    )
+    refused(
+        sch,
+        ZeroDivisionError,
+        "by zero",
+        lambda: sch.replace_all(nn.Linear, lambda p, m: nn.Linear(1 // (p != "head"), 1)),
+    )
+
+
+def test_when_one_cannot_be_replaced_none_is() -> None:
+    sch = slapo.create_schedule(Tied())
+    sizes = {"fc": (4, 4), "head": (4, 9)}
+    refused(
+        sch,
+        ValueError,
+        "break the tie",
+        lambda: sch.replace_all(nn.Linear, lambda p, m: nn.Linear(*sizes[p])),
+    )
+
+
+# --- operations ------------------------------------------------------------------------------
+class GeluMlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.fc(x))
+
+
+def gelu_of_fc1(x: Tensor) -> Tensor:
+    return F.gelu(slapo.call_module("fc1", x))
+
+
+def test_vertical() -> None:
+    sch = slapo.create_schedule(Block())
+    new = GeluMlp()
+    assert sch.replace(new, sch.find(gelu_of_fc1)) is sch
+    assert list(sch.child) == ["fc2", "drop", "GeluMlp_0"]
+    assert sch["GeluMlp_0"].mod is new
+    expected = sch.mod.fc2(new(X)) + X
+    assert torch.allclose(sch.mod(X), expected)
+
+
+def test_names_take_the_first_free_number() -> None:
+    sch = slapo.create_schedule(Stack())
+    sch.trace(flatten=True)
+    for k in range(3):
+        match = sch.find(lambda x: F.gelu(slapo.call_module(r"layers\.\d\.fc1", x)))
+        sch.replace(GeluMlp(), match[:1], name="Up")
+        assert f"Up_{k}" in sch
+    refused(
+        sch,
+        ValueError,
+        "cannot name a submodule",
+        lambda: sch.replace(nn.Tanh(), sch.find("head"), name="a.b"),
+    )
+
+
+def test_a_function_and_concrete_args() -> None:
+    def scaled(x: Tensor, scale: float) -> Tensor:
+        return x * scale
+
+    sch = slapo.create_schedule(nn.Sequential(nn.ReLU()))
+    sch.replace(scaled, sch.find(lambda x: F.relu(x)), concrete_args={"scale": 3.0})
+    assert torch.equal(sch.mod(X), 3 * X)
+
+
+@pytest.mark.parametrize("function", [lambda: 1, lambda x, y: x, lambda x, y, z: x])
+def test_the_wrong_number_of_arguments(function: Any) -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.ReLU()))
+    match = sch.find(lambda x: F.relu(x))
+    refused(sch, ValueError, "argument|input|parameter", lambda: sch.replace(function, match))
+
+
+def test_a_module_of_the_wrong_arity() -> None:
+    sch = slapo.create_schedule(Block())
+    match = sch.find(gelu_of_fc1)
+    refused(sch, ValueError, "input", lambda: sch.replace(nn.Bilinear(4, 4, 8), match))
+
+
+class PackedQkv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Linear(4, 12)
+
+    def weight_sources(self) -> dict[str, Source]:
+        return {
+            f"packed.{n}": Source(tuple(f"{k}.{n}" for k in range(3))) for n in ("weight", "bias")
+        }
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.packed(x).chunk(3, -1)
+
+
+def test_horizontal_with_its_weights() -> None:
+    model = Attention()
+    reference = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    sch.replace(PackedQkv(), sch.find("[qkv]$"), name="QKV")
+    assert list(sch.child) == ["out", "QKV_0"]
+    x = torch.randn(2, 5, 4)
+    torch.testing.assert_close(sch.mod(x), reference(x))
+
+
+def test_hooks_and_horizontal() -> None:
+    sch = slapo.create_schedule(Attention())
+    sch["k"].sync("fwd_post", lambda m, i, o: o)
+    match = sch.find("[qkv]$")
+    refused(
+        sch,
+        RuntimeError,
+        r"hooks \['fwd_post'\] of 'k' would be lost",
+        lambda: sch.replace(PackedQkv(), match),
+    )
+
+
+def test_hooks_and_vertical() -> None:
+    model = Block()
+    calls: list[str] = []
+    model.fc1.register_forward_pre_hook(lambda m, i: calls.append("pre"))
+    sch = slapo.create_schedule(model)
+    sch.replace(GeluMlp(), sch.find(gelu_of_fc1))
+    sch.mod(X)
+    assert calls == ["pre"]
+    other = Block()
+    other.fc1.register_forward_hook(lambda m, i, o: calls.append("post"))
+    sch = slapo.create_schedule(other)
+    match = sch.find(gelu_of_fc1)
+    refused(sch, RuntimeError, "'fc1' would be lost", lambda: sch.replace(GeluMlp(), match))
+    refused(sch, RuntimeError, "'fc1' would be lost", lambda: sch.replace(torch.tanh, match))
+
+
+def test_one_node() -> None:
+    class Soft(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.softmax(x, dim=-1)
+
+    sch = slapo.create_schedule(Soft())
+
+    def log_softmax(x: Tensor, dim: int) -> Tensor:
+        return torch.log_softmax(x, dim)
+
+    (pair,) = sch.find_node(lambda node: node.target is torch.softmax)
+    sch.replace(log_softmax, pair)
+    assert torch.allclose(sch.mod(X), torch.log_softmax(X, -1))
+    refused(sch, ValueError, "call find", lambda: sch.replace(log_softmax, pair))  # gone by now
+
+
+def test_ties_and_operations() -> None:
+    model = Tied()
+    sch = slapo.create_schedule(model)
+    match = sch.find("head")
+    refused(sch, ValueError, "break the tie", lambda: sch.replace(nn.Identity(), match))
+    sch.replace(nn.Linear(4, 8, bias=False), match, name="out")
+    assert sch["out_0"].mod.weight is model.emb.weight
+    slapo.build(sch)
+
+
+def test_matches_of_other_graphs() -> None:
+    first, second = slapo.create_schedule(Block()), slapo.create_schedule(Block())
+    foreign = first.find(gelu_of_fc1)
+    second.trace()
+    refused(second, ValueError, "not in the graph", lambda: second.replace(GeluMlp(), foreign))
+    refused(second, TypeError, "what find", lambda: second.replace(GeluMlp(), 3))
+    refused(second, ValueError, "matched nothing", lambda: second.replace(GeluMlp(), []))
+    refused(second, TypeError, "list of those", lambda: second.replace(GeluMlp(), [3]))
+    fresh = slapo.create_schedule(Block())
+    refused(fresh, ValueError, "not traced", lambda: fresh.replace(GeluMlp(), foreign))

@@ -1,0 +1,362 @@
+"""The tree: names, look-up, selections, users' own primitives, the record."""
+
+import inspect
+import pydoc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo
+from slapo import Primitive, Schedule
+from slapo.primitives import base
+from tests.fingerprint import fingerprint
+from tests.primitives.models import Block, Stack
+
+
+def paths(sch: Schedule) -> list[str]:
+    return [path for path, _ in sch.named_schedules()]
+
+
+# --- names -----------------------------------------------------------------------------------
+def test_list_items_belong_to_the_owner_of_the_list() -> None:
+    class Bert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Module()
+            self.encoder.layer = nn.ModuleList([Block() for _ in range(4)])
+
+    sch = slapo.create_schedule(Bert())
+    assert list(sch["encoder"].child) == [f"layer.{k}" for k in range(4)]
+    node = sch["encoder.layer.3"]
+    assert (node.name, node.path, node.parent) == ("layer.3", "encoder.layer.3", sch["encoder"])
+    assert node is sch["encoder"]["layer.3"]
+    assert node.mod is sch.mod.encoder.layer[3] is sch.get_module("encoder.layer.3")
+    assert "encoder.layer" not in sch
+    assert "encoder.layer.3.fc1" in sch
+    assert node.get_top_schedule() is sch
+
+
+def test_nested_lists_and_other_containers() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            inner = [nn.ModuleList([nn.ReLU(), nn.Sequential(nn.Tanh())]) for _ in range(2)]
+            self.grid = nn.ModuleList(inner)
+            self.named = nn.ModuleDict({"a": nn.ReLU(), "b": nn.ModuleList([nn.Tanh()])})
+            self.params = nn.ParameterList([torch.ones(1)])
+            self.nothing = None
+            self.register_module("none", None)
+
+    sch = slapo.create_schedule(Nested())
+    assert list(sch.child) == ["grid.0.0", "grid.0.1", "grid.1.0", "grid.1.1", "named", "params"]
+    assert list(sch["grid.1.1"].child) == ["0"]
+    assert list(sch["named"].child) == ["a", "b.0"]
+    sch["grid.1.1.0"].replace(nn.ReLU())
+    sch["grid.0.0"].replace(nn.GELU())
+    assert isinstance(sch.mod.grid[1][1][0], nn.ReLU)
+    assert isinstance(sch.mod.grid[0][0], nn.GELU)
+
+
+def test_containers_as_roots() -> None:
+    assert list(slapo.create_schedule(nn.Sequential(nn.ReLU(), nn.ReLU())).child) == ["0", "1"]
+    assert list(slapo.create_schedule(nn.ModuleList([nn.ReLU()])).child) == ["0"]
+    leaf = slapo.create_schedule(nn.Linear(2, 2))
+    assert leaf[""] is leaf
+    assert leaf.child == {}
+
+
+def test_layers_of_torch_are_leaves() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.MultiheadAttention(4, 2), nn.LSTM(2, 2)))
+    assert paths(sch) == ["", "0", "1"]
+
+
+def test_shared_modules_have_a_node_at_each_place() -> None:
+    shared = Block()
+    sch = slapo.create_schedule(nn.Sequential(shared, shared))
+    assert paths(sch)[:3] == ["", "0", "0.fc1"]
+    assert sch["0"].mod is sch["1"].mod
+    sch["1"].checkpoint()
+    assert sch.mod[0] is sch.mod[1] is sch["0"].mod
+
+
+def test_attributes() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.ReLU()), name="model")
+    assert (sch.name, sch.path, sch.parent, sch.rank, sch.world_size) == ("model", "", None, 0, 1)
+    assert sch.group is None
+    assert (sch.metadata.tie_weights, sch.metadata.param_tags) == ({}, {})
+    child = slapo.create_schedule(nn.ReLU(), name="extra", path="extra", parent=sch)
+    assert child.get_top_schedule() is sch
+    assert child.history is sch.history
+
+
+def test_prefixes() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Sequential(nn.ReLU())))
+    assert [p for p, _ in sch.named_schedules(prefix="m")] == ["m", "m.0", "m.0.0"]
+    assert [p for p, _ in sch["0"].named_schedules()] == ["", "0"]
+
+
+# --- look-up ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("layer.1", "layers.1"),
+        ("layers.9", "layers.0"),
+        ("layers.1.fc3", "layers.1.fc1"),
+        ("layers", "layers.0"),
+        ("heads", "head"),
+        ("zzz", "layers.0"),
+    ],
+)
+def test_unknown_paths_offer_the_nearest(path: str, near: str) -> None:
+    sch = slapo.create_schedule(Stack())
+    for look_up in (sch.__getitem__, sch.get_module):
+        with pytest.raises(KeyError, match=f"no module at '{path}'; nearest paths are .*'{near}'"):
+            look_up(path)
+    assert path not in sch
+
+
+def test_unknown_paths_below_a_node_say_so() -> None:
+    sch = slapo.create_schedule(Stack())
+    with pytest.raises(KeyError, match=r"'fc9' below 'layers\.1'; nearest paths are \['fc"):
+        sch["layers.1"]["fc9"]
+
+
+def test_paths_are_strings() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.ReLU()))
+    with pytest.raises(TypeError, match="a schedule path is a string, got 0"):
+        sch[0]
+    assert 0 not in sch
+
+
+def test_unknown_attributes_name_the_primitives() -> None:
+    sch = slapo.create_schedule(nn.ReLU())
+    with pytest.raises(AttributeError, match="no attribute 'shards'; its primitives are .*'shard'"):
+        _ = sch.shards
+    assert not hasattr(sch, "_private")
+
+
+# --- selections ------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("layers.*", ["layers.0", "layers.1", "layers.2"]),
+        ("layers.*.fc1", ["layers.0.fc1", "layers.1.fc1", "layers.2.fc1"]),
+        ("**.drop", ["layers.0.drop", "layers.1.drop", "layers.2.drop"]),
+        ("**.fc?", [f"layers.{k}.fc{j}" for k in range(3) for j in (1, 2)]),
+        ("layers.1.**", ["layers.1.fc1", "layers.1.fc2", "layers.1.drop"]),
+        ("*", ["head"]),
+        ("**.head", ["head"]),
+        ("h*d", ["head"]),
+    ],
+)
+def test_globs(pattern: str, expected: list[str]) -> None:
+    chosen = slapo.create_schedule(Stack()).select(pattern)
+    assert [node.path for node in chosen] == expected
+    assert len(chosen) == len(expected)
+    assert chosen[0].path == expected[0]
+
+
+def test_double_stars_match_everything() -> None:
+    sch = slapo.create_schedule(Stack())
+    assert [node.path for node in sch.select("**")] == paths(sch)[1:]
+
+
+def test_globs_are_relative_to_the_node() -> None:
+    sch = slapo.create_schedule(Stack())
+    assert [node.path for node in sch["layers.1"].select("fc*")] == ["layers.1.fc1", "layers.1.fc2"]
+
+
+@pytest.mark.parametrize("pattern", ["layer.*", "layers.*.fc3", "fc1"])
+def test_a_glob_that_matches_nothing(pattern: str) -> None:
+    sch = slapo.create_schedule(Stack())
+    with pytest.raises(ValueError, match="matches no module.*nearest paths are"):
+        sch.select(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["", None, 3])
+def test_a_glob_is_a_string(pattern: Any) -> None:
+    with pytest.raises(ValueError, match="needs a pattern"):
+        slapo.create_schedule(Stack()).select(pattern)
+
+
+def test_a_selection_applies_to_all() -> None:
+    sch = slapo.create_schedule(Stack())
+    chosen = sch.select("layers.*")
+    assert chosen.checkpoint() is chosen
+    assert [str(r).split("  #")[0] for r in sch.history] == [
+        f'sch["layers.{k}"].checkpoint()' for k in range(3)
+    ]
+    assert all(r.location.startswith(__file__) for r in sch.history)
+    sch.select("layers.*.fc1").shard("weight", axis=0).shard("bias", axis=0)
+    sch.select("**.drop").replace(lambda path, module: nn.Identity())
+    assert isinstance(sch["layers.2.drop"].mod, nn.Identity)
+    assert "shard" in dir(chosen)
+    assert repr(chosen) == "<Selection 'layers.*' of 3 modules>"
+
+
+def test_a_selection_that_fails_on_one_changes_none() -> None:
+    model = Stack()
+    model.layers[2].fc1 = nn.Linear(4, 8, bias=False)
+    sch = slapo.create_schedule(model)
+    sch["layers.0"].checkpoint()
+    sch["layers.1"].trace()
+    before = fingerprint(sch)
+    attempts = [
+        lambda: sch.select("layers.*.fc1").decompose(),
+        lambda: sch.select("layers.*.fc1").shard("bias", axis=0),
+        lambda: sch.select("layers.*.fc1").annotate("bias", "k", 1),
+        lambda: sch.select("**").decompose(),
+        lambda: sch.select("layers.*").replace(
+            lambda path, m: nn.Identity() if path != "layers.2" else None
+        ),
+        lambda: sch.select("layers.*").sync("fwd_post", "all_reduce", axis=3),
+    ]
+    for attempt in attempts:
+        with pytest.raises((ValueError, TypeError)):
+            attempt()
+        assert fingerprint(sch) == before
+    assert model(torch.randn(2, 4)).shape == (2, 4)
+
+
+def test_matches_found_before_a_failed_selection_still_count() -> None:
+    sch = slapo.create_schedule(Block())
+    match = sch.find(lambda x: nn.functional.gelu(x))
+    with pytest.raises(ValueError, match="decompose"):
+        sch.select("*").decompose()
+    sch.replace(torch.tanh, match)
+
+
+# --- users' own primitives -------------------------------------------------------------------
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+
+
+def freeze() -> type[Primitive]:
+    @slapo.register_primitive()
+    class Freeze(Primitive):
+        """Stop training of a module."""
+
+        @staticmethod
+        def name() -> str:
+            return "freeze"
+
+        @staticmethod
+        def init_metadata() -> Any:
+            return ["fresh"]
+
+        @staticmethod
+        def apply(sch: Schedule, name: str, *, value: bool = False) -> None:
+            sch.mod.register_forward_hook(lambda m, i, o: o)
+            sch.mod.note = "changed"
+            sch.metadata.primitives["freeze"].append(name)
+            sch.metadata.param_tags["x"] = {}
+            for child in list(sch.child.values()):
+                child.replace(nn.Identity())
+            getattr(sch.mod, name).requires_grad_(value)
+
+    return Freeze
+
+
+def test_it_appears_as_a_method() -> None:
+    primitive = freeze()
+    sch = slapo.create_schedule(Stack())
+    assert "freeze" in slapo.list_primitives()
+    assert slapo.list_primitives(name_only=False)["freeze"] is primitive
+    assert "freeze" in dir(sch)
+    assert list(inspect.signature(sch.freeze).parameters) == ["name", "value"]
+    assert "Stop training" in pydoc.render_doc(sch.freeze, renderer=pydoc.plaintext)
+    assert sch["head"].freeze("weight") is sch["head"]
+    assert not sch.mod.head.weight.requires_grad
+    assert sch["head"].metadata.primitives["freeze"] == ["fresh", "weight"]
+    assert sch.history[-1].call() == "sch[\"head\"].freeze(name='weight')"
+    assert sch.history[-1].location.startswith(__file__)
+    sch.select("layers.*.fc?").freeze("bias")
+    assert len(sch.history) == 7
+
+
+def test_primitives_within_a_primitive_are_part_of_it() -> None:
+    freeze()
+    sch = slapo.create_schedule(Stack())
+    with pytest.raises(AttributeError):
+        sch["layers.0"].freeze("weight")
+    sch.mod.layers[0].scale = nn.Parameter(torch.ones(1))
+    sch["layers.0"].freeze("scale")
+    assert [record.primitive for record in sch.history] == ["freeze"]
+
+
+def test_what_it_changed_before_it_failed_is_undone() -> None:
+    freeze()
+    sch = slapo.create_schedule(Stack())
+    sch["layers.1"].trace()
+    before = fingerprint(sch)
+    for path in ("", "layers.0", "layers.1"):
+        with pytest.raises(AttributeError):
+            sch[path].freeze("nothing")
+        assert fingerprint(sch) == before
+
+
+def named(name: Any) -> type[Primitive]:
+    class Mine(Primitive):
+        @staticmethod
+        def apply(sch: Schedule) -> None:
+            """Nothing."""
+
+    Mine.name = staticmethod(lambda: name)  # type: ignore[method-assign]
+    return Mine
+
+
+@pytest.mark.parametrize("name", ["shard", "find", "mod", "metadata", "history", "select"])
+def test_taken_names(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' is taken by"):
+        slapo.register_primitive()(named(name))
+
+
+@pytest.mark.parametrize("name", ["", "a b", "_hidden", 3, None])
+def test_impossible_names(name: Any) -> None:
+    with pytest.raises(ValueError, match="cannot be the name of a method"):
+        slapo.register_primitive()(named(name))
+
+
+def test_twice() -> None:
+    freeze()
+    with pytest.raises(ValueError, match="'freeze' is taken by Freeze"):
+        freeze()
+
+
+@pytest.mark.parametrize("thing", [int, nn.Module, print, 3])
+def test_only_primitives(thing: Any) -> None:
+    with pytest.raises(TypeError, match="not a subclass of slapo.Primitive"):
+        slapo.register_primitive()(thing)
+
+
+# --- the record ------------------------------------------------------------------------------
+def scheduled(axis: int = 0) -> Schedule:
+    sch = slapo.create_schedule(Stack())
+    sch["layers.0"].checkpoint()
+    sch["head"].shard("weight", axis).sync("fwd_pre", print)
+    return sch
+
+
+def test_the_record_is_in_order() -> None:
+    assert [r.call() for r in scheduled().history] == [
+        'sch["layers.0"].checkpoint()',
+        "sch[\"head\"].shard(tensor_name='weight', axis=0)",
+        "sch[\"head\"].sync(mode='fwd_pre', sync_op_or_fn=print)",
+    ]
+
+
+def test_digests_depend_on_what_was_applied_alone() -> None:
+    assert scheduled().digest() == scheduled().digest()
+    assert scheduled().digest() != scheduled(axis=1).digest()
+    first, second = scheduled().history[0], scheduled().history[0]
+    assert first.same_as(second)
+
+
+def test_what_failed_is_not_recorded() -> None:
+    sch = scheduled()
+    with pytest.raises(ValueError, match="sharded already"):
+        sch["head"].shard("weight", 0)
+    assert len(sch.history) == 3

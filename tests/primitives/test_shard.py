@@ -1,0 +1,301 @@
+"""``.shard`` on ranks of a pretended world: slices, sizes, ties, and what it refuses."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import slapo
+from slapo import Schedule
+from slapo.hooks import get_hooks
+from slapo.sharding.rules import Effect, register_shard_rule
+from slapo.sharding.layout import Layout
+from slapo.sharding.shards import shards_of
+from tests.fingerprint import fingerprint
+from tests.primitives.models import Tied
+
+
+@pytest.fixture(params=[(0, 2), (1, 2), (3, 4)], ids=lambda p: f"rank{p[0]}of{p[1]}")
+def world(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
+    """One rank of a group whose collectives do nothing."""
+    rank, size = request.param
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    yield rank, size
+    dist.destroy_process_group()
+
+
+def hf_conv1d(nf: int, nx: int) -> nn.Module:
+    from transformers.pytorch_utils import Conv1D
+
+    return Conv1D(nf, nx)
+
+
+#: module, tensor, axis -> attributes afterwards, as multiples of 1 / world_size
+SIZES: dict[str, tuple[Callable[[], nn.Module], str, int, dict[str, int]]] = {
+    "linear column": (lambda: nn.Linear(8, 12), "weight", 0, {"out_features": 12}),
+    "linear row": (lambda: nn.Linear(8, 12), "weight", 1, {"in_features": 8}),
+    "linear row from the end": (lambda: nn.Linear(8, 12), "weight", -1, {"in_features": 8}),
+    "linear bias": (lambda: nn.Linear(8, 12), "bias", 0, {"out_features": 12}),
+    "conv1d hf column": (lambda: hf_conv1d(12, 8), "weight", 1, {"nf": 12}),
+    "conv1d hf row": (lambda: hf_conv1d(12, 8), "weight", 0, {"nx": 8}),
+    "conv column": (lambda: nn.Conv2d(8, 12, 3), "weight", 0, {"out_channels": 12}),
+    "conv row": (lambda: nn.Conv2d(8, 12, 3), "weight", 1, {"in_channels": 8}),
+    "conv groups": (
+        lambda: nn.Conv2d(8, 12, 3, groups=4),
+        "weight",
+        0,
+        {"out_channels": 12, "in_channels": 8, "groups": 4},
+    ),
+    "transposed conv": (lambda: nn.ConvTranspose2d(8, 12, 3), "weight", 1, {"out_channels": 12}),
+    "batch norm": (lambda: nn.BatchNorm2d(8), "running_mean", 0, {"num_features": 8}),
+    "instance norm": (lambda: nn.InstanceNorm2d(8, affine=True), "weight", 0, {"num_features": 8}),
+    "group norm": (
+        lambda: nn.GroupNorm(4, 8),
+        "weight",
+        0,
+        {"num_channels": 8, "num_groups": 4},
+    ),
+    "embedding rows": (lambda: nn.Embedding(8, 12), "weight", 0, {"num_embeddings": 8}),
+    "embedding columns": (lambda: nn.Embedding(8, 12), "weight", 1, {"embedding_dim": 12}),
+    "embedding bag": (lambda: nn.EmbeddingBag(8, 12), "weight", 1, {"embedding_dim": 12}),
+    "prelu": (lambda: nn.PReLU(8), "weight", 0, {"num_parameters": 8}),
+    "bilinear": (lambda: nn.Bilinear(3, 5, 8), "weight", 0, {"out_features": 8}),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_slice_and_sizes(name: str, world: tuple[int, int]) -> None:
+    make, tensor_name, axis, sizes = SIZES[name]
+    rank, ranks = world
+    module = make()
+    whole = getattr(module, tensor_name).detach().clone()
+    node = slapo.create_schedule(nn.Sequential(module))["0"].shard(tensor_name, axis)
+    local = getattr(node.mod, tensor_name)
+    assert node.mod is module
+    assert torch.equal(local, whole.chunk(ranks, axis)[rank])
+    assert local.orig_shape == whole.shape
+    assert type(local) is type(getattr(make(), tensor_name))
+    assert {key: getattr(module, key) for key in sizes} == {
+        key: size // ranks for key, size in sizes.items()
+    }
+    # Its own storage: the whole tensor can be freed.
+    assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
+
+
+def test_equal_blocks(world: tuple[int, int]) -> None:
+    rank, ranks = world
+    qkv = nn.Linear(4, 24)
+    parts = qkv.weight.detach().clone().chunk(3)
+    slapo.create_schedule(nn.Sequential(qkv))["0"].shard("weight", 0, blocks=3)
+    expected = torch.cat([part.chunk(ranks)[rank] for part in parts])
+    assert torch.equal(qkv.weight, expected)
+
+
+def test_unequal_blocks(world: tuple[int, int]) -> None:
+    rank, ranks = world
+    qkv = nn.Linear(4, 16)
+    parts = qkv.weight.detach().clone().split([8, 4, 4])
+    slapo.create_schedule(nn.Sequential(qkv))["0"].shard("weight", 0, blocks=(8, 4, 4))
+    assert torch.equal(qkv.weight, torch.cat([part.chunk(ranks)[rank] for part in parts]))
+
+
+def test_what_a_parameter_carries_follows(pair: None) -> None:
+    linear = nn.Linear(4, 4)
+    linear.weight.requires_grad_(False)
+    linear.weight.mine = "kept"
+    sch = slapo.create_schedule(nn.Sequential(linear))
+    sch["0"].annotate("weight", "kind", 3).shard("weight", 0)
+    assert (linear.weight.mine, linear.weight.kind) == ("kept", 3)
+    assert not linear.weight.requires_grad
+
+
+def test_meta_tensors_are_sharded_too(pair: None) -> None:
+    with slapo.init_empty_weights():
+        model = nn.Sequential(nn.Linear(4, 6))
+    weight = slapo.create_schedule(model)["0"].shard("weight", 0).mod.weight
+    assert weight.is_meta
+    assert (tuple(weight.shape), tuple(weight.orig_shape)) == ((3, 4), (6, 4))
+
+
+def test_a_world_of_one_keeps_everything() -> None:
+    linear = nn.Linear(3, 5)
+    weight = linear.weight.detach().clone()
+    slapo.create_schedule(linear).shard("weight", 1).sync("fwd_post", "all_reduce")
+    assert torch.equal(linear.weight, weight)
+    x = torch.randn(2, 3)
+    assert torch.allclose(linear(x), nn.functional.linear(x, weight, linear.bias))
+
+
+# --- what is refused -------------------------------------------------------------------------
+class OwnForward(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * 2
+
+
+BAD: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], str]] = {
+    "not divisible": (lambda: nn.Linear(4, 5), ("weight", 0), {}, "size 5 is not divisible by"),
+    "no tensor": (lambda: nn.Linear(4, 4), ("wieght", 0), {}, r"'wieght' of its own; it has \['w"),
+    "no bias": (lambda: nn.Linear(4, 4, bias=False), ("bias", 0), {}, r"it has \['weight'\]"),
+    "a child's tensor": (lambda: nn.Sequential(nn.Linear(4, 4)), ("0.weight", 0), {}, "of its own"),
+    "no axis": (lambda: nn.Linear(4, 4), ("weight", 2), {}, r"axis 2 does not exist in shape \(4"),
+    "no axis from the end": (lambda: nn.Linear(4, 4), ("weight", -3), {}, "axis -3 does not"),
+    "scalar": (lambda: nn.BatchNorm1d(4), ("num_batches_tracked", 0), {}, "axis 0 does not exist"),
+    "blocks": (lambda: nn.Linear(4, 8), ("weight", 0), {"blocks": 3}, "does not hold 3 equal"),
+    "block size": (lambda: nn.Linear(4, 6), ("weight", 0), {"blocks": 2}, "block size 3 is not"),
+    "block sum": (lambda: nn.Linear(4, 6), ("weight", 0), {"blocks": [2, 2]}, "do not add up to 6"),
+    "layer norm": (lambda: nn.LayerNorm(4), ("weight", 0), {}, "normalises over the axis"),
+    "rms norm": (lambda: nn.RMSNorm(4), ("weight", 0), {}, "normalises over the axis"),
+    "grouped input": (lambda: nn.Conv2d(8, 8, 3, groups=2), ("weight", 1), {}, "axis 1 of 'weight'"),
+    "odd groups": (lambda: nn.Conv2d(6, 6, 3, groups=3), ("weight", 0), {}, "groups 3 is not"),
+    "group norm": (lambda: nn.GroupNorm(3, 6), ("weight", 0), {}, "num_groups 3 is not divisible"),
+    "row with own forward": (lambda: OwnForward(4, 4), ("weight", 1), {}, "once per rank"),
+    "max_norm": (lambda: nn.Embedding(4, 4, max_norm=1.0), ("weight", 0), {}, "max_norm=1.0"),
+    "bag": (lambda: nn.EmbeddingBag(4, 4), ("weight", 0), {}, "shard axis 1"),
+    "lstm": (lambda: nn.LSTM(4, 4), ("weight_hh_l0", 0), {}, "list of its weights"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_shards_change_nothing(name: str, pair: None) -> None:
+    make, args, kwargs, message = BAD[name]
+    sch = slapo.create_schedule(nn.Sequential(make()))
+    before = fingerprint(sch)
+    with pytest.raises(ValueError, match=message):
+        sch["0"].shard(*args, **kwargs)
+    assert fingerprint(sch) == before
+
+
+@pytest.mark.parametrize("axis", ["0", 0.0, None, True])
+def test_an_axis_is_an_integer(axis: Any, pair: None) -> None:
+    sch = slapo.create_schedule(nn.Linear(4, 4))
+    before = fingerprint(sch)
+    with pytest.raises(TypeError, match="axis must be an integer"):
+        sch.shard("weight", axis)
+    assert fingerprint(sch) == before
+
+
+def refused(sch: Schedule, call: Callable[[], Any], message: str) -> None:
+    before = fingerprint(sch)
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert fingerprint(sch) == before
+
+
+def test_sharding_twice(pair: None) -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
+    sch["0"].shard("weight", 0)
+    refused(sch, lambda: sch["0"].shard("weight", 0), "sharded already, along axis 0")
+    refused(sch, lambda: sch["0"].shard("weight", 1), "sharded already, along axis 0")
+
+
+def test_tensors_of_one_module_must_agree(pair: None) -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
+    sch["0"].shard("weight", 1)
+    refused(sch, lambda: sch["0"].shard("bias", 0), "would leave the output sharded")
+    other = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
+    other["0"].shard("bias", 0)
+    refused(other, lambda: other["0"].shard("weight", 1), "would leave the output a partial sum")
+
+
+def test_the_bias_may_be_sharded_after_the_sync(pair: None) -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
+    sch["0"].shard("weight", 0).sync("fwd_post", "all_gather", axis=-1).shard("bias", 0)
+    assert sch["0"].mod.bias.shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("op", "kwargs", "axis", "message"),
+    [
+        ("all_gather", {"axis": -1}, 1, "partial sum, which needs 'all_reduce'"),
+        ("all_reduce", {}, 0, "each rank holds a slice"),
+        ("all_gather", {"axis": -2}, 0, "not along axis -2"),
+    ],
+)
+def test_a_shard_that_contradicts_an_earlier_sync(
+    op: str, kwargs: Any, axis: int, message: str, pair: None
+) -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
+    sch["0"].sync("fwd_post", op, **kwargs)
+    refused(sch, lambda: sch["0"].shard("weight", axis), message)
+
+
+def test_a_class_of_ones_own_may_have_a_rule(pair: None) -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.size = nn.Parameter(torch.ones(4)), 4
+
+    register_shard_rule(Scale, lambda module, tensor, axis: Effect(("size",), Layout()))
+    assert slapo.create_schedule(Scale()).shard("weight", 0).mod.size == 2
+
+
+# --- ties ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("first", ["emb", "head"])
+def test_the_other_side_of_a_tie_follows(first: str, pair: None) -> None:
+    model = Tied()
+    sch = slapo.create_schedule(model)
+    second = {"emb": "head", "head": "emb"}[first]
+    whole = model.emb.weight.detach().clone()
+    assert sch.metadata.tie_weights == {
+        "emb.weight": ("head.weight",),
+        "head.weight": ("emb.weight",),
+    }
+    sch[first].shard("weight", 0)
+    assert model.emb.weight is model.head.weight
+    assert torch.equal(model.emb.weight, whole[4:])
+    assert (model.emb.num_embeddings, model.head.out_features) == (4, 4)
+    assert shards_of(sch[second].mod)["weight"].axis == 0
+    # Naming the other side too is no second sharding, unless it differs.
+    refused(sch, lambda: sch[second].shard("weight", 1), "tied to .* along axis 0")
+    refused(sch, lambda: sch[second].shard("weight", 0, blocks=2), "tied to")
+    sch[second].shard("weight", 0)
+    refused(sch, lambda: sch[second].shard("weight", 0), "sharded already")
+
+
+def test_a_tie_that_cannot_follow_is_refused(pair: None) -> None:
+    model = Tied()
+    model.emb.max_norm = 1.0
+    sch = slapo.create_schedule(model)
+    refused(sch, lambda: sch["head"].shard("weight", 0), "max_norm")
+
+
+def test_a_tie_broken_by_hand_is_refused_by_build() -> None:
+    model = Tied()
+    sch = slapo.create_schedule(model)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    with pytest.raises(slapo.SlapoError, match="were one parameter and are not any more"):
+        slapo.build(sch)
+
+
+# --- the bias of a partial sum ---------------------------------------------------------------
+def test_a_row_parallel_layer_stays_the_same_object(pair: None) -> None:
+    linear = nn.Linear(4, 4)
+    slapo.create_schedule(nn.Sequential(linear))["0"].shard("weight", 1)
+    assert isinstance(linear, nn.Linear)
+    assert type(linear).__name__ == "Linear"
+    assert list(linear.state_dict()) == ["weight", "bias"]
+
+
+def test_hooks_of_a_reduction_are_listed(pair: None) -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
+    sch["0"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    hooks = get_hooks(sch["0"].mod)
+    assert {mode: len(found) for mode, found in hooks.items()} == {
+        "fwd_pre": 0,
+        "fwd_post": 1,
+        "bwd_post": 0,
+    }
+    sch["0"].checkpoint()
+    assert len(get_hooks(sch["0"].mod)["fwd_post"]) == 1
+
+
+def test_shards_are_noted_on_the_node(pair: None) -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
+    sch["0"].shard("weight", 0)
+    assert sch["0"].metadata.primitives["shard"]["weight"].axis == 0
+    assert re.search(r"0: Linear.*<- shard\('weight', 0\)", str(sch))

@@ -1,0 +1,226 @@
+"""``.trace`` and ``.trace_until``: same names, same state, same values, or nothing at all."""
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import slapo
+from slapo.op import CheckPointWrapper
+from tests.fingerprint import fingerprint
+from tests.primitives.models import Block, DataDependent, Stack, Tied
+
+X = torch.randn(3, 4)
+
+
+class Optional(nn.Module):
+    """A signature with everything in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(4), persistent=False)
+        self.scale = 3
+
+    def forward(self, x: Tensor, mask: Any = None, *, twice: bool = False, **kwargs: Any) -> Tensor:
+        x = self.fc(x) * self.table * self.scale
+        if mask is not None:
+            x = x * mask
+        return x * 2 if twice else x
+
+
+def targets(sch: slapo.Schedule) -> list[str]:
+    return [str(n.target) for n in sch.mod.graph.nodes if n.op == "call_module"]
+
+
+@pytest.mark.parametrize("recursive", [True, False])
+def test_children_stay_calls_under_their_names(recursive: bool) -> None:
+    model = Stack(2)
+    reference, names = copy.deepcopy(model), list(model.state_dict())
+    sch = slapo.create_schedule(model)
+    paths = [path for path, _ in sch.named_schedules()]
+    assert sch.trace(recursive=recursive) is True
+    assert targets(sch) == ["layers.0", "layers.1", "head"]
+    assert isinstance(sch["layers.0"].mod, fx.GraphModule) is recursive
+    assert list(sch.mod.state_dict()) == names
+    assert [path for path, _ in sch.named_schedules()] == paths
+    assert type(sch.mod).__name__ == "Stack"
+    torch.testing.assert_close(sch.mod(X), reference(X))
+
+
+def test_flat() -> None:
+    sch = slapo.create_schedule(Stack(1))
+    sch.trace(flatten=True)
+    assert targets(sch) == ["layers.0.fc1", "layers.0.fc2", "layers.0.drop", "head"]
+
+
+@pytest.mark.parametrize("leaf", ["Block", "layers.0"])
+def test_leaves_by_class_or_path(leaf: str) -> None:
+    sch = slapo.create_schedule(Stack(1))
+    sch.trace(leaf_modules=[leaf])
+    assert not isinstance(sch["layers.0"].mod, fx.GraphModule)
+    flat = slapo.create_schedule(Stack(1))
+    flat.trace(flatten=True, leaf_modules=(leaf,))
+    assert targets(flat) == ["layers.0", "head"]
+
+
+def test_modules_that_are_not_traceable_are_leaves() -> None:
+    class Sealed(Block):
+        traceable = False
+
+    sch = slapo.create_schedule(nn.Sequential(Sealed()))
+    sch.trace(flatten=True)
+    assert targets(sch) == ["0"]
+    with pytest.warns(UserWarning, match="traceable = False"):
+        assert sch["0"].trace() is False
+
+
+def test_the_signature_and_state_are_kept() -> None:
+    model = Optional()
+    reference = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    assert sch.trace(concrete_args={"mask": None, "twice": False})
+    ours, theirs = (list(inspect.signature(m.forward).parameters) for m in (sch.mod, reference))
+    assert [name for name in theirs if name not in ours] == []
+    assert list(sch.mod.state_dict()) == list(reference.state_dict())
+    assert "table" in dict(sch.mod.named_buffers())
+    assert sch.mod.scale == 3
+    torch.testing.assert_close(sch.mod(X), reference(X))
+    with pytest.raises(slapo.SlapoError, match="twice"):
+        sch.mod(X, twice=True)
+
+
+def test_hooks_stay() -> None:
+    model = nn.Sequential(Block())
+    calls: list[str] = []
+    model[0].register_forward_hook(lambda m, i, o: calls.append("post"))
+    sch = slapo.create_schedule(model)
+    sch["0"].trace()
+    sch.mod(X)
+    assert calls == ["post"]
+
+
+def test_wrappers_stay() -> None:
+    sch = slapo.create_schedule(nn.Sequential(Block()))
+    sch["0"].checkpoint().trace()
+    assert isinstance(sch["0"].mod, CheckPointWrapper)
+    assert isinstance(sch["0"].mod.mod, fx.GraphModule)
+
+
+def test_ties_stay() -> None:
+    sch = slapo.create_schedule(Tied())
+    sch.trace()
+    assert sch.mod.emb.weight is sch.mod.head.weight
+    assert list(sch.mod.state_dict()) == list(Tied().state_dict())
+    slapo.build(sch)
+
+
+def test_primitives_after_a_trace() -> None:
+    sch = slapo.create_schedule(Stack(2))
+    sch.trace(recursive=False)
+    sch["layers.0"].replace(nn.Identity())
+    sch["layers.1.fc1"].replace(nn.Linear(4, 8))
+    sch["layers.1"].checkpoint()
+    sch["head"].shard("weight", 0)
+    assert sch.mod(X).shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"tracer": "jit"}, ValueError, r"unknown tracer 'jit'; known are \['pytorch', 'hug"),
+        ({"leaf_modules": "Block"}, TypeError, "leaf_modules is a list of names"),
+        ({"concrete_args": {"nothing": 1}}, ValueError, "nothing"),
+    ],
+)
+def test_bad_arguments(kwargs: Any, error: type[Exception], message: str) -> None:
+    sch = slapo.create_schedule(Stack(2))
+    before = fingerprint(sch)
+    with pytest.raises(error, match=message):
+        sch.trace(**kwargs)
+    assert fingerprint(sch) == before
+
+
+@pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
+def test_a_failure_names_the_module_the_reason_and_what_to_pass(tracer: str) -> None:
+    sch = slapo.create_schedule(nn.Sequential(DataDependent()))
+    before = fingerprint(sch)
+    with pytest.warns(UserWarning) as caught:
+        assert sch["0"].trace(tracer=tracer) is False
+    text = str(caught[0].message)
+    assert text.startswith("0 (DataDependent) could not be traced")
+    assert "Nothing was changed; pass" in text
+    assert caught[0].filename == __file__
+    assert fingerprint(sch) == before
+
+
+def test_a_layer_of_torch_is_not_traced() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.warns(UserWarning, match="a layer of torch"):
+        assert sch["0"].trace() is False
+
+
+def test_with_recorded_inputs() -> None:
+    model = DataDependentSizes().eval()
+    reference = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    assert sch.trace(tracer="huggingface", example_inputs=torch.randn(3, 4))
+    torch.testing.assert_close(sch.mod(X[:2]), reference(X[:2]))
+
+
+class DataDependentSizes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).view(*x.shape[:-1], 2, -1)
+
+
+# --- trace_until -----------------------------------------------------------------------------
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Stack(3)
+        self.tail = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(self.body(x))
+
+
+@pytest.mark.parametrize("paths", ["body", ["body"]])
+def test_containers_down_to_a_path(paths: Any) -> None:
+    model = Outer()
+    reference = copy.deepcopy(model)
+    blocks = list(model.body.layers)
+    sch = slapo.create_schedule(model)
+    assert sch.trace_until(paths) is True
+    assert targets(sch) == ["body", "tail"]
+    assert targets(sch["body"]) == ["layers.0", "layers.1", "layers.2", "head"]
+    assert [sch[f"body.layers.{k}"].mod for k in range(3)] == blocks
+    assert not isinstance(sch["tail"].mod, fx.GraphModule)
+    torch.testing.assert_close(sch.mod(X), reference(X))
+    sch["body.layers.1"].cut_pipeline_stage()
+
+
+def test_bad_calls_of_trace_until() -> None:
+    sch = slapo.create_schedule(Outer())
+    before = fingerprint(sch)
+    with pytest.raises(ValueError, match="call it on the root"):
+        sch["body"].trace_until("layers.0")
+    with pytest.raises(KeyError, match="nearest paths are"):
+        sch.trace_until("bodies")
+    with pytest.raises(ValueError, match="unknown tracer"):
+        sch.trace_until("body", tracer="dynamo")
+    assert fingerprint(sch) == before
+
+
+def test_a_trace_until_that_fails_changes_nothing() -> None:
+    sch = slapo.create_schedule(nn.Sequential(DataDependent(), nn.ReLU()))
+    before = fingerprint(sch)
+    with pytest.warns(UserWarning, match="could not be traced"):
+        assert sch.trace_until("0") is False
+    assert fingerprint(sch) == before

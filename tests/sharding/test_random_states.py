@@ -1,0 +1,97 @@
+"""Dropout on several ranks: masks that differ where activations do, and come back the same."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import slapo
+from tests.distributed import run_distributed
+
+pytestmark = pytest.mark.distributed
+
+
+class Drops(nn.Module):
+    """A dropout on replicated and one on sharded activations, around a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Dropout(0.5)
+        self.fc = nn.Linear(16, 16)
+        self.part = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(torch.tanh(self.fc(self.whole(x))))
+
+
+def masks(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    slapo.set_random_seed(3, tp_rank=rank)
+    model = Drops()
+    sch = slapo.create_schedule(model)
+    assert sch["part"].fork_rng().mod.mod is model.part.mod
+    ones = torch.ones(5, 7)
+    whole, part = model.whole(ones), model.part(ones)
+    return whole, part, model.whole(ones)  # the default state goes on as if nothing was forked
+
+
+def test_forked_masks_differ_between_ranks_and_others_do_not() -> None:
+    (whole0, part0, next0), (whole1, part1, next1) = run_distributed(masks, 2)
+    assert torch.equal(whole0, whole1)
+    assert torch.equal(next0, next1)
+    assert not torch.equal(part0, part1)
+    assert not torch.equal(whole0, part0)
+    assert set(part0.unique().tolist()) == {0.0, 2.0}
+
+
+ORDERS = ("fork inside", "fork under checkpoint", "fork around")
+
+
+def all_recomputed(rank: int, world_size: int) -> dict[tuple[str, bool], Tensor]:
+    variants = [(order, reentrant) for order in ORDERS for reentrant in (False, True)]
+    return {variant: recomputed(rank, *variant) for variant in variants}
+
+
+def recomputed(rank: int, order: str, reentrant: bool) -> Tensor:
+    """Gradients of the same forward, with activations kept and recomputed."""
+    found = []
+    for checkpointed in (False, True):
+        slapo.set_random_seed(3, tp_rank=rank)
+        torch.manual_seed(1)
+        model = Drops()
+        sch = slapo.create_schedule(model)
+        if order == "fork inside":
+            sch["part"].fork_rng()
+        elif order == "fork under checkpoint":
+            sch.fork_rng()
+        if checkpointed:
+            sch.checkpoint(use_reentrant=reentrant)
+        if order == "fork around":
+            sch.fork_rng()
+        x = torch.ones(3, 16, requires_grad=True)
+        y = sch.mod(x)
+        after = torch.rand(2)  # draws between forward and backward must not matter
+        (y * torch.linspace(0, 1, 48).view(3, 16)).sum().backward()
+        later = sch.mod(torch.ones(3, 16, requires_grad=True))
+        grads = {n: p.grad for n, p in model.named_parameters()}
+        found.append({"y": y, "x": x.grad, "after": after, "later": later, **grads})
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, msg=lambda m, n=name: f"{n}: {m}")
+    y = found[0]["y"]
+    assert isinstance(y, Tensor)
+    return y.detach()
+
+
+def test_a_checkpoint_draws_the_same_masks_again() -> None:
+    first, second = run_distributed(all_recomputed, 2)
+    assert len(first) == 6
+    for variant, y in first.items():
+        assert not torch.equal(y, second[variant]), variant
+
+
+def test_a_fork_without_seed_says_what_to_call() -> None:
+    slapo.get_rng_tracker().reset()
+    sch = slapo.create_schedule(nn.Sequential(nn.Dropout(0.5)))
+    sch["0"].fork_rng()
+    with pytest.raises(slapo.SlapoError, match="set_random_seed"):
+        sch.mod(torch.ones(2))

@@ -1,0 +1,105 @@
+"""build: checks before lowering, agreement of ranks, runtimes as plug-ins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo
+from slapo.framework_dialect import get_dialect_cls, register_framework_dialect
+from slapo.framework_dialect.registry import _DIALECTS
+from tests.distributed import run_distributed
+from tests.primitives.models import Stack, Tied
+
+
+def test_without_a_target_the_module_comes_back() -> None:
+    model = Stack(1)
+    assert slapo.build(slapo.create_schedule(model)) == (model, None)
+
+
+def test_only_the_root_is_built() -> None:
+    sch = slapo.create_schedule(Stack(1))
+    with pytest.raises(ValueError, match=r"root schedule.*'layers.0'"):
+        slapo.build(sch["layers.0"])
+
+
+def test_pipeline_cuts_need_a_runtime() -> None:
+    sch = slapo.create_schedule(Stack(2))
+    sch.trace(recursive=False)
+    sch["layers.0"].cut_pipeline_stage()
+    with pytest.raises(slapo.SlapoError, match=r"\['layers.0'\]"):
+        slapo.build(sch)
+
+
+def test_unknown_targets_and_arguments() -> None:
+    sch = slapo.create_schedule(Stack(1))
+    with pytest.raises(ValueError, match="no runtime is registered for target 'horovod'"):
+        slapo.build(sch, target="horovod")
+    with pytest.raises(TypeError, match="config"):
+        slapo.build(sch, config={})
+
+
+def test_runtimes_are_plug_ins() -> None:
+    class Recorder:
+        def lower(self, sch: slapo.Schedule, **kwargs: Any) -> tuple[Any, Any]:
+            return {"model": sch.mod, **kwargs}, "optimizer"
+
+    try:
+        register_framework_dialect("recorder")(Recorder)
+        assert get_dialect_cls("runtime", "recorder") is Recorder
+        with pytest.raises(ValueError, match="taken by Recorder"):
+            register_framework_dialect("recorder")(Recorder)
+        with slapo.init_empty_weights():
+            sch = slapo.create_schedule(Stack(1))
+        sch.trace(recursive=False)
+        sch["layers.0"].cut_pipeline_stage()
+        engine, optimizer = slapo.build(sch, target="recorder", config={"a": 1})
+        assert engine == {"model": sch.mod, "config": {"a": 1}}
+        assert optimizer == "optimizer"
+        assert not any(p.is_meta for p in sch.mod.parameters())
+    finally:
+        _DIALECTS.pop(("runtime", "recorder"), None)
+
+
+def test_a_broken_tie_is_refused() -> None:
+    model = Tied()
+    sch = slapo.create_schedule(model)
+    model.head.weight = nn.Parameter(torch.ones(8, 4))
+    with pytest.raises(slapo.SlapoError, match=r"emb.weight, head.weight were one parameter"):
+        slapo.build(sch)
+
+
+def _different(rank: int, world_size: int) -> str:
+    sch = slapo.create_schedule(Stack(2, size=6))
+    sch["layers.0.fc1"].shard("weight", 0).shard("bias", 0)
+    if rank != 1:
+        sch["layers.0"].checkpoint()
+    sch["layers.1"].checkpoint()
+    with pytest.raises(slapo.SlapoError) as info:
+        slapo.build(sch)
+    return str(info.value)
+
+
+def test_ranks_that_disagree_are_told_the_first_difference() -> None:
+    for message in run_distributed(_different, 3, timeout=60):
+        assert "step 2" in message
+        assert 'sch["layers.0"].checkpoint()' in message
+        assert 'sch["layers.1"].checkpoint()' in message
+        assert "on rank 1" in message
+        assert "test_build.py" in message
+
+
+def _whole_bias(rank: int, world_size: int) -> str:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
+    sch["0"].shard("weight", 0)
+    with pytest.raises(slapo.SlapoError) as info:
+        slapo.build(sch)
+    return str(info.value)
+
+
+def test_a_whole_bias_on_a_split_output_is_refused() -> None:
+    for message in run_distributed(_whole_bias, 2):
+        assert 'add sch["0"].shard("bias", axis=0)' in message

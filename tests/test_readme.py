@@ -1,0 +1,171 @@
+"""Runs the Python of the README and of ``docs``, and compares what it prints with what they show.
+
+The blocks of a page run in order and share one namespace. A block ```` ```text ```` right after one
+of Python is its output; ``...`` in it stands for anything. A comment in front of a block of Python
+says how it is run:
+
+``<!-- not run -->``
+    Not at all.
+``<!-- 2 processes -->``
+    On so many ranks of one gloo group, in a namespace of such blocks; rank 0 is compared. The group
+    is there already, so that ``init_process_group`` and ``destroy_process_group`` do nothing.
+"""
+
+import contextlib
+import doctest
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import slapo
+import torch.distributed as dist
+from slapo.primitives import base
+
+from tests.distributed import run_distributed
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))]
+TEXTS = [*PAGES, "CONTRIBUTING.md"]
+
+_BLOCK = re.compile(
+    r"^(?:<!-- (?P<mark>[^>]*) -->\n)?"
+    r"```python\n(?P<code>.*?)^```\n"
+    r"(?:\n*```text\n(?P<output>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of Python.
+
+    Parameters
+    ----------
+    line
+        Where its code begins in the page.
+    code, output
+        The block, and what it shall print.
+    processes
+        How many run it; 0 for none.
+    """
+
+    line: int
+    code: str
+    output: str
+    processes: int
+
+
+def blocks_of(page: str) -> list[Block]:
+    """The blocks of a page, in order."""
+    text = (ROOT / page).read_text()
+    return [
+        Block(
+            line=text[: found.start("code")].count("\n") + 1,
+            code=found["code"],
+            output=found["output"] or "",
+            processes=_processes(found["mark"]),
+        )
+        for found in _BLOCK.finditer(text)
+    ]
+
+
+def _processes(mark: str | None) -> int:
+    if mark is None:
+        return 1
+    counted = re.fullmatch(r"(\d+) processes", mark)
+    if counted is None and mark != "not run":
+        raise ValueError(f"unknown mark {mark!r}; known are 'not run' and '<number> processes'")
+    return int(counted[1]) if counted else 0
+
+
+def run_blocks(page: str, processes: int) -> Iterator[tuple[Block, str]]:
+    """Run those blocks of a page that so many processes run; gives what each prints."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks_of(page):
+        if block.processes != processes:
+            continue
+        # In front of it as many empty lines as the page has: tracebacks show the right one.
+        code = compile("\n" * (block.line - 1) + block.code, page, "exec")
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, namespace)
+        yield block, printed.getvalue()
+
+
+def run_blocks_on_rank(rank: int, world_size: int, page: str) -> list[tuple[Block, str]]:
+    """The same on one of several ranks."""
+    with mock.patch.multiple(
+        dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT
+    ):
+        return list(run_blocks(page, world_size))
+
+
+def check_output(page: str, block: Block, printed: str) -> None:
+    """Fail unless a block printed what the page shows."""
+    checker = doctest.OutputChecker()
+    if checker.check_output(block.output, printed, doctest.ELLIPSIS):
+        return
+    example = doctest.Example(block.code, block.output)
+    difference = checker.output_difference(example, printed, doctest.REPORT_NDIFF)
+    pytest.fail(f"{page}, block at line {block.line}:\n{difference}", pytrace=False)
+
+
+@pytest.fixture
+def registries_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Pages may register primitives and set seeds; other tests shall not see them."""
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    yield
+    slapo.get_rng_tracker().reset()
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.usefixtures("registries_kept")
+def test_blocks_print_what_the_page_shows(page: str) -> None:
+    if any("transformers" in block.code for block in blocks_of(page)):
+        pytest.importorskip("transformers")
+    for block, printed in run_blocks(page, processes=1):
+        check_output(page, block, printed)
+
+
+_PARALLEL = [
+    (page, count)
+    for page in PAGES
+    for count in sorted({block.processes for block in blocks_of(page)} - {0, 1})
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("page", "processes"), _PARALLEL)
+def test_blocks_on_several_processes(page: str, processes: int) -> None:
+    if any("examples" in block.code for block in blocks_of(page)):
+        pytest.importorskip("transformers")
+    for block, printed in run_distributed(run_blocks_on_rank, processes, page)[0]:
+        check_output(page, block, printed)
+
+
+def test_all_primitives_are_in_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    missing = [name for name in base._BUILTIN if f"| `.{name}(" not in text]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text()
+    targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", text)
+    missing = [target for target in targets if not ((ROOT / page).parent / target).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_make_targets_exist(page: str) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    known = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / page).read_text(), re.MULTILINE))
+    assert named <= known
+
+

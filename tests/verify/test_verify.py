@@ -1,0 +1,288 @@
+"""Verify: what it accepts, what it refuses and whom it names, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slapo
+from slapo.op import FusedQKV
+from slapo.sharding.shards import shards_of
+from tests.distributed import run_distributed
+from tests.primitives.models import Stack, Tied
+
+X = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(1))
+
+
+class WrongGELU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+
+class Acted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.act = nn.GELU()
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.first(x)))
+
+
+class WrongGradient(nn.Module):
+    """The right output with twice the gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(x)
+        return y + (y - y.detach())
+
+
+class Heads(nn.Module):
+    """Attention's projections, as FusedQKV replaces them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.view(x.size(0), x.size(1), 2, 4).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(proj(x)) for proj in (self.query, self.key, self.value))
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def test_an_equal_schedule_passes() -> None:
+    sch = slapo.create_schedule(Stack(2))
+    with slapo.Verify(sch, X):
+        for block in sch.select("layers.*"):
+            block["fc1"].decompose()
+            block.fuse(block.find(lambda x, b: F.gelu(b + x)))
+        sch["layers.1"].checkpoint()
+
+
+def test_a_wrong_output_names_the_module_and_the_line() -> None:
+    sch = slapo.create_schedule(Acted())
+    with pytest.raises(slapo.VerificationError, match=r"first at 'act' \(WrongGELU\)") as info:
+        with slapo.Verify(sch, X):
+            sch["last"].checkpoint()
+            sch["act"].replace(WrongGELU())
+    assert "test_verify.py" in str(info.value)
+    assert 'sch["act"].replace' in str(info.value)
+    assert "checkpoint" not in str(info.value)
+
+
+def test_a_wrong_gradient_behind_an_equal_output_is_found() -> None:
+    sch = slapo.create_schedule(Acted())
+    with pytest.raises(slapo.VerificationError, match="outputs agree, but the gradient") as info:
+        with slapo.Verify(sch, X):
+            sch["act"].replace(WrongGradient())
+    assert "'first'" in str(info.value)
+    assert 'sch["act"].replace' in str(info.value)
+
+
+def test_a_scheduled_model_that_fails_is_an_error_with_the_last_primitives() -> None:
+    sch = slapo.create_schedule(Acted())
+    with pytest.raises(slapo.VerificationError, match="fails with RuntimeError") as info:
+        with slapo.Verify(sch, X):
+            sch["act"].replace(nn.Linear(3, 3))
+    assert 'sch["act"].replace' in str(info.value)
+
+
+def test_another_type_of_output_is_found() -> None:
+    class Tuple(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            return (x,)
+
+    sch = slapo.create_schedule(nn.Sequential(nn.Identity()))
+    with pytest.raises(slapo.VerificationError, match="tuple"), slapo.Verify(sch, X):
+        sch["0"].replace(Tuple())
+
+
+def test_an_error_in_the_block_goes_through_and_nothing_is_verified() -> None:
+    sch = slapo.create_schedule(Acted())
+    with pytest.raises(KeyError, match="nearest"), slapo.Verify(sch, X):
+        sch["act"].replace(WrongGELU())
+        sch["actt"].replace(nn.GELU())
+    forward, call = nn.Module.forward, nn.Module.__call__
+    assert nn.Module.forward is forward
+    assert nn.Module.__call__ is call
+
+
+def test_disabled_does_nothing() -> None:
+    sch = slapo.create_schedule(Acted())
+    with slapo.Verify(sch, X, enable=False):
+        sch["act"].replace(WrongGELU())
+
+
+def test_what_cannot_be_verified_is_refused() -> None:
+    sch = slapo.create_schedule(Stack(2))
+    sch.trace(recursive=False)
+    with pytest.raises(slapo.SlapoError, match="cut_pipeline_stage"), slapo.Verify(sch, X):
+        sch["layers.0"].cut_pipeline_stage()
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(TypeError, match="takes a schedule"):
+        slapo.Verify(Acted(), X)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="example_inputs"):
+        slapo.Verify(slapo.create_schedule(Acted()), "x")
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5))
+    model[0].weight.grad = torch.ones(6, 4)
+    model[1].eval()
+    sch = slapo.create_schedule(model)
+    params = dict(model.named_parameters())
+    state = copy.deepcopy(model.state_dict())
+    random_state = torch.get_rng_state()
+    for eval_mode in (True, False):
+        with slapo.Verify(sch, X[0], eval_mode=eval_mode):
+            pass
+    assert all(p is params[name] for name, p in model.named_parameters())
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(6, 4))
+    assert model[0].bias.grad is None
+    assert [m.training for m in model.modules()] == [True, True, False, True]
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert slapo.get_rng_tracker().get_states() == {} or slapo.is_random_seed_set()
+
+
+def test_train_mode_compares_dropout_masks_and_batch_statistics() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 2))
+
+    sch = slapo.create_schedule(model())
+    with slapo.Verify(sch, X[0], eval_mode=False):
+        sch["0"].checkpoint()
+        sch.trace()
+    with pytest.raises(slapo.VerificationError, match="first at '2'"):
+        with slapo.Verify(sch, X[0], eval_mode=False):
+            sch["2"].replace(nn.Dropout(0.25))
+    sch = slapo.create_schedule(model())
+    with slapo.Verify(sch, X[0]):  # in eval mode the rate does not matter
+        sch["2"].replace(nn.Dropout(0.25))
+
+
+def test_a_same_named_replacement_is_compared_on_equal_weights() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
+    new = nn.Linear(4, 4)
+    values = new.weight.detach().clone()
+    with slapo.Verify(sch, X):
+        sch["0"].replace(new)
+    assert torch.equal(new.weight, values)
+
+
+def test_weight_sources_carry_values_and_gradients() -> None:
+    for empty in (False, True):
+        with slapo.init_empty_weights(enable=empty):
+            sch = slapo.create_schedule(Heads())
+
+        def projection(x: Tensor, *shape: object) -> Tensor:
+            return slapo.call_module("query|key|value", x).view(shape).transpose(1, 2)
+
+        with slapo.Verify(sch, torch.randn(3, 5, 8)):
+            with slapo.init_empty_weights(enable=empty):
+                new = FusedQKV(8, 2)
+            sch.replace(new, sch.find(projection))
+        assert "FusedQKV_0" in sch
+
+
+def test_a_model_on_meta_stays_there() -> None:
+    with slapo.init_empty_weights():
+        sch = slapo.create_schedule(Stack(2))
+    with slapo.Verify(sch, X):
+        sch.select("layers.*").checkpoint()
+    assert all(p.is_meta for p in sch.mod.parameters())
+    with pytest.raises(slapo.VerificationError), slapo.Verify(sch, X):
+        sch["layers.0.fc1"].replace(nn.Sequential(nn.Linear(4, 8), nn.ReLU()))
+
+
+def test_a_node_below_the_root_and_a_loss_function() -> None:
+    sch = slapo.create_schedule(Stack(2))
+    with slapo.Verify(sch["layers.1"], X, loss_fn=lambda y: y.pow(2).mean()):
+        sch["layers.1.fc1"].decompose()
+    with pytest.raises(slapo.VerificationError, match="first at 'fc2'"):
+        with slapo.Verify(sch["layers.1"], X):
+            sch["layers.1.fc2"].replace(nn.Sequential(nn.Linear(8, 4), nn.ReLU()))
+
+
+# --- several processes ---------------------------------------------------------------------------
+def _shard(sch: slapo.Schedule, mistake: str) -> None:
+    for block in sch.select("layers.*"):
+        block["fc1"].shard("weight", 0).shard("bias", 0)
+        if mistake != "no gradient sum":
+            block["fc1"].sync("bwd_post", "all_reduce")
+        block["fc2"].shard("weight", 1)
+        if mistake != "no sum":
+            block["fc2"].sync("fwd_post", "all_reduce")
+
+
+def _verify(rank: int, world_size: int, mistake: str, empty: bool) -> str:
+    torch.manual_seed(0)
+    with slapo.init_empty_weights(enable=empty):
+        model = Stack(2, size=8)
+    sch = slapo.create_schedule(model)
+    torch.manual_seed(rank)  # every rank's own inputs: those of rank 0 count
+    try:
+        with slapo.Verify(sch, torch.randn(3, 5, 8)):
+            _shard(sch, mistake)
+    except slapo.VerificationError as error:
+        return str(error)
+    specs = [shards_of(m) for m in model.modules()]
+    assert sum(len(s) for s in specs) == 6
+    return "equal"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("empty", [False, True])
+def test_tensor_parallel(world_size: int, empty: bool) -> None:
+    assert run_distributed(_verify, world_size, "", empty) == ["equal"] * world_size
+
+
+def test_a_missing_reduction_is_named_on_every_rank() -> None:
+    for message in run_distributed(_verify, 2, "no sum", False):
+        assert "the last partial sum before it is the output of 'layers.0.fc2'" in message
+        assert 'sch["layers.0.fc2"].shard' in message
+
+
+def test_a_missing_gradient_sum_is_named_on_every_rank() -> None:
+    messages = run_distributed(_verify, 2, "no gradient sum", False)
+    for message in messages:
+        assert "outputs agree, but the gradient" in message
+        assert "fc1" in message
+
+
+def _one_rank_is_wrong(rank: int, world_size: int) -> str:
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(Acted())
+    try:
+        with slapo.Verify(sch, X):
+            sch["act"].replace(WrongGELU() if rank == 1 else nn.GELU())
+    except slapo.VerificationError as error:
+        return str(error)
+    return "equal"
+
+
+def test_a_difference_on_one_rank_is_an_error_on_all() -> None:
+    assert all("first at 'act'" in message for message in run_distributed(_one_rank_is_wrong, 2))
+
+
+def _tied(rank: int, world_size: int) -> str:
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(Tied())
+    with slapo.Verify(sch, torch.randint(8, (3, 5))):
+        sch["emb"].shard("weight", 0).sync("fwd_post", "all_reduce")
+        sch["head"].sync("bwd_post", "all_reduce")
+        sch["head"].sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+    return "equal"
+
+
+def test_a_tied_head_sums_both_gradients() -> None:
+    assert run_distributed(_tied, 2) == ["equal"] * 2

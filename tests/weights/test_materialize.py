@@ -1,0 +1,250 @@
+"""Models on meta: creation, materialisation in build, ties, sharding, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import slapo
+from slapo.sharding.shards import shards_of
+from tests.distributed import run_distributed
+from tests.graph import zoo
+from tests.primitives.models import Stack, Tied
+
+
+def numbered(module: nn.Module, path: str) -> None:
+    """Values that tell where each element came from, different for every path."""
+    for name, tensor in module.named_parameters(recurse=False):
+        start = sum(map(ord, f"{path}.{name}"))
+        tensor.copy_(torch.arange(tensor.numel()).view_as(tensor) + start)
+
+
+# --- creation ------------------------------------------------------------------------------------
+def test_parameters_have_no_memory_and_buffers_are_computed() -> None:
+    with slapo.init_empty_weights():
+        model = nn.BatchNorm1d(3)
+    assert model.weight.is_meta
+    assert torch.equal(model.running_var, torch.ones(3))
+    with slapo.init_empty_weights(include_buffers=True):
+        model = nn.BatchNorm1d(3)
+    assert model.running_var.is_meta
+
+
+def test_disabled_and_afterwards_nothing_is_patched() -> None:
+    register = nn.Module.register_parameter
+    with slapo.init_empty_weights(enable=False):
+        assert not nn.Linear(2, 2).weight.is_meta
+    with pytest.raises(ZeroDivisionError), slapo.init_empty_weights(include_buffers=True):
+        _ = 1 / 0
+    assert nn.Module.register_parameter is register
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_attributes_and_requires_grad_are_kept() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    with slapo.init_empty_weights():
+        assert not Frozen().weight.requires_grad
+
+
+def test_ties_made_in_the_constructor_stay_ties() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = nn.Parameter(torch.ones(2))
+            self.a = weight
+            self.b = weight
+
+    with slapo.init_empty_weights():
+        pair, model = Pair(), Tied()
+    assert pair.a is pair.b
+    assert model.head.weight is model.emb.weight
+    built, _ = slapo.build(slapo.create_schedule(model))
+    assert built.head.weight is built.emb.weight
+    assert not built.head.weight.is_meta
+
+
+# --- one process ---------------------------------------------------------------------------------
+def test_values_that_exist_are_kept() -> None:
+    with slapo.init_empty_weights():
+        model = Stack(2)
+    real = nn.Linear(4, 4)
+    model.head = real
+    weight = real.weight.detach().clone()
+    built, _ = slapo.build(slapo.create_schedule(model))
+    assert built.head.weight is real.weight
+    assert torch.equal(real.weight, weight)
+    assert not any(p.is_meta for p in built.parameters())
+
+
+def test_a_module_with_some_real_tensors_keeps_those() -> None:
+    with slapo.init_empty_weights():
+        layer = nn.Linear(4, 4)
+    layer.bias = nn.Parameter(torch.full((4,), 7.0))
+    slapo.build(slapo.create_schedule(layer))
+    assert torch.equal(layer.bias, torch.full((4,), 7.0))
+    assert not layer.weight.is_meta
+    assert layer.weight.abs().max() <= 0.5  # 1 / sqrt(4)
+
+
+@pytest.mark.parametrize("function", [lambda m: numbered(m, ""), numbered])
+def test_a_function_of_the_user(function: object) -> None:
+    with slapo.init_empty_weights():
+        model = Stack(2)
+    slapo.build(slapo.create_schedule(model), init_weights=function)  # type: ignore[arg-type]
+    weight = model.layers[1].fc2.weight
+    assert torch.equal(weight.flatten().diff(), torch.ones(weight.numel() - 1))
+
+
+def test_false_leaves_them_on_meta() -> None:
+    with slapo.init_empty_weights():
+        model = Stack(1)
+    slapo.build(slapo.create_schedule(model), init_weights=False)
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_what_cannot_be_initialised_is_an_error_with_its_path() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+    with slapo.init_empty_weights():
+        model = nn.Sequential(nn.Linear(3, 3), Own())
+    with pytest.raises(slapo.SlapoError, match=r"1 \(Own\) cannot initialise \['scale'\]"):
+        slapo.build(slapo.create_schedule(model))
+    with pytest.raises(TypeError, match="init_weights"):
+        slapo.build(slapo.create_schedule(model), init_weights="zeros")  # type: ignore[arg-type]
+
+
+def test_tags_survive() -> None:
+    with slapo.init_empty_weights():
+        model = nn.Linear(4, 4)
+    sch = slapo.create_schedule(model)
+    sch.annotate("weight", "replicated", True)
+    slapo.build(sch)
+    assert model.weight.replicated is True  # type: ignore[attr-defined]
+    assert not model.weight.is_meta
+
+
+def test_tags_survive_a_tensor_that_the_user_replaces() -> None:
+    sch = slapo.create_schedule(nn.Linear(4, 4))
+    sch.annotate("weight", "replicated", True)
+    sch.mod.weight = nn.Parameter(torch.ones(4, 4))
+    model, _ = slapo.build(sch)
+    assert model.weight.replicated is True
+
+
+class Scaled(nn.Module):
+    """Its initialisation reaches into a child, as GPT-2's does for residual projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.gain, 2.0)
+        nn.init.constant_(self.proj.weight, 3.0)
+
+
+def test_a_parent_may_initialise_its_child() -> None:
+    with slapo.init_empty_weights():
+        model = nn.Sequential(Scaled(), nn.Linear(4, 4))
+    slapo.build(slapo.create_schedule(model))
+    assert torch.equal(model[0].proj.weight, torch.full((4, 4), 3.0))
+    assert torch.equal(model[0].gain, torch.full((4,), 2.0))
+    assert model[0].proj.bias.abs().max() <= 0.5
+
+
+def test_wrappers_and_traces_are_seen_through() -> None:
+    with slapo.init_empty_weights():
+        sch = slapo.create_schedule(Stack(2))
+    sch.trace(recursive=False)
+    sch["layers.0.fc1"].checkpoint()
+    sch["layers.1"].checkpoint()
+    model, _ = slapo.build(sch)
+    assert not any(p.is_meta for p in model.parameters())
+    assert model(torch.ones(2, 4)).isfinite().all()
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("family", ["gpt2", "bert", "llama", "t5"])
+def test_hugging_face_initialisation(family: str, buffers: bool) -> None:
+    define = zoo.FAMILIES[family].build
+    torch.manual_seed(0)
+    expected = define()
+    with slapo.init_empty_weights(include_buffers=buffers):
+        model = define()
+    slapo.build(slapo.create_schedule(model))
+    for (name, want), (_, have) in zip(
+        expected.named_parameters(), model.named_parameters(), strict=True
+    ):
+        if want.numel() > 1:
+            assert have.std().item() == pytest.approx(want.std().item(), rel=0.5, abs=1e-8), name
+            same_constant = want.std() > 0 or torch.equal(want, have)
+            assert same_constant, name
+    for (name, want), (_, have) in zip(
+        expected.named_buffers(), model.named_buffers(), strict=True
+    ):
+        assert torch.equal(want, have), name
+
+
+# --- several processes ---------------------------------------------------------------------------
+def _sharded(rank: int, world_size: int) -> dict[str, Tensor]:
+    with slapo.init_empty_weights():
+        model = nn.Sequential(Stack(1, size=8), Scaled(), nn.Embedding(8, 4, padding_idx=5))
+    sch = slapo.create_schedule(model)
+    sch["0.layers.0.fc1"].shard("weight", 0).shard("bias", 0)
+    sch["0.layers.0.fc2"].shard("weight", 1)
+    sch["1.proj"].shard("weight", 0).shard("bias", 0)
+    sch["2"].shard("weight", 0)
+    torch.manual_seed(rank)  # ranks must agree in spite of it
+    slapo.build(sch)
+    assert model[0].layers[0].fc1.weight.orig_shape == (16, 8)
+    full = {}
+    for path, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            spec = shards_of(module).get(name)
+            full[f"{path}.{name}"] = spec.gather(param.detach(), sch.group) if spec else param
+    return {name: tensor.detach().clone() for name, tensor in full.items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_hold_slices_of_one_initialisation(world_size: int) -> None:
+    first, *others = run_distributed(_sharded, world_size)
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+    assert torch.equal(first["1.proj.weight"], torch.full((4, 4), 3.0))
+    assert torch.equal(first["2.weight"][5], torch.zeros(4))  # the padding row, wherever it lies
+    assert (first["2.weight"].abs().sum(1) > 0).sum() == 7
+    bound = 1 / 8**0.5  # fan-in of the whole layer, not of a slice
+    assert bound * 0.9 < first["0.layers.0.fc1.weight"].abs().max() <= bound
+    rows = first["0.layers.0.fc1.weight"]
+    assert not torch.equal(rows[:4], rows[4:8])  # slices of one tensor, not one slice twice
+    bound = 1 / 16**0.5
+    assert bound * 0.9 < first["0.layers.0.fc2.weight"].abs().max() <= bound
+
+
+def _numbered(rank: int, world_size: int) -> bool:
+    with slapo.init_empty_weights():
+        model = nn.Sequential(nn.Linear(4, 12))
+    sch = slapo.create_schedule(model)
+    sch["0"].shard("weight", 0, blocks=3)
+    sch["0"].shard("bias", 0, blocks=3)
+    slapo.build(sch, init_weights=numbered)
+    full = nn.Linear(4, 12)
+    with torch.no_grad():
+        numbered(full, "0")
+    rows = [block * 4 + rank * 2 + k for block in range(3) for k in range(2)]
+    return torch.equal(model[0].weight, full.weight[rows]) and torch.equal(
+        model[0].bias, full.bias[rows]
+    )
+
+
+def test_packed_blocks_are_sliced_one_by_one() -> None:
+    assert run_distributed(_numbered, 2) == [True, True]
