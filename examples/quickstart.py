@@ -10,6 +10,7 @@ two processes that share every layer (tensor parallelism over gloo). The loss cu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,6 +38,15 @@ BATCH, LENGTH = 8, 128
 #: Largest relative difference of two losses. Sums over ranks are taken in another order, which
 #: changes the last bits (1e-7) of float32; AdamW's division by small second moments amplifies that.
 TOLERANCE = 1e-4
+COLUMNS = (
+    "run",
+    "first loss",
+    "last loss",
+    "max. difference",
+    "tokens/s",
+    "peak MiB",
+    "parameters",
+)
 
 
 @dataclass(frozen=True)
@@ -106,7 +117,7 @@ def schedule(model: nn.Module, run: Run, example: dict[str, torch.Tensor], show:
     return built
 
 
-def train(model: nn.Module, batches: Batches, steps: int, run: Run, rank: int) -> Result:
+def train(model: nn.Module, batches: Callable[[], dict], steps: int, run: Run, rank: int) -> Result:
     """AdamW for some steps."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -152,10 +163,8 @@ def memory(field: str) -> float:
 
 def forget_peak() -> None:
     """Start a new measurement of the peak: imports and verification are not training."""
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass
 
 
 def largest(value: float) -> float:
@@ -182,9 +191,13 @@ def launch(run: Run, steps: int) -> Result:
 
 def compare(results: dict[Run, Result]) -> tuple[Table, bool]:
     """The table, and whether all losses agree with those of the model as defined."""
-    table = Table(title="AdamW on the source of the standard library; memory and parameters per process")
-    for column in ("run", "first loss", "last loss", "max. difference", "tokens/s", "peak MiB", "parameters"):
-        table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
+    table = Table(
+        title="AdamW on the source of the standard library",
+        caption="memory and parameters are those of one process",
+    )
+    for column in COLUMNS:
+        side = "left" if column == "run" else "right"
+        table.add_column(column, justify=side, no_wrap=True)
     agree = True
     for run, result in results.items():
         base = next(r for other, r in results.items() if other.model == run.model)

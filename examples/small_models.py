@@ -52,7 +52,7 @@ def bert() -> nn.Module:
 # In this order because a fusion looks for operations that sharded modules hide, and a checkpoint
 # wraps whatever stands there in the end.
 def schedule_gpt2(sch: slapo.Schedule) -> None:
-    """Another activation kernel; attention and MLP split over the ranks; the first blocks recomputed."""
+    """Another activation; attention and MLP split over the ranks; the first blocks recomputed."""
     from transformers.activations import NewGELUActivation
 
     sch.replace_all(NewGELUActivation, lambda path, module: nn.GELU(approximate="tanh"))

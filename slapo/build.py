@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from slapo.errors import SlapoError
 from slapo.framework_dialect import get_dialect_cls
@@ -80,7 +79,7 @@ def build(
     _renew_tags(sch)
     _compile_graphs(sch)
     if dialect is not None:
-        return dialect().lower(sch, **kwargs)  # type: ignore[no-any-return]
+        return dialect().lower(sch, **kwargs)
     return sch.mod, None
 
 
@@ -93,8 +92,7 @@ def _refuse_runtime_features(sch: Schedule, kwargs: dict[str, Any]) -> None:
     cuts = [
         path
         for path, node in sch.named_schedules()
-        if "cut_pipeline_stage" in node.metadata.primitives
-        and node.metadata.primitives["cut_pipeline_stage"]
+        if node.metadata.primitives.get("cut_pipeline_stage")
     ]
     if cuts:
         raise SlapoError(
@@ -164,4 +162,3 @@ def _renew_tags(sch: Schedule) -> None:
             param = innermost(node.mod)._parameters.get(name)
             if isinstance(param, torch.Tensor):
                 apply_tags(param, tags, sch.group)
-

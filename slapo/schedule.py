@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,7 +98,15 @@ class ScheduleState:
     def copy(self) -> ScheduleState:
         """A copy that later changes of this one do not reach."""
         nodes = {key: list(nodes) for key, nodes in self.nodes_of.items()}
-        return ScheduleState(self.ties, list(self.history), nodes, set(self.followed), dict(self.sources), {}, self.depth)
+        return ScheduleState(
+            self.ties,
+            list(self.history),
+            nodes,
+            set(self.followed),
+            dict(self.sources),
+            {},
+            self.depth,
+        )
 
     def restore(self, other: ScheduleState) -> None:
         """Become like `other`."""

@@ -69,7 +69,7 @@ class Selection:
             raise ValueError(f"select({pattern!r}) matches no module: {hint}")
         return cls(nodes, pattern)
 
-    def apply(self, primitive: type[Primitive], *args: Any, **kwargs: Any) -> Selection:
+    def apply(self, primitive: type[Primitive], /, *args: Any, **kwargs: Any) -> Selection:
         """Apply `primitive` to every node, or to none when it fails on one."""
         top = self.nodes[0].get_top_schedule()
         with restored_on_error(top):
@@ -107,7 +107,7 @@ class Selection:
         return as_broadcast(primitive, primitive.apply).__get__(self, Selection)
 
 
-def _compile(pattern: str) -> re.Pattern[str]:
+def _compile(pattern: Any) -> re.Pattern[str]:
     """A glob over dotted paths: ``*`` stays within a part, ``**`` spans any number of them."""
     if not isinstance(pattern, str) or not pattern:
         raise ValueError(f"select: needs a pattern such as 'h.*.mlp', got {pattern!r}")

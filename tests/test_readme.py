@@ -22,10 +22,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import slapo
 import torch.distributed as dist
-from slapo.primitives import base
 
+import slapo
+from slapo.primitives import base
 from tests.distributed import run_distributed
 
 ROOT = Path(__file__).parent.parent
@@ -167,5 +167,3 @@ def test_make_targets_exist(page: str) -> None:
     known = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / page).read_text(), re.MULTILINE))
     assert named <= known
-
-

@@ -64,10 +64,7 @@ def same_without(left: fx.Graph, right: fx.Graph, parameter: str) -> bool:
 
     def is_parameter(_user: fx.Node, a: Any, b: Any) -> bool:
         return (
-            isinstance(a, fx.Node)
-            and a.op == "placeholder"
-            and a.target == parameter
-            and b is None
+            isinstance(a, fx.Node) and a.op == "placeholder" and a.target == parameter and b is None
         )
 
     return aligned(left, right, is_parameter)

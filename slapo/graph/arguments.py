@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from .dataflow import is_size, tells_mode
+from slapo.graph.dataflow import is_size, tells_mode
 
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 

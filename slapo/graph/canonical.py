@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from .operators import FUNCTIONS, METHODS, MODULES, ModuleSpelling, Op, Spelling
+from slapo.graph.operators import FUNCTIONS, METHODS, MODULES, ModuleSpelling, Op, Spelling
 
 ModuleLookup = Callable[[str], nn.Module]
 

@@ -15,7 +15,7 @@ from slapo.graph.recorder.signature import BoundCall
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class _Reached(Exception):  # noqa: N818 - a way out of the run, not an error
+class _Reached(Exception):
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__("the module was called")
         self.inputs = (args, kwargs)

@@ -8,8 +8,8 @@ from typing import Any
 import torch.fx as fx
 from torch import nn
 
-from .canonical import Call, ModuleState, positions_and_names
-from .pattern_steps import Step
+from slapo.graph.canonical import Call, ModuleState, positions_and_names
+from slapo.graph.pattern_steps import Step
 
 MISSING = object()
 """The value of an argument that a call neither states nor has a default for."""

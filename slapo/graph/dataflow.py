@@ -7,8 +7,8 @@ from collections.abc import Collection
 
 import torch.fx as fx
 
-from .align import select_by_mode
-from .canonical import Call, written_operand
+from slapo.graph.align import select_by_mode
+from slapo.graph.canonical import Call, written_operand
 
 _VIEW_METHODS = frozenset(
     {

@@ -140,9 +140,7 @@ class _Adoption:
                 pairs = zip(self.captured.outputs, flat, strict=True)
                 self.known.update((id(t), n) for t, n in pairs if isinstance(n, fx.Node))
         self.graph.output(self._result(result))
-        return TracedModule.from_graph(
-            self.module, self.graph, self._contract(), self.constants
-        )
+        return TracedModule.from_graph(self.module, self.graph, self._contract(), self.constants)
 
     def _result(self, value: Any) -> Any:
         """The result's structure with nodes in it."""

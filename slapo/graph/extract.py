@@ -8,8 +8,8 @@ from typing import Any
 import torch.fx as fx
 from torch import nn
 
-from .align import select_by_mode
-from .dataflow import tells_mode
+from slapo.graph.align import select_by_mode
+from slapo.graph.dataflow import tells_mode
 
 _SCALARS = (bool, int, float)
 _INTEGER_ARITHMETIC = frozenset({"add", "sub", "mul", "floordiv", "mod", "neg"})

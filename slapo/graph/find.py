@@ -49,9 +49,7 @@ def find_subgraphs_in(
     ]
 
 
-def find_nodes(
-    root: nn.Module, regex_or_predicate: str | Callable[[fx.Node], bool]
-) -> list[Match]:
+def find_nodes(root: nn.Module, regex_or_predicate: str | Callable[[fx.Node], bool]) -> list[Match]:
     """Nodes that match in every graph at or below `root`."""
     accept = _predicate(regex_or_predicate)
     return [

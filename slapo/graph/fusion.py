@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import torch.fx as fx
 from torch import nn
 
-from .extract import extract
-from .fused_sequential import sequential_of
-from .inductor import compile_late
-from .rewrite import check_closed
-from .torchscript import script
+from slapo.graph.extract import extract
+from slapo.graph.fused_sequential import sequential_of
+from slapo.graph.inductor import compile_late
+from slapo.graph.rewrite import check_closed
+from slapo.graph.torchscript import script
 
 Compiler = Callable[[fx.GraphModule, str], nn.Module]
 

@@ -54,5 +54,3 @@ def default_is_leaf(flatten: bool, leaf_modules: Collection[str] = ()) -> IsLeaf
         return not (flatten or getattr(module, "inline_in_trace", False))
 
     return is_leaf
-
-

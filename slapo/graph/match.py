@@ -13,11 +13,18 @@ from typing import Any
 
 import torch.fx as fx
 
-from .canonical import Call, ModuleLookup, bind_signature, call_of, key_of, module_key
-from .comparison import MISSING, Pair, argument_pairs, inner_pairs, same_settings, same_value
-from .dataflow import size_helpers, writes_in_private
-from .pattern import call_module, trace_pattern
-from .pattern_steps import WILDCARD_OPS, Step, nodes_in, pattern_steps
+from slapo.graph.canonical import Call, ModuleLookup, bind_signature, call_of, key_of, module_key
+from slapo.graph.comparison import (
+    MISSING,
+    Pair,
+    argument_pairs,
+    inner_pairs,
+    same_settings,
+    same_value,
+)
+from slapo.graph.dataflow import size_helpers, writes_in_private
+from slapo.graph.pattern import call_module, trace_pattern
+from slapo.graph.pattern_steps import WILDCARD_OPS, Step, nodes_in, pattern_steps
 
 
 def find_subgraphs(

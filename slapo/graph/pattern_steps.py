@@ -11,8 +11,8 @@ from typing import Any
 import torch.fx as fx
 from torch import nn
 
-from .canonical import Call, bind_signature, call_of, module_key, positions_and_names
-from .pattern import PATTERN_MODULE, ModulePattern, call_module
+from slapo.graph.canonical import Call, bind_signature, call_of, module_key, positions_and_names
+from slapo.graph.pattern import PATTERN_MODULE, ModulePattern, call_module
 
 WILDCARD_OPS = ("placeholder", "get_attr")
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch.fx as fx
 from torch import nn
 
-from .arguments import is_optional, plan_call
-from .bookkeeping import drop_unused, first_free_name, watch
-from .dataflow import overwrites
-from .extract import extract
+from slapo.graph.arguments import is_optional, plan_call
+from slapo.graph.bookkeeping import drop_unused, first_free_name, watch
+from slapo.graph.dataflow import overwrites
+from slapo.graph.extract import extract
 
 __all__ = [
     "check_closed",

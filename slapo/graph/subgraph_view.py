@@ -23,9 +23,7 @@ def subgraph_view(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> TracedModule:
     them is replaced there. Its inputs are those of the subgraph in order of first use.
     """
     graph = fx.Graph()
-    copies = {
-        value: graph.placeholder(value.name) for value in subgraph_inputs(nodes)
-    }
+    copies = {value: graph.placeholder(value.name) for value in subgraph_inputs(nodes)}
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(copies[nodes[-1]])

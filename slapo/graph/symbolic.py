@@ -20,7 +20,10 @@ from slapo.graph.align import merge_modes, same_without
 from slapo.graph.leaves import IsLeaf
 from slapo.graph.traced_module import CallContract, TracedModule
 
-_STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+_STARS: dict[Any, str] = {
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
 
 
 class SymbolicTracer(fx.Tracer):
@@ -35,7 +38,7 @@ class SymbolicTracer(fx.Tracer):
     """
 
     def __init__(self, is_leaf: IsLeaf, concrete_args: Mapping[str, Any]) -> None:
-        super().__init__(autowrap_modules=())
+        super().__init__()
         self._is_leaf = is_leaf
         self._values = dict(concrete_args)
         self._tensor_names: dict[int, str] = {}

@@ -11,8 +11,7 @@ import torch.fx as fx
 from torch import nn
 
 from slapo.errors import SlapoError
-
-from .traced_module import TracedModule
+from slapo.graph.traced_module import TracedModule
 
 _CACHE_SIZE = 64
 _scripts: OrderedDict[tuple[str, ...], torch.jit.ScriptModule] = OrderedDict()

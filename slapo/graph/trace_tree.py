@@ -101,8 +101,6 @@ def constants_of_calls(module: nn.Module, calls: list[fx.Node]) -> dict[str, Any
     TraceError
         If calls differ in a constant, so that one graph cannot serve them all.
     """
-
-
     signature = inspect.signature(module.forward)
     found: list[dict[str, Any]] = []
     for call in calls:

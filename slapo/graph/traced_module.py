@@ -83,7 +83,7 @@ class TracedModule(fx.GraphModule):
     contract: CallContract
     origin: type[nn.Module]
 
-    forward = _CompileAtAccess()  # type: ignore[assignment]
+    forward = _CompileAtAccess()
 
     @classmethod
     def from_graph(
@@ -110,7 +110,7 @@ class TracedModule(fx.GraphModule):
         return module
 
     # --- lazy compilation --------------------------------------------------------------------
-    def recompile(self) -> fx.graph.PythonCode:  # type: ignore[override]
+    def recompile(self) -> fx.graph.PythonCode:
         """Mark the generated code as out of date."""
         own = type(self)
         if "forward" in vars(own):
@@ -285,7 +285,8 @@ def _remedy(name: str, given: Any) -> str:
     if type(given).__name__.endswith("Cache"):
         return "graphs hold no caches: call the model with use_cache=False"
     return (
-        f"trace it with that value (concrete_args={{{name!r}: ...}} or example_inputs) to call it so"
+        f"trace it with that value (concrete_args={{{name!r}: ...}} or example_inputs) to call it "
+        "so"
     )
 
 
@@ -294,4 +295,9 @@ def _mode(training: bool) -> str:
 
 
 def _first_float_dtype(module: nn.Module) -> torch.dtype | None:
-    return next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    """Asked at every call, so without the sets and generators of ``module.parameters()``."""
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.dtype.is_floating_point:
+            return parameter.dtype
+    found = (_first_float_dtype(child) for child in module._modules.values() if child is not None)
+    return next((dtype for dtype in found if dtype is not None), None)

@@ -38,7 +38,7 @@ class LinearWithSeparateBias(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``input`` of shape ``(..., in_features)`` -> ``(..., out_features)``."""
         output = F.linear(input, self.weight)
-        return output if self.bias is None else output + self.bias
+        return _with_bias(output, self.bias)
 
 
 class LinearWithSyncFunc(nn.Linear):
@@ -79,4 +79,8 @@ class LinearWithSyncFunc(nn.Linear):
         output = F.linear(input, self.weight)
         if self.sync_fn is not None:
             output = self.sync_fn(output)
-        return output if self.bias is None else output + self.bias
+        return _with_bias(output, self.bias)
+
+
+def _with_bias(output: Tensor, bias: Tensor | None) -> Tensor:
+    return output if bias is None else output + bias

@@ -1,4 +1,4 @@
-"""``.annotate(param_name, key, value)``"""
+"""``.annotate(param_name, key, value)``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AnnotatePrimitive(Primitive):
         return "annotate"
 
     @staticmethod
-    def apply(sch: Schedule, param_name: str, key: str, value: Any) -> Schedule:
+    def apply(sch: Schedule, /, param_name: str, key: str, value: Any) -> Schedule:
         """Set the tag and remember it."""
         module = innermost(sch.mod)
         param = module._parameters.get(param_name)
@@ -60,7 +60,7 @@ class AnnotatePrimitive(Primitive):
                 f"{type(module).__name__} has no parameter {param_name!r} of its own; "
                 f"it has {known}"
             )
-        if not (isinstance(key, str) and key.isidentifier()) or hasattr(type(param), key):
+        if type(key) is not str or not key.isidentifier() or hasattr(type(param), key):
             raise ValueError(
                 f"key {key!r} cannot be a tag: it must be an attribute name that tensors do not "
                 "have already"

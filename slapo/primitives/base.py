@@ -37,7 +37,7 @@ class Primitive:
         raise NotImplementedError("a Primitive needs a static name() that returns a string")
 
     @staticmethod
-    def apply(sch: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(sch: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Act on a schedule node. None as a result stands for the node itself."""
         raise NotImplementedError("a Primitive needs a static apply(sch, ...)")
 
@@ -69,17 +69,18 @@ def register_primitive() -> Callable[[type[T]], type[T]]:
     """
 
     def register(cls: type[T]) -> type[T]:
-        if not (isinstance(cls, type) and issubclass(cls, Primitive)):
+        given: Any = cls
+        if not (isinstance(given, type) and issubclass(given, Primitive)):
             raise TypeError(f"register_primitive: {cls!r} is not a subclass of slapo.Primitive")
-        name = cls.name()
+        name: Any = given.name()
         if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
             raise ValueError(f"register_primitive: {name!r} cannot be the name of a method")
         if name in _REGISTRY or name in _RESERVED:
             taken = _REGISTRY.get(name)
             by = f"by {taken.__name__}" if taken else "by an attribute of Schedule"
             raise ValueError(f"register_primitive: {name!r} is taken {by}; choose another name")
-        _REGISTRY[name] = cls
-        return cls  # type: ignore[return-value]
+        _REGISTRY[name] = given
+        return cls
 
     return register
 

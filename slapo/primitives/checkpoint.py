@@ -1,4 +1,4 @@
-"""``.checkpoint()``"""
+"""``.checkpoint()``."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ class CheckpointPrimitive(Primitive):
     @staticmethod
     def apply(
         sch: Schedule,
+        /,
         subgraph: Any = None,
         order_args_fn: OrderArgs | None = None,
         use_reentrant: bool = False,
@@ -99,7 +100,7 @@ def _checkpoint_subgraph(
     check_closed(chain)
     view = subgraph_view(gm, chain)
     wrapper = CheckPointWrapper.around_view(view, order_args_fn, use_reentrant)
-    children = {name: child for name, child in gm._modules.items()}
+    children = dict(gm._modules)
     call = replace_vertical(gm, chain, wrapper, "CheckPointWrapper")
     # The operations still use these modules, under their names: they stay where they are.
     gm._modules.clear()

@@ -1,4 +1,4 @@
-"""``.decompose()``"""
+"""``.decompose()``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DecomposePrimitive(Primitive):
         return "decompose"
 
     @staticmethod
-    def apply(sch: Schedule) -> Schedule:
+    def apply(sch: Schedule, /) -> Schedule:
         """Swap the layer for its decomposed form."""
         module = innermost(sch.mod)
         if isinstance(module, LinearWithSeparateBias):

@@ -1,4 +1,4 @@
-"""``.fork_rng()``"""
+"""``.fork_rng()``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ForkRNGPrimitive(Primitive):
         return "fork_rng"
 
     @staticmethod
-    def apply(sch: Schedule) -> Schedule:
+    def apply(sch: Schedule, /) -> Schedule:
         """Wrap the node's module."""
         module = sch.mod
         while isinstance(module, ModuleWrapper):

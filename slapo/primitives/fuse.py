@@ -1,4 +1,4 @@
-"""``.fuse(subgraph)``"""
+"""``.fuse(subgraph)``."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ class FusePrimitive(Primitive):
     @staticmethod
     def apply(
         sch: Schedule,
+        /,
         subgraph: Any,
         compiler: str | None = "TorchScript",
         name: str = "FusedModule",

@@ -1,4 +1,4 @@
-"""``.cut_pipeline_stage()``"""
+"""``.cut_pipeline_stage()``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CutPipelineStagePrimitive(Primitive):
         return False
 
     @staticmethod
-    def apply(sch: Schedule) -> Schedule:
+    def apply(sch: Schedule, /) -> Schedule:
         """Check that the cut lies between two calls of a graph, and record it."""
         if sch.parent is None:
             raise ValueError("a stage cannot end after the whole model; cut after a child of it")

@@ -1,4 +1,4 @@
-"""``.replace(new_mod)`` and ``.replace(fn_or_mod, target_ops)``"""
+"""``.replace(new_mod)`` and ``.replace(fn_or_mod, target_ops)``."""
 
 from __future__ import annotations
 
@@ -85,6 +85,7 @@ class ReplacePrimitive(Primitive):
     @staticmethod
     def apply(
         sch: Schedule,
+        /,
         new_mod_or_func: nn.Module | Callable[..., Any],
         target_ops: Any = None,
         name: str | None = None,

@@ -1,4 +1,4 @@
-"""``.replace_all(cls, make_fn)``"""
+"""``.replace_all(cls, make_fn)``."""
 
 from __future__ import annotations
 
@@ -58,10 +58,11 @@ class ReplaceAllPrimitive(Primitive):
 
     @staticmethod
     def apply(
-        sch: Schedule, cls: type[nn.Module], make_fn: Callable[..., nn.Module], **kwargs: Any
+        sch: Schedule, /, cls: type[nn.Module], make_fn: Callable[..., nn.Module], **kwargs: Any
     ) -> Schedule:
         """Make all new modules first, then put them in place."""
-        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        given: Any = cls
+        if not (isinstance(given, type) and issubclass(given, nn.Module)):
             raise TypeError(f"cls must be a class of modules, got {cls!r}")
         nodes = list(_outermost(sch, cls))
         if not nodes:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from slapo.errors import SlapoError
 from slapo.history import Record, caller_location, describe
 from slapo.primitives.base import Primitive, is_builtin
 from slapo.snapshot import restored_on_error
@@ -21,7 +20,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def run(node: Schedule, primitive: type[Primitive], *args: Any, **kwargs: Any) -> Any:
+def run(node: Schedule, primitive: type[Primitive], /, *args: Any, **kwargs: Any) -> Any:
     """Apply `primitive` to `node` and note it in the history.
 
     Errors get the call in front of their message. What users' own primitives changed before they
@@ -34,7 +33,7 @@ def run(node: Schedule, primitive: type[Primitive], *args: Any, **kwargs: Any) -
     try:
         with guard:
             result = primitive.apply(node, *args, **kwargs)
-    except (ValueError, TypeError, KeyError, SlapoError) as error:
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
         _put_in_front(error, record)
         raise
     finally:
@@ -65,7 +64,7 @@ def _record(
 def _put_in_front(error: Exception, record: Record) -> None:
     """``sch["fc"].shard(...): `` before the message, once."""
     message = str(error.args[0]) if error.args else ""
-    if not message.startswith("sch"):
+    if not message.startswith(("sch[", "sch.")):
         error.args = (f"{record.call()}: {message}", *error.args[1:])
 
 
@@ -76,7 +75,7 @@ def as_method(
 
     @functools.wraps(apply)
     def method(self: Schedule, *args: P.args, **kwargs: P.kwargs) -> R:
-        return run(self, primitive, *args, **kwargs)  # type: ignore[no-any-return]
+        return run(self, primitive, *args, **kwargs)
 
     return _document(method, primitive)
 

@@ -1,4 +1,4 @@
-"""``.shard(tensor_name, axis)``"""
+"""``.shard(tensor_name, axis)``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slapo.logger import get_logger
 from slapo.op.wrapper import innermost
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called
-from slapo.sharding.shards import ShardPlan, share_slice, shards_of
+from slapo.sharding.shards import ShardPlan, shards_of, share_slice
 from slapo.sharding.slicing import make_spec
 from slapo.weights.tags import apply_tags
 from slapo.weights.ties import owner_of
@@ -68,7 +68,7 @@ class ShardPrimitive(Primitive):
 
     @staticmethod
     def apply(
-        sch: Schedule, tensor_name: str, axis: int, blocks: int | Sequence[int] = 1
+        sch: Schedule, /, tensor_name: str, axis: int, blocks: int | Sequence[int] = 1
     ) -> Schedule:
         """Check everything, then slice the tensor here and where it is tied."""
         if type(axis) is not int:

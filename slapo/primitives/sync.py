@@ -1,4 +1,4 @@
-"""``.sync(mode, sync_op_or_fn, **kwargs)``"""
+"""``.sync(mode, sync_op_or_fn, **kwargs)``."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class SyncPrimitive(Primitive):
 
     @staticmethod
     def apply(
-        sch: Schedule, mode: str, sync_op_or_fn: str | Callable[..., Any], **kwargs: Any
+        sch: Schedule, /, mode: str, sync_op_or_fn: str | Callable[..., Any], **kwargs: Any
     ) -> Schedule:
         """Check the sync against what is known, then register it."""
         check_mode(mode)

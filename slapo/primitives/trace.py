@@ -1,4 +1,4 @@
-"""``.trace()`` and ``.trace_until(paths)``"""
+"""``.trace()`` and ``.trace_until(paths)``."""
 
 from __future__ import annotations
 
@@ -82,6 +82,7 @@ class TracePrimitive(Primitive):
     @staticmethod
     def apply(
         sch: Schedule,
+        /,
         recursive: bool = True,
         flatten: bool = False,
         tracer: str = "pytorch",
@@ -162,6 +163,7 @@ class TraceUntilPrimitive(Primitive):
     @staticmethod
     def apply(
         sch: Schedule,
+        /,
         paths: str | Collection[str],
         tracer: str = "pytorch",
         concrete_args: Mapping[str, Any] | None = None,
@@ -239,9 +241,9 @@ def _warn(sch: Schedule, tracer: str, error: TraceError) -> None:
 def _put_in_place(sch: Schedule, result: TraceResult) -> None:
     """Outermost first: a graph module has a table of children of its own."""
     for path, traced in result.traced.items():
-        node = sch[path] if path in sch else None
-        if node is None:
+        if path not in sch:
             continue
+        node = sch[path]
         old = innermost(node.mod)
         move_hooks(old, traced)
         outer = replace_innermost(node.mod, traced)
@@ -251,4 +253,3 @@ def _put_in_place(sch: Schedule, result: TraceResult) -> None:
             node.set_module(outer)
     for path, reason in result.skipped.items():
         logger.info("%s stays opaque in the trace of %r: %s", path, sch.path, reason)
-

@@ -1,0 +1,1 @@
+"""Tensor parallelism: slices of parameters, layouts of activations, collectives."""

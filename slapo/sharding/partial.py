@@ -32,7 +32,7 @@ class _Share(torch.autograd.Function):
         return tensor / world_size
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -48,6 +48,7 @@ class PartialSumMixin:
     bias: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
+        """The product, reduced where a reduction is known, and the bias once."""
         output = type(self)._product(self, input)
         bias = self.bias
         if not self._slapo_reducers:
@@ -56,7 +57,8 @@ class PartialSumMixin:
             bias = self._slapo_bias_part(bias, output.dim())
         for reduce in self._slapo_reducers:
             output = reduce(self, (input,), output)
-        return output + bias.view(-1, *[1] * self._bias_dims)
+        # Under autocast the product has a smaller dtype, and so has the original's output.
+        return output + bias.to(output.dtype).view(-1, *[1] * self._bias_dims)
 
 
 def _linear(module: Any, input: Tensor) -> Tensor:
@@ -68,7 +70,8 @@ def _matmul(module: Any, input: Tensor) -> Tensor:
 
 
 def _convolution(module: Any, input: Tensor) -> Tensor:
-    return module._conv_forward(input, module.weight, None)  # type: ignore[no-any-return]
+    output: Tensor = module._conv_forward(input, module.weight, None)
+    return output
 
 
 #: forward that a class must have for us to know its product -> (product, dims behind channels)

@@ -83,7 +83,9 @@ class ShardPlan:
     ) -> None:
         tensor = tensor_named(module, name)
         if name in shards_of(module):
-            raise ValueError(f"{name!r} is sharded already, along axis {shards_of(module)[name].axis}")
+            raise ValueError(
+                f"{name!r} is sharded already, along axis {shards_of(module)[name].axis}"
+            )
         self.module, self.name = module, name
         self.spec: ShardSpec = make_spec(tensor.shape, axis, blocks, rank, world_size)
         self.effect: Effect = effect_of(module, name, self.spec.axis)

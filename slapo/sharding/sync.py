@@ -104,15 +104,18 @@ def make_sync_op(
     TypeError
         For arguments the op does not take.
     """
+    modes: tuple[str, ...]
+    keywords: tuple[str, ...]
     if "->" in name:
         parse_reshard(name)
-        modes, keywords = _RESHARD_MODES, ()
+        entry: tuple[tuple[str, ...], tuple[str, ...]] = (_RESHARD_MODES, ())
     elif name in _OPS:
-        modes, keywords = _OPS[name]
+        entry = _OPS[name]
     else:
         raise ValueError(
             f"unknown sync op {name!r}; known are {[*_OPS]} and reshards such as 'RS->RR'"
         )
+    modes, keywords = entry
     if mode not in modes:
         raise ValueError(f"sync op {name!r} works in modes {list(modes)}, not in {mode!r}")
     unknown = [key for key in arguments if key not in keywords]
@@ -177,5 +180,3 @@ def _labelled(hook: Callable[..., Any], function: Any, mode: str) -> Callable[..
     hook.__name__ = hook.__qualname__ = f"sync_{mode}"
     hook._slapo_op = function  # type: ignore[attr-defined]
     return hook
-
-

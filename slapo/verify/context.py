@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from slapo.errors import SlapoError, VerificationError
 from slapo.history import Record
+from slapo.op.wrapper import innermost
 from slapo.primitives.base import find_primitive
 from slapo.random import TENSOR_PARALLEL, get_rng_tracker
 from slapo.schedule import Schedule
@@ -416,7 +417,7 @@ def _gathered_gradients(
 def _backward(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> None:
     """Differentiate the loss, or all outputs against fixed random numbers."""
     if loss_fn is not None:
-        loss_fn(output).backward()  # type: ignore[no-untyped-call]
+        loss_fn(output).backward()
         return
     generator = torch.Generator().manual_seed(_SEED)
     terms = []
@@ -433,13 +434,13 @@ def _backward(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> None:
 
 @contextmanager
 def _mode(model: nn.Module, training: bool) -> Iterator[None]:
-    flags = [(m, m.training) for m in model.modules()]
-    inner = [(m.mod, m.mod.training) for m, _ in flags if isinstance(m.__dict__.get("mod"), nn.Module)]
+    modules = [m for outer in model.modules() for m in (outer, innermost(outer))]
+    flags = [(m, m.training) for m in modules]
     model.train(training)
     try:
         yield
     finally:
-        for module, flag in (*flags, *inner):
+        for module, flag in flags:
             module.training = flag
 
 

@@ -170,9 +170,7 @@ class Comparison:
         limit = rtol_for(target, self.rtol) * scale_of(target)
         return (call.path, call.module, error, limit) if self.agree(error > limit) else None
 
-    def _whole(
-        self, call: Call, tensor: Tensor, target: Tensor, is_partial: bool
-    ) -> Tensor | None:
+    def _whole(self, call: Call, tensor: Tensor, target: Tensor, is_partial: bool) -> Tensor | None:
         """The tensor of all ranks together; None when it is not known how to put it together."""
         world_size = dist.get_world_size(self.group) if self.group is not None else 1
         if tensor.shape == target.shape:
@@ -180,7 +178,9 @@ class Comparison:
                 tensor = tensor.contiguous().clone()
                 dist.all_reduce(tensor, group=self.group)
             return tensor
-        axes = [a for a, (m, t) in enumerate(zip(tensor.shape, target.shape, strict=False)) if m != t]
+        axes = [
+            a for a, (m, t) in enumerate(zip(tensor.shape, target.shape, strict=False)) if m != t
+        ]
         packed = any(len(s.blocks) > 1 for s in shards_of(innermost(call.module)).values())
         if tensor.dim() != target.dim() or len(axes) != 1 or packed or world_size == 1:
             return None

@@ -67,7 +67,8 @@ def _default_device(group: dist.ProcessGroup | None) -> torch.device:
     if torch.accelerator.is_available():
         on_gpu = group is None or dist.get_backend(group) != "gloo"
         if on_gpu:
-            return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+            found = torch.accelerator.current_accelerator(check_available=True)
+            return found or torch.device("cpu")
     return torch.device("cpu")
 
 
@@ -155,12 +156,10 @@ class _Materializer:
         if not places:
             return set()
         written = _WriteProbe()
-        with _swapped(places, lambda m, name, t: torch.empty_like(_full(m, name, t), device="meta")):
+        own = [(module, name) for name, _ in _own_tensors(module)]
+        with _swapped([*places, *own], _full), written, torch.no_grad(), _full_sizes([module]):
             storages = {_storage(_get(m, name)): (m, name) for m, name in places}
-            own = [(module, name) for name, _ in _own_tensors(module)]
-            with _swapped(own, lambda m, name, t: torch.empty_like(_full(m, name, t), device="meta")):
-                with written, torch.no_grad(), _full_sizes([module]):
-                    self._run(path, module, first_only=True)
+            self.initialize[0](module, path)
         return {storages[s] for s in written.storages if s in storages}
 
     def _initialize(self, path: str, module: nn.Module, wanted: set[tuple[nn.Module, str]]) -> None:
@@ -194,10 +193,6 @@ class _Materializer:
             if not left:
                 break
         return left
-
-    def _run(self, path: str, module: nn.Module, first_only: bool) -> None:
-        for way in self.initialize[: 1 if first_only else None]:
-            way(module, path)
 
     def _install(self, module: nn.Module, name: str, full: Tensor) -> None:
         old = _get(module, name)
@@ -322,9 +317,7 @@ class _WriteProbe(TorchDispatchMode):
         super().__init__()
         self.storages: set[int] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.storages.add(_storage(value))

@@ -109,9 +109,7 @@ def test_concrete_args_that_name_what_is_no_input() -> None:
 def test_recorded_training_flags_follow_the_mode() -> None:
     class Dropping(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(
-                x, x, x, dropout_p=0.5 if self.training else 0.0
-            )
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5 if self.training else 0.0)
 
     x = torch.randn(2, 3, 5, 4)
     module = Dropping()

@@ -79,7 +79,8 @@ def test_attributes_reach_the_module_within() -> None:
     wrapper.heads //= 2
     assert (block.heads, wrapper.heads) == (2, 2)
     wrapper.eval()
-    assert not (block.training or block.drop.training)
+    assert not block.training
+    assert not block.drop.training
     wrapper.double()
     assert block.fc1.weight.dtype is torch.float64
     with pytest.raises(AttributeError):
@@ -213,6 +214,6 @@ def test_an_inner_value_that_is_used_outside_is_refused() -> None:
     sch = slapo.create_schedule(Leaky())
     match = sch.find(lambda x: torch.cos(torch.sin(x)))
     before = fingerprint(sch)
-    with pytest.raises(ValueError, match="'sin' .*also used outside, by 'add'"):
+    with pytest.raises(ValueError, match=r"'sin' .*also used outside, by 'add'"):
         sch.checkpoint(match)
     assert fingerprint(sch) == before

@@ -41,7 +41,7 @@ def test_one_of_several_processes_needs_a_group(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_group_needs_torch_distributed() -> None:
-    with pytest.raises(slapo.SlapoError, match="a group was given, but torch.distributed is not"):
+    with pytest.raises(slapo.SlapoError, match=r"a group was given, but torch.distributed is not"):
         slapo.create_schedule(nn.ReLU(), group="tp")  # type: ignore[arg-type]
 
 
@@ -61,7 +61,9 @@ def test_meshes() -> None:
     dist.init_process_group("fake", rank=5, world_size=8, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-        with pytest.raises(ValueError, match=r"mesh of 2 dimensions \('dp', 'tp'\).*mesh\[\"tp\"\]"):
+        with pytest.raises(
+            ValueError, match=r"mesh of 2 dimensions \('dp', 'tp'\).*mesh\[\"tp\"\]"
+        ):
             slapo.create_schedule(nn.ReLU(), group=mesh)
         sch = slapo.create_schedule(nn.Sequential(nn.ReLU()), group=mesh["tp"])
         assert (sch.rank, sch.world_size) == (1, 4)

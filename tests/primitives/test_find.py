@@ -35,9 +35,7 @@ def test_a_string_is_a_regex_on_module_calls() -> None:
 def test_matches_in_children_name_their_parent() -> None:
     sch = slapo.create_schedule(Stack(2))
     found = sch.find(lambda x: F.gelu(call_module("fc1", x)))
-    assert names(found) == [
-        [(f"layers.{k}", "fc1"), (f"layers.{k}", "gelu")] for k in range(2)
-    ]
+    assert names(found) == [[(f"layers.{k}", "fc1"), (f"layers.{k}", "gelu")] for k in range(2)]
     sch.fuse(found[1], compiler=None)
     assert "layers.1.FusedModule_0" in sch
 

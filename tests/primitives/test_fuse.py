@@ -158,4 +158,4 @@ def test_what_the_compiler_refuses_is_a_slapo_error() -> None:
 
 @torch.fx.wrap
 def unscriptable(x: Tensor, **kwargs: Any) -> Tensor:
-    return x.new_tensor([v for v in x.flatten().tolist()]).view_as(x)
+    return x.new_tensor(list(x.flatten().tolist())).view_as(x)

@@ -132,7 +132,9 @@ def test_paths_are_strings() -> None:
 
 def test_unknown_attributes_name_the_primitives() -> None:
     sch = slapo.create_schedule(nn.ReLU())
-    with pytest.raises(AttributeError, match="no attribute 'shards'; its primitives are .*'shard'"):
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'shards'; its primitives are .*'shard'"
+    ):
         _ = sch.shards
     assert not hasattr(sch, "_private")
 
@@ -171,7 +173,7 @@ def test_globs_are_relative_to_the_node() -> None:
 @pytest.mark.parametrize("pattern", ["layer.*", "layers.*.fc3", "fc1"])
 def test_a_glob_that_matches_nothing(pattern: str) -> None:
     sch = slapo.create_schedule(Stack())
-    with pytest.raises(ValueError, match="matches no module.*nearest paths are"):
+    with pytest.raises(ValueError, match=r"matches no module.*nearest paths are"):
         sch.select(pattern)
 
 
@@ -328,7 +330,7 @@ def test_twice() -> None:
 
 @pytest.mark.parametrize("thing", [int, nn.Module, print, 3])
 def test_only_primitives(thing: Any) -> None:
-    with pytest.raises(TypeError, match="not a subclass of slapo.Primitive"):
+    with pytest.raises(TypeError, match=r"not a subclass of slapo.Primitive"):
         slapo.register_primitive()(thing)
 
 

@@ -13,8 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import slapo
 from slapo import Schedule
 from slapo.hooks import get_hooks
-from slapo.sharding.rules import Effect, register_shard_rule
 from slapo.sharding.layout import Layout
+from slapo.sharding.rules import Effect, register_shard_rule
 from slapo.sharding.shards import shards_of
 from tests.fingerprint import fingerprint
 from tests.primitives.models import Tied
@@ -150,7 +150,12 @@ BAD: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], s
     "block sum": (lambda: nn.Linear(4, 6), ("weight", 0), {"blocks": [2, 2]}, "do not add up to 6"),
     "layer norm": (lambda: nn.LayerNorm(4), ("weight", 0), {}, "normalises over the axis"),
     "rms norm": (lambda: nn.RMSNorm(4), ("weight", 0), {}, "normalises over the axis"),
-    "grouped input": (lambda: nn.Conv2d(8, 8, 3, groups=2), ("weight", 1), {}, "axis 1 of 'weight'"),
+    "grouped input": (
+        lambda: nn.Conv2d(8, 8, 3, groups=2),
+        ("weight", 1),
+        {},
+        "axis 1 of 'weight'",
+    ),
     "odd groups": (lambda: nn.Conv2d(6, 6, 3, groups=3), ("weight", 0), {}, "groups 3 is not"),
     "group norm": (lambda: nn.GroupNorm(3, 6), ("weight", 0), {}, "num_groups 3 is not divisible"),
     "row with own forward": (lambda: OwnForward(4, 4), ("weight", 1), {}, "once per rank"),

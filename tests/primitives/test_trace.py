@@ -148,7 +148,7 @@ def test_bad_arguments(kwargs: Any, error: type[Exception], message: str) -> Non
 def test_a_failure_names_the_module_the_reason_and_what_to_pass(tracer: str) -> None:
     sch = slapo.create_schedule(nn.Sequential(DataDependent()))
     before = fingerprint(sch)
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="could not be traced") as caught:
         assert sch["0"].trace(tracer=tracer) is False
     text = str(caught[0].message)
     assert text.startswith("0 (DataDependent) could not be traced")

@@ -306,6 +306,15 @@ def vocabulary_checkpointed(sch: Schedule) -> None:
     sch["emb"].checkpoint().shard("weight", axis=0).sync("fwd_post", "all_reduce")
 
 
+def vocabulary_by_tokens(sch: Schedule) -> None:
+    """The sum is kept by tokens: what comes after it sees a part of the sequence."""
+    sch["emb"].shard("weight", axis=0).sync("fwd_post", "reduce_scatter", axis=1)
+    for name in ("weight", "bias"):
+        sch["fc"].annotate(name, "sequence_parallel", True)
+    head = sch["head"].shard("weight", axis=0).sync("fwd_pre", "all_gather", axis=1)
+    head.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+
+
 def embedding_columns(sch: Schedule) -> None:
     emb = sch["emb"].shard("weight", axis=1)
     emb.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
@@ -396,6 +405,9 @@ CASES: dict[str, Case] = {
     "vocabulary, padding": Case(lambda: Language(padding_idx=13), vocabulary, tokens),
     "vocabulary, sync before shard": Case(Language, vocabulary_synced_before_sharded, tokens),
     "vocabulary, checkpointed": Case(Language, vocabulary_checkpointed, tokens),
+    "vocabulary, by tokens": Case(
+        Language, vocabulary_by_tokens, lambda: torch.randint(0, 24, (BATCH, 12))
+    ),
     "embedding by columns": Case(Language, embedding_columns, tokens),
     "tied table": Case(lambda: Language(tied=True), vocabulary, tokens),
     "tied table, padding": Case(lambda: Language(tied=True, padding_idx=2), vocabulary, tokens),

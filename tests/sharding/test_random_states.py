@@ -1,7 +1,5 @@
 """Dropout on several ranks: masks that differ where activations do, and come back the same."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn

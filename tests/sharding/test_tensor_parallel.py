@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import slapo
 from slapo.op.wrapper import innermost
@@ -27,7 +28,7 @@ def gathered(module: nn.Module, name: str, tensor: Tensor, group: Any) -> Tensor
     return tensor if spec is None else spec.gather(tensor, group)
 
 
-def check_case(case: Case) -> None:
+def check_case(case: Case, group: Any = None) -> None:
     """Outputs, gradients of input and parameters, and buffers."""
     torch.manual_seed(0)
     model = case.make().double()
@@ -35,7 +36,7 @@ def check_case(case: Case) -> None:
     names = list(model.state_dict())
     inputs = case.inputs()
     inputs = inputs.double() if inputs.is_floating_point() else inputs
-    sch = slapo.create_schedule(model)
+    sch = slapo.create_schedule(model, group=group)
     case.schedule(sch)
     scheduled, _ = slapo.build(sch)
     assert list(scheduled.state_dict()) == names
@@ -101,3 +102,33 @@ def failures_of(world_size: int) -> dict[str, str]:
 def test_a_schedule_computes_what_the_model_does(name: str, world_size: int) -> None:
     failures = failures_of(world_size)
     assert name not in failures, failures[name]
+
+
+def run_in_part_of_a_mesh(rank: int, world_size: int) -> None:
+    """Two groups of two, side by side."""
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+    for name in ("column-row", "vocabulary", "sequence parallel", "Conv2d and BatchNorm2d"):
+        check_case(CASES[name], mesh["tp"])
+
+
+def test_a_group_may_be_a_part_of_the_world() -> None:
+    run_distributed(run_in_part_of_a_mesh, 4)
+
+
+def run_half_precision(rank: int, world_size: int) -> None:
+    """Under autocast a row-parallel layer gives what the layer itself would."""
+    torch.manual_seed(0)
+    model = CASES["column-row"].make()
+    reference = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    CASES["column-row"].schedule(sch)
+    x = CASES["column-row"].inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        actual, expected = model(x), reference(x)
+    assert actual.dtype is expected.dtype is torch.bfloat16
+    # bfloat16 has 8 bits: each rank's part is rounded, so is their sum.
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_autocast() -> None:
+    run_distributed(run_half_precision, 2)
