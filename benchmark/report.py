@@ -85,7 +85,7 @@ def plot_scheduling(directory: Path = RESULTS) -> Path | None:
     Returns
     -------
     Path or None
-        The picture; None without the file or without matplotlib (``pip install slapo[bench]``).
+        The picture; None without the file or without matplotlib (``pip install slapo[examples]``).
     """
     source = directory / "scheduling.csv"
     if not source.exists() or importlib.util.find_spec("matplotlib") is None:

@@ -61,6 +61,7 @@ def build(
 
     Examples
     --------
+    >>> import torch.nn as nn
     >>> import slapo
     >>> sch = slapo.create_schedule(nn.Linear(2, 2))
     >>> model, optimizer = slapo.build(sch)

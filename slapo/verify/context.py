@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -15,11 +14,20 @@ from torch.utils import _pytree as pytree
 
 from slapo.errors import SlapoError, VerificationError
 from slapo.history import Record
-from slapo.op.wrapper import innermost
 from slapo.primitives.base import find_primitive
-from slapo.random import TENSOR_PARALLEL, get_rng_tracker
+from slapo.random import get_rng_tracker
 from slapo.schedule import Schedule
 from slapo.verify.locate import Comparison, recorded
+from slapo.verify.setting import (
+    SEED,
+    as_call,
+    backward,
+    copy_model,
+    full_tensors,
+    gathered_gradients,
+    in_mode,
+    random_states_kept,
+)
 from slapo.verify.tensors import (
     Place,
     difference,
@@ -30,9 +38,7 @@ from slapo.verify.tensors import (
     tensors_in,
 )
 from slapo.weights.materialize import materialize
-from slapo.weights.tags import apply_tags, tags_of
 
-_SEED = 20131
 #: Gradients far below the largest are rounding of sums that cancel: they are compared on this
 #: fraction of the largest one's scale.
 _GRADIENT_FLOOR = 1e-2
@@ -84,7 +90,7 @@ class Verify:
     ...     with Verify(sch, torch.ones(2, 4)):
     ...         _ = sch["1"].replace(nn.ReLU())
     ... except slapo.VerificationError as error:
-    ...     print(str(error)[:45])
+    ...     print(str(error)[:47])
     Verify: the output differs, first at '1' (ReLU)
     """
 
@@ -101,7 +107,7 @@ class Verify:
         if not isinstance(sch, Schedule):
             raise TypeError(f"Verify takes a schedule, got {type(sch).__name__}")
         self.sch = sch
-        self.args, self.kwargs = _as_call(example_inputs)
+        self.args, self.kwargs = as_call(example_inputs)
         self.device = torch.device(device) if device is not None else None
         self.eval_mode, self.enable = eval_mode, enable
         self.loss_fn, self.rtol = loss_fn, rtol
@@ -110,7 +116,7 @@ class Verify:
     def __enter__(self) -> Verify:
         if self.enable:
             self.start = len(self.sch.history)
-            self.reference = _copy_model(self.sch)
+            self.reference = copy_model(self.sch)
             self.names = {id(p.tensor): p.name for p in places(self.sch.mod)}
             self.kept = [p.tensor for p in places(self.sch.mod)]  # so that ids stay theirs
         return self
@@ -148,19 +154,19 @@ class Verify:
         materialize(self.reference, init, group, device)
         self.reference.to(device)
         self._move_inputs(device)
-        full = _full_tensors(self.reference, group)
+        full = full_tensors(self.reference, group)
         values = self._values(full, device)
         with ExitStack() as stack:
-            stack.enter_context(_random_states_kept(self.sch.rank))
+            stack.enter_context(random_states_kept(self.sch.rank))
             stack.enter_context(other_tensors(self.sch.mod, values, group))
-            stack.enter_context(_mode(self.sch.mod, not self.eval_mode))
-            stack.enter_context(_mode(self.reference, not self.eval_mode))
+            stack.enter_context(in_mode(self.sch.mod, not self.eval_mode))
+            stack.enter_context(in_mode(self.reference, not self.eval_mode))
             stack.enter_context(torch.enable_grad())
             wanted = self._run(self.reference)
             given = self._run_scheduled()
             self._compare_outputs(given, wanted)
-            _backward(wanted, self.loss_fn)
-            _backward(given, self.loss_fn)
+            backward(wanted, self.loss_fn)
+            backward(given, self.loss_fn)
             self._compare_gradients()
 
     def _pick_device(self) -> torch.device:
@@ -225,7 +231,7 @@ class Verify:
         """Run on the same inputs and random states each time."""
         tracker = get_rng_tracker()
         states = tracker.get_states()
-        torch.manual_seed(_SEED)
+        torch.manual_seed(SEED)
         try:
             return model(*self.args, **self.kwargs)
         finally:
@@ -267,7 +273,7 @@ class Verify:
         raise VerificationError(self._explain_output(worst))
 
     def _explain_output(self, worst: float) -> str:
-        found = self._runs(backward=False).first_output()
+        found = self._runs(gradients=False).first_output()
         if found is None:
             return f"Verify: the output differs by {worst:.3g}; {self._applied('')}"
         hint = (
@@ -282,7 +288,7 @@ class Verify:
         )
 
     def _explain_gradient(self) -> str | None:
-        found = self._runs(backward=True).first_gradient()
+        found = self._runs(gradients=True).first_gradient()
         if found is None:
             return None
         user = f", which {found.suspect!r} sends back," if found.suspect else ""
@@ -292,14 +298,14 @@ class Verify:
             f"{found.limit:.3g} is allowed; {self._applied(found.suspect or found.path)}"
         )
 
-    def _runs(self, backward: bool) -> Comparison:
+    def _runs(self, gradients: bool) -> Comparison:
         """Run both models again, and note what each module gives."""
         runs = []
         for model in (self.reference, self.sch.mod):
             with recorded(model) as run:
                 output = self._run(model)
-                if backward:
-                    _backward(output, self.loss_fn)
+                if gradients:
+                    backward(output, self.loss_fn)
             runs.append(run)
         return Comparison(runs[0], runs[1], self.sch.group, self.rtol, self._agree)
 
@@ -307,7 +313,7 @@ class Verify:
         wanted = {
             p.name: p.tensor.grad for p in places(self.reference) if p.tensor.grad is not None
         }
-        wanted = _gathered_gradients(self.reference, wanted, self.sch.group)
+        wanted = gathered_gradients(self.reference, wanted, self.sch.group)
         given = self._gradients()
         floor = _GRADIENT_FLOOR * max((scale_of(g) for g in wanted.values()), default=0.0)
         failures = []
@@ -368,94 +374,3 @@ class Verify:
 
 def _contains(path: str, inner: str) -> bool:
     return not path or inner == path or inner.startswith(f"{path}.")
-
-
-# --- models and states -----------------------------------------------------------------------
-def _as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example_inputs, Tensor):
-        return (example_inputs,), {}
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, (tuple, list)):
-        return tuple(example_inputs), {}
-    raise TypeError(
-        "example_inputs must be a tensor, a tuple of positional arguments or a dict of keyword "
-        f"arguments, got {type(example_inputs).__name__}"
-    )
-
-
-def _copy_model(sch: Schedule) -> nn.Module:
-    """A copy whose parameters carry the tags of the originals."""
-    memo: dict[int, Any] = {id(sch.group): sch.group} if sch.group is not None else {}
-    copied = copy.deepcopy(sch.mod, memo)
-    for mine, new in zip(places(sch.mod), places(copied), strict=True):
-        new.tensor.__dict__.update(tags_of(mine.tensor))
-        apply_tags(new.tensor, {}, sch.group)
-        new.tensor.grad = None
-    return copied
-
-
-def _full_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    with torch.no_grad():
-        return {
-            p.name: p.spec.gather(p.tensor.detach(), group) if p.spec else p.tensor.detach().clone()
-            for p in places(model)
-        }
-
-
-def _gathered_gradients(
-    model: nn.Module, grads: Mapping[str, Tensor], group: dist.ProcessGroup | None
-) -> dict[str, Tensor]:
-    specs = {p.name: p.spec for p in places(model)}
-    found = {}
-    for name, grad in grads.items():
-        spec = specs[name]
-        found[name] = spec.gather(grad, group) if spec is not None else grad
-    return found
-
-
-def _backward(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> None:
-    """Differentiate the loss, or all outputs against fixed random numbers."""
-    if loss_fn is not None:
-        loss_fn(output).backward()
-        return
-    generator = torch.Generator().manual_seed(_SEED)
-    terms = []
-    for _, tensor in tensors_in(output):
-        if not tensor.is_floating_point():
-            continue
-        weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
-        if tensor.requires_grad:
-            usable = tensor.masked_fill(~tensor.detach().isfinite(), 0.0)
-            terms.append((usable.float() * weights.to(tensor.device)).sum())
-    if terms:
-        torch.stack(terms).sum().backward()
-
-
-@contextmanager
-def _mode(model: nn.Module, training: bool) -> Iterator[None]:
-    modules = [m for outer in model.modules() for m in (outer, innermost(outer))]
-    flags = [(m, m.training) for m in modules]
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
-
-
-@contextmanager
-def _random_states_kept(tp_rank: int) -> Iterator[None]:
-    """Default states and the tracker's as they were; a tracker without a seed gets one."""
-    tracker = get_rng_tracker()
-    with torch.random.fork_rng():
-        states = tracker.get_states()
-        if not states:
-            tracker.add(TENSOR_PARALLEL, _SEED + tp_rank)
-        try:
-            yield
-        finally:
-            if states:
-                tracker.set_states(states)
-            else:
-                tracker.reset()

@@ -28,7 +28,7 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
     Examples
     --------
     >>> with init_empty_weights():
-    ...     model = nn.Linear(10**6, 10**6)
+    ...     model = nn.Linear(5_000, 5_000)
     >>> model.weight.device
     device(type='meta')
     """

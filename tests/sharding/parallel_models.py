@@ -55,6 +55,21 @@ class HfAttention(nn.Module):
         return self.c_proj(mixed.transpose(1, 2).flatten(2))
 
 
+class Gpt2(nn.Module):
+    """The model of Transformers, as it comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        sizes = {"vocab_size": 24, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 8}
+        self.lm = GPT2LMHeadModel(GPT2Config(**sizes, **drops))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.lm(tokens).logits
+
+
 class UnequalBlocks(nn.Module):
     """A packed projection whose parts have different sizes, as with grouped key-value heads."""
 
@@ -203,6 +218,11 @@ def mlp_traced(sch: Schedule) -> None:
     assert sch.trace()
 
 
+def mlp_sharded_after_trace(sch: Schedule) -> None:
+    assert sch.trace()
+    mlp_pair(sch)
+
+
 def mlp_traced_checkpoint(sch: Schedule) -> None:
     """Layers inside of checkpointed operations are sharded by their names as ever."""
     sch.checkpoint(sch.find(lambda x: F.gelu(_call("fc1", x))))
@@ -262,6 +282,18 @@ def hf_attention(sch: Schedule) -> None:
     sch["c_proj"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
     sch.sync("bwd_post", "all_reduce")
     sch.mod.num_heads //= sch.world_size
+
+
+def gpt2(sch: Schedule) -> None:
+    lm = sch["lm"]
+    lm["transformer.wte"].shard("weight", 0).sync("fwd_post", "all_reduce")
+    head = lm["lm_head"].shard("weight", 0).sync("bwd_post", "all_reduce")
+    head.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+    for block in lm.select("transformer.h.*"):
+        hf_attention(block["attn"])
+        block["attn"].mod.split_size //= sch.world_size
+        block["mlp.c_fc"].shard("weight", 1).shard("bias", 0).sync("bwd_post", "all_reduce")
+        block["mlp.c_proj"].shard("weight", 0).sync("fwd_post", "all_reduce")
 
 
 def unequal_blocks(sch: Schedule) -> None:
@@ -385,6 +417,7 @@ CASES: dict[str, Case] = {
     "checkpointed": Case(Mlp, mlp_checkpointed, X),
     "fused, then sharded": Case(Mlp, mlp_fused, X),
     "traced": Case(Mlp, mlp_traced, X),
+    "sharded after a trace": Case(Mlp, mlp_sharded_after_trace, X),
     "checkpointed operations": Case(Mlp, mlp_traced_checkpoint, X),
     "row scattered by channels": Case(Mlp12, mlp_scattered_channels, X),
     "row scattered by samples": Case(Mlp, mlp_scattered_batch, EVEN_BATCH),
@@ -394,6 +427,7 @@ CASES: dict[str, Case] = {
     "row with a resharded input": Case(Mlp, row_with_resharded_input, X),
     "one layer at two places": Case(Twice, shared_layer, X),
     "Conv1D, packed": Case(HfAttention, hf_attention, activations(BATCH, SEQ, 16)),
+    "GPT-2": Case(Gpt2, gpt2, tokens),
     "unequal blocks": Case(UnequalBlocks, unequal_blocks, X),
     "Conv2d and BatchNorm2d": Case(ConvNet, conv_net, IMAGES),
     "Conv1d and BatchNorm1d": Case(lambda: ConvNet(1), conv_net, activations(BATCH, 3, 11)),

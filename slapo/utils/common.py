@@ -1,0 +1,5 @@
+"""Small helpers of general use."""
+
+from slapo.hooks import get_hooks
+
+__all__ = ["get_hooks"]

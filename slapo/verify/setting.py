@@ -1,0 +1,114 @@
+"""What both sides of a verification share: inputs, copies, modes, random states, a loss."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slapo.op.wrapper import innermost
+from slapo.random import TENSOR_PARALLEL, get_rng_tracker
+from slapo.schedule import Schedule
+from slapo.verify.tensors import places, tensors_in
+from slapo.weights.tags import apply_tags, tags_of
+
+SEED = 20131
+
+
+def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments, from what users hand over."""
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    raise TypeError(
+        "example_inputs must be a tensor, a tuple of positional arguments or a dict of keyword "
+        f"arguments, got {type(example_inputs).__name__}"
+    )
+
+
+def copy_model(sch: Schedule) -> nn.Module:
+    """A copy whose parameters carry the tags of the originals."""
+    memo: dict[int, Any] = {id(sch.group): sch.group} if sch.group is not None else {}
+    copied = copy.deepcopy(sch.mod, memo)
+    for mine, new in zip(places(sch.mod), places(copied), strict=True):
+        new.tensor.__dict__.update(tags_of(mine.tensor))
+        apply_tags(new.tensor, {}, sch.group)
+        new.tensor.grad = None
+    return copied
+
+
+def full_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """Every tensor by name, shards put together."""
+    with torch.no_grad():
+        return {
+            p.name: p.spec.gather(p.tensor.detach(), group) if p.spec else p.tensor.detach().clone()
+            for p in places(model)
+        }
+
+
+def gathered_gradients(
+    model: nn.Module, grads: Mapping[str, Tensor], group: dist.ProcessGroup | None
+) -> dict[str, Tensor]:
+    """Gradients by name, shards put together."""
+    specs = {p.name: p.spec for p in places(model)}
+    found = {}
+    for name, grad in grads.items():
+        spec = specs[name]
+        found[name] = spec.gather(grad, group) if spec is not None else grad
+    return found
+
+
+def backward(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> None:
+    """Differentiate the loss, or all outputs against fixed random numbers."""
+    if loss_fn is not None:
+        loss_fn(output).backward()
+        return
+    generator = torch.Generator().manual_seed(SEED)
+    terms = []
+    for _, tensor in tensors_in(output):
+        if not tensor.is_floating_point():
+            continue
+        weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+        if tensor.requires_grad:
+            usable = tensor.masked_fill(~tensor.detach().isfinite(), 0.0)
+            terms.append((usable.float() * weights.to(tensor.device)).sum())
+    if terms:
+        torch.stack(terms).sum().backward()
+
+
+@contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in train or eval mode; every module's own flag is put back."""
+    modules = [m for outer in model.modules() for m in (outer, innermost(outer))]
+    flags = [(m, m.training) for m in modules]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+@contextmanager
+def random_states_kept(tp_rank: int) -> Iterator[None]:
+    """Default states and the tracker's as they were; a tracker without a seed gets one."""
+    tracker = get_rng_tracker()
+    with torch.random.fork_rng():
+        states = tracker.get_states()
+        if not states:
+            tracker.add(TENSOR_PARALLEL, SEED + tp_rank)
+        try:
+            yield
+        finally:
+            if states:
+                tracker.set_states(states)
+            else:
+                tracker.reset()

@@ -1,0 +1,16 @@
+"""``slapo.utils.common.get_hooks``."""
+
+from torch import nn
+
+import slapo
+from slapo.utils.common import get_hooks
+
+
+def test_hooks_by_mode_in_the_order_they_run() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    sch = slapo.create_schedule(module)
+    assert get_hooks(module) == {"fwd_pre": [], "fwd_post": [], "bwd_post": []}
+    sch.sync("fwd_post", print).sync("fwd_post", len).sync("bwd_post", "all_reduce")
+    hooks = get_hooks(module)
+    assert (hooks["fwd_pre"], hooks["fwd_post"]) == ([], [print, len])
+    assert len(hooks["bwd_post"]) == 1
