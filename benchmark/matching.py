@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -64,7 +65,7 @@ def run(quick: bool, progress: Progress) -> Result:
 
 def _search(sch: slapo.Schedule, name: str, layers: int, repeats: int) -> dict[str, Any]:
     pattern, present = PATTERNS[name]
-    runs = [timed(lambda: sch.find(pattern)) for _ in range(repeats)]
+    runs = [timed(partial(sch.find, pattern)) for _ in range(repeats)]
     found = len(runs[0][1])
     if found != (layers if present else 0):
         raise RuntimeError(f"{name}: found {found} matches in {layers} layers")

@@ -233,6 +233,17 @@ class Schedule:
             node = node.parent
         return node
 
+    @property
+    def model_path(self) -> str:
+        """The module's name in the model; it differs from `path` where the root has a path."""
+        top = self.get_top_schedule()
+        return self.path[len(top.path) :].lstrip(".") if top.path else self.path
+
+    @property
+    def is_current(self) -> bool:
+        """False once a module above was replaced, and with it this part of the tree."""
+        return self in self.state.nodes_of.get(id(self.mod), ())
+
     def select(self, pattern: str) -> Selection:
         """Nodes below this one whose path matches a glob, as one object to apply primitives to.
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from slapo.primitives import (
     AnnotatePrimitive,
     CheckpointPrimitive,
@@ -63,7 +65,12 @@ class Selection:
             If there is none.
         """
         regex = _compile(pattern)
-        nodes = [node for path, node in root.named_schedules() if path and regex.fullmatch(path)]
+        matches = (node for path, node in root.named_schedules() if path and regex.fullmatch(path))
+        # A module that stands at several places is one module: a primitive acts on it once.
+        first: dict[int, Schedule] = {}
+        for node in matches:
+            first.setdefault(id(node.mod), node)
+        nodes = list(first.values())
         if not nodes:
             hint = root._unknown(pattern.replace("*", "0"))
             raise ValueError(f"select({pattern!r}) matches no module: {hint}")
@@ -79,6 +86,11 @@ class Selection:
 
     def replace(self, make_module: Callable[[str, Any], Any]) -> Selection:
         """Replace every module by ``make_module(path, module)``."""
+        if isinstance(make_module, nn.Module) or not callable(make_module):
+            raise TypeError(
+                "replace on a selection takes a function of path and module that returns the new "
+                f"module, got {make_module!r}; one module cannot stand in for several"
+            )
         replace = find_primitive("replace")
         assert replace is not None, "replace is registered with the package"
         with restored_on_error(self.nodes[0].get_top_schedule()):

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.parameter import is_lazy
 
 from slapo.schedule import Schedule
 
@@ -69,6 +70,8 @@ def _add_module(state: dict[str, Any], path: str, module: nn.Module) -> None:
 def _tensor(tensor: torch.Tensor | None) -> Any:
     if tensor is None:
         return None
+    if is_lazy(tensor):
+        return (id(tensor), "lazy")
     values = None if tensor.is_meta else tensor.detach().tolist()
     attributes = {k: _plain(v) for k, v in tensor.__dict__.items()}
     hooks = len(tensor._backward_hooks or {})

@@ -12,7 +12,7 @@ from slapo.errors import TraceError
 from slapo.graph.align import same_without
 from slapo.graph.recorder.expressions import Size
 from slapo.graph.recorder.guards import SizeGuard
-from slapo.graph.traced_module import CallContract
+from slapo.graph.traced_module import CallContract, Guard
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class UnlessNone(SizeGuard):
     """A guard that concerns a parameter only when it is given."""
 
     parameter: str = ""
-    guard: SizeGuard = field(default_factory=lambda: SizeGuard(""))
+    guard: Guard = field(default_factory=lambda: SizeGuard(""))
 
     def holds(self, bound: Mapping[str, Any]) -> bool:
         """See :meth:`SizeGuard.holds`."""
@@ -78,9 +78,9 @@ def _without_demand(contract: CallContract, name: str) -> CallContract:
     return replace(contract, never_none=contract.never_none - {name}, size_guards=guards)
 
 
-def _mentions(guard: SizeGuard, name: str) -> bool:
+def _mentions(guard: Guard, name: str) -> bool:
     path = getattr(guard, "path", ())
-    return bool(path and path[0] == name) or _formula_mentions(guard.relation, name)
+    return bool(path and path[0] == name) or _formula_mentions(getattr(guard, "relation", None), name)
 
 
 def _formula_mentions(formula: Any, name: str) -> bool:

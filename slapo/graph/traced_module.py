@@ -6,15 +6,23 @@ import copy
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
 
 from slapo.errors import SlapoError
 
-if TYPE_CHECKING:
-    from slapo.graph.recorder.guards import SizeGuard
+
+class Guard(Protocol):
+    """A condition on the arguments of a call."""
+
+    @property
+    def text(self) -> str:
+        """The condition as a user would write it."""
+
+    def holds(self, bound: Mapping[str, Any]) -> bool:
+        """Whether a call fits; `bound` is parameter name -> argument."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,7 @@ class CallContract:
 
     concrete: Mapping[str, Any] = field(default_factory=dict)
     never_none: frozenset[str] = frozenset()
-    size_guards: tuple[SizeGuard, ...] = ()
+    size_guards: tuple[Guard, ...] = ()
     training: bool | None = None
     dtype: torch.dtype | None = None
 

@@ -113,10 +113,11 @@ def replace_module(sch: Schedule, new: nn.Module) -> None:
         raise ValueError(f"the module is that {type(new).__name__} already")
     _check_not_above(sch, new)
     check_called(sch)
-    tie_plan = TiePlan(sch.get_top_schedule().mod, sch.state.ties, [sch.path], sch.path, new)
+    path = sch.model_path
+    tie_plan = TiePlan(sch.get_top_schedule().mod, sch.state.ties, [path], path, new)
     sources = inherit_weights(new, [old])
     sch.state.ties = tie_plan.carry_out()
-    _note_sources(sch.state, sources, sch.path, [sch.path])
+    _note_sources(sch.state, sources, path, [path])
     new.train(old.training)
     # A module of the user's that wraps the old one takes its place, wrappers and hooks and all.
     wraps_old = any(m is old or m is sch.mod for m in new.modules())
@@ -169,7 +170,7 @@ def replace_subgraphs(
     ends = end_modules(subgraphs)
     tie_plan = _plan_ties(subgraphs, new)
     old_paths = [
-        _join(owner.path, str(node.target))
+        _join(owner.model_path, str(node.target))
         for chain in chains
         for node in chain
         if node.op == "call_module"
@@ -181,10 +182,10 @@ def replace_subgraphs(
         replace_node_by_function(gm, chains[0][0], new, concrete_args)
     elif len(chains) == 1:
         call = replace_vertical(gm, chains[0], new, name, concrete_args)
-        tie_plan.new_path = _join(owner.path, str(call.target))
+        tie_plan.new_path = _join(owner.model_path, str(call.target))
     else:
         call = replace_horizontal(gm, chains, new, name, concrete_args)
-        tie_plan.new_path = _join(owner.path, str(call.target))
+        tie_plan.new_path = _join(owner.model_path, str(call.target))
     if isinstance(new, nn.Module):
         new.train(gm.training)
         if len(chains) == 1:
@@ -197,7 +198,7 @@ def replace_subgraphs(
 def _plan_ties(subgraphs: Subgraphs, new: nn.Module | Callable[..., Any]) -> TiePlan:
     owner = subgraphs.owner
     called = {str(n.target) for chain in subgraphs.chains for n in chain if n.op == "call_module"}
-    paths = [_join(owner.path, target) for target in sorted(called)]
+    paths = [_join(owner.model_path, target) for target in sorted(called)]
     holder = new if isinstance(new, nn.Module) else nn.Module()
     return TiePlan(owner.get_top_schedule().mod, owner.state.ties, paths, "", holder)
 

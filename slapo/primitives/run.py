@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+from slapo.errors import SlapoError
 from slapo.history import Record, caller_location, describe
 from slapo.primitives.base import Primitive, is_builtin
 from slapo.snapshot import restored_on_error
@@ -27,6 +28,11 @@ def run(node: Schedule, primitive: type[Primitive], /, *args: Any, **kwargs: Any
     failed is undone; this library's own check before they change anything.
     """
     record = _record(node, primitive, args, kwargs)
+    if not node.is_current:
+        raise SlapoError(
+            f"{record.call()}: this node left the schedule when a module above it was replaced; "
+            "look it up again by its path"
+        )
     state = node.state
     guard = nullcontext() if is_builtin(primitive) else restored_on_error(node.get_top_schedule())
     state.depth += 1

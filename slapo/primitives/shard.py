@@ -93,7 +93,7 @@ class ShardPrimitive(Primitive):
 
 
 def _full_name(sch: Schedule, tensor_name: str) -> str:
-    return f"{sch.path}.{tensor_name}" if sch.path else tensor_name
+    return f"{sch.model_path}.{tensor_name}" if sch.model_path else tensor_name
 
 
 def _confirms_tie(

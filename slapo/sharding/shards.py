@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from slapo.sharding.layout import Layout, check_syncs, inner_layout_of, set_layout, syncs_of
 from slapo.sharding.partial import check_deferrable, defer_bias, has_bias
@@ -85,6 +86,11 @@ class ShardPlan:
         if name in shards_of(module):
             raise ValueError(
                 f"{name!r} is sharded already, along axis {shards_of(module)[name].axis}"
+            )
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name!r} of the lazy {type(module).__name__} has no shape yet; run the model "
+                "once before you schedule it"
             )
         self.module, self.name = module, name
         self.spec: ShardSpec = make_spec(tensor.shape, axis, blocks, rank, world_size)

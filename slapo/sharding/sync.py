@@ -121,7 +121,7 @@ def make_sync_op(
     unknown = [key for key in arguments if key not in keywords]
     if unknown:
         raise TypeError(f"sync op {name!r} does not take {unknown}; it takes {list(keywords)}")
-    if "axis" in keywords and not isinstance(arguments.get("axis"), int):
+    if "axis" in keywords and type(arguments.get("axis")) is not int:
         raise ValueError(
             f"sync op {name!r} needs axis=, an axis of the activation; got {arguments.get('axis')}"
         )

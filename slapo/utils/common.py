@@ -1,4 +1,4 @@
-"""Small helpers of general use."""
+"""Helpers that users import; see :mod:`slapo.hooks`."""
 
 from slapo.hooks import get_hooks
 

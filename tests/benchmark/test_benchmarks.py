@@ -1,6 +1,7 @@
 """Benchmarks run, their files can be read, and costs grow with the model as they should."""
 
 import csv
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from benchmark import matching, report
 from benchmark.__main__ import BENCHMARKS, main
 from benchmark.measure import Result, Target
 from benchmark.models import transformer_on_meta
-from benchmark.scheduling import WAYS, bias_gelu, schedule_flat
+from benchmark.scheduling import WAYS, bias_gelu
 
 ABOUT_THE_RUN = {"command", "date", "python", "torch", "transformers", "slapo", "cores"}
 COLUMNS = {
@@ -76,7 +77,7 @@ def test_plot_is_drawn_from_the_csv_file(tmp_path: Path) -> None:
 
 
 def _calls(run: Callable[[], Any]) -> int:
-    """How many Python functions and built-ins `run` calls: a cost that no other process disturbs."""
+    """How many functions `run` calls: a cost that no other process disturbs."""
     count = 0
 
     def note(_frame: FrameType, event: str, _argument: Any) -> None:
@@ -97,9 +98,10 @@ def test_scheduling_is_linear_in_the_layers(way: str) -> None:
     schedule = WAYS[way]
     schedule(transformer_on_meta(1))  # what is done once per process
     small, large = transformer_on_meta(4), transformer_on_meta(24)
-    first, last = _calls(lambda: schedule(small)), _calls(lambda: schedule(large))
+    first = _calls(functools.partial(schedule, small))
+    last = _calls(functools.partial(schedule, large))
     # The parts outside of the layers make the small model dearer per layer; quadratic were 6.
-    assert last / first <= 6 * 1.1
+    assert last / first <= 6 * 1.05
 
 
 @pytest.mark.parametrize("name", ["last_absent", "not_connected", "in_every_layer"])
@@ -110,23 +112,18 @@ def test_a_search_is_linear_in_the_graph(name: str) -> None:
         sch.trace(flatten=True)
         pattern, _ = matching.PATTERNS[name]
         sch.find(pattern)
-        counts.append(_calls(lambda: sch.find(pattern)))
-    assert counts[1] / counts[0] <= 6 * 1.1
+        counts.append(_calls(functools.partial(sch.find, pattern)))
+    assert counts[1] / counts[0] <= 6
 
 
-def test_a_fusion_costs_the_same_in_any_flat_graph() -> None:
+def test_a_fusion_costs_about_the_same_in_a_larger_graph() -> None:
     costs = []
     for layers in (4, 24):
-        sch = schedule_flat(transformer_on_meta(layers))  # every layer has its bias_gelu fused
-        fresh = slapo.create_schedule(transformer_on_meta(layers))
-        fresh["layers.0.up"].decompose()
-        fresh.trace(flatten=True)
-        (match,) = fresh.find(bias_gelu)
-        fresh.fuse(match)  # the first rewrite of a graph counts its nodes
-        assert len(sch.find(bias_gelu)) == 0
-        costs.append(_calls(lambda: sch.fuse(sch.find_node(_is_first_norm)[:1])))
-    assert costs[1] / costs[0] <= 6 * 1.1
-
-
-def _is_first_norm(node: Any) -> bool:
-    return str(node.target) == "layers.0.norm_1"
+        sch = slapo.create_schedule(transformer_on_meta(layers))
+        for index in range(layers):
+            sch[f"layers.{index}.up"].decompose()
+        sch.trace(flatten=True)
+        first, second, *_ = sch.find(bias_gelu)
+        sch.fuse(first)  # the first rewrite of a graph counts what its modules are used for
+        costs.append(_calls(functools.partial(sch.fuse, second)))
+    assert costs[1] / costs[0] <= 1.1

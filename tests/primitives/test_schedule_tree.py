@@ -12,7 +12,7 @@ import slapo
 from slapo import Primitive, Schedule
 from slapo.primitives import base
 from tests.fingerprint import fingerprint
-from tests.primitives.models import Block, Stack
+from tests.primitives.models import Block, Stack, Tied
 
 
 def paths(sch: Schedule) -> list[str]:
@@ -228,6 +228,43 @@ def test_matches_found_before_a_failed_selection_still_count() -> None:
     with pytest.raises(ValueError, match="decompose"):
         sch.select("*").decompose()
     sch.replace(torch.tanh, match)
+
+
+def test_a_module_at_two_places_is_selected_once() -> None:
+    shared = nn.Linear(4, 4)
+    sch = slapo.create_schedule(nn.Sequential(shared, nn.ReLU(), shared))
+    assert [node.path for node in sch.select("*")] == ["0", "1"]
+    sch.select("*").checkpoint()
+
+
+def test_one_module_cannot_replace_a_selection() -> None:
+    sch = slapo.create_schedule(Stack())
+    for bad in (nn.Identity(), 3):
+        with pytest.raises(TypeError, match="takes a function of path and module"):
+            sch.select("**.drop").replace(bad)
+
+
+def test_nodes_that_left_the_tree_are_refused() -> None:
+    sch = slapo.create_schedule(Stack())
+    old = sch["layers.0.fc1"]
+    sch["layers.0"].replace(Block())
+    before = fingerprint(sch)
+    with pytest.raises(slapo.SlapoError, match=r"fc1.*left the schedule.*look it up again"):
+        old.shard("weight", 0)
+    with pytest.raises(slapo.SlapoError, match="left the schedule"):
+        sch.select("layers.**").replace(lambda path, module: nn.Identity())
+    assert fingerprint(sch) == before
+    sch["layers.0.fc1"].shard("weight", 0)
+
+
+def test_ties_are_seen_where_the_root_has_a_path() -> None:
+    model = Tied()
+    sch = slapo.create_schedule(model, name="m", path="m")
+    assert sch["head"].path == "m.head"
+    sch["head"].shard("weight", 0)
+    assert model.head.weight is model.emb.weight
+    with pytest.raises(ValueError, match="break the tie"):
+        sch["head"].replace(nn.Identity())
 
 
 # --- users' own primitives -------------------------------------------------------------------

@@ -161,6 +161,7 @@ BAD: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], s
     "row with own forward": (lambda: OwnForward(4, 4), ("weight", 1), {}, "once per rank"),
     "max_norm": (lambda: nn.Embedding(4, 4, max_norm=1.0), ("weight", 0), {}, "max_norm=1.0"),
     "bag": (lambda: nn.EmbeddingBag(4, 4), ("weight", 0), {}, "shard axis 1"),
+    "lazy": (lambda: nn.LazyLinear(4), ("weight", 0), {}, "run the model once"),
     "lstm": (lambda: nn.LSTM(4, 4), ("weight_hh_l0", 0), {}, "list of its weights"),
 }
 

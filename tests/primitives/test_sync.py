@@ -96,6 +96,7 @@ BAD: dict[str, tuple[Callable[[], Schedule], tuple[Any, ...], dict[str, Any], st
     "unknown mode": (plain, ("fwd", "all_reduce"), {}, r"unknown sync mode 'fwd'; known are \["),
     "unknown op": (plain, ("fwd_post", "broadcast"), {}, "unknown sync op 'broadcast'"),
     "no axis": (plain, ("fwd_post", "all_gather"), {}, "needs axis="),
+    "an axis that is none": (plain, ("fwd_post", "scatter"), {"axis": True}, "needs axis="),
     "odd letters": (plain, ("fwd_post", "RX->RR"), {}, "pass one of"),
     "no change": (plain, ("fwd_post", "RS->RS"), {}, "pass one of"),
     "two sharded axes": (plain, ("fwd_post", "SS->RR"), {}, "pass one of"),
