@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,15 +12,14 @@ from slapo.errors import SlapoError
 from slapo.framework_dialect import get_dialect_cls
 from slapo.graph.traced_module import TracedModule
 from slapo.op.wrapper import innermost
-from slapo.sharding.layout import layout_of
+from slapo.schedule import Schedule
+from slapo.sharding.layout import inner_layout_of
 from slapo.sharding.partial import has_bias
 from slapo.sharding.shards import shards_of
+from slapo.sharding.vocab import is_masked
 from slapo.weights.materialize import materialize
 from slapo.weights.tags import apply_tags
 from slapo.weights.ties import check_ties
-
-if TYPE_CHECKING:
-    from slapo.schedule import Schedule
 
 
 def build(
@@ -135,16 +134,22 @@ def _first_difference(left: list[Any], right: list[Any]) -> int:
 
 
 def _check_shards(sch: Schedule) -> None:
-    """A layer whose output is sharded by its weight needs its bias sharded alike."""
+    """Refuse sharded modules that compute something else than the whole one does."""
+    if sch.world_size == 1:
+        return
     for path, node in sch.named_schedules():
         module = innermost(node.mod)
-        specs, output = shards_of(module), layout_of(module).output
-        if sch.world_size == 1 or "weight" not in specs or not has_bias(module):
-            continue
-        if output is not None and output.kind == "shard" and "bias" not in specs:
+        specs, layout = shards_of(module), inner_layout_of(module)
+        splits_output = layout.output is not None and layout.output.kind == "shard"
+        if "weight" in specs and splits_output and has_bias(module) and "bias" not in specs:
             raise SlapoError(
                 f"{path!r}: its weight is sharded along axis {specs['weight'].axis}, which splits "
                 f'the output, and its bias is whole; add sch["{path}"].shard("bias", axis=0)'
+            )
+        if layout.vocabulary and not is_masked(module) and not node.mod._forward_pre_hooks:
+            raise SlapoError(
+                f"{path!r}: its rows are spread over the ranks, and nothing masks the tokens of "
+                f'others; add sch["{path}"].sync("fwd_post", "all_reduce")'
             )
 
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import html as html_escape
 import re
-from typing import TYPE_CHECKING
 
+from slapo.node import Node
 from slapo.op.wrapper import innermost
-
-if TYPE_CHECKING:
-    from slapo.schedule import Schedule
 
 _MAX_WIDTH = 60
 
 
-def tree(root: Schedule) -> str:
+def tree(root: Node) -> str:
     """The tree below `root`; equal neighbours, such as the layers of a stack, take one line."""
     notes = _notes(root)
     lines = [_label(root, "", notes)]
@@ -22,12 +19,12 @@ def tree(root: Schedule) -> str:
     return "\n".join(lines)
 
 
-def html(root: Schedule) -> str:
+def html(root: Node) -> str:
     """The same for a notebook."""
     return f"<pre>{html_escape.escape(tree(root))}</pre>"
 
 
-def _notes(root: Schedule) -> dict[str, list[str]]:
+def _notes(root: Node) -> dict[str, list[str]]:
     """Path -> what was applied there, shortly."""
     notes: dict[str, list[str]] = {}
     for record in root.history:
@@ -36,7 +33,7 @@ def _notes(root: Schedule) -> dict[str, list[str]]:
     return notes
 
 
-def _branches(node: Schedule, indent: str, notes: dict[str, list[str]]) -> list[str]:
+def _branches(node: Node, indent: str, notes: dict[str, list[str]]) -> list[str]:
     lines: list[str] = []
     groups = _runs(list(node.child.values()), notes)
     for index, group in enumerate(groups):
@@ -47,9 +44,9 @@ def _branches(node: Schedule, indent: str, notes: dict[str, list[str]]) -> list[
     return lines
 
 
-def _runs(nodes: list[Schedule], notes: dict[str, list[str]]) -> list[list[Schedule]]:
+def _runs(nodes: list[Node], notes: dict[str, list[str]]) -> list[list[Node]]:
     """Neighbours that differ in nothing but their number, together."""
-    groups: list[list[Schedule]] = []
+    groups: list[list[Node]] = []
     previous = None
     for node in nodes:
         shape = _shape(node, notes)
@@ -61,7 +58,7 @@ def _runs(nodes: list[Schedule], notes: dict[str, list[str]]) -> list[list[Sched
     return groups
 
 
-def _shape(node: Schedule, notes: dict[str, list[str]]) -> tuple[str, ...]:
+def _shape(node: Node, notes: dict[str, list[str]]) -> tuple[str, ...]:
     """What the printed text of a subtree depends on, its own number left out."""
     stem = re.sub(r"\d+$", "#", node.name)
     below = [
@@ -70,22 +67,22 @@ def _shape(node: Schedule, notes: dict[str, list[str]]) -> tuple[str, ...]:
     return (stem, *below)
 
 
-def _number(node: Schedule) -> str | None:
+def _number(node: Node) -> str | None:
     found = re.search(r"\d+$", node.name)
     return found.group() if found else None
 
 
-def _range(group: list[Schedule]) -> str:
+def _range(group: list[Node]) -> str:
     return f"{group[0].name}..{_number(group[-1])} ({len(group)}x)"
 
 
-def _label(node: Schedule, name: str, notes: dict[str, list[str]]) -> str:
+def _label(node: Node, name: str, notes: dict[str, list[str]]) -> str:
     text = f"{name}: {_describe(node)}" if name else _describe(node)
     applied = notes.get(node.path)
     return f"{text}  <- {'; '.join(applied)}" if applied else text
 
 
-def _describe(node: Schedule) -> str:
+def _describe(node: Node) -> str:
     module = innermost(node.mod)
     detail = "" if node.child else module.extra_repr().replace("\n", " ")
     if len(detail) > _MAX_WIDTH:

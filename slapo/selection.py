@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from torch import nn
 
+from slapo.node import Node
 from slapo.primitives import (
     AnnotatePrimitive,
     CheckpointPrimitive,
@@ -20,14 +22,26 @@ from slapo.primitives import (
     TracePrimitive,
 )
 from slapo.primitives.base import Primitive, find_primitive, list_primitives
-from slapo.primitives.run import as_broadcast, run
+from slapo.primitives.run import document, run
 from slapo.snapshot import restored_on_error
 
-if TYPE_CHECKING:
-    from slapo.schedule import Schedule
+P = ParamSpec("P")
+N = TypeVar("N", bound=Node)
 
 
-class Selection:
+def _broadcast(
+    primitive: type[Primitive], apply: Callable[Concatenate[Any, P], Any]
+) -> Callable[Concatenate[Selection[N], P], Selection[N]]:
+    """`primitive` as a method that applies it to each node, or to none."""
+
+    @functools.wraps(apply)
+    def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return self.apply(primitive, *args, **kwargs)
+
+    return document(method, primitive)
+
+
+class Selection(Generic[N]):
     """Schedule nodes that a glob matched; a primitive called on it is applied to each of them.
 
     Made by :meth:`Schedule.select`. When the primitive fails on one node, schedule and model are
@@ -41,22 +55,22 @@ class Selection:
         The glob that chose them.
     """
 
-    shard = as_broadcast(ShardPrimitive, ShardPrimitive.apply)
-    sync = as_broadcast(SyncPrimitive, SyncPrimitive.apply)
-    checkpoint = as_broadcast(CheckpointPrimitive, CheckpointPrimitive.apply)
-    fork_rng = as_broadcast(ForkRNGPrimitive, ForkRNGPrimitive.apply)
-    annotate = as_broadcast(AnnotatePrimitive, AnnotatePrimitive.apply)
-    trace = as_broadcast(TracePrimitive, TracePrimitive.apply)
-    replace_all = as_broadcast(ReplaceAllPrimitive, ReplaceAllPrimitive.apply)
-    decompose = as_broadcast(DecomposePrimitive, DecomposePrimitive.apply)
-    cut_pipeline_stage = as_broadcast(CutPipelineStagePrimitive, CutPipelineStagePrimitive.apply)
+    shard = _broadcast(ShardPrimitive, ShardPrimitive.apply)
+    sync = _broadcast(SyncPrimitive, SyncPrimitive.apply)
+    checkpoint = _broadcast(CheckpointPrimitive, CheckpointPrimitive.apply)
+    fork_rng = _broadcast(ForkRNGPrimitive, ForkRNGPrimitive.apply)
+    annotate = _broadcast(AnnotatePrimitive, AnnotatePrimitive.apply)
+    trace = _broadcast(TracePrimitive, TracePrimitive.apply)
+    replace_all = _broadcast(ReplaceAllPrimitive, ReplaceAllPrimitive.apply)
+    decompose = _broadcast(DecomposePrimitive, DecomposePrimitive.apply)
+    cut_pipeline_stage = _broadcast(CutPipelineStagePrimitive, CutPipelineStagePrimitive.apply)
 
-    def __init__(self, nodes: list[Schedule], pattern: str) -> None:
+    def __init__(self, nodes: list[N], pattern: str) -> None:
         self.nodes = nodes
         self.pattern = pattern
 
     @classmethod
-    def matching(cls, root: Schedule, pattern: str) -> Selection:
+    def matching(cls, root: N, pattern: str) -> Selection[N]:
         """Nodes below `root` that match `pattern`.
 
         Raises
@@ -67,16 +81,16 @@ class Selection:
         regex = _compile(pattern)
         matches = (node for path, node in root.named_schedules() if path and regex.fullmatch(path))
         # A module that stands at several places is one module: a primitive acts on it once.
-        first: dict[int, Schedule] = {}
+        first: dict[int, N] = {}
         for node in matches:
             first.setdefault(id(node.mod), node)
         nodes = list(first.values())
         if not nodes:
-            hint = root._unknown(pattern.replace("*", "0"))
+            hint = root.describe_unknown(pattern.replace("*", "0"))
             raise ValueError(f"select({pattern!r}) matches no module: {hint}")
         return cls(nodes, pattern)
 
-    def apply(self, primitive: type[Primitive], /, *args: Any, **kwargs: Any) -> Selection:
+    def apply(self, primitive: type[Primitive], /, *args: Any, **kwargs: Any) -> Selection[N]:
         """Apply `primitive` to every node, or to none when it fails on one."""
         top = self.nodes[0].get_top_schedule()
         with restored_on_error(top):
@@ -84,7 +98,7 @@ class Selection:
                 run(node, primitive, *args, **kwargs)
         return self
 
-    def replace(self, make_module: Callable[[str, Any], Any]) -> Selection:
+    def replace(self, make_module: Callable[[str, Any], Any]) -> Selection[N]:
         """Replace every module by ``make_module(path, module)``."""
         if isinstance(make_module, nn.Module) or not callable(make_module):
             raise TypeError(
@@ -98,13 +112,13 @@ class Selection:
                 run(node, replace, make_module(node.path, node.mod))
         return self
 
-    def __iter__(self) -> Iterator[Schedule]:
+    def __iter__(self) -> Iterator[N]:
         return iter(self.nodes)
 
     def __len__(self) -> int:
         return len(self.nodes)
 
-    def __getitem__(self, index: int) -> Schedule:
+    def __getitem__(self, index: int) -> N:
         return self.nodes[index]
 
     def __repr__(self) -> str:
@@ -116,7 +130,7 @@ class Selection:
             raise AttributeError(
                 f"a Selection has no attribute {name!r}; its primitives are {list_primitives()}"
             )
-        return as_broadcast(primitive, primitive.apply).__get__(self, Selection)
+        return _broadcast(primitive, primitive.apply).__get__(self, Selection)
 
 
 def _compile(pattern: Any) -> re.Pattern[str]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from slapo.graph.traced_module import TracedModule
-
-if TYPE_CHECKING:
-    from slapo.schedule import Schedule
+from slapo.node import Node
 
 _CONTAINERS = (dict, set, list)
 
@@ -65,7 +63,7 @@ def _shallow(value: Any) -> Any:
 class Snapshot:
     """State of a schedule tree and of its model, cheap because tensors are not copied."""
 
-    def __init__(self, top: Schedule) -> None:
+    def __init__(self, top: Node) -> None:
         self.top = top
         self.modules = [_ModuleState(m) for m in _all_modules(top.mod)]
         self.nodes = [
@@ -98,7 +96,7 @@ def _all_modules(root: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def restored_on_error(top: Schedule) -> Iterator[None]:
+def restored_on_error(top: Node) -> Iterator[None]:
     """Undo what the block did to schedule and model when it raises."""
     snapshot = Snapshot(top)
     try:

@@ -10,8 +10,7 @@ ROOT = Path(__file__).parent.parent
 #: From the bottom up; a module may import from its own floor and from lower ones.
 FLOORS = [
     ["errors", "history", "hooks", "logger", "random", "utils", "framework_dialect"],
-    ["sharding"],
-    ["weights", "op", "graph"],
+    ["sharding", "weights", "op", "graph"],
     ["node", "pattern", "tracer", "initialization"],
     ["snapshot", "printing"],
     ["primitives"],

@@ -103,3 +103,18 @@ def _whole_bias(rank: int, world_size: int) -> str:
 def test_a_whole_bias_on_a_split_output_is_refused() -> None:
     for message in run_distributed(_whole_bias, 2):
         assert 'add sch["0"].shard("bias", axis=0)' in message
+
+
+def _bare_table(rank: int, world_size: int) -> str:
+    sch = slapo.create_schedule(nn.Sequential(nn.Embedding(8, 4)))
+    sch["0"].shard("weight", 0)
+    with pytest.raises(slapo.SlapoError) as info:
+        slapo.build(sch)
+    sch["0"].sync("fwd_post", "all_reduce")
+    slapo.build(sch)
+    return str(info.value)
+
+
+def test_a_table_without_a_mask_is_refused() -> None:
+    for message in run_distributed(_bare_table, 2):
+        assert 'add sch["0"].sync("fwd_post", "all_reduce")' in message

@@ -18,6 +18,8 @@ def is_torch_leaf(module: nn.Module) -> bool:
     """True for layers of ``torch.nn`` itself, containers excepted, and for compiled modules."""
     if isinstance(module, torch.jit.ScriptModule):
         return True
+    if type(module) is nn.Module:
+        return False  # a bare one is there to hold others
     home = type(module).__module__
     return home.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, CONTAINERS)
 

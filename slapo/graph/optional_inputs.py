@@ -80,7 +80,9 @@ def _without_demand(contract: CallContract, name: str) -> CallContract:
 
 def _mentions(guard: Guard, name: str) -> bool:
     path = getattr(guard, "path", ())
-    return bool(path and path[0] == name) or _formula_mentions(getattr(guard, "relation", None), name)
+    return bool(path and path[0] == name) or _formula_mentions(
+        getattr(guard, "relation", None), name
+    )
 
 
 def _formula_mentions(formula: Any, name: str) -> bool:

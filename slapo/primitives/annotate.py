@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from slapo.node import Node
 from slapo.op.wrapper import innermost
 from slapo.primitives.base import Primitive
 from slapo.weights.tags import apply_tags
-
-if TYPE_CHECKING:
-    from slapo.schedule import Schedule
 
 
 class AnnotatePrimitive(Primitive):
@@ -50,7 +48,7 @@ class AnnotatePrimitive(Primitive):
         return "annotate"
 
     @staticmethod
-    def apply(sch: Schedule, /, param_name: str, key: str, value: Any) -> Schedule:
+    def apply(sch: Node, /, param_name: str, key: str, value: Any) -> Node:
         """Set the tag and remember it."""
         module = innermost(sch.mod)
         param = module._parameters.get(param_name)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slapo.graph.rewrite import check_closed, replace_vertical
 from slapo.graph.subgraph_view import subgraph_view
+from slapo.node import Node
 from slapo.op.checkpoint import CheckPointWrapper, OrderArgs
 from slapo.op.wrapper import ModuleWrapper
 from slapo.primitives.base import Primitive
 from slapo.primitives.subgraphs import Subgraphs, parse
 from slapo.primitives.wrapping import wrap
-
-if TYPE_CHECKING:
-    from slapo.schedule import Schedule
 
 
 class CheckpointPrimitive(Primitive):
@@ -62,12 +60,12 @@ class CheckpointPrimitive(Primitive):
 
     @staticmethod
     def apply(
-        sch: Schedule,
+        sch: Node,
         /,
         subgraph: Any = None,
         order_args_fn: OrderArgs | None = None,
         use_reentrant: bool = False,
-    ) -> Schedule:
+    ) -> Node:
         """Wrap the module, or the matched operations."""
         if order_args_fn is not None and not callable(order_args_fn):
             raise TypeError(f"order_args_fn must be a function, got {order_args_fn!r}")
@@ -80,7 +78,7 @@ class CheckpointPrimitive(Primitive):
         return sch
 
 
-def _check_not_wrapped(sch: Schedule) -> None:
+def _check_not_wrapped(sch: Node) -> None:
     module = sch.mod
     while isinstance(module, ModuleWrapper):
         if isinstance(module, CheckPointWrapper):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 
+from slapo.node import Node
 from slapo.op.linear import LinearWithSeparateBias
 from slapo.op.wrapper import innermost
 from slapo.primitives.base import Primitive
 from slapo.primitives.replace import replace_module
 from slapo.sharding.shards import shards_of
-
-if TYPE_CHECKING:
-    from slapo.schedule import Schedule
 
 
 class DecomposePrimitive(Primitive):
@@ -43,7 +39,7 @@ class DecomposePrimitive(Primitive):
         return "decompose"
 
     @staticmethod
-    def apply(sch: Schedule, /) -> Schedule:
+    def apply(sch: Node, /) -> Node:
         """Swap the layer for its decomposed form."""
         module = innermost(sch.mod)
         if isinstance(module, LinearWithSeparateBias):

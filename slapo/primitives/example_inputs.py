@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,10 +11,8 @@ from torch import nn
 from slapo.errors import TraceError
 from slapo.graph.capture import capture_inputs
 from slapo.graph.recorder import example_inputs
+from slapo.node import Node
 from slapo.op.wrapper import innermost
-
-if TYPE_CHECKING:
-    from slapo.schedule import Schedule
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -35,7 +33,7 @@ class RecordingInputs:
     """
 
     def __init__(
-        self, sch: Schedule, concrete_args: Mapping[str, Any] | None, config: Any, given: Any
+        self, sch: Node, concrete_args: Mapping[str, Any] | None, config: Any, given: Any
     ) -> None:
         self.sch = sch
         self.concrete = dict(concrete_args or {})

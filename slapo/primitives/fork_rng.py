@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from slapo.node import Node
 from slapo.op.checkpoint import ForkRNGWrapper
 from slapo.op.wrapper import ModuleWrapper
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import wrap
-
-if TYPE_CHECKING:
-    from slapo.schedule import Schedule
 
 
 class ForkRNGPrimitive(Primitive):
@@ -41,7 +37,7 @@ class ForkRNGPrimitive(Primitive):
         return "fork_rng"
 
     @staticmethod
-    def apply(sch: Schedule, /) -> Schedule:
+    def apply(sch: Node, /) -> Node:
         """Wrap the node's module."""
         module = sch.mod
         while isinstance(module, ModuleWrapper):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slapo.graph.fusion import fuse_subgraph
+from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.replace import replace_subgraphs
 from slapo.primitives.subgraphs import check_hooks, parse
-
-if TYPE_CHECKING:
-    from slapo.schedule import Schedule
 
 
 class FusePrimitive(Primitive):
@@ -59,12 +57,12 @@ class FusePrimitive(Primitive):
 
     @staticmethod
     def apply(
-        sch: Schedule,
+        sch: Node,
         /,
         subgraph: Any,
         compiler: str | None = "TorchScript",
         name: str = "FusedModule",
-    ) -> Schedule:
+    ) -> Node:
         """Build the fused module, then put it in the place of the operations."""
         subgraphs = parse(sch, subgraph)
         if len(subgraphs.chains) != 1:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import fx
 
 from slapo.errors import SlapoError
+from slapo.node import Node
 from slapo.op.wrapper import innermost
 from slapo.primitives.base import Primitive
-
-if TYPE_CHECKING:
-    from slapo.schedule import Schedule
 
 
 class CutPipelineStagePrimitive(Primitive):
@@ -50,7 +46,7 @@ class CutPipelineStagePrimitive(Primitive):
         return False
 
     @staticmethod
-    def apply(sch: Schedule, /) -> Schedule:
+    def apply(sch: Node, /) -> Node:
         """Check that the cut lies between two calls of a graph, and record it."""
         if sch.parent is None:
             raise ValueError("a stage cannot end after the whole model; cut after a child of it")

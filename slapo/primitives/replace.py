@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from slapo.graph.rewrite import replace_horizontal, replace_node_by_function, replace_vertical
 from slapo.hooks import move_hooks, move_reducers
+from slapo.node import Node, ScheduleState
 from slapo.op.wrapper import innermost, replace_innermost
 from slapo.primitives.base import Primitive
 from slapo.primitives.subgraphs import (
@@ -24,9 +25,6 @@ from slapo.sharding.shards import shards_of
 from slapo.weights.provenance import Source, inherit_weights
 from slapo.weights.tags import apply_tags
 from slapo.weights.ties import TiePlan
-
-if TYPE_CHECKING:
-    from slapo.schedule import Schedule, ScheduleState
 
 
 class ReplacePrimitive(Primitive):
@@ -84,13 +82,13 @@ class ReplacePrimitive(Primitive):
 
     @staticmethod
     def apply(
-        sch: Schedule,
+        sch: Node,
         /,
         new_mod_or_func: nn.Module | Callable[..., Any],
         target_ops: Any = None,
         name: str | None = None,
         concrete_args: Mapping[str, Any] | None = None,
-    ) -> Schedule:
+    ) -> Node:
         """Replace the module, or the matched operations."""
         if target_ops is None:
             if name is not None or concrete_args is not None:
@@ -106,7 +104,7 @@ class ReplacePrimitive(Primitive):
         return sch
 
 
-def replace_module(sch: Schedule, new: nn.Module) -> None:
+def replace_module(sch: Node, new: nn.Module) -> None:
     """Whole-module replacement; wrappers around the module stay around the new one."""
     old = innermost(sch.mod)
     if new is sch.mod or new is old:
@@ -134,7 +132,7 @@ def replace_module(sch: Schedule, new: nn.Module) -> None:
         _carry_notes(sch, new)
 
 
-def _check_not_above(sch: Schedule, new: nn.Module) -> None:
+def _check_not_above(sch: Node, new: nn.Module) -> None:
     """A module cannot contain itself."""
     inside = {id(module) for module in new.modules()}
     node = sch.parent
@@ -147,7 +145,7 @@ def _check_not_above(sch: Schedule, new: nn.Module) -> None:
         node = node.parent
 
 
-def _carry_notes(sch: Schedule, new: nn.Module) -> None:
+def _carry_notes(sch: Node, new: nn.Module) -> None:
     """Tags follow to parameters of the same name; shards of the old module are gone."""
     for param_name, tags in sch.metadata.param_tags.items():
         param = new._parameters.get(param_name)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from slapo.graph.traced_module import TracedModule
+from slapo.node import Node
 from slapo.op.wrapper import innermost
 from slapo.primitives.base import Primitive
 from slapo.primitives.replace import replace_module
 from slapo.primitives.wrapping import check_module
 from slapo.snapshot import restored_on_error
-
-if TYPE_CHECKING:
-    from slapo.schedule import Schedule
 
 
 class ReplaceAllPrimitive(Primitive):
@@ -58,8 +56,8 @@ class ReplaceAllPrimitive(Primitive):
 
     @staticmethod
     def apply(
-        sch: Schedule, /, cls: type[nn.Module], make_fn: Callable[..., nn.Module], **kwargs: Any
-    ) -> Schedule:
+        sch: Node, /, cls: type[nn.Module], make_fn: Callable[..., nn.Module], **kwargs: Any
+    ) -> Node:
         """Make all new modules first, then put them in place."""
         given: Any = cls
         if not (isinstance(given, type) and issubclass(given, nn.Module)):
@@ -78,9 +76,9 @@ class ReplaceAllPrimitive(Primitive):
         return sch
 
 
-def _outermost(sch: Schedule, cls: type[nn.Module]) -> list[Schedule]:
+def _outermost(sch: Node, cls: type[nn.Module]) -> list[Node]:
     """Matching nodes that lie in no other match, each module once."""
-    found: dict[int, Schedule] = {}
+    found: dict[int, Node] = {}
     pending = list(reversed(sch.child.values()))
     while pending:
         node = pending.pop()

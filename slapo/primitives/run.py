@@ -6,22 +6,20 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from slapo.errors import SlapoError
 from slapo.history import Record, caller_location, describe
+from slapo.node import Node
 from slapo.primitives.base import Primitive, is_builtin
 from slapo.snapshot import restored_on_error
 
-if TYPE_CHECKING:
-    from slapo.schedule import Schedule
-    from slapo.selection import Selection
-
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S", bound=Node)
 
 
-def run(node: Schedule, primitive: type[Primitive], /, *args: Any, **kwargs: Any) -> Any:
+def run(node: Node, primitive: type[Primitive], /, *args: Any, **kwargs: Any) -> Any:
     """Apply `primitive` to `node` and note it in the history.
 
     Errors get the call in front of their message. What users' own primitives changed before they
@@ -50,7 +48,7 @@ def run(node: Schedule, primitive: type[Primitive], /, *args: Any, **kwargs: Any
 
 
 def _record(
-    node: Schedule, primitive: type[Primitive], args: tuple[Any, ...], kwargs: dict[str, Any]
+    node: Node, primitive: type[Primitive], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Record:
     signature = inspect.signature(primitive.apply)
     try:
@@ -75,30 +73,29 @@ def _put_in_front(error: Exception, record: Record) -> None:
 
 
 def as_method(
-    primitive: type[Primitive], apply: Callable[Concatenate[Schedule, P], R]
-) -> Callable[Concatenate[Schedule, P], R]:
-    """`primitive` as a method of ``Schedule``, with its signature and manual."""
+    primitive: type[Primitive], apply: Callable[Concatenate[Any, P], Any]
+) -> Callable[Concatenate[S, P], S]:
+    """`primitive` as a method of ``Schedule`` that returns the node, so that calls chain."""
+    return _method(primitive, apply)
 
+
+def as_question(
+    primitive: type[Primitive], apply: Callable[Concatenate[Any, P], R]
+) -> Callable[Concatenate[S, P], R]:
+    """`primitive` as a method of ``Schedule`` that returns what the primitive does."""
+    return _method(primitive, apply)
+
+
+def _method(primitive: type[Primitive], apply: Callable[..., Any]) -> Any:
     @functools.wraps(apply)
-    def method(self: Schedule, *args: P.args, **kwargs: P.kwargs) -> R:
+    def method(self: Node, /, *args: Any, **kwargs: Any) -> Any:
         return run(self, primitive, *args, **kwargs)
 
-    return _document(method, primitive)
+    return document(method, primitive)
 
 
-def as_broadcast(
-    primitive: type[Primitive], apply: Callable[Concatenate[Schedule, P], R]
-) -> Callable[Concatenate[Selection, P], Selection]:
-    """`primitive` as a method of ``Selection``: applied to each of its nodes, or to none."""
-
-    @functools.wraps(apply)
-    def method(self: Selection, *args: P.args, **kwargs: P.kwargs) -> Selection:
-        return self.apply(primitive, *args, **kwargs)
-
-    return _document(method, primitive)
-
-
-def _document(method: Any, primitive: type[Primitive]) -> Any:
+def document(method: Any, primitive: type[Primitive]) -> Any:
+    """Give a method the name, the signature and the manual of a primitive."""
     method.__name__ = primitive.name()
     method.__qualname__ = f"Schedule.{primitive.name()}"
     method.__doc__ = primitive.__doc__

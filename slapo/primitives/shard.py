@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from slapo.logger import get_logger
+from slapo.node import Node
 from slapo.op.wrapper import innermost
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called
@@ -15,9 +15,6 @@ from slapo.sharding.shards import ShardPlan, shards_of, share_slice
 from slapo.sharding.slicing import make_spec
 from slapo.weights.tags import apply_tags
 from slapo.weights.ties import owner_of
-
-if TYPE_CHECKING:
-    from slapo.schedule import Schedule
 
 logger = get_logger()
 
@@ -67,9 +64,7 @@ class ShardPrimitive(Primitive):
         return "shard"
 
     @staticmethod
-    def apply(
-        sch: Schedule, /, tensor_name: str, axis: int, blocks: int | Sequence[int] = 1
-    ) -> Schedule:
+    def apply(sch: Node, /, tensor_name: str, axis: int, blocks: int | Sequence[int] = 1) -> Node:
         """Check everything, then slice the tensor here and where it is tied."""
         if type(axis) is not int:
             raise TypeError(f"axis must be an integer, got {axis!r}")
@@ -92,12 +87,12 @@ class ShardPrimitive(Primitive):
         return sch
 
 
-def _full_name(sch: Schedule, tensor_name: str) -> str:
+def _full_name(sch: Node, tensor_name: str) -> str:
     return f"{sch.model_path}.{tensor_name}" if sch.model_path else tensor_name
 
 
 def _confirms_tie(
-    sch: Schedule, module: nn.Module, tensor_name: str, axis: int, blocks: int | Sequence[int]
+    sch: Node, module: nn.Module, tensor_name: str, axis: int, blocks: int | Sequence[int]
 ) -> bool:
     """True when the tensor was sharded with its tied partner, along this axis, and is named now."""
     name = _full_name(sch, tensor_name)
@@ -116,7 +111,7 @@ def _confirms_tie(
 
 
 def _tied_plans(
-    sch: Schedule, module: nn.Module, tensor_name: str, axis: int, blocks: int | Sequence[int]
+    sch: Node, module: nn.Module, tensor_name: str, axis: int, blocks: int | Sequence[int]
 ) -> dict[str, ShardPlan]:
     """Plans for the other modules that hold the same parameter, by its name there."""
     top = sch.get_top_schedule()
@@ -132,7 +127,7 @@ def _tied_plans(
     return plans
 
 
-def _retag(sch: Schedule, module: nn.Module, tensor_name: str) -> None:
+def _retag(sch: Node, module: nn.Module, tensor_name: str) -> None:
     param = module._parameters.get(tensor_name)
     if param is not None:
         apply_tags(param, {}, sch.group)  # its tags came along; their hooks did not

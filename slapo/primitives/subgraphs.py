@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx, nn
 
@@ -16,10 +16,8 @@ from slapo.hooks import (
     move_pre_hooks,
     move_reducers,
 )
+from slapo.node import Node
 from slapo.op.wrapper import innermost
-
-if TYPE_CHECKING:
-    from slapo.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Subgraphs:
         True when the user gave one ``(parent, node)`` pair.
     """
 
-    owner: Schedule
+    owner: Node
     gm: fx.GraphModule
     chains: list[list[fx.Node]]
     single_node: bool = False
@@ -48,7 +46,7 @@ class Subgraphs:
         return [self.gm.get_submodule(str(n.target)) for n in chain if n.op == "call_module"]
 
 
-def parse(sch: Schedule, target_ops: Any) -> Subgraphs:
+def parse(sch: Node, target_ops: Any) -> Subgraphs:
     """Sort out one pair, one subgraph, or a list of subgraphs.
 
     Raises

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from slapo.history import describe
 from slapo.hooks import MODE_ATTRIBUTE
+from slapo.node import Node
 from slapo.op.wrapper import innermost
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called
@@ -25,9 +26,6 @@ from slapo.sharding.sync import (
     pre_hook,
 )
 from slapo.sharding.vocab import mask_vocabulary
-
-if TYPE_CHECKING:
-    from slapo.schedule import Schedule
 
 
 class SyncPrimitive(Primitive):
@@ -89,8 +87,8 @@ class SyncPrimitive(Primitive):
 
     @staticmethod
     def apply(
-        sch: Schedule, /, mode: str, sync_op_or_fn: str | Callable[..., Any], **kwargs: Any
-    ) -> Schedule:
+        sch: Node, /, mode: str, sync_op_or_fn: str | Callable[..., Any], **kwargs: Any
+    ) -> Node:
         """Check the sync against what is known, then register it."""
         check_mode(mode)
         check_called(sch)
@@ -105,7 +103,7 @@ class SyncPrimitive(Primitive):
 
 
 def _add_callable(
-    sch: Schedule, mode: str, function: Callable[..., Any], kwargs: dict[str, Any]
+    sch: Node, mode: str, function: Callable[..., Any], kwargs: dict[str, Any]
 ) -> None:
     if not callable(function):
         raise TypeError(
@@ -122,7 +120,7 @@ def _add_callable(
     note_sync(innermost(sch.mod), KnownSync(mode, ""))
 
 
-def _add_op(sch: Schedule, mode: str, op: SyncOp) -> None:
+def _add_op(sch: Node, mode: str, op: SyncOp) -> None:
     module = innermost(sch.mod)
     layout = layout_of(module)
     check_sync(layout, mode, op.name, op.axis)
@@ -141,7 +139,7 @@ def _to_check(op: SyncOp, known: int | None) -> int | None:
     return known if op.name == "all_gather" else None
 
 
-def _add_output_op(sch: Schedule, module: nn.Module, op: SyncOp) -> None:
+def _add_output_op(sch: Node, module: nn.Module, op: SyncOp) -> None:
     reduces = op.name in REDUCTIONS
     if reduces and layout_of(module).vocabulary and not _masks_itself(sch.mod):
         rows: Any = module.num_embeddings

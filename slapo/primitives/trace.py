@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx, nn
 
@@ -13,11 +13,9 @@ from slapo.graph.trace_tree import TraceResult, containers_down_to, trace_symbol
 from slapo.history import warn_caller
 from slapo.hooks import move_hooks
 from slapo.logger import get_logger
+from slapo.node import Node
 from slapo.op.wrapper import innermost, replace_innermost
 from slapo.primitives.base import Primitive
-
-if TYPE_CHECKING:
-    from slapo.schedule import Schedule
 
 logger = get_logger()
 
@@ -81,7 +79,7 @@ class TracePrimitive(Primitive):
 
     @staticmethod
     def apply(
-        sch: Schedule,
+        sch: Node,
         /,
         recursive: bool = True,
         flatten: bool = False,
@@ -162,7 +160,7 @@ class TraceUntilPrimitive(Primitive):
 
     @staticmethod
     def apply(
-        sch: Schedule,
+        sch: Node,
         /,
         paths: str | Collection[str],
         tracer: str = "pytorch",
@@ -199,7 +197,7 @@ class TraceUntilPrimitive(Primitive):
 
 
 def _symbolic_containers(
-    sch: Schedule, containers: list[str], concrete_args: Mapping[str, Any] | None
+    sch: Node, containers: list[str], concrete_args: Mapping[str, Any] | None
 ) -> TraceResult:
     """Children that are no containers are named as leaves; those on the way are entered."""
     chain = set(containers)
@@ -225,7 +223,7 @@ def _check_traceable(module: nn.Module) -> None:
     raise TraceError("it is marked traceable = False")
 
 
-def _warn(sch: Schedule, tracer: str, error: TraceError) -> None:
+def _warn(sch: Node, tracer: str, error: TraceError) -> None:
     """Say which module, why, and what to pass."""
     if tracer == "pytorch":
         remedy = 'pass tracer="huggingface", concrete_args for flags, or leaf_modules'
@@ -238,7 +236,7 @@ def _warn(sch: Schedule, tracer: str, error: TraceError) -> None:
     )
 
 
-def _put_in_place(sch: Schedule, result: TraceResult) -> None:
+def _put_in_place(sch: Node, result: TraceResult) -> None:
     """Outermost first: a graph module has a table of children of its own."""
     for path, traced in result.traced.items():
         if path not in sch:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import fx, nn
 
 from slapo.errors import SlapoError
 from slapo.hooks import move_hooks
+from slapo.node import Node
 from slapo.op.wrapper import ModuleWrapper, innermost
 
-if TYPE_CHECKING:
-    from slapo.schedule import Schedule
 
-
-def wrap(sch: Schedule, wrapper: ModuleWrapper) -> None:
+def wrap(sch: Node, wrapper: ModuleWrapper) -> None:
     """Put `wrapper`, which holds the node's module, in its place; hooks run around the wrapper."""
     check_called(sch)
     move_hooks(sch.mod, wrapper)
     sch.set_module(wrapper)
 
 
-def check_called(sch: Schedule, tensor: str | None = None) -> None:
+def check_called(sch: Node, tensor: str | None = None) -> None:
     """Refuse to change a module that no traced ancestor calls any more.
 
     Parameters
@@ -52,7 +48,7 @@ def check_called(sch: Schedule, tensor: str | None = None) -> None:
         path, node = f"{node.name}.{path}", node.parent
 
 
-def is_inlined(sch: Schedule) -> bool:
+def is_inlined(sch: Node) -> bool:
     """True when a traced ancestor reads the module's tensors instead of calling it."""
     try:
         check_called(sch)

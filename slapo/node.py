@@ -1,0 +1,268 @@
+"""A node of the schedule tree: paths over a live model, and what is known of each module."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+
+from slapo.graph.leaves import is_torch_leaf
+from slapo.history import Record, digest
+from slapo.op.wrapper import innermost
+from slapo.weights.provenance import Source
+from slapo.weights.ties import TieGroups
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class PrimitiveNotes(dict[str, Any]):
+    """Primitive's name -> what it notes on a node, made by `start` when first asked for."""
+
+    def __init__(self, start: Callable[[str], Any]) -> None:
+        super().__init__()
+        self.start = start
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = self.start(name)
+        return self[name]
+
+
+@dataclass
+class ScheduleMetadata:
+    """What a node remembers.
+
+    Parameters
+    ----------
+    tie_weights
+        On the root: parameter name -> its other names.
+    param_tags
+        Parameter name -> key -> value, as :meth:`Schedule.annotate` set them.
+    primitives
+        Primitive's name -> what it noted here.
+    """
+
+    tie_weights: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    param_tags: dict[str, dict[str, Any]] = field(default_factory=dict)
+    primitives: PrimitiveNotes = field(default_factory=lambda: PrimitiveNotes(lambda name: {}))
+
+    def copy(self) -> ScheduleMetadata:
+        """A copy that later changes of this one do not reach."""
+        data = PrimitiveNotes(self.primitives.start)
+        for name, value in self.primitives.items():
+            data[name] = value.copy() if hasattr(value, "copy") else value
+        tags = {name: dict(tags) for name, tags in self.param_tags.items()}
+        return ScheduleMetadata(dict(self.tie_weights), tags, data)
+
+
+@dataclass
+class ScheduleState:
+    """What all nodes of one tree share."""
+
+    ties: TieGroups
+    #: primitive's name -> what its notes on a node begin with
+    start_note: Callable[[str], Any]
+    history: list[Record] = field(default_factory=list)
+    #: id of a module -> the nodes it stands at, for modules registered at several places too
+    nodes_of: dict[int, list[Node]] = field(default_factory=dict)
+    #: names of tied parameters that were sharded with their partner and not named themselves yet
+    followed: set[str] = field(default_factory=set)
+    #: parameter made of others -> how, and their names
+    sources: dict[str, tuple[Source, list[str]]] = field(default_factory=dict)
+    #: kind of module -> arguments of its first call, for recording tracers
+    captured: dict[Any, Any] = field(default_factory=dict)
+    #: > 0 while a primitive runs: what it calls is part of it and not recorded by itself
+    depth: int = 0
+
+    def copy(self) -> ScheduleState:
+        """A copy that later changes of this one do not reach."""
+        nodes = {key: list(nodes) for key, nodes in self.nodes_of.items()}
+        return ScheduleState(
+            self.ties,
+            self.start_note,
+            list(self.history),
+            nodes,
+            set(self.followed),
+            dict(self.sources),
+            {},
+            self.depth,
+        )
+
+    def restore(self, other: ScheduleState) -> None:
+        """Become like `other`."""
+        self.ties, self.depth, self.followed = other.ties, other.depth, set(other.followed)
+        self.history[:] = other.history
+        self.sources = dict(other.sources)
+        self.nodes_of = {key: list(nodes) for key, nodes in other.nodes_of.items()}
+
+
+class Node:
+    """One module of the model, by the name it has there. See :class:`slapo.Schedule`.
+
+    Primitives know a schedule as this: the tree, and the means to change it.
+    """
+
+    def __init__(
+        self,
+        mod: nn.Module,
+        name: str,
+        path: str,
+        parent: Self | None,
+        group: dist.ProcessGroup | None,
+        state: ScheduleState,
+    ) -> None:
+        self.mod = mod
+        self.name = name
+        self.path = path
+        self.parent = parent
+        self.group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.world_size = dist.get_world_size(group) if group is not None else 1
+        self.metadata = ScheduleMetadata(primitives=PrimitiveNotes(state.start_note))
+        self.state = state
+        self.child: dict[str, Self] = {}
+        state.nodes_of.setdefault(id(mod), []).append(self)
+        self.rebuild_children()
+
+    # --- the tree ----------------------------------------------------------------------------
+    def __getitem__(self, path: str) -> Self:
+        """The node at `path` below this one; ``""`` is the node itself.
+
+        Raises
+        ------
+        KeyError
+            Naming the nearest existing paths.
+        """
+        found = self._lookup(path)
+        if found is None:
+            raise KeyError(self.describe_unknown(path))
+        return found
+
+    def __contains__(self, path: object) -> bool:
+        return isinstance(path, str) and self._lookup(path) is not None
+
+    def _lookup(self, path: str) -> Self | None:
+        if not isinstance(path, str):
+            raise TypeError(f"a schedule path is a string, got {path!r}")
+        node, pending = self, ""
+        for part in path.split(".") if path else ():
+            pending = f"{pending}.{part}" if pending else part
+            if pending in node.child:  # names of list items are joined: "layer.3"
+                node, pending = node.child[pending], ""
+        return None if pending else node
+
+    def describe_unknown(self, path: str) -> str:
+        """What to say of a path that does not exist."""
+        paths = [p for p, _ in self.named_schedules() if p]
+        near = difflib.get_close_matches(path, paths, n=3, cutoff=0.4)
+        head = path.split(".")[0]
+        near = near or [p for p in paths if p.split(".")[0] == head][:3] or paths[:3]
+        here = f" below {self.path!r}" if self.path else ""
+        return f"no module at {path!r}{here}; nearest paths are {near}"
+
+    def get_module(self, path: str = "") -> nn.Module:
+        """The module at `path` below this node."""
+        return self[path].mod
+
+    def named_schedules(self, prefix: str = "") -> Iterator[tuple[str, Self]]:
+        """This node and all below it, with their paths from here, as ``named_modules`` does."""
+        yield prefix, self
+        for name, child in self.child.items():
+            yield from child.named_schedules(f"{prefix}.{name}" if prefix else name)
+
+    def get_top_schedule(self) -> Self:
+        """The root of the tree."""
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node
+
+    @property
+    def model_path(self) -> str:
+        """The module's name in the model; it differs from `path` where the root has a path."""
+        top = self.get_top_schedule()
+        return self.path[len(top.path) :].lstrip(".") if top.path else self.path
+
+    @property
+    def is_current(self) -> bool:
+        """False once a module above was replaced, and with it this part of the tree."""
+        return self in self.state.nodes_of.get(id(self.mod), ())
+
+    # --- change of modules, used by primitives -----------------------------------------------
+    def set_module(self, new: nn.Module) -> None:
+        """Put `new` wherever the present module stands, and follow with the tree."""
+        old = self.mod
+        for node in self.state.nodes_of.pop(id(old)):
+            node.mod = new
+            self.state.nodes_of.setdefault(id(new), []).append(node)
+            if node.parent is not None:
+                owner, name = child_slot(node.parent.mod, node.name)
+                owner._modules[name] = new
+            node.rebuild_children()
+
+    def rebuild_children(self) -> None:
+        """Make the children agree with the module; nodes of unchanged modules stay."""
+        # A flat graph has thousands of children and is rewritten as often: most calls find one
+        # child added, so nothing is done for those that stayed but to look at them.
+        modules = children_of(self.mod)
+        child = self.child
+        left = [node for name, node in child.items() if modules.get(name) is not node.mod]
+        for node in left:
+            del child[node.name]
+        for name, module in modules.items():
+            if name not in child:
+                path = f"{self.path}.{name}" if self.path else name
+                kind: type[Any] = type(self)
+                child[name] = kind(module, name, path, self, self.group, self.state)
+        if list(child) != list(modules):  # a new node came last, and may belong elsewhere
+            ordered = {name: child[name] for name in modules}
+            child.clear()
+            child.update(ordered)
+        for node in left:
+            node._forget()
+
+    def _forget(self) -> None:
+        """The node left the tree."""
+        for _, node in self.named_schedules():
+            nodes = self.state.nodes_of.get(id(node.mod), [])
+            if node in nodes:
+                nodes.remove(node)
+            if not nodes:
+                self.state.nodes_of.pop(id(node.mod), None)
+
+    # --- the record --------------------------------------------------------------------------
+    @property
+    def history(self) -> list[Record]:
+        """Every primitive applied to the tree, in order."""
+        return self.state.history
+
+    def digest(self) -> str:
+        """A fingerprint of the history, equal on every rank that applied the same."""
+        return digest(self.history)
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Children as the schedule names them: list items joined, leaves of torch without any."""
+    if is_torch_leaf(innermost(module)):
+        return {}
+    found: dict[str, nn.Module] = {}
+    for name, child in module._modules.items():
+        if isinstance(child, nn.ModuleList):
+            found.update({f"{name}.{item}": below for item, below in children_of(child).items()})
+        elif child is not None:
+            found[name] = child
+    return found
+
+
+def child_slot(parent: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that registers the child called `name`, and the name there."""
+    *lists, last = name.split(".")
+    for part in lists:
+        inner = parent._modules[part]
+        assert inner is not None, "a schedule child lies in lists that exist"
+        parent = inner
+    return parent, last

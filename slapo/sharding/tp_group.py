@@ -1,0 +1,55 @@
+"""The tensor-parallel group that a user means."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from slapo.errors import SlapoError
+
+
+def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The process group that `group` stands for; None for a world of one."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names: Any = group.mesh_dim_names
+            raise ValueError(
+                f"create_schedule: group is a mesh of {group.ndim} dimensions {names}; pass one "
+                'of them, such as mesh["tp"]'
+            )
+        group = group.get_group()
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise SlapoError(
+                "create_schedule: a group was given, but torch.distributed is not initialised; "
+                "call torch.distributed.init_process_group first"
+            )
+        _check_alone()
+        return None
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"create_schedule: group is a {type(group).__name__}; pass a ProcessGroup or a "
+            "DeviceMesh of one dimension that contains this process"
+        )
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            f"create_schedule: global rank {dist.get_rank()} is not in the group; pass the group "
+            "that contains this process"
+        )
+    return group
+
+
+def _check_alone() -> None:
+    """Refuse to take one of several processes that a launcher started for a world of one."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and world_size.isdigit() and int(world_size) > 1:
+        raise SlapoError(
+            f"create_schedule: this is process {os.environ['RANK']} of {world_size} (RANK and "
+            "WORLD_SIZE are set), but torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group first, or unset RANK to run one process alone"
+        )
