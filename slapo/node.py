@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -215,15 +215,47 @@ class Node:
             del child[node.name]
         for name, module in modules.items():
             if name not in child:
-                path = f"{self.path}.{name}" if self.path else name
-                kind: type[Any] = type(self)
-                child[name] = kind(module, name, path, self, self.group, self.state)
+                child[name] = self._make_child(name, module)
         if list(child) != list(modules):  # a new node came last, and may belong elsewhere
             ordered = {name: child[name] for name in modules}
             child.clear()
             child.update(ordered)
         for node in left:
             node._forget()
+
+    def refresh(self, targets: Iterable[str]) -> None:
+        """Follow changes of the modules at some paths below, at no cost for all others."""
+        for target in targets:
+            node, name = self._owner_of(target)
+            node._refresh_child(name)
+
+    def _owner_of(self, target: str) -> tuple[Self, str]:
+        """The node whose child the module at `target` is, or would be, and the child's name."""
+        node, pending = self, ""
+        *parts, last = target.split(".")
+        for part in parts:
+            pending = f"{pending}.{part}" if pending else part
+            if pending in node.child:
+                node, pending = node.child[pending], ""
+        return node, f"{pending}.{last}" if pending else last
+
+    def _refresh_child(self, name: str) -> None:
+        try:
+            module: nn.Module | None = self.mod.get_submodule(name)
+        except AttributeError:
+            module = None
+        present = self.child.get(name)
+        if present is not None and present.mod is module:
+            return
+        if present is not None:
+            del self.child[name]
+            present._forget()
+        if module is not None and not isinstance(module, nn.ModuleList):
+            self.child[name] = self._make_child(name, module)  # last, where modules are added
+
+    def _make_child(self, name: str, module: nn.Module) -> Any:
+        path = f"{self.path}.{name}" if self.path else name
+        return type(self)(module, name, path, self, self.group, self.state)
 
     def _forget(self) -> None:
         """The node left the tree."""

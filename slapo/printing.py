@@ -9,6 +9,8 @@ from slapo.node import Node
 from slapo.op.wrapper import innermost
 
 _MAX_WIDTH = 60
+#: More notes of one kind on a module are counted.
+_MAX_NOTES = 4
 
 
 def tree(root: Node) -> str:
@@ -79,7 +81,19 @@ def _range(group: list[Node]) -> str:
 def _label(node: Node, name: str, notes: dict[str, list[str]]) -> str:
     text = f"{name}: {_describe(node)}" if name else _describe(node)
     applied = notes.get(node.path)
-    return f"{text}  <- {'; '.join(applied)}" if applied else text
+    return f"{text}  <- {'; '.join(_counted(applied))}" if applied else text
+
+
+def _counted(notes: list[str]) -> list[str]:
+    """Many primitives of one kind on one module, such as a fusion for each layer, as a number."""
+    kinds: dict[str, list[str]] = {}
+    for note in notes:
+        kinds.setdefault(note.partition("(")[0], []).append(note)
+    return [
+        shown
+        for kind, same in kinds.items()
+        for shown in (same if len(same) <= _MAX_NOTES else [f"{kind}(...) {len(same)}x"])
+    ]
 
 
 def _describe(node: Node) -> str:

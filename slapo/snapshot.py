@@ -61,16 +61,22 @@ def _shallow(value: Any) -> Any:
 
 
 class Snapshot:
-    """State of a schedule tree and of its model, cheap because tensors are not copied."""
+    """State of a schedule node, all below it, and the way to the root; tensors are not copied.
 
-    def __init__(self, top: Node) -> None:
-        self.top = top
-        self.modules = [_ModuleState(m) for m in _all_modules(top.mod)]
+    Parameters
+    ----------
+    node
+        Changes at it and below it can be undone; for the root, all.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self.top = node.get_top_schedule()
+        self.modules = [_ModuleState(m) for m in (*_above(self.top, node), *_below(node.mod))]
         self.nodes = [
-            (node, node.mod, dict(node.child), node.metadata.copy())
-            for _, node in top.named_schedules()
+            (n, n.mod, dict(n.child), n.metadata.copy())
+            for n in (*_ancestors(node), *(below for _, below in node.named_schedules()))
         ]
-        self.state = top.state.copy()
+        self.state = self.top.state.copy()
 
     def restore(self) -> None:
         """Go back to the state at construction."""
@@ -84,21 +90,36 @@ class Snapshot:
         self.top.state.restore(self.state)
 
 
-def _all_modules(root: nn.Module) -> Iterator[nn.Module]:
-    """Every module, those held by wrappers included."""
+def _ancestors(node: Node) -> Iterator[Node]:
+    parent = node.parent
+    while parent is not None:
+        yield parent
+        parent = parent.parent
+
+
+def _above(top: Node, node: Node) -> Iterator[nn.Module]:
+    """Modules on the way from the root to a node, lists among them."""
+    parts = node.model_path.split(".") if node.model_path else []
+    for length in range(len(parts)):
+        yield from _chain(top.mod.get_submodule(".".join(parts[:length])))
+
+
+def _below(root: nn.Module) -> Iterator[nn.Module]:
     for module in root.modules():
-        while True:
-            yield module
-            inner = module.__dict__.get("mod")
-            if not isinstance(inner, nn.Module):
-                break
-            module = inner
+        yield from _chain(module)
+
+
+def _chain(module: nn.Module | None) -> Iterator[nn.Module]:
+    """A module and those that it wraps."""
+    while isinstance(module, nn.Module):
+        yield module
+        module = module.__dict__.get("mod")
 
 
 @contextmanager
-def restored_on_error(top: Node) -> Iterator[None]:
-    """Undo what the block did to schedule and model when it raises."""
-    snapshot = Snapshot(top)
+def restored_on_error(node: Node) -> Iterator[None]:
+    """Undo what the block did at `node` and below, to schedule and model, when it raises."""
+    snapshot = Snapshot(node)
     try:
         yield
     except BaseException:

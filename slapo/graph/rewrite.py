@@ -91,6 +91,7 @@ def replace_vertical(
     new: Callable[..., Any],
     name: str | None = None,
     concrete_args: Mapping[str, Any] | None = None,
+    keep_modules: bool = False,
 ) -> fx.Node:
     """Replace a chain of operations by one call.
 
@@ -114,6 +115,8 @@ def replace_vertical(
         The new submodule is called ``<name>_<k>``. Default: the name of its class.
     concrete_args : mapping, optional
         Arguments of `new` that are given as constants, by parameter name.
+    keep_modules : bool
+        Keep submodules that are called no more.
 
     Returns
     -------
@@ -143,7 +146,7 @@ def replace_vertical(
     stem = _stem(gm, new, name)
     call = _insert_call(gm, chain[-1], new, stem, args, kwargs)
     _take_over(chain[-1], call)
-    _erase(gm, chain, inputs)
+    _erase(gm, chain, inputs, keep_modules)
     return call
 
 
@@ -372,7 +375,12 @@ def _take_over(old: fx.Node, new: fx.Node) -> None:
     new.type = old.type
 
 
-def _erase(gm: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> None:
+def _erase(
+    gm: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    keep_modules: bool = False,
+) -> None:
     """Erase nodes that nothing uses any more, and the submodules that only they called."""
     targets = [str(node.target) for node in nodes if node.op == "call_module"]
     for node in reversed(nodes):
@@ -383,7 +391,8 @@ def _erase(gm: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Nod
         if not value.users and not value._erased and is_optional(value):
             idle.extend(value.all_input_nodes)
             gm.graph.erase_node(value)
-    drop_unused(gm, targets)
+    if not keep_modules:
+        drop_unused(gm, targets)
     gm.recompile()
 
 

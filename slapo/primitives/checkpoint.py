@@ -98,9 +98,6 @@ def _checkpoint_subgraph(
     check_closed(chain)
     view = subgraph_view(gm, chain)
     wrapper = CheckPointWrapper.around_view(view, order_args_fn, use_reentrant)
-    children = dict(gm._modules)
-    call = replace_vertical(gm, chain, wrapper, "CheckPointWrapper")
     # The operations still use these modules, under their names: they stay where they are.
-    gm._modules.clear()
-    gm._modules.update({**children, str(call.target): wrapper})
-    subgraphs.owner.rebuild_children()
+    call = replace_vertical(gm, chain, wrapper, "CheckPointWrapper", keep_modules=True)
+    subgraphs.owner.refresh([str(call.target)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,7 +58,9 @@ class RecordingInputs:
         if self.sch.parent is None:
             raise TraceError("there is nothing to run it with; pass example_inputs")
         args, kwargs = self._from_model(module)
-        return args, {**kwargs, **self.concrete}
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        bound.arguments.update(self.concrete)
+        return bound.args, bound.kwargs
 
     def _from_user(self) -> Inputs:
         given = self.given

@@ -7,7 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from slapo.graph.rewrite import replace_horizontal, replace_node_by_function, replace_vertical
+from slapo.graph.arguments import plan_call
+from slapo.graph.rewrite import (
+    replace_horizontal,
+    replace_node_by_function,
+    replace_vertical,
+    subgraph_inputs,
+)
 from slapo.hooks import move_hooks, move_reducers
 from slapo.node import Node, ScheduleState
 from slapo.op.wrapper import innermost, replace_innermost
@@ -41,8 +47,8 @@ class ReplacePrimitive(Primitive):
 
     Parameters
     ----------
-    new_mod_or_func
-        A module, or for the static form a function too.
+    new_mod
+        The new module.
     target_ops
         What ``find`` returned: one subgraph is replaced vertically, several horizontally. A
         ``(parent_path, node)`` pair of ``find_node`` is replaced by a function of the same
@@ -51,6 +57,8 @@ class ReplacePrimitive(Primitive):
         New submodules are called ``<name>_<k>``; the default is their class's name.
     concrete_args
         Arguments passed as constants, by parameter name.
+    fn_or_mod
+        Another name of `new_mod`, for the static form, where it may be a function too.
 
     Raises
     ------
@@ -84,23 +92,27 @@ class ReplacePrimitive(Primitive):
     def apply(
         sch: Node,
         /,
-        new_mod_or_func: nn.Module | Callable[..., Any],
+        new_mod: nn.Module | Callable[..., Any] | None = None,
         target_ops: Any = None,
         name: str | None = None,
         concrete_args: Mapping[str, Any] | None = None,
+        *,
+        fn_or_mod: nn.Module | Callable[..., Any] | None = None,
     ) -> Node:
         """Replace the module, or the matched operations."""
+        if (new_mod is None) == (fn_or_mod is None):
+            raise TypeError("pass the replacement, as new_mod or (with target_ops) as fn_or_mod")
+        new = new_mod if new_mod is not None else fn_or_mod
         if target_ops is None:
             if name is not None or concrete_args is not None:
                 raise ValueError("name and concrete_args need target_ops, what find() returned")
-            replace_module(sch, check_module(new_mod_or_func, "the replacement of a module"))
+            replace_module(sch, check_module(new, "the replacement of a module"))
             return sch
-        if not callable(new_mod_or_func):
+        if not callable(new):
             raise TypeError(
-                "the replacement of operations must be a module or a function, "
-                f"got {new_mod_or_func!r}"
+                f"the replacement of operations must be a module or a function, got {new!r}"
             )
-        replace_subgraphs(new_mod_or_func, parse(sch, target_ops), name, concrete_args)
+        replace_subgraphs(new, parse(sch, target_ops), name, concrete_args)
         return sch
 
 
@@ -167,30 +179,28 @@ def replace_subgraphs(
     check_hooks(subgraphs, keeps_hooks=isinstance(new, nn.Module))
     ends = end_modules(subgraphs)
     tie_plan = _plan_ties(subgraphs, new)
-    old_paths = [
-        _join(owner.model_path, str(node.target))
-        for chain in chains
-        for node in chain
-        if node.op == "call_module"
-    ]
+    targets = [str(n.target) for chain in chains for n in chain if n.op == "call_module"]
+    old_paths = [_join(owner.model_path, target) for target in targets]
     sources: dict[str, Source] = {}
     if isinstance(new, nn.Module):
+        for chain in chains:
+            plan_call(new, subgraph_inputs(chain), concrete_args or {})  # a misfit changes nothing
         sources = inherit_weights(new, [m for chain in chains for m in subgraphs.modules(chain)])
     if subgraphs.single_node and not isinstance(new, nn.Module):
-        replace_node_by_function(gm, chains[0][0], new, concrete_args)
+        call = replace_node_by_function(gm, chains[0][0], new, concrete_args)
     elif len(chains) == 1:
         call = replace_vertical(gm, chains[0], new, name, concrete_args)
-        tie_plan.new_path = _join(owner.model_path, str(call.target))
     else:
         call = replace_horizontal(gm, chains, new, name, concrete_args)
-        tie_plan.new_path = _join(owner.model_path, str(call.target))
     if isinstance(new, nn.Module):
+        targets.append(str(call.target))
+        tie_plan.new_path = _join(owner.model_path, targets[-1])
         new.train(gm.training)
         if len(chains) == 1:
             move_end_hooks(ends, new)
     owner.state.ties = tie_plan.carry_out()
     _note_sources(owner.state, sources, tie_plan.new_path, old_paths)
-    owner.rebuild_children()
+    owner.refresh(targets)
 
 
 def _plan_ties(subgraphs: Subgraphs, new: nn.Module | Callable[..., Any]) -> TiePlan:

@@ -22,8 +22,8 @@ S = TypeVar("S", bound=Node)
 def run(node: Node, primitive: type[Primitive], /, *args: Any, **kwargs: Any) -> Any:
     """Apply `primitive` to `node` and note it in the history.
 
-    Errors get the call in front of their message. What users' own primitives changed before they
-    failed is undone; this library's own check before they change anything.
+    Errors get the call in front of their message. What users' own primitives changed at the node
+    and below, before they failed, is undone; this library's own check before they change anything.
     """
     record = _record(node, primitive, args, kwargs)
     if not node.is_current:
@@ -32,7 +32,7 @@ def run(node: Node, primitive: type[Primitive], /, *args: Any, **kwargs: Any) ->
             "look it up again by its path"
         )
     state = node.state
-    guard = nullcontext() if is_builtin(primitive) else restored_on_error(node.get_top_schedule())
+    guard = nullcontext() if is_builtin(primitive) else restored_on_error(node)
     state.depth += 1
     try:
         with guard:

@@ -180,3 +180,18 @@ def test_a_cache_is_refused_with_the_remedy() -> None:
     assert sch["transformer.h.0"].trace(tracer="huggingface", recursive=False)
     with pytest.raises(slapo.SlapoError, match="use_cache=False"):
         sch.mod(**spec.inputs(2, 7, False), use_cache=True)
+
+
+def test_concrete_args_go_with_captured_inputs() -> None:
+    spec = zoo.FAMILIES["gpt2"]
+    sch = slapo.create_schedule(spec.build())
+    block = sch["transformer.h.0.attn"]
+    assert block.trace(
+        tracer="huggingface", recursive=False, concrete_args={"attention_mask": None}
+    )
+    ids = spec.inputs(2, 7, False)["input_ids"]
+    reference = spec.build()
+    with torch.no_grad():
+        have = sch.mod(ids, use_cache=False).logits
+        want = reference(ids, use_cache=False).logits
+    torch.testing.assert_close(have, want)

@@ -14,6 +14,7 @@ from torch import nn
 
 import slapo
 from slapo import Schedule
+from slapo.primitives.base import is_builtin
 from tests.fingerprint import fingerprint
 from tests.primitives.models import Block, DataDependent, Stack
 
@@ -108,11 +109,11 @@ CASES: dict[str, Case] = {
     ),
     "replace": Case(
         lambda s: s.replace(nn.Linear(4, 8)),
-        {"new_mod_or_func": "Linear"},
+        {"new_mod": "Linear"},
         lambda s: s.replace(torch.relu),
         TypeError,
         "must be an nn.Module",
-        signature=("new_mod_or_func", "target_ops", "name", "concrete_args"),
+        signature=("new_mod", "target_ops", "name", "concrete_args", "fn_or_mod"),
     ),
     "replace_all": Case(
         lambda s: s.replace_all(nn.Linear, lambda path, m, k: nn.Identity(), k=2),
@@ -176,12 +177,8 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def test_every_primitive_has_a_case() -> None:
-    builtin = {n for n, c in slapo.list_primitives(name_only=False).items() if _is_ours(c)}
+    builtin = {n for n, c in slapo.list_primitives(name_only=False).items() if is_builtin(c)}
     assert builtin == set(CASES)
-
-
-def _is_ours(primitive: type) -> bool:
-    return primitive.__module__.startswith("slapo.")
 
 
 def test_the_signature_is_visible(name: str) -> None:

@@ -95,3 +95,11 @@ def test_notebooks_get_escaped_html() -> None:
     html = one_of_a_stack()._repr_html_()
     assert html.startswith("<pre>Stack\n")
     assert "&lt;- checkpoint()" in html
+
+
+def test_many_notes_of_one_kind_are_counted() -> None:
+    sch = slapo.create_schedule(Stack(6))
+    sch.trace(flatten=True)
+    for match in sch.find(lambda x: F.gelu(x)):
+        sch.fuse(match, compiler=None)
+    assert "Stack  <- trace(True); fuse(...) 6x" in str(sch)

@@ -400,3 +400,35 @@ def test_matches_of_other_graphs() -> None:
     refused(second, TypeError, "list of those", lambda: second.replace(GeluMlp(), [3]))
     fresh = slapo.create_schedule(Block())
     refused(fresh, ValueError, "not traced", lambda: fresh.replace(GeluMlp(), foreign))
+
+
+def test_the_replacement_goes_by_both_names_of_its_forms() -> None:
+    sch = slapo.create_schedule(Stack(2))
+    sch["head"].replace(new_mod=nn.Identity())
+    assert isinstance(sch["head"].mod, nn.Identity)
+    block = sch["layers.0"]
+    block.replace(fn_or_mod=torch.tanh, target_ops=block.find(lambda x: F.gelu(x)))
+    assert "tanh" in block.mod.code
+    with pytest.raises(TypeError, match="new_mod or"):
+        sch["head"].replace()
+    with pytest.raises(TypeError, match="new_mod or"):
+        sch["head"].replace(nn.Identity(), fn_or_mod=nn.Identity())
+
+
+def test_modules_that_a_rewrite_of_a_flat_graph_drops_leave_the_tree() -> None:
+    sch = slapo.create_schedule(Stack(2))
+    sch.trace(flatten=True)
+    match = sch.find(lambda x: slapo.call_module(r"layers.1.fc2", x))
+    sch.replace(nn.Linear(8, 4), match, name="New")
+    assert "layers.1.fc2" not in sch
+    assert sch["New_0"].mod is sch.mod.New_0
+    assert "layers.0.fc2" in sch
+
+
+def test_a_misfit_leaves_the_new_module_alone() -> None:
+    sch = slapo.create_schedule(Attention())
+    new = nn.Bilinear(4, 4, 4)
+    before = new.weight
+    with pytest.raises(ValueError, match="2"):
+        sch.replace(new, sch.find(lambda x: slapo.call_module("out", x)))
+    assert new.weight is before

@@ -202,7 +202,7 @@ def _sharded(rank: int, world_size: int) -> dict[str, Tensor]:
     sch["0.layers.0.fc1"].shard("weight", 0).shard("bias", 0)
     sch["0.layers.0.fc2"].shard("weight", 1)
     sch["1.proj"].shard("weight", 0).shard("bias", 0)
-    sch["2"].shard("weight", 0)
+    sch["2"].shard("weight", 0).sync("fwd_post", "all_reduce")
     torch.manual_seed(rank)  # ranks must agree in spite of it
     slapo.build(sch)
     assert model[0].layers[0].fc1.weight.orig_shape == (16, 8)
