@@ -2,9 +2,9 @@
 
 Each model is trained three times from the same seed on the same text, each time in processes of
 its own: as Transformers defines it, with a schedule in one process, and with the same schedule in
-two processes that share every layer (tensor parallelism over gloo). The loss curves must agree.
+two processes that share every layer (tensor parallelism). The loss curves must agree.
 
-    python examples/quickstart.py [--steps N] [--models gpt2 bert]
+    python examples/quickstart.py [--steps N] [--models gpt2 bert] [--device cuda]
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Run:
     model: str
     scheduled: bool
     processes: int
+    device: str = "cpu"
 
     @property
     def title(self) -> str:
@@ -81,22 +82,34 @@ def work(run: Run, steps: int, output: Path) -> None:
     from examples.small_models import MODELS
     from examples.text import Batches, standard_library
 
-    if run.processes > 1:
-        dist.init_process_group("gloo")
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank, device = start(run)
     define, _ = MODELS[run.model]
     torch.manual_seed(0)
-    model = define()
-    batches = Batches(standard_library(), BATCH, LENGTH, masked=run.model == "bert")
+    model = define().to(device)
+    text, masked = standard_library().to(device), run.model == "bert"
     if run.scheduled:
-        model = schedule(model, run, batches(), show=rank == 0 and run.processes == 1)
-    result = train(model, Batches(batches.text, BATCH, LENGTH, batches.masked), steps, run, rank)
+        example = Batches(text, BATCH, LENGTH, masked)()
+        model = schedule(model, run, example, show=rank == 0 and run.processes == 1)
+    result = train(model, Batches(text, BATCH, LENGTH, masked), steps, run, rank)
     if run.processes > 1:
         result.peak_memory = largest(result.peak_memory)
         dist.barrier()
         dist.destroy_process_group()
     if rank == 0:
         output.write_text(json.dumps(asdict(result)))
+
+
+def start(run: Run) -> tuple[int, torch.device]:
+    """This process's rank and device; several processes without a GPU each talk over gloo."""
+    rank = int(os.environ.get("RANK", "0"))
+    own_gpu = run.device != "cpu" and run.processes <= torch.accelerator.device_count()
+    device = torch.device(run.device, rank if own_gpu else None)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+    if run.processes > 1:
+        backend = dist.get_default_backend_for_device(run.device) if own_gpu else "gloo"
+        dist.init_process_group(backend)
+    return rank, device
 
 
 def schedule(model: nn.Module, run: Run, example: dict[str, torch.Tensor], show: bool) -> nn.Module:
@@ -122,7 +135,7 @@ def train(model: nn.Module, batches: Callable[[], dict], steps: int, run: Run, r
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, seconds = [], []
-    forget_peak()
+    forget_peak(run.device)
     with progress(disable=rank != 0) as bar:
         task = bar.add_task(run.title, total=steps, loss="")
         for _ in range(steps):
@@ -137,7 +150,7 @@ def train(model: nn.Module, batches: Callable[[], dict], steps: int, run: Run, r
     return Result(
         losses,
         BATCH * LENGTH / statistics.median(seconds),
-        memory("VmHWM"),
+        peak_memory(run.device),
         sum(p.numel() for p in model.parameters()),
     )
 
@@ -154,15 +167,22 @@ def progress(disable: bool) -> Progress:
     )
 
 
-def memory(field: str) -> float:
-    """MiB of this process by the name that Linux gives it; 0 on other systems."""
+def peak_memory(device: str) -> float:
+    """MiB at most since :func:`forget_peak`: of tensors on a GPU, else of the whole process.
+
+    On a CPU 0 where the system has no ``/proc``.
+    """
+    if device != "cpu":
+        return torch.accelerator.max_memory_allocated() / 2**20
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(field)), 0.0)
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM")), 0.0)
 
 
-def forget_peak() -> None:
+def forget_peak(device: str) -> None:
     """Start a new measurement of the peak: imports and verification are not training."""
+    if device != "cpu":
+        torch.accelerator.reset_peak_memory_stats()
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -221,6 +241,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of each run")
     parser.add_argument("--models", nargs="+", choices=["gpt2", "bert"], default=["gpt2", "bert"])
+    parser.add_argument("--device", default="cpu", help="cpu, or an accelerator such as cuda")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -230,7 +251,7 @@ def main() -> int:
     results = {}
     for model in options.models:
         for scheduled, processes in ((False, 1), (True, 1), (True, 2)):
-            run = Run(model, scheduled, processes)
+            run = Run(model, scheduled, processes, options.device)
             results[run] = launch(run, options.steps)
     table, agree = compare(results)
     console = Console(width=max(120, Console().width))

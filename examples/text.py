@@ -54,13 +54,12 @@ class Batches:
 
     def __call__(self) -> dict[str, Tensor]:
         """Arguments for the model: each of shape ``(batch, length)``."""
-        starts = torch.randint(
-            len(self.text) - self.length, (self.batch,), generator=self.generator
-        )
+        last = len(self.text) - self.length
+        starts = torch.randint(last, (self.batch,), generator=self.generator)
         tokens = torch.stack([self.text[s : s + self.length] for s in starts.tolist()])
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         if not self.masked:
             return {**inputs, "labels": tokens}
-        hidden = torch.rand(tokens.shape, generator=self.generator) < 0.15
+        hidden = torch.rand(tokens.shape, generator=self.generator).to(tokens.device) < 0.15
         inputs["input_ids"] = tokens.masked_fill(hidden, MASK)
         return {**inputs, "labels": tokens.masked_fill(~hidden, -100)}

@@ -17,7 +17,8 @@ from slapo.sharding.layout import inner_layout_of
 from slapo.sharding.partial import has_bias
 from slapo.sharding.shards import shards_of
 from slapo.sharding.vocab import is_masked
-from slapo.weights.materialize import materialize
+from slapo.snapshot import restored_on_error
+from slapo.weights.materialize import has_meta_tensors, materialize
 from slapo.weights.tags import apply_tags
 from slapo.weights.ties import check_ties
 
@@ -75,7 +76,7 @@ def build(
     check_same_schedule(sch)
     check_ties(sch.mod, sch.state.ties)
     _check_shards(sch)
-    materialize(sch.mod, init_weights, sch.group)
+    _materialize(sch, init_weights)
     _renew_tags(sch)
     _compile_graphs(sch)
     if dialect is not None:
@@ -151,6 +152,13 @@ def _check_shards(sch: Schedule) -> None:
                 f"{path!r}: its rows are spread over the ranks, and nothing masks the tokens of "
                 f'others; add sch["{path}"].sync("fwd_post", "all_reduce")'
             )
+
+
+def _materialize(sch: Schedule, init_weights: bool | Callable[..., Any]) -> None:
+    """Create values, or leave everything on meta where a module cannot initialise its own."""
+    if init_weights is not False and has_meta_tensors(sch.mod):
+        with restored_on_error(sch):
+            materialize(sch.mod, init_weights, sch.group)
 
 
 def _compile_graphs(sch: Schedule) -> None:

@@ -31,12 +31,15 @@ class Record:
         Argument name -> text of its value, defaults left out.
     location
         ``file:line`` of the caller.
+    positional
+        How many of the arguments the caller gave without their names.
     """
 
     path: str
     primitive: str
     arguments: Mapping[str, str]
     location: str
+    positional: int = 0
 
     def __str__(self) -> str:
         return f"{self.call()}  # {self.location}"
@@ -50,6 +53,12 @@ class Record:
     def same_as(self, other: Record) -> bool:
         """Equal but for the location, which may differ between machines."""
         return self.call() == other.call()
+
+    def as_written(self) -> str:
+        """The primitive and its arguments as the caller wrote them, without the path."""
+        items = enumerate(self.arguments.items())
+        shown = [text if k < self.positional else f"{name}={text}" for k, (name, text) in items]
+        return f"{self.primitive}({', '.join(shown)})"
 
 
 def digest(records: Iterable[Record]) -> str:

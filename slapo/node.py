@@ -162,7 +162,19 @@ class Node:
         head = path.split(".")[0]
         near = near or [p for p in paths if p.split(".")[0] == head][:3] or paths[:3]
         here = f" below {self.path!r}" if self.path else ""
-        return f"no module at {path!r}{here}; nearest paths are {near}"
+        if not self._is_list(path):
+            return f"no module at {path!r}{here}; nearest paths are {near}"
+        items = [p for p in self.child if p.startswith(f"{path}.")][:3] or near
+        return (
+            f"no module at {path!r}{here}; nearest paths are {items}: the items of an "
+            "nn.ModuleList are nodes, the list itself is none"
+        )
+
+    def _is_list(self, path: str) -> bool:
+        try:
+            return isinstance(self.mod.get_submodule(path), nn.ModuleList)
+        except AttributeError:
+            return False
 
     def get_module(self, path: str = "") -> nn.Module:
         """The module at `path` below this node."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html as html_escape
 import re
+from collections import Counter
 
 from slapo.node import Node
 from slapo.op.wrapper import innermost
@@ -30,8 +31,7 @@ def _notes(root: Node) -> dict[str, list[str]]:
     """Path -> what was applied there, shortly."""
     notes: dict[str, list[str]] = {}
     for record in root.history:
-        arguments = ", ".join(record.arguments.values())
-        notes.setdefault(record.path, []).append(f"{record.primitive}({arguments})")
+        notes.setdefault(record.path, []).append(record.as_written())
     return notes
 
 
@@ -86,14 +86,16 @@ def _label(node: Node, name: str, notes: dict[str, list[str]]) -> str:
 
 def _counted(notes: list[str]) -> list[str]:
     """Many primitives of one kind on one module, such as a fusion for each layer, as a number."""
-    kinds: dict[str, list[str]] = {}
+    counts = Counter(note.partition("(")[0] for note in notes)
+    shown: list[str] = []
     for note in notes:
-        kinds.setdefault(note.partition("(")[0], []).append(note)
-    return [
-        shown
-        for kind, same in kinds.items()
-        for shown in (same if len(same) <= _MAX_NOTES else [f"{kind}(...) {len(same)}x"])
-    ]
+        kind = note.partition("(")[0]
+        total = f"{kind}(...) {counts[kind]}x"
+        if counts[kind] <= _MAX_NOTES:
+            shown.append(note)
+        elif total not in shown:
+            shown.append(total)
+    return shown
 
 
 def _describe(node: Node) -> str:

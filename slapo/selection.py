@@ -9,6 +9,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from torch import nn
 
+from slapo.errors import SlapoError
 from slapo.node import Node
 from slapo.primitives import (
     AnnotatePrimitive,
@@ -95,7 +96,11 @@ class Selection(Generic[N]):
         top = self.nodes[0].get_top_schedule()
         with restored_on_error(top):
             for node in self.nodes:
-                run(node, primitive, *args, **kwargs)
+                if run(node, primitive, *args, **kwargs) is False:
+                    raise SlapoError(
+                        f"select({self.pattern!r}).{primitive.name()}: it failed for "
+                        f"{node.path!r} (see the warning), so no module was changed"
+                    )
         return self
 
     def replace(self, make_module: Callable[[str, Any], Any]) -> Selection[N]:

@@ -197,5 +197,6 @@ def _explain(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     reason = lines[0]
     if isinstance(error, ProxyTraceError) and "control flow" in reason:
-        reason = "a branch or loop depends on a tensor"
-    return f"{type(error).__name__}: {reason}" if not isinstance(error, TraceError) else reason
+        return "a branch or loop depends on a tensor or its size"
+    own = isinstance(error, (TraceError, ProxyTraceError))
+    return reason if own else f"{type(error).__name__}: {reason}"

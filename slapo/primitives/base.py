@@ -16,18 +16,18 @@ class Primitive:
     >>> import torch.nn as nn
     >>> import slapo
     >>> @slapo.register_primitive()
-    ... class FreezePrimitive(slapo.Primitive):
+    ... class FreezeWeightsPrimitive(slapo.Primitive):
     ...     '''Stops training of a module's parameters.'''
     ...
     ...     @staticmethod
     ...     def name():
-    ...         return "freeze"
+    ...         return "freeze_weights"
     ...
     ...     @staticmethod
     ...     def apply(sch):
     ...         sch.mod.requires_grad_(False)
     >>> sch = slapo.create_schedule(nn.Linear(2, 2))
-    >>> sch.freeze().mod.weight.requires_grad
+    >>> sch.freeze_weights().mod.weight.requires_grad
     False
     """
 

@@ -53,15 +53,15 @@ class CutPipelineStagePrimitive(Primitive):
         if sch.metadata.primitives["cut_pipeline_stage"]:
             raise ValueError("a stage ends after this module already")
         parent = innermost(sch.parent.mod)
-        where = sch.parent.path
+        where = repr(sch.parent.path) if sch.parent.path else "the root"
         if not isinstance(parent, fx.GraphModule):
             raise SlapoError(
-                f"the parent {where!r} is not traced; call "
-                f'trace_until({where!r}, tracer="huggingface") on the root first'
+                f"the parent, {where}, is not traced; call "
+                f'trace_until({sch.parent.path!r}, tracer="huggingface") on the root first'
             )
         if not any(True for _ in parent.graph.find_nodes(op="call_module", target=sch.name)):
             raise SlapoError(
-                f"the graph of the parent {where!r} does not call {sch.name!r}; trace the parent "
+                f"the graph of the parent, {where}, does not call {sch.name!r}; trace the parent "
                 "with its children as calls (trace_until, or flatten=False)"
             )
         sch.metadata.primitives["cut_pipeline_stage"]["enabled"] = True

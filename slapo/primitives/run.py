@@ -62,7 +62,7 @@ def _record(
             arguments.update({key: describe(item) for key, item in value.items()})
         else:
             arguments[name] = describe(value)
-    return Record(node.path, primitive.name(), arguments, caller_location())
+    return Record(node.path, primitive.name(), arguments, caller_location(), len(args))
 
 
 def _put_in_front(error: Exception, record: Record) -> None:

@@ -94,6 +94,7 @@ class TracePrimitive(Primitive):
         if isinstance(leaf_modules, str):
             raise TypeError(f"leaf_modules is a list of names, got the string {leaf_modules!r}")
         module = innermost(sch.mod)
+        _check_leaves(module, leaf_modules)
         try:
             _check_traceable(module)
             if tracer == "pytorch":
@@ -213,6 +214,18 @@ def _symbolic_containers(
 def _check_tracer(tracer: str, known: tuple[str, ...] = TRACERS) -> None:
     if tracer not in known:
         raise ValueError(f"unknown tracer {tracer!r}; known are {list(known)}")
+
+
+def _check_leaves(module: nn.Module, leaf_modules: Collection[str]) -> None:
+    if not leaf_modules:
+        return
+    named = {path: type(innermost(m)).__name__ for path, m in module.named_modules()}
+    unknown = [name for name in leaf_modules if name not in named and name not in named.values()]
+    if unknown:
+        raise ValueError(
+            f"leaf_modules names {unknown}, neither the class nor the path of a module here; "
+            f"the classes are {sorted(set(named.values()))}"
+        )
 
 
 def _check_traceable(module: nn.Module) -> None:

@@ -41,7 +41,7 @@ def check_called(sch: Node, tensor: str | None = None) -> None:
             if read or _calls(module, path):
                 return  # graphs further up call this one, or refused when it was changed
             raise SlapoError(
-                f"{path!r} was inlined when {node.path or 'the root'!r} was traced, so its graph "
+                f"{path!r} was inlined when {node.path or 'the root'} was traced, so its graph "
                 "does not call the module any more; change the module before tracing, name it in "
                 "leaf_modules, or use find() and the static form of the primitive"
             )

@@ -90,7 +90,15 @@ def make_spec(
     return ShardSpec(axis, shape, sizes, rank, world_size)
 
 
+def _not_sizes(blocks: int | Sequence[int]) -> bool:
+    return not isinstance(blocks, int) and not all(isinstance(size, int) for size in blocks)
+
+
 def _block_sizes(size: int, blocks: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(blocks, bool) or not isinstance(blocks, (int, Sequence)) or _not_sizes(blocks):
+        raise TypeError(
+            f"blocks must be a number of equal blocks or their sizes, integers, got {blocks!r}"
+        )
     if isinstance(blocks, int):
         if blocks < 1 or size % blocks:
             raise ValueError(

@@ -20,9 +20,11 @@ from slapo.schedule import Schedule
 from slapo.verify.locate import Comparison, recorded
 from slapo.verify.setting import (
     SEED,
+    Outcome,
     as_call,
     backward,
     copy_model,
+    fresh_input,
     full_tensors,
     gathered_gradients,
     in_mode,
@@ -117,6 +119,7 @@ class Verify:
         if self.enable:
             self.start = len(self.sch.history)
             self.reference = copy_model(self.sch)
+            self.original_names = {place.name for place in places(self.reference)}
             self.names = {id(p.tensor): p.name for p in places(self.sch.mod)}
             self.kept = [p.tensor for p in places(self.sch.mod)]  # so that ids stay theirs
         return self
@@ -164,10 +167,10 @@ class Verify:
             stack.enter_context(torch.enable_grad())
             wanted = self._run(self.reference)
             given = self._run_scheduled()
-            self._compare_outputs(given, wanted)
-            backward(wanted, self.loss_fn)
-            backward(given, self.loss_fn)
-            self._compare_gradients()
+            self._compare_outputs(given.output, wanted.output)
+            backward(wanted.output, self.loss_fn)
+            backward(given.output, self.loss_fn)
+            self._compare_gradients(given.inputs, wanted.inputs)
 
     def _pick_device(self) -> torch.device:
         if self.device is not None:
@@ -210,7 +213,7 @@ class Verify:
         """The full value that the tensor at `place` has in the original; None if it has none."""
         shape = place.spec.full_shape if place.spec else place.tensor.shape
         source = self._source_of(place.name)
-        if source is not None and all(name in full for name in source[1]):
+        if source is not None:
             value: Tensor = source[0].pack([full[name] for name in source[1]])
         else:
             name = self.names.get(id(place.tensor), place.name)
@@ -225,19 +228,25 @@ class Verify:
         found = self.sch.state.sources.get(prefix + name)
         if found is None or not all(n.startswith(prefix) for n in found[1]):
             return None
-        return found[0], [n[len(prefix) :] for n in found[1]]
+        names = [n[len(prefix) :] for n in found[1]]
+        # A copy taken after the replacement has the new parameter itself.
+        return (found[0], names) if all(n in self.original_names for n in names) else None
 
-    def _run(self, model: nn.Module) -> Any:
+    def _run(self, model: nn.Module) -> Outcome:
         """Run on the same inputs and random states each time."""
         tracker = get_rng_tracker()
         states = tracker.get_states()
         torch.manual_seed(SEED)
+        inputs: list[Tensor] = []
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda tensor: fresh_input(tensor, inputs), (self.args, self.kwargs)
+        )
         try:
-            return model(*self.args, **self.kwargs)
+            return Outcome(model(*args, **kwargs), inputs)
         finally:
             tracker.set_states(states)
 
-    def _run_scheduled(self) -> Any:
+    def _run_scheduled(self) -> Outcome:
         try:
             return self._run(self.sch.mod)
         except Exception as error:
@@ -303,26 +312,31 @@ class Verify:
         runs = []
         for model in (self.reference, self.sch.mod):
             with recorded(model) as run:
-                output = self._run(model)
+                outcome = self._run(model)
                 if gradients:
-                    backward(output, self.loss_fn)
+                    backward(outcome.output, self.loss_fn)
             runs.append(run)
         return Comparison(runs[0], runs[1], self.sch.group, self.rtol, self._agree)
 
-    def _compare_gradients(self) -> None:
+    def _compare_gradients(self, inputs: list[Tensor], expected: list[Tensor]) -> None:
         wanted = {
             p.name: p.tensor.grad for p in places(self.reference) if p.tensor.grad is not None
         }
         wanted = gathered_gradients(self.reference, wanted, self.sch.group)
         given = self._gradients()
+        for index, (mine, theirs) in enumerate(zip(inputs, expected, strict=True)):
+            if theirs.grad is not None:
+                name = f"<input {index}>"
+                wanted[name] = theirs.grad
+                given[name] = torch.zeros_like(mine) if mine.grad is None else mine.grad
         floor = _GRADIENT_FLOOR * max((scale_of(g) for g in wanted.values()), default=0.0)
         failures = []
         for name, grad in wanted.items():
-            mine = given.get(name)
-            if mine is None:
+            found = given.get(name)
+            if found is None:
                 continue
             limit = rtol_for(grad, self.rtol) * max(scale_of(grad), floor)
-            error = difference(mine, grad)
+            error = difference(found, grad)
             if error > limit:
                 failures.append((name, error, limit))
         if not self._agree(bool(failures)):

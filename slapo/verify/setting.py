@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +44,23 @@ def copy_model(sch: Schedule) -> nn.Module:
         apply_tags(new.tensor, {}, sch.group)
         new.tensor.grad = None
     return copied
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gave, and the floating point inputs it was given, whose gradients tell."""
+
+    output: Any
+    inputs: list[Tensor]
+
+
+def fresh_input(tensor: Tensor, inputs: list[Tensor]) -> Tensor:
+    """A copy to run on; of a floating point tensor the gradient can be asked for afterwards."""
+    if not tensor.is_floating_point():
+        return tensor.clone()
+    leaf = tensor.detach().clone().requires_grad_()
+    inputs.append(leaf)
+    return leaf.clone()  # no leaf, so the model may change it in place
 
 
 def full_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:

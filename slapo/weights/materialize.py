@@ -49,7 +49,7 @@ def materialize(
     SlapoError
         Naming a module that cannot initialise its tensors.
     """
-    if init_weights is False or not any(t.is_meta for t in _tensors(model)):
+    if init_weights is False or not has_meta_tensors(model):
         return
     initialize = _resolve(model, init_weights)
     worker = _Materializer(model, initialize, group, device or _default_device(group))
@@ -58,9 +58,9 @@ def materialize(
     worker.check_complete()
 
 
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
+def has_meta_tensors(model: nn.Module) -> bool:
+    """True when a parameter or buffer of `model` has no value yet."""
+    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 
 def _default_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -176,7 +176,7 @@ class _Materializer:
             values = {place: _get(*place) for place in wanted}
         if left:
             raise SlapoError(
-                f"{path or 'the root'} ({type(module).__name__}) cannot initialise "
+                f"{path!r} ({type(module).__name__}) cannot initialise "
                 f"{sorted(name for _, name in left)}: it has no reset_parameters, and the model's "
                 "_init_weights does not set them; pass init_weights=fn(module, path) to build"
             )

@@ -29,8 +29,8 @@ class TieGroups:
         names: dict[int, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(param), []).append(name)
-        groups = (frozenset(group) for group in names.values() if len(group) > 1)
-        self._group_of = {name: group for group in groups for name in group}
+        groups = [frozenset(group) for group in names.values() if len(group) > 1]
+        self._group_of = _by_name(groups)
 
     def __bool__(self) -> bool:
         return bool(self._group_of)
@@ -43,7 +43,7 @@ class TieGroups:
         """The same groups with some names changed."""
         new = TieGroups.__new__(TieGroups)
         groups = [frozenset(names.get(n, n) for n in group) for group in self.groups()]
-        new._group_of = {name: group for group in groups for name in group}
+        new._group_of = _by_name(groups)
         return new
 
     def as_dict(self) -> dict[str, tuple[str, ...]]:
@@ -58,6 +58,11 @@ class TieGroups:
         """Tied names of the module at `path` and of its descendants."""
         prefix = f"{path}." if path else ""
         return (name for name in self._group_of if name.startswith(prefix))
+
+
+def _by_name(groups: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
+    """Name -> group, in an order that is the same in every process."""
+    return {name: group for group in groups for name in sorted(group)}
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:

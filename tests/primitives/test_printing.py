@@ -102,4 +102,4 @@ def test_many_notes_of_one_kind_are_counted() -> None:
     sch.trace(flatten=True)
     for match in sch.find(lambda x: F.gelu(x)):
         sch.fuse(match, compiler=None)
-    assert "Stack  <- trace(True); fuse(...) 6x" in str(sch)
+    assert "Stack  <- trace(flatten=True); fuse(...) 6x" in str(sch)

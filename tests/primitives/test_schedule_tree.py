@@ -399,3 +399,9 @@ def test_what_failed_is_not_recorded() -> None:
     with pytest.raises(ValueError, match="sharded already"):
         sch["head"].shard("weight", 0)
     assert len(sch.history) == 3
+
+
+def test_a_list_is_no_node_and_the_error_says_so() -> None:
+    sch = slapo.create_schedule(Stack(2))
+    with pytest.raises(KeyError, match=r"'layers'.*layers\.0.*the list itself is none"):
+        _ = sch["layers"]

@@ -305,3 +305,10 @@ def test_shards_are_noted_on_the_node(pair: None) -> None:
     sch["0"].shard("weight", 0)
     assert sch["0"].metadata.primitives["shard"]["weight"].axis == 0
     assert re.search(r"0: Linear.*<- shard\('weight', 0\)", str(sch))
+
+
+@pytest.mark.parametrize("blocks", [2.0, "ab", [1.5, 2.5], True])
+def test_blocks_are_integers(blocks: object) -> None:
+    sch = slapo.create_schedule(nn.Linear(4, 4))
+    with pytest.raises(TypeError, match="blocks must be"):
+        sch.shard("weight", 0, blocks=blocks)

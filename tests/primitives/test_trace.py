@@ -224,3 +224,20 @@ def test_a_trace_until_that_fails_changes_nothing() -> None:
     with pytest.warns(UserWarning, match="could not be traced"):
         assert sch.trace_until("0") is False
     assert fingerprint(sch) == before
+
+
+def test_leaf_modules_that_name_nothing_are_refused() -> None:
+    sch = slapo.create_schedule(Stack(2))
+    with pytest.raises(ValueError, match=r"\['Nope'\].*'Block'"):
+        sch.trace(leaf_modules=["Nope", "Block"])
+
+
+def test_a_selection_is_traced_as_a_whole_or_not_at_all() -> None:
+    sch = slapo.create_schedule(nn.ModuleList([nn.Sequential(nn.ReLU()), DataDependent()]))
+    before = fingerprint(sch)
+    with (
+        pytest.warns(UserWarning, match="DataDependent"),
+        pytest.raises(slapo.SlapoError, match="failed for '1'"),
+    ):
+        sch.select("*").trace()
+    assert fingerprint(sch) == before

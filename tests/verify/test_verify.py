@@ -286,3 +286,42 @@ def _tied(rank: int, world_size: int) -> str:
 
 def test_a_tied_head_sums_both_gradients() -> None:
     assert run_distributed(_tied, 2) == ["equal"] * 2
+
+
+def _first_layer(rank: int, world_size: int) -> str:
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(Acted())
+    try:
+        with slapo.Verify(sch, X):
+            sch["first"].shard("weight", 0).shard("bias", 0)
+            sch["last"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    except slapo.VerificationError as error:
+        return str(error)
+    return "equal"
+
+
+def test_gradients_of_inputs_count() -> None:
+    for message in run_distributed(_first_layer, 2):
+        assert "gradient of '<input 0>' differs" in message
+
+
+def test_another_shape_names_the_module() -> None:
+    sch = slapo.create_schedule(Acted())
+    with pytest.raises(slapo.VerificationError, match=r"first at 'last' \(Linear\)"):
+        with slapo.Verify(sch, X):
+            sch["last"].replace(nn.Linear(4, 5))
+
+
+def test_a_replacement_of_an_earlier_block_is_an_original_later() -> None:
+    sch = slapo.create_schedule(Heads())
+
+    def projection(x: Tensor, *shape: object) -> Tensor:
+        return slapo.call_module("query|key|value", x).view(shape).transpose(1, 2)
+
+    x = torch.randn(3, 5, 8)
+    with slapo.Verify(sch, x):
+        sch.replace(FusedQKV(8, 2), sch.find(projection))
+    with slapo.Verify(sch, x):
+        sch["FusedQKV_0.fused_linear"].checkpoint()
+    with pytest.raises(slapo.VerificationError), slapo.Verify(sch, x):
+        sch["FusedQKV_0.fused_linear"].replace(nn.Sequential(nn.Linear(8, 24), nn.ReLU()))

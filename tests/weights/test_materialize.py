@@ -115,8 +115,9 @@ def test_what_cannot_be_initialised_is_an_error_with_its_path() -> None:
 
     with slapo.init_empty_weights():
         model = nn.Sequential(nn.Linear(3, 3), Own())
-    with pytest.raises(slapo.SlapoError, match=r"1 \(Own\) cannot initialise \['scale'\]"):
+    with pytest.raises(slapo.SlapoError, match=r"'1' \(Own\) cannot initialise \['scale'\]"):
         slapo.build(slapo.create_schedule(model))
+    assert all(p.is_meta for p in model.parameters())  # all or nothing
     with pytest.raises(TypeError, match="init_weights"):
         slapo.build(slapo.create_schedule(model), init_weights="zeros")  # type: ignore[arg-type]
 
