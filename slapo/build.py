@@ -75,7 +75,7 @@ def build(
         _refuse_runtime_features(sch, kwargs)
     check_same_schedule(sch)
     check_ties(sch.mod, sch.state.ties)
-    _check_shards(sch)
+    check_shards(sch)
     _materialize(sch, init_weights)
     _renew_tags(sch)
     _compile_graphs(sch)
@@ -134,7 +134,7 @@ def _first_difference(left: list[Any], right: list[Any]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
-def _check_shards(sch: Schedule) -> None:
+def check_shards(sch: Schedule) -> None:
     """Refuse sharded modules that compute something else than the whole one does."""
     if sch.world_size == 1:
         return

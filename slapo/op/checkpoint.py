@@ -5,9 +5,11 @@ Technique: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -53,6 +55,8 @@ def checkpoint(
     states = get_rng_tracker().get_states()
     if states:
         function = _Replayed(function, states)
+    if _holds_script(function):
+        function = _unprofiled(function)
     return torch_checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
 
 
@@ -75,6 +79,48 @@ class _Replayed:
             return self.function(*args, **kwargs)
         finally:
             tracker.set_states(present)
+
+
+def _holds_script(function: Any) -> bool:
+    inner = function.function if isinstance(function, _Replayed) else function
+    modules = inner.modules() if isinstance(inner, nn.Module) else ()
+    return any(isinstance(module, torch.jit.ScriptModule) for module in modules)
+
+
+def _unprofiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """TorchScript saves other tensors in the runs it profiles than in later ones.
+
+    A recomputation would not find those of the first run, so neither is optimised.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.jit.optimized_execution(False):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _without_cache(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments without key-value caches: recomputing would append to them a second time."""
+    if not any(map(_is_cache, (*args, *kwargs.values()))):
+        return args, kwargs
+    positional = tuple(None if _is_cache(value) else value for value in args)
+    named = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
+    if named.get("use_cache"):
+        named["use_cache"] = False
+    warnings.warn(
+        "a checkpointed module was called with a key-value cache, which its recomputation would "
+        "fill twice; it runs without. Call the model with use_cache=False",
+        UserWarning,
+        stacklevel=2,
+    )
+    return positional, named
+
+
+def _is_cache(value: Any) -> bool:
+    return type(value).__name__.endswith("Cache")
 
 
 class CheckPointWrapper(ModuleWrapper):
@@ -118,6 +164,9 @@ class CheckPointWrapper(ModuleWrapper):
         """Call the wrapped module under :func:`checkpoint`."""
         if self.order_args_fn is not None:
             args, kwargs = tuple(self.order_args_fn(*args, **kwargs)), {}
+        if not torch.is_grad_enabled():
+            return self.mod(*args, **kwargs)  # there is no backward pass to recompute for
+        args, kwargs = _without_cache(args, kwargs)
         return checkpoint(self.mod, *args, use_reentrant=self.use_reentrant, **kwargs)
 
 

@@ -25,7 +25,7 @@ from slapo.sharding.sync import (
     post_hook,
     pre_hook,
 )
-from slapo.sharding.vocab import mask_vocabulary
+from slapo.sharding.vocab import check_maskable, mask_vocabulary
 
 
 class SyncPrimitive(Primitive):
@@ -124,6 +124,8 @@ def _add_op(sch: Node, mode: str, op: SyncOp) -> None:
     module = innermost(sch.mod)
     layout = layout_of(module)
     check_sync(layout, mode, op.name, op.axis)
+    if mode == "fwd_post" and _needs_mask(sch, op):
+        check_maskable(module)
     if mode == "bwd_post":
         sch.mod.register_forward_pre_hook(gradient_hook(op.group), with_kwargs=True)
     elif mode == "fwd_pre":
@@ -141,13 +143,19 @@ def _to_check(op: SyncOp, known: int | None) -> int | None:
 
 def _add_output_op(sch: Node, module: nn.Module, op: SyncOp) -> None:
     reduces = op.name in REDUCTIONS
-    if reduces and layout_of(module).vocabulary and not _masks_itself(sch.mod):
+    if _needs_mask(sch, op):
         rows: Any = module.num_embeddings
         mask_vocabulary(module, sch.rank * rows, rows)
     if reduces and sch.mod is module and can_reduce(module):
         add_reducer(module, post_hook(op), op.axis, op.group)
     else:
         sch.mod.register_forward_hook(post_hook(op))
+
+
+def _needs_mask(sch: Node, op: SyncOp) -> bool:
+    """Whether a table spread by rows gets its mask together with its reduction."""
+    spread = layout_of(innermost(sch.mod)).vocabulary
+    return op.name in REDUCTIONS and spread and not _masks_itself(sch.mod)
 
 
 def _masks_itself(module: nn.Module) -> bool:

@@ -113,6 +113,13 @@ def _normalises_over_axis(module: nn.Module, tensor: str, axis: int) -> Effect:
     )
 
 
+def _splits_heads_itself(module: nn.Module, tensor: str, axis: int) -> Effect:
+    raise ValueError(
+        f"{type(module).__name__} takes its weights apart by sizes of the whole; replace it by a "
+        "module with separate projections to shard those"
+    )
+
+
 def _holds_flat_weights(module: nn.Module, tensor: str, axis: int) -> Effect:
     raise ValueError(
         f"{type(module).__name__} computes with a list of its weights, which a slice of {tensor!r} "
@@ -148,6 +155,7 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.Bilinear: _table({("weight", 0): _BILINEAR_COLUMN, ("bias", 0): _BILINEAR_COLUMN}),
     nn.EmbeddingBag: _bag,
     nn.RNNBase: _holds_flat_weights,
+    nn.MultiheadAttention: _splits_heads_itself,
     nn.GroupNorm: _per_channel("num_channels", None, ("num_groups",)),
     nn.PReLU: _PRELU,
     nn.LayerNorm: _normalises_over_axis,

@@ -13,7 +13,7 @@ from slapo.sharding.layout import Layout, check_syncs, inner_layout_of, set_layo
 from slapo.sharding.partial import check_deferrable, defer_bias, has_bias
 from slapo.sharding.rules import Effect, effect_of
 from slapo.sharding.slicing import ShardSpec, make_spec
-from slapo.sharding.vocab import mask_vocabulary
+from slapo.sharding.vocab import check_maskable, mask_vocabulary
 from slapo.weights.tags import new_parameter
 
 #: Ops that turn a partial sum into something whole.
@@ -107,6 +107,7 @@ class ShardPlan:
                 f"{wanted.output}, but {', '.join(shards_of(module))} is sharded so that it is "
                 f"{present.output}"
             )
+        self._check_blocks()
         for attribute in self.effect.divides:
             value = getattr(module, attribute)
             if attribute not in sizes and value % self.spec.world_size:
@@ -117,8 +118,22 @@ class ShardPlan:
             check_deferrable(module)
         if wanted.vocabulary:
             _check_table(module)
+            if any(sync.op in REDUCTIONS for sync in syncs_of(module)):
+                check_maskable(module)
         if wanted != Layout():
             check_syncs(module, wanted)
+
+    def _check_blocks(self) -> None:
+        """Tensors along one axis of the module, its weight and its bias, are split alike."""
+        for name, other in shards_of(self.module).items():
+            effect = effect_of(self.module, name, other.axis)
+            shared = set(effect.sizes) & set(self.effect.sizes)
+            if shared and other.blocks != self.spec.blocks:
+                raise ValueError(
+                    f"{self.name!r} would be split in blocks of {list(self.spec.blocks)} and "
+                    f"{name!r} is split in blocks of {list(other.blocks)}, though both lie along "
+                    f"{sorted(shared)}; pass the same blocks to both"
+                )
 
     @property
     def defers_bias(self) -> bool:

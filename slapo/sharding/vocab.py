@@ -91,6 +91,22 @@ class _Rows:
         return output.masked_fill(self._foreign.pop().unsqueeze(-1), 0.0)
 
 
+def check_maskable(table: nn.Module) -> None:
+    """Refuse a table that may look up other rows than the tokens it is given.
+
+    Raises
+    ------
+    ValueError
+        If the class has a forward of its own.
+    """
+    if type(table).forward is not nn.Embedding.forward:
+        raise ValueError(
+            f"{type(table).__name__} has a forward of its own, which may shift or scale what it "
+            "looks up; mask its tokens by hook functions of your own (sync with 'fwd_pre' and "
+            "'fwd_post'), or shard axis 1"
+        )
+
+
 def mask_vocabulary(table: nn.Module, start: int, count: int) -> None:
     """Make a table of rows `start` to ``start + count`` give zeros for all other tokens.
 

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from slapo.build import check_shards
 from slapo.errors import SlapoError, VerificationError
 from slapo.history import Record
+from slapo.logger import get_logger
 from slapo.primitives.base import find_primitive
 from slapo.random import get_rng_tracker
 from slapo.schedule import Schedule
@@ -32,6 +34,8 @@ from slapo.verify.setting import (
 )
 from slapo.verify.tensors import (
     Place,
+    compiled_parameters,
+    constants_in,
     difference,
     other_tensors,
     places,
@@ -44,6 +48,8 @@ from slapo.weights.materialize import materialize
 #: Gradients far below the largest are rounding of sums that cancel: they are compared on this
 #: fraction of the largest one's scale.
 _GRADIENT_FLOOR = 1e-2
+
+logger = get_logger()
 
 
 class Verify:
@@ -120,6 +126,7 @@ class Verify:
             self.start = len(self.sch.history)
             self.reference = copy_model(self.sch)
             self.original_names = {place.name for place in places(self.reference)}
+            self.known_as: dict[str, str] = {}  # name now -> name in the original
             self.names = {id(p.tensor): p.name for p in places(self.sch.mod)}
             self.kept = [p.tensor for p in places(self.sch.mod)]  # so that ids stay theirs
         return self
@@ -151,10 +158,9 @@ class Verify:
 
     # --- the comparison ----------------------------------------------------------------------
     def _verify(self) -> None:
+        check_shards(self.sch)
         group, device = self.sch.group, self._pick_device()
-        top = self.sch.get_top_schedule().mod
-        init: Any = getattr(top, "_init_weights", True)
-        materialize(self.reference, init, group, device)
+        self._materialize_reference(device)
         self.reference.to(device)
         self._move_inputs(device)
         full = full_tensors(self.reference, group)
@@ -169,8 +175,16 @@ class Verify:
             given = self._run_scheduled()
             self._compare_outputs(given.output, wanted.output)
             backward(wanted.output, self.loss_fn)
-            backward(given.output, self.loss_fn)
+            self._backward_scheduled(given)
             self._compare_gradients(given.inputs, wanted.inputs)
+            self._compare_buffers()
+
+    def _materialize_reference(self, device: torch.device) -> None:
+        """Values for a copy on meta, by the way that the whole model would initialise it."""
+        own: Any = getattr(self.reference, "_init_weights", None)
+        top: Any = getattr(self.sch.get_top_schedule().mod, "_init_weights", None)
+        init = True if own is not None or top is None else top
+        materialize(self.reference, init, self.sch.group, device)
 
     def _pick_device(self) -> torch.device:
         if self.device is not None:
@@ -196,6 +210,7 @@ class Verify:
         """This rank's slices of the original's tensors, by the names of the scheduled model."""
         found: dict[str, Tensor] = {}
         for place in places(self.sch.mod):
+            self.known_as[place.name] = self._original_name(place)
             value = self._original(place, full)
             if value is not None:
                 with torch.no_grad():
@@ -216,11 +231,17 @@ class Verify:
         if source is not None:
             value: Tensor = source[0].pack([full[name] for name in source[1]])
         else:
-            name = self.names.get(id(place.tensor), place.name)
+            name = self._original_name(place)
             if name not in full:
                 return None
             value = full[name]
         return value if value.shape == shape else None
+
+    def _original_name(self, place: Place) -> str:
+        """The name that a tensor had on entry; a fusion moves parameters to another module."""
+        if place.name in self.original_names:
+            return place.name
+        return self.names.get(id(place.tensor), place.name)
 
     def _source_of(self, name: str) -> tuple[Any, list[str]] | None:
         """How the parameter is made from the original's: source and names from here."""
@@ -250,11 +271,20 @@ class Verify:
         try:
             return self._run(self.sch.mod)
         except Exception as error:
-            applied = "\n  ".join(str(r) for r in self._records()[-5:]) or "none"
-            raise VerificationError(
-                f"Verify: the scheduled model fails with {type(error).__name__}: {error}\n"
-                f"last primitives applied:\n  {applied}"
-            ) from error
+            raise VerificationError(self._failure("", error)) from error
+
+    def _backward_scheduled(self, outcome: Outcome) -> None:
+        try:
+            backward(outcome.output, self.loss_fn)
+        except Exception as error:
+            raise VerificationError(self._failure("the backward pass of ", error)) from error
+
+    def _failure(self, what: str, error: Exception) -> str:
+        applied = "\n  ".join(str(r) for r in self._records()[-5:]) or "none"
+        return (
+            f"Verify: {what}the scheduled model fails with {type(error).__name__}: {error}\n"
+            f"last primitives applied:\n  {applied}"
+        )
 
     def _agree(self, condition: bool) -> bool:
         """Whether a condition holds on any rank."""
@@ -267,6 +297,7 @@ class Verify:
     def _compare_outputs(self, given: Any, wanted: Any) -> None:
         left, right = dict(tensors_in(given)), dict(tensors_in(wanted))
         same_kind = type(given) is type(wanted) and left.keys() == right.keys()
+        same_kind = same_kind and dict(constants_in(given)) == dict(constants_in(wanted))
         worst = 0.0
         for name in left.keys() & right.keys():
             limit = rtol_for(right[name], self.rtol) * scale_of(right[name])
@@ -276,8 +307,9 @@ class Verify:
             return
         if not same_kind:
             raise VerificationError(
-                f"Verify: the output is a {type(given).__name__} with {list(left)}, the "
-                f"original's a {type(wanted).__name__} with {list(right)}"
+                f"Verify: the output is a {type(given).__name__} with {list(left)} and "
+                f"{dict(constants_in(given))}, the original's a {type(wanted).__name__} with "
+                f"{list(right)} and {dict(constants_in(wanted))}"
             )
         raise VerificationError(self._explain_output(worst))
 
@@ -319,11 +351,15 @@ class Verify:
         return Comparison(runs[0], runs[1], self.sch.group, self.rtol, self._agree)
 
     def _compare_gradients(self, inputs: list[Tensor], expected: list[Tensor]) -> None:
-        wanted = {
-            p.name: p.tensor.grad for p in places(self.reference) if p.tensor.grad is not None
-        }
-        wanted = gathered_gradients(self.reference, wanted, self.sch.group)
+        wanted = gathered_gradients(self.reference, self.sch.group)
         given = self._gradients()
+        lost = sorted(name for name in wanted if name not in given)
+        if lost:
+            logger.warning(
+                "Verify: gradients of %s are not compared: the modules that took their place do "
+                "not say by weight_sources() where they went",
+                lost,
+            )
         for index, (mine, theirs) in enumerate(zip(inputs, expected, strict=True)):
             if theirs.grad is not None:
                 name = f"<input {index}>"
@@ -366,11 +402,40 @@ class Verify:
                 grad = place.spec.gather(grad, self.sch.group)
             source = self._source_of(place.name)
             if source is not None:
-                sizes = [originals[n].tensor.shape[source[0].dim] for n in source[1]]
+                sizes = [source[0].size_of(originals[n].tensor) for n in source[1]]
                 found.update(zip(source[1], source[0].unpack(grad, sizes), strict=True))
             else:
-                found[place.name] = grad
+                found[self.known_as.get(place.name, place.name)] = grad
+        for param in compiled_parameters(self.sch.mod):
+            name = self.names.get(id(param))
+            if name is not None:
+                found.setdefault(
+                    name, torch.zeros_like(param) if param.grad is None else param.grad
+                )
         return found
+
+    def _compare_buffers(self) -> None:
+        """Running statistics and the like after the run."""
+        wanted = full_tensors(self.reference, self.sch.group)
+        worst = None
+        for place in places(self.sch.mod):
+            if isinstance(place.tensor, nn.Parameter) or place.name not in wanted:
+                continue
+            mine = place.tensor
+            mine = place.spec.gather(mine, self.sch.group) if place.spec is not None else mine
+            limit = rtol_for(mine, self.rtol) * scale_of(wanted[place.name])
+            error = difference(mine, wanted[place.name])
+            if error > limit and worst is None:
+                worst = (place.name, error, limit)
+        if not self._agree(worst is not None):
+            return
+        if worst is None:
+            raise VerificationError("Verify: outputs agree, but buffers differ on another rank")
+        name, error, limit = worst
+        raise VerificationError(
+            f"Verify: outputs agree, but the buffer {name!r} differs by {error:.3g} after the run "
+            f"where {limit:.3g} is allowed; {self._applied(name.rpartition('.')[0])}"
+        )
 
     def _applied(self, *paths: str | None) -> str:
         """Records of the block at some modules and below them, or else above them."""

@@ -72,15 +72,15 @@ def full_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str,
         }
 
 
-def gathered_gradients(
-    model: nn.Module, grads: Mapping[str, Tensor], group: dist.ProcessGroup | None
-) -> dict[str, Tensor]:
-    """Gradients by name, shards put together."""
-    specs = {p.name: p.spec for p in places(model)}
-    found = {}
-    for name, grad in grads.items():
-        spec = specs[name]
-        found[name] = spec.gather(grad, group) if spec is not None else grad
+def gathered_gradients(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """Gradients by name, shards put together; none counts as zero."""
+    found: dict[str, Tensor] = {}
+    for place in places(model):
+        tensor = place.tensor
+        if not (isinstance(tensor, nn.Parameter) and tensor.requires_grad):
+            continue
+        grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        found[place.name] = place.spec.gather(grad, group) if place.spec is not None else grad
     return found
 
 

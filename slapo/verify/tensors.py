@@ -86,7 +86,7 @@ def other_tensors(
             copies[id(old)] = new_parameter(data, old) if isinstance(old, nn.Parameter) else data
             apply_tags(copies[id(old)], {}, group)
         place.put(copies[id(old)])
-    compiled = [(p, p.grad) for p in model.parameters() if id(p) in _compiled_parameters(model)]
+    compiled = [(param, param.grad) for param in compiled_parameters(model)]
     try:
         for param, _ in compiled:
             param.grad = None
@@ -98,9 +98,22 @@ def other_tensors(
             param.grad = grad
 
 
-def _compiled_parameters(model: nn.Module) -> set[int]:
+def compiled_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters inside compiled modules, which cannot be exchanged."""
     scripts = [m for m in model.modules() if isinstance(m, torch.jit.ScriptModule)]
-    return {id(p) for m in scripts for p in m.parameters()}
+    return list({id(p): p for m in scripts for p in m.parameters()}.values())
+
+
+def constants_in(value: Any, path: str = "output") -> Iterator[tuple[str, Any]]:
+    """Numbers and texts of an output by a readable path."""
+    if isinstance(value, (bool, int, float, str)):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from constants_in(item, f"{path}.{key}")
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from constants_in(item, f"{path}[{index}]")
 
 
 def tensors_in(value: Any, path: str = "output") -> Iterator[tuple[str, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,12 +80,21 @@ def _resolve(model: nn.Module, init_weights: bool | Callable[..., Any]) -> list[
         raise TypeError(
             f"init_weights must be True, False or a function of a module, got {init_weights!r}"
         )
-    ways: list[InitFn] = []
-    own = getattr(model, "_init_weights", None)
-    if callable(own):
-        ways.append(lambda module, path: own(module))
-    ways.append(_reset)
-    return ways
+    owners = {
+        path: module
+        for path, module in model.named_modules()
+        if callable(getattr(module, "_init_weights", None))
+    }
+    return [lambda module, path: _by_owner(owners, module, path), _reset] if owners else [_reset]
+
+
+def _by_owner(owners: dict[str, Any], module: nn.Module, path: str) -> None:
+    """The initialisation of the nearest model that the module is part of."""
+    while path not in owners:
+        if not path:
+            return
+        path = path.rpartition(".")[0]
+    owners[path]._init_weights(module)
 
 
 def _with_path(function: Callable[..., Any]) -> InitFn:
@@ -188,8 +197,9 @@ class _Materializer:
     ) -> set[tuple[nn.Module, str]]:
         left = wanted
         for way in self.initialize:
-            way(module, path)
-            left = {place for place in wanted if _is_blank(_get(*place))}
+            with _WriteProbe() if any(_needs_probe(_get(*p)) for p in left) else _NoProbe() as seen:
+                way(module, path)
+            left = {place for place in left if _is_blank(_get(*place), seen.storages)}
             if not left:
                 break
         return left
@@ -267,13 +277,18 @@ def _sentinel(dtype: torch.dtype) -> int:
     return 1 if dtype is torch.bool else torch.iinfo(dtype).min
 
 
-def _is_blank(tensor: Tensor) -> bool:
+def _needs_probe(tensor: Tensor) -> bool:
+    """Every value of these is a plausible one, so only the write itself tells."""
+    return tensor.dtype in (torch.bool, torch.uint8)
+
+
+def _is_blank(tensor: Tensor, written: Set[int]) -> bool:
     if tensor.is_meta:
         return True
+    if _needs_probe(tensor):
+        return _storage(tensor) not in written
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(torch.isnan(tensor).any())
-    if tensor.dtype is torch.bool or tensor.dtype is torch.uint8:
-        return False  # every value is a plausible one
     return bool((tensor == _sentinel(tensor.dtype)).all()) and tensor.numel() > 0
 
 
@@ -322,6 +337,18 @@ class _WriteProbe(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.storages.add(_storage(value))
         return func(*args, **(kwargs or {}))
+
+
+class _NoProbe:
+    """In the place of a probe that is not needed."""
+
+    storages: frozenset[int] = frozenset()
+
+    def __enter__(self) -> _NoProbe:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        return None
 
 
 def _storage(tensor: Tensor) -> int:

@@ -48,6 +48,11 @@ class Source:
         parts = [t.transpose(-1, -2) if self.transpose else t for t in tensors]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
+    def size_of(self, original: Tensor) -> int:
+        """How much of `dim` an original takes."""
+        shape = original.transpose(-1, -2).shape if self.transpose else original.shape
+        return shape[self.dim]
+
     def unpack(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """The originals' values; `sizes` are theirs along `dim`."""
         parts = list(tensor.split(list(sizes), self.dim))

@@ -217,3 +217,57 @@ def test_an_inner_value_that_is_used_outside_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'sin' .*also used outside, by 'add'"):
         sch.checkpoint(match)
     assert fingerprint(sch) == before
+
+
+class Caching(nn.Module):
+    """Appends to a cache that it is given, as a decoder layer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, past: object = None, use_cache: bool = False) -> Tensor:
+        y = self.fc(x)
+        if past is not None:
+            past.states.append(y)  # type: ignore[attr-defined]
+            y = torch.cat(past.states).tanh()  # type: ignore[attr-defined]
+        return y.tanh()
+
+
+class ListCache:
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+
+
+def test_a_cache_is_left_out_while_there_are_gradients() -> None:
+    sch = slapo.create_schedule(nn.ModuleList([Caching()]))
+    module = sch["0"].checkpoint().mod
+    cache = ListCache()
+    with pytest.warns(UserWarning, match="use_cache=False"):
+        module(torch.ones(2, 4), past=cache, use_cache=True).sum().backward()
+    assert cache.states == []
+    with torch.no_grad():
+        module(torch.ones(2, 4), past=cache, use_cache=True)
+    assert len(cache.states) == 1
+
+
+@pytest.mark.parametrize("first", ["fuse", "checkpoint"])
+def test_a_script_within_a_checkpoint_trains_from_the_first_step(first: str) -> None:
+    model = nn.Sequential(Block(), Block())
+    reference = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    for name in ("0", "1"):
+        node = sch[name]
+        if first == "checkpoint":
+            node.checkpoint()
+        node.fuse(node.find(lambda x: F.gelu(slapo.call_module("fc1", x))))
+        if first == "fuse":
+            node.checkpoint()
+    x = torch.randn(3, 4)
+    for _ in range(3):
+        model(x).sum().backward()
+        reference(x).sum().backward()
+        torch.testing.assert_close(
+            [p.grad for p in model[0].fc2.parameters()],
+            [p.grad for p in reference[0].fc2.parameters()],
+        )

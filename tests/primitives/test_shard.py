@@ -312,3 +312,28 @@ def test_blocks_are_integers(blocks: object) -> None:
     sch = slapo.create_schedule(nn.Linear(4, 4))
     with pytest.raises(TypeError, match="blocks must be"):
         sch.shard("weight", 0, blocks=blocks)
+
+
+def test_weight_and_bias_are_split_in_the_same_blocks() -> None:
+    sch = slapo.create_schedule(nn.Linear(4, 12))
+    sch.shard("weight", 0, blocks=3)
+    with pytest.raises(ValueError, match="pass the same blocks to both"):
+        sch.shard("bias", 0)
+    sch.shard("bias", 0, blocks=3)
+
+
+def test_attention_of_torch_is_refused() -> None:
+    sch = slapo.create_schedule(nn.MultiheadAttention(8, 2))
+    with pytest.raises(ValueError, match="separate projections"):
+        sch.shard("in_proj_weight", 0, blocks=3)
+
+
+def test_a_table_with_a_forward_of_its_own_is_not_masked() -> None:
+    class Shifted(nn.Embedding):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens + 2)
+
+    sch = slapo.create_schedule(Shifted(8, 4))
+    sch.shard("weight", 0)
+    with pytest.raises(ValueError, match="forward of its own"):
+        sch.sync("fwd_post", "all_reduce")

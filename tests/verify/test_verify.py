@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import slapo
 from slapo.op import FusedQKV
 from slapo.sharding.shards import shards_of
+from slapo.weights.provenance import Source
 from tests.distributed import run_distributed
 from tests.primitives.models import Stack, Tied
 
@@ -325,3 +326,127 @@ def test_a_replacement_of_an_earlier_block_is_an_original_later() -> None:
         sch["FusedQKV_0.fused_linear"].checkpoint()
     with pytest.raises(slapo.VerificationError), slapo.Verify(sch, x):
         sch["FusedQKV_0.fused_linear"].replace(nn.Sequential(nn.Linear(8, 24), nn.ReLU()))
+
+
+class Detached(nn.Module):
+    """Uses the weight of a layer without its gradient, under another name."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.inner = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.inner.weight.detach(), self.inner.bias)
+
+
+def test_a_parameter_that_moved_is_compared_by_identity() -> None:
+    sch = slapo.create_schedule(Acted())
+    with pytest.raises(slapo.VerificationError, match=r"gradient of 'last\.weight'"):
+        with slapo.Verify(sch, X):
+            sch["last"].replace(Detached(sch["last"].mod))
+
+
+def test_a_gradient_that_should_not_be_there_is_found() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                y = self.fc(x)
+            return y + x
+
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), Frozen()))
+    layer = sch["1.fc"].mod
+
+    class Thawed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x) + x
+
+    with pytest.raises(slapo.VerificationError, match="gradient"), slapo.Verify(sch, X):
+        sch["1"].replace(Thawed())
+
+
+def test_gradients_inside_a_fusion_are_compared() -> None:
+    sch = slapo.create_schedule(Acted())
+    with slapo.Verify(sch, X) as verify:
+        match = sch.find(lambda x: F.gelu(slapo.call_module("first", x)))
+        sch.fuse(match)
+        assert "first.weight" in verify.original_names
+    assert "FusedModule_0" in sch
+
+
+def test_parameters_that_nothing_accounts_for_are_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Own(nn.Module):
+        def __init__(self, layer: nn.Linear) -> None:
+            super().__init__()
+            self.w = nn.Parameter(layer.weight.detach().clone())
+            self.b = nn.Parameter(layer.bias.detach().clone())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.w, self.b)
+
+    sch = slapo.create_schedule(Acted())
+    with slapo.Verify(sch, X):
+        sch["last"].replace(Own(sch["last"].mod))
+    assert "['last.bias', 'last.weight'] are not compared" in caplog.text
+
+
+def test_buffers_are_compared_after_a_run_in_train_mode() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.BatchNorm1d(4)))
+    with pytest.raises(slapo.VerificationError, match=r"buffer '0\.running_mean'"):
+        with slapo.Verify(sch, X[0], eval_mode=False):
+            sch["0"].replace(nn.BatchNorm1d(4, momentum=0.9))
+
+
+def test_numbers_in_the_output_are_compared() -> None:
+    class Count(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, x: Tensor) -> tuple[Tensor, int]:
+            return x, self.number
+
+    sch = slapo.create_schedule(nn.Sequential(Count(1)))
+    with pytest.raises(slapo.VerificationError, match=r"output\[1\]"), slapo.Verify(sch, X):
+        sch["0"].replace(Count(2))
+
+
+def test_a_transposed_source_that_is_not_square() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.empty(4, 6))
+            self.b = nn.Parameter(torch.empty(6))
+
+        def weight_sources(self) -> dict[str, Source]:
+            return {"w": Source(("0.weight",), transpose=True), "b": Source(("0.bias",))}
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.w + self.b
+
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 6)))
+    with slapo.Verify(sch, X):
+        sch["0"].replace(Turned())
+
+
+def _bare_table(rank: int, world_size: int) -> str:
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(Tied())
+    with pytest.raises(slapo.SlapoError) as info:
+        with slapo.Verify(sch, torch.randint(8, (3, 5))):
+            sch["emb"].shard("weight", 0)
+    return str(info.value)
+
+
+def test_what_build_refuses_is_refused_in_its_words() -> None:
+    for message in run_distributed(_bare_table, 2):
+        assert 'add sch["emb"].sync("fwd_post", "all_reduce")' in message

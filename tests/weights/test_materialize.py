@@ -249,3 +249,49 @@ def _numbered(rank: int, world_size: int) -> bool:
 
 def test_packed_blocks_are_sliced_one_by_one() -> None:
     assert run_distributed(_numbered, 2) == [True, True]
+
+
+def test_a_mask_that_nothing_writes_is_an_error() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool).tril())
+            self.register_buffer("code", torch.arange(3, dtype=torch.uint8))
+
+    with slapo.init_empty_weights(include_buffers=True):
+        model = nn.Sequential(Masked())
+    with pytest.raises(slapo.SlapoError, match=r"'0' \(Masked\) cannot initialise"):
+        slapo.build(slapo.create_schedule(model))
+
+    def write(module: nn.Module) -> None:
+        if isinstance(module, Masked):
+            module.mask.copy_(torch.ones(3, 3).tril())
+            module.code.copy_(torch.arange(3))
+
+    slapo.build(slapo.create_schedule(model), init_weights=write)
+    assert torch.equal(model[0].mask, torch.ones(3, 3, dtype=torch.bool).tril())
+
+
+def test_a_model_within_a_module_of_the_users_is_initialised_as_it_says() -> None:
+    class Mine(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lm = zoo.FAMILIES["bert"].build()
+            self.head = nn.Linear(32, 2)
+
+    with slapo.init_empty_weights():
+        model = Mine()
+    slapo.build(slapo.create_schedule(model))
+    layer = model.lm.bert.encoder.layer[0].attention.self.query
+    assert torch.equal(layer.bias, torch.zeros_like(layer.bias))
+    assert layer.weight.std() < 0.04  # 0.02, not 1 / sqrt(3 * 32)
+    assert not torch.equal(model.head.bias, torch.zeros(2))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "vit"])
+def test_a_recorded_model_initialises_itself(family: str) -> None:
+    with slapo.init_empty_weights():
+        sch = slapo.create_schedule(zoo.FAMILIES[family].build())
+    assert sch.trace(tracer="huggingface", recursive=False)
+    model, _ = slapo.build(sch)
+    assert not any(p.is_meta for p in model.parameters())
