@@ -18,7 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from slapo.errors import TraceError
+from slapo.graph.leaves import check_modes
+from slapo.graph.module_state import ModuleState
+from slapo.graph.names import spare_self
 from slapo.graph.recorder.expressions import Size
+from slapo.graph.recorder.grad_mode import GradModeRegions
 from slapo.graph.recorder.guards import SizeGuard
 from slapo.graph.recorder.signature import add_placeholder
 from slapo.graph.traced_module import CallContract, TracedModule
@@ -39,9 +43,22 @@ def trace_with_dynamo(
     Raises
     ------
     TraceError
-        If the forward does not fit into one graph.
+        If the forward does not fit into one graph, changes attributes, or calls modules in
+        different modes.
     """
     args, kwargs = pytree.tree_map_only(FakeTensor, _stand_in, (args, kwargs))
+    check_modes(module, [path for path, _ in module.named_modules()])
+    with _untouched(module) as state:
+        captured, result = _capture(module, args, kwargs)
+        state.check_unchanged()
+        adoption = _Adoption(module, captured, args, kwargs)
+    return adoption.finish(result)
+
+
+def _capture(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[_Captured, Any]:
+    """The graph that dynamo makes of a real run, and the run's result."""
     captured: list[_Captured] = []
 
     def keep(gm: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -50,11 +67,8 @@ def trace_with_dynamo(
 
     torch._dynamo.reset()
     try:
-        with _untouched(module):
-            compiled: Any = torch.compile(
-                module.forward, backend=keep, fullgraph=True, dynamic=False
-            )
-            result = compiled(*args, **kwargs)
+        compiled: Any = torch.compile(module.forward, backend=keep, fullgraph=True, dynamic=False)
+        result = compiled(*args, **kwargs)
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         raise TraceError(f"{type(error).__name__}: {lines[0]}") from error
@@ -62,7 +76,7 @@ def trace_with_dynamo(
         torch._dynamo.reset()
     if len(captured) != 1:
         raise TraceError(f"the forward makes {len(captured)} graphs, one is needed")
-    return _Adoption(module, captured[0], args, kwargs).finish(result)
+    return captured[0], result
 
 
 @dataclasses.dataclass
@@ -93,8 +107,9 @@ class _Adoption:
         signature = inspect.signature(module.forward)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
+        self.signature = signature
         self.arguments: Mapping[str, Any] = bound.arguments
-        self.graph = fx.Graph()
+        self.graph = spare_self(fx.Graph())
         self.constants: dict[str, Tensor] = {}
         self.known: dict[int, fx.Node] = {}
         tensors = [*module.named_parameters(), *module.named_buffers()]
@@ -125,13 +140,23 @@ class _Adoption:
 
     def finish(self, result: Any) -> TracedModule:
         """The traced module."""
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # regions ask for the present mode
+            self._copy_nodes()
+        self.graph.output(self._result(result))
+        return TracedModule.from_graph(self.module, self.graph, self._contract(), self.constants)
+
+    def _copy_nodes(self) -> None:
         copies: dict[fx.Node, Any] = {}
         values = iter(self.captured.inputs)
+        regions = GradModeRegions(self.graph)
         for node in self.captured.gm.graph.nodes:
             if node.op == "placeholder":
                 copies[node] = self._node_for(next(values))
             elif node.op == "get_attr":
                 copies[node] = self._node_for(getattr(self.captured.gm, str(node.target)))
+            elif node.target is torch._C._set_grad_enabled:
+                regions.switch(bool(node.args[0]))
+                torch._C._set_grad_enabled(bool(node.args[0]))
             elif node.op != "output":
                 copies[node] = self.graph.node_copy(node, copies.__getitem__)
                 copies[node].meta = {}
@@ -139,8 +164,6 @@ class _Adoption:
                 flat = fx.node.map_arg(node.args[0], copies.__getitem__)
                 pairs = zip(self.captured.outputs, flat, strict=True)
                 self.known.update((id(t), n) for t, n in pairs if isinstance(n, fx.Node))
-        self.graph.output(self._result(result))
-        return TracedModule.from_graph(self.module, self.graph, self._contract(), self.constants)
 
     def _result(self, value: Any) -> Any:
         """The result's structure with nodes in it."""
@@ -164,13 +187,20 @@ class _Adoption:
             for dim, size in enumerate(value.shape)
         ]
         concrete = {
-            name: value
+            name: self._given(name, value)
             for name, value in self.arguments.items()
             if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
         }
         dtype = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), None)
         tensors = frozenset(n for n, v in self.arguments.items() if isinstance(v, Tensor))
-        return CallContract(concrete, tensors, tuple(guards), self.module.training, dtype)
+        inlined = tuple(path for path, _ in self.module.named_modules() if path)
+        return CallContract(concrete, tensors, tuple(guards), self.module.training, dtype, inlined)
+
+    def _given(self, name: str, value: Any) -> Any:
+        """A constant argument; what ``**kwargs`` has as None counts as left out."""
+        if self.signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
+            return value
+        return {k: v for k, v in value.items() if v is not None}
 
 
 def _get(container: Any, key: Any) -> Any:
@@ -183,10 +213,12 @@ def _stand_in(fake: FakeTensor) -> Tensor:
 
 
 @contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
-    """Keep random states and buffers: the run that is traced is a real one."""
-    saved = [(b, b.clone()) for b in module.buffers()]
-    with torch.random.fork_rng(), torch.no_grad():
-        yield
-        for buffer, before in saved:
-            buffer.copy_(before)
+def _untouched(module: nn.Module) -> Iterator[ModuleState]:
+    """Keep random states, attributes and buffers: the run that is traced is a real one."""
+    state = ModuleState(module)
+    try:
+        state.conceal_buffers()
+        with torch.random.fork_rng():
+            yield state
+    finally:
+        state.restore()

@@ -10,6 +10,7 @@ from torch import nn
 
 from slapo.graph.align import select_by_mode
 from slapo.graph.dataflow import tells_mode
+from slapo.graph.names import spare_self
 
 _SCALARS = (bool, int, float)
 _INTEGER_ARITHMETIC = frozenset({"add", "sub", "mul", "floordiv", "mod", "neg"})
@@ -50,7 +51,7 @@ def extract(gm: fx.GraphModule, nodes: Collection[fx.Node], name: str) -> fx.Gra
     """
     ordered = sorted(set(nodes))
     state = _SharedState(gm, ordered)
-    graph = fx.Graph()
+    graph = spare_self(fx.Graph())
     copies = _copy_inputs(gm, ordered, graph)
     for node in ordered:
         has_path = node.op in ("get_attr", "call_module")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 import torch
-from torch import nn
+from torch import fx, nn
 
+from slapo.errors import TraceError
 from slapo.hooks import has_forward_hooks
 
 IsLeaf = Callable[[nn.Module, str], bool]
@@ -56,3 +57,32 @@ def default_is_leaf(flatten: bool, leaf_modules: Collection[str] = ()) -> IsLeaf
         return not (flatten or getattr(module, "inline_in_trace", False))
 
     return is_leaf
+
+
+def check_modes(root: nn.Module, entered: Collection[str]) -> None:
+    """One graph follows one flag: that of its root.
+
+    Parameters
+    ----------
+    root
+        The traced module.
+    entered
+        Paths of the modules whose operations its graph holds.
+
+    Raises
+    ------
+    TraceError
+        If one of these is in training mode and the root is not, or the other way round.
+    """
+    differing = sorted(p for p in entered if root.get_submodule(p).training != root.training)
+    if differing:
+        raise TraceError(
+            f"{differing[0]!r} would be part of the graph, and its training is "
+            f"{not root.training} while that of the traced module is {root.training}; set the "
+            "modes alike before the trace, or name it in leaf_modules"
+        )
+
+
+def depends_on_mode(graph: fx.Graph, training: bool | None) -> bool:
+    """Whether a graph that holds in mode `training` (None: in both) asks for the mode."""
+    return training is not None or bool(graph.find_nodes(op="get_attr", target="training"))

@@ -11,11 +11,11 @@ from torch import fx, nn
 
 from slapo.errors import TraceError
 from slapo.graph.align import merge_modes
-from slapo.graph.leaves import IsLeaf, default_is_leaf
+from slapo.graph.leaves import IsLeaf, check_modes, default_is_leaf, depends_on_mode
 from slapo.graph.optional_inputs import allow_none
 from slapo.graph.recorder import Recording, record
 from slapo.graph.symbolic import other_mode
-from slapo.graph.trace_tree import TraceResult, may_enter
+from slapo.graph.trace_tree import TraceResult, calls_by_target, drop_demanding, may_enter
 from slapo.graph.traced_module import TracedModule
 from slapo.op.wrapper import innermost
 
@@ -41,7 +41,7 @@ def trace_recorded_tree(
     is_leaf = default_is_leaf(flatten, leaf_modules)
     recording = _record_into(result, "", module, inputs, is_leaf)
     if recursive and not flatten:
-        _descend(module, "", recording, is_leaf, leaf_modules, result)
+        _descend(module, "", recording, result.traced[""], is_leaf, leaf_modules, result)
     return result
 
 
@@ -49,10 +49,12 @@ def _descend(
     module: nn.Module,
     path: str,
     recording: Recording,
+    above: TracedModule,
     is_leaf: IsLeaf,
     leaf_modules: Collection[str],
     result: TraceResult,
 ) -> None:
+    calls = calls_by_target(above.graph)
     for target, inputs in recording.child_inputs.items():
         child = innermost(module.get_submodule(target))
         full = f"{path}.{target}" if path else target
@@ -63,7 +65,9 @@ def _descend(
         except TraceError as error:
             result.skipped[full] = str(error)
             continue
-        _descend(child, full, below, is_leaf, leaf_modules, result)
+        traced = result.traced[full]
+        drop_demanding(result, full, child, calls.get(target, []), above)
+        _descend(child, full, below, traced, is_leaf, leaf_modules, result)
 
 
 def trace_recorded_containers(
@@ -131,6 +135,7 @@ def _record_into(
         return record(module, bound.args, bound.kwargs, is_leaf=is_leaf, fake_mode=fake_mode)
 
     recording = again()
+    check_modes(module, recording.entered)
     optional = [
         name
         for name, parameter in signature.parameters.items()
@@ -139,7 +144,10 @@ def _record_into(
     contract = allow_none(
         recording.contract, recording.graph, optional, lambda name: again(name).graph
     )
-    contract = replace(contract, training=_merge_other_mode(module, recording.graph, again))
+    training = _merge_other_mode(module, recording.graph, again)
+    mode_matters = depends_on_mode(recording.graph, training)
+    inlined = tuple(sorted(recording.entered)) if mode_matters else ()
+    contract = replace(contract, training=training, inlined=inlined)
     result.traced[path] = TracedModule.from_graph(
         module, recording.graph, contract, recording.constants
     )

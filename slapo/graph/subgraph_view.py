@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx, nn
 
+from slapo.graph.names import spare_self
 from slapo.graph.rewrite import subgraph_inputs
 from slapo.graph.traced_module import CallContract, TracedModule
 
@@ -22,7 +23,7 @@ def subgraph_view(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> TracedModule:
     It looks children and parameters up in `gm`, by name, at every call; so it follows when one of
     them is replaced there. Its inputs are those of the subgraph in order of first use.
     """
-    graph = fx.Graph()
+    graph = spare_self(fx.Graph())
     copies = {value: graph.placeholder(value.name) for value in subgraph_inputs(nodes)}
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)

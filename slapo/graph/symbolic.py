@@ -17,7 +17,10 @@ from torch.fx.proxy import TraceError as ProxyTraceError
 
 from slapo.errors import TraceError
 from slapo.graph.align import merge_modes, same_without
-from slapo.graph.leaves import IsLeaf
+from slapo.graph.leaves import IsLeaf, check_modes, depends_on_mode
+from slapo.graph.module_state import ModuleState
+from slapo.graph.names import spare_self
+from slapo.graph.regions import refuse_regions
 from slapo.graph.traced_module import CallContract, TracedModule
 
 _STARS: dict[Any, str] = {
@@ -42,6 +45,7 @@ class SymbolicTracer(fx.Tracer):
         self._is_leaf = is_leaf
         self._values = dict(concrete_args)
         self._tensor_names: dict[int, str] = {}
+        self.entered: set[str] = set()
 
     def trace(self, root: nn.Module, concrete_args: Any = None) -> fx.Graph:  # type: ignore[override]
         """The graph of `root`'s forward."""
@@ -62,6 +66,9 @@ class SymbolicTracer(fx.Tracer):
     ) -> Any:
         """A node for a leaf; for others their body, without the checks of traced modules."""
         body = m.forward if isinstance(m, TracedModule) else forward
+        path = self.path_of_module(m)
+        if not self._is_leaf(m, path):
+            self.entered.add(path)
         return super().call_module(m, body, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
@@ -79,6 +86,7 @@ class SymbolicTracer(fx.Tracer):
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
         """One placeholder per parameter of the signature; forward is called by keyword."""
+        spare_self(self.graph)
         parameters = list(inspect.signature(self.root.forward).parameters.values())
         positional: list[Any] = []
         keywords: dict[str, Any] = {}
@@ -143,22 +151,39 @@ def trace_symbolically(
     Raises
     ------
     TraceError
-        If Python in a forward depends on the value of a tensor, or unpacks one.
+        If Python in a forward depends on the value of a tensor, or unpacks one; if a forward
+        changes attributes, switches gradients or autocast; if an entered module is in another
+        mode.
     """
     concrete, optional = baked_arguments(module, concrete_args)
 
     def graph(**extra: Any) -> fx.Graph:
-        values = {**concrete, **extra}
-        try:
-            return SymbolicTracer(is_leaf, values).trace(module)
-        except Exception as error:
-            raise TraceError(_explain(error)) from error
+        return _trace_once(module, SymbolicTracer(is_leaf, {**concrete, **extra}))
 
-    traced = graph()
+    tracer = SymbolicTracer(is_leaf, concrete)
+    traced = _trace_once(module, tracer)
+    check_modes(module, tracer.entered)
     never_none = frozenset(name for name in optional if not _same_for_none(graph, traced, name))
     training = _merge_other_mode(module, graph, traced)
-    contract = CallContract(concrete=concrete, never_none=never_none, training=training)
+    inlined = tuple(sorted(tracer.entered)) if depends_on_mode(traced, training) else ()
+    contract = CallContract(
+        concrete=concrete, never_none=never_none, training=training, inlined=inlined
+    )
     return TracedModule.from_graph(module, traced, contract)
+
+
+def _trace_once(module: nn.Module, tracer: SymbolicTracer) -> fx.Graph:
+    """One run with proxies, which may not stay in the module."""
+    state = ModuleState(module)
+    try:
+        with refuse_regions():
+            graph = tracer.trace(module)
+        state.check_unchanged()
+        return graph
+    except Exception as error:
+        raise TraceError(_explain(error)) from error
+    finally:
+        state.restore()
 
 
 def _same_for_none(graph: Callable[..., fx.Graph], traced: fx.Graph, name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,29 +51,32 @@ def trace_symbolic_tree(
     is_leaf = default_is_leaf(flatten, leaf_modules)
     result.traced[""] = trace_symbolically(module, is_leaf, concrete_args)
     if recursive and not flatten:
-        _descend(module, "", is_leaf, leaf_modules, result)
+        _descend(module, "", result.traced[""], is_leaf, leaf_modules, result)
     return result
 
 
 def _descend(
     module: nn.Module,
     path: str,
+    above: TracedModule,
     is_leaf: IsLeaf,
     leaf_modules: Collection[str],
     result: TraceResult,
 ) -> None:
-    for target, calls in _calls_by_target(result.traced[path].graph).items():
+    for target, calls in calls_by_target(above.graph).items():
         child = innermost(module.get_submodule(target))
         full = f"{path}.{target}" if path else target
         if not may_enter(child, full, leaf_modules):
             continue
         try:
             concrete = constants_of_calls(child, calls)
-            result.traced[full] = trace_symbolically(child, is_leaf, concrete)
+            traced = trace_symbolically(child, is_leaf, concrete)
         except TraceError as error:
             result.skipped[full] = str(error)
             continue
-        _descend(child, full, is_leaf, leaf_modules, result)
+        result.traced[full] = traced
+        drop_demanding(result, full, child, calls, above)
+        _descend(child, full, traced, is_leaf, leaf_modules, result)
 
 
 def may_enter(module: nn.Module, path: str, leaf_modules: Collection[str]) -> bool:
@@ -86,7 +90,68 @@ def may_enter(module: nn.Module, path: str, leaf_modules: Collection[str]) -> bo
     )
 
 
-def _calls_by_target(graph: fx.Graph) -> dict[str, list[fx.Node]]:
+def drop_demanding(
+    result: TraceResult, path: str, child: nn.Module, calls: list[fx.Node], caller: TracedModule
+) -> None:
+    """Leave a child opaque that, as a graph, would demand what its caller can do without.
+
+    Tracing a layer with a mask would otherwise make it refuse calls without, though its own graph
+    hands the mask on and holds for both. The child's own children may still become graphs.
+
+    Parameters
+    ----------
+    result
+        Has the child's graph at `path`; it is moved to what is skipped.
+    child
+        The original module.
+    calls
+        The calls of the child in the graph of `caller`.
+    caller
+        The traced form of the module above, be it used or left opaque itself.
+    """
+    signature = inspect.signature(child.forward)
+    demanded = [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.default is None and name in result.traced[path].contract.never_none
+    ]
+    is_graph = any(traced is caller for traced in result.traced.values())
+    for call in calls if demanded else ():
+        given = _bind(signature, call).arguments
+        for name in demanded:
+            if name not in given or _may_be_none(given[name], caller, is_graph):
+                del result.traced[path]
+                result.skipped[path] = (
+                    f"its forward takes another path when {name!r} is None, and its caller allows "
+                    "both; to make it a graph for one of them, trace it by itself"
+                )
+                return
+
+
+def _may_be_none(value: Any, caller: TracedModule, is_graph: bool) -> bool:
+    """Whether an argument can be None in some call of `caller`.
+
+    A graph refuses the calls that it does not hold for. As a module it takes them all, and what it
+    computes from an optional input may then be None.
+    """
+    if not isinstance(value, fx.Node):
+        return value is None
+    refused = caller.contract.never_none if is_graph else ()
+    seen, waiting = {value}, [value]
+    while waiting:
+        node = waiting.pop()
+        if node.op == "placeholder":
+            if node.args and node.args[0] is None and node.target not in refused:
+                return True
+        # Modules and look-ups may hand None on; an operator that got None would have failed.
+        elif not is_graph or node.op == "call_module" or node.target is operator.getitem:
+            waiting += [given for given in node.all_input_nodes if given not in seen]
+            seen.update(node.all_input_nodes)
+    return False
+
+
+def calls_by_target(graph: fx.Graph) -> dict[str, list[fx.Node]]:
+    """The calls of each child in a graph."""
     calls: dict[str, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_module"):
         calls.setdefault(str(node.target), []).append(node)
@@ -104,15 +169,19 @@ def constants_of_calls(module: nn.Module, calls: list[fx.Node]) -> dict[str, Any
     signature = inspect.signature(module.forward)
     found: list[dict[str, Any]] = []
     for call in calls:
-        try:
-            bound = signature.bind(*call.args, **call.kwargs)
-        except TypeError as error:
-            raise TraceError(f"the call {call.format_node()} does not fit: {error}") from None
+        bound = _bind(signature, call)
         bound.apply_defaults()
         found.append({k: v for k, v in bound.arguments.items() if not _holds_node(v)})
     if any(set(other) != set(found[0]) or not _equal(other, found[0]) for other in found[1:]):
         raise TraceError("it is called several times with different constants")
     return {k: v for k, v in found[0].items() if k in signature.parameters}
+
+
+def _bind(signature: inspect.Signature, call: fx.Node) -> inspect.BoundArguments:
+    try:
+        return signature.bind(*call.args, **call.kwargs)
+    except TypeError as error:
+        raise TraceError(f"the call {call.format_node()} does not fit: {error}") from None
 
 
 def _holds_node(value: Any) -> bool:

@@ -42,6 +42,9 @@ class CallContract:
         The mode the graph holds for; None when it holds for both.
     dtype
         The parameters' dtype, when the graph bakes it in.
+    inlined
+        Paths of the modules whose operations are in the graph, when these depend on the mode: they
+        follow the flag of the traced module, so theirs must be the same.
     """
 
     concrete: Mapping[str, Any] = field(default_factory=dict)
@@ -49,6 +52,7 @@ class CallContract:
     size_guards: tuple[Guard, ...] = ()
     training: bool | None = None
     dtype: torch.dtype | None = None
+    inlined: tuple[str, ...] = ()
 
     @property
     def is_trivial(self) -> bool:
@@ -59,6 +63,7 @@ class CallContract:
             or self.size_guards
             or self.training is not None
             or self.dtype is not None
+            or self.inlined
         )
 
 
@@ -191,6 +196,14 @@ class TracedModule(fx.GraphModule):
                 f"{self._label}: traced in {was} mode and its graph differs in {now} mode; "
                 f"trace it in {now} mode, or call .{was if was == 'eval' else 'train'}() first"
             )
+        for path in contract.inlined:
+            flag = _training_of(self, path)
+            if flag is not None and flag != self.training:
+                raise SlapoError(
+                    f"{self._label}: {path!r} is in {_mode(flag)} mode and its operations are part "
+                    f"of this graph, which is in {_mode(self.training)} mode; set the modes alike, "
+                    "or trace with it in leaf_modules"
+                )
         if contract.dtype is not None:
             dtype = _first_float_dtype(self)
             if dtype is not None and dtype != contract.dtype:
@@ -211,11 +224,13 @@ class TracedModule(fx.GraphModule):
             origin = self.__dict__.get("origin")
             if origin is None or name.startswith("__") or name == "forward":
                 raise
-            found = inspect.getattr_static(origin, name, _MISSING)
-            if found is _MISSING:
+            if inspect.getattr_static(origin, name, _MISSING) is _MISSING:
                 raise
-            getter = getattr(type(found), "__get__", None)
-            return getter(found, self, origin) if getter else found
+            # Its methods may call super(), so they need an object of the class: one that shares
+            # the state of this.
+            stand_in = object.__new__(origin)
+            object.__setattr__(stand_in, "__dict__", self.__dict__)
+            return getattr(stand_in, name)
 
     # --- copies ------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
@@ -300,6 +315,14 @@ def _remedy(name: str, given: Any) -> str:
 
 def _mode(training: bool) -> str:
     return "train" if training else "eval"
+
+
+def _training_of(module: nn.Module, path: str) -> bool | None:
+    """The flag of a module below; None when a rewrite has removed it."""
+    found: nn.Module | None = module
+    for name in path.split("."):
+        found = found._modules.get(name) if found is not None else None
+    return None if found is None else found.training
 
 
 def _first_float_dtype(module: nn.Module) -> torch.dtype | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from slapo.errors import TraceError
 from slapo.graph.dynamo import trace_with_dynamo
 from slapo.graph.recorded_tree import trace_recorded_containers, trace_recorded_tree
 from slapo.graph.trace_tree import TraceResult
@@ -27,6 +28,11 @@ def run_and_trace(
     """
     module = innermost(inputs.sch.mod)
     if tracer == "dynamo":
+        if inputs.given is None:
+            raise TraceError(
+                "pass example_inputs= as your calls have them: a graph of dynamo holds for their "
+                "sizes only"
+            )
         return TraceResult({"": trace_with_dynamo(module, *inputs.find())})
     return trace_recorded_tree(module, inputs.find(), recursive, flatten, leaf_modules)
 

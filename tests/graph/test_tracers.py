@@ -195,3 +195,222 @@ def test_concrete_args_go_with_captured_inputs() -> None:
         have = sch.mod(ids, use_cache=False).logits
         want = reference(ids, use_cache=False).logits
     torch.testing.assert_close(have, want)
+
+
+def test_dynamo_needs_inputs_of_the_right_sizes() -> None:
+    sch = slapo.create_schedule(zoo.FAMILIES["bert"].build())
+    with pytest.warns(UserWarning, match="pass example_inputs="):
+        assert not sch.trace(tracer="dynamo")
+
+
+def test_dynamo_takes_a_keyword_that_is_none_as_not_given() -> None:
+    class Loose(nn.Module):
+        def forward(self, x: Tensor, **kwargs: object) -> Tensor:
+            return x * 2
+
+    sch = slapo.create_schedule(Loose())
+    assert sch.trace(tracer="dynamo", example_inputs={"x": X, "flag": None})
+    assert torch.equal(sch.mod(X), X * 2)
+    assert torch.equal(sch.mod(X, flag=None), X * 2)
+
+
+# --- what a trace must not do to a module --------------------------------------------------------
+class Counting(nn.Module):
+    """It counts its calls, as `kind` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.fc, self.kind, self.n, self.cache = nn.Linear(4, 4), kind, 0, [0]
+        self.register_buffer("seen", torch.zeros(1000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "number":
+            self.n += 1
+        elif self.kind == "tensor":
+            self.n = x
+        elif self.kind == "new":
+            self.last = x
+        elif self.kind == "list":
+            self.cache.append(x)
+        elif self.kind == "failure":
+            self.n = x
+            raise RuntimeError("no")
+        elif self.kind == "buffer":
+            self.seen.add_(1)
+        return self.fc(x)
+
+
+CHANGES = {"number": "'n'", "tensor": "'n'", "new": "'last'", "list": "'cache'", "failure": "no"}
+
+
+@pytest.mark.parametrize("tracer", ["pytorch", "dynamo"])
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_forward_that_changes_its_module_is_refused_and_put_back(kind: str, tracer: str) -> None:
+    module = Counting(kind)
+    before = dict(vars(module))
+    sch = slapo.create_schedule(module)
+    given = X if tracer == "dynamo" else None
+    with pytest.warns(UserWarning, match=CHANGES[kind]):
+        assert not sch.trace(tracer=tracer, example_inputs=given)
+    assert sch.mod is module
+    assert {k: v for k, v in vars(module).items() if before.get(k) is not v} == {}
+    assert (module.n, module.cache, hasattr(module, "last")) == (0, [0], False)
+
+
+@pytest.mark.parametrize("tracer", ["pytorch", "dynamo"])
+def test_a_trace_does_not_write_buffers(tracer: str) -> None:
+    module = Counting("buffer")
+    seen, version = module.seen, module.seen._version
+    sch = slapo.create_schedule(module)
+    assert sch.trace(tracer=tracer, example_inputs=X if tracer == "dynamo" else None)
+    assert module.seen is sch.mod.seen is seen
+    assert seen._version == version
+    sch.mod(X)
+    assert torch.equal(seen, torch.ones(1000))
+
+
+@pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
+def test_a_child_called_self(tracer: str) -> None:
+    model = zoo.FAMILIES["bert"].build().bert
+    layer = model.encoder.layer[0]
+    reference = copy.deepcopy(layer)
+    x = torch.randn(2, 5, model.config.hidden_size)
+    sch = slapo.create_schedule(model)
+    assert sch["encoder.layer.0"].trace(tracer=tracer)
+    torch.testing.assert_close(sch["encoder.layer.0"].mod(x), reference(x))
+    assert "self_1 = self.self(" in sch["encoder.layer.0.attention"].mod.code
+
+
+class Region(nn.Module):
+    """Its first layer runs in a region."""
+
+    def __init__(self, region: str) -> None:
+        super().__init__()
+        self.a, self.b, self.region = nn.Linear(4, 4), nn.Linear(4, 4), region
+
+    def forward(self, x: Tensor) -> Tensor:
+        regions = {
+            "no_grad": torch.no_grad,
+            "enable_grad": torch.enable_grad,
+            "set_grad_enabled": lambda: torch.set_grad_enabled(False),
+            "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+            "inference_mode": torch.inference_mode,
+        }
+        with regions[self.region]():
+            y = self.a(x)
+        return self.b(y.float())
+
+
+class Outer(nn.Module):
+    """It calls a module that has a region."""
+
+    def __init__(self, region: str) -> None:
+        super().__init__()
+        self.inner = Region(region)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * 2
+
+
+@pytest.mark.parametrize(
+    "region", ["no_grad", "enable_grad", "set_grad_enabled", "autocast", "inference_mode"]
+)
+def test_proxies_refuse_regions_that_they_would_lose(region: str) -> None:
+    enter = torch.autocast.__enter__, torch.inference_mode.__enter__
+    sch = slapo.create_schedule(Outer(region))
+    with pytest.warns(UserWarning, match='tracer="huggingface"'):
+        assert not sch.trace(flatten=True)
+    assert torch.is_grad_enabled()
+    assert enter == (torch.autocast.__enter__, torch.inference_mode.__enter__)
+    assert sch.trace()  # as a leaf it may do so
+    assert isinstance(sch["inner"].mod, Region)
+
+
+@pytest.mark.parametrize("tracer", ["huggingface", "dynamo"])
+def test_no_grad_within_a_forward_is_kept(tracer: str) -> None:
+    sch = slapo.create_schedule(Region("no_grad"))
+    assert sch.trace(tracer=tracer, flatten=True, example_inputs=X)
+    sch.mod(X).sum().backward()
+    assert sch.mod.a.weight.grad is None
+    assert sch.mod.b.weight.grad is not None
+    with torch.no_grad():
+        sch.mod(X)
+        assert not torch.is_grad_enabled()
+
+
+# --- optional masks ------------------------------------------------------------------------------
+class Masked(nn.Module):
+    """It takes another path without a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.fc(x)
+        return y + mask if mask is not None else y
+
+
+class HandsOn(nn.Module):
+    """It hands its mask on, or makes one."""
+
+    def __init__(self, makes: bool = False) -> None:
+        super().__init__()
+        self.inner, self.makes = Masked(), makes
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.inner(x, torch.ones_like(x) if self.makes else mask) * 2
+
+
+@pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
+def test_a_child_does_not_demand_what_its_caller_can_do_without(tracer: str) -> None:
+    given = None if tracer == "pytorch" else (X, X)
+    module = HandsOn()
+    reference = copy.deepcopy(module)
+    sch = slapo.create_schedule(module)
+    assert sch.trace(tracer=tracer, example_inputs=given)
+    assert isinstance(sch["inner"].mod, Masked)
+    for mask in (X, None):
+        assert torch.equal(sch.mod(X, mask), reference(X, mask))
+    sure = slapo.create_schedule(HandsOn(makes=True))
+    assert sure.trace(tracer=tracer, example_inputs=given)
+    assert isinstance(sure["inner"].mod, TracedModule)
+
+
+@pytest.mark.parametrize("path", ["", "transformer.h.0"])
+def test_what_is_traced_with_a_mask_runs_without(path: str) -> None:
+    spec = zoo.FAMILIES["gpt2"]
+    model = spec.build()
+    reference = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    assert sch[path].trace(tracer="huggingface")
+    assert isinstance(sch["transformer.h.0"].mod, TracedModule)
+    ids = spec.inputs(2, 9, False)["input_ids"]
+    padded = torch.ones_like(ids)
+    padded[0, 6:] = 0
+    for mask in (None, torch.ones_like(ids), padded):
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        check_equal(sch.mod, reference, inputs)
+
+
+# --- modes of inlined modules --------------------------------------------------------------------
+@pytest.mark.parametrize("tracer", ["pytorch", "huggingface", "dynamo"])
+def test_an_inlined_module_has_the_mode_of_the_root(tracer: str) -> None:
+    given = None if tracer == "pytorch" else X
+
+    class Functional(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x, 0.5, self.training)
+
+    module = nn.Sequential(Functional(), nn.Linear(4, 4))
+    module[0].eval()
+    sch = slapo.create_schedule(module)
+    with pytest.warns(UserWarning, match="set the modes alike"):
+        assert not sch.trace(tracer=tracer, flatten=True, example_inputs=given)
+    module.train()
+    assert sch.trace(tracer=tracer, flatten=True, example_inputs=given)
+    sch.mod(X)
+    sch.mod.get_submodule("0").eval()
+    with pytest.raises(slapo.SlapoError, match="'0' is in eval mode"):
+        sch.mod(X)
+    sch.mod.train()(X)

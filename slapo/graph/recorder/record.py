@@ -14,6 +14,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slapo.errors import TraceError
+from slapo.graph.module_state import ModuleState
 from slapo.graph.recorder.fake_inputs import (
     FakeInputs,
     fresh_shape_env,
@@ -28,7 +29,6 @@ from slapo.graph.recorder.guards import (
     guards_of,
 )
 from slapo.graph.recorder.leaf_calls import DATA_DEPENDENT
-from slapo.graph.recorder.module_state import ModuleState
 from slapo.graph.recorder.operators import eliminate_dead_code
 from slapo.graph.recorder.patches import outer_at_rest, recording
 from slapo.graph.recorder.recorder import Recorder
@@ -57,6 +57,8 @@ class Recording:
         Python values is left out, because one graph could not serve all of its calls.
     fake_mode : FakeTensorMode
         The mode of the fake tensors; pass it on to record the children.
+    entered : frozenset of str
+        Paths of the modules below whose operations are in the graph.
     """
 
     graph: fx.Graph
@@ -64,6 +66,7 @@ class Recording:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     child_inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     fake_mode: FakeTensorMode = field(default_factory=new_fake_mode)
+    entered: frozenset[str] = frozenset()
 
 
 def record(
@@ -129,6 +132,7 @@ def record(
             recorder.values.constants,
             recorder.leaf_calls.inputs,
             mode,
+            frozenset(recorder.entered - {""}),
         )
 
 
@@ -240,11 +244,11 @@ def _explain(
     return TraceError(f"cannot trace {place}{f' ({line})' if line else ''}: {reason}")
 
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def _user_line(error: Exception) -> str:
-    """``file:line`` of the innermost frame that belongs neither to torch nor to the recorder."""
+    """``file:line`` of the innermost frame that belongs neither to torch nor to the tracers."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
         if not frame.filename.startswith((*_NOT_THE_USERS, "<")):

@@ -1,17 +1,22 @@
-"""A module tree is the same after a recording as before."""
+"""A module tree is the same after a trace as before."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+import inspect
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slapo.errors import TraceError
 
 _SLOTS = ("_parameters", "_buffers", "_modules")
+_CONTAINERS = (list, dict, set)
+_VALUES = (bool, int, float, complex, str, type(None))
+_MISSING = object()
 
 
 class ModuleState:
@@ -28,10 +33,29 @@ class ModuleState:
             for path, module in root.named_modules()
             if not isinstance(module, torch.jit.ScriptModule)  # its state lies in C++
         ]
+        held = {
+            id(value): value
+            for _, _, attributes, _ in self._saved
+            for name, value in attributes.items()
+            if type(value) in _CONTAINERS and name not in _SLOTS
+        }
+        self._held = [(value, value.copy()) for value in held.values()]
         configs = {
             id(c): c for m in root.modules() if hasattr(c := vars(m).get("config"), "__dict__")
         }
         self._configs = [(config, dict(vars(config))) for config in configs.values()]
+
+    def conceal_buffers(self) -> None:
+        """Put copies in the place of all buffers, so that a real run does not change them."""
+        copies: dict[int, torch.Tensor] = {}
+        for _, module, _, slots in self._saved:
+            for name, buffer in slots["_buffers"].items():
+                if buffer is None:
+                    continue
+                if id(buffer) not in copies:
+                    copy = buffer.detach().clone().requires_grad_(buffer.requires_grad)
+                    copies[id(buffer)] = copy
+                self._conceal(module, None, name, copies[id(buffer)])
 
     def conceal_values(self, fake_mode: FakeTensorMode) -> None:
         """Make tensors of one element fake; the others become so when they are first used.
@@ -72,6 +96,44 @@ class ModuleState:
                 if now.keys() != content.keys() or any(now[k] is not content[k] for k in now):
                     now.clear()
                     now.update(content)
+        for value, content in self._held:
+            if not _same_items(value, content):
+                value.clear()
+                value.extend(content) if isinstance(value, list) else value.update(content)
+
+    def check_unchanged(self) -> None:
+        """Refuse a forward that changes an attribute of a module in any way.
+
+        Raises
+        ------
+        TraceError
+            Naming the attribute.
+        """
+        before_of = {id(value): content for value, content in self._held}
+        for path, module, attributes, slots in self._saved:
+            if isinstance(module, fx.GraphModule):
+                continue  # its graph changes no attribute; it notes when it compiles
+            before = {**attributes, **slots["_parameters"], **slots["_buffers"]}
+            for name, value in self._changed(module, before):
+                if value is before.get(name) and _same_items(value, before_of[id(value)]):
+                    continue
+                where = f"{path}.{name}" if path else name
+                raise TraceError(
+                    f"the forward changes attribute {where!r}, which a graph cannot do; "
+                    f"make {path or 'the module'} a leaf"
+                )
+
+    def _changed(self, module: nn.Module, before: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Attributes that are not what they were, or may have got other contents."""
+        now = {**vars(module), **module._parameters, **module._buffers}
+        for name in [n for n in (*now, *before.keys() - now.keys()) if n not in _SLOTS]:
+            value, old = now.get(name, _MISSING), before.get(name, _MISSING)
+            if type(value) in _CONTAINERS and value is old:
+                yield name, value
+            elif value is not old and id(value) not in self._fakes:
+                equal = type(value) is type(old) and type(value) in _VALUES and value == old
+                if not equal and not _is_computed_once(module, name, value):
+                    yield name, value
 
     def check(self, entered: Collection[str]) -> None:
         """Refuse a recording whose forward stores tensors on its modules.
@@ -94,6 +156,22 @@ class ModuleState:
                         f"the forward stores a tensor in attribute {where!r}, which a graph cannot "
                         f"do; make {path or 'the module'} a leaf"
                     )
+
+
+def _same_items(now: Any, before: Any) -> bool:
+    """Whether two lists, dicts or sets hold the same objects."""
+    if len(now) != len(before):
+        return False
+    if isinstance(now, dict):
+        return all(k in before and before[k] is v for k, v in now.items())
+    pairs = zip(now, before, strict=True)
+    return now == before if isinstance(now, set) else all(a is b for a, b in pairs)
+
+
+def _is_computed_once(module: nn.Module, name: str, value: Any) -> bool:
+    """A ``functools.cached_property`` without tensors: the next call would compute the same."""
+    found = inspect.getattr_static(type(module), name, None)
+    return isinstance(found, functools.cached_property) and isinstance(value, _VALUES)
 
 
 def _tensors_of(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
