@@ -113,6 +113,7 @@ def _own(value: Any) -> Any:
 # --- models of Transformers ----------------------------------------------------------------------
 @pytest.mark.parametrize("labels", [False, True], ids=["plain", "labels"])
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.slow
 def test_container_chain_equals_eager_at_other_sizes(name: str, labels: bool) -> None:
     family = FAMILIES[name]
     model = family.build()

@@ -41,6 +41,7 @@ def check_equal(model: nn.Module, reference: nn.Module, inputs: dict[str, Tensor
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 @pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.slow
 def test_layers_of_transformers_are_recorded_where_they_stand(family: str, flatten: bool) -> None:
     spec = zoo.FAMILIES[family]
     model = spec.build()
@@ -59,6 +60,7 @@ def test_layers_of_transformers_are_recorded_where_they_stand(family: str, flatt
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "llama"])
+@pytest.mark.slow
 def test_containers_down_to_the_layers(family: str) -> None:
     spec = zoo.FAMILIES[family]
     model = spec.build()
@@ -378,6 +380,7 @@ def test_a_child_does_not_demand_what_its_caller_can_do_without(tracer: str) -> 
 
 
 @pytest.mark.parametrize("path", ["", "transformer.h.0"])
+@pytest.mark.slow
 def test_what_is_traced_with_a_mask_runs_without(path: str) -> None:
     spec = zoo.FAMILIES["gpt2"]
     model = spec.build()
