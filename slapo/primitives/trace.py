@@ -262,5 +262,12 @@ def _put_in_place(sch: Node, result: TraceResult) -> None:
             node.rebuild_children()
         else:
             node.set_module(outer)
-    for path, reason in result.skipped.items():
-        logger.info("%s stays opaque in the trace of %r: %s", path, sch.path, reason)
+    if result.skipped:
+        path, reason = next(iter(result.skipped.items()))
+        logger.info(
+            "%d modules stay opaque in the trace of %s, the first is %s: %s",
+            len(result.skipped),
+            repr(sch.path) if sch.path else "the root",
+            path,
+            reason,
+        )
