@@ -12,6 +12,7 @@ from slapo.errors import TraceError
 from slapo.graph.recorder.fake_inputs import FakeInputs, module_device, new_fake_mode
 from slapo.graph.recorder.signature import BoundCall
 
+#: Positional and keyword arguments of a call.
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
 
 from torch import fx, nn
 
 from slapo.errors import TraceError
 from slapo.graph.align import merge_modes
+from slapo.graph.capture import Inputs
 from slapo.graph.leaves import IsLeaf, check_modes, default_is_leaf, depends_on_mode
 from slapo.graph.optional_inputs import allow_none
 from slapo.graph.recorder import Recording, record
@@ -18,9 +18,6 @@ from slapo.graph.symbolic import other_mode
 from slapo.graph.trace_tree import TraceResult, calls_by_target, drop_demanding, may_enter
 from slapo.graph.traced_module import TracedModule
 from slapo.op.wrapper import innermost
-
-#: Positional and keyword arguments to record with.
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def trace_recorded_tree(

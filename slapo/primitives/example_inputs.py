@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from slapo.errors import TraceError
-from slapo.graph.capture import capture_inputs
+from slapo.graph.capture import Inputs, capture_inputs
 from slapo.graph.recorder import example_inputs
 from slapo.node import Node
 from slapo.op.wrapper import innermost
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class RecordingInputs:

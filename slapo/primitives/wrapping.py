@@ -48,15 +48,6 @@ def check_called(sch: Node, tensor: str | None = None) -> None:
         path, node = f"{node.name}.{path}", node.parent
 
 
-def is_inlined(sch: Node) -> bool:
-    """True when a traced ancestor reads the module's tensors instead of calling it."""
-    try:
-        check_called(sch)
-    except SlapoError:
-        return True
-    return False
-
-
 def _calls(module: fx.GraphModule, path: str) -> bool:
     """True when the graph calls the module at `path` or one that contains it."""
     parts = path.split(".")

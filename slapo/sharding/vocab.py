@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo.sharding.collectives import reduce_from_group
 from slapo.sharding.sync import post_hook, pre_hook
 
 _MASKED = "_slapo_vocabulary_mask"
@@ -123,12 +121,3 @@ def mask_vocabulary(table: nn.Module, start: int, count: int) -> None:
 def is_masked(table: nn.Module) -> bool:
     """True when :func:`mask_vocabulary` was applied."""
     return _MASKED in table.__dict__
-
-
-def group_vocabulary_hooks(
-    rank: int, world_size: int, vocab_size: int, group: dist.ProcessGroup | None
-) -> tuple[PreHook, PostHook]:
-    """:func:`vocabulary_hooks` that sum over `group`."""
-    return vocabulary_hooks(
-        rank, world_size, vocab_size, lambda part: reduce_from_group(part, group)
-    )

@@ -104,31 +104,30 @@ def compiled_parameters(model: nn.Module) -> list[nn.Parameter]:
     return list({id(p): p for m in scripts for p in m.parameters()}.values())
 
 
-def constants_in(value: Any, path: str = "output") -> Iterator[tuple[str, Any]]:
+def constants_in(value: Any) -> Iterator[tuple[str, Any]]:
     """Numbers and texts of an output by a readable path."""
-    if isinstance(value, (bool, int, float, str)):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from constants_in(item, f"{path}.{key}")
-    elif isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
-            yield from constants_in(item, f"{path}[{index}]")
+    leaves = _leaves(value, "output")
+    return ((path, leaf) for path, leaf in leaves if isinstance(leaf, (bool, int, float, str)))
 
 
-def tensors_in(value: Any, path: str = "output") -> Iterator[tuple[str, Tensor]]:
+def tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
     """Tensors of an output by a readable path; objects such as caches are passed over."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
+    return ((path, leaf) for path, leaf in _leaves(value, "output") if isinstance(leaf, Tensor))
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """What containers hold, however deep."""
+    if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from tensors_in(item, f"{path}.{key}")
+            yield from _leaves(item, f"{path}.{key}")
     elif isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
-            yield from tensors_in(item, f"{path}[{index}]")
+            yield from _leaves(item, f"{path}[{index}]")
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for item in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, item.name), f"{path}.{item.name}")
+            yield from _leaves(getattr(value, item.name), f"{path}.{item.name}")
+    else:
+        yield path, value
 
 
 def difference(given: Tensor, wanted: Tensor) -> float:

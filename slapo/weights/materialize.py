@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -197,7 +197,7 @@ class _Materializer:
     ) -> set[tuple[nn.Module, str]]:
         left = wanted
         for way in self.initialize:
-            with _WriteProbe() if any(_needs_probe(_get(*p)) for p in left) else _NoProbe() as seen:
+            with _WriteProbe() as seen:
                 way(module, path)
             left = {place for place in left if _is_blank(_get(*place), seen.storages)}
             if not left:
@@ -277,15 +277,11 @@ def _sentinel(dtype: torch.dtype) -> int:
     return 1 if dtype is torch.bool else torch.iinfo(dtype).min
 
 
-def _needs_probe(tensor: Tensor) -> bool:
-    """Every value of these is a plausible one, so only the write itself tells."""
-    return tensor.dtype in (torch.bool, torch.uint8)
-
-
-def _is_blank(tensor: Tensor, written: Set[int]) -> bool:
+def _is_blank(tensor: Tensor, written: set[int]) -> bool:
     if tensor.is_meta:
         return True
-    if _needs_probe(tensor):
+    if tensor.dtype in (torch.bool, torch.uint8):
+        # Every value of these is a plausible one, so only the write itself tells.
         return _storage(tensor) not in written
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(torch.isnan(tensor).any())
@@ -337,18 +333,6 @@ class _WriteProbe(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.storages.add(_storage(value))
         return func(*args, **(kwargs or {}))
-
-
-class _NoProbe:
-    """In the place of a probe that is not needed."""
-
-    storages: frozenset[int] = frozenset()
-
-    def __enter__(self) -> _NoProbe:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        return None
 
 
 def _storage(tensor: Tensor) -> int:

@@ -82,11 +82,6 @@ class Recorder(TorchFunctionMode):
 
     # --- state -------------------------------------------------------------------------------
     @property
-    def active(self) -> bool:
-        """True while what happens is to be recorded."""
-        return not self._paused
-
-    @property
     def entered(self) -> set[str]:
         """Paths of the modules whose forward went into the graph."""
         return self._entered
