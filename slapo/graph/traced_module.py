@@ -134,7 +134,7 @@ class TracedModule(fx.GraphModule):
     def compile_now(self) -> fx.graph.PythonCode:
         """Check the graph and generate its Python code."""
         self._graph.lint()
-        self.__dict__["_kinds"] = _parameter_kinds(self._graph)
+        self.__dict__["_kinds"] = parameter_kinds(self._graph)
         code = super().recompile()
         # fx wraps __call__ to decorate errors on stderr; ours must stay, it checks the contract.
         del type(self).__call__
@@ -164,30 +164,10 @@ class TracedModule(fx.GraphModule):
         return nn.Module.__call__(self, *args, **kwargs)
 
     def _check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        contract = self.contract
-        self._check_mode(contract)
+        self._check_mode(self.contract)
         if self._stale:
             self.compile_now()
-        bound = _bind(self._kinds, args, kwargs)
-        for name, traced in contract.concrete.items():
-            given = bound.get(name, _MISSING)
-            if given is not _MISSING and not _same_value(given, traced):
-                raise SlapoError(
-                    f"{self._label}: argument {name!r} is {_short(given)}, but the module was "
-                    f"traced with {_short(traced)}; {_remedy(name, given)}"
-                )
-        for name in contract.never_none:
-            if bound.get(name, _MISSING) is None or name not in bound:
-                raise SlapoError(
-                    f"{self._label}: argument {name!r} is None, but the module was traced for a "
-                    f"tensor there; trace it with concrete_args={{{name!r}: None}} to leave it out"
-                )
-        for guard in contract.size_guards:
-            if not guard.holds(bound):
-                raise SlapoError(
-                    f"{self._label}: the trace holds only while {guard.text}; trace again with "
-                    "inputs of the new sizes"
-                )
+        check_arguments(self.contract, bind_arguments(self._kinds, args, kwargs), self._label)
 
     def _check_mode(self, contract: CallContract) -> None:
         if contract.training is not None and contract.training != self.training:
@@ -234,7 +214,8 @@ class TracedModule(fx.GraphModule):
 
     # --- copies ------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
-        new = TracedModule.__new__(TracedModule)
+        kind = _kind_of(self)
+        new = kind.__new__(kind)
         memo[id(self)] = new
         nn.Module.__init__(new)
         type(new).__name__ = type(self).__name__
@@ -247,23 +228,69 @@ class TracedModule(fx.GraphModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {k: v for k, v in self.__dict__.items() if k not in ("_graph", "_code")}
-        return _rebuild, (type(self).__name__, state, self._graph)
+        return _rebuild, (_kind_of(self), type(self).__name__, state, self._graph)
 
 
-def _rebuild(name: str, state: dict[str, Any], graph: fx.Graph) -> TracedModule:
-    module = TracedModule(nn.Module(), fx.Graph(), name)
+def _kind_of(module: TracedModule) -> type[TracedModule]:
+    """The class as written; fx makes one of its own for each graph module."""
+    kind: type[TracedModule] = type(module).__mro__[1]
+    return kind
+
+
+def _rebuild(
+    kind: type[TracedModule], name: str, state: dict[str, Any], graph: fx.Graph
+) -> TracedModule:
+    module = kind(nn.Module(), fx.Graph(), name)
     module.__dict__.update(state)
     module.graph = graph
     return module
 
 
-def _parameter_kinds(graph: fx.Graph) -> list[tuple[str, str]]:
+def check_arguments(contract: CallContract, bound: Mapping[str, Any], label: str) -> None:
+    """Refuse a call that a traced graph does not hold for.
+
+    Parameters
+    ----------
+    contract
+        The graph's.
+    bound
+        Parameter name -> value of this call; absent parameters are left out.
+    label
+        What to call the module.
+
+    Raises
+    ------
+    SlapoError
+        Naming the argument and the remedy.
+    """
+    for name, traced in contract.concrete.items():
+        given = bound.get(name, _MISSING)
+        if given is not _MISSING and not same_value(given, traced):
+            raise SlapoError(
+                f"{label}: argument {name!r} is {_short(given)}, but the module was "
+                f"traced with {_short(traced)}; {_remedy(name, given)}"
+            )
+    for name in contract.never_none:
+        if bound.get(name) is None:
+            raise SlapoError(
+                f"{label}: argument {name!r} is None, but the module was traced for a "
+                f"tensor there; trace it with concrete_args={{{name!r}: None}} to leave it out"
+            )
+    for guard in contract.size_guards:
+        if not guard.holds(bound):
+            raise SlapoError(
+                f"{label}: the trace holds only while {guard.text}; trace again with "
+                "inputs of the new sizes"
+            )
+
+
+def parameter_kinds(graph: fx.Graph) -> list[tuple[str, str]]:
     """(name, "" or "*" or "**") of each forward parameter."""
     targets = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
     return [(t.lstrip("*"), "*" * (len(t) - len(t.lstrip("*")))) for t in targets]
 
 
-def _bind(
+def bind_arguments(
     kinds: list[tuple[str, str]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Parameter name -> value of this call; absent parameters are left out."""
@@ -283,16 +310,17 @@ def _bind(
     return bound
 
 
-def _same_value(given: Any, traced: Any) -> bool:
+def same_value(given: Any, traced: Any) -> bool:
+    """Whether an argument is the constant that a graph was traced with; tensors never are."""
     if given is traced:
         return True
     if isinstance(given, torch.Tensor) or isinstance(traced, torch.Tensor):
         return False
     if isinstance(traced, (tuple, list)) and isinstance(given, type(traced)):
-        return len(given) == len(traced) and all(map(_same_value, given, traced))
+        return len(given) == len(traced) and all(map(same_value, given, traced))
     if isinstance(traced, dict) and isinstance(given, dict):
         return given.keys() == traced.keys() and all(
-            _same_value(given[k], v) for k, v in traced.items()
+            same_value(given[k], v) for k, v in traced.items()
         )
     return type(given) is type(traced) and bool(given == traced)
 

@@ -17,10 +17,16 @@ class CutPipelineStagePrimitive(Primitive):
 
     The cut is recorded; the model is split when it is built for a runtime with pipelines.
 
+    Parameters
+    ----------
+    call
+        Of a module that the model calls several times (ALBERT's layer), the number of the call that
+        ends the stage, from 0. None: every call of it ends one.
+
     Raises
     ------
     ValueError
-        At the root, or where a stage ends already.
+        At the root, where a stage ends already, or for a `call` that there is not.
     SlapoError
         If the parent is not traced, or its graph does not call the module.
 
@@ -46,11 +52,13 @@ class CutPipelineStagePrimitive(Primitive):
         return False
 
     @staticmethod
-    def apply(sch: Node, /) -> Node:
+    def apply(sch: Node, /, call: int | None = None) -> Node:
         """Check that the cut lies between two calls of a graph, and record it."""
         if sch.parent is None:
             raise ValueError("a stage cannot end after the whole model; cut after a child of it")
-        if sch.metadata.primitives["cut_pipeline_stage"]:
+        note = sch.metadata.primitives["cut_pipeline_stage"]
+        calls = note.get("calls", ())
+        if note and (call is None or not calls or call in calls):
             raise ValueError("a stage ends after this module already")
         parent = innermost(sch.parent.mod)
         where = repr(sch.parent.path) if sch.parent.path else "the root"
@@ -59,10 +67,16 @@ class CutPipelineStagePrimitive(Primitive):
                 f"the parent, {where}, is not traced; call "
                 f'trace_until({sch.parent.path!r}, tracer="huggingface") on the root first'
             )
-        if not any(True for _ in parent.graph.find_nodes(op="call_module", target=sch.name)):
+        count = sum(1 for _ in parent.graph.find_nodes(op="call_module", target=sch.name))
+        if not count:
             raise SlapoError(
                 f"the graph of the parent, {where}, does not call {sch.name!r}; trace the parent "
                 "with its children as calls (trace_until, or flatten=False)"
             )
-        sch.metadata.primitives["cut_pipeline_stage"]["enabled"] = True
+        if call is not None:
+            # The parent may itself be called several times, so more calls than these may follow.
+            if not isinstance(call, int) or isinstance(call, bool) or call < 0:
+                raise ValueError(f"call is {call!r}; pass the number of a call, from 0")
+            note["calls"] = (*calls, call)
+        note["enabled"] = True
         return sch

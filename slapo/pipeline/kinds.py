@@ -1,0 +1,133 @@
+"""Which nodes of a graph compute tensors, and which plain values such as sizes."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from slapo.graph.align import select_by_mode
+
+#: ``"tensor"``: may be sent between stages; ``"value"``: sizes, dtypes, flags; ``"container"``: a
+#: tuple, list, dict or output object of tensors, as modules return them.
+Kind = Literal["tensor", "value", "container"]
+
+#: Under which a recorded node tells its kind.
+META = "slapo_kind"
+
+_VALUE_METHODS = frozenset(
+    "size dim ndimension numel nelement stride storage_offset item tolist element_size "
+    "is_floating_point is_complex is_contiguous get_device __len__".split()
+)
+_VALUE_ATTRIBUTES = frozenset(
+    "shape dtype device ndim layout requires_grad is_cuda is_meta is_sparse itemsize nbytes "
+    "names grad_fn training".split()
+)
+_TUPLE_METHODS = frozenset(
+    "split chunk unbind tensor_split split_with_sizes hsplit vsplit dsplit max min sort topk "
+    "kthvalue mode median cummax cummin aminmax".split()
+)
+_VALUE_FUNCTIONS = frozenset(
+    [select_by_mode, torch.is_tensor, torch.numel, torch.is_floating_point, torch.is_complex]
+    + [torch.Size, torch.device, torch.finfo, torch.iinfo, torch.get_default_dtype]
+    + [torch.is_grad_enabled, torch.sym_max, torch.sym_min, torch.sym_int, torch.sym_float]
+)
+_PLAIN_MODULES = (operator, builtins, math)
+_PLAIN = frozenset(
+    function
+    for module in _PLAIN_MODULES
+    for function in vars(module).values()
+    if callable(function)
+)
+
+
+def kinds_of(graph: fx.Graph) -> dict[fx.Node, Kind]:
+    """The kind of every node; recorded nodes say it themselves, of others it is inferred."""
+    kinds: dict[fx.Node, Kind] = {}
+    for node in graph.nodes:
+        known = None if is_region_end(node) or node.op == "get_attr" else node.meta.get(META)
+        kinds[node] = known or _inferred(node, kinds)
+    return kinds
+
+
+def is_region_end(node: fx.Node) -> bool:
+    """Whether the node enters or leaves a ``no_grad`` or ``autocast`` block."""
+    return enters_region(node) or getattr(node.target, "__name__", "") in _LEAVE
+
+
+def enters_region(node: fx.Node) -> bool:
+    """Whether the node enters a ``no_grad`` or ``autocast`` block."""
+    return getattr(node.target, "__name__", "") in _ENTER
+
+
+# By name: the recorder, which defines them, brings sympy, and a partition must not.
+_ENTER = ("enter_grad_mode", "enter_autocast")
+_LEAVE = ("leave_grad_mode", "leave_autocast")
+
+
+def _inferred(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
+    if node.op == "placeholder":
+        return "tensor"
+    if node.op == "get_attr":  # found again where it is needed, whatever it is
+        return "value"
+    if node.op == "call_module":
+        return "container" if _is_taken_apart(node) else "tensor"
+    if node.op == "call_method":
+        return _kind_of_method(node)
+    return _kind_of_function(node, kinds)
+
+
+def _kind_of_method(node: fx.Node) -> Kind:
+    if node.target in _VALUE_METHODS:
+        return "value"
+    return "container" if node.target in _TUPLE_METHODS and _is_taken_apart(node) else "tensor"
+
+
+def _kind_of_function(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
+    function: Any = node.target
+    if function in _VALUE_FUNCTIONS:
+        return "value"
+    if function is getattr:
+        of_value = kinds.get(node.args[0]) == "value"  # type: ignore[arg-type]
+        return "value" if of_value or node.args[1] in _VALUE_ATTRIBUTES else "tensor"
+    if function in _PLAIN:
+        has_tensor = any(kinds[n] != "value" for n in node.all_input_nodes)
+        return "tensor" if has_tensor and function is not len else "value"
+    if isinstance(function, type):
+        return "container"
+    return "container" if _is_taken_apart(node) else "tensor"
+
+
+def _is_taken_apart(node: fx.Node) -> bool:
+    """Whether users look things up in it by a constant, as in a tuple or an output object."""
+    return any(is_projection(user) for user in node.users)
+
+
+def is_projection(node: fx.Node) -> bool:
+    """``value[1]``, ``value["name"]`` or ``value.name``."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[1], (int, str))
+    return node.target is getattr and node.args[1] not in _VALUE_ATTRIBUTES
+
+
+def is_in_place(node: fx.Node) -> bool:
+    """Whether the node writes to its first argument."""
+    if node.op == "call_method":
+        name = str(node.target)
+        return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    if node.op != "call_function":
+        return False
+    if node.target in _IN_PLACE or node.kwargs.get("inplace") is True:
+        return True
+    name = getattr(node.target, "__name__", "")
+    return node.kwargs.get("out") is not None or (name.endswith("_") and not name.startswith("_"))
+
+
+_IN_PLACE = frozenset(
+    getattr(operator, f"i{name}")
+    for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()
+) | {operator.setitem}

@@ -1,0 +1,201 @@
+"""The model as a row of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo.errors import SlapoError
+from slapo.graph.traced_module import (
+    TracedModule,
+    bind_arguments,
+    check_arguments,
+    parameter_kinds,
+)
+from slapo.pipeline.stage import Stage, owner_at, put_tensor
+from slapo.pipeline.ties import StageTie, analyze_tie_weights
+
+
+class PipelineInputs:
+    """From a call of the model to the tensors that its first stage takes.
+
+    Parameters
+    ----------
+    root
+        The traced model.
+    names
+        The inputs that any stage uses, in the order in which stage 0 takes them.
+    """
+
+    def __init__(self, root: TracedModule, names: Sequence[str]) -> None:
+        placeholders = list(root.graph.find_nodes(op="placeholder"))
+        targets = {node.name: str(node.target) for node in placeholders}
+        self.names = [targets[name].lstrip("*") for name in names]
+        self._kinds = parameter_kinds(root.graph)
+        self._contract = root.contract
+        self._defaults = {str(n.target): n.args[0] for n in placeholders if n.args}
+        self._label = f"pipelined {root.origin.__name__}"
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """The tensors, in order.
+
+        Raises
+        ------
+        SlapoError
+            If the call is outside of what the trace holds for, or an input is no tensor.
+        """
+        bound = bind_arguments(self._kinds, args, dict(kwargs))
+        check_arguments(self._contract, bound, self._label)
+        self._check_names(args, kwargs)
+        given = {**self._defaults, **bound}
+        missing = [name for name in self.names if not isinstance(given.get(name), Tensor)]
+        if missing:
+            shown = {name: type(given[name]).__name__ for name in missing if name in given}
+            raise SlapoError(
+                f"{self._label}: its stages take the tensors {self.names}; {missing} are missing "
+                f"or no tensors {shown}. Pass them, or trace with concrete_args to leave them out"
+            )
+        return tuple(given[name] for name in self.names)
+
+    def _check_names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        known = [name for name, stars in self._kinds if not stars]
+        stars = {stars for _, stars in self._kinds}
+        unknown = [name for name in kwargs if name not in known]
+        if unknown and "**" not in stars:
+            raise TypeError(f"{self._label}: unexpected arguments {unknown}; it takes {known}")
+        if len(args) > len(known) and "*" not in stars:
+            raise TypeError(f"{self._label}: {len(args)} positional arguments; it takes {known}")
+
+
+class PipelinedModule(nn.Module):
+    """A model cut into stages ``submod_0``, ``submod_1``, ...
+
+    A call runs all stages here, one after another, so it can be compared with the original. State
+    dicts are those of the original: same names, tied ones included, in the same order.
+
+    Attributes
+    ----------
+    ties : tuple of StageTie
+        Parameters that several stages share.
+    inputs : PipelineInputs
+        What the first stage takes.
+    """
+
+    def __init__(self, root: TracedModule, stages: Sequence[Stage]) -> None:
+        super().__init__()
+        self.training = root.training
+        #: original name -> (stage, name there); of what no stage uses, stage 0 takes care
+        self._places = _place_names(root, stages)
+        for index, stage in enumerate(stages):
+            self.add_module(f"submod_{index}", stage)
+        self.ties: tuple[StageTie, ...] = analyze_tie_weights(stages)
+        self.inputs = PipelineInputs(root, stages[0].received)
+        self.register_state_dict_post_hook(_to_original_names)
+        self.register_load_state_dict_pre_hook(_to_stage_names)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """All stages, in order."""
+        return [stage for stage in self.children() if isinstance(stage, Stage)]
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """The tensors that stage 0 takes for a call of the model."""
+        return self.inputs.bind(args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run every stage in this process."""
+        values: Any = self.bind(args, kwargs)
+        for stage in self.stages:
+            values = stage(*values)
+        return values
+
+    def original_names(self, index: int) -> dict[str, tuple[str, ...]]:
+        """Name of a tensor in a stage -> its names in the model."""
+        found: dict[str, tuple[str, ...]] = {}
+        for original, (stage, local) in self._places.items():
+            if stage == index:
+                found[local] = (*found.get(local, ()), original)
+        return found
+
+
+def release(pipelined: PipelinedModule, keep: Sequence[int]) -> None:
+    """Put the tensors of all stages but those in `keep` on ``meta``; memory of others is freed.
+
+    Parameters that a kept stage shares stay.
+    """
+    kept = [stage for stage in pipelined.stages if stage.index in keep]
+    needed = {id(t) for stage in kept for t in (*stage.parameters(), *stage.buffers())}
+    for stage in pipelined.stages:
+        if stage.index not in keep:
+            for module in stage.modules():
+                _release_module(module, needed)
+
+
+def _release_module(module: nn.Module, needed: set[int]) -> None:
+    for name, parameter in module._parameters.items():
+        if parameter is not None and id(parameter) not in needed and not parameter.is_meta:
+            blank = torch.empty_like(parameter, device="meta")
+            module._parameters[name] = nn.Parameter(blank, parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and id(buffer) not in needed and not buffer.is_meta:
+            module._buffers[name] = buffer.to("meta")
+
+
+# --- names ---------------------------------------------------------------------------------------
+def _place_names(root: nn.Module, stages: Sequence[Stage]) -> dict[str, tuple[int, str]]:
+    by_name: dict[str, int] = {}
+    by_tensor: dict[int, tuple[int, str]] = {}
+    for stage in reversed(stages):
+        for name, tensor in _tensors(stage):
+            by_name[name] = stage.index
+            by_tensor[id(tensor)] = (stage.index, name)
+    places: dict[str, tuple[int, str]] = {}
+    tensors = dict(_tensors(root))
+    for name in root.state_dict():
+        tensor = tensors.get(name)
+        if name in by_name:
+            places[name] = (by_name[name], name)
+        elif tensor is not None and id(tensor) in by_tensor:
+            places[name] = by_tensor[id(tensor)]
+        elif tensor is not None:  # a module that the model never calls
+            _adopt(stages[0], root, name)
+            places[name] = by_tensor[id(tensor)] = (0, name)
+    return places
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+
+
+def _adopt(stage: Stage, root: nn.Module, name: str) -> None:
+    owner, leaf = owner_at(stage, name)
+    put_tensor(owner, root.get_submodule(name.rpartition(".")[0]), leaf)
+
+
+def _to_original_names(
+    module: PipelinedModule, state: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    own = {key: state.pop(key) for key in list(state) if key.startswith(f"{prefix}submod_")}
+    for original, (stage, name) in module._places.items():
+        state[prefix + original] = own[f"{prefix}submod_{stage}.{name}"]
+
+
+def _to_stage_names(
+    module: PipelinedModule, state: dict[str, Any], prefix: str, *args: Any
+) -> None:
+    taken: dict[str, Any] = {}
+    for original, place in module._places.items():
+        if prefix + original in state:
+            taken[f"{prefix}submod_{place[0]}.{place[1]}"] = state.pop(prefix + original)
+    for tie in module.ties:  # the other stages hold the same tensor, or their own copy of it
+        keys = [f"{prefix}submod_{stage}.{name}" for stage, name in tie.members]
+        value = next((taken[key] for key in keys if key in taken), None)
+        if value is not None:
+            taken.update(dict.fromkeys(keys, value))
+    state.update(taken)

@@ -1,0 +1,258 @@
+"""Cut one graph into stages: which node runs where, and which tensors cross."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+from slapo.errors import SlapoError
+from slapo.graph.names import spare_self
+from slapo.pipeline.kinds import (
+    Kind,
+    enters_region,
+    is_in_place,
+    is_projection,
+    is_region_end,
+    kinds_of,
+)
+
+
+@dataclass
+class StageGraph:
+    """One stage.
+
+    Parameters
+    ----------
+    graph
+        Its placeholders are `received`; it returns the tuple of `sent`, the last stage what the
+        model returns.
+    received, sent
+        Names of the tensors that come in and go out, in the order of their first computation.
+    """
+
+    graph: fx.Graph
+    received: tuple[str, ...] = ()
+    sent: tuple[str, ...] = ()
+
+
+def pass_on(tensor: Tensor) -> Tensor:
+    """A tensor that a stage only hands to the next: a view, so that it has a history of its own."""
+    return tensor.view_as(tensor)
+
+
+def own_copy(tensor: Tensor) -> Tensor:
+    """A received tensor that the stage writes to."""
+    return tensor.clone()
+
+
+def split_graph(graph: fx.Graph, ends: list[fx.Node]) -> list[StageGraph]:
+    """Cut `graph` after each node of `ends`, given in order.
+
+    A tensor crosses a cut if it is computed before it and used after it. What is no tensor (sizes,
+    dtypes, parameters looked up) is computed again in every stage that uses it. A module's output
+    that is a tuple is taken apart in the stage of the module.
+
+    Raises
+    ------
+    SlapoError
+        If a cut lies inside a ``no_grad`` or ``autocast`` block, nothing runs after it, or a
+        tensor is written to in a later stage while others still see it.
+    """
+    plan = _Plan.of(graph, ends)
+    return [_StageBuilder(plan, index).build() for index in range(plan.n_stages)]
+
+
+@dataclass
+class _Plan:
+    """Where everything goes."""
+
+    graph: fx.Graph
+    n_stages: int
+    kinds: dict[fx.Node, Kind]
+    #: node -> the stage that computes it; values are computed wherever they are used
+    stage_of: dict[fx.Node, int]
+    #: stage -> tensors of earlier stages that it or a later one uses
+    received: list[list[fx.Node]] = field(default_factory=list)
+    #: stage -> received tensors that it writes to
+    written: list[set[fx.Node]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, graph: fx.Graph, ends: list[fx.Node]) -> _Plan:
+        kinds = kinds_of(graph)
+        plan = cls(graph, len(ends) + 1, kinds, _assign(graph, ends, kinds))
+        plan._check_stages(ends)
+        plan.received = plan._crossing()
+        plan.written = plan._find_writes()
+        return plan
+
+    def _check_stages(self, ends: list[fx.Node]) -> None:
+        busy = {self.stage_of[n] for n in self.graph.nodes if self._is_work(n)}
+        for index, end in enumerate(ends):
+            if not any(stage > index for stage in busy):
+                raise SlapoError(
+                    f"nothing runs after {end.target!r}, so no stage can begin there; leave out "
+                    "this cut"
+                )
+
+    def _is_work(self, node: fx.Node) -> bool:
+        if node.op in ("placeholder", "output") or isinstance(node.target, type):
+            return False
+        return self.kinds[node] != "value"
+
+    def needs(self, node: fx.Node) -> list[fx.Node]:
+        """Tensors that a node reads, by way of values that are computed again."""
+        found: dict[fx.Node, None] = {}
+        waiting, seen = list(node.all_input_nodes), set()
+        while waiting:
+            item = waiting.pop()
+            if item in seen:
+                continue
+            seen.add(item)
+            if self.kinds[item] == "value":
+                waiting += item.all_input_nodes
+            else:
+                found[item] = None
+        return list(found)
+
+    def _crossing(self) -> list[list[fx.Node]]:
+        """Liveness: from the stage after a tensor's own to the last that needs it."""
+        last: dict[fx.Node, int] = {}
+        for node in self.graph.nodes:
+            if self.kinds[node] == "value" and node.op != "output":
+                continue
+            for tensor in self.needs(node):
+                last[tensor] = max(last.get(tensor, 0), self.stage_of[node])
+        received: list[list[fx.Node]] = [[] for _ in range(self.n_stages)]
+        for node in self.graph.nodes:
+            if self.kinds[node] != "value" and node in last:
+                for stage in range(self.stage_of[node] + 1, last[node] + 1):
+                    received[stage].append(node)
+        received[0] = [n for n in self.graph.find_nodes(op="placeholder") if n in last]
+        for node in {n: None for nodes in received for n in nodes}:
+            if self.kinds[node] == "container":
+                users = [u.name for u in node.users if self.stage_of[u] > self.stage_of[node]]
+                raise SlapoError(
+                    f"{node.name!r}, a tuple or output object, is used whole by {users} in a later "
+                    "stage, and stages send tensors only; cut elsewhere, or make the module return "
+                    "tensors"
+                )
+        return received
+
+    def _find_writes(self) -> list[set[fx.Node]]:
+        written: list[set[fx.Node]] = [set() for _ in range(self.n_stages)]
+        for node in self.graph.nodes:
+            target = node.kwargs.get("out") or (node.args[0] if node.args else None)
+            if not (is_in_place(node) and isinstance(target, fx.Node)):
+                continue
+            here = self.stage_of[node]
+            if self.kinds[target] == "value" or self.stage_of[target] == here or here == 0:
+                continue
+            others = [u for u in target.users if u is not node and self.stage_of[u] >= here]
+            if others:
+                raise SlapoError(
+                    f"{node.format_node()} writes to {target.name!r}, which an earlier stage "
+                    f"computes and {others[0].name!r} reads too; cut at another place"
+                )
+            written[here].add(target)
+        return written
+
+
+def _assign(
+    graph: fx.Graph, ends: list[fx.Node], kinds: Mapping[fx.Node, Kind]
+) -> dict[fx.Node, int]:
+    stage_of: dict[fx.Node, int] = {}
+    pending = set(ends)
+    stage = 0
+    regions: list[fx.Node] = []
+    for node in graph.nodes:
+        stage_of[node] = 0 if node.op == "placeholder" else stage
+        source = node.args[0] if is_projection(node) else None
+        if isinstance(source, fx.Node) and kinds[source] == "container":
+            stage_of[node] = stage_of[source]
+        _follow_region(node, regions)
+        if node in pending:
+            if regions:
+                raise SlapoError(
+                    f"a stage cannot end after {node.target!r}: it lies inside a no_grad or "
+                    f"autocast block ({regions[-1].name}); cut before or after the block"
+                )
+            pending.remove(node)
+            stage += 1
+    return stage_of
+
+
+def _follow_region(node: fx.Node, open_regions: list[fx.Node]) -> None:
+    if enters_region(node):
+        open_regions.append(node)
+    elif is_region_end(node):
+        open_regions.pop()
+
+
+class _StageBuilder:
+    """Copies the nodes of one stage."""
+
+    def __init__(self, plan: _Plan, index: int) -> None:
+        self.plan, self.index = plan, index
+        self.graph = spare_self(fx.Graph())
+        self.env: dict[fx.Node, fx.Node] = {}
+
+    def build(self) -> StageGraph:
+        plan, index = self.plan, self.index
+        received = plan.received[index]
+        # A tensor with a default is given all the same: the front has looked it up.
+        for node in received:
+            self.env[node] = self.graph.placeholder(node.name)
+        for node in received:
+            if node in plan.written[index]:
+                self.env[node] = self._call(own_copy, node)
+        output: fx.Node | None = None
+        for node in plan.graph.nodes:
+            if node.op == "output":
+                output = node
+            elif plan.stage_of[node] == index and node.op != "placeholder":
+                if plan.kinds[node] != "value" or _is_statement(node):
+                    self._copy(node)
+        sent: list[fx.Node] = []
+        if index + 1 < plan.n_stages:
+            sent = plan.received[index + 1]
+            self.graph.output(tuple(self._hand_on(node) for node in sent))
+        else:
+            assert output is not None, "every graph has an output"
+            self.graph.output(self._mapped(output.args[0]))
+        names = tuple(n.name for n in received), tuple(n.name for n in sent)
+        return StageGraph(self.graph, *names)
+
+    def _hand_on(self, node: fx.Node) -> fx.Node:
+        received = self.plan.stage_of[node] < self.index or node.op == "placeholder"
+        if received and node not in self.plan.written[self.index]:
+            return self._call(pass_on, node)
+        return self.env[node]
+
+    def _call(self, function: Any, node: fx.Node) -> fx.Node:
+        return self.graph.call_function(function, (self.env[node],))
+
+    def _mapped(self, value: Any) -> Any:
+        return fx.node.map_arg(value, self._local)
+
+    def _local(self, node: fx.Node) -> fx.Node:
+        """The node in this stage; values are computed again when first asked for."""
+        if node not in self.env:
+            assert self.plan.kinds[node] == "value", "tensors were received or computed here"
+            self._copy(node)
+        return self.env[node]
+
+    def _copy(self, node: fx.Node) -> None:
+        args, kwargs = self._mapped(node.args), self._mapped(node.kwargs)
+        new = self.graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+        new.meta = dict(node.meta)
+        self.env[node] = new
+
+
+def _is_statement(node: fx.Node) -> bool:
+    """A node that is there for what it does: checks, mode switches, module calls."""
+    return node.op == "call_module" or (not node.users and node.op == "call_function")
+
+
