@@ -15,6 +15,7 @@ Examples
 from slapo.build import build
 from slapo.errors import MissingPackageError, SlapoError, TraceError, VerificationError
 from slapo.logger import get_logger
+from slapo.mesh import init_mesh
 from slapo.op.checkpoint import checkpoint
 from slapo.pattern import ModulePattern, Pattern, call_module
 from slapo.primitives.base import Primitive, list_primitives, register_primitive
@@ -48,6 +49,7 @@ __all__ = [
     "get_logger",
     "get_rng_tracker",
     "init_empty_weights",
+    "init_mesh",
     "is_random_seed_set",
     "list_primitives",
     "register_primitive",

@@ -7,12 +7,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from slapo.errors import SlapoError
-from slapo.framework_dialect import get_dialect_cls
+from slapo.framework_dialect import Lowering, Runtime, get_dialect_cls
+from slapo.framework_dialect.agreement import all_ranks_or_none
 from slapo.graph.traced_module import TracedModule
 from slapo.op.wrapper import innermost
+from slapo.pipeline import PipelinedModule, generate_pipeline_partition
+from slapo.pipeline.partition import cut_nodes
+from slapo.pipeline.pipelined import release
 from slapo.schedule import Schedule
+from slapo.sharding.groups import group_size
 from slapo.sharding.layout import inner_layout_of
 from slapo.sharding.partial import has_bias
 from slapo.sharding.shards import shards_of
@@ -31,20 +37,25 @@ def build(
 ) -> tuple[Any, Any]:
     """Make the scheduled model ready to run.
 
-    Checks that ranks agree on the schedule and that ties hold, creates parameters that are on
-    ``meta``, and lowers the schedule to a runtime.
+    Checks that ranks agree on the schedule and that ties hold, cuts it in pipeline stages, creates
+    parameters that are on ``meta``, and lowers the schedule to a runtime. Parameters of stages that
+    run on other ranks are let go of.
 
     Parameters
     ----------
     sch
         The root schedule.
     target
-        None for the transformed ``nn.Module`` itself, else the name of a runtime.
+        None for the transformed ``nn.Module`` itself, else the name of a runtime: ``"torch"``,
+        ``"deepspeed"``, ``"megatron"``, or one that you registered.
     init_weights
         How to create parameters on ``meta``: True for the model's own initialisation, a callable
         ``fn(module)`` or ``fn(module, path)``, or False to leave them.
     **kwargs
-        For the runtime.
+        For the runtime. All take ``mesh`` (from :func:`slapo.init_mesh`), ``loss_fn(output,
+        target)``, ``optimizer(parameters)``, ``micro_batches``, ``clip_grad_norm``,
+        ``lr_scheduler(optimizer)``, ``dtype`` and ``watch``; see
+        :class:`slapo.framework_dialect.runtime.TrainingOptions` and the guide on runtimes.
 
     Returns
     -------
@@ -70,18 +81,86 @@ def build(
     """
     if sch.parent is not None:
         raise ValueError(f"build takes the root schedule, not the node at {sch.path!r}")
-    dialect = get_dialect_cls("runtime", target) if target is not None else None
-    if dialect is None:
-        _refuse_runtime_features(sch, kwargs)
+    if target is None:
+        return _build_module(sch, init_weights, kwargs), None
+    dialect = get_dialect_cls("runtime", target)
+    what = f"build(target={target!r})"
+    runtime = all_ranks_or_none(what, lambda: dialect(sch, **kwargs))
+    check_same_schedule(sch, everywhere=True)
+    lowering = all_ranks_or_none(what, lambda: _prepare(sch, runtime))
+    model = lowering.model
+    try:
+        _fill(sch, lowering, init_weights)
+        all_ranks_or_none(what, lambda: _check_filled(lowering, target))
+        return runtime.lower(lowering)
+    finally:
+        if isinstance(model, PipelinedModule):
+            model.forget_whole()
+
+
+def _build_module(sch: Schedule, init_weights: bool | Callable[..., Any], kwargs: Any) -> nn.Module:
+    _refuse_runtime_features(sch, kwargs)
     check_same_schedule(sch)
     check_ties(sch.mod, sch.state.ties)
     check_shards(sch)
     _materialize(sch, init_weights)
     _renew_tags(sch)
-    _compile_graphs(sch)
-    if dialect is not None:
-        return dialect().lower(sch, **kwargs)
-    return sch.mod, None
+    _compile_graphs(sch.mod)
+    return sch.mod
+
+
+def _prepare(sch: Schedule, runtime: Runtime) -> Lowering:
+    """Check the schedule and cut it; on an error it is as it was."""
+    whole = sch.mod
+    if isinstance(whole, PipelinedModule):
+        return _share_out(sch, whole, runtime)
+    check_ties(whole, sch.state.ties)
+    check_shards(sch)
+    if not cut_nodes(sch):
+        runtime.check_unpipelined()
+        return Lowering(whole, tp_group=sch.group)
+    with restored_on_error(sch):
+        _renew_tags(sch)
+        generate_pipeline_partition(sch)
+        assert isinstance(sch.mod, PipelinedModule), "that is what a partition makes"
+        return _share_out(sch, sch.mod, runtime)
+
+
+def _share_out(sch: Schedule, pipelined: PipelinedModule, runtime: Runtime) -> Lowering:
+    stages = pipelined.stages
+    mine = runtime.stages_of_this_rank(len(stages))
+    local = {index: stages[index] for index in mine}
+    return Lowering(pipelined, local, len(stages), pipelined.ties, sch.group)
+
+
+def _fill(sch: Schedule, lowering: Lowering, init_weights: bool | Callable[..., Any]) -> None:
+    """Create this rank's parameters and let go of the others'."""
+    pipelined = lowering.pipelined
+    if pipelined is None:
+        _materialize(sch, init_weights)
+        _renew_tags(sch)
+        _compile_graphs(sch.mod)
+        return
+    wanted = {id(t) for stage in lowering.stages.values() for t in _tensors_of(stage)}
+    if init_weights is not False and pipelined.whole is not None:
+        materialize(pipelined.whole, init_weights, sch.group, only=wanted)
+        pipelined.renew_tensors()
+    for stage in lowering.stages.values():
+        _compile_graphs(stage)
+    release(pipelined, tuple(lowering.stages))
+
+
+def _check_filled(lowering: Lowering, target: str) -> None:
+    blank = [n for n, t in lowering.module.named_parameters() if t.is_meta]
+    if blank:
+        raise SlapoError(
+            f"target {target!r} needs values, and {blank[:3]} are on meta; build with "
+            "init_weights=True, or give them values first"
+        )
+
+
+def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def _refuse_runtime_features(sch: Schedule, kwargs: dict[str, Any]) -> None:
@@ -90,11 +169,7 @@ def _refuse_runtime_features(sch: Schedule, kwargs: dict[str, Any]) -> None:
             f"build without a target takes no further arguments, got {sorted(kwargs)}; "
             "they belong to a runtime"
         )
-    cuts = [
-        path
-        for path, node in sch.named_schedules()
-        if node.metadata.primitives.get("cut_pipeline_stage")
-    ]
+    cuts = [node.path for node in cut_nodes(sch)]
     if cuts:
         raise SlapoError(
             f"pipeline stages are cut after {cuts}, which a plain module cannot run; build with a "
@@ -102,31 +177,41 @@ def _refuse_runtime_features(sch: Schedule, kwargs: dict[str, Any]) -> None:
         )
 
 
-def check_same_schedule(sch: Schedule) -> None:
-    """Every rank of the group applied the same primitives in the same order.
+def check_same_schedule(sch: Schedule, everywhere: bool = False) -> None:
+    """Every rank applied the same primitives in the same order.
+
+    Parameters
+    ----------
+    everywhere
+        Compare all ranks of the job, not those of the schedule's group only.
 
     Raises
     ------
     SlapoError
         On every rank, naming the first difference.
     """
-    if sch.world_size == 1:
+    group = None if everywhere else sch.group
+    world_size = group_size(group) if everywhere else sch.world_size
+    if world_size == 1 or dist.get_backend(group) == "fake":
         return
-    digests: list[Any] = [None] * sch.world_size
-    dist.all_gather_object(digests, sch.digest(), group=sch.group)
+    digests = _gathered(sch.digest(), world_size, group)
     if len(set(digests)) == 1:
         return
-    histories: list[Any] = [None] * sch.world_size
-    dist.all_gather_object(histories, [str(r) for r in sch.history], group=sch.group)
-    calls: list[Any] = [None] * sch.world_size
-    dist.all_gather_object(calls, [r.call() for r in sch.history], group=sch.group)
-    other = next(rank for rank in range(sch.world_size) if calls[rank] != calls[0])
+    histories = _gathered([str(r) for r in sch.history], world_size, group)
+    calls = _gathered([r.call() for r in sch.history], world_size, group)
+    other = next(rank for rank in range(world_size) if calls[rank] != calls[0])
     index = _first_difference(calls[0], calls[other])
     shown = [h[index] if index < len(h) else "nothing" for h in (histories[0], histories[other])]
     raise SlapoError(
         f"ranks applied different schedules: step {index} is {shown[0]} on rank 0 and {shown[1]} "
         f"on rank {other}; a schedule must be the same on every rank"
     )
+
+
+def _gathered(value: Any, world_size: int, group: dist.ProcessGroup | None) -> list[Any]:
+    found: list[Any] = [None] * world_size
+    dist.all_gather_object(found, value, group=group)
+    return found
 
 
 def _first_difference(left: list[Any], right: list[Any]) -> int:
@@ -161,9 +246,9 @@ def _materialize(sch: Schedule, init_weights: bool | Callable[..., Any]) -> None
             materialize(sch.mod, init_weights, sch.group)
 
 
-def _compile_graphs(sch: Schedule) -> None:
+def _compile_graphs(model: nn.Module) -> None:
     """Generate the code of every graph now: errors show here, and torch.compile sees plain code."""
-    for module in sch.mod.modules():
+    for module in model.modules():
         inner = innermost(module)
         if isinstance(inner, TracedModule) and inner.is_stale:
             inner.compile_now()

@@ -1,9 +1,17 @@
 """Runtimes that a schedule can be lowered to, as plug-ins."""
 
+from slapo.framework_dialect.pytorch.runtime import TorchRuntime
 from slapo.framework_dialect.registry import (
-    Dialect,
     get_dialect_cls,
     register_framework_dialect,
 )
+from slapo.framework_dialect.runtime import Engine, Lowering, Runtime
 
-__all__ = ["Dialect", "get_dialect_cls", "register_framework_dialect"]
+__all__ = [
+    "Engine",
+    "Lowering",
+    "Runtime",
+    "TorchRuntime",
+    "get_dialect_cls",
+    "register_framework_dialect",
+]

@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
-
-
-class Dialect(Protocol):
-    """What a runtime of kind ``"runtime"`` offers."""
-
-    def lower(self, sch: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """The engine and its optimizer for a checked and materialised schedule."""
-
+from typing import Any, TypeVar
 
 C = TypeVar("C", bound=type)
 
@@ -26,7 +18,7 @@ def register_framework_dialect(target: str, kind: str = "runtime") -> Callable[[
     target
         Name that users give to :func:`slapo.build`.
     kind
-        What the plug-in does; ``"runtime"`` lowers a schedule to an engine.
+        What the plug-in does; ``"runtime"`` is a :class:`Runtime`, which lowers a schedule.
 
     Raises
     ------
@@ -35,10 +27,13 @@ def register_framework_dialect(target: str, kind: str = "runtime") -> Callable[[
 
     Examples
     --------
+    >>> from slapo.framework_dialect import Runtime
     >>> @register_framework_dialect("mine")
-    ... class Mine:
-    ...     def lower(self, sch, **kwargs):
-    ...         return sch.mod, None
+    ... class Mine(Runtime):
+    ...     def __init__(self, sch, **options):
+    ...         pass
+    ...     def lower(self, lowering):
+    ...         return lowering.model, None
     >>> get_dialect_cls("runtime", "mine") is Mine
     True
     """

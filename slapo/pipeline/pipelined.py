@@ -15,6 +15,7 @@ from slapo.graph.traced_module import (
     check_arguments,
     parameter_kinds,
 )
+from slapo.op.wrapper import innermost
 from slapo.pipeline.stage import Stage, owner_at, put_tensor
 from slapo.pipeline.ties import StageTie, analyze_tie_weights
 
@@ -87,6 +88,8 @@ class PipelinedModule(nn.Module):
     def __init__(self, root: TracedModule, stages: Sequence[Stage]) -> None:
         super().__init__()
         self.training = root.training
+        # In a tuple, so that it is no child. Initialisation asks the whole model how.
+        self._whole: tuple[TracedModule, ...] = (root,)
         #: original name -> (stage, name there); of what no stage uses, stage 0 takes care
         self._places = _place_names(root, stages)
         for index, stage in enumerate(stages):
@@ -95,6 +98,24 @@ class PipelinedModule(nn.Module):
         self.inputs = PipelineInputs(root, stages[0].received)
         self.register_state_dict_post_hook(_to_original_names)
         self.register_load_state_dict_pre_hook(_to_stage_names)
+
+    @property
+    def whole(self) -> TracedModule | None:
+        """The model before the cut, which shares modules with the stages; None once forgotten."""
+        return self._whole[0] if self._whole else None
+
+    def forget_whole(self) -> None:
+        """Let go of it, and of what it alone holds."""
+        self._whole = ()
+
+    def renew_tensors(self) -> None:
+        """Take over tensors of containers that were created anew since the cut."""
+        for stage in self.stages:
+            for path, module in stage.named_modules():
+                source = _module_at(self.whole, path)
+                if source is not None and source is not module:
+                    for name in [*module._parameters, *module._buffers]:
+                        put_tensor(module, source, name)
 
     @property
     def stages(self) -> list[Stage]:
@@ -171,6 +192,13 @@ def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]
+
+
+def _module_at(root: nn.Module | None, path: str) -> nn.Module | None:
+    try:
+        return None if root is None else innermost(root.get_submodule(path))
+    except AttributeError:
+        return None
 
 
 def _adopt(stage: Stage, root: nn.Module, name: str) -> None:

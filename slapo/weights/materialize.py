@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ def materialize(
     init_weights: bool | Callable[..., Any] = True,
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
+    only: Collection[int] | None = None,
 ) -> None:
     """Create what is on ``meta``, one module at a time; what has values keeps them.
 
@@ -41,6 +42,8 @@ def materialize(
         A callable ``fn(module)`` or ``fn(module, path)``. False leaves tensors on ``meta``.
     group
         Ranks that must hold equal values.
+    only
+        Identities of the tensors to create, those of a pipeline stage; None for all.
     device
         Where to; the default is the accelerator that goes with the group, else the CPU.
 
@@ -52,7 +55,7 @@ def materialize(
     if init_weights is False or not has_meta_tensors(model):
         return
     initialize = _resolve(model, init_weights)
-    worker = _Materializer(model, initialize, group, device or _default_device(group))
+    worker = _Materializer(model, initialize, group, device or _default_device(group), only)
     for path, module in _post_order(model):
         worker.visit(path, module)
     worker.check_complete()
@@ -134,8 +137,10 @@ class _Materializer:
         initialize: list[InitFn],
         group: dist.ProcessGroup | None,
         device: torch.device,
+        only: Collection[int] | None = None,
     ) -> None:
         self.model, self.initialize, self.group, self.device = model, initialize, group, device
+        self.only = only
         self.new: dict[int, Tensor] = {}
         self.keep: list[Tensor] = []  # ids stay valid while the tensors live
         self.created: set[int] = set()
@@ -143,10 +148,13 @@ class _Materializer:
     def visit(self, path: str, module: nn.Module) -> None:
         """Initialise what `module` owns, then what it alone initialises in its descendants."""
         self._adopt_tied(module)
-        own = {(module, name) for name, t in _own_tensors(module) if t.is_meta}
+        own = {(module, name) for name, t in _own_tensors(module) if self._is_wanted(t)}
         below = self._written_below(path, module)
         if own or below:
             self._initialize(path, module, own | below)
+
+    def _is_wanted(self, tensor: Tensor) -> bool:
+        return tensor.is_meta and (self.only is None or id(tensor) in self.only)
 
     def _adopt_tied(self, module: nn.Module) -> None:
         for name, tensor in list(_own_tensors(module)):
@@ -229,7 +237,7 @@ class _Materializer:
         left = [
             name
             for name, t in (*self.model.named_parameters(), *self.model.named_buffers())
-            if t.is_meta
+            if self._is_wanted(t)
         ]
         if left:
             raise SlapoError(

@@ -1,0 +1,1 @@
+"""Target ``"torch"``: PyTorch's own pipelines, DDP and FSDP2."""

@@ -1,0 +1,215 @@
+"""The engine with pipeline stages, on ``torch.distributed.pipelining``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.pipelining as pipelining
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from slapo.framework_dialect.batches import MicroBatch
+from slapo.framework_dialect.gradients import (
+    TiedGradients,
+    average_gradients,
+    mean_loss,
+    new_tie_groups,
+)
+from slapo.framework_dialect.pytorch.data_parallel import broadcast_values, shard_parameters
+from slapo.framework_dialect.pytorch.engine import TorchEngineBase
+from slapo.framework_dialect.pytorch.placement import schedule_named
+from slapo.framework_dialect.pytorch.runtime import TorchOptions
+from slapo.framework_dialect.runtime import Lowering
+from slapo.mesh import coordinate, extent, group_of
+from slapo.pipeline import Stage
+from slapo.pipeline.boundaries import (
+    Boundary,
+    ShapeProbe,
+    autocasting,
+    describe_inputs,
+    infer_boundaries,
+)
+
+
+class StageRunner(nn.Module):
+    """A stage as ``PipelineStage`` calls it; the last one goes on to the loss.
+
+    The logits of a micro-batch are thus gone when its loss is computed, and what leaves the
+    pipeline is one number for each.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        loss_of: Callable[[Any, int], Tensor] | None,
+        device: torch.device,
+        autocast: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.stage = stage
+        self._loss_of, self._device, self._autocast = loss_of, device, autocast
+
+    def forward(self, *received: Tensor, number: Tensor) -> Any:
+        """Run micro-batch `number`."""
+        with autocasting(self._device, self._autocast):
+            output = self.stage(*received)
+            if self._loss_of is None:
+                return output
+            return self._loss_of(output, int(number)).reshape(1)
+
+
+class TorchPipelineEngine(TorchEngineBase):
+    """Pipeline stages, each replicated or sharded over the data-parallel ranks."""
+
+    def __init__(self, lowering: Lowering, options: TorchOptions) -> None:
+        super().__init__(lowering, options)
+        self.schedule = schedule_named(options.pipeline_schedule)
+        self._targets: list[Any] = []
+        self._runs: dict[Any, Any] = {}
+        # Before FSDP2 comes: the probes remember the modules without it.
+        self._probes = {i: ShapeProbe(s, self.device) for i, s in lowering.stages.items()}
+        self.runners = {i: self._make_runner(s) for i, s in lowering.stages.items()}
+        self._ties = self._make_ties()
+        self._ties.broadcast_values()
+        self._make_optimizer()
+
+    # --- set-up ------------------------------------------------------------------------------
+    def _make_runner(self, stage: Stage) -> StageRunner:
+        is_last = stage.index == self.lowering.n_stages - 1
+        loss_of = self._micro_batch_loss if is_last else None
+        runner = StageRunner(stage, loss_of, self.device, self.options.autocast)
+        if not self.is_sharded:
+            broadcast_values(stage, group_of(self.mesh, "dp"))
+            return runner
+        extra = dict(self.options.data_parallel_options or {})
+        if self.schedule.splits_backward:
+            # Gathered again between the two halves of a backward, it computes wrong gradients.
+            extra["reshard_after_forward"] = False
+        shard_parameters(stage, self.mesh, extra)
+        # On the runner, where the pipeline looks for it to put off the reduction.
+        fully_shard(runner, mesh=self.mesh["dp"], **extra)
+        return runner
+
+    def _make_ties(self) -> TiedGradients:
+        """A group for each tie and each (dp, tp) coordinate; made by all ranks in one order."""
+        pp = extent(self.mesh, "pp")
+        here = dist.get_rank()
+        copies: list[list[nn.Parameter]] = []
+        groups: list[dist.ProcessGroup | None] = []
+        self._uncounted: set[int] = set()
+        for tie in self.lowering.ties:
+            places = sorted({self.schedule.rank_of(stage, pp) for stage in tie.stages})
+            sets = self.mesh.mesh[places].flatten(1).t().tolist()
+            mine = next((i for i, ranks in enumerate(sets) if here in ranks), None)
+            made = new_tie_groups(sets)
+            if mine is None:
+                continue
+            held = [(s, name) for s, name in tie.members if s in self.lowering.stages]
+            local = [self.lowering.stages[s].get_parameter(name) for s, name in held]
+            copies.append(local)
+            groups.append(made[mine])
+            first = self.schedule.rank_of(tie.owner, pp) == coordinate(self.mesh, "pp")
+            self._uncounted.update(id(p) for p in local if not (first and p is local[0]))
+        return TiedGradients(copies, groups)
+
+    def _is_counted(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) not in self._uncounted
+
+    # --- steps -------------------------------------------------------------------------------
+    def _train(self, micro_batches: list[MicroBatch]) -> Tensor:
+        total = self._run(micro_batches, train=True)
+        self._ties.reduce()
+        if not self.is_sharded:
+            average_gradients(self.module.parameters(), group_of(self.mesh, "dp"))
+        self._optimizer_step()
+        return self._mean(total)
+
+    def _eval(self, micro_batches: list[MicroBatch]) -> Tensor:
+        return self._mean(self._run(micro_batches, train=False))
+
+    def _mean(self, total: Tensor | None) -> Tensor:
+        last = self.schedule.rank_of(self.lowering.n_stages - 1, extent(self.mesh, "pp"))
+        return mean_loss(total, self.mesh, last)
+
+    def _run(self, micro_batches: list[MicroBatch], train: bool) -> Tensor | None:
+        """All micro-batches through this rank's stages; the mean loss where the last stage is."""
+        pipelined = self.lowering.pipelined
+        assert pipelined is not None, "this engine runs pipelines only"
+        bound = [pipelined.bind(part.args, part.kwargs) for part in micro_batches]
+        inputs = describe_inputs(pipelined.inputs.names, bound[0])
+        run = self._run_for(inputs, train)
+        self._targets = [part.targets for part in micro_batches]
+        numbers = torch.arange(len(micro_batches))
+        arguments: tuple[Tensor, ...] = ()
+        if 0 in self.runners:
+            arguments = tuple(torch.cat(column) for column in zip(*bound, strict=True))
+        losses: list[Tensor] = []
+        try:
+            step = run.step if train else run.eval
+            extra = {"return_outputs": False} if train and _takes_outputs(run) else {}
+            step(*arguments, target=numbers, losses=losses, number=numbers, **extra)
+        except RuntimeError as error:
+            # The pipeline wraps what a stage raises, and shows the tensors instead.
+            if error.__cause__ is not None and "failed to run" in str(error):
+                raise error.__cause__ from None
+            raise
+        finally:
+            self._targets = []
+        return torch.stack([loss.detach().float() for loss in losses]).sum() if losses else None
+
+    def _micro_batch_loss(self, output: Any, number: int) -> Tensor:
+        loss = self._loss_of(output, self._targets[number])
+        return loss / self.options.micro_batches
+
+    # --- one torch schedule for each shape of micro-batch --------------------------------------
+    def _run_for(self, inputs: Boundary, train: bool) -> Any:
+        key = (inputs, train)
+        if key not in self._runs:
+            self._runs[key] = self._make_run(self._boundaries(inputs), train)
+        return self._runs[key]
+
+    def _boundaries(self, inputs: Boundary) -> tuple[Boundary, ...]:
+        pp = extent(self.mesh, "pp")
+        return infer_boundaries(
+            self.lowering.n_stages,
+            inputs,
+            lambda index, received: self._probes[index].run(received, self.options.autocast),
+            group_of(self.mesh, "pp"),
+            lambda index: self.schedule.rank_of(index, pp),
+        )
+
+    def _make_run(self, boundaries: tuple[Boundary, ...], train: bool) -> Any:
+        stages = [self._make_stage(index, boundaries) for index in self.runners]
+        cls: Any = getattr(pipelining, self.schedule.cls)
+        single = issubclass(cls, PipelineScheduleSingle)
+        return cls(
+            stages[0] if single else stages,
+            n_microbatches=self.options.micro_batches,
+            loss_fn=lambda loss, number: loss,
+            scale_grads=False,
+        )
+
+    def _make_stage(self, index: int, boundaries: tuple[Boundary, ...]) -> Any:
+        last = index == self.lowering.n_stages - 1
+        sent = (
+            (torch.empty(1, device=self.device, requires_grad=True),)
+            if last
+            else tuple(meta.empty(self.device) for meta in boundaries[index + 1])
+        )
+        return pipelining.PipelineStage(
+            self.runners[index],
+            index,
+            self.lowering.n_stages,
+            self.device,
+            input_args=tuple(meta.empty(self.device) for meta in boundaries[index]),
+            output_args=sent,
+            group=group_of(self.mesh, "pp"),
+        )
+
+
+def _takes_outputs(run: Any) -> bool:
+    return isinstance(run, PipelineScheduleSingle)

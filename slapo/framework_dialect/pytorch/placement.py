@@ -1,0 +1,107 @@
+"""Pipeline schedules of ``torch.distributed.pipelining``, and which rank runs which stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slapo.errors import SlapoError
+from slapo.framework_dialect.runtime import check_stage_count
+
+
+def _looped(index: int, pp: int) -> int:
+    """Stage 0 on rank 0, 1 on 1, and from the start again."""
+    return index % pp
+
+
+def _v_shaped(index: int, pp: int) -> int:
+    """There and back: with two ranks 0, 1, 1, 0."""
+    return min(index, 2 * pp - 1 - index)
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """One way to order the micro-batches of a pipeline.
+
+    Parameters
+    ----------
+    cls
+        Name of the class in ``torch.distributed.pipelining``.
+    rank_of
+        ``(stage, ranks)`` -> the rank that runs it.
+    stages_per_rank
+        How many: exactly so many, or None for any number from 2.
+    splits_backward
+        Whether gradients of weights are computed apart from those of inputs (zero bubble).
+    source
+        Where it was published.
+    """
+
+    cls: str
+    rank_of: Callable[[int, int], int]
+    stages_per_rank: int | None
+    splits_backward: bool
+    source: str
+
+    def stages_of(self, rank: int, n_stages: int, pp: int) -> tuple[int, ...]:
+        """The stages that a rank runs, in order."""
+        return tuple(i for i in range(n_stages) if self.rank_of(i, pp) == rank)
+
+    def check(self, name: str, n_stages: int, pp: int, micro_batches: int) -> None:
+        """Refuse what the schedule cannot run.
+
+        Raises
+        ------
+        SlapoError
+            Naming the numbers and what to change.
+        """
+        if self.stages_per_rank is not None:
+            check_stage_count(n_stages, pp, self.stages_per_rank)
+        elif n_stages % pp or n_stages < 2 * pp:
+            raise SlapoError(
+                f"pipeline_schedule={name!r} runs two or more stages on each of pp={pp} ranks, as "
+                f"many on each, and the schedule is cut in {n_stages}; cut in {2 * pp}, or use "
+                '"1f1b"'
+            )
+        if self.cls != "ScheduleGPipe" and micro_batches < pp:
+            raise SlapoError(
+                f"pipeline_schedule={name!r} needs at least as many micro-batches as ranks, and "
+                f"micro_batches={micro_batches} < pp={pp}; raise it, or use "
+                'pipeline_schedule="gpipe"'
+            )
+        if self.stages_per_rank is None and micro_batches % pp:
+            raise SlapoError(
+                f"pipeline_schedule={name!r} sends micro-batches in rounds of pp={pp}, and "
+                f"micro_batches={micro_batches} is no multiple of it; change one of them"
+            )
+
+
+SCHEDULES = {
+    "gpipe": PipelineSchedule("ScheduleGPipe", _looped, 1, False, "Huang et al. 2019"),
+    "1f1b": PipelineSchedule("Schedule1F1B", _looped, 1, False, "Narayanan et al. 2019"),
+    "interleaved_1f1b": PipelineSchedule(
+        "ScheduleInterleaved1F1B", _looped, None, False, "Narayanan et al. 2021"
+    ),
+    "zero_bubble": PipelineSchedule(
+        "ScheduleInterleavedZeroBubble", _looped, None, True, "Qi et al. 2024 (ZB-H1)"
+    ),
+    "zbv": PipelineSchedule("ScheduleZBVZeroBubble", _v_shaped, 2, True, "Qi et al. 2024 (ZB-V)"),
+}
+
+
+def schedule_named(name: str) -> PipelineSchedule:
+    """The schedule called `name`.
+
+    Raises
+    ------
+    ValueError
+        Naming those there are.
+
+    Examples
+    --------
+    >>> schedule_named("zbv").stages_of(0, n_stages=4, pp=2)
+    (0, 3)
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown pipeline_schedule {name!r}; known are {sorted(SCHEDULES)}")
+    return SCHEDULES[name]

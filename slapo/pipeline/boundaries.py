@@ -1,0 +1,246 @@
+"""Shapes, dtypes and gradients of the tensors that cross between stages.
+
+Engines need them before the first micro-batch: to post receives, and to know which tensors have
+gradients to send back. They are found by one run of every stage on fake tensors, which computes
+nothing, draws no random number and talks to no other rank; only the resulting shapes travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slapo.errors import SlapoError
+from slapo.pipeline.stage import Stage
+
+_TENSORS = ("_parameters", "_buffers")
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """A tensor that crosses a boundary.
+
+    Parameters
+    ----------
+    name
+        The name it has in the stages.
+    shape
+        For one micro-batch.
+    requires_grad
+        Whether a gradient comes back.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> TensorMeta:
+        """That of a tensor."""
+        return cls(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        """A tensor like it."""
+        return torch.empty(
+            self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad
+        )
+
+    def zeros(self, device: torch.device | str) -> Tensor:
+        """A tensor like it, of zeros: they are valid as indices too."""
+        return torch.zeros(
+            self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to send."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+Boundary = tuple[TensorMeta, ...]
+
+
+def describe_inputs(names: Sequence[str], tensors: Sequence[Tensor]) -> Boundary:
+    """What stage 0 receives."""
+    return tuple(TensorMeta.of(name, t) for name, t in zip(names, tensors, strict=True))
+
+
+class ShapeProbe:
+    """Finds what a stage sends for what it receives.
+
+    Make it before the stage is wrapped by an engine: it remembers parameters and hooks as they are
+    then, and a run does without those that an engine adds (which would communicate).
+
+    Parameters
+    ----------
+    stage
+        Holds real or ``meta`` tensors.
+    device
+        Where the stage runs.
+    """
+
+    def __init__(self, stage: Stage, device: torch.device) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode  # half a second, for engines only
+
+        self.stage, self.device = stage, device
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fakes: dict[int, Tensor] = {}
+        self._tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        for table in _tables(stage, _TENSORS):
+            fake = {k: self._fake(t, fakes) for k, t in table.items()}
+            self._tables.append((table, fake))
+        self._tables += [(table, dict(table)) for table in _tables(stage, _HOOKS)]
+
+    def _fake(self, tensor: Tensor | None, fakes: dict[int, Tensor]) -> Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in fakes:
+            on_device = tensor.to("meta") if tensor.is_meta else tensor
+            fakes[id(tensor)] = self.mode.from_tensor(on_device)
+        return fakes[id(tensor)]
+
+    def run(self, received: Boundary, autocast: torch.dtype | None = None) -> Boundary:
+        """What the stage sends; of the last stage nothing.
+
+        Raises
+        ------
+        SlapoError
+            If it cannot run on such tensors.
+        """
+        try:
+            with self._tensors_concealed(), self.mode:
+                sent = self._sent(received, autocast, TensorMeta.empty)
+        except Exception:
+            # Modules that look at values (experts that pick their tokens) need real ones.
+            sent = self._run_for_real(received, autocast)
+        wrong = [n for n, t in zip(self.stage.sent, sent, strict=True) if not isinstance(t, Tensor)]
+        if wrong:
+            raise SlapoError(
+                f"stage {self.stage.index} would send {wrong}, which are no tensors; cut elsewhere"
+            )
+        return tuple(TensorMeta.of(n, t) for n, t in zip(self.stage.sent, sent, strict=True))
+
+    def _run_for_real(self, received: Boundary, autocast: torch.dtype | None) -> Sequence[Tensor]:
+        buffers = {id(b): (b, b.clone()) for b in self.stage.buffers()}
+        devices = [] if self.device.type == "cpu" else [self.device]
+        try:
+            with torch.random.fork_rng(devices, device_type=self.device.type):
+                return self._sent(received, autocast, TensorMeta.zeros)
+        except Exception as error:
+            shapes = {m.name: (m.shape, m.dtype) for m in received}
+            raise SlapoError(
+                f"stage {self.stage.index} fails on inputs of {shapes} with "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers.values():
+                    buffer.copy_(before)
+
+    def _sent(
+        self,
+        received: Boundary,
+        autocast: torch.dtype | None,
+        make: Callable[[TensorMeta, torch.device], Tensor],
+    ) -> Sequence[Any]:
+        inputs = [make(meta, self.device) for meta in received]
+        with torch.enable_grad(), autocasting(self.device, autocast):
+            sent = self.stage(*inputs)
+        return sent if self.stage.sent else ()
+
+    @contextmanager
+    def _tensors_concealed(self) -> Iterator[None]:
+        present = [(table, dict(table)) for table, _ in self._tables]
+        # In place: wrappers share these tables with the modules that they wrap.
+        for table, then in self._tables:
+            _refill(table, then)
+        try:
+            yield
+        finally:
+            for table, now in present:
+                _refill(table, now)
+
+
+def autocasting(device: torch.device, dtype: torch.dtype | None) -> Any:
+    """``torch.autocast`` to `dtype`; nothing for None."""
+    return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+def _tables(module: nn.Module, names: Sequence[str]) -> list[dict[Any, Any]]:
+    found = {}
+    for m in module.modules():
+        for name in names:
+            table = m.__dict__.get(name)
+            if table is not None:
+                found[id(table)] = table
+    return list(found.values())
+
+
+def _refill(table: dict[Any, Any], content: Mapping[Any, Any]) -> None:
+    table.clear()
+    table.update(content)
+
+
+def infer_boundaries(
+    n_stages: int,
+    inputs: Boundary,
+    run: Callable[[int, Boundary], Boundary | None],
+    group: dist.ProcessGroup | None = None,
+    holder: Callable[[int], int] = lambda index: 0,
+) -> tuple[Boundary, ...]:
+    """What each stage receives, stage 0 first.
+
+    Parameters
+    ----------
+    n_stages
+        Stages in the whole pipeline.
+    inputs
+        What stage 0 receives.
+    run
+        ``run(index, received)`` -> what the stage sends; it is called for this rank's stages only.
+    group
+        The pipeline's ranks; all of them call this. None: every stage is here.
+    holder
+        Stage -> the rank in `group` that holds it.
+
+    Raises
+    ------
+    SlapoError
+        On every rank, if a stage cannot run.
+    """
+    found = [inputs]
+    alone = group is None or group.size() == 1
+    here = 0 if alone else dist.get_rank(group)
+    for index in range(n_stages - 1):
+        answer: list[Any] = [None]
+        if alone or holder(index) == here:
+            answer = [_attempt(run, index, found[-1])]
+        if not alone:
+            dist.broadcast_object_list(answer, group=group, group_src=holder(index))
+        if isinstance(answer[0], str):
+            raise SlapoError(answer[0])
+        found.append(answer[0])
+    return tuple(found)
+
+
+def _attempt(
+    run: Callable[[int, Boundary], Boundary | None], index: int, received: Boundary
+) -> Boundary | str | None:
+    try:
+        return run(index, received)
+    except SlapoError as error:
+        return str(error)
