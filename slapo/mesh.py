@@ -1,0 +1,280 @@
+"""The grid of processes that a 3-D parallel run works on."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from slapo.errors import SlapoError
+from slapo.framework_dialect.agreement import all_ranks_or_none, same_on_all_ranks
+
+# From the slowest links to the fastest: tensor-parallel peers are neighbours, on one machine.
+DIMS = ("pp", "dp", "tp")
+
+
+def init_mesh(
+    pp: int = 1, dp: int = 1, tp: int = 1, device: str | torch.device | None = None
+) -> DeviceMesh:
+    """Arrange the processes of the job in a grid of pipeline, data and tensor parallelism.
+
+    Starts ``torch.distributed`` if it is not up: from the environment that ``torchrun`` sets, or,
+    without one, as a world of this process alone. Every process of the job has to call it, with
+    the same arguments.
+
+    Parameters
+    ----------
+    pp, dp, tp
+        Number of pipeline stages' ranks, of data-parallel replicas, and of tensor-parallel ranks.
+        Their product is the number of processes. Ranks next to each other differ in ``tp``.
+    device
+        Type of the devices that the model runs on, such as ``"cpu"`` or ``"cuda"``. None is that
+        of the process group if it is up, else the accelerator where there is one, else the CPU.
+
+    Returns
+    -------
+    DeviceMesh
+        With the dimensions ``("pp", "dp", "tp")``.
+
+    Raises
+    ------
+    ValueError
+        If the sizes are not positive integers or their product is not the number of processes, or
+        if the process group has no backend for the device. On every rank.
+    SlapoError
+        If ranks pass different arguments, or the launcher's environment is incomplete.
+
+    Examples
+    --------
+    >>> mesh = init_mesh(device="cpu")
+    >>> mesh.mesh_dim_names, mesh.shape
+    (('pp', 'dp', 'tp'), (1, 1, 1))
+    """
+    was_up = _is_up()
+    wanted = None if device is None else torch.device(device)
+    if not was_up:
+        _start(wanted or _best_device())
+    try:
+        kind = all_ranks_or_none("init_mesh", lambda: _check_arguments(pp, dp, tp, wanted))
+        same_on_all_ranks("init_mesh: (pp, dp, tp, device)", (pp, dp, tp, kind))
+    except (TypeError, ValueError, SlapoError):
+        if not was_up:
+            dist.destroy_process_group()
+        raise
+    _select_device(kind)
+    return init_device_mesh(kind, (pp, dp, tp), mesh_dim_names=DIMS)
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Refuse what is not a mesh over all processes as :func:`init_mesh` makes it.
+
+    Parameters
+    ----------
+    mesh
+        What a user passed.
+
+    Raises
+    ------
+    TypeError
+        If it is no mesh.
+    ValueError
+        If its dimensions, its size or its backend do not fit.
+
+    Examples
+    --------
+    >>> check_mesh(init_mesh(device="cpu"))
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}; pass slapo.init_mesh(pp=, dp=, tp=)")
+    if mesh.mesh_dim_names != DIMS:
+        raise ValueError(
+            f"mesh has the dimensions {mesh.mesh_dim_names}, not {DIMS}; make it by "
+            "slapo.init_mesh(pp=, dp=, tp=)"
+        )
+    if not _is_up():
+        raise ValueError(
+            "mesh outlived its process group: torch.distributed is not initialised; make a new "
+            "one by slapo.init_mesh(pp=, dp=, tp=)"
+        )
+    if sorted(mesh.mesh.flatten().tolist()) != list(range(dist.get_world_size())):
+        raise ValueError(
+            f"mesh of shape {tuple(mesh.shape)} does not cover the world of "
+            f"{dist.get_world_size()} processes; make it by slapo.init_mesh(pp=, dp=, tp=)"
+        )
+    _check_backend(mesh.device_type, "mesh")
+
+
+def coordinate(mesh: DeviceMesh, dim: str) -> int:
+    """This rank's place along a dimension of the mesh.
+
+    Examples
+    --------
+    >>> coordinate(init_mesh(device="cpu"), "pp")
+    0
+    """
+    return mesh.get_local_rank(dim)
+
+
+def extent(mesh: DeviceMesh, dim: str) -> int:
+    """Number of ranks along a dimension of the mesh.
+
+    Examples
+    --------
+    >>> extent(init_mesh(device="cpu"), "tp")
+    1
+    """
+    return mesh.size(DIMS.index(dim))
+
+
+def group_of(mesh: DeviceMesh, dim: str) -> dist.ProcessGroup:
+    """The process group of this rank along a dimension of the mesh.
+
+    Examples
+    --------
+    >>> group_of(init_mesh(device="cpu"), "dp").size()
+    1
+    """
+    return mesh.get_group(dim)
+
+
+def describe_rank(mesh: DeviceMesh, rank: int) -> str:
+    """Name a rank with its place in the mesh.
+
+    Examples
+    --------
+    >>> describe_rank(init_mesh(device="cpu"), 0)
+    'rank 0 (pp 0, dp 0, tp 0)'
+    """
+    place = (mesh.mesh == rank).nonzero()[0].tolist()
+    return f"rank {rank} ({', '.join(f'{d} {i}' for d, i in zip(DIMS, place, strict=True))})"
+
+
+def current_device(mesh: DeviceMesh) -> torch.device:
+    """The device of this process, of the mesh's type.
+
+    Examples
+    --------
+    >>> current_device(init_mesh(device="cpu"))
+    device(type='cpu')
+    """
+    return _indexed(mesh.device_type)
+
+
+def device_of_world() -> torch.device:
+    """The device that the process group works for: the accelerator if it has a backend for it.
+
+    Examples
+    --------
+    >>> device_of_world().type in ("cpu", _best_device().type)
+    True
+    """
+    return _indexed(_device_of_backend() if _is_up() else _best_device().type)
+
+
+def _indexed(kind: str) -> torch.device:
+    if kind == "cpu":
+        return torch.device(kind)
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def _is_up() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _best_device() -> torch.device:
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def _start(device: torch.device) -> None:
+    """Start ``torch.distributed`` for models on ``device``."""
+    if not dist.is_available():
+        raise SlapoError("init_mesh: this build of torch has no torch.distributed; install another")
+    given = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name in os.environ]
+    backend = _backend_for(device.type)
+    if not given:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    missing = sorted({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - set(os.environ))
+    if missing:
+        raise SlapoError(
+            f"init_mesh: the environment has {given} but not {missing}; launch with torchrun, set "
+            "all four, or none of them to run one process alone"
+        )
+    _select_device(device.type)
+    dist.init_process_group(backend)
+
+
+def _backend_for(kind: str) -> str:
+    """Collectives of the device, and those of the CPU for what ranks tell each other."""
+    default = dist.get_default_backend_for_device(kind)
+    return default if kind == "cpu" else f"cpu:gloo,{kind}:{default}"
+
+
+def _select_device(kind: str) -> None:
+    """Work on the accelerator that the launcher has meant for this process."""
+    if kind == "cpu" or "LOCAL_RANK" not in os.environ:
+        return
+    index, count = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
+    if index >= count:
+        raise SlapoError(
+            f"init_mesh: LOCAL_RANK is {index}, and this machine has {count} {kind} devices; "
+            "launch at most one process for each"
+        )
+    torch.accelerator.set_device_index(index)
+
+
+def _check_arguments(pp: int, dp: int, tp: int, device: torch.device | None) -> str:
+    """Check what a user passed against the process group; return the type of device."""
+    sizes = dict(zip(DIMS, (pp, dp, tp), strict=True))
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"init_mesh: {name} is {size!r}; pass a whole number from 1 up")
+    _check_world(sizes, dist.get_world_size())
+    kind = _device_of_backend() if device is None else device.type
+    _check_backend(kind, "init_mesh")
+    return kind
+
+
+def _check_world(sizes: dict[str, int], world: int) -> None:
+    needed = sizes["pp"] * sizes["dp"] * sizes["tp"]
+    if needed == world:
+        return
+    shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    fitting = [
+        f"{name}={world // (needed // size)}"
+        for name, size in sizes.items()
+        if world % (needed // size) == 0
+    ]
+    remedy = f"pass {' or '.join(fitting)} and the rest as they are, or " if fitting else ""
+    raise ValueError(
+        f"init_mesh: {shown} makes {needed} processes, and the job has {world}; "
+        f"{remedy}launch {needed} (torchrun --nproc-per-node {needed} on one machine)"
+    )
+
+
+def _backends() -> dict[str, str]:
+    """Type of device -> backend of the running process group."""
+    config = str(dist.get_backend_config())
+    return dict(entry.split(":", 1) for entry in config.split(","))
+
+
+def _device_of_backend() -> str:
+    best = _best_device().type
+    backends = _backends()
+    return best if _serves(backends.get(best), best) else next(iter(backends))
+
+
+def _serves(backend: str | None, kind: str) -> bool:
+    # Gloo claims accelerators, but lacks most of their collectives.
+    return backend is not None and (kind == "cpu" or backend != "gloo")
+
+
+def _check_backend(kind: str, what: str) -> None:
+    backends = _backends()
+    if not _serves(backends.get(kind), kind):
+        raise ValueError(
+            f"{what}: the device is {kind!r}, and the process group that is running has the "
+            f"backends {backends}; start it with {_backend_for(kind)!r}, or leave that to init_mesh"
+        )

@@ -1,0 +1,129 @@
+"""From the batch of a data loader to micro-batches."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+
+from slapo.errors import SlapoError
+from slapo.framework_dialect.batches import move_batch, next_batch, split_batch
+
+
+def rows(n: int) -> torch.Tensor:
+    return torch.arange(2 * n).view(n, 2)
+
+
+def test_a_tensor_is_cut_in_views() -> None:
+    inputs, targets = rows(6), torch.arange(6)
+    parts = split_batch((inputs, targets), 3)
+    assert len(parts) == 3
+    assert torch.equal(torch.cat([part.args[0] for part in parts]), inputs)
+    assert torch.equal(torch.cat([part.targets for part in parts]), targets)
+    assert parts[1].args[0].tolist() == [[4, 5], [6, 7]]
+    assert parts[2].targets.data_ptr() == targets[4:].data_ptr()
+    assert parts[0].kwargs == {}
+
+
+def test_positional_arguments_with_scalars_and_others() -> None:
+    scalar = torch.tensor(0.5)
+    parts = split_batch([[rows(4), scalar, "mode", None], None], 2)
+    assert parts[1].args[0].tolist() == [[4, 5], [6, 7]]
+    assert parts[1].args[1:] == (scalar, "mode", None)
+    assert parts[1].targets is None
+
+
+def test_keyword_arguments_and_nested_targets() -> None:
+    # As the tokenizers of Transformers return them: a mapping that is no dict.
+    inputs: Any = UserDict(input_ids=rows(4), use_cache=False, extra=UserDict(mask=rows(4)))
+    targets = {"a": [rows(4), (torch.arange(4), None)], "w": torch.tensor(2.0)}
+    parts = split_batch((inputs, targets), 2)
+    assert parts[1].args == ()
+    assert set(parts[1].kwargs) == {"input_ids", "use_cache", "extra"}
+    assert parts[1].kwargs["extra"]["mask"].tolist() == [[4, 5], [6, 7]]
+    assert parts[1].kwargs["use_cache"] is False
+    assert parts[1].targets["a"][1][0].tolist() == [2, 3]
+    assert parts[1].targets["w"] == 2.0
+
+
+def test_one_micro_batch_is_the_batch() -> None:
+    inputs = {"x": rows(3), "broadcast": rows(1)}
+    (part,) = split_batch((inputs, None), 1)
+    assert part.kwargs["x"] is inputs["x"]
+
+
+@pytest.mark.parametrize("count", [0, -2, 1.5, True, None])
+def test_micro_batches_is_a_positive_integer(count: Any) -> None:
+    with pytest.raises(ValueError, match="pass a whole number from 1 up"):
+        split_batch((rows(4), None), count)
+
+
+def test_not_divisible() -> None:
+    message = r"batch of 5 samples is not divisible by micro_batches=2 \(inputs\[0\]: 5\); .*drop"
+    with pytest.raises(ValueError, match=message):
+        split_batch((rows(5), None), 2)
+    with pytest.raises(ValueError, match="batch of 0 samples"):
+        split_batch((rows(0), None), 2)
+
+
+def test_sizes_that_differ() -> None:
+    batch = ({"input_ids": rows(4), "position_ids": rows(1)}, torch.arange(4))
+    message = r"inputs\['input_ids'\]: 4, inputs\['position_ids'\]: 1, targets: 4"
+    with pytest.raises(ValueError, match=message):
+        split_batch(batch, 2)
+
+
+def test_nothing_to_cut() -> None:
+    with pytest.raises(ValueError, match="no tensor to cut in 2 micro-batches"):
+        split_batch(((torch.tensor(1.0),), "text"), 2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            {"input_ids": rows(2), "labels": rows(2)},
+            r"\['input_ids', 'labels'\]; .* take labels out",
+        ),
+        (rows(2), "the batch is a Tensor; it must be"),
+        ((rows(2), rows(2), rows(2)), "the batch is a tuple of length 3; it must be"),
+        ((3, rows(2)), "inputs is a int; a batch must be"),
+        (({0: rows(2)}, None), r"inputs has the keys \[0\]"),
+        (None, "the batch is a NoneType"),
+    ],
+)
+def test_what_is_no_batch(batch: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        split_batch(batch, 1)
+
+
+def test_next_batch() -> None:
+    batches = iter([1, 2])
+    assert next_batch(batches) == 1
+    assert next_batch(batches) == 2
+    with pytest.raises(SlapoError, match=r"no further batch; pass a fresh iter\(data_loader\)"):
+        next_batch(batches)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "remedy"),
+    [
+        ([1, 2], r"is a list and no iterator; pass iter\(\) of it, made once"),
+        (None, r"is a NoneType and no iterator; pass .* iter\(data_loader\)"),
+        (torch.ones(2), r"is a Tensor and no iterator; pass .* iter\(data_loader\)"),
+    ],
+)
+def test_what_is_no_iterator(wrong: Any, remedy: str) -> None:
+    with pytest.raises(TypeError, match=remedy):
+        next_batch(wrong)
+
+
+def test_move_batch() -> None:
+    batch = (UserDict(x=rows(2)), [torch.ones(1), "text"])
+    moved = move_batch(batch, "meta")
+    assert moved[0]["x"].is_meta
+    assert moved[1][0].is_meta
+    assert moved[1][1] == "text"
+    assert move_batch(batch, "cpu")[1][0] is batch[1][0]

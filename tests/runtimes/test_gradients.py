@@ -1,0 +1,276 @@
+"""Gradients of 3-D runs against those of one process, in float64: equal up to summation order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from slapo.errors import SlapoError
+from slapo.framework_dialect.gradients import (
+    TiedGradients,
+    average_gradients,
+    clip_gradients,
+    global_norm,
+    mean_loss,
+    new_tie_groups,
+)
+from slapo.mesh import coordinate, group_of, init_mesh
+from tests.distributed import run_distributed
+
+NAMES = ("split0", "whole0", "split1", "whole1", "tied")
+SHAPES = {"split0": (6, 5), "whole0": (7,), "split1": (4, 3, 2), "whole1": (3, 3), "tied": (5, 2)}
+
+
+def summand(name: str, place: str) -> Tensor:
+    """A gradient that depends on nothing but its arguments."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name + place)))
+    return torch.randn(SHAPES[name], generator=generator, dtype=torch.float64)
+
+
+def expected(dp: int, max_norm: float) -> tuple[dict[str, Tensor], float]:
+    """Gradients of the whole model after clipping, and their norm before."""
+    params = [Parameter(torch.zeros(SHAPES[name], dtype=torch.float64)) for name in NAMES]
+    for name, param in zip(NAMES, params, strict=True):
+        places = ["first", "last"] if name == "tied" else ["only"]
+        param.grad = sum(summand(name, p + str(d)) for p in places for d in range(dp)) / dp
+    norm = nn.utils.clip_grad_norm_(params, max_norm)
+    return {n: p.grad for n, p in zip(NAMES, params, strict=True) if p.grad is not None}, float(
+        norm
+    )
+
+
+def slice_of(name: str, tensor: Tensor, tp: int, size: int) -> Tensor:
+    return tensor.chunk(size, 0)[tp].clone() if name.startswith("split") else tensor.clone()
+
+
+def train(rank: int, world: int, sizes: dict[str, int], max_norm: float) -> dict[str, Any]:
+    """One rank of two stages; each has the tied parameter."""
+    mesh = init_mesh(**sizes)
+    pp, dp, tp = (coordinate(mesh, dim) for dim in ("pp", "dp", "tp"))
+    params: dict[str, Parameter] = {}
+    for name in (f"split{pp}", f"whole{pp}", "tied"):
+        place = ("first", "last")[pp] if name == "tied" else "only"
+        mine = slice_of(name, summand(name, f"{place}{dp}"), tp, sizes["tp"])
+        params[name] = Parameter(torch.full_like(mine, float(rank)))
+        params[name].grad = mine
+        if name.startswith("split"):
+            params[name].orig_shape = SHAPES[name]  # type: ignore[attr-defined]
+    rank_sets = mesh.mesh.flatten(1).t().tolist()
+    group = next(g for g in new_tie_groups(rank_sets) if g is not None)
+    ties = TiedGradients([[params["tied"]]], [group])
+    ties.broadcast_values()
+    ties.reduce()
+    average_gradients(params.values(), group_of(mesh, "dp"), bucket_bytes=80)
+    norm = global_norm(
+        params.values(),
+        tp_group=group_of(mesh, "tp"),
+        pp_group=group_of(mesh, "pp"),
+        counted=lambda param: pp == 0 or param is not params["tied"],
+    )
+    clip_gradients(params.values(), max_norm, norm)
+    return {
+        "grads": {name: param.grad for name, param in params.items()},
+        "norm": norm,
+        "tied_value": float(params["tied"].detach().flatten()[0]),
+        "place": (pp, dp, tp),
+    }
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"pp": 2, "dp": 1, "tp": 2},
+        {"pp": 2, "dp": 2, "tp": 1},
+        pytest.param({"pp": 2, "dp": 2, "tp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=lambda sizes: "x".join(map(str, sizes.values())),
+)
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+def test_gradients_are_those_of_one_process(sizes: dict[str, int], max_norm: float) -> None:
+    grads, norm = expected(sizes["dp"], max_norm)
+    world = sizes["pp"] * sizes["dp"] * sizes["tp"]
+    for result in run_distributed(train, world, sizes, max_norm):
+        assert abs(float(result["norm"]) - norm) < 1e-12 * norm
+        for name, grad in result["grads"].items():
+            whole = slice_of(name, grads[name], result["place"][2], sizes["tp"])
+            torch.testing.assert_close(grad, whole, rtol=1e-12, atol=1e-12)
+        # The first rank of the group that shares the parameter is in stage 0.
+        _, dp, tp = result["place"]
+        assert result["tied_value"] == dp * sizes["tp"] + tp
+
+
+def average_partly(rank: int, world: int, dtype: torch.dtype) -> list[Any]:
+    params = [Parameter(torch.zeros(3, dtype=dtype)) for _ in range(4)]
+    params[2].requires_grad_(False)
+    # The first on all ranks, the second on rank 1 only, the last on none.
+    params[0].grad = torch.full((3,), 1.0 + rank, dtype=dtype)
+    if rank == 1:
+        params[1].grad = torch.full((3,), 6.0, dtype=dtype)
+    average_gradients(params, dist.group.WORLD, bucket_bytes=16)
+    return [None if p.grad is None else p.grad.tolist() for p in params]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_missing_on_some_ranks_are_zeros(dtype: torch.dtype) -> None:
+    for result in run_distributed(average_partly, 3, dtype):
+        assert result == [[2.0] * 3, [2.0] * 3, None, None]
+
+
+def average_small(rank: int, world: int) -> float:
+    param = Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    # In bfloat16 256 + 1 is 256 again, so that its sum would be 256 for any number of ones.
+    param.grad = torch.tensor([256.0 if rank == 0 else 1.0], dtype=torch.bfloat16)
+    average_gradients([param], dist.group.WORLD)
+    assert param.grad is not None
+    return float(param.grad)
+
+
+@pytest.mark.distributed
+def test_half_precision_is_added_in_float32() -> None:
+    # (256 + 3) / 4 = 64.75, which is rounded once, to a multiple of 0.5.
+    assert run_distributed(average_small, 4) == [65.0] * 4
+
+
+def reduce_ties(rank: int, world: int) -> list[Any]:
+    """Two ties: the first on all ranks and twice on rank 0, the second on rank 2 alone."""
+    (group,) = new_tie_groups([[2, 0, 1]])
+    shared = [Parameter(torch.zeros(2)) for _ in range(2 if rank == 0 else 1)]
+    if rank == 0:
+        shared[0].grad, shared[1].grad = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
+    if rank == 1:
+        shared[0].grad = torch.tensor([100.0, 200.0])
+    own = [Parameter(torch.zeros(2)) for _ in range(2)] if rank == 2 else []
+    if own:
+        own[1].grad = torch.tensor([5.0, 6.0])
+    ties = TiedGradients([shared, own] if own else [shared], [group, None] if own else [group])
+    ties.reduce()
+    return [[p.grad.tolist() for p in params if p.grad is not None] for params in ties.copies]
+
+
+@pytest.mark.distributed
+def test_ties_with_several_copies_and_missing_gradients() -> None:
+    total = [111.0, 222.0]
+    assert run_distributed(reduce_ties, 3) == [
+        [[total, total]],
+        [[total]],
+        [[total], [[5.0, 6.0], [5.0, 6.0]]],
+    ]
+
+
+def test_copies_on_one_rank_keep_gradients_of_their_own() -> None:
+    first, second = Parameter(torch.zeros(2)), Parameter(torch.ones(2))
+    ties = TiedGradients([[first, second, first]], [None])
+    ties.reduce()
+    assert first.grad is None
+    assert second.grad is None
+    second.grad = torch.tensor([3.0, 4.0])
+    ties.reduce()
+    assert first.grad is not None
+    assert first.grad is not second.grad
+    clip_gradients([first, second], 1.0, torch.tensor(5.0))
+    torch.testing.assert_close(first.grad, torch.tensor([0.6, 0.8]))
+    ties.broadcast_values()
+    assert second.tolist() == [0.0, 0.0]
+
+
+def test_ties_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="1 ties and 0 groups"):
+        TiedGradients([[Parameter(torch.ones(2))]], [])
+    with pytest.raises(ValueError, match=r"tie 0 has parameters of the shapes \[\(2,\), \(3,\)\]"):
+        TiedGradients([[Parameter(torch.ones(2)), Parameter(torch.ones(3))]], [None])
+
+
+def other_sets(rank: int, world: int) -> str:
+    with pytest.raises(SlapoError) as error:
+        new_tie_groups([[0, rank]])
+    return str(error.value)
+
+
+@pytest.mark.distributed
+def test_tie_groups_must_be_the_same_on_all_ranks() -> None:
+    texts = run_distributed(other_sets, 2)
+    assert "[(0,)] on rank 0, [(0, 1)] on rank 1" in texts[1]
+
+
+def fsdp(rank: int, world: int) -> dict[str, Any]:
+    """Two stages, each sharded over two ranks, with a tied weight of uneven shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_mesh(pp=2, dp=2)
+    pp, dp = coordinate(mesh, "pp"), coordinate(mesh, "dp")
+    torch.manual_seed(pp)
+    stage = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5, bias=False)).double()
+    fully_shard(stage, mesh=mesh["dp"])
+    tied = stage[1].weight
+    groups = new_tie_groups(mesh.mesh.flatten(1).t().tolist())
+    ties = TiedGradients([[tied]], [groups[dp]])
+    ties.broadcast_values()
+    x = torch.arange(6.0, dtype=torch.float64).view(2, 3) + dp
+    stage(x).square().mean().backward()
+    ties.reduce()
+    norm = global_norm(
+        stage.parameters(),
+        pp_group=group_of(mesh, "pp"),
+        shard_group=group_of(mesh, "dp"),
+        counted=lambda param: pp == 0 or param is not tied,
+    )
+    clip_gradients(stage.parameters(), 0.5, norm)
+    return {
+        "norm": float(norm),
+        "grads": [p.grad.full_tensor() for p in stage.parameters() if p.grad is not None],
+    }
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_sharded_data_parallel_gradients() -> None:
+    stages = []
+    for pp in range(2):
+        torch.manual_seed(pp)
+        stages.append(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5, bias=False)).double())
+    stages[1][1].weight = stages[0][1].weight
+    data = [torch.arange(6.0, dtype=torch.float64).view(2, 3) + dp for dp in range(2)]
+    torch.stack([stage(x).square().mean() / 2 for x in data for stage in stages]).sum().backward()
+    norm = nn.utils.clip_grad_norm_(nn.ModuleList(stages).parameters(), 0.5)
+    for rank, result in enumerate(run_distributed(fsdp, 4)):
+        assert abs(result["norm"] - float(norm)) < 1e-12 * float(norm)
+        for got, param in zip(result["grads"], stages[rank // 2].parameters(), strict=True):
+            torch.testing.assert_close(got, param.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_norm_without_gradients_and_of_mixed_types() -> None:
+    assert float(global_norm([])) == 0.0
+    params = [Parameter(torch.ones(2, dtype=t)) for t in (torch.bfloat16, torch.float32)]
+    assert float(global_norm(params)) == 0.0
+    params[0].grad = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
+    params[1].grad = torch.tensor([2.0, 4.0])
+    assert float(global_norm([*params, params[0]])) == pytest.approx(5.0, abs=1e-6)
+
+
+def losses(rank: int, world: int) -> Any:
+    mesh = init_mesh(pp=2, dp=2)
+    pp, dp = coordinate(mesh, "pp"), coordinate(mesh, "dp")
+    # Stages before the last may hold anything.
+    loss = torch.tensor([1.0 + dp], dtype=torch.bfloat16) if pp else torch.tensor(99.0) * dp
+    mean = mean_loss(loss if pp or dp else None, mesh)
+    assert mean.shape == ()
+    assert mean.dtype == torch.float32
+    return float(mean)
+
+
+@pytest.mark.distributed
+def test_mean_loss() -> None:
+    assert run_distributed(losses, 4) == [1.5] * 4
+
+
+def test_the_last_stage_has_a_loss() -> None:
+    with pytest.raises(SlapoError, match="no loss"):
+        mean_loss(None, init_mesh(device="cpu"))
+    dist.destroy_process_group()

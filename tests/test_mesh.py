@@ -1,0 +1,174 @@
+"""The grid of processes, and what does not make one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from slapo.errors import SlapoError
+from slapo.mesh import (
+    check_mesh,
+    coordinate,
+    current_device,
+    describe_rank,
+    device_of_world,
+    extent,
+    group_of,
+    init_mesh,
+)
+from tests.distributed import run_distributed
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher and no process group, before and after."""
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_single_process_is_a_world_of_one() -> None:
+    mesh = init_mesh(device="cpu")
+    assert mesh.shape == (1, 1, 1)
+    assert dist.get_world_size() == 1
+    assert dist.get_backend() == "gloo"
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=group_of(mesh, "tp"))
+    assert tensor.tolist() == [1.0, 1.0]
+    check_mesh(mesh)
+
+
+def test_the_process_group_is_used_again() -> None:
+    first = init_mesh(device="cpu")
+    world = dist.group.WORLD
+    second = init_mesh()
+    assert dist.group.WORLD is world
+    assert (first.device_type, second.device_type) == ("cpu", "cpu")
+
+
+def test_devices() -> None:
+    mesh = init_mesh(device="cpu")
+    assert current_device(mesh) == device_of_world() == torch.device("cpu")
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, True, "2", None])
+def test_sizes_are_positive_integers(size: Any) -> None:
+    with pytest.raises(ValueError, match=r"tp is .*; pass a whole number"):
+        init_mesh(tp=size, device="cpu")
+    assert not dist.is_initialized()
+
+
+def test_a_world_that_is_too_small() -> None:
+    with pytest.raises(ValueError, match=r"pp=2, dp=3, tp=1 makes 6 processes, and the job has 1"):
+        init_mesh(pp=2, dp=3, device="cpu")
+    assert not dist.is_initialized()
+
+
+def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SlapoError, match=r"not \['MASTER_ADDR', 'MASTER_PORT'\]; launch with"):
+        init_mesh(device="cpu")
+
+
+def test_a_device_without_a_backend_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(ValueError, match=r"'cuda', and the process group .* 'cpu:gloo,cuda:nccl'"):
+        init_mesh(device="cuda")
+    assert dist.is_initialized()
+
+
+def test_check_mesh() -> None:
+    with pytest.raises(TypeError, match=r"mesh is a tuple; pass slapo\.init_mesh"):
+        check_mesh((2, 2, 2))  # type: ignore[arg-type]
+    mesh = init_mesh(device="cpu")
+    with pytest.raises(ValueError, match=r"has the dimensions \('x',\)"):
+        check_mesh(init_device_mesh("cpu", (1,), mesh_dim_names=("x",)))
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match="outlived its process group"):
+        check_mesh(mesh)
+
+
+def test_under_the_fake_process_group() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
+    mesh = init_mesh(pp=4, dp=4, tp=4, device="cpu")
+    assert [coordinate(mesh, dim) for dim in ("pp", "dp", "tp")] == [0, 1, 1]
+    check_mesh(mesh)
+
+
+def grid(rank: int, world_size: int) -> dict[str, Any]:
+    mesh = init_mesh(pp=2, dp=2, tp=2)
+    return {
+        "place": [coordinate(mesh, dim) for dim in ("pp", "dp", "tp")],
+        "tp": dist.get_process_group_ranks(group_of(mesh, "tp")),
+        "pp": dist.get_process_group_ranks(group_of(mesh, "pp")),
+        "name": describe_rank(mesh, rank),
+        "extent": extent(mesh, "dp"),
+    }
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_neighbours_are_tensor_parallel() -> None:
+    results = run_distributed(grid, 8)
+    assert [r["place"] for r in results] == [
+        [pp, dp, tp] for pp in (0, 1) for dp in (0, 1) for tp in (0, 1)
+    ]
+    assert results[5]["tp"] == [4, 5]
+    assert results[5]["pp"] == [1, 5]
+    assert results[5]["name"] == "rank 5 (pp 1, dp 0, tp 1)"
+    assert results[5]["extent"] == 2
+
+
+def complaint(rank: int, world_size: int, arguments: list[dict[str, Any]]) -> str:
+    try:
+        init_mesh(**arguments[rank])
+    except (ValueError, SlapoError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.distributed
+def test_errors_come_on_every_rank() -> None:
+    wrong: list[Any] = run_distributed(complaint, 2, [{"pp": 4}] * 2)
+    assert wrong[0] == wrong[1]
+    assert wrong[0].startswith("ValueError: init_mesh: pp=4, dp=1, tp=1 makes 4 processes")
+    assert "pass pp=2 and the rest as they are, or launch 4" in wrong[0]
+    mixed = run_distributed(complaint, 2, [{"pp": 2}, {"pp": 0}])
+    assert mixed[1].startswith("ValueError: init_mesh: pp is 0")
+    assert mixed[0].startswith("SlapoError: init_mesh failed on rank 1 with ValueError")
+    other = run_distributed(complaint, 2, [{"pp": 2}, {"tp": 2}])
+    assert other[0] == other[1]
+    assert "(2, 1, 1, 'cpu') on rank 0, (1, 1, 2, 'cpu') on rank 1" in other[0]
+
+
+def from_environment(rank: int, world_size: int, port: int) -> Any:
+    dist.destroy_process_group()
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_PORT=str(port), LOCAL_RANK=str(rank))
+    mesh = init_mesh(tp=2, device="cpu")
+    return coordinate(mesh, "tp"), isinstance(mesh, DeviceMesh)
+
+
+@pytest.mark.distributed
+def test_the_environment_of_a_launcher() -> None:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    assert run_distributed(from_environment, 2, port) == [(0, True), (1, True)]
