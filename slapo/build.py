@@ -117,7 +117,7 @@ def _prepare(sch: Schedule, runtime: Runtime) -> Lowering:
     check_ties(whole, sch.state.ties)
     check_shards(sch)
     if not cut_nodes(sch):
-        runtime.check_unpipelined()
+        runtime.stages_of_this_rank(1)
         return Lowering(whole, tp_group=sch.group)
     with restored_on_error(sch):
         _renew_tags(sch)

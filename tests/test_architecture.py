@@ -9,9 +9,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 #: From the bottom up; a module may import from its own floor and from lower ones.
 FLOORS = [
-    ["errors", "history", "hooks", "logger", "random", "utils", "framework_dialect"],
+    ["errors", "history", "hooks", "logger", "random", "utils"],
     ["sharding", "weights", "op", "graph"],
     ["node", "pattern", "tracer", "initialization"],
+    ["pipeline"],
+    ["framework_dialect", "mesh"],
     ["snapshot", "printing"],
     ["primitives"],
     ["selection"],

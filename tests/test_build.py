@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import slapo
-from slapo.framework_dialect import get_dialect_cls, register_framework_dialect
+from slapo.framework_dialect import Lowering, Runtime, get_dialect_cls, register_framework_dialect
 from slapo.framework_dialect.registry import _DIALECTS
 from tests.distributed import run_distributed
 from tests.primitives.models import Stack, Tied
@@ -43,9 +43,16 @@ def test_unknown_targets_and_arguments() -> None:
 
 
 def test_runtimes_are_plug_ins() -> None:
-    class Recorder:
-        def lower(self, sch: slapo.Schedule, **kwargs: Any) -> tuple[Any, Any]:
-            return {"model": sch.mod, **kwargs}, "optimizer"
+    class Recorder(Runtime):
+        def __init__(self, sch: slapo.Schedule, **options: Any) -> None:
+            self.options = options
+
+        def stages_of_this_rank(self, n_stages: int) -> tuple[int, ...]:
+            assert n_stages == 2
+            return (1,)
+
+        def lower(self, lowering: Lowering) -> tuple[Any, Any]:
+            return (lowering, self.options), "optimizer"
 
     try:
         register_framework_dialect("recorder")(Recorder)
@@ -53,13 +60,20 @@ def test_runtimes_are_plug_ins() -> None:
         with pytest.raises(ValueError, match="taken by Recorder"):
             register_framework_dialect("recorder")(Recorder)
         with slapo.init_empty_weights():
-            sch = slapo.create_schedule(Stack(1))
+            sch = slapo.create_schedule(Stack(2))
         sch.trace(recursive=False)
         sch["layers.0"].cut_pipeline_stage()
-        engine, optimizer = slapo.build(sch, target="recorder", config={"a": 1})
-        assert engine == {"model": sch.mod, "config": {"a": 1}}
+        (lowering, options), optimizer = slapo.build(sch, target="recorder", config={"a": 1})
+        assert options == {"config": {"a": 1}}
         assert optimizer == "optimizer"
-        assert not any(p.is_meta for p in sch.mod.parameters())
+        assert lowering.model is sch.mod
+        assert list(lowering.stages) == [1]
+        # Only this rank's stage has values.
+        assert all(p.is_meta for p in sch.mod.submod_0.parameters())
+        assert not any(p.is_meta for p in sch.mod.submod_1.parameters())
+        assert lowering.state_dict().keys() == {
+            name for name in Stack(2).state_dict() if not name.startswith("layers.0")
+        }
     finally:
         _DIALECTS.pop(("runtime", "recorder"), None)
 

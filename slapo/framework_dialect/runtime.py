@@ -74,7 +74,7 @@ class Lowering:
             local = stage.state_dict()
             state.update(local)
             for name, originals in self.pipelined.original_names(index).items():
-                state.update({original: local[name] for original in originals})
+                state.update(dict.fromkeys(originals, local[name]))
         return state
 
 
@@ -154,26 +154,19 @@ class Runtime(ABC):
     def __init__(self, sch: Node, **options: Any) -> None: ...
 
     def stages_of_this_rank(self, n_stages: int) -> tuple[int, ...]:
-        """Indices of the stages that run in this process.
+        """Indices of the stages that run in this process; without cuts there is one.
 
         Raises
         ------
         SlapoError
             If so many stages cannot be shared out.
         """
+        if n_stages == 1:
+            return (0,)
         raise SlapoError(
             f"{type(self).__name__} runs no pipelines, and the schedule is cut in {n_stages} "
             "stages; leave out the cuts, or build for another target"
         )
-
-    def check_unpipelined(self) -> None:
-        """Refuse, if need be, a schedule without cuts.
-
-        Raises
-        ------
-        SlapoError
-            If the runtime was asked for several pipeline ranks.
-        """
 
     @abstractmethod
     def lower(self, lowering: Lowering) -> tuple[Any, Any]:

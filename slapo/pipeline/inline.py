@@ -246,7 +246,9 @@ def _fields_of(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     # An output leaves out what is None, and may take a single tuple apart: leave that to it.
     ordered = {name: given[name] for name in names if given.get(name) is not None}
-    return None if len(ordered) == 1 and isinstance(next(iter(ordered.values())), tuple) else ordered
+    return (
+        None if len(ordered) == 1 and isinstance(next(iter(ordered.values())), tuple) else ordered
+    )
 
 
 def _tensors_named(guard: Guard) -> set[str]:

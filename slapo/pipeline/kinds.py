@@ -20,21 +20,82 @@ Kind = Literal["tensor", "value", "container"]
 META = "slapo_kind"
 
 _VALUE_METHODS = frozenset(
-    "size dim ndimension numel nelement stride storage_offset item tolist element_size "
-    "is_floating_point is_complex is_contiguous get_device __len__".split()
+    {
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "stride",
+        "storage_offset",
+        "item",
+        "tolist",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "get_device",
+        "__len__",
+    }
 )
 _VALUE_ATTRIBUTES = frozenset(
-    "shape dtype device ndim layout requires_grad is_cuda is_meta is_sparse itemsize nbytes "
-    "names grad_fn training".split()
+    {
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "requires_grad",
+        "is_cuda",
+        "is_meta",
+        "is_sparse",
+        "itemsize",
+        "nbytes",
+        "names",
+        "grad_fn",
+        "training",
+    }
 )
 _TUPLE_METHODS = frozenset(
-    "split chunk unbind tensor_split split_with_sizes hsplit vsplit dsplit max min sort topk "
-    "kthvalue mode median cummax cummin aminmax".split()
+    {
+        "split",
+        "chunk",
+        "unbind",
+        "tensor_split",
+        "split_with_sizes",
+        "hsplit",
+        "vsplit",
+        "dsplit",
+        "max",
+        "min",
+        "sort",
+        "topk",
+        "kthvalue",
+        "mode",
+        "median",
+        "cummax",
+        "cummin",
+        "aminmax",
+    }
 )
 _VALUE_FUNCTIONS = frozenset(
-    [select_by_mode, torch.is_tensor, torch.numel, torch.is_floating_point, torch.is_complex]
-    + [torch.Size, torch.device, torch.finfo, torch.iinfo, torch.get_default_dtype]
-    + [torch.is_grad_enabled, torch.sym_max, torch.sym_min, torch.sym_int, torch.sym_float]
+    {
+        select_by_mode,
+        torch.Size,
+        torch.device,
+        torch.finfo,
+        torch.get_default_dtype,
+        torch.iinfo,
+        torch.is_complex,
+        torch.is_floating_point,
+        torch.is_grad_enabled,
+        torch.is_tensor,
+        torch.numel,
+        torch.sym_float,
+        torch.sym_int,
+        torch.sym_max,
+        torch.sym_min,
+    }
 )
 _PLAIN_MODULES = (operator, builtins, math)
 _PLAIN = frozenset(
@@ -128,6 +189,20 @@ def is_in_place(node: fx.Node) -> bool:
 
 
 _IN_PLACE = frozenset(
-    getattr(operator, f"i{name}")
-    for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()
-) | {operator.setitem}
+    {
+        operator.setitem,
+        operator.iadd,
+        operator.iand,
+        operator.ifloordiv,
+        operator.ilshift,
+        operator.imatmul,
+        operator.imod,
+        operator.imul,
+        operator.ior,
+        operator.ipow,
+        operator.irshift,
+        operator.isub,
+        operator.itruediv,
+        operator.ixor,
+    }
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from torch import fx, nn
+from torch import fx
 
 from slapo.errors import SlapoError
 from slapo.graph.traced_module import TracedModule
@@ -14,7 +14,7 @@ from slapo.op.wrapper import innermost
 from slapo.pipeline.inline import JoinedGraph, join_containers
 from slapo.pipeline.pipelined import PipelinedModule
 from slapo.pipeline.split import split_graph
-from slapo.pipeline.stage import make_stage
+from slapo.pipeline.stage import Stage, make_stage
 
 _CUT = "cut_pipeline_stage"
 N = TypeVar("N", bound=Node)
@@ -55,6 +55,7 @@ def generate_pipeline_partition(sch: N) -> N:
     Examples
     --------
     >>> import torch, slapo
+    >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> sch = slapo.create_schedule(model)
     >>> sch.trace_until("")
@@ -83,7 +84,7 @@ def generate_pipeline_partition(sch: N) -> N:
     return sch
 
 
-def _make_stages(root: TracedModule, joined: JoinedGraph, ends: list[fx.Node]) -> list[nn.Module]:
+def _make_stages(root: TracedModule, joined: JoinedGraph, ends: list[fx.Node]) -> list[Stage]:
     parts = split_graph(joined.graph, ends)
     return [make_stage(index, part, root, joined) for index, part in enumerate(parts)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -156,13 +156,17 @@ def release(pipelined: PipelinedModule, keep: Sequence[int]) -> None:
 
 
 def _release_module(module: nn.Module, needed: set[int]) -> None:
-    for name, parameter in module._parameters.items():
-        if parameter is not None and id(parameter) not in needed and not parameter.is_meta:
+    for name, parameter in list(module._parameters.items()):
+        if _is_released(parameter, needed):
             blank = torch.empty_like(parameter, device="meta")
             module._parameters[name] = nn.Parameter(blank, parameter.requires_grad)
-    for name, buffer in module._buffers.items():
-        if buffer is not None and id(buffer) not in needed and not buffer.is_meta:
+    for name, buffer in list(module._buffers.items()):
+        if _is_released(buffer, needed):
             module._buffers[name] = buffer.to("meta")
+
+
+def _is_released(tensor: Tensor | None, needed: set[int]) -> TypeGuard[Tensor]:
+    return tensor is not None and id(tensor) not in needed and not tensor.is_meta
 
 
 # --- names ---------------------------------------------------------------------------------------

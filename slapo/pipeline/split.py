@@ -212,9 +212,8 @@ class _StageBuilder:
         for node in plan.graph.nodes:
             if node.op == "output":
                 output = node
-            elif plan.stage_of[node] == index and node.op != "placeholder":
-                if plan.kinds[node] != "value" or _is_statement(node):
-                    self._copy(node)
+            elif plan.stage_of[node] == index and self._is_run(node):
+                self._copy(node)
         sent: list[fx.Node] = []
         if index + 1 < plan.n_stages:
             sent = plan.received[index + 1]
@@ -224,6 +223,12 @@ class _StageBuilder:
             self.graph.output(self._mapped(output.args[0]))
         names = tuple(n.name for n in received), tuple(n.name for n in sent)
         return StageGraph(self.graph, *names)
+
+    def _is_run(self, node: fx.Node) -> bool:
+        """Whether the node has its own place; values come where they are first asked for."""
+        if node.op == "placeholder":
+            return False
+        return self.plan.kinds[node] != "value" or _is_statement(node)
 
     def _hand_on(self, node: fx.Node) -> fx.Node:
         received = self.plan.stage_of[node] < self.index or node.op == "placeholder"
@@ -254,5 +259,3 @@ class _StageBuilder:
 def _is_statement(node: fx.Node) -> bool:
     """A node that is there for what it does: checks, mode switches, module calls."""
     return node.op == "call_module" or (not node.users and node.op == "call_function")
-
-

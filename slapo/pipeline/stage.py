@@ -84,6 +84,7 @@ def put(root: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def owner_at(root: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The module that `path` lies in, made if it is missing, and the last part of the path."""
     *parts, name = path.split(".")
     for part in parts:
         below = root._modules.get(part)

@@ -20,7 +20,7 @@ from slapo.framework_dialect.pytorch.data_parallel import (
     shard_parameters,
     without_sync,
 )
-from slapo.framework_dialect.pytorch.runtime import TorchOptions
+from slapo.framework_dialect.pytorch.options import TorchOptions
 from slapo.framework_dialect.runtime import Engine, Lowering
 from slapo.mesh import group_of
 from slapo.pipeline.boundaries import autocasting

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import MicroBatch
 from slapo.framework_dialect.gradients import (
     TiedGradients,
@@ -21,8 +21,8 @@ from slapo.framework_dialect.gradients import (
 )
 from slapo.framework_dialect.pytorch.data_parallel import broadcast_values, shard_parameters
 from slapo.framework_dialect.pytorch.engine import TorchEngineBase
+from slapo.framework_dialect.pytorch.options import TorchOptions
 from slapo.framework_dialect.pytorch.placement import schedule_named
-from slapo.framework_dialect.pytorch.runtime import TorchOptions
 from slapo.framework_dialect.runtime import Lowering
 from slapo.mesh import coordinate, extent, group_of
 from slapo.pipeline import Stage
@@ -48,18 +48,26 @@ class StageRunner(nn.Module):
         loss_of: Callable[[Any, int], Tensor] | None,
         device: torch.device,
         autocast: torch.dtype | None,
+        own_outputs: bool,
     ) -> None:
         super().__init__()
         self.stage = stage
+        self._own_outputs = own_outputs
         self._loss_of, self._device, self._autocast = loss_of, device, autocast
 
     def forward(self, *received: Tensor, number: Tensor) -> Any:
         """Run micro-batch `number`."""
         with autocasting(self._device, self._autocast):
             output = self.stage(*received)
-            if self._loss_of is None:
-                return output
-            return self._loss_of(output, int(number)).reshape(1)
+            if self._loss_of is not None:
+                return torch.stack([self._loss_of(output, int(number)).reshape(())])
+        sent = tuple(tensor.contiguous() for tensor in output)
+        return tuple(map(_owned, sent)) if self._own_outputs else sent
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """A split backward detaches outputs in place, and FSDP2 hooks them: both not on views."""
+    return tensor.clone() if tensor._is_view() else tensor
 
 
 class TorchPipelineEngine(TorchEngineBase):
@@ -81,17 +89,18 @@ class TorchPipelineEngine(TorchEngineBase):
     def _make_runner(self, stage: Stage) -> StageRunner:
         is_last = stage.index == self.lowering.n_stages - 1
         loss_of = self._micro_batch_loss if is_last else None
-        runner = StageRunner(stage, loss_of, self.device, self.options.autocast)
+        split = self.schedule.splits_backward
+        own = split or self.is_sharded
+        runner = StageRunner(stage, loss_of, self.device, self.options.autocast, own)
         if not self.is_sharded:
             broadcast_values(stage, group_of(self.mesh, "dp"))
             return runner
         extra = dict(self.options.data_parallel_options or {})
-        if self.schedule.splits_backward:
+        if split:
             # Gathered again between the two halves of a backward, it computes wrong gradients.
             extra["reshard_after_forward"] = False
-        shard_parameters(stage, self.mesh, extra)
-        # On the runner, where the pipeline looks for it to put off the reduction.
-        fully_shard(runner, mesh=self.mesh["dp"], **extra)
+        # The runner, not the stage: there the pipeline looks for it, to put off the reduction.
+        shard_parameters(runner, self.mesh, extra)
         return runner
 
     def _make_ties(self) -> TiedGradients:
@@ -153,13 +162,23 @@ class TorchPipelineEngine(TorchEngineBase):
             extra = {"return_outputs": False} if train and _takes_outputs(run) else {}
             step(*arguments, target=numbers, losses=losses, number=numbers, **extra)
         except RuntimeError as error:
-            # The pipeline wraps what a stage raises, and shows the tensors instead.
-            if error.__cause__ is not None and "failed to run" in str(error):
-                raise error.__cause__ from None
-            raise
+            raise self._explained(error) from None
         finally:
             self._targets = []
         return torch.stack([loss.detach().float() for loss in losses]).sum() if losses else None
+
+    def _explained(self, error: RuntimeError) -> BaseException:
+        """The pipeline wraps what a stage raises, and shows the tensors instead."""
+        if error.__cause__ is not None and "failed to run" in str(error):
+            return error.__cause__
+        if self.schedule.splits_backward and "backward through the graph a second" in str(error):
+            return SlapoError(
+                f"pipeline_schedule={self.options.pipeline_schedule!r} splits the backward of a "
+                "stage in two, which torch cannot do where parameters stand beside what the stage "
+                "receives (a decoder with an embedding of its own) or where activations are "
+                'checkpointed; use "interleaved_1f1b" or "1f1b"'
+            )
+        return error
 
     def _micro_batch_loss(self, output: Any, number: int) -> Tensor:
         loss = self._loss_of(output, self._targets[number])

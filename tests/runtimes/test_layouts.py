@@ -1,0 +1,85 @@
+"""3-D layouts of real models against one process: losses of five steps, all parameters after them.
+
+The tolerance: float32 sums over ranks and micro-batches are in another order, so that each is off
+by some 1e-7 of its size; five steps of momentum SGD let that grow to a few 1e-6 on parameters and
+losses of size 1 to 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from examples.parallel_models import FAMILIES
+from tests.distributed import run_distributed
+from tests.runtimes.layouts import compare, train_alone, train_twice
+
+LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, tuple[list[float], dict[str, Tensor]]]:
+    return {name: train_alone(name) for name in FAMILIES}
+
+
+def check(layout: Any, target: str, alone: Any, **options: Any) -> None:
+    world = layout[0] * layout[1] * layout[2]
+    names = list(FAMILIES)
+    for found in run_distributed(
+        compare, world, names, target, layout, alone, options, timeout=280
+    ):
+        assert found.keys() == FAMILIES.keys()
+        for name, (losses, parameters) in found.items():
+            assert losses < TOLERANCE, (name, losses)
+            assert parameters < TOLERANCE, (name, parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "x".join(map(str, layout)))
+@pytest.mark.parametrize("target", ["torch", "deepspeed"])
+def test_training_equals_one_process(target: str, layout: Any, alone: Any) -> None:
+    if target == "deepspeed":
+        pytest.importorskip("deepspeed")
+    check(layout, target, alone)
+
+
+def test_alone_learns(alone: dict[str, tuple[list[float], dict[str, Tensor]]]) -> None:
+    for name, (losses, _) in alone.items():
+        assert losses[-1] != losses[0], name
+
+
+# T5's blocks hand on the position bias as a view; nothing writes to it.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pipeline_schedule": "interleaved_1f1b"},
+        {"pipeline_schedule": "zero_bubble"},
+        {"pipeline_schedule": "zbv"},
+        {"pipeline_schedule": "gpipe", "data_parallel": "fsdp", "checkpoint_ratio": 0.5},
+        {"data_parallel": "fsdp", "clip_grad_norm": 1e6},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_torch_schedules_and_sharding(options: dict[str, Any], alone: Any) -> None:
+    check((2, 2, 1), "torch", alone, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("target", ["torch", "deepspeed"])
+def test_dropout_repeats(target: str) -> None:
+    if target == "deepspeed":
+        pytest.importorskip("deepspeed")
+    names = list(FAMILIES)
+    for found in run_distributed(train_twice, 4, names, target, (2, 1, 2), timeout=280):
+        for name, (_, equal) in found.items():
+            assert equal, name
