@@ -132,6 +132,8 @@ def _context() -> multiprocessing.context.ForkServerContext:
     # Costs seconds, and is needed only where the collected tests use it: by now they are imported.
     if "transformers" in sys.modules:
         preload.append("transformers.modeling_utils")
+    if "deepspeed" in sys.modules:
+        preload.append("deepspeed")
     # Has an effect until the server runs, which is from the first job on.
     context.set_forkserver_preload(preload)
     return context

@@ -1,5 +1,6 @@
 """Runtimes that a schedule can be lowered to, as plug-ins."""
 
+from slapo.framework_dialect.deepspeed.runtime import DeepSpeedRuntime
 from slapo.framework_dialect.pytorch.runtime import TorchRuntime
 from slapo.framework_dialect.registry import (
     get_dialect_cls,
@@ -8,6 +9,7 @@ from slapo.framework_dialect.registry import (
 from slapo.framework_dialect.runtime import Engine, Lowering, Runtime
 
 __all__ = [
+    "DeepSpeedRuntime",
     "Engine",
     "Lowering",
     "Runtime",

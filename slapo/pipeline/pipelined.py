@@ -174,9 +174,9 @@ def _place_names(root: nn.Module, stages: Sequence[Stage]) -> dict[str, tuple[in
     by_name: dict[str, int] = {}
     by_tensor: dict[int, tuple[int, str]] = {}
     for stage in reversed(stages):
-        for name, tensor in _tensors(stage):
+        for name, held in _tensors(stage):
             by_name[name] = stage.index
-            by_tensor[id(tensor)] = (stage.index, name)
+            by_tensor[id(held)] = (stage.index, name)
     places: dict[str, tuple[int, str]] = {}
     tensors = dict(_tensors(root))
     for name in root.state_dict():

@@ -197,8 +197,10 @@ class _Materializer:
                 f"{sorted(name for _, name in left)}: it has no reset_parameters, and the model's "
                 "_init_weights does not set them; pass init_weights=fn(module, path) to build"
             )
-        for (owner, name), value in sorted(values.items(), key=lambda item: item[0][1]):
-            self._install(owner, name, value)
+        # Ranks exchange values one by one, so all of them must take the tensors in one order.
+        order = {id(innermost(m)): number for number, m in enumerate(module.modules())}
+        for owner, name in sorted(values, key=lambda place: (order[id(place[0])], place[1])):
+            self._install(owner, name, values[owner, name])
 
     def _try_ways(
         self, path: str, module: nn.Module, wanted: set[tuple[nn.Module, str]]

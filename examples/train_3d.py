@@ -1,0 +1,148 @@
+"""Train a model with pipeline, data and tensor parallelism; the target is one word.
+
+    torchrun --nproc-per-node 8 examples/train_3d.py --model gpt2 --pp 2 --dp 2 --tp 2
+
+The text is the source of Python's own standard library. ``--help`` lists the options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# One process for each core is all that a CPU run wants; more threads only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+import slapo
+from examples.parallel_models import FAMILIES, Family, Sizes, schedule
+from examples.text import Batches, standard_library
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: Schedules that run two stages on each rank.
+LOOPED = ("interleaved_1f1b", "zero_bubble", "zbv")
+
+
+def main() -> None:
+    """Schedule, build, train."""
+    args = parse()
+    mesh = slapo.init_mesh(pp=args.pp, dp=args.dp, tp=args.tp, device=args.device)
+    pp, dp, tp = (mesh.get_local_rank(name) for name in ("pp", "dp", "tp"))
+    family = FAMILIES[args.model]
+    sizes = Sizes(args.hidden, args.layers, args.heads, args.length, dropout=args.dropout)
+
+    # The same values everywhere; from here on random numbers differ where they should.
+    torch.manual_seed(args.seed)
+    with slapo.init_empty_weights(enable=args.meta):
+        model = family.build(sizes).train()
+    slapo.set_random_seed(args.seed, dp_rank=dp, pp_rank=pp, tp_rank=tp)
+
+    sch = slapo.create_schedule(model, group=mesh["tp"])
+    stages = args.pp * (2 if args.schedule in LOOPED else 1)
+    schedule(sch, family, stages, args.checkpoint_ratio)
+    engine, _ = slapo.build(
+        sch,
+        target=args.target,
+        mesh=mesh,
+        loss_fn=family.loss,
+        optimizer=functools.partial(torch.optim.AdamW, lr=args.lr, weight_decay=0.0),
+        micro_batches=args.micro_batches,
+        clip_grad_norm=args.clip,
+        dtype=DTYPES[args.dtype],
+        **target_options(args),
+    )
+    train(engine, batches(family, args, dp), args)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def target_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What only one target knows."""
+    if args.target == "torch":
+        return {"pipeline_schedule": args.schedule, "data_parallel": args.data_parallel}
+    if args.schedule != "1f1b":
+        raise SystemExit(f"--schedule {args.schedule} is one of target torch; others run 1f1b")
+    return {"zero": args.zero} if args.target == "deepspeed" else {}
+
+
+def batches(family: Family, args: argparse.Namespace, dp: int) -> Iterator[tuple[Any, Tensor]]:
+    """Text for one data-parallel rank: each has windows of its own."""
+    text = standard_library()
+    windows = Batches(text, args.batch, args.length, family.masked, seed=args.seed + dp)
+    while True:
+        yield family.batch(windows())
+
+
+def train(engine: Any, data: Iterator[Any], args: argparse.Namespace) -> None:
+    """Some steps, with a bar on the first rank."""
+    first = dist.get_rank() == 0
+    console = Console(stderr=True)
+    losses, seconds = [], []
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} loss {task.fields[loss]:.4f}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not first) as bar:
+        layout = f"{args.model} on {args.target}, pp {args.pp} x dp {args.dp} x tp {args.tp}"
+        task = bar.add_task(layout, total=args.steps, loss=float("nan"))
+        for _ in range(args.steps):
+            start = time.perf_counter()
+            losses.append(engine.train_batch(data).item())
+            seconds.append(time.perf_counter() - start)
+            bar.update(task, advance=1, loss=losses[-1])
+    if first:
+        tokens = args.batch * args.length * args.dp / statistics.median(seconds)
+        print(f"{layout}: loss {losses[0]:.4f} -> {losses[-1]:.4f}, {tokens:.0f} tokens/s")
+
+
+def parse() -> argparse.Namespace:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", choices=sorted(FAMILIES), default="gpt2")
+    add("--target", choices=("torch", "deepspeed", "megatron"), default="torch")
+    add("--pp", type=int, default=1, help="pipeline ranks")
+    add("--dp", type=int, default=1, help="data-parallel replicas")
+    add("--tp", type=int, default=1, help="tensor-parallel ranks")
+    add("--micro-batches", type=int, default=4)
+    add("--schedule", choices=("1f1b", "gpipe", *LOOPED), default="1f1b", help="of the pipeline")
+    add("--checkpoint-ratio", type=float, default=0.0, help="share of layers to recompute")
+    add("--dtype", choices=sorted(DTYPES), default="float32")
+    add("--data-parallel", choices=("ddp", "fsdp"), default="ddp", help="for target torch")
+    add("--zero", type=int, choices=(0, 1, 2, 3), default=None, help="for target deepspeed")
+    add("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    add("--steps", type=int, default=20)
+    add("--batch", type=int, default=8, help="sequences per data-parallel rank")
+    add("--length", type=int, default=128, help="tokens per sequence")
+    add("--hidden", type=int, default=128)
+    add("--layers", type=int, default=4)
+    add("--heads", type=int, default=4)
+    add("--dropout", type=float, default=0.0)
+    add("--lr", type=float, default=1e-3)
+    add("--seed", type=int, default=2013)
+    add("--device", default=None, help="cpu or cuda; the accelerator if there is one")
+    add("--meta", action="store_true", help="create each rank's weights only")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

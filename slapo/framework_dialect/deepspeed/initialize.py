@@ -1,0 +1,221 @@
+"""``deepspeed.initialize``, and what it does wrong set right."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from slapo.errors import SlapoError
+from slapo.framework_dialect.agreement import all_ranks_or_none
+from slapo.framework_dialect.deepspeed.config import Config, Settings
+from slapo.framework_dialect.deepspeed.package import quiet
+from slapo.framework_dialect.deepspeed.wire import tensors_in
+from slapo.framework_dialect.gradients import clip_gradients, global_norm
+from slapo.graph.traced_module import TracedModule
+
+OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
+
+
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that an optimizer gets.
+
+    Examples
+    --------
+    >>> len(trainable(nn.Linear(2, 2)))
+    2
+    """
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def make_optimizer(factory: OptimizerFactory | Optimizer | None, module: nn.Module) -> Any:
+    """The user's optimizer over this rank's parameters; None if the config describes it.
+
+    A collective: if a rank cannot make its own, all ranks raise.
+
+    Raises
+    ------
+    TypeError
+        If `factory` cannot be called or returns no optimizer.
+    SlapoError
+        If this rank has no parameter to train.
+
+    Examples
+    --------
+    >>> type(make_optimizer(torch.optim.SGD, nn.Linear(2, 2)))
+    <class 'torch.optim.sgd.SGD'>
+    """
+    return all_ranks_or_none("make the optimizer", lambda: _make_optimizer(factory, module))
+
+
+def check_parameters(module: nn.Module, settings: Settings) -> None:
+    """Refuse a model that DeepSpeed cannot share out, or that was traced for another dtype.
+
+    Raises
+    ------
+    ValueError
+        Naming the parameters.
+    SlapoError
+        Naming the traced module.
+
+    Examples
+    --------
+    >>> from slapo.framework_dialect.deepspeed.config import Layout, Request, merge
+    >>> check_parameters(nn.Linear(2, 2), merge({}, Request(), Layout(1, 1, 1, "cpu")))
+    """
+    scalars = [name for name, p in module.named_parameters() if p.dim() == 0]
+    if settings.zero == 3 and scalars:
+        raise ValueError(
+            f"deepspeed: ZeRO stage 3 cannot share out parameters without dimensions: {scalars}; "
+            "give them the shape (1,), or pass zero=2"
+        )
+    if settings.dtype is torch.float32:
+        return
+    for path, child in module.named_modules():
+        traced = child.contract.dtype if isinstance(child, TracedModule) else None
+        if traced not in (None, settings.dtype):
+            raise SlapoError(
+                f"deepspeed: dtype={settings.dtype}, and {path or 'the model'!r} was traced with "
+                f"parameters in {traced}; convert the model before it is traced"
+            )
+
+
+def _make_optimizer(factory: OptimizerFactory | Optimizer | None, module: nn.Module) -> Any:
+    parameters = trainable(module)
+    if not parameters:
+        raise SlapoError(
+            "deepspeed: no parameter on this rank needs a gradient, and DeepSpeed's optimizers "
+            "want at least one on every rank; cut the stages so that each trains something"
+        )
+    if factory is None or isinstance(factory, Optimizer):
+        return factory
+    made = factory(parameters)
+    if not isinstance(made, Optimizer):
+        raise TypeError(
+            f"deepspeed: optimizer= returned a {type(made).__name__}; pass a callable from a list "
+            "of parameters to a torch.optim.Optimizer"
+        )
+    return made
+
+
+def initialize(
+    deepspeed: Any,
+    model: nn.Module,
+    config: Config,
+    *,
+    optimizer: Any,
+    lr_scheduler: Any,
+    mpu: Any,
+    dp_group: dist.ProcessGroup,
+) -> Any:
+    """A DeepSpeed engine that starts as the model and the optimizer are.
+
+    Parameters
+    ----------
+    deepspeed
+        The package.
+    model
+        A ``PipelineModule``, or any module.
+    config
+        Complete.
+    optimizer
+        A torch optimizer, or None if the config describes one.
+    lr_scheduler
+        A callable from the optimizer to a scheduler, a scheduler, or None.
+    mpu
+        None for a ``PipelineModule``.
+    dp_group
+        The replicas of this rank.
+
+    Returns
+    -------
+    ``DeepSpeedEngine``, or ``PipelineEngine`` for a ``PipelineModule``.
+    """
+    with quiet(), _any_layout(model, dp_group):
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            model_parameters=trainable(model),
+            lr_scheduler=lr_scheduler,
+            mpu=mpu,
+            config=config,
+        )
+    undo_first_step(engine.optimizer)
+    engine.clip_fp32_gradients = lambda: clip_by_whole_norm(engine)
+    if mpu is not None:
+        model.register_forward_hook(lambda module, args, output: _look_into(engine, output))
+    return engine
+
+
+def _look_into(engine: Any, output: Any) -> None:
+    """Hang DeepSpeed's hooks on the tensors of an output of a class that it does not know.
+
+    They prepare the backward pass: without them, bfloat16 gradients of one micro-batch stay for
+    the next.
+    """
+    from deepspeed.runtime.utils import register_output_backward_hooks  # optional package
+
+    if torch.is_grad_enabled() and not isinstance(output, (Tensor, tuple, list, dict)):
+        register_output_backward_hooks(
+            tensors_in(output),
+            preprocess_once_fn=engine._backward_prologue,
+            preprocess_per_tensor_fn=engine._backward_prologue_per_tensor,
+        )
+
+
+def clip_by_whole_norm(engine: Any) -> None:
+    """Clip the gradients of an engine without ZeRO by the norm of the whole model's.
+
+    DeepSpeed's own leaves out replicated parameters of all stages but the first, counts tied ones
+    in every stage, and fails on parameters without dimensions.
+    """
+    parameters = list(engine.module.parameters())
+    stages = getattr(engine.mpu, "get_pipe_parallel_group", None)
+    norm = global_norm(
+        parameters,
+        tp_group=engine.mpu.get_slice_parallel_group(),
+        pp_group=stages() if stages else None,
+        counted=lambda p: not getattr(p, "ds_pipe_replicated", False),
+    )
+    clip_gradients(parameters, engine.gradient_clipping(), norm)
+    engine._global_grad_norm = norm
+
+
+def undo_first_step(optimizer: Any) -> None:
+    """Take back the step with zero gradients by which some of DeepSpeed's optimizers start.
+
+    It counts in Adam's bias correction, and applies weight decay once too often.
+    """
+    # The two that keep a whole float32 copy of half-precision parameters, without ZeRO.
+    if type(optimizer).__name__ not in ("FP16_Optimizer", "FP16_UnfusedOptimizer"):
+        return
+    optimizer.optimizer.state.clear()
+    for group in optimizer.optimizer.param_groups:
+        group.pop("step", None)
+    optimizer.refresh_fp32_params()
+
+
+@contextlib.contextmanager
+def _any_layout(model: nn.Module, dp_group: dist.ProcessGroup) -> Iterator[None]:
+    """Let replicas be made equal whatever the shapes and strides of parameters are.
+
+    DeepSpeed views each parameter as bytes to broadcast it, which needs a contiguous last
+    dimension, and fails on a parameter without dimensions.
+    """
+    scalars = [parameter for parameter in model.parameters() if parameter.dim() == 0]
+    source = dist.get_global_rank(dp_group, 0)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
+    for scalar in scalars:
+        dist.broadcast(scalar.data, src=source, group=dp_group)
+        scalar.ds_optim_param = True  # type: ignore[attr-defined]  # DeepSpeed's "not replicated"
+    try:
+        yield
+    finally:
+        for scalar in scalars:
+            del scalar.ds_optim_param  # type: ignore[attr-defined]

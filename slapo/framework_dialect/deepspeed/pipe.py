@@ -1,0 +1,215 @@
+"""DeepSpeed's pipeline made to run stages that exist, exactly. Imports DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe import p2p, schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import groups as deepspeed_groups
+from torch import Tensor, nn
+
+from slapo.framework_dialect.deepspeed.wire import (
+    StageLayer,
+    as_returned,
+    from_numbers,
+    to_numbers,
+)
+
+LossFn = Callable[[Any, Any], Tensor]
+
+
+class StagePipeline(PipelineModule):
+    """A ``PipelineModule`` of stages that are built already, one for each pipeline rank.
+
+    Parameters
+    ----------
+    layer
+        This rank's stage.
+    n_stages
+        Number of stages.
+    topology
+        DeepSpeed's.
+    loss_fn
+        From the last stage's output and the labels to the loss.
+    ties
+        Parameters of this rank that other stages share, each with the group of the ranks that hold
+        it, in one order on all ranks.
+
+    Attributes
+    ----------
+    keeps_modes : bool
+        Whether DeepSpeed's engine is kept from setting train mode for each batch.
+    """
+
+    keeps_modes = False
+
+    def __init__(
+        self,
+        layer: StageLayer,
+        n_stages: int,
+        topology: Any,
+        loss_fn: LossFn,
+        ties: Sequence[tuple[nn.Parameter, dist.ProcessGroup]],
+    ) -> None:
+        layers = [layer if index == layer.index else nn.Identity() for index in range(n_stages)]
+        super().__init__(
+            layers,
+            topology=topology,
+            loss_fn=lambda output, labels: loss_fn(as_returned(output), labels),
+            partition_method="uniform",
+        )
+        self.layer = layer
+        self._ties = list(ties)
+        for parameter, group in self._ties:
+            # The gradient's norm counts it once.
+            parameter.ds_pipe_replicated = group.rank() > 0  # type: ignore[attr-defined]
+
+    def train(self, mode: bool = True) -> StagePipeline:
+        """Set the mode, unless it is kept."""
+        return self if self.keeps_modes else super().train(mode)
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+        """What DeepSpeed sums the gradients of before it averages them over replicas."""
+        return self._ties
+
+
+class StagePipelineEngine(PipelineEngine):
+    """DeepSpeed's pipeline engine, corrected.
+
+    An engine that ``deepspeed.initialize`` has made is turned into one by :meth:`adopt`.
+    """
+
+    _trains: bool | None = None
+    grad_layer: Any
+
+    #: from a micro-batch's inputs to the first stage's tensors; None if they are these already
+    bind: Callable[[Any], tuple[Tensor, ...]] | None = None
+
+    @classmethod
+    def adopt(cls, engine: PipelineEngine) -> StagePipelineEngine:
+        """Give `engine` the methods of this class."""
+        # deepspeed.initialize takes no class of engines.
+        engine.__class__ = cls
+        _tolerate_no_gradients(engine.optimizer)
+        return engine
+
+    @property
+    def layer(self) -> StageLayer:
+        """This rank's stage."""
+        return self.module.layer
+
+    # --- one batch -------------------------------------------------------------------------------
+    def train_batch(self, data_iter: Any = None) -> Tensor:
+        """As DeepSpeed's: takes the micro-batches from `data_iter` one by one."""
+        self._prepare(trains=True)
+        return super().train_batch(data_iter)
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's."""
+        self._prepare(trains=False)
+        return super().eval_batch(*args, **kwargs)
+
+    def _prepare(self, trains: bool) -> None:
+        self.activate()
+        if self._trains is not trains:
+            # Without gradients, other tensors travel as bytes.
+            self.reset_activation_shape()
+            self._trains = trains
+
+    def activate(self) -> None:
+        """Make the groups that DeepSpeed keeps in module globals those of this engine."""
+        deepspeed_groups.mpu = self.mpu
+        if self.is_pipe_parallel:
+            p2p.init_process_groups(self.grid)
+
+    def reset_activation_shape(self) -> None:
+        """Expect micro-batches of another form from here on."""
+        super().reset_activation_shape()
+        self.layer.forget()
+
+    def _next_batch(self) -> Any:
+        batch = super()._next_batch()
+        if self.bind is None or not self.is_first_stage():
+            return batch
+        return (self.bind(batch[0]), *batch[1:])
+
+    # --- what crosses boundaries -----------------------------------------------------------------
+    def _send_tensor_meta(self, buffer: tuple[Tensor, ...], recv_stage: int) -> None:
+        assert self.layer.leaving is not None, "the forward has run"
+        numbers = to_numbers(self.layer.leaving)
+        for content in ([len(numbers)], numbers):
+            p2p.send(torch.tensor(content, device=self.device), recv_stage)
+
+    def _recv_tensor_meta(self, send_stage: int) -> tuple[Tensor, ...]:
+        length = torch.empty(1, dtype=torch.int64, device=self.device)
+        p2p.recv(length, send_stage)
+        numbers = torch.empty(int(length.item()), dtype=torch.int64, device=self.device)
+        p2p.recv(numbers, send_stage)
+        self.layer.arriving = from_numbers(numbers.tolist())
+        return tuple(parcel.buffer(self.device) for parcel in self.layer.arriving)
+
+    def _exec_send_grads(self, buffer_id: int) -> None:
+        # A stage may use an input in a way that passes no gradient on.
+        for tensor in self.pipe_buffers["inputs"][buffer_id]:
+            if tensor.is_floating_point() and tensor.grad is None:
+                tensor.grad = torch.zeros_like(tensor)
+        super()._exec_send_grads(buffer_id)
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        outputs = self.pipe_buffers["outputs"][buffer_id]
+        if self.is_last_stage() or len(self.grad_layer) < 2:
+            super()._exec_backward_pass(buffer_id)
+            return
+        # DeepSpeed would walk the stage's graph once for each output.
+        gradients = self.grad_layer
+        root = _Root.apply(gradients, *(t for t in outputs if t.is_floating_point()))
+        self.pipe_buffers["outputs"][buffer_id] = (root,)
+        self.grad_layer = [torch.ones_like(root)]
+        try:
+            super()._exec_backward_pass(buffer_id)
+        finally:
+            self.grad_layer = gradients
+
+    _INSTRUCTION_MAP: ClassVar = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        schedule.SendGrad: _exec_send_grads,
+        schedule.BackwardPass: _exec_backward_pass,
+    }
+
+
+class _Root(torch.autograd.Function):
+    """A number whose gradient with respect to some tensors is what was given."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return (None, *ctx.gradients)
+
+
+def _tolerate_no_gradients(optimizer: Any) -> None:
+    """Let a rank whose parameters all count elsewhere add nothing to the gradient's norm.
+
+    It may be the second tensor-parallel rank of a stage that shards nothing, and DeepSpeed's
+    bfloat16 optimizer would fail on it, leaving the others to wait.
+    """
+    original = getattr(optimizer, "get_grads_for_norm", None)
+    if original is None:
+        return
+
+    def get_grads_for_norm(for_clipping: bool = False) -> Any:
+        found = original(for_clipping)
+        if not for_clipping and not found[0]:
+            device = optimizer.fp32_groups_gradients_flat[0].device
+            return [torch.zeros(1, device=device)], found[1]
+        return found
+
+    optimizer.get_grads_for_norm = get_grads_for_norm

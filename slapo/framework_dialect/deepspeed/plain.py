@@ -1,0 +1,212 @@
+"""The way of scripts that are written for DeepSpeed: its config and topology in, its engine out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from slapo.errors import SlapoError
+from slapo.framework_dialect.deepspeed import config as configs
+from slapo.framework_dialect.deepspeed.groups import mark_sharded
+from slapo.framework_dialect.deepspeed.initialize import initialize, make_optimizer
+from slapo.framework_dialect.deepspeed.package import import_deepspeed, quiet
+from slapo.framework_dialect.gradients import is_tensor_parallel
+from slapo.framework_dialect.runtime import Lowering
+from slapo.mesh import device_of_world
+
+
+@dataclass(frozen=True)
+class PlainOptions:
+    """What a script passes, checked.
+
+    Parameters
+    ----------
+    topology
+        The user's; None to arrange data and tensor parallelism alone.
+    config
+        Its own copy.
+    layout
+        Ranks along each dimension.
+    stage
+        Number of this rank's pipeline stage.
+    """
+
+    topology: Any
+    config: configs.Config
+    layout: configs.Layout
+    stage: int
+
+    @classmethod
+    def check(
+        cls,
+        sch: Any,
+        topology: Any,
+        config: configs.Config,
+        request: configs.Request,
+        loss_fn: Any,
+    ) -> PlainOptions:
+        """Refuse what cannot work.
+
+        Raises
+        ------
+        ValueError
+            If an argument is missing, goes with ``mesh=`` only, or does not fit the processes.
+        SlapoError
+            If ``torch.distributed`` is not up.
+        """
+        _check_arguments(config, request)
+        if not (dist.is_available() and dist.is_initialized()):
+            raise SlapoError(
+                "deepspeed: torch.distributed is not initialised; call "
+                "deepspeed.init_distributed() before the schedule is created"
+            )
+        layout = _layout(sch, topology)
+        if layout.pp > 1 and loss_fn is None:
+            raise ValueError(
+                f"deepspeed: the topology has pipe={layout.pp}, and loss_fn is missing; a pipeline "
+                "computes the loss in its last stage: pass loss_fn=, from (output, labels)"
+            )
+        _check_config(config, layout)
+        configs.fix_entries(config, layout)
+        configs.use_torch_adam(config, layout.device)
+        place = topology.get_coord(dist.get_rank()) if topology is not None else None
+        return cls(topology, config, layout, getattr(place, "pipe", 0))
+
+
+def lower_plain(
+    lowering: Lowering, options: PlainOptions, loss_fn: Any, optimizer: Any, lr_scheduler: Any
+) -> tuple[Any, Any]:
+    """DeepSpeed's own engine and optimizer.
+
+    Parameters
+    ----------
+    lowering
+        The checked and materialised model.
+    options
+        Of the script.
+    loss_fn, optimizer, lr_scheduler
+        As ``deepspeed.initialize`` and ``PipelineModule`` take them.
+    """
+    deepspeed = import_deepspeed(options.layout.device)
+    mark_sharded(lowering.model)
+    if lowering.n_stages > 1:
+        # Imports DeepSpeed.
+        from slapo.framework_dialect.deepspeed.stages import make_pipeline
+
+        model: Any = make_pipeline(lowering, options.topology, loss_fn)
+        mpu, grid = None, model.mpu()
+    else:
+        model, mpu = lowering.model, _grid(options)
+        grid = mpu
+    engine = initialize(
+        deepspeed,
+        model,
+        options.config,
+        optimizer=make_optimizer(optimizer, model),
+        lr_scheduler=lr_scheduler,
+        mpu=mpu,
+        dp_group=grid.get_data_parallel_group(),
+    )
+    if lowering.n_stages > 1:
+        engine = _adopt(engine, lowering.model)
+    return engine, engine.optimizer
+
+
+def _adopt(engine: Any, model: Any) -> Any:
+    from slapo.framework_dialect.deepspeed.pipe import StagePipelineEngine  # imports DeepSpeed
+
+    def bind(inputs: Any) -> tuple[Tensor, ...]:
+        if isinstance(inputs, Mapping):
+            return model.bind((), inputs)
+        return model.bind((inputs,) if isinstance(inputs, Tensor) else tuple(inputs), {})
+
+    engine = StagePipelineEngine.adopt(engine)
+    engine.bind = bind
+    return engine
+
+
+def _grid(options: PlainOptions) -> Any:
+    from deepspeed.runtime.pipe.topology import (  # optional package
+        PipelineParallelGrid,
+        PipeModelDataParallelTopology,
+    )
+
+    layout = options.layout
+    topology = options.topology or PipeModelDataParallelTopology(
+        num_pp=1, num_mp=layout.tp, num_dp=layout.dp
+    )
+    with quiet():
+        return PipelineParallelGrid(topology=topology)
+
+
+def _check_arguments(config: configs.Config, request: configs.Request) -> None:
+    if not config:
+        raise ValueError(
+            "deepspeed: pass mesh=slapo.init_mesh(pp=, dp=, tp=); or config=, and topology= for a "
+            "pipeline, to get DeepSpeed's own engine"
+        )
+    entries = {
+        "micro_batches": "gradient_accumulation_steps",
+        "zero": "zero_optimization.stage",
+        "dtype": "bf16.enabled or fp16.enabled",
+        "clip_grad_norm": "gradient_clipping",
+    }
+    for name, entry in entries.items():
+        if getattr(request, name) is not None:
+            raise ValueError(
+                f"deepspeed: {name}= goes with mesh=; without one, write {entry} in the config"
+            )
+
+
+def _layout(sch: Any, topology: Any) -> configs.Layout:
+    """Ranks along each dimension; the schedule must shard over the topology's."""
+    world, device = dist.get_world_size(), device_of_world().type
+    # The default group of a schedule that shards nothing is the world, and means nothing.
+    shards = any(is_tensor_parallel(parameter) for parameter in sch.mod.parameters())
+    if topology is None:
+        tp = sch.world_size if shards else 1
+        model_lists = [list(range(start, start + tp)) for start in range(0, world, tp)]
+        layout = configs.Layout(1, world // tp, tp, device)
+    else:
+        _check_world(topology, world)
+        pp, dp, tp = (max(1, topology.get_dim(axis)) for axis in ("pipe", "data", "model"))
+        model_lists = topology.get_axis_comm_lists("model") or [[rank] for rank in range(world)]
+        layout = configs.Layout(pp, dp, tp, device)
+    if shards:
+        _check_tp_group(sch, model_lists)
+    return layout
+
+
+def _check_world(topology: Any, world: int) -> None:
+    if topology.world_size() != world:
+        raise ValueError(
+            f"deepspeed: the topology is for {topology.world_size()} processes, and the job has "
+            f"{world}; launch as many, or change the topology"
+        )
+
+
+def _check_tp_group(sch: Any, model_lists: list[list[int]]) -> None:
+    rank = dist.get_rank()
+    wanted = next(ranks for ranks in model_lists if rank in ranks)
+    found = dist.get_process_group_ranks(sch.group) if sch.group is not None else [rank]
+    if sorted(found) != sorted(wanted):
+        raise ValueError(
+            f"deepspeed: the schedule shards over the ranks {sorted(found)}, and tensor "
+            f"parallelism is over {sorted(wanted)}; pass create_schedule a group of these"
+        )
+
+
+def _check_config(config: configs.Config, layout: configs.Layout) -> None:
+    zero = (config.get("zero_optimization") or {}).get("stage", 0)
+    configs.check_zero(zero, layout.pp)
+    enabled = [name for name in ("fp16", "bf16") if (config.get(name) or {}).get("enabled")]
+    shares = layout.tp > 1 or (layout.pp > 1 and "fp16" in enabled)
+    if zero == 0 and enabled and config.get("gradient_clipping") and shares:
+        raise ValueError(
+            f"deepspeed: gradient_clipping with {enabled[0]} and ZeRO stage 0 clips by the norm of "
+            "a part of the gradient when the model is spread over ranks; use ZeRO stage 1"
+        )

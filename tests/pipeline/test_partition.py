@@ -1,0 +1,373 @@
+"""Cutting models in stages: what runs where, what crosses, and that nothing changes in value."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import slapo
+from slapo.pipeline import PipelinedModule, StageTie, analyze_tie_weights
+from slapo.pipeline import generate_pipeline_partition as partition
+
+
+class Block(nn.Module):
+    def __init__(self, size: int = 8) -> None:
+        super().__init__()
+        self.fc = nn.Linear(size, size)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + torch.tanh(self.fc(x)) * mask.unsqueeze(-1)
+
+
+class Encoder(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(Block() for _ in range(layers))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layer:
+            x = layer(x, mask)
+        return self.norm(x)
+
+
+class Model(nn.Module):
+    """A tied head, sizes that are used at the end, a module that is never called."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(16, 8)
+        self.encoder = Encoder(layers)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.emb.weight
+        self.unused = nn.Linear(2, 3)
+        self.register_buffer("scale", torch.full((), 2.0))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        batch, length = ids.size(0), ids.size(1)
+        x = self.encoder(self.emb(ids), (ids > 3).to(torch.float32))
+        return (self.head(x) * self.scale).view(batch * length, -1)
+
+
+def cut(model: nn.Module, containers: Any, *paths: str, **kwargs: Any) -> slapo.Schedule:
+    sch = slapo.create_schedule(model)
+    assert sch.trace_until(containers, **kwargs)
+    for path in paths:
+        sch[path].cut_pipeline_stage()
+    return partition(sch)
+
+
+def ids() -> Tensor:
+    return torch.randint(0, 16, (3, 5), generator=torch.Generator().manual_seed(0))
+
+
+def test_stages_get_what_they_or_later_ones_need() -> None:
+    sch = cut(Model(), "encoder", "encoder.layer.0", "encoder.layer.2")
+    first, second, third = sch.mod.stages
+    assert list(sch.child) == ["submod_0", "submod_1", "submod_2"]
+    assert first.received == ("ids",)
+    # The ids for their sizes, which are no tensors; the mask until the last layer; one hidden state.
+    assert first.sent == ("ids", "to", "layer_0")
+    assert second.received == first.sent
+    assert second.sent == ("ids", "to", "layer_2")
+    assert third.sent == ()
+    names = [[n for n, _ in stage.named_parameters()] for stage in sch.mod.stages]
+    assert names[1] == [f"encoder.layer.{i}.fc.{n}" for i in (1, 2) for n in ("weight", "bias")]
+    assert "encoder.norm.weight" in names[2]
+    assert not any(n.startswith("unused") for n in names[1] + names[2])
+
+
+def test_values_and_gradients_are_those_of_the_model() -> None:
+    model = Model()
+    reference = copy.deepcopy(model)
+    sch = cut(model, "encoder", "encoder.layer.1", "encoder")
+    got, expected = sch.mod(ids()), reference(ids())
+    assert torch.equal(got, expected)
+    got.pow(2).mean().backward()
+    expected.pow(2).mean().backward()
+    parameters = dict(model.named_parameters())
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameters[name].grad, parameter.grad)
+
+
+def test_a_stage_alone_sends_tensors_only() -> None:
+    sch = cut(Model(), "encoder", "encoder.layer.0")
+    stage = sch.mod.stages[0]
+    sent = stage(ids())
+    assert [type(t) for t in sent] == [Tensor] * 3
+    assert sent[0] is not stage.received  # a view of the input, never the input itself
+    assert all(t is not ids for t in sent)
+
+
+def test_what_is_passed_through_has_a_history_of_its_own() -> None:
+    sch = cut(Model(), "encoder", "encoder.layer.0", "encoder.layer.1")
+    hidden = torch.randn(3, 5, 8, requires_grad=True)
+    mask = torch.ones(3, 5, requires_grad=True)
+    out = sch.mod.stages[1](ids(), mask, hidden)
+    assert out[1] is not mask
+    assert out[1].grad_fn is not None
+
+
+def test_state_dict_is_that_of_the_model() -> None:
+    model = Model()
+    reference = copy.deepcopy(model)
+    sch = cut(model, "encoder", "encoder.layer.0")
+    assert list(sch.mod.state_dict()) == list(reference.state_dict())
+    for name, value in sch.mod.state_dict().items():
+        assert torch.equal(value, reference.state_dict()[name]), name
+    other = {name: torch.randn_like(t) for name, t in reference.state_dict().items()}
+    other["head.weight"] = other["emb.weight"]
+    sch.mod.load_state_dict(other)
+    reference.load_state_dict(other)
+    assert torch.equal(sch.mod(ids()), reference(ids()))
+    del other["encoder.norm.bias"]
+    with pytest.raises(RuntimeError, match=r"encoder\.norm\.bias"):
+        sch.mod.load_state_dict(other)
+
+
+def test_ties_are_found_in_one_pass() -> None:
+    sch = cut(Model(), "encoder", "encoder.layer.0", "encoder.layer.1")
+    tie = StageTie(((0, "emb.weight"), (2, "head.weight")))
+    assert sch.mod.ties == analyze_tie_weights(sch.mod.stages) == (tie,)
+    assert (tie.stages, tie.owner) == ((0, 2), 0)
+
+
+def test_stages_copy_and_pickle() -> None:
+    sch = cut(Model(), "encoder", "encoder.layer.0")
+    stage = sch.mod.stages[0]
+    for twin in (copy.deepcopy(stage), pickle.loads(pickle.dumps(stage))):
+        assert type(twin).__mro__[1].__name__ == "Stage"
+        assert (twin.index, twin.received, twin.sent) == (0, stage.received, stage.sent)
+        for a, b in zip(twin(ids()), stage(ids()), strict=True):
+            assert torch.equal(a, b)
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.block(x, mask)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(("call", "stages"), [(None, 4), (0, 2), (1, 2)])
+def test_a_module_that_is_called_several_times(call: int | None, stages: int) -> None:
+    model = Shared()
+    sch = slapo.create_schedule(model)
+    sch.trace_until("")
+    sch["block"].cut_pipeline_stage(call=call)
+    partition(sch)
+    x, mask = torch.randn(2, 3, 8), torch.ones(2, 3)
+    assert len(sch.mod.stages) == stages
+    assert torch.equal(sch.mod(x, mask), Shared.forward(model, x, mask))
+    owners = {name for tie in sch.mod.ties for _, name in tie.members}
+    assert owners == {"block.fc.weight", "block.fc.bias"}
+
+
+def test_calls_are_named_one_by_one() -> None:
+    sch = slapo.create_schedule(Shared())
+    sch.trace_until("")
+    sch["block"].cut_pipeline_stage(call=2).cut_pipeline_stage(call=0)
+    with pytest.raises(ValueError, match="ends after this module already"):
+        sch["block"].cut_pipeline_stage(call=0)
+    with pytest.raises(ValueError, match="ends after this module already"):
+        sch["block"].cut_pipeline_stage()
+    with pytest.raises(ValueError, match="number of a call"):
+        sch["block"].cut_pipeline_stage(call=-1)
+    assert len(partition(sch).mod.stages) == 3
+
+
+def test_a_call_that_is_not_there() -> None:
+    sch = slapo.create_schedule(Shared())
+    sch.trace_until("")
+    sch["block"].cut_pipeline_stage(call=3)
+    with pytest.raises(slapo.SlapoError, match=r"call 3 of 'block', which the model calls 3 times"):
+        partition(sch)
+    assert not isinstance(sch.mod, PipelinedModule)
+
+
+# --- inputs ----------------------------------------------------------------------------------------
+def test_inputs_are_bound_as_the_model_does() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, y: Tensor, flag: bool = False) -> Tensor:
+            return self.b(self.a(x)) + y
+
+    model = Two()
+    sch = cut(model, "", "a", concrete_args={"flag": False})
+    x, y = torch.ones(2, 4), torch.zeros(2, 4)
+    assert [id(t) for t in sch.mod.bind((), {"y": y, "x": x})] == [id(x), id(y)]
+    assert torch.equal(sch.mod(x, y=y), Two.forward(model, x, y))
+    with pytest.raises(slapo.SlapoError, match=r"\['y'\] are missing"):
+        sch.mod(x)
+    with pytest.raises(slapo.SlapoError, match="argument 'flag' is True"):
+        sch.mod(x, y, flag=True)
+    with pytest.raises(TypeError, match=r"unexpected arguments \['z'\]"):
+        sch.mod(x, y, z=1)
+    with pytest.raises(TypeError, match="4 positional"):
+        sch.mod(x, y, False, 1)
+
+
+# --- what cannot be cut ----------------------------------------------------------------------------
+def test_nothing_is_cut() -> None:
+    sch = slapo.create_schedule(Model())
+    sch.trace_until("encoder")
+    with pytest.raises(slapo.SlapoError, match="no stage is cut"):
+        partition(sch)
+    with pytest.raises(ValueError, match="starts at the root"):
+        partition(sch["encoder"])
+
+
+def test_the_parent_is_not_traced() -> None:
+    sch = slapo.create_schedule(Model())
+    with pytest.raises(slapo.SlapoError, match=r"trace_until\('encoder'"):
+        sch["encoder.layer.0"].cut_pipeline_stage()
+    # The parent is, but what calls the parent is not.
+    sch["encoder"].trace(recursive=False)
+    sch["encoder.layer.0"].cut_pipeline_stage()
+    with pytest.raises(slapo.SlapoError, match="below the root, which is not traced"):
+        partition(sch)
+
+
+def test_containers_with_hooks_are_refused() -> None:
+    sch = slapo.create_schedule(Model())
+    sch.trace_until("encoder")
+    sch["encoder.layer.0"].cut_pipeline_stage()
+    sch["encoder"].mod.register_forward_hook(lambda *_: None)
+    with pytest.raises(slapo.SlapoError, match="'encoder' carries hooks"):
+        partition(sch)
+
+
+def test_checkpointed_containers_are_refused() -> None:
+    sch = slapo.create_schedule(Model())
+    sch.trace_until("encoder")
+    sch["encoder.layer.0"].cut_pipeline_stage()
+    sch["encoder"].checkpoint()
+    with pytest.raises(slapo.SlapoError, match="'encoder' is checkpointed"):
+        partition(sch)
+
+
+def test_an_empty_stage_is_refused() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    sch.trace_until("")
+    sch["1"].cut_pipeline_stage()
+    with pytest.raises(slapo.SlapoError, match="nothing runs after '1'"):
+        partition(sch)
+
+
+class NoGrad(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.a(x)
+            x = self.b(x)
+        return self.c(x)
+
+
+def test_a_cut_within_no_grad_is_refused_and_after_it_kept() -> None:
+    arguments: dict[str, Any] = {"tracer": "huggingface", "example_inputs": (torch.ones(2, 4),)}
+    sch = slapo.create_schedule(NoGrad())
+    sch.trace_until("", **arguments)
+    sch["a"].cut_pipeline_stage()
+    with pytest.raises(slapo.SlapoError, match="inside a no_grad or autocast block"):
+        partition(sch)
+    sch = slapo.create_schedule(nn.Sequential(NoGrad(), nn.Linear(4, 4)))
+    sch.trace_until("0", **arguments)
+    sch["0"].cut_pipeline_stage()
+    partition(sch)
+    sch.mod(torch.ones(2, 4)).sum().backward()
+    gradients = {n: p.grad is not None for n, p in sch.mod.named_parameters()}
+    assert not gradients["submod_0.0.a.weight"]
+    assert gradients["submod_0.0.c.weight"]
+
+
+class Writes(nn.Module):
+    """Writes to a tensor of an earlier stage."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.a(x)
+        y = self.b(kept)
+        kept.add_(1.0)
+        return y * kept if self.again else y
+
+
+def test_writing_to_what_an_earlier_stage_computed() -> None:
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x).mul_(3.0))
+
+    model = Alone()
+    x = torch.randn(2, 4)
+    expected = Alone.forward(model, x)
+    sch = cut(model, "", "a", tracer="huggingface", example_inputs=(x,))
+    hidden = sch.mod.stages[0](x)[0].detach().requires_grad_()
+    assert torch.equal(sch.mod.stages[1](hidden), expected)
+    sch = slapo.create_schedule(Writes(again=True))
+    sch.trace_until("", tracer="huggingface", example_inputs=(x,))
+    sch["a"].cut_pipeline_stage()
+    with pytest.raises(slapo.SlapoError, match="writes to 'a', which an earlier stage computes"):
+        partition(sch)
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x * 2
+
+
+class TakesPair(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] + pair[1]
+
+
+def test_tuples_are_taken_apart_where_they_arise() -> None:
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair, self.last = Pair(), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            pair = self.pair(x)
+            return self.last(pair[0]) + pair[1]
+
+    sch = cut(Apart(), "", "pair")
+    assert len(sch.mod.stages[0].sent) == 2
+    whole = nn.Sequential(Pair(), TakesPair())
+    sch = cut(whole, "", "0", tracer="huggingface", example_inputs=(torch.ones(2, 4),))
+    assert torch.equal(sch.mod(torch.ones(2, 4)), torch.full((2, 4), 3.0))
+
+
+def test_a_failed_partition_changes_nothing() -> None:
+    sch = slapo.create_schedule(Model())
+    sch.trace_until("encoder")
+    sch["encoder.layer.0"].cut_pipeline_stage()
+    before, text = sch.mod, str(sch)
+    sch["encoder"].mod.register_forward_hook(lambda *_: None)
+    with pytest.raises(slapo.SlapoError):
+        partition(sch)
+    assert sch.mod is before
+    assert str(sch) == text

@@ -1,0 +1,265 @@
+"""The configuration of target "deepspeed", and what is refused before any process group is used."""
+
+import copy
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo
+import slapo.framework_dialect.deepspeed.runtime  # registers the target
+from slapo.framework_dialect.deepspeed.config import Layout, Request, Settings, load, merge
+from slapo.framework_dialect.deepspeed.package import check_installed
+from slapo.framework_dialect.deepspeed.wire import (
+    Parcel,
+    as_returned,
+    from_numbers,
+    in_the_open,
+    tensors_in,
+    to_numbers,
+)
+
+CPU = Layout(1, 2, 1, "cpu")
+PIPE = Layout(2, 2, 1, "cpu")
+
+
+def merged(config: dict[str, Any], layout: Layout = CPU, **request: Any) -> Settings:
+    return merge(config, Request(**{"has_optimizer": True, **request}), layout)
+
+
+def test_arguments_fill_the_config_in() -> None:
+    settings = merged(
+        {"zero_optimization": {"reduce_bucket_size": 7}},
+        micro_batches=3,
+        zero=2,
+        clip_grad_norm=0.5,
+    )
+    config = settings.config
+    assert config["zero_optimization"] == {"reduce_bucket_size": 7, "stage": 2}
+    assert config["gradient_accumulation_steps"] == 3
+    assert config["gradient_clipping"] == 0.5
+    assert config["train_batch_size"] == 6
+    assert config["train_micro_batch_size_per_gpu"] == 1
+    assert config["zero_allow_untested_optimizer"] is True
+    assert config["steps_per_print"] > 10**6
+    assert (settings.micro_batches, settings.zero, settings.clip_grad_norm) == (3, 2, 0.5)
+    assert settings.micro_batch_size is None
+    assert settings.has_optimizer
+    assert settings.dtype is torch.float32
+
+
+def test_the_config_speaks_where_arguments_are_silent() -> None:
+    config = {
+        "train_batch_size": 24,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": 1},
+        "gradient_clipping": 2,
+        "bf16": {"enabled": True},
+        "steps_per_print": 5,
+    }
+    before = copy.deepcopy(config)
+    settings = merged(config)
+    assert config == before
+    assert (settings.micro_batches, settings.zero, settings.clip_grad_norm) == (4, 1, 2.0)
+    assert settings.dtype is torch.bfloat16
+    assert settings.micro_batch_size == 3
+    assert settings.config["train_micro_batch_size_per_gpu"] == 3
+    assert settings.config["steps_per_print"] == 5
+
+
+def test_auto_entries_are_filled_in() -> None:
+    settings = merged(
+        {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "bf16": {"enabled": "auto"},
+            "fp16": {"enabled": "auto"},
+            "zero_optimization": {"stage": "auto"},
+        },
+        micro_batches=2,
+        dtype=torch.bfloat16,
+    )
+    config = settings.config
+    assert "auto" not in json.dumps(config)
+    assert config["bf16"]["enabled"] is True
+    assert config["fp16"]["enabled"] is False
+    assert config["zero_optimization"]["stage"] == 1
+
+
+def test_bfloat16_adds_up_in_float32() -> None:
+    config = merged({}, dtype=torch.bfloat16).config
+    assert config["data_types"]["grad_accum_dtype"] == "fp32"
+    assert config["communication_data_type"] == "fp32"
+    own = {"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "bf16"}
+    config = merged(own, dtype=torch.bfloat16).config
+    assert config["data_types"] == {"grad_accum_dtype": "bf16"}
+
+
+def test_a_pipeline_sends_whole_tensors() -> None:
+    assert merged({}, PIPE).config["pipeline"] == {
+        "pipe_partitioned": False,
+        "grad_partitioned": False,
+        "use_reentrant": False,
+    }
+    assert "pipeline" not in merged({}, CPU).config
+
+
+def test_adam_of_the_config_is_not_compiled_on_a_cpu() -> None:
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    params = merged(config, has_optimizer=False).config["optimizer"]["params"]
+    assert params == {"lr": 0.1, "torch_adam": True}
+    gpu = merged(config, Layout(1, 2, 1, "cuda"), has_optimizer=False)
+    assert gpu.config["optimizer"] == config["optimizer"]
+    assert gpu.has_optimizer
+
+
+@pytest.mark.parametrize(
+    ("config", "request_", "values"),
+    [
+        ({"gradient_accumulation_steps": 4}, {"micro_batches": 2}, ["=4", "micro_batches=2"]),
+        ({"zero_optimization": {"stage": 3}}, {"zero": 1}, ["zero_optimization.stage=3", "zero=1"]),
+        ({"gradient_clipping": 1.0}, {"clip_grad_norm": 2.0}, ["1.0", "clip_grad_norm=2.0"]),
+        ({"bf16": {"enabled": True}}, {"dtype": torch.float32}, ["bf16", "torch.float32"]),
+        ({"bf16": {"enabled": False}}, {"dtype": torch.bfloat16}, ["bf16", "torch.bfloat16"]),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, ["bf16 and fp16"]),
+        ({"optimizer": {"type": "Lamb"}}, {}, ["optimizer='Lamb'", "optimizer="]),
+        ({"scheduler": {"type": "W"}}, {"has_lr_scheduler": True}, ["'W'", "lr_scheduler="]),
+        ({"train_batch_size": 9}, {"micro_batches": 2}, ["train_batch_size=9", "dp=2"]),
+        (
+            {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3},
+            {"micro_batches": 2},
+            ["train_batch_size=8", "train_micro_batch_size_per_gpu=3"],
+        ),
+        ({"managed_gradient_accumulation": False}, {}, ["managed_gradient_accumulation=False"]),
+        ({}, {"dtype": torch.bfloat16, "zero": 0}, ["ZeRO stage 0", "zero=1"]),
+        ({}, {"dtype": torch.float16}, ["float16", "CPU"]),
+        ({}, {"dtype": torch.int8}, ["torch.int8"]),
+        ({}, {"zero": 4}, ["4"]),
+        ({}, {"zero": 1, "has_optimizer": False}, ["ZeRO stage 1", "optimizer="]),
+        ({"gradient_accumulation_steps": 0}, {}, ["micro_batches is 0"]),
+        ({"gradient_clipping": -1}, {}, ["clip_grad_norm is -1"]),
+        ({"zero_optimization": 2}, {}, ["zero_optimization is 2"]),
+    ],
+)
+def test_contradictions_name_both_values(
+    config: dict[str, Any], request_: dict[str, Any], values: list[str]
+) -> None:
+    with pytest.raises(ValueError, match=r"^deepspeed: ") as error:
+        merged(config, **request_)
+    for value in values:
+        assert value in str(error.value)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_zero_2_and_3_do_not_go_with_a_pipeline(zero: int) -> None:
+    with pytest.raises(ValueError, match=f"ZeRO stage {zero} does not go with pp=2"):
+        merged({}, PIPE, zero=zero)
+    with pytest.raises(ValueError, match=f"ZeRO stage {zero} does not go with pp=2"):
+        merged({"zero_optimization": {"stage": zero}}, PIPE)
+
+
+def test_entries_that_break_stages_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"pipeline\.pipe_partitioned=True"):
+        merged({"pipeline": {"pipe_partitioned": True}}, PIPE)
+    with pytest.raises(ValueError, match="autotp_size=2"):
+        merged({"tensor_parallel": {"autotp_size": 2}}, Layout(1, 1, 2, "cpu"))
+
+
+def test_a_config_may_be_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"steps_per_print": 3}')
+    assert load(path) == load(str(path)) == {"steps_per_print": 3}
+    assert load(None) == {}
+    with pytest.raises(ValueError, match=r"missing\.json"):
+        load(tmp_path / "missing.json")
+    path.write_text("{")
+    with pytest.raises(ValueError, match="no JSON"):
+        load(path)
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="list"):
+        load(path)
+    with pytest.raises(TypeError, match="int"):
+        load(3)  # type: ignore[arg-type]
+
+
+def test_a_missing_package_is_named_before_anything_starts(monkeypatch: Any) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "deepspeed" else found(name)
+    )
+    with pytest.raises(slapo.MissingPackageError, match=r"slapo\[deepspeed\]"):
+        check_installed()
+    sch = slapo.create_schedule(nn.Linear(2, 2))
+    with pytest.raises(slapo.MissingPackageError, match=r"slapo\[deepspeed\]"):
+        slapo.build(sch, target="deepspeed")
+
+
+def test_something_to_run_on_is_needed(monkeypatch: Any) -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    sch = slapo.create_schedule(nn.Linear(2, 2))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    with pytest.raises(ValueError, match="mesh="):
+        slapo.build(sch, target="deepspeed")
+    with pytest.raises(slapo.SlapoError, match=r"init_distributed"):
+        slapo.build(sch, target="deepspeed", config={"train_batch_size": 1})
+    with pytest.raises(TypeError, match="unexpected"):
+        slapo.build(sch, target="deepspeed", surprise=1)
+
+
+# --- what crosses a boundary ---------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 5).t(),
+        torch.randn(2, 3, dtype=torch.float64),
+        torch.tensor(2.5, dtype=torch.bfloat16),
+        torch.randn(3).to(torch.float16),
+        torch.tensor([True, False]),
+        torch.arange(4, dtype=torch.int16)[::2],
+        torch.randn(2, dtype=torch.complex128),
+        torch.zeros(0, 3),
+    ],
+)
+def test_tensors_without_gradient_travel_as_bytes(tensor: torch.Tensor) -> None:
+    parcel = Parcel.of(tensor)
+    packed = parcel.pack(tensor)
+    assert packed.dtype is torch.uint8
+    assert packed.dim() == 1
+    assert (packed.shape, packed.dtype) == (parcel.buffer(torch.device("cpu")).shape, torch.uint8)
+    arrived = from_numbers(to_numbers((parcel,)))[0].unpack(packed.clone())
+    assert arrived.dtype is tensor.dtype
+    assert torch.equal(arrived, tensor)
+
+
+def test_tensors_with_gradient_travel_as_they_are() -> None:
+    tensor = torch.randn(2, 3, requires_grad=True).t()
+    parcel = Parcel.of(tensor)
+    packed = parcel.pack(tensor)
+    assert packed.is_contiguous()
+    assert packed.requires_grad
+    assert torch.equal(packed, tensor)
+    assert parcel.unpack(packed) is packed
+    with pytest.raises(slapo.SlapoError, match="complex64"):
+        Parcel.of(torch.randn(2, dtype=torch.complex64, requires_grad=True))
+
+
+def test_outputs_of_any_class_are_looked_into() -> None:
+    @dataclass
+    class Output:
+        logits: torch.Tensor
+        more: Any
+
+    output = Output(torch.ones(1), {"a": [torch.zeros(2)]})
+    assert [t.numel() for t in tensors_in(output)] == [1, 2]
+    opened = in_the_open(output)
+    assert isinstance(opened, tuple)
+    assert as_returned(opened) is output
+    assert in_the_open((1, 2)) == (1, 2) == as_returned((1, 2))

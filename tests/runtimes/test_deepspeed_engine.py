@@ -1,0 +1,331 @@
+"""The engine of target "deepspeed" beyond plain training, and what goes wrong on all ranks."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import slapo
+from slapo.mesh import coordinate
+from tests.distributed import run_distributed
+from tests.runtimes.deepspeed_models import (
+    SGD,
+    Block,
+    Model,
+    OpaqueModel,
+    Reference,
+    batches,
+    cut,
+    loss_fn,
+    scheduled,
+    state_error,
+)
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+]
+
+
+def build(mesh: Any, model: nn.Module, **options: Any) -> Any:
+    given = {"loss_fn": loss_fn, "optimizer": SGD, "micro_batches": 2, **options}
+    return slapo.build(scheduled(mesh, model), target="deepspeed", mesh=mesh, **given)
+
+
+def refused(mesh: Any, model: nn.Module, **options: Any) -> str:
+    """The error that this rank meets."""
+    try:
+        build(mesh, model, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+# --- without pipeline ----------------------------------------------------------------------------
+def call_backward_step(mesh: Any, zero: int, model: nn.Module) -> dict[str, Any]:
+    """Drive the engine by hand: each step is one update, whatever micro_batches is."""
+    inner = model.model if isinstance(model, OpaqueModel) else model
+    reference = Reference(inner, SGD, 1)
+    engine, _ = build(mesh, model, zero=zero)
+    errors = []
+    for replicas in batches(2, 3):
+        inputs, targets = replicas[coordinate(mesh, "dp")]
+        loss = loss_fn(engine(*inputs), targets)
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().clone()
+        torch.distributed.all_reduce(mean)
+        errors.append(abs(mean.item() / 2 - reference.step(replicas)))
+    state = {name.removeprefix("model."): t for name, t in engine.state_dict().items()}
+    return {"losses": max(errors), "state": state_error(state, reference.model, mesh)}
+
+
+def opaque_bfloat16(mesh: Any) -> float:
+    """Gradients of one micro-batch must not stay for the next."""
+    model = OpaqueModel()
+    reference = Reference(model.model, SGD, 2, dtype=torch.bfloat16)
+    engine, _ = build(mesh, model, dtype=torch.bfloat16)
+    return max(
+        abs(
+            engine.train_batch(iter([replicas[coordinate(mesh, "dp")]])).item()
+            - reference.step(replicas)
+        )
+        for replicas in batches(2, 3)
+    )
+
+
+def two_backwards(mesh: Any, zero: int) -> str:
+    engine, _ = build(mesh, Model(), zero=zero)
+    inputs, targets = batches(2, 1)[0][0]
+    engine.backward(loss_fn(engine(*inputs), targets))
+    try:
+        engine.backward(loss_fn(engine(*inputs), targets))
+    except slapo.SlapoError as error:
+        return str(error)
+    return "nothing"
+
+
+def by_config(mesh: Any) -> dict[str, Any]:
+    """Optimizer, sizes and clipping out of the config."""
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.3,
+    }
+    before = str(config)
+    torch.manual_seed(0)
+    model = Model()
+    adam = lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.01)  # noqa: E731
+    reference = Reference(model, adam, 2, clip=0.3)
+    engine, optimizer = build(mesh, model, optimizer=None, micro_batches=None, config=config)
+    errors = []
+    for replicas in batches(2, 3):
+        loss = engine.train_batch(iter([replicas[coordinate(mesh, "dp")]]))
+        errors.append(abs(loss.item() - reference.step(replicas)))
+    try:
+        engine.train_batch(iter([batches(2, 1, size=6)[0][0]]))
+    except ValueError as error:
+        message = str(error)
+    return {
+        "losses": max(errors),
+        "optimizer": type(optimizer).__name__,
+        "unchanged": str(config) == before,
+        "size": message,
+    }
+
+
+def without_optimizer(mesh: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Model()
+    replicas = batches(2, 1)[0]
+    wanted = Reference(model, SGD, 2).step(replicas)
+    engine, optimizer = build(mesh, model, optimizer=None)
+    mine = replicas[coordinate(mesh, "dp")]
+    loss = engine.eval_batch(iter([mine])).item()
+    with pytest.raises(slapo.SlapoError, match="optimizer="):
+        engine.train_batch(iter([mine]))
+    return {"loss": abs(loss - wanted), "optimizer": optimizer}
+
+
+def unpipelined(rank: int, world: int) -> dict[str, Any]:
+    mesh = slapo.init_mesh(dp=2)
+    torch.manual_seed(0)
+    return {
+        "by hand": [call_backward_step(mesh, zero, Model()) for zero in (0, 1, 2)],
+        "opaque": [call_backward_step(mesh, zero, OpaqueModel()) for zero in (0, 1, 2)],
+        "bfloat16": opaque_bfloat16(mesh),
+        "twice": [two_backwards(mesh, zero) for zero in (0, 1)],
+        "config": by_config(mesh),
+        "no optimizer": without_optimizer(mesh),
+        "errors": {
+            "scalar": refused(mesh, Model(), zero=3),
+            "frozen": refused(mesh, Model().requires_grad_(False)),
+            "topology": refused(mesh, Model(), topology=object()),
+            "optimizer": refused(mesh, Model(), optimizer=lambda params: "none"),
+            "one rank": refused(
+                mesh, Model(), optimizer=lambda params: SGD(params) if rank else 1 / 0
+            ),
+            "configs": refused(mesh, Model(), config={"gradient_clipping": 1.0 + rank}),
+            "cuts": refused(slapo.init_mesh(pp=2), nn.Sequential(Model())[0], loss_fn=None),
+        },
+    }
+
+
+def test_without_pipeline() -> None:
+    results = run_distributed(unpipelined, 2, timeout=200)
+    for found in results:
+        for driven in (*found["by hand"], *found["opaque"]):
+            assert max(driven["losses"], driven["state"]) < 1e-5, found
+        assert found["bfloat16"] < 1e-2, found
+        assert found["twice"][0] == "nothing"
+        assert "call step() after each" in found["twice"][1]
+        assert found["config"]["losses"] < 1e-5
+        assert found["config"]["unchanged"]
+        assert found["config"]["optimizer"] == "AdamW"
+        assert "micro-batches of 2 samples" in found["config"]["size"]
+        assert "some of 3" in found["config"]["size"]
+        assert found["no optimizer"]["loss"] < 1e-5
+        assert found["no optimizer"]["optimizer"] is None
+        errors = found["errors"]
+        assert errors["scalar"].startswith("ValueError")
+        assert "temperature" in errors["scalar"]
+        assert "no parameter on this rank needs a gradient" in errors["frozen"]
+        assert "mesh= and topology=" in errors["topology"]
+        assert "optimizer= returned a str" in errors["optimizer"]
+        assert "the config differs between ranks" in errors["configs"]
+        assert "loss_fn" in errors["cuts"]
+    assert results[0]["errors"]["one rank"].startswith("ZeroDivisionError")
+    assert "rank 0" in results[1]["errors"]["one rank"]
+
+
+# --- with pipeline -------------------------------------------------------------------------------
+class Detached(nn.Module):
+    """The second stage passes no gradient on to one of the floats that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor, flags: Tensor) -> dict[str, Tensor]:
+        first = self.embed(ids)
+        x = first
+        for block in self.blocks:
+            x = block(x, flags.float().unsqueeze(-1) + 0.5)
+        return {"logits": self.head(x + first.detach())}
+
+
+class Dropping(nn.Module):
+    """Loss and gradient depend on the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.drop = nn.Dropout(0.9)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor, flags: Tensor) -> dict[str, Tensor]:
+        x = self.drop(self.embed(ids))
+        for block in self.blocks:
+            x = block(x, flags.float().unsqueeze(-1) + 0.5)
+        return {"logits": self.head(x)}
+
+
+def trained(mesh: Any, model: nn.Module, **options: Any) -> dict[str, Any]:
+    reference = Reference(model, SGD, 2)
+    reference.model.train(model.training)
+    engine, _ = build(mesh, model, **options)
+    errors = [
+        abs(engine.train_batch(iter(replicas)).item() - reference.step(replicas))
+        for replicas in batches(1, 3)
+    ]
+    modes = {module.training for module in engine.module.modules()}
+    state = state_error(engine.state_dict(), reference.model, mesh)
+    return {"losses": max(errors), "state": state, "modes": modes}
+
+
+def in_turns(mesh: Any) -> float:
+    """Two engines alive at one time."""
+    models = [Model(), Model()]
+    references = [Reference(model, SGD, 2) for model in models]
+    engines = [build(mesh, model)[0] for model in models]
+    return max(
+        abs(engine.train_batch(iter(replicas)).item() - reference.step(replicas))
+        for replicas in batches(1, 2)
+        for engine, reference in zip(engines, references, strict=True)
+    )
+
+
+def backward_walks(mesh: Any) -> int:
+    """How often backward comes by the embedding, from which two tensors reach the next stage."""
+    engine, _ = build(mesh, Model())
+    walks: list[Tensor] = []
+    if coordinate(mesh, "pp") == 0:
+        engine.module.get_parameter("embed.weight").register_hook(walks.append)
+    engine.train_batch(iter(batches(1, 1)[0]))
+    return len(walks)
+
+
+def refused_calls(mesh: Any) -> list[str]:
+    engine, _ = build(mesh, Model())
+    inputs, targets = batches(1, 1)[0][0]
+    messages = []
+    for call in (
+        lambda: engine(*inputs),
+        lambda: engine.backward(torch.ones(())),
+        lambda: engine.step(),
+        lambda: engine.train_batch(iter([(inputs, targets)[:1]])),
+        lambda: engine.train_batch(iter([(inputs[:1], targets)])),
+    ):
+        try:
+            call()
+        except (slapo.SlapoError, TypeError) as error:
+            messages.append(str(error))
+    return messages
+
+
+class FrozenStart(Model):
+    """Nothing to train before the first cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 16)
+        for part in (self.embed, *self.blocks[:2]):
+            part.requires_grad_(False)
+        self.temperature.requires_grad_(False)
+
+
+def three_stages(mesh: Any) -> str:
+    sch = slapo.create_schedule(Model(), group=mesh["tp"])
+    cut(sch, 4)
+    try:
+        slapo.build(sch, target="deepspeed", mesh=mesh, loss_fn=loss_fn, optimizer=SGD)
+    except slapo.SlapoError as error:
+        return str(error)
+    return "nothing"
+
+
+def pipelined(rank: int, world: int) -> dict[str, Any]:
+    mesh = slapo.init_mesh(pp=2)
+    torch.manual_seed(0)
+    return {
+        "detached": trained(mesh, Detached()),
+        "eval": trained(mesh, Dropping().eval()),
+        "one": trained(mesh, Model(), micro_batches=1, zero=1)["modes"],
+        "turns": in_turns(mesh),
+        "walks": backward_walks(mesh),
+        "calls": refused_calls(mesh),
+        "errors": {
+            "frozen": refused(mesh, FrozenStart()),
+            "zero": refused(mesh, Model(), zero=2),
+            "loss_fn": refused(mesh, Model(), loss_fn=None),
+            "stages": three_stages(mesh),
+        },
+    }
+
+
+def test_with_pipeline() -> None:
+    results = run_distributed(pipelined, 2, timeout=200)
+    assert [found["walks"] for found in results] == [2, 0]
+    for found in results:
+        assert max(found["detached"]["losses"], found["detached"]["state"]) < 1e-5, found
+        assert max(found["eval"]["losses"], found["eval"]["state"]) < 1e-5, found
+        assert found["eval"]["modes"] == {False}
+        assert found["one"] == {True}
+        assert found["turns"] < 1e-5
+        assert len(found["calls"]) == 5
+        assert all("train_batch" in m for m in found["calls"][:3])
+        assert "inputs" in found["calls"][3]
+        assert "flags" in found["calls"][4]
+        errors = found["errors"]
+        assert "no parameter on" in errors["frozen"] or "rank 0" in errors["frozen"], errors
+        assert "ZeRO stage 2 does not go with pp=2" in errors["zero"]
+        assert "loss_fn" in errors["loss_fn"]
+        assert "4 stages" in errors["stages"]
+        assert "pp=2" in errors["stages"]
