@@ -116,15 +116,15 @@ class TrainingOptions:
         count = self.micro_batches
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"micro_batches is {count!r}; pass a whole number from 1 up")
-        for name in ("loss_fn", "optimizer", "lr_scheduler"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise TypeError(f"{name} is a {type(value).__name__}; {_CALLABLES[name]}")
         if isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(
                 "optimizer is an Optimizer, but build changes which parameters there are; pass a "
                 "function that makes it, such as functools.partial(torch.optim.AdamW, lr=1e-4)"
             )
+        for name in ("loss_fn", "optimizer", "lr_scheduler"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise TypeError(f"{name} is a {type(value).__name__}; {_CALLABLES[name]}")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm is {self.clip_grad_norm}; pass a number above 0")
         if extent(self.mesh, "pp") > 1 and self.loss_fn is None:

@@ -71,7 +71,7 @@ def test_stages_get_what_they_or_later_ones_need() -> None:
     first, second, third = sch.mod.stages
     assert list(sch.child) == ["submod_0", "submod_1", "submod_2"]
     assert first.received == ("ids",)
-    # The ids for their sizes, which are no tensors; the mask until the last layer; one hidden state.
+    # The ids for their sizes, which are no tensors; the mask until the last layer; one state.
     assert first.sent == ("ids", "to", "layer_0")
     assert second.received == first.sent
     assert second.sent == ("ids", "to", "layer_2")
@@ -196,7 +196,7 @@ def test_a_call_that_is_not_there() -> None:
     assert not isinstance(sch.mod, PipelinedModule)
 
 
-# --- inputs ----------------------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------------
 def test_inputs_are_bound_as_the_model_does() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -221,7 +221,7 @@ def test_inputs_are_bound_as_the_model_does() -> None:
         sch.mod(x, y, False, 1)
 
 
-# --- what cannot be cut ----------------------------------------------------------------------------
+# --- what cannot be cut ----------------------------------------------------------------------
 def test_nothing_is_cut() -> None:
     sch = slapo.create_schedule(Model())
     sch.trace_until("encoder")

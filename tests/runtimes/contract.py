@@ -1,0 +1,273 @@
+"""What every runtime must do, as jobs for the processes of a test. See test_contract.py."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slapo
+from slapo.mesh import coordinate
+
+VOCABULARY, SIZE, LENGTH, BATCH, MICRO_BATCHES = 24, 8, 5, 8, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(SIZE, 4 * SIZE), nn.Linear(4 * SIZE, SIZE)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x))) * mask.unsqueeze(-1).to(x.dtype)
+
+
+class Mode(nn.Module):
+    """Tells the modes apart: evaluation in train mode would show."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training else 2 * x
+
+
+class Model(nn.Module):
+    """A mask crosses the stages beside the hidden states, and the head is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(VOCABULARY, SIZE)
+        self.h = nn.ModuleList(Block() for _ in range(4))
+        self.mode = Mode()
+        self.head = nn.Linear(SIZE, VOCABULARY, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, mask = self.emb(ids), ids > 3
+        for block in self.h:
+            x = block(x, mask)
+        return self.head(self.mode(x))
+
+
+def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def halving(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def data(steps: int = 6, seed: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        pair = torch.randint(0, VOCABULARY, (2, BATCH, LENGTH), generator=generator)
+        yield pair[0], pair[1]
+
+
+def make(
+    target: str, layout: tuple[int, int, int], stages: int | None = None, **options: Any
+) -> Any:
+    """The engine of a model in a layout, with as many stages as pipeline ranks."""
+    mesh = slapo.init_mesh(*layout, device="cpu")
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(Model().train(), group=mesh["tp"])
+    if sch.world_size > 1:
+        for block in sch.select("h.*"):
+            block["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+            block["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    stages = layout[0] if stages is None else stages
+    if stages > 1:
+        sch.trace_until("")
+        for stage in range(1, stages):
+            sch[f"h.{stage * 4 // stages - 1}"].cut_pipeline_stage()
+    base = {"loss_fn": loss_fn, "optimizer": sgd, "micro_batches": MICRO_BATCHES}
+    return slapo.build(sch, target=target, mesh=mesh, **{**base, **options})
+
+
+def train_alone(steps: int, clip: float | None = None, halve: bool = False) -> tuple[Any, ...]:
+    """Losses, the loss of the next batch, and the state after `steps`."""
+    torch.manual_seed(0)
+    model = Model().train()
+    optimizer = sgd(list(model.parameters()))
+    scheduler = halving(optimizer) if halve else None
+    batches = data()
+    losses = []
+    for _ in range(steps):
+        ids, targets = next(batches)
+        loss = loss_fn(model(ids), targets)
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.item())
+    ids, targets = next(batches)
+    with torch.no_grad():
+        evaluated = loss_fn(model.eval()(ids), targets).item()
+    return losses, evaluated, model.state_dict()
+
+
+def prepare(setup: str | None) -> None:
+    """Make ready what a runtime needs in this process, named as ``module:function``."""
+    if setup is not None:
+        module, _, function = setup.partition(":")
+        getattr(importlib.import_module(module), function)()
+
+
+# --- jobs ----------------------------------------------------------------------------------------
+def learn(
+    rank: int, world: int, setup: str | None, target: str, layout: Any, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Three steps and an evaluation; ``halve`` asks for a learning-rate schedule."""
+    prepare(setup)
+    if options.pop("halve", False):
+        options["lr_scheduler"] = halving
+    engine, optimizer = make(target, layout, **options)
+    dp = coordinate(engine.mesh, "dp")
+    part = BATCH // layout[1]
+    batches = (tuple(t[dp * part : (dp + 1) * part] for t in batch) for batch in data())
+    losses = [engine.train_batch(batches) for _ in range(3)]
+    engine.train()
+    evaluated = engine.eval_batch(batches)
+    return {
+        "losses": [loss.item() for loss in losses],
+        "form": [(loss.dim(), loss.dtype, loss.requires_grad) for loss in (*losses, evaluated)],
+        "evaluated": evaluated.item(),
+        "training": all(m.training for m in engine.module.modules()),
+        "names": list(engine.state_dict()),
+        "whole": {
+            n: t.detach().clone()
+            for n, t in engine.state_dict().items()
+            if t.shape == Model().state_dict()[n].shape
+        },
+        "optimizer": optimizer is engine.optimizer and optimizer is not None,
+        "repr": repr(engine),
+    }
+
+
+def call(rank: int, world: int, setup: str | None, target: str) -> tuple[list[float], float]:
+    """Without a pipeline: call, backward and step instead of train_batch."""
+    prepare(setup)
+    engine, _ = make(target, (1, 1, 1), micro_batches=1)
+    batches = data()
+    losses = []
+    for _ in range(3):
+        ids, targets = next(batches)
+        loss = loss_fn(engine(ids), targets)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    _, _, state = train_alone(3)
+    ours = engine.state_dict()
+    return losses, max((ours[n] - state[n]).abs().max().item() for n in state)
+
+
+def _batch(**changes: Any) -> Iterator[Any]:
+    ids, targets = next(data())
+    return iter([(changes.get("ids", ids), changes.get("targets", targets))])
+
+
+def _odd(engine: Any, rank: int) -> None:
+    ids, targets = next(data())
+    engine.train_batch(iter([(ids[:7], targets[:7])]))
+
+
+def _no_pair(engine: Any, rank: int) -> None:
+    engine.train_batch(iter([{"ids": next(data())[0]}]))
+
+
+def _no_iterator(engine: Any, rank: int) -> None:
+    engine.train_batch([next(data())])
+
+
+def _ended(engine: Any, rank: int) -> None:
+    engine.train_batch(iter([]))
+
+
+def _ended_on_one(engine: Any, rank: int) -> None:
+    engine.train_batch(iter([next(data())] if rank else []))
+
+
+def _other_batch(engine: Any, rank: int) -> None:
+    engine.train_batch(data(seed=rank))
+
+
+def _unknown_argument(engine: Any, rank: int) -> None:
+    ids, targets = next(data())
+    engine.train_batch(iter([({"tokens": ids}, targets)]))
+
+
+def _called(engine: Any, rank: int) -> None:
+    engine(next(data())[0])
+
+
+#: Mistake with a pipeline of two ranks -> part of the message on each of them.
+MISTAKES: dict[Callable[[Any, int], None], tuple[str, str]] = {
+    _odd: ("not divisible by micro_batches=4", "not divisible by micro_batches=4"),
+    _no_pair: ("make it the pair (inputs, targets)", "make it the pair (inputs, targets)"),
+    _no_iterator: ("is a list and no iterator", "is a list and no iterator"),
+    _ended: ("data_iter has no further batch", "data_iter has no further batch"),
+    _ended_on_one: ("data_iter has no further batch", "failed on rank 0"),
+    _other_batch: ("got different batches", "got different batches"),
+    _unknown_argument: ("unexpected arguments ['tokens']", "unexpected arguments ['tokens']"),
+    _called: ("use train_batch or eval_batch", "use train_batch or eval_batch"),
+}
+
+
+def make_mistakes(rank: int, world: int, setup: str | None, target: str) -> dict[str, str]:
+    """Each mistake's error; the engine trains on after all of them, as if nothing had been."""
+    prepare(setup)
+    engine, _ = make(target, (2, 1, 1))
+    found = {}
+    for mistake in MISTAKES:
+        try:
+            mistake(engine, rank)
+            found[mistake.__name__] = "no error"
+        except Exception as error:
+            found[mistake.__name__] = f"{type(error).__name__}: {error}"
+    found["loss after all"] = str(engine.train_batch(data()).item())
+    return found
+
+
+#: What may be wrong in a build with two ranks -> arguments, and part of the message on each rank.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no loss": ({"loss_fn": None}, "a pipeline needs a loss"),
+    "too few stages": ({"stages": 1}, "cut in 1 stages, and pp=2"),
+    "too many stages": ({"stages": 4}, "cut in 4 stages, and pp=2"),
+    "an optimizer that exists": (
+        {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)},
+        "build changes which parameters there are",
+    ),
+    "no micro-batches": ({"micro_batches": 0}, "micro_batches is 0"),
+    "an unknown option": ({"colour": "red"}, "colour"),
+    "no function": ({"loss_fn": 3}, "loss_fn is a int"),
+}
+
+
+def be_refused(rank: int, world: int, setup: str | None, target: str) -> dict[str, str]:
+    """Each refusal's error, and what a build gives whose mistake is on one rank only."""
+    prepare(setup)
+    found = {}
+    for name, (options, _) in REFUSED.items():
+        try:
+            make(target, (2, 1, 1), **options)
+            found[name] = "no error"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    for name, options in {
+        "no loss on one": {"loss_fn": None} if rank == 1 else {},
+        "other cuts": {"stages": 2 + rank},
+    }.items():
+        try:
+            make(target, (2, 1, 1), **options)
+            found[name] = "no error"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
