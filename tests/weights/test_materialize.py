@@ -295,3 +295,30 @@ def test_a_recorded_model_initialises_itself(family: str) -> None:
     assert sch.trace(tracer="huggingface", recursive=False)
     model, _ = slapo.build(sch)
     assert not any(p.is_meta for p in model.parameters())
+
+
+class InitialisesBelow(nn.Module):
+    """One module sets the weights of many, which then arrive together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(3, 2 + k, bias=False) for k in range(12))
+
+    def reset_parameters(self) -> None:
+        for number, part in enumerate(self.parts):
+            nn.init.constant_(part.weight, float(number))
+
+
+def _in_one_order(rank: int, world_size: int) -> list[float]:
+    # The addresses of modules differ between ranks, as do orders that depend on them.
+    kept = [nn.Linear(rank + 1, 1) for _ in range(7 * rank)]
+    with slapo.init_empty_weights():
+        model = InitialisesBelow()
+    slapo.build(slapo.create_schedule(model))
+    del kept
+    return [float(part.weight.unique()) for part in model.parts]
+
+
+def test_ranks_exchange_values_in_one_order() -> None:
+    for found in run_distributed(_in_one_order, 2):
+        assert found == [float(number) for number in range(12)]
