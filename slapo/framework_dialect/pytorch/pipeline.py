@@ -70,6 +70,23 @@ def _owned(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor._is_view() else tensor
 
 
+class EvaluationStage(pipelining.PipelineStage):
+    """A stage of a run without backward.
+
+    V-shaped schedules hand gradients from one stage of a rank to the next within the rank, and ask
+    for them in an evaluation too, where there are none.
+    """
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """No gradient."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else None
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Nothing to keep."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
 class TorchPipelineEngine(TorchEngineBase):
     """Pipeline stages, each replicated or sharded over the data-parallel ranks."""
 
@@ -202,7 +219,7 @@ class TorchPipelineEngine(TorchEngineBase):
         )
 
     def _make_run(self, boundaries: tuple[Boundary, ...], train: bool) -> Any:
-        stages = [self._make_stage(index, boundaries) for index in self.runners]
+        stages = [self._make_stage(index, boundaries, train) for index in self.runners]
         cls: Any = getattr(pipelining, self.schedule.cls)
         single = issubclass(cls, PipelineScheduleSingle)
         return cls(
@@ -212,14 +229,15 @@ class TorchPipelineEngine(TorchEngineBase):
             scale_grads=False,
         )
 
-    def _make_stage(self, index: int, boundaries: tuple[Boundary, ...]) -> Any:
+    def _make_stage(self, index: int, boundaries: tuple[Boundary, ...], train: bool) -> Any:
         last = index == self.lowering.n_stages - 1
         sent = (
             (torch.empty(1, device=self.device, requires_grad=True),)
             if last
             else tuple(meta.empty(self.device) for meta in boundaries[index + 1])
         )
-        return pipelining.PipelineStage(
+        cls = pipelining.PipelineStage if train else EvaluationStage
+        return cls(
             self.runners[index],
             index,
             self.lowering.n_stages,

@@ -1,0 +1,309 @@
+"""The target "torch" beyond the contract: schedules, sharding, shapes that change, probes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slapo
+from slapo.framework_dialect.pytorch.placement import SCHEDULES, schedule_named
+from slapo.pipeline.boundaries import ShapeProbe, TensorMeta, describe_inputs, infer_boundaries
+from tests.distributed import run_distributed
+from tests.runtimes import contract
+
+
+# --- placement -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "stages", "expected"),
+    [
+        ("1f1b", 4, [(0,), (1,), (2,), (3,)]),
+        ("interleaved_1f1b", 8, [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        ("zbv", 8, [(0, 7), (1, 6), (2, 5), (3, 4)]),
+    ],
+)
+def test_where_stages_run(name: str, stages: int, expected: list[tuple[int, ...]]) -> None:
+    schedule = schedule_named(name)
+    assert [schedule.stages_of(rank, stages, 4) for rank in range(4)] == expected
+
+
+def test_what_schedules_refuse() -> None:
+    with pytest.raises(ValueError, match=r"unknown pipeline_schedule '2f2b'; known are"):
+        schedule_named("2f2b")
+    with pytest.raises(slapo.SlapoError, match="cut in 3 stages, and pp=2 ranks with 2 each"):
+        SCHEDULES["zbv"].check("zbv", 3, 2, 4)
+    with pytest.raises(slapo.SlapoError, match="two or more stages on each of pp=2"):
+        SCHEDULES["interleaved_1f1b"].check("interleaved_1f1b", 2, 2, 4)
+    with pytest.raises(slapo.SlapoError, match="micro_batches=3 is no multiple"):
+        SCHEDULES["interleaved_1f1b"].check("interleaved_1f1b", 4, 2, 3)
+    with pytest.raises(slapo.SlapoError, match="at least as many micro-batches as ranks"):
+        SCHEDULES["1f1b"].check("1f1b", 4, 4, 2)
+    SCHEDULES["gpipe"].check("gpipe", 4, 4, 1)
+
+
+def _build(**options: Any) -> Any:
+    mesh = slapo.init_mesh(device="cpu")
+    sch = slapo.create_schedule(nn.Linear(2, 2), group=mesh["tp"])
+    return slapo.build(sch, target="torch", mesh=mesh, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"data_parallel": "zero"}, ValueError, r"known are \['ddp', 'fsdp'\]"),
+        ({"dtype": torch.float16}, ValueError, "use 'deepspeed'"),
+        ({"clip_grad_norm": 0.0}, ValueError, "pass a number above 0"),
+        ({"lr_scheduler": print}, ValueError, "lr_scheduler needs an optimizer"),
+        ({"pipeline_schedule": "x"}, ValueError, "unknown pipeline_schedule 'x'"),
+    ],
+)
+def test_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        _build(**options)
+
+
+def test_a_mesh_is_needed() -> None:
+    with pytest.raises(TypeError, match="needs mesh="):
+        slapo.build(slapo.create_schedule(nn.Linear(2, 2)), target="torch")
+
+
+def test_weights_on_meta_are_refused() -> None:
+    mesh = slapo.init_mesh(device="cpu")
+    with slapo.init_empty_weights():
+        model = nn.Linear(2, 2)
+    sch = slapo.create_schedule(model, group=mesh["tp"])
+    with pytest.raises(slapo.SlapoError, match=r"needs values, and \['weight', 'bias'\]"):
+        slapo.build(sch, target="torch", mesh=mesh, init_weights=False)
+
+
+def test_loss_functions_return_one_number() -> None:
+    engine, _ = _build(loss_fn=lambda out, target: out, optimizer=contract.sgd)
+    with pytest.raises(ValueError, match=r"loss_fn returned \(3, 2\); it must return one number"):
+        engine.train_batch(iter([(torch.ones(3, 2), torch.ones(3))]))
+
+
+def test_an_engine_without_optimizer_evaluates() -> None:
+    engine, optimizer = _build(loss_fn=F.mse_loss)
+    assert optimizer is None
+    assert engine.eval_batch(iter([(torch.ones(3, 2), torch.ones(3, 2))])).dim() == 0
+    with pytest.raises(slapo.SlapoError, match="train_batch needs an optimizer"):
+        engine.train_batch(iter([]))
+    with pytest.raises(slapo.SlapoError, match=r"step\(\) needs an optimizer"):
+        engine.step()
+
+
+def test_a_build_that_is_refused_changes_nothing() -> None:
+    mesh = slapo.init_mesh(device="cpu")
+    sch = slapo.create_schedule(contract.Model(), group=mesh["tp"])
+    sch.trace_until("")
+    sch["h.1"].cut_pipeline_stage()
+    before, text = sch.mod, str(sch)
+    with pytest.raises(slapo.SlapoError, match="cut in 2 stages, and pp=1"):
+        slapo.build(sch, target="torch", mesh=mesh, loss_fn=contract.loss_fn)
+    assert sch.mod is before
+    assert str(sch) == text
+
+
+# --- probes --------------------------------------------------------------------------------------
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.drop, self.b = nn.Dropout(0.5), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.norm(self.a(x)))
+        return self.b(x)
+
+
+class Picks(nn.Module):
+    """Its shapes depend on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.clone()
+        chosen = (x.sum(-1) >= 0).nonzero().flatten()
+        out[chosen] = self.fc(x[chosen])
+        torch.rand(1)
+        return out
+
+
+def _stages(model: nn.Module, path: str) -> Any:
+    sch = slapo.create_schedule(model)
+    sch.trace_until("")
+    sch[path].cut_pipeline_stage()
+    return slapo.pipeline.generate_pipeline_partition(sch).mod.stages
+
+
+def test_probes_leave_no_trace() -> None:
+    first, _ = _stages(Norm(), "drop")
+    before = {n: t.clone() for n, t in first.state_dict().items()}
+    state = torch.get_rng_state()
+    received = describe_inputs(("x",), (torch.ones(3, 4),))
+    sent = ShapeProbe(first, torch.device("cpu")).run(received)
+    assert sent == (TensorMeta("drop", (3, 4), torch.float32, True),)
+    assert sent[0].nbytes == 48
+    assert torch.equal(state, torch.get_rng_state())
+    for name, value in first.state_dict().items():
+        assert type(value) is Tensor
+        assert torch.equal(value, before[name]), name
+
+
+def test_probes_of_stages_that_look_at_values() -> None:
+    first, _ = _stages(nn.Sequential(Picks(), nn.BatchNorm1d(4), nn.Linear(4, 4)), "1")
+    state = torch.get_rng_state()
+    before = {n: t.clone() for n, t in first.state_dict().items()}
+    received = describe_inputs(("input",), (torch.ones(3, 4),))
+    [sent] = ShapeProbe(first, torch.device("cpu")).run(received)
+    assert (sent.shape, sent.requires_grad) == ((3, 4), True)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(t, before[n]) for n, t in first.state_dict().items())
+
+
+def test_probes_say_why_a_stage_fails() -> None:
+    first, _ = _stages(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "0")
+    probe = ShapeProbe(first, torch.device("cpu"))
+    received = describe_inputs(("input",), (torch.ones(3, 5),))
+    with pytest.raises(slapo.SlapoError, match=r"stage 0 fails on inputs of .*\(3, 5\)"):
+        infer_boundaries(2, received, lambda index, given: probe.run(given))
+
+
+# --- on several processes ------------------------------------------------------------------------
+def _lengths(rank: int, world: int, name: str) -> list[tuple[list[float], float]]:
+    """Batches of several lengths, with evaluations in between."""
+    options = {"pipeline_schedule": name}
+    stages = 2 if SCHEDULES[name].stages_per_rank == 1 else 4
+    engine, _ = contract.make("torch", (2, 1, 1), stages=stages, **options)
+    found = []
+    for length in (5, 3, 5):
+        tokens = torch.arange(8 * length).view(8, length) % contract.VOCABULARY
+        batches = iter([({"ids": tokens}, tokens)] * 3)
+        losses = [engine.train_batch(batches).item() for _ in range(2)]
+        found.append((losses, engine.eval_batch(batches).item()))
+    return found
+
+
+def _lengths_alone() -> list[tuple[list[float], float]]:
+    torch.manual_seed(0)
+    model = contract.Model().train()
+    optimizer = contract.sgd(list(model.parameters()))
+    found = []
+    for length in (5, 3, 5):
+        tokens = torch.arange(8 * length).view(8, length) % contract.VOCABULARY
+        losses = []
+        for _ in range(2):
+            loss = contract.loss_fn(model(tokens), tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        with torch.no_grad():
+            found.append((losses, contract.loss_fn(model.eval()(tokens), tokens).item()))
+        model.train()
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_lengths_may_change_from_batch_to_batch(name: str) -> None:
+    expected = _lengths_alone()
+    for found in run_distributed(_lengths, 2, name):
+        for (losses, evaluated), (wanted, alone) in zip(found, expected, strict=True):
+            assert losses == pytest.approx(wanted, abs=1e-5)
+            assert evaluated == pytest.approx(alone, abs=1e-5)
+
+
+class TokenNorm(nn.Module):
+    """Sequence parallelism: the norm runs on a slice of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(self.norm(x))))
+
+
+def _sequence_parallel(rank: int, world: int, data_parallel: str) -> tuple[float, float, float]:
+    mesh = slapo.init_mesh(dp=2, tp=2, device="cpu")
+    torch.manual_seed(0)
+    model = TokenNorm()
+    sch = slapo.create_schedule(model, group=mesh["tp"])
+    for name in ("weight", "bias"):
+        sch["norm"].annotate(name, "sequence_parallel", True)
+    sch["up"].shard("weight", 0).shard("bias", 0).sync("fwd_pre", "all_gather", axis=1)
+    sch["down"].shard("weight", 1).sync("fwd_post", "reduce_scatter", axis=1)
+    engine, _ = slapo.build(
+        sch,
+        target="torch",
+        mesh=mesh,
+        loss_fn=lambda out, target: out.pow(2).mean(),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        data_parallel=data_parallel,
+        clip_grad_norm=1e3,
+    )
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randn(4, 6, 8, generator=generator)
+    tp, dp = mesh.get_local_rank("tp"), mesh.get_local_rank("dp")
+    part = whole[2 * dp : 2 * dp + 2, 3 * tp : 3 * tp + 3]
+    output = engine(part)
+    # Each rank has half of the tokens, and the loss is the mean over all: half of its own mean.
+    engine.backward(output.pow(2).mean() / 2)
+    engine.step()
+    torch.manual_seed(0)
+    alone = TokenNorm()
+    alone(whole).pow(2).mean().backward()
+    norm = nn.utils.clip_grad_norm_(alone.parameters(), 1e3)
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    weight = model.norm.weight
+    weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    difference = (weight - alone.norm.weight).abs().max().item()
+    return difference, float(engine.grad_norm), float(norm)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("data_parallel", ["ddp", "fsdp"])
+def test_sequence_parallel_gradients(data_parallel: str) -> None:
+    for difference, norm, alone in run_distributed(_sequence_parallel, 4, data_parallel):
+        assert difference < 1e-6
+        assert norm == pytest.approx(alone, rel=1e-5)
+
+
+def _half(rank: int, world: int) -> tuple[list[float], torch.dtype]:
+    engine, _ = contract.make("torch", (2, 1, 1), dtype=torch.bfloat16)
+    batches = contract.data()
+    losses = [engine.train_batch(batches).item() for _ in range(3)]
+    return losses, next(engine.parameters()).dtype
+
+
+@pytest.mark.distributed
+def test_mixed_precision() -> None:
+    losses, _, _ = contract.train_alone(3)
+    for found, dtype in run_distributed(_half, 2):
+        assert dtype is torch.float32  # the optimizer's
+        assert found == pytest.approx(losses, rel=3e-2)  # bfloat16 keeps 8 bits
+        assert found != pytest.approx(losses, abs=1e-6)
+
+
+def _other_group(rank: int, world: int) -> str:
+    mesh = slapo.init_mesh(dp=2, device="cpu")
+    sch = slapo.create_schedule(nn.Linear(2, 2))  # the default group: all ranks
+    with pytest.raises(ValueError, match="shards over ranks") as caught:
+        slapo.build(sch, target="torch", mesh=mesh)
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_the_group_is_the_meshes() -> None:
+    for rank, message in enumerate(run_distributed(_other_group, 2)):
+        assert f"tensor-parallel ranks are [{rank}]" in message
+        assert 'group=mesh["tp"]' in message
