@@ -112,13 +112,16 @@ def _look_up_modes(
     first = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(first):
         flag = graph.create_node("get_attr", "training")
+        flag.meta["slapo_kind"] = "value"
 
     def look_up(user: fx.Node, here: Any, there: Any) -> fx.Node:
         in_train, in_eval = (here, there) if training else (there, here)
         if in_train is True and in_eval is False:
             return flag
         with graph.inserting_before(user):
-            return graph.call_function(select_by_mode, (flag, in_train, in_eval))
+            node = graph.call_function(select_by_mode, (flag, in_train, in_eval))
+        node.meta["slapo_kind"] = "value"
+        return node
 
     for node, partner in pairs:
         if node in differing:

@@ -13,7 +13,7 @@ from slapo.graph.align import merge_modes
 from slapo.graph.capture import Inputs
 from slapo.graph.leaves import IsLeaf, check_modes, default_is_leaf, depends_on_mode
 from slapo.graph.optional_inputs import allow_none
-from slapo.graph.recorder import Recording, record
+from slapo.graph.recorder import Recording, mode_is_a_flag, record
 from slapo.graph.symbolic import other_mode
 from slapo.graph.trace_tree import TraceResult, calls_by_target, drop_demanding, may_enter
 from slapo.graph.traced_module import TracedModule
@@ -54,7 +54,7 @@ def _descend(
     calls = calls_by_target(above.graph)
     for target, inputs in recording.child_inputs.items():
         child = innermost(module.get_submodule(target))
-        full = f"{path}.{target}" if path else target
+        full = _join(path, target)
         if not may_enter(child, full, leaf_modules):
             continue
         try:
@@ -72,6 +72,9 @@ def trace_recorded_containers(
 ) -> TraceResult:
     """Record the root and the containers below it, each with its children as calls.
 
+    A container that is a mere name space, whose caller calls what is in it (OPT calls
+    ``model.decoder``), is passed over.
+
     Raises
     ------
     TraceError
@@ -82,20 +85,27 @@ def trace_recorded_containers(
     for path in containers:
         module = innermost(root.get_submodule(path))
         parent = _nearest(path, recordings)
-        known = recordings.get(parent) if parent is not None else None
+        known = None if parent is None else recordings[parent]
         if known is not None:
-            local = path[len(parent or "") :].lstrip(".")
-            if local not in known.child_inputs:
+            called = {_join(parent or "", k): given for k, given in known.child_inputs.items()}
+            inside = any(c in called and c.startswith(f"{path}.") for c in containers)
+            if path not in called and inside:
+                continue
+            if path not in called:
                 raise TraceError(
                     f"{path!r} cannot be a graph: {parent or 'the root'!r} does not call it, or "
                     "calls it several times with different constants"
                 )
-            inputs = known.child_inputs[local]
+            inputs = called[path]
         # A container's optional inputs shape what its children get (masks), so None stays refused.
         recordings[path] = _record_into(
             result, path, module, inputs, default_is_leaf(False), known, try_none=False
         )
     return result
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _nearest(path: str, recordings: dict[str, Recording]) -> str | None:
@@ -141,7 +151,9 @@ def _record_into(
     contract = allow_none(
         recording.contract, recording.graph, optional, lambda name: again(name).graph
     )
-    training = _merge_other_mode(module, recording.graph, again)
+    training = None
+    if recording.asks_mode or not mode_is_a_flag(module):
+        training = _merge_other_mode(module, recording.graph, again)
     mode_matters = depends_on_mode(recording.graph, training)
     inlined = tuple(sorted(recording.entered)) if mode_matters else ()
     contract = replace(contract, training=training, inlined=inlined)

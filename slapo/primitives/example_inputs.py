@@ -11,7 +11,7 @@ from torch import nn
 
 from slapo.errors import TraceError
 from slapo.graph.capture import Inputs, capture_inputs
-from slapo.graph.recorder import example_inputs
+from slapo.graph.recorder import example_inputs, record
 from slapo.node import Node
 from slapo.op.wrapper import innermost
 
@@ -80,9 +80,30 @@ class RecordingInputs:
         if key not in cache:
             top = self.sch.get_top_schedule()
             root_inputs = RecordingInputs(top, None, None, None).find()
-            cache[key] = capture_inputs(innermost(top.mod), root_inputs, self.sch.mod)
+            cache[key] = _inputs_within(innermost(top.mod), root_inputs, self.sch.mod)
         args, kwargs = cache[key]
         return args, dict(kwargs)
+
+
+def _inputs_within(root: nn.Module, inputs: Inputs, module: nn.Module) -> Inputs:
+    """What `root` calls `module` with.
+
+    A plain run on fake tensors asks least of the model. Where that fails, on experts that pick
+    their tokens, a recording may pass, which guesses the outputs of such modules.
+    """
+    try:
+        return capture_inputs(root, inputs, module)
+    except TraceError:
+        path = next(path for path, part in root.named_modules() if part is module)
+        above = {path[:end] for end, letter in enumerate(path) if letter == "."}
+        try:
+            recording = record(root, *inputs, is_leaf=lambda _, other: other not in above)
+            found = recording.child_inputs.get(path)
+        except TraceError:
+            found = None
+        if found is None:
+            raise
+        return found
 
 
 def _signature(module: nn.Module) -> Any:

@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import slapo
 from slapo.graph.traced_module import TracedModule
@@ -39,44 +39,13 @@ def check_equal(model: nn.Module, reference: nn.Module, inputs: dict[str, Tensor
         torch.testing.assert_close(mine[name], grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
-@pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.slow
-def test_layers_of_transformers_are_recorded_where_they_stand(family: str, flatten: bool) -> None:
-    spec = zoo.FAMILIES[family]
-    model = spec.build()
-    reference = copy.deepcopy(model)
-    sch = slapo.create_schedule(model)
+def test_siblings_are_captured_by_one_run_of_the_model() -> None:
+    spec = zoo.FAMILIES["gpt2"]
+    sch = slapo.create_schedule(spec.build())
     for k in range(zoo.LAYERS):
-        assert sch[f"{spec.layers}.{k}"].trace(
-            tracer="huggingface", flatten=flatten, recursive=not flatten
-        )
+        assert sch[f"{spec.layers}.{k}"].trace(tracer="huggingface", recursive=False)
     assert len(sch.state.captured) == 1  # the second layer reuses the run of the first
     assert isinstance(sch[f"{spec.layers}.1"].mod, TracedModule)
-    for batch, length in ((2, 21), (5, 7)):
-        check_equal(sch.mod, reference, spec.inputs(batch, length, False))
-    sch.mod.train()
-    check_equal(sch.mod, reference.train(), spec.inputs(2, 9, False))
-
-
-@pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "llama"])
-@pytest.mark.slow
-def test_containers_down_to_the_layers(family: str) -> None:
-    spec = zoo.FAMILIES[family]
-    model = spec.build()
-    reference = copy.deepcopy(model)
-    sch = slapo.create_schedule(model)
-    deepest = [p for p in spec.chain if p]
-    assert sch.trace_until(deepest, tracer="huggingface")
-    for path in ("", *deepest):
-        assert isinstance(sch[path].mod, TracedModule), path
-    for name, layer in ((n, s) for n, s in sch.named_schedules() if n not in ("", *deepest)):
-        assert not isinstance(layer.mod, fx.GraphModule), name
-    for batch, length in ((2, 21), (5, 7)):
-        check_equal(sch.mod, reference, spec.inputs(batch, length, False))
-    assert list(sch.mod.state_dict()) == list(reference.state_dict())
-    layer = next(n for n, _ in sch.named_schedules() if n == f"{spec.layers}.0")
-    assert sch[layer].cut_pipeline_stage()
 
 
 def test_find_records_what_proxies_cannot_trace() -> None:

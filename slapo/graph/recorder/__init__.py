@@ -2,6 +2,7 @@
 
 from slapo.graph.recorder.guards import SizeGuard
 from slapo.graph.recorder.inputs import example_inputs
+from slapo.graph.recorder.mode_reads import mode_is_a_flag
 from slapo.graph.recorder.operators import eliminate_dead_code, is_impure
 from slapo.graph.recorder.record import Recording, record
 
@@ -11,5 +12,6 @@ __all__ = [
     "eliminate_dead_code",
     "example_inputs",
     "is_impure",
+    "mode_is_a_flag",
     "record",
 ]

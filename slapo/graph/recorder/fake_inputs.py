@@ -18,12 +18,20 @@ from slapo.graph.recorder.shape_env import RecordingShapeEnv
 from slapo.graph.recorder.trees import parts, rebuild
 
 
-def new_fake_mode() -> FakeTensorMode:
-    """A mode for recordings.
+class RecordingMode(FakeTensorMode):
+    """The fake mode of one or several recordings, and what these have learnt about leaves.
 
     Real tensors, such as parameters, are let in and made fake on first use.
     """
-    return FakeTensorMode(shape_env=RecordingShapeEnv(), allow_non_fake_inputs=True)
+
+    def __init__(self) -> None:
+        super().__init__(shape_env=RecordingShapeEnv(), allow_non_fake_inputs=True)
+        self.templates: dict[Any, Any] = {}
+
+
+def new_fake_mode() -> RecordingMode:
+    """A mode for recordings."""
+    return RecordingMode()
 
 
 @contextmanager

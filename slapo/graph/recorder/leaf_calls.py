@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,8 +18,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from slapo.errors import TraceError
+from slapo.graph.recorder.call_sizes import CallSizes
+from slapo.graph.recorder.mode_reads import ModeReads
 from slapo.graph.recorder.scripted import scripted_output
-from slapo.graph.recorder.trees import SYMBOLIC, map_leaves, parts, tensors
+from slapo.graph.recorder.templates import OutputTemplate, is_like_example, output_template
+from slapo.graph.recorder.trees import SYMBOLIC, parts, tensors
+from slapo.graph.symbolic import other_mode
 
 DATA_DEPENDENT = (
     DataDependentOutputException,
@@ -28,15 +34,42 @@ DATA_DEPENDENT = (
 #: Fake kernels that refuse what the real kernels compute: grouped matmul in float32.
 _STRICTER_FAKES = frozenset({"_meta_grouped_mm_common"})
 
+_SLOTS = frozenset({"_parameters", "_buffers", "_modules"})
+
 #: Attributes that number a layer; they differ between siblings and do not shape their output.
 _ORDINAL = re.compile(r"(^|_)(idx|index|layer_id|layer_number|block_id)$")
 
 
-class LeafCalls:
-    """Runs leaf modules on fake tensors, and keeps the inputs of their first calls."""
+class _Entry(NamedTuple):
+    """What a call has yielded, and whether that may differ in the other mode, train or eval.
 
-    def __init__(self) -> None:
-        self._results: dict[Any, Any] = {}
+    The arguments are kept alive because keys may hold their addresses.
+    """
+
+    value: Any
+    mode_matters: bool
+    arguments: Any
+
+
+#: Key of a call -> the form of its output, or None where that takes a run on symbols.
+Templates = dict[Any, _Entry]
+
+
+class LeafCalls:
+    """Runs leaf modules on fake tensors, and keeps the inputs of their first calls.
+
+    Parameters
+    ----------
+    templates
+        Forms of outputs, from this recording and earlier ones.
+    modes
+        To be told when an output may differ between train and eval mode.
+    """
+
+    def __init__(self, templates: Templates, modes: ModeReads) -> None:
+        self._templates = templates
+        self._modes = modes
+        self._results: dict[Any, _Entry] = {}
         self._inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._inconsistent: set[str] = set()
         self._guessed = 0
@@ -60,11 +93,60 @@ class LeafCalls:
         kwargs: dict[str, Any],
     ) -> Any:
         """The output of a leaf: that of an equal sibling if there was one, else its own."""
-        key = call_key(module, args, kwargs)
-        if key not in self._results:
-            self._results[key] = self.run(call, module, args, kwargs)
-            return self._results[key]
-        return map_leaves(self._results[key], _copy)
+        with torch._C.DisableTorchFunction():  # a thousand attributes, none of them to be recorded
+            sizes = CallSizes((args, kwargs))
+            key = call_key(module, args, kwargs, sizes)
+        here = (key, tuple(sizes.known))
+        if here in self._results:
+            known = self._results[here]
+        else:
+            known = self._results[here] = self._first_result(call, module, args, kwargs, sizes, key)
+        if known.mode_matters:
+            self._modes.note()
+        return known.value
+
+    def _first_result(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sizes: CallSizes,
+        key: Any,
+    ) -> _Entry:
+        if key not in self._templates:
+            learnt = self._learn(call, module, args, kwargs, sizes)
+            matters = learnt is not None and learnt.mode_matters
+            self._templates[key] = _Entry(learnt, matters, (args, kwargs))
+        template: OutputTemplate | None = self._templates[key].value
+        if template is not None and template.fits(sizes):
+            return _Entry(template.make(sizes), template.mode_matters, (args, kwargs))
+        with self._modes.apart() as reads:
+            result = self.run(call, module, args, kwargs)
+        return _Entry(result, reads.asked, (args, kwargs))
+
+    def _learn(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sizes: CallSizes,
+    ) -> OutputTemplate | None:
+        """The form of the output, in this mode and compared to that in the other."""
+        if isinstance(module, torch.jit.ScriptModule):
+            return None
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self.run(call, module, args, kwargs)
+
+        with self._modes.apart() as reads:
+            template = output_template(run, args, kwargs, sizes)
+        if template is None or not reads.asked:
+            return template
+        with self._modes.apart(), other_mode(module):
+            alike = is_like_example(template, run, args, kwargs, sizes)
+        return replace(template, mode_matters=not alike)
 
     def run(
         self,
@@ -83,6 +165,7 @@ class LeafCalls:
         guessed = self._guessed
         try:
             if isinstance(module, torch.jit.ScriptModule):
+                self._modes.note()  # it may ask in C++
                 trains = any(_trains(module, tensor) for tensor in tensors([args, kwargs]))
                 return scripted_output(call, module, args, kwargs, trains)
             return call(module, *args, **kwargs)
@@ -110,13 +193,11 @@ def _trains(module: nn.Module, like: torch.Tensor) -> bool:
     return like.requires_grad or any(p.requires_grad for p in module.parameters())
 
 
-def _copy(value: Any) -> Any:
-    return torch.ops.aten.alias(value) if isinstance(value, torch.Tensor) else value
-
-
 # --- keys ----------------------------------------------------------------------------------------
-def call_key(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls with equal keys have outputs of equal structure and shape.
+def call_key(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: CallSizes
+) -> Any:
+    """Calls with equal keys have outputs of equal structure and shape, up to names of sizes.
 
     The key holds the classes, plain attributes, and parameter shapes of the whole module; shapes,
     dtypes and Python values of the arguments; and the state that steers operations (grad mode,
@@ -124,7 +205,7 @@ def call_key(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """
     return (
         tuple(_module_key(child) for child in module.modules()),
-        _value_key((args, kwargs)),
+        _value_key((args, kwargs), sizes),
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.is_autocast_enabled("cuda"),
@@ -134,19 +215,24 @@ def call_key(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _module_key(module: nn.Module) -> Any:
     if isinstance(module, torch.jit.ScriptModule):
         return id(module)  # its attributes lie in C++
-    attributes = vars(module)
     tensors_of = [*module._parameters.items(), *module._buffers.items()]
     return (
         type(module),
         tuple(module._modules),
         tuple((k, None if t is None else _tensor_key(t)) for k, t in tensors_of),
-        tuple((k, _attribute_key(_plain(k, v))) for k, v in attributes.items() if _counts(k)),
+        tuple((k, _attribute_key(_plain(k, v))) for k, v in vars(module).items() if _counts(k, v)),
     )
 
 
-def _counts(attribute: str) -> bool:
-    private_state = attribute in ("_parameters", "_buffers", "_modules")
-    return not private_state and not _ORDINAL.search(attribute)
+def _counts(attribute: str, value: Any) -> bool:
+    """Most attributes of a module are empty tables of hooks."""
+    empty = isinstance(value, dict) and not value
+    return not (empty or attribute in _SLOTS or _is_ordinal(attribute))
+
+
+@lru_cache(maxsize=4096)
+def _is_ordinal(attribute: str) -> bool:
+    return _ORDINAL.search(attribute) is not None
 
 
 def _plain(attribute: str, value: Any) -> Any:
@@ -167,25 +253,24 @@ def _attribute_key(value: Any) -> Any:
     return getattr(value, "__qualname__", type(value))
 
 
-def _tensor_key(tensor: torch.Tensor) -> Any:
-    return (tuple(map(_size_key, tensor.shape)), tensor.dtype, tensor.device, tensor.requires_grad)
+def _tensor_key(tensor: torch.Tensor, size_key: Callable[[Any], Any] = int) -> Any:
+    shape = tuple(map(size_key, tensor.shape))
+    return (shape, tensor.dtype, tensor.device, tensor.requires_grad)
 
 
-def _size_key(size: Any) -> Any:
-    return str(size.node.expr) if isinstance(size, SYMBOLIC) else size
-
-
-def _value_key(value: Any) -> Any:
+def _value_key(value: Any, sizes: CallSizes) -> Any:
     if isinstance(value, torch.Tensor):
-        return _tensor_key(value)
+        return _tensor_key(value, sizes.name)
     if isinstance(value, torch.Size):
-        return tuple(map(_size_key, value))
+        return tuple(map(sizes.name, value))
+    if isinstance(value, torch.SymInt):
+        return sizes.name(value)
     if isinstance(value, SYMBOLIC):
-        return _size_key(value)
+        return str(value.node.expr)
     elements = parts(value)
     if elements is None:
         return repr(value)
-    return (type(value), tuple((part.key, _value_key(part.value)) for part in elements))
+    return (type(value), tuple((part.key, _value_key(part.value, sizes)) for part in elements))
 
 
 def _plain_values(value: Any) -> Any:

@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from slapo.graph.recorder.mode_reads import training_flag
 from slapo.graph.recorder.recorder import Recorder
 
 _FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -93,6 +94,7 @@ def _install() -> None:
         _replace(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _checkpoint)
         _replace(torch.autocast, "__enter__", _autocast_enter)
         _replace(torch.autocast, "__exit__", _autocast_exit)
+        nn.Module.training = training_flag(_mode_is_asked)  # type: ignore[assignment]
 
 
 def _uninstall() -> None:
@@ -104,6 +106,13 @@ def _uninstall() -> None:
         for (owner, name), original in _originals.items():
             setattr(owner, name, original)
         _originals.clear()
+        del nn.Module.training
+
+
+def _mode_is_asked() -> None:
+    recorder = current()
+    if recorder is not None:
+        recorder.modes.note()
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:

@@ -34,7 +34,7 @@ from slapo.graph.recorder.patches import outer_at_rest, recording
 from slapo.graph.recorder.recorder import Recorder
 from slapo.graph.recorder.shape_env import Origin
 from slapo.graph.recorder.signature import BoundCall, add_placeholder
-from slapo.graph.recorder.trees import has_tensor, parts
+from slapo.graph.recorder.trees import KIND, has_tensor, kind_of, parts
 from slapo.graph.traced_module import CallContract
 
 IsLeaf = Callable[[nn.Module, str], bool]
@@ -48,6 +48,8 @@ class Recording:
     ----------
     graph : fx.Graph
         One placeholder per parameter of the module's forward; no fake tensors in it.
+        ``node.meta["slapo_kind"]`` says what a node's value is: "tensor", "container" (a tuple, a
+        model output) or "value" (a size, a dtype, a device, None).
     contract : CallContract
         What the graph may be called with.
     constants : dict of str to Tensor
@@ -59,6 +61,9 @@ class Recording:
         The mode of the fake tensors; pass it on to record the children.
     entered : frozenset of str
         Paths of the modules below whose operations are in the graph.
+    asks_mode : bool
+        Whether the run asked for ``module.training`` where that may matter to the graph. If not,
+        the graph holds in train and in eval mode.
     """
 
     graph: fx.Graph
@@ -67,6 +72,7 @@ class Recording:
     child_inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     fake_mode: FakeTensorMode = field(default_factory=new_fake_mode)
     entered: frozenset[str] = frozenset()
+    asks_mode: bool = True
 
 
 def record(
@@ -133,6 +139,7 @@ def record(
             recorder.leaf_calls.inputs,
             mode,
             frozenset(recorder.entered - {""}),
+            recorder.modes.asked,
         )
 
 
@@ -175,11 +182,14 @@ def _run(
     with mode, enable_python_dispatcher():
         bound = {}
         for name, value in arguments.items():
+            placeholders[name].meta[KIND] = kind_of(value)
             bound[name] = recorder.bind(value, placeholders[name]) if has_tensor(value) else value
         args, kwargs = call.with_arguments(bound)
         with recording(recorder), recorder.shape_env.asked_by(Origin.OWN):
             result = root.forward(*args, **kwargs)
-        graph.output(recorder.values.argument(result))
+        graph.output(recorder.values.argument(result)).meta[KIND] = kind_of(result)
+    for node in graph.nodes:  # what is left: sizes, devices, switches of grad mode
+        node.meta.setdefault(KIND, "value")
     return placeholders
 
 

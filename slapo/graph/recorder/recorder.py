@@ -12,9 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from slapo.errors import TraceError
+from slapo.graph.recorder.fake_inputs import RecordingMode
 from slapo.graph.recorder.functions import FunctionApply, is_checkpoint
 from slapo.graph.recorder.grad_mode import GradModeRegions, enter_autocast, leave_autocast
 from slapo.graph.recorder.leaf_calls import LeafCalls
+from slapo.graph.recorder.mode_reads import ModeReads
 from slapo.graph.recorder.operators import (
     METADATA,
     METHODS,
@@ -62,6 +64,7 @@ class Recorder(TorchFunctionMode):
         is_leaf: Callable[[nn.Module, str], bool],
     ) -> None:
         super().__init__()
+        assert isinstance(fake_mode, RecordingMode)
         assert isinstance(fake_mode.shape_env, RecordingShapeEnv)
         self.graph = fx.Graph()
         # A child called `self` (BERT has one) must not take the name of the first parameter of
@@ -69,7 +72,8 @@ class Recorder(TorchFunctionMode):
         self.graph.erase_node(self.graph.create_node("placeholder", "self", name="self"))
         self.values = ValueTable(root, self.graph, fake_mode)
         self.shape_env = fake_mode.shape_env
-        self.leaf_calls = LeafCalls()
+        self.modes = ModeReads()
+        self.leaf_calls = LeafCalls(fake_mode.templates, self.modes)
         self.dtypes_read: set[fx.Node] = set()
         self.failed_in: str | None = None
         self._root = root
@@ -108,8 +112,7 @@ class Recorder(TorchFunctionMode):
         """Run one torch call, and record it."""
         kwargs = kwargs or {}
         if self._paused:
-            with self._within_operation(func):
-                return func(*args, **kwargs)
+            return self._operate(func, args, kwargs)
         if func in PROPERTIES:
             return self._read_property(func, *args)
         if getattr(func, "__name__", "") in ("__set__", "__delete__"):
@@ -128,20 +131,19 @@ class Recorder(TorchFunctionMode):
             )
         return self._record_call(func, args, kwargs)
 
-    @contextmanager
-    def _within_operation(self, func: Any) -> Iterator[None]:
-        origin = WITHIN_OPERATION.get(self.shape_env.origin, self.shape_env.origin)
-        if (
-            origin is Origin.OPERATION
-            and METHODS.get(func, getattr(func, "__name__", "")) in SLICING
-        ):
-            origin = Origin.SLICE
+    def _operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, unrecorded; no context managers, this is called very often."""
+        env = self.shape_env
+        before = env.origin
+        env.origin = WITHIN_OPERATION.get(before, before)
+        if env.origin is Origin.OPERATION and _is_slicing(func):
+            env.origin = Origin.SLICE
         self._paused += 1
         try:
-            with self.shape_env.asked_by(origin):
-                yield
+            return func(*args, **kwargs)
         finally:
             self._paused -= 1
+            env.origin = before
 
     def _read_property(self, func: Any, tensor: torch.Tensor, *rest: Any) -> Any:
         """Only what yields a tensor (``x.T``) becomes a node; sizes and devices are noted."""
@@ -188,8 +190,7 @@ class Recorder(TorchFunctionMode):
         # Arguments first: the call itself may pin a size, and then it would stand here as a number.
         failure, node_args, node_kwargs = self._arguments(args, kwargs)
         decided = len(self.shape_env.decisions)
-        with self._within_operation(func):
-            result = func(*args, **kwargs)
+        result = self._operate(func, args, kwargs)
         acts = result is None and bool(tensors([args, kwargs]))
         if not has_tensor(result) and not acts:
             self.shape_env.claim(decided)
@@ -318,3 +319,7 @@ class Recorder(TorchFunctionMode):
                 f"the forward runs {operation}, which writes in place, where the recorder cannot "
                 "put it in the graph; make the module a leaf"
             )
+
+
+def _is_slicing(func: Any) -> bool:
+    return METHODS.get(func, getattr(func, "__name__", "")) in SLICING

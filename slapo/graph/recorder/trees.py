@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+#: Key in ``node.meta`` of what the value of a node is; see :func:`kind_of`.
+KIND = "slapo_kind"
+
 #: Symbolic numbers: sizes, and what Python arithmetic makes of them.
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -39,6 +42,19 @@ def parts(value: Any) -> list[Part] | None:
     if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
         return [Part(operator.getitem, i, item) for i, item in enumerate(value)]
     return None
+
+
+def kind_of(value: Any) -> str:
+    """What a value is to a graph: ``"tensor"``, ``"container"`` or ``"value"`` (all else).
+
+    Examples
+    --------
+    >>> kind_of(torch.ones(2)), kind_of((1, 2)), kind_of(torch.Size([2])), kind_of(None)
+    ('tensor', 'container', 'value', 'value')
+    """
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    return "value" if parts(value) is None else "container"
 
 
 def rebuild(value: Any, items: list[Any]) -> Any:

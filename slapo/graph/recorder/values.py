@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from slapo.errors import TraceError
 from slapo.graph.recorder.expressions import OPERATIONS, UntranslatableError, translate
-from slapo.graph.recorder.trees import SYMBOLIC, Part, parts, rebuild
+from slapo.graph.recorder.trees import KIND, SYMBOLIC, Part, kind_of, parts, rebuild
 
 #: Types that may stand in a graph as they are.
 _CONSTANTS = (
@@ -96,6 +96,7 @@ class ValueTable:
         input, comes back as a new alias, so that each node has a tensor of its own. With
         `mutated` the node has changed a tensor in place, and stands for it from now on.
         """
+        node.meta.setdefault(KIND, kind_of(value))
         if isinstance(value, torch.Tensor):
             return self._bind_tensor(value, node, mutated)
         elements = parts(value)
@@ -172,7 +173,9 @@ class ValueTable:
         if elements and elements[0].access is getattr:
             fields = {p.key: item for p, item in zip(elements, items, strict=True)}
             given = {key: item for key, item in fields.items() if item is not None}
-            return self.graph.call_function(type(value), (), given)
+            node = self.graph.call_function(type(value), (), given)
+            node.meta[KIND] = "container"
+            return node
         if isinstance(value, dict):
             return dict(zip(value, items, strict=True))
         return rebuild(value, items)
@@ -206,7 +209,7 @@ class ValueTable:
     def _attribute_node(self, name: str, tensor: torch.Tensor) -> fx.Node:
         if name not in self._attributes:
             node = self.graph.create_node("get_attr", name)
-            node.meta.update(rank=tensor.dim(), dtype=tensor.dtype)
+            node.meta.update({"rank": tensor.dim(), "dtype": tensor.dtype, KIND: "tensor"})
             self._attributes[name] = node
         return self._attributes[name]
 

@@ -1,0 +1,154 @@
+"""Every model family, traced as schedules do it: outputs and gradients equal to eager.
+
+At sizes other than those of the trace, in eval and in train mode (dropout is 0 in the zoo). Both
+sides run the same float32 kernels on the same numbers; gradients that several paths add up may be
+summed in another order, which costs a few units in the last place.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import slapo
+from slapo.graph.recorder.trees import tensors
+from slapo.graph.traced_module import TracedModule
+from tests.graph.zoo import FAMILIES, Family, each_layer
+
+SIZES = ((2, 21), (5, 7), (1, 9))
+
+#: With padding in each batch: models make no masks for their layers where there is none.
+PADDED_SIZES = ((2, 21), (5, 7), (4, 4))
+
+#: Families whose layers are those of another one.
+HEADS = ("bert_classifier", "gpt2_classifier")
+
+HOW: dict[str, dict[str, Any]] = {
+    "flat": {"flatten": True},
+    "leaves": {"recursive": False},
+    "recursive": {},
+}
+
+
+def run(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """All output tensors, and the gradients of the loss or of the mean square of the logits."""
+    model.zero_grad()
+    has_cache = "use_cache" in inspect.signature(model.forward).parameters
+    output = model(**inputs, **({"use_cache": False} if has_cache else {}))
+    loss = output.loss if "labels" in inputs else output.logits.pow(2).mean()
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return [t.detach() for t in tensors(output)], grads
+
+
+def cases(
+    labels: bool, family: Family, sizes: tuple[tuple[int, int], ...]
+) -> Iterator[tuple[bool, dict[str, Tensor]]]:
+    for training in (False, True):
+        for batch, length in sizes:
+            inputs = family.inputs(batch, length, labels)
+            if not (training and batch == 1 and "pixel_values" in inputs):  # nothing to normalise
+                yield training, inputs
+
+
+def assert_like_eager(
+    model: nn.Module,
+    eager: nn.Module,
+    family: Family,
+    labels: bool = False,
+    sizes: tuple[tuple[int, int], ...] = SIZES,
+) -> None:
+    torch.manual_seed(1)
+    for training, inputs in cases(labels, family, sizes):
+        (got, got_grads), (expected, grads) = (
+            run(m.train(training), inputs) for m in (model, eager)
+        )
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+        scale = max(1.0, *(float(grad.abs().max()) for grad in grads.values()))
+        torch.testing.assert_close(got_grads, grads, rtol=1e-5, atol=1e-6 * scale)
+    assert list(model.state_dict()) == list(eager.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("labels", [False, True], ids=["plain", "labels"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_containers_equal_eager(name: str, labels: bool) -> None:
+    family = FAMILIES[name]
+    model = family.build()
+    eager = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    torch.manual_seed(0)
+    assert sch.trace_until(
+        family.chain, tracer="huggingface", example_inputs=family.inputs(3, 13, labels)
+    )
+    for path in ("", *family.chain):
+        assert isinstance(sch[path].mod, TracedModule), path
+        assert sch[path].mod.contract.training is None
+    others = [p for p, _ in sch.named_schedules() if p not in ("", *family.chain)]
+    assert not any(isinstance(sch[path].mod, fx.GraphModule) for path in others)
+    called = {
+        f"{path}.{node.target}".lstrip(".")
+        for path in ("", *family.chain)
+        for node in sch[path].mod.graph.find_nodes(op="call_module")
+    }
+    assert {path for path, _ in each_layer(model, family)} <= called
+    assert_like_eager(sch.mod, eager, family, labels)
+    layer = next(path for path, _ in each_layer(eager, family))
+    assert sch[layer].cut_pipeline_stage()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in HEADS])
+def test_layers_equal_eager(name: str, how: str) -> None:
+    family = FAMILIES[name]
+    model = family.build()
+    eager = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    path = [path for path, _ in each_layer(model, family)][-1]
+    leaves = ["MixtralExperts"] if name == "mixtral" else []
+    assert sch[path].trace(tracer="huggingface", leaf_modules=leaves, **HOW[how])
+    traced = sch[path].mod
+    assert isinstance(traced, TracedModule)
+    below = [m for m in traced.modules() if isinstance(m, TracedModule) and m is not traced]
+    assert how == "recursive" or not below
+    assert_like_eager(sch.mod, eager, family, sizes=PADDED_SIZES)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gpt2", {"attention_mask": None}, "'attention_mask' is None"),
+        ("llama", {"output_attentions": True}, "'kwargs' is"),
+        ("t5", {"labels": torch.ones(2, 9, dtype=torch.long)}, "'labels' is a tensor"),
+        ("bert", {"attention_mask": torch.ones(2, 8)}, r"attention_mask.size\(1\) == input_ids"),
+        ("opt", {"attention_mask": torch.ones(3, 9)}, r"attention_mask.size\(0\) == input_ids"),
+        ("qwen3", {"input_ids": torch.ones(9, dtype=torch.long)}, "tensor of 2 dimensions"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_calls_outside_the_guards_are_refused(
+    name: str, change: dict[str, Any], message: str
+) -> None:
+    family = FAMILIES[name]
+    sch = slapo.create_schedule(family.build())
+    assert sch.trace_until(family.chain, tracer="huggingface")
+    inputs = family.inputs(2, 9, False)
+    sch.mod(**inputs)
+    with pytest.raises(slapo.SlapoError, match=message):
+        sch.mod(**{**inputs, **change})
+
+
+def test_too_long_a_sequence_is_refused() -> None:
+    family = FAMILIES["bert"]
+    sch = slapo.create_schedule(family.build().bert)
+    assert sch.trace(tracer="huggingface", flatten=True)
+    assert sch.mod(**family.inputs(2, 64, False)).last_hidden_state.shape[:2] == (2, 64)
+    with pytest.raises(slapo.SlapoError, match=r"input_ids.size\(1\) <= 64"):
+        sch.mod(**family.inputs(2, 65, False))
