@@ -92,15 +92,32 @@ def _make_stages(root: TracedModule, joined: JoinedGraph, ends: list[fx.Node]) -
 def _containers_above(sch: Node, cuts: list[Node]) -> tuple[TracedModule, list[str]]:
     found: dict[str, Node] = {}
     for cut in cuts:
+        below: Node = cut
         node = cut.parent
         while node is not None:
-            found[node.model_path] = node
+            if not _is_passed_over(node, below):
+                found[node.model_path] = below = node
             node = node.parent
     for node in found.values():
         _check_container(node)
     root = sch.mod
     assert isinstance(root, TracedModule), "just checked"
     return root, list(found)
+
+
+def _is_passed_over(node: Node, below: Node) -> bool:
+    """Whether `node` is a mere namespace: what is above calls `below` directly, as OPT does."""
+    if isinstance(innermost(node.mod), TracedModule):
+        return False
+    above = node.parent
+    while above is not None and not isinstance(innermost(above.mod), TracedModule):
+        above = above.parent
+    if above is None:
+        return False
+    module = innermost(above.mod)
+    assert isinstance(module, TracedModule), "that is where the loop ends"
+    target = below.model_path[len(above.model_path) :].lstrip(".")
+    return bool(list(module.graph.find_nodes(op="call_module", target=target)))
 
 
 def _check_container(node: Node) -> None:
