@@ -1,0 +1,66 @@
+"""``examples/train_3d.py`` as a user starts it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[2]
+SMALL = "--hidden 32 --length 16 --layers 2 --batch 4 --steps 30 --micro-batches 2 --device cpu"
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def launch(processes: int, arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(processes), "examples/train_3d.py"]
+    return subprocess.run(
+        [*command, *SMALL.split(), *arguments.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("processes", "arguments"),
+    [
+        (4, "--model gpt2 --pp 2 --tp 2 --checkpoint-ratio 0.5 --meta"),
+        (2, "--model t5 --pp 2 --target deepspeed --zero 1"),
+        (2, "--model llama --dp 2 --data-parallel fsdp --dtype bfloat16"),
+        (1, "--model bert"),
+    ],
+    ids=["torch", "deepspeed", "fsdp", "alone"],
+)
+def test_it_trains(processes: int, arguments: str) -> None:
+    if "deepspeed" in arguments:
+        pytest.importorskip("deepspeed")
+    done = launch(processes, arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = re.search(r"loss (\d+\.\d+) -> (\d+\.\d+), (\d+) tokens/s", done.stdout)
+    assert found, done.stdout
+    assert float(found[2]) < float(found[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--pp 3", "pp=3, dp=1, tp=1 makes 3 processes, and the job has 2"),
+        ("--pp 2 --batch 5", "a batch of 5 samples is not divisible by micro_batches=2"),
+        ("--pp 2 --target deepspeed --zero 3", "ZeRO"),
+    ],
+)
+def test_mistakes(arguments: str, message: str) -> None:
+    if "deepspeed" in arguments:
+        pytest.importorskip("deepspeed")
+    done = launch(2, arguments)
+    assert done.returncode != 0
+    assert message in done.stderr
