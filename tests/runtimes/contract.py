@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -119,6 +120,16 @@ def prepare(setup: str | None) -> None:
     if setup is not None:
         module, _, function = setup.partition(":")
         getattr(importlib.import_module(module), function)()
+
+
+_for_life = contextlib.ExitStack()
+
+
+def stand_in_for_cuda() -> None:
+    """For runtimes that need CUDA: until the process ends, the CPU answers in its place."""
+    from tests.runtimes.cuda_standin import cuda_on_cpu
+
+    _for_life.enter_context(cuda_on_cpu())
 
 
 # --- jobs ----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from tests.runtimes import contract
 RUNTIMES: dict[str, tuple[str | None, str]] = {
     "torch": (None, "torch"),
     "deepspeed": (None, "deepspeed"),
+    "megatron": ("tests.runtimes.contract:stand_in_for_cuda", "megatron.core"),
 }
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]
 

@@ -1,0 +1,1 @@
+"""Target ``"megatron"``: Megatron-Core's process groups, schedules, DDP and optimizers."""

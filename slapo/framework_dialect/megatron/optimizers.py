@@ -1,0 +1,196 @@
+"""Megatron-Core's optimizers, from its own configuration or around a torch optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo.errors import SlapoError
+from slapo.framework_dialect.agreement import all_ranks_or_none
+from slapo.framework_dialect.megatron.options import MegatronOptions
+from slapo.framework_dialect.megatron.package import megatron_core
+
+_HALF_FIELDS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Configured:
+    """Megatron-Core's own optimizer, as a configuration describes it.
+
+    Parameters
+    ----------
+    config
+        Megatron-Core's, complete.
+    """
+
+    config: Any
+
+    def __call__(self, model: Any) -> Any:
+        """The optimizer of a model under Megatron-Core's DDP."""
+        make = megatron_core().optimizer.get_megatron_optimizer
+        return make(self.config, [model], use_gloo_process_groups=False)
+
+
+def resolve(options: Mapping[str, Any]) -> MegatronOptions:
+    """The options of build, of which an ``OptimizerConfig`` may have said some.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If they do not fit together.
+    """
+    given = dict(options)
+    config = given.get("optimizer")
+    if not isinstance(config, megatron_core().optimizer.OptimizerConfig):
+        checked = MegatronOptions(**given)
+        if checked.distributed_optimizer:
+            raise ValueError(
+                "distributed_optimizer=True shares out the state of Megatron-Core's own Adam; pass "
+                "optimizer=megatron.core.optimizer.OptimizerConfig(...) in place of "
+                f"{_name(config)}, or leave it out"
+            )
+        return checked
+    # Not a callable, which all other options are checked with.
+    checked = MegatronOptions(**{**given, "optimizer": Configured(config)})
+    complete = _complete(config, checked)
+    return replace(
+        checked,
+        optimizer=Configured(complete),
+        dtype=_half_of(complete) or checked.dtype,
+        distributed_optimizer=complete.use_distributed_optimizer,
+        clip_grad_norm=complete.clip_grad or None,
+    )
+
+
+def _name(optimizer: Any) -> str:
+    return getattr(optimizer, "__name__", None) or type(optimizer).__name__
+
+
+def _half_of(config: Any) -> torch.dtype | None:
+    return next((dtype for name, dtype in _HALF_FIELDS.items() if getattr(config, name)), None)
+
+
+def _complete(config: Any, options: MegatronOptions) -> Any:
+    """The configuration with what build was told besides."""
+    _refuse_fields(config)
+    complete = copy.copy(config)
+    if options.clip_grad_norm is not None:
+        complete.clip_grad = options.clip_grad_norm
+    complete.use_distributed_optimizer |= options.distributed_optimizer
+    if complete.use_distributed_optimizer and complete.optimizer != "adam":
+        raise ValueError(
+            "megatron's distributed optimizer is for Adam only, and the OptimizerConfig has "
+            f"optimizer={complete.optimizer!r}; change it, or leave out the distributed optimizer"
+        )
+    half = _half_of(config)
+    if half is not None and options.dtype not in (None, half):
+        raise ValueError(
+            f"the OptimizerConfig is for {half} and dtype is {options.dtype}; pass one of them"
+        )
+    half = half or options.half
+    for name, dtype in _HALF_FIELDS.items():
+        setattr(complete, name, half is dtype)
+    complete.params_dtype = half or torch.float32
+    return complete
+
+
+# Gathered in hooks of modules, which a stage that uses a parameter in its own graph does not call.
+_REFUSED = ("overlap_param_gather", "overlap_param_gather_with_optimizer_step")
+
+
+def _refuse_fields(config: Any) -> None:
+    wrong = [name for name in _REFUSED if getattr(config, name)]
+    if wrong:
+        raise ValueError(
+            f"the OptimizerConfig has {wrong}, which needs a call of a module for each parameter, "
+            "and stages use some directly; leave it out"
+        )
+    if config.lr is None:
+        raise ValueError("the OptimizerConfig has no learning rate; pass OptimizerConfig(lr=...)")
+
+
+def make_optimizer(options: MegatronOptions, model: Any) -> Any:
+    """Megatron-Core's optimizer for a model under its DDP. A collective of the world.
+
+    Parameters
+    ----------
+    options
+        With an optimizer.
+    model
+        Megatron-Core's ``DistributedDataParallel``.
+    """
+    if isinstance(options.optimizer, Configured):
+        return options.optimizer(model)
+    wrapped = [p for p in model.parameters() if p.requires_grad]
+    inner = all_ranks_or_none("optimizer", lambda: _call(options.optimizer, wrapped))
+    return _drive(inner, options)
+
+
+def _call(make: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:
+    """None for a stage with nothing to train, for which torch makes no optimizer."""
+    optimizer = make(parameters) if parameters else None
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer(parameters) returned a {type(optimizer).__name__}; it must be a "
+            "torch.optim.Optimizer, or pass megatron.core.optimizer.OptimizerConfig"
+        )
+    return optimizer
+
+
+def _drive(inner: torch.optim.Optimizer | None, options: MegatronOptions) -> Any:
+    """Megatron-Core's optimizer around one of torch."""
+    core, half = megatron_core(), options.half
+    config = core.optimizer.OptimizerConfig(
+        clip_grad=options.clip_grad_norm or 0.0,
+        params_dtype=half or torch.float32,
+        **{name: half is dtype for name, dtype in _HALF_FIELDS.items()},
+    )
+    if half is None:
+        optimizer = core.optimizer.FP32Optimizer(inner, config, _leave)
+    else:
+        make = core.optimizer.Float16OptimizerWithFloat16Params
+        optimizer = make(inner, config, _scaler(config), _leave)
+    optimizer.grad_stats_parallel_group = core.parallel_state.get_model_parallel_group()
+    optimizer.tp_group = core.parallel_state.get_tensor_model_parallel_group()
+    return optimizer
+
+
+def _leave(*_: Any) -> None:
+    """State is created by the first step."""
+
+
+def _scaler(config: Any) -> Any:
+    """Loss scaling as get_megatron_optimizer sets it up; None for bfloat16, which needs none."""
+    if not config.fp16:
+        return None
+    return megatron_core().optimizer.grad_scaler.DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )
+
+
+def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
+    """What one of Megatron-Core drives; None for a stage with nothing to train.
+
+    Raises
+    ------
+    SlapoError
+        If it drives several.
+    """
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    if len(parts) != 1:
+        raise SlapoError(
+            f"lr_scheduler: megatron drives {len(parts)} optimizers here, and a scheduler is for "
+            "one; step the schedulers of optimizer.chained_optimizers by hand"
+        )
+    inner: torch.optim.Optimizer | None = parts[0].optimizer
+    return inner

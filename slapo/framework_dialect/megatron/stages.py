@@ -1,0 +1,71 @@
+"""A scheduled model, or its stage, as Megatron-Core's schedules call it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from slapo.framework_dialect.batches import MicroBatch
+from slapo.framework_dialect.megatron.package import megatron_core
+from slapo.framework_dialect.megatron.wire import Manifest, pack, unpack
+
+
+class ModelChunk(nn.Module):
+    """What a ``model_provider`` of Megatron-Core returns: the part of the model on this rank.
+
+    Parameters
+    ----------
+    part
+        The model, or a stage of it.
+    index, n_stages
+        Which stage it is.
+
+    Attributes
+    ----------
+    arriving, leaving : Manifest or None
+        What the boundaries before and after it carry.
+    anchor : Tensor or None
+        What the loss has to hang on; see :func:`slapo.framework_dialect.megatron.wire.unpack`.
+    """
+
+    # Megatron-Core asks for it. Other parameters than its embedding and output layer may be tied
+    # too, so ties are summed elsewhere.
+    share_embeddings_and_output_weights = False
+
+    def __init__(self, part: nn.Module, index: int, n_stages: int) -> None:
+        super().__init__()
+        self.part = part
+        self.model_type = megatron_core().enums.ModelType.encoder_or_decoder
+        self.pre_process, self.post_process = index == 0, index == n_stages - 1
+        self.arriving: Manifest | None = None
+        self.leaving: Manifest | None = None
+        self.anchor: Tensor | None = None
+        self._received: Tensor | None = None
+
+    def set_input_tensor(self, received: Any) -> None:
+        """Take what the schedule received; None in the first stage."""
+        self._received = received[0] if isinstance(received, list) else received
+
+    def forward(self, batch: MicroBatch) -> Any:
+        """The model's output in the last stage; before it, a buffer to send.
+
+        Parameters
+        ----------
+        batch
+            The micro-batch; in the first stage of several, its arguments are the stage's.
+        """
+        output = self._run(batch)
+        if self.post_process:
+            return output
+        assert self.leaving is not None, "told before the schedule ran"
+        return pack(self.leaving, output, self.anchor)
+
+    def _run(self, batch: MicroBatch) -> Any:
+        if self.pre_process:
+            return self.part(*batch.args, **batch.kwargs)
+        assert self.arriving is not None, "told before the schedule ran"
+        assert self._received is not None, "the schedule receives first"
+        tensors, self.anchor = unpack(self.arriving, self._received)
+        self._received = None
+        return self.part(*tensors)

@@ -1,0 +1,163 @@
+"""Tensors of a stage boundary in one buffer: every bit arrives, every gradient comes back."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from slapo.errors import SlapoError
+from slapo.framework_dialect.megatron.wire import WIRE_DTYPE, Manifest, anchored, pack, unpack
+from slapo.pipeline.boundaries import TensorMeta
+
+
+def manifest_of(*tensors: Tensor) -> Manifest:
+    return Manifest(tuple(TensorMeta.of(f"t{i}", t) for i, t in enumerate(tensors)))
+
+
+def transfer(packed: Tensor) -> Tensor:
+    """What the next stage receives: a leaf that wants a gradient."""
+    return packed.detach().clone().requires_grad_()
+
+
+def bits(tensor: Tensor) -> list[int]:
+    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return flat.detach().contiguous().flatten().view(torch.uint8).tolist()
+
+
+# In float32, these bits are NaNs with a payload, a signalling NaN, a denormal and -0.
+PATTERNS = torch.tensor([0x7FC00001, 0x7F800001, 1, -(2**31), -1], dtype=torch.int32)
+
+SAMPLES = {
+    "int64": torch.tensor([[2**62 + 1, -1], [0, 7]]),
+    "int32": PATTERNS,
+    "float32": PATTERNS.view(torch.float32),
+    "float64": torch.tensor([0.1, -0.0, float("inf")], dtype=torch.float64),
+    "bfloat16": PATTERNS.view(torch.bfloat16),
+    "bool": torch.tensor([True, False, True]),
+    "uint8": torch.arange(17, dtype=torch.uint8),
+    "complex64": torch.tensor([1 + 2j]),
+    "scalar": torch.tensor(3),
+    "empty": torch.empty(0, 4),
+    "strided": torch.arange(6.0).view(2, 3).t(),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_bits_arrive(name: str) -> None:
+    sample, beside = SAMPLES[name], torch.tensor([1, 2, 3], dtype=torch.int16)
+    manifest = manifest_of(beside, sample, beside)
+    packed = pack(manifest, (beside, sample, beside), None)
+    assert packed.dtype == WIRE_DTYPE
+    assert packed.shape == manifest.shape
+    # Megatron-Core frees what was sent, which it cannot with a view.
+    assert packed._base is None
+    (first, received, last), _ = unpack(manifest, transfer(packed))
+    assert received.shape == sample.shape
+    assert received.dtype == sample.dtype
+    assert bits(received) == bits(sample)
+    assert bits(first) == bits(last) == bits(beside)
+    assert not received.requires_grad
+
+
+def test_gradients_come_back() -> None:
+    hidden = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    half = torch.tensor([4.0, 5.0], dtype=torch.bfloat16, requires_grad=True)
+    mask, unused = torch.tensor([True, False, True]), torch.ones(2, requires_grad=True)
+    sent = (mask, hidden * 1, half * 1, unused * 1)
+    manifest = manifest_of(*sent)
+    packed = pack(manifest, sent, None)
+    buffer = transfer(packed)
+    (mask_, hidden_, half_, _), anchor = unpack(manifest, buffer)
+    loss = (hidden_ * mask_).sum() * 2 + (half_ * half_).sum().float()
+    anchored(loss, anchor).backward()
+    assert buffer.grad is not None
+    packed.backward(buffer.grad)
+    assert hidden.grad is not None
+    assert hidden.grad.tolist() == [2.0, 0.0, 2.0]
+    assert half.grad is not None
+    assert half.grad.dtype == torch.bfloat16
+    assert half.grad.tolist() == [8.0, 10.0]
+    assert unused.grad is not None
+    assert unused.grad.tolist() == [0.0, 0.0]
+
+
+def test_what_has_no_gradient_gets_zeros() -> None:
+    tokens, hidden = torch.tensor([5, 6]), torch.ones(4, requires_grad=True) * 1
+    manifest = manifest_of(tokens, hidden)
+    buffer = transfer(pack(manifest, (tokens, hidden), None))
+    (_, hidden_), anchor = unpack(manifest, buffer)
+    anchored(hidden_.sum(), anchor).backward()
+    assert buffer.grad is not None
+    assert buffer.grad.tolist() == [0.0] * 4 + [1.0] * 4
+
+
+def test_a_buffer_without_gradients_still_has_one() -> None:
+    """The stage before waits for it, or the job would hang."""
+    tokens = torch.tensor([5, 6])
+    manifest = manifest_of(tokens)
+    buffer = transfer(pack(manifest, (tokens,), None))
+    (received,), anchor = unpack(manifest, buffer)
+    table = torch.ones(8, requires_grad=True)
+    # A middle stage sends on; the last one computes the loss.
+    sent = (table[received],)
+    following = manifest_of(*sent)
+    packed = pack(following, sent, anchor)
+    assert packed.requires_grad
+    packed.backward(torch.ones_like(packed))
+    assert buffer.grad is not None
+    assert not buffer.grad.any()
+    assert table.grad is not None
+    assert table.grad.sum() == 2.0
+
+
+def test_a_loss_that_hangs_on_nothing_hangs_on_the_anchor() -> None:
+    tokens = torch.tensor([5, 6])
+    manifest = manifest_of(tokens)
+    buffer = transfer(pack(manifest, (tokens,), None))
+    (received,), anchor = unpack(manifest, buffer)
+    loss = anchored(received.float().mean(), anchor)
+    assert loss.item() == 5.5
+    loss.backward()
+    assert buffer.grad is not None
+    assert not buffer.grad.any()
+
+
+def test_the_loss_is_copied() -> None:
+    """The schedule divides in place what it gets."""
+    loss = torch.tensor(6.0)
+    anchored(loss, None).div_(2)
+    anchored(loss, torch.zeros((), requires_grad=True)).detach().div_(2)
+    assert loss.item() == 6.0
+
+
+def test_received_tensors_may_be_changed() -> None:
+    """Models add to their hidden states in place."""
+    hidden = torch.ones(2, requires_grad=True) * 1
+    manifest = manifest_of(hidden)
+    buffer = transfer(pack(manifest, (hidden,), None))
+    (received,), anchor = unpack(manifest, buffer)
+    received += 1
+    anchored((received * received).sum(), anchor).backward()
+    assert buffer.grad is not None
+    assert buffer.grad[:2].tolist() == [4.0, 4.0]
+
+
+def test_without_gradients_nothing_is_recorded() -> None:
+    with torch.no_grad():
+        hidden = torch.ones(2)
+        manifest = Manifest((TensorMeta("hidden", (2,), torch.float32, requires_grad=True),))
+        packed = pack(manifest, (hidden,), None)
+        (received,), anchor = unpack(manifest, transfer(packed))
+        assert not packed.requires_grad
+        assert received.tolist() == [1.0, 1.0]
+        assert anchored(received.sum(), anchor).item() == 2.0
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [torch.ones(3), torch.ones(2, dtype=torch.bfloat16), torch.ones(2, requires_grad=True)],
+    ids=["shape", "dtype", "gradient"],
+)
+def test_other_forms_are_refused(sent: Tensor) -> None:
+    manifest = manifest_of(torch.ones(2))
+    with pytest.raises(SlapoError, match=r"was told to expect TensorMeta\(name='t0', shape=\(2,\)"):
+        pack(manifest, (sent,), None)
