@@ -50,6 +50,9 @@ def main() -> None:
     with slapo.init_empty_weights(enable=args.meta):
         model = family.build(sizes).train()
     slapo.set_random_seed(args.seed, dp_rank=dp, pp_rank=pp, tp_rank=tp)
+    if args.target == "megatron":
+        # Its parameters are of this type themselves, and a trace holds for one type only.
+        model.to(DTYPES[args.dtype])
 
     sch = slapo.create_schedule(model, group=mesh["tp"])
     stages = args.pp * (2 if args.schedule in LOOPED else 1)

@@ -207,6 +207,27 @@ def check_stage_count(n_stages: int, pp: int, per_rank: int = 1) -> None:
         )
 
 
+def one_number(loss: Any) -> Tensor:
+    """A loss without dimensions, in float32.
+
+    Raises
+    ------
+    ValueError
+        If a loss function has returned anything but a tensor of one element.
+
+    Examples
+    --------
+    >>> one_number(torch.ones(1, dtype=torch.bfloat16))
+    tensor(1.)
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"loss_fn returned {shown}; it must return one number, the mean over a micro-batch"
+        )
+    return loss.reshape(()).float()
+
+
 class Engine(ABC):
     """A model that trains. Every runtime's engine offers this, so scripts change the target only.
 
@@ -296,6 +317,11 @@ class Engine(ABC):
     def _check_call(self, part: MicroBatch) -> None:
         if self.lowering.pipelined is not None:
             self.lowering.pipelined.bind(part.args, part.kwargs)
+
+    def _loss_of(self, output: Any, targets: Any) -> Tensor:
+        """What the user's loss function makes of an output."""
+        assert self.options.loss_fn is not None, "checked before the batch was loaded"
+        return one_number(self.options.loss_fn(output, targets))
 
     # --- as a module -------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

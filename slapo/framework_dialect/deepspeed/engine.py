@@ -13,7 +13,13 @@ from slapo.framework_dialect.batches import MicroBatch
 from slapo.framework_dialect.deepspeed.config import Settings
 from slapo.framework_dialect.deepspeed.package import quiet_warnings
 from slapo.framework_dialect.gradients import mean_loss
-from slapo.framework_dialect.runtime import Engine, LossFn, Lowering, TrainingOptions
+from slapo.framework_dialect.runtime import (
+    Engine,
+    LossFn,
+    Lowering,
+    TrainingOptions,
+    one_number,
+)
 
 
 class Labels:
@@ -32,27 +38,6 @@ def loss_of_labels(loss_fn: LossFn) -> LossFn:
     tensor(2.)
     """
     return lambda output, labels: one_number(loss_fn(output, labels.targets))
-
-
-def one_number(loss: Any) -> Tensor:
-    """The loss as it should be.
-
-    Raises
-    ------
-    ValueError
-        If it is something else.
-
-    Examples
-    --------
-    >>> one_number(torch.ones(1, dtype=torch.bfloat16))
-    tensor(1.)
-    """
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(
-            f"loss_fn returned {shown}; it must return one number, the mean over a micro-batch"
-        )
-    return loss.reshape(()).float()
 
 
 class DeepSpeedEngine(Engine):
@@ -118,7 +103,7 @@ class ZeroEngine(DeepSpeedEngine):
     def _loss(self, part: MicroBatch) -> Tensor:
         assert self.options.loss_fn is not None, "checked when the batch was loaded"
         output = self._run(*part.args, **part.kwargs)
-        return one_number(self.options.loss_fn(output, part.targets))
+        return self._loss_of(output, part.targets)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         self._set_boundary(True)

@@ -195,16 +195,6 @@ class MegatronEngine(Engine):
         loss = self._loss_of(output, targets)
         return anchored(loss, anchor), loss.detach().clone()
 
-    def _loss_of(self, output: Any, targets: Any) -> Tensor:
-        assert self.options.loss_fn is not None, "checked before the batch was loaded"
-        loss: Any = self.options.loss_fn(output, targets)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(
-                f"loss_fn returned {shown}; it must return one number, the mean over a micro-batch"
-            )
-        return loss.reshape(()).float()
-
     def _cast(self, part: MicroBatch) -> MicroBatch:
         """Floating-point inputs in the parameters' dtype, as those of half precision want them."""
         half = self.options.half

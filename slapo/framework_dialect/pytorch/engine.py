@@ -84,16 +84,6 @@ class TorchEngineBase(Engine):
         if self.scheduler is not None:
             self.scheduler.step()
 
-    def _loss_of(self, output: Any, targets: Any) -> Tensor:
-        assert self.options.loss_fn is not None, "checked before the batch was loaded"
-        loss: Any = self.options.loss_fn(output, targets)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(
-                f"loss_fn returned {shown}; it must return one number, the mean over a micro-batch"
-            )
-        return loss
-
 
 class TorchEngine(TorchEngineBase):
     """DDP or FSDP2 around a model that runs in one piece."""
