@@ -9,7 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmark import import_time, matching, report, scheduling, step_time
+from benchmark import (
+    import_time,
+    matching,
+    partition,
+    pipeline,
+    report,
+    scheduling,
+    step_time,
+)
 from benchmark.measure import Progress, Result
 
 BENCHMARKS: dict[str, Callable[[bool, Progress], Result]] = {
@@ -17,6 +25,14 @@ BENCHMARKS: dict[str, Callable[[bool, Progress], Result]] = {
     "scheduling": scheduling.run,
     "matching": matching.run,
     "step_time": step_time.run,
+    "partition": partition.run,
+    "pipeline": pipeline.run,
+}
+
+#: Draw a picture from the CSV file of a benchmark.
+PLOTS: dict[str, Callable[[Path], Path | None]] = {
+    "scheduling": report.plot_scheduling,
+    "pipeline": pipeline.plot,
 }
 
 
@@ -43,9 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not options.quick:  # the figures are for full size
             for target in result.targets:
                 say(f"{label}: {target}")
-    picture = report.plot_scheduling(options.results) if "scheduling" in names else None
-    if picture:
-        say(f"wrote {picture}")
+    for name in names:
+        picture = PLOTS[name](options.results) if name in PLOTS else None
+        if picture:
+            say(f"wrote {picture}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,13 +6,14 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import slapo
-from benchmark import matching, report
+from benchmark import matching, partition, pipeline, pipeline_ranks, report
 from benchmark.__main__ import BENCHMARKS, main
 from benchmark.measure import Result, Target
 from benchmark.models import transformer_on_meta
@@ -24,7 +25,11 @@ COLUMNS = {
     "scheduling": {"way", "layers", "cpu_s", "cpu_ms_per_layer", "published_cpu_s"},
     "matching": {"pattern", "layers", "matches", "cpu_s"},
     "step_time": {"model", "form", "cpu_ms", "cpu_ratio", "wall_ratio"},
+    "partition": {"model", "layers", "stages", "trace_cpu_s", "partition_cpu_s", "peak_mb"},
+    "pipeline": {"schedule", "pp", "micro_batches", "bubble", "bubble_formula", "bubble_of_order"},
 }
+# They start processes, or record a model of Transformers.
+SLOW = {"partition": [pytest.mark.slow], "pipeline": [pytest.mark.slow, pytest.mark.distributed]}
 
 
 def _read(path: Path) -> list[dict[str, str]]:
@@ -32,10 +37,14 @@ def _read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("name", list(BENCHMARKS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SLOW.get(name, [])) for name in BENCHMARKS]
+)
 def test_quick_run_writes_a_csv_file(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if name == "partition":
+        pytest.importorskip("transformers")
     if name == "step_time":  # recording a Transformers model takes seconds
         monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     main([name, "--quick", "--results", str(tmp_path)])
@@ -46,6 +55,10 @@ def test_quick_run_writes_a_csv_file(
     assert rows[0]["slapo"] == slapo.__version__
     shown = capsys.readouterr().out
     assert f"{name} (1 of 1)" in shown, "progress is shown"
+    if name == "pipeline":  # torch's order of work is the published one
+        orders = [row for row in rows if row["bubble_of_order"]]
+        assert len(orders) == 3
+        assert all(row["bubble_of_order"] == row["bubble_formula"] for row in orders)
 
 
 def test_every_benchmark_is_listed_here() -> None:
@@ -74,6 +87,91 @@ def test_plot_is_drawn_from_the_csv_file(tmp_path: Path) -> None:
     picture = report.plot_scheduling(tmp_path)
     assert picture == tmp_path / "scheduling.png"
     assert picture.stat().st_size > 1000
+
+
+def test_bubbles_are_drawn_from_the_csv_file(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert pipeline.plot(tmp_path) is None, "nothing was measured yet"
+    bubbles = {"bubble": 0.2, "bubble_quarter": 0.19, "bubble_three_quarters": 0.3}
+    rows = [
+        {"compute": compute, "schedule": name, "pp": pp, "micro_batches": m, **bubbles}
+        for name in pipeline.KINDS
+        for compute, pp, m in (("waiting", 2, 4), ("waiting", 4, 8), ("products", 2, 8))
+    ]
+    report.write("pipeline", Result(rows), "command", tmp_path)
+    picture = pipeline.plot(tmp_path)
+    assert picture == tmp_path / "pipeline.png"
+    assert picture.stat().st_size > 1000
+
+
+# --- pipelines -----------------------------------------------------------------------------------
+def _order(text: str) -> list[Any]:
+    """``"F0.1 W2.0"`` -> forward of micro-batch 1 by stage 0, backward of weights of 0 by 2."""
+    return [
+        SimpleNamespace(
+            computation_type=SimpleNamespace(value=word[0]),
+            stage_index=int(word[1]),
+            microbatch_index=int(word[3]),
+        )
+        for word in text.split()
+    ]
+
+
+def test_span_of_an_order_of_work() -> None:
+    gpipe = {0: _order("F0.0 F0.1 B0.0 B0.1"), 1: _order("F1.0 F1.1 B1.0 B1.1")}
+    assert pipeline_ranks.span_of_order(gpipe, 2) == (2 + 1) * 3
+    split = {
+        0: _order("F0.0 F0.1 I0.0 W0.0 I0.1 W0.1"),
+        1: _order("F1.0 I1.0 F1.1 I1.1 W1.0 W1.1"),
+    }
+    assert pipeline_ranks.span_of_order(split, 2) == 7
+    with pytest.raises(RuntimeError, match="waits for itself"):
+        pipeline_ranks.span_of_order({0: _order("B0.0 F0.0")}, 1)
+
+
+def test_formulas_of_bubbles() -> None:
+    bubble = {name: kind.bubble(4, 8) for name, kind in pipeline.KINDS.items()}
+    assert bubble["gpipe"] == bubble["1f1b"] == 3 / 11
+    assert bubble["interleaved_1f1b"] == 3 / 19
+    assert bubble["zero_bubble"] == bubble["zbv"] == 3 / 51
+
+
+def test_a_waiting_layer_waits_for_each_part_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(pipeline_ranks, "_wait", waits.append)
+    layer = pipeline_ranks.Waiting(3.0)
+    x = torch.ones(2, pipeline_ranks.WIDTH, requires_grad=True)
+    y = layer(x).sum()
+    assert waits == [3.0]
+    torch.autograd.grad(y, x, retain_graph=True)
+    assert waits == [3.0] * 2
+    torch.autograd.grad(y, layer.weight)
+    assert waits == [3.0] * 3
+
+
+# --- partitions ----------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layers"), [("gpt2", 96), ("llama_70b", 80)])
+def test_large_models_are_partitioned_within_the_budget(model: str, layers: int) -> None:
+    """Processor time, and memory of a process of its own: both leave others out."""
+    pytest.importorskip("transformers")
+    found = partition.measure_apart(model, layers)
+    assert found["stages"] == 4
+    assert found["trace_cpu_s"] + found["partition_cpu_s"] < partition.SECONDS
+    assert found["partition_cpu_s"] < 0.5
+    assert found["peak_mb"] < partition.MEGABYTES
+    assert found["peak_growth_mb"] < 200
+
+
+@pytest.mark.slow
+def test_a_partition_is_linear_in_the_layers() -> None:
+    pytest.importorskip("transformers")
+    costs = []
+    for layers in (24, 48, 96):
+        sch = partition.create("gpt2", layers)
+        partition.trace(sch, "gpt2")
+        costs.append(_calls(functools.partial(partition.cut, sch, "gpt2", layers)))
+    assert costs[2] - costs[1] <= 2 * 1.05 * (costs[1] - costs[0])
 
 
 def _calls(run: Callable[[], Any]) -> int:

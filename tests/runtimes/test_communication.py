@@ -1,0 +1,313 @@
+"""What travels: collectives of a tensor-parallel layer, and messages between pipeline stages.
+
+Both are counted where torch hands them to a process group, on real gloo processes. A layer's share
+is the difference between a model with one layer more and one with one less.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("transformers")
+
+import slapo
+from examples.parallel_models import FAMILIES, Family, schedule
+from slapo.framework_dialect.batches import split_batch
+from slapo.framework_dialect.pytorch.placement import schedule_named
+from slapo.pipeline import PipelinedModule, generate_pipeline_partition
+from slapo.pipeline.boundaries import Boundary, ShapeProbe, describe_inputs, infer_boundaries
+from slapo.sharding.shards import shards_of
+from tests.distributed import run_distributed
+from tests.runtimes.layouts import SIZES, batches, sgd
+
+Counts = dict[str, int]
+
+#: Of gradients, in float32: sums over two ranks are in another order.
+TOLERANCE = 1e-6
+
+
+class Collectives(CommDebugMode):
+    """Torch's counter without its watch over modules, which fails on some calls of a schedule's."""
+
+    def __enter__(self) -> Collectives:
+        tracker = self.advanced_module_tracker
+        tracker.name, tracker.module_parents_dict["Global"] = "Global", []
+        TorchDispatchMode.__enter__(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        TorchDispatchMode.__exit__(self, *error)
+
+    def counts(self) -> Counter[str]:
+        """Name of a collective -> how often it was called."""
+        return Counter({str(op).rpartition(".")[2]: n for op, n in self.get_comm_counts().items()})
+
+
+# --- tensor parallelism --------------------------------------------------------------------------
+def model_of(family: Family, layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    return family.build(replace(SIZES, layers=layers)).train()
+
+
+def sequence_parallel(sch: slapo.Schedule, family: Family) -> None:
+    """Tokens are split between the sharded regions, as Korthikanti et al. 2022 do it."""
+    for path, table in family.layers.items():
+        layers = list(sch.select(f"{path}.*"))
+        layers[0].sync("fwd_pre", "RR->SR")
+        for layer in layers:
+            for name in table.inputs:
+                layer[name].sync("fwd_pre", "all_gather", axis=1)
+            for split in table.columns:
+                node = layer[split.path].shard("weight", axis=split.axis, blocks=split.blocks)
+                if getattr(node.mod, "bias", None) is not None:
+                    node.shard("bias", axis=0, blocks=split.blocks)
+            for split in table.rows:
+                row = layer[split.path].shard("weight", axis=split.axis)
+                row.sync("fwd_post", "reduce_scatter", axis=1)
+            for module, attribute in table.shared_out:
+                owner: Any = layer[module].mod
+                setattr(owner, attribute, getattr(owner, attribute) // layer.world_size)
+            for name, module in layer.mod.named_modules():
+                if "norm" in type(module).__name__.lower():
+                    for leaf, _ in module.named_parameters():
+                        layer[name].annotate(leaf, "sequence_parallel", True)
+        layers[-1].sync("fwd_post", "all_gather", axis=1, tensor_parallel_output_grad=False)
+
+
+def collectives_of(
+    rank: int, world_size: int, names: list[str], sizes: list[int], by_tokens: bool
+) -> dict[str, dict[int, tuple[Counter[str], Counter[str], float]]]:
+    """Model -> layers -> collectives forward and backward, and how wrong a gradient is at most."""
+    return {
+        name: {layers: _count(FAMILIES[name], layers, by_tokens) for layers in sizes}
+        for name in names
+    }
+
+
+def _count(
+    family: Family, layers: int, by_tokens: bool
+) -> tuple[Counter[str], Counter[str], float]:
+    inputs, targets = batches(family)[0]
+    expected = model_of(family, layers)
+    family.loss(expected(**inputs), targets).backward()
+    sch = slapo.create_schedule(model_of(family, layers), group=torch.distributed.group.WORLD)
+    (sequence_parallel if by_tokens else schedule)(sch, family)
+    model, _ = slapo.build(sch)
+    with Collectives() as forward:
+        loss = family.loss(model(**inputs), targets)
+    with Collectives() as backward:
+        loss.backward()
+    return forward.counts(), backward.counts(), _largest_error(model, expected)
+
+
+def _largest_error(model: nn.Module, expected: nn.Module) -> float:
+    largest = 0.0
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            whole = expected.get_submodule(path).get_parameter(name).grad
+            assert parameter.grad is not None
+            assert whole is not None
+            spec = shards_of(module).get(name)
+            part = whole if spec is None else spec.slice(whole)
+            largest = max(largest, (parameter.grad - part).abs().max().item())
+    return largest
+
+
+def per_layer(found: dict[int, Any], few: int) -> tuple[Counts, Counts]:
+    """Forward and backward: what the model with one layer more does in addition."""
+    both = [found[few + 1][i] - found[few][i] for i in (0, 1)]
+    return dict(both[0]), dict(both[1])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_tensor_parallel_layer_reduces_twice_each_way() -> None:
+    names = ["gpt2", "bert", "llama"]
+    for found in run_distributed(collectives_of, 2, names, [2, 3], False):
+        for name in names:
+            assert per_layer(found[name], 2) == ({"allreduce_": 2}, {"allreduce_": 2}), name
+            # And nothing beside the layers: embeddings and heads are whole.
+            assert found[name][2][:2] == ({"allreduce_": 4}, {"allreduce_": 4}), name
+            assert found[name][2][2] < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_decoder_layer_of_t5_reduces_once_for_each_block_and_for_what_it_reads() -> None:
+    """Of 3 layers the third is a decoder's; of 4 the fourth is an encoder's.
+
+    A decoder layer has three blocks, so three sums forward. Backward, there are the inputs of its
+    three blocks, and the encoder's states, which keys and values read by a layer each.
+    """
+    for found in run_distributed(collectives_of, 2, ["t5"], [2, 3, 4], False):
+        assert per_layer(found["t5"], 2) == ({"allreduce_": 3}, {"allreduce_": 5})
+        assert per_layer(found["t5"], 3) == ({"allreduce_": 2}, {"allreduce_": 2})
+        assert found["t5"][2][:2] == ({"allreduce_": 5}, {"allreduce_": 7})
+        assert found["t5"][2][2] < TOLERANCE
+
+
+# Of parameters that see some of the tokens only: weight and bias of two norms, and the biases of
+# two row layers. Llama has two norms without bias.
+PARTIAL_GRADIENTS = {"gpt2": 6, "bert": 6, "llama": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_sequence_parallel_layer_has_the_published_pairs() -> None:
+    """An all-gather before, and a reduce-scatter after, attention and MLP; backward the reverse."""
+    pairs = {"_allgather_base_": 2, "_reduce_scatter_base_": 2}
+    for found in run_distributed(collectives_of, 2, list(PARTIAL_GRADIENTS), [2, 3], True):
+        for name, partial in PARTIAL_GRADIENTS.items():
+            backward = {**pairs, "allreduce_": partial}
+            assert per_layer(found[name], 2) == (pairs, backward), name
+            assert found[name][2][2] < TOLERANCE
+
+
+# --- pipeline ------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Message:
+    """A tensor that one rank sent to another."""
+
+    source: int
+    target: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    content: bytes = b""
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+    @property
+    def kind(self) -> Message:
+        return replace(self, content=b"")
+
+
+class Messages(TorchDispatchMode):
+    """Notes what is handed to a process group for sending, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Message] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d.send.default:
+            (tensor,), _, target, _ = args
+            content = tensor.contiguous().numpy().tobytes()
+            here = torch.distributed.get_rank()
+            self.sent.append(Message(here, target, tuple(tensor.shape), tensor.dtype, content))
+        return func(*args, **(kwargs or {}))
+
+
+def messages_of(
+    rank: int, world_size: int, names: list[str], pipeline_schedule: str, stages: int
+) -> dict[str, list[Message]]:
+    """Model -> what this rank sends in a training step."""
+    found = {}
+    for name in names:
+        family = FAMILIES[name]
+        mesh = slapo.init_mesh(pp=world_size, dp=1, tp=1, device="cpu")
+        sch = slapo.create_schedule(model_of(family, SIZES.layers), group=mesh["tp"])
+        schedule(sch, family, stages)
+        engine, _ = slapo.build(
+            sch,
+            target="torch",
+            mesh=mesh,
+            loss_fn=family.loss,
+            optimizer=sgd,
+            micro_batches=MICRO_BATCHES[world_size],
+            pipeline_schedule=pipeline_schedule,
+        )
+        data = iter(batches(family))
+        engine.train_batch(data)  # torch connects neighbours by messages of its own
+        with Messages() as messages:
+            engine.train_batch(data)
+        found[name] = messages.sent
+    return found
+
+
+def boundaries_of(name: str, stages: int, micro_batches: int) -> tuple[Boundary, ...]:
+    """What each stage receives for one micro-batch, found in one process."""
+    family = FAMILIES[name]
+    sch = slapo.create_schedule(model_of(family, SIZES.layers))
+    schedule(sch, family, stages)
+    pipelined = generate_pipeline_partition(sch).mod
+    assert isinstance(pipelined, PipelinedModule)
+    part = split_batch(batches(family)[0], micro_batches)[0]
+    inputs = describe_inputs(pipelined.inputs.names, pipelined.bind(part.args, part.kwargs))
+    probes = [ShapeProbe(stage, torch.device("cpu")) for stage in pipelined.stages]
+    return infer_boundaries(stages, inputs, lambda index, received: probes[index].run(received))
+
+
+MICRO_BATCHES = {2: 2, 4: 4}
+
+
+def check_messages(
+    names: list[str], pp: int, pipeline_schedule: str, stages: int
+) -> dict[str, list[list[Message]]]:
+    """Every message is one of a boundary's tensors, or its gradient; returns what ranks sent."""
+    count = MICRO_BATCHES[pp]
+    rank_of = schedule_named(pipeline_schedule).rank_of
+    sent = run_distributed(messages_of, pp, names, pipeline_schedule, stages, timeout=280)
+    for name in names:
+        expected: Counter[Message] = Counter()
+        for index, metas in enumerate(boundaries_of(name, stages, count)[1:], 1):
+            before, after = rank_of(index - 1, pp), rank_of(index, pp)
+            for meta in metas if before != after else ():
+                expected[Message(before, after, meta.shape, meta.dtype)] += count
+                if meta.requires_grad:
+                    expected[Message(after, before, meta.shape, meta.dtype)] += count
+        assert Counter(m.kind for by_rank in sent for m in by_rank[name]) == expected, name
+        measured = sum(m.nbytes for by_rank in sent for m in by_rank[name])
+        assert measured == sum(m.nbytes * times for m, times in expected.items())
+    return {name: [by_rank[name] for by_rank in sent] for name in names}
+
+
+def check_nothing_twice(sent: list[list[Message]], micro_batches: int) -> None:
+    """In each micro-batch, what a stage sends on is all different."""
+    for rank, messages in enumerate(sent[:-1]):
+        forward = [m for m in messages if m.target == rank + 1]
+        size, rest = divmod(len(forward), micro_batches)
+        assert rest == 0
+        for start in range(0, len(forward), size):
+            part = forward[start : start + size]
+            assert len({(m.shape, m.dtype, m.content) for m in part}) == size
+
+
+# By hand, for a micro-batch of (2, 8) tokens in the middle of a model of width 16.
+TOKENS, MASK, HIDDEN_STATES = 2 * 8 * 8, 2 * 8 * 8, 2 * 8 * 16 * 4
+POSITIONS, COSINES = 8 * 8, 8 * 4 * 4
+BYTES = {
+    "gpt2": (TOKENS, POSITIONS, MASK, HIDDEN_STATES),
+    "bert": (MASK, HIDDEN_STATES),
+    # Between encoder and decoder: the decoder's tokens, and the padding that it looks past.
+    "t5": (TOKENS, TOKENS, HIDDEN_STATES),
+    "llama": (POSITIONS, MASK, COSINES, COSINES, HIDDEN_STATES),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("pp", [2, 4])
+def test_each_boundary_sends_its_tensors_once_and_their_gradients_back(pp: int) -> None:
+    found = check_messages(list(FAMILIES), pp, "1f1b", pp)
+    for name, sent in found.items():
+        check_nothing_twice(sent, MICRO_BATCHES[pp])
+        if pp == 2:
+            forward, backward = (sum(m.nbytes for m in by_rank) for by_rank in sent)
+            assert (forward, backward) == (2 * sum(BYTES[name]), 2 * HIDDEN_STATES), name
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("pipeline_schedule", ["interleaved_1f1b", "zbv"])
+def test_several_stages_on_a_rank_send_to_other_ranks_only(pipeline_schedule: str) -> None:
+    check_messages(["llama"], 2, pipeline_schedule, 4)
