@@ -73,7 +73,7 @@ KINDS = {
 }
 
 WAITING = "Stages wait a known time instead of computing"
-PRODUCTS = "hollow points: real matrix products"
+PRODUCTS = "hollow points: real matrix products, m = 8"
 
 #: Computation, ranks, numbers of micro-batches.
 JOBS = (("waiting", 2, (2, 4, 8)), ("products", 2, (8,)), ("waiting", 4, (4, 8, 16)))
