@@ -277,7 +277,17 @@ class Engine(ABC):
         with self._watch.guard():
             if self.optimizer is None:
                 raise SlapoError("train_batch needs an optimizer; build with optimizer=")
-            return self._train(self._load("train_batch", data_iter))
+            micro_batches = self._load("train_batch", data_iter)
+            try:
+                return self._train(micro_batches)
+            except Exception:
+                self._forget_gradients()
+                raise
+
+    def _forget_gradients(self) -> None:
+        """After a step that failed: a script that goes on must not add to what it left."""
+        for parameter in self.parameters():
+            parameter.grad = None
 
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
         """The loss on the next batch, in eval mode and without gradients. See `train_batch`."""

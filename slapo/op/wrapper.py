@@ -42,15 +42,6 @@ class ModuleWrapper(nn.Module):
         self.__dict__["_version"] = mod._version  # of its entries in a state_dict
         self.training = mod.training
 
-    def train(self, mode: bool = True) -> ModuleWrapper:
-        """Set the mode of the wrapper, the wrapped module and all its children."""
-        super().train(mode)  # reaches the children, which are the wrapped module's
-        inner: nn.Module = self
-        while isinstance(inner, ModuleWrapper):
-            inner = inner.mod
-            inner.training = mode
-        return self
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module."""
         return self.mod(*args, **kwargs)
@@ -62,8 +53,11 @@ class ModuleWrapper(nn.Module):
         self.mod._load_from_state_dict(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Attributes of the wrapped module, its sizes for one, are set there."""
+        """Attributes of the wrapped module, its sizes for one, are set there; its mode as well."""
         inner = self.__dict__.get("mod")
+        if name == "training" and inner is not None:
+            # Who sets the flags of all modules() does not meet the wrapped one.
+            inner.training = value
         own = name in self.__dict__ or hasattr(nn.Module, name)
         if inner is None or own or not hasattr(inner, name):
             super().__setattr__(name, value)

@@ -113,6 +113,15 @@ class ShapeProbe:
             fakes[id(tensor)] = self.mode.from_tensor(on_device)
         return fakes[id(tensor)]
 
+    def _zeros(self, value: Any, made: dict[int, Any]) -> Any:
+        """A real tensor for a fake one; other entries of the tables as they are."""
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in made:
+            zeros = torch.zeros(value.shape, dtype=value.dtype, device=self.device)
+            made[id(value)] = zeros.requires_grad_(value.requires_grad)
+        return made[id(value)]
+
     def run(self, received: Boundary, autocast: torch.dtype | None = None) -> Boundary:
         """What the stage sends; of the last stage nothing.
 
@@ -135,10 +144,13 @@ class ShapeProbe:
         return tuple(TensorMeta.of(n, t) for n, t in zip(self.stage.sent, sent, strict=True))
 
     def _run_for_real(self, received: Boundary, autocast: torch.dtype | None) -> Sequence[Tensor]:
-        buffers = {id(b): (b, b.clone()) for b in self.stage.buffers()}
+        """On zeros in place of parameters and buffers: an engine may have shared out the real."""
         devices = [] if self.device.type == "cpu" else [self.device]
         try:
-            with torch.random.fork_rng(devices, device_type=self.device.type):
+            with (
+                self._tensors_concealed(real=True),
+                torch.random.fork_rng(devices, device_type=self.device.type),
+            ):
                 return self._sent(received, autocast, TensorMeta.zeros)
         except Exception as error:
             shapes = {m.name: (m.shape, m.dtype) for m in received}
@@ -146,10 +158,6 @@ class ShapeProbe:
                 f"stage {self.stage.index} fails on inputs of {shapes} with "
                 f"{type(error).__name__}: {error}"
             ) from error
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers.values():
-                    buffer.copy_(before)
 
     def _sent(
         self,
@@ -163,11 +171,13 @@ class ShapeProbe:
         return sent if self.stage.sent else ()
 
     @contextmanager
-    def _tensors_concealed(self) -> Iterator[None]:
+    def _tensors_concealed(self, real: bool = False) -> Iterator[None]:
         present = [(table, dict(table)) for table, _ in self._tables]
+        made: dict[int, Any] = {}
         # In place: wrappers share these tables with the modules that they wrap.
         for table, then in self._tables:
-            _refill(table, then)
+            stand_in = {k: self._zeros(v, made) for k, v in then.items()} if real else then
+            _refill(table, stand_in)
         try:
             yield
         finally:

@@ -175,6 +175,24 @@ def is_projection(node: fx.Node) -> bool:
     return node.target is getattr and node.args[1] not in _VALUE_ATTRIBUTES
 
 
+def may_alias(node: fx.Node) -> bool:
+    """Whether the result may share memory with the first argument."""
+    if node.op not in ("call_method", "call_function") or not node.args:
+        return False
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return is_in_place(node) or name in _ALIASING
+
+
+_ALIASING = frozenset(
+    {"T", "as_strided", "chunk", "contiguous", "cpu", "cuda", "detach", "diagonal", "expand"}
+    | {"expand_as", "flatten", "float", "getattr", "getitem", "half", "bfloat16", "mH", "mT"}
+    | {"moveaxis", "movedim", "narrow", "permute", "ravel", "real", "reshape", "reshape_as"}
+    | {"select", "split", "squeeze", "swapaxes", "swapdims", "t", "tensor_split", "to"}
+    | {"transpose", "type", "type_as", "unbind", "unflatten", "unfold", "unsqueeze", "view"}
+    | {"view_as", "view_as_complex", "view_as_real", "imag", "adjoint", "dropout", "alias"}
+)
+
+
 def is_in_place(node: fx.Node) -> bool:
     """Whether the node writes to its first argument."""
     if node.op == "call_method":

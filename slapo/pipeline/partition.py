@@ -85,7 +85,11 @@ def generate_pipeline_partition(sch: N) -> N:
 
 
 def _make_stages(root: TracedModule, joined: JoinedGraph, ends: list[fx.Node]) -> list[Stage]:
-    parts = split_graph(joined.graph, ends)
+    def writes(node: fx.Node) -> bool:
+        module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        return bool(getattr(module, "inplace", False))
+
+    parts = split_graph(joined.graph, ends, writes)
     return [make_stage(index, part, root, joined) for index, part in enumerate(parts)]
 
 

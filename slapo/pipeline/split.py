@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from slapo.pipeline.kinds import (
     is_projection,
     is_region_end,
     kinds_of,
+    may_alias,
 )
 
 
@@ -48,8 +49,12 @@ def own_copy(tensor: Tensor) -> Tensor:
     return tensor.clone()
 
 
-def split_graph(graph: fx.Graph, ends: list[fx.Node]) -> list[StageGraph]:
+def split_graph(
+    graph: fx.Graph, ends: list[fx.Node], writes: Callable[[fx.Node], bool] = lambda node: False
+) -> list[StageGraph]:
     """Cut `graph` after each node of `ends`, given in order.
+
+    `writes` tells of calls of modules whether they write to their input.
 
     A tensor crosses a cut if it is computed before it and used after it. What is no tensor (sizes,
     dtypes, parameters looked up) is computed again in every stage that uses it. A module's output
@@ -61,7 +66,7 @@ def split_graph(graph: fx.Graph, ends: list[fx.Node]) -> list[StageGraph]:
         If a cut lies inside a ``no_grad`` or ``autocast`` block, nothing runs after it, or a
         tensor is written to in a later stage while others still see it.
     """
-    plan = _Plan.of(graph, ends)
+    plan = _Plan.of(graph, ends, writes)
     return [_StageBuilder(plan, index).build() for index in range(plan.n_stages)]
 
 
@@ -74,15 +79,17 @@ class _Plan:
     kinds: dict[fx.Node, Kind]
     #: node -> the stage that computes it; values are computed wherever they are used
     stage_of: dict[fx.Node, int]
+    #: calls of modules that write to their input
+    writes: Callable[[fx.Node], bool]
     #: stage -> tensors of earlier stages that it or a later one uses
     received: list[list[fx.Node]] = field(default_factory=list)
     #: stage -> received tensors that it writes to
     written: list[set[fx.Node]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, graph: fx.Graph, ends: list[fx.Node]) -> _Plan:
+    def of(cls, graph: fx.Graph, ends: list[fx.Node], writes: Callable[[fx.Node], bool]) -> _Plan:
         kinds = kinds_of(graph)
-        plan = cls(graph, len(ends) + 1, kinds, _assign(graph, ends, kinds))
+        plan = cls(graph, len(ends) + 1, kinds, _assign(graph, ends, kinds), writes)
         plan._check_stages(ends)
         plan.received = plan._crossing()
         plan.written = plan._find_writes()
@@ -95,6 +102,11 @@ class _Plan:
                 raise SlapoError(
                     f"nothing runs after {end.target!r}, so no stage can begin there; leave out "
                     "this cut"
+                )
+            if index > 0 and index not in busy:
+                raise SlapoError(
+                    f"nothing runs between {ends[index - 1].target!r} and {end.target!r}, after "
+                    "which stages end; leave out one of the two cuts"
                 )
 
     def _is_work(self, node: fx.Node) -> bool:
@@ -142,22 +154,65 @@ class _Plan:
         return received
 
     def _find_writes(self) -> list[set[fx.Node]]:
+        """Received tensors that a stage writes to, by whatever name; it will write to a copy."""
         written: list[set[fx.Node]] = [set() for _ in range(self.n_stages)]
         for node in self.graph.nodes:
             target = node.kwargs.get("out") or (node.args[0] if node.args else None)
-            if not (is_in_place(node) and isinstance(target, fx.Node)):
+            if not isinstance(target, fx.Node) or not (is_in_place(node) or self.writes(node)):
                 continue
+            if target.op == "get_attr":
+                self._check_attribute(node, target)
             here = self.stage_of[node]
-            if self.kinds[target] == "value" or self.stage_of[target] == here or here == 0:
-                continue
-            others = [u for u in target.users if u is not node and self.stage_of[u] >= here]
-            if others:
-                raise SlapoError(
-                    f"{node.format_node()} writes to {target.name!r}, which an earlier stage "
-                    f"computes and {others[0].name!r} reads too; cut at another place"
-                )
-            written[here].add(target)
+            if here > 0 and self.kinds[target] != "value":
+                received = self._received_relatives(target, here)
+                self._check_seen_once(node, target, received)
+                written[here].update(received)
         return written
+
+    def _received_relatives(self, target: fx.Node, here: int) -> list[fx.Node]:
+        """Tensors from earlier stages, in use from here on, that may share memory with `target`."""
+        found = []
+        for node in _relatives(target):
+            early = node.op == "placeholder" or self.stage_of[node] < here
+            if early and any(self.stage_of[user] >= here for user in node.users):
+                found.append(node)
+        return found
+
+    def _check_seen_once(self, node: fx.Node, target: fx.Node, received: list[fx.Node]) -> None:
+        here = self.stage_of[node]
+        users = [user for tensor in received for user in tensor.users]
+        others = [u.name for u in users if u is not node and self.stage_of[u] >= here]
+        if len(received) > 1 or (received and received[0] is target and others):
+            raise SlapoError(
+                f"{node.format_node()} writes to {target.name!r}, which an earlier stage computes "
+                f"and {others} read too, under this or another name; cut at another place"
+            )
+
+    def _check_attribute(self, node: fx.Node, target: fx.Node) -> None:
+        """A buffer that one stage writes and another uses would be two."""
+        places = self.graph.find_nodes(op="get_attr", target=target.target)
+        stages = sorted({self.stage_of[user] for place in places for user in place.users})
+        if len(stages) > 1:
+            raise SlapoError(
+                f"{node.format_node()} writes to {target.target!r}, which the stages {stages} use, "
+                "each a copy of its own; cut so that one stage has all of its uses"
+            )
+
+
+def _relatives(node: fx.Node) -> list[fx.Node]:
+    """The node and all that may share memory with it."""
+    found: dict[fx.Node, None] = {node: None}
+    waiting = [node]
+    while waiting:
+        item = waiting.pop()
+        near = [user for user in item.users if may_alias(user) and user.args[0] is item]
+        if may_alias(item) and isinstance(item.args[0], fx.Node):
+            near.append(item.args[0])
+        for other in near:
+            if other not in found:
+                found[other] = None
+                waiting.append(other)
+    return list(found)
 
 
 def _assign(

@@ -141,12 +141,26 @@ class _Materializer:
     ) -> None:
         self.model, self.initialize, self.group, self.device = model, initialize, group, device
         self.only = only
+        # Of a model in stages each rank makes a part: what a module draws must not depend on what
+        # was made before it, or the stages would start with equal weights.
+        self.seed = int(torch.randint(2**31, ())) if only is not None else None
+        self.place = 0
         self.new: dict[int, Tensor] = {}
         self.keep: list[Tensor] = []  # ids stay valid while the tensors live
         self.created: set[int] = set()
 
     def visit(self, path: str, module: nn.Module) -> None:
         """Initialise what `module` owns, then what it alone initialises in its descendants."""
+        self.place += 1
+        if self.seed is None:
+            self._visit(path, module)
+            return
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with torch.random.fork_rng(devices, device_type=self.device.type):
+            torch.manual_seed(self.seed + self.place)
+            self._visit(path, module)
+
+    def _visit(self, path: str, module: nn.Module) -> None:
         self._adopt_tied(module)
         own = {(module, name) for name, t in _own_tensors(module) if self._is_wanted(t)}
         below = self._written_below(path, module)

@@ -371,3 +371,94 @@ def test_a_failed_partition_changes_nothing() -> None:
         partition(sch)
     assert sch.mod is before
     assert str(sch) == text
+
+
+class Views(nn.Module):
+    """Writes through a view, after the cut; `late` makes the view in the stage of the write."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.late = late
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = x * 2
+        column = base[:, :1]
+        y = self.a(x)
+        if self.late:
+            column = base[:, :1]
+        column.add_(1.0)
+        return self.b(y) + base
+
+
+def test_writing_through_a_view_across_a_cut() -> None:
+    x = torch.randn(3, 4)
+    arguments: dict[str, Any] = {"tracer": "huggingface", "example_inputs": (x,)}
+    sch = slapo.create_schedule(Views(late=False))
+    sch.trace_until("", **arguments)
+    sch["a"].cut_pipeline_stage()
+    with pytest.raises(slapo.SlapoError, match=r"writes to 'getitem'.*under this or another name"):
+        partition(sch)
+    model = Views(late=True)
+    expected = Views.forward(model, x)
+    sch = cut(model, "", "a", **arguments)
+    assert torch.equal(sch.mod(x), expected)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1.0)
+        return self.b(self.a(x)) / self.count
+
+
+def test_a_buffer_that_one_stage_writes_and_another_reads() -> None:
+    sch = slapo.create_schedule(Counts())
+    sch.trace_until("")
+    sch["a"].cut_pipeline_stage()
+    with pytest.raises(slapo.SlapoError, match=r"writes to 'count', which the stages \[0, 1\] use"):
+        partition(sch)
+
+
+def test_a_module_that_writes_to_what_it_receives() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    sch = cut(model, "", "0")
+    received = torch.randn(2, 4, requires_grad=True)
+    out = sch.mod.stages[1](received)
+    out.sum().backward()
+    assert received.grad is not None
+
+
+def test_two_cuts_at_one_place() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)))
+    sch.trace_until("0")
+    sch["0.0"].cut_pipeline_stage()
+    sch["0"].cut_pipeline_stage()
+    with pytest.raises(slapo.SlapoError, match="nothing runs"):
+        partition(sch)
+
+
+class Drops(nn.Module):
+    """Asks for the mode itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.dropout(x, 0.5, self.training)
+
+
+def test_wrapped_modules_follow_the_mode() -> None:
+    sch = slapo.create_schedule(nn.Sequential(Drops(), Drops(), nn.Linear(4, 4)).train())
+    sch["0"].checkpoint().fork_rng()
+    sch["1"].checkpoint()
+    sch.trace_until("")
+    for path in ("0", "1"):
+        assert sch[path].mod.training
+        assert sch[path].mod.mod.training
+    for module in sch.mod.modules():
+        module.training = False
+    assert not sch["0"].mod.mod.mod.training
+    sch.mod.train()
+    assert sch["0"].mod.mod.mod.training

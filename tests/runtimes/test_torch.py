@@ -307,3 +307,152 @@ def test_the_group_is_the_meshes() -> None:
     for rank, message in enumerate(run_distributed(_other_group, 2)):
         assert f"tensor-parallel ranks are [{rank}]" in message
         assert 'group=mesh["tp"]' in message
+
+
+# --- fine-tuning, initialisation, modes, failures ------------------------------------------------
+def _frozen(rank: int, world: int) -> list[float]:
+    """A stage that trains nothing, as in fine-tuning."""
+    mesh = slapo.init_mesh(pp=2, device="cpu")
+    torch.manual_seed(0)
+    model = contract.Model().train()
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    for module in (model.emb, model.h[0], model.h[1]):
+        module.requires_grad_(False)
+    sch = slapo.create_schedule(model, group=mesh["tp"])
+    sch.trace_until("")
+    sch["h.1"].cut_pipeline_stage()
+    options = {"loss_fn": contract.loss_fn, "optimizer": contract.sgd, "micro_batches": 4}
+    engine, _ = slapo.build(sch, target="torch", mesh=mesh, clip_grad_norm=1.0, **options)
+    batches = contract.data()
+    return [engine.train_batch(batches).item() for _ in range(3)]
+
+
+def _frozen_alone() -> list[float]:
+    torch.manual_seed(0)
+    model = contract.Model().train()
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    for module in (model.emb, model.h[0], model.h[1]):
+        module.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, losses = contract.sgd(trained), []
+    for ids, targets in contract.data(3):
+        loss = contract.loss_fn(model(ids), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.distributed
+def test_a_stage_may_train_nothing() -> None:
+    for found in run_distributed(_frozen, 2):
+        assert found == pytest.approx(_frozen_alone(), abs=1e-5)
+
+
+def _on_meta(rank: int, world: int) -> dict[str, Tensor]:
+    mesh = slapo.init_mesh(pp=2, device="cpu")
+    torch.manual_seed(0)
+    with slapo.init_empty_weights():
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    sch = slapo.create_schedule(model, group=mesh["tp"])
+    sch.trace_until("")
+    sch["1"].cut_pipeline_stage()
+    engine, _ = slapo.build(sch, target="torch", mesh=mesh, loss_fn=F.mse_loss, micro_batches=2)
+    return {name: t.detach().clone() for name, t in engine.state_dict().items()}
+
+
+@pytest.mark.distributed
+def test_stages_made_on_meta_differ() -> None:
+    first, second = run_distributed(_on_meta, 2)
+    weights = [t for n, t in {**first, **second}.items() if n.endswith("weight")]
+    assert len(weights) == 4
+    for number, weight in enumerate(weights):
+        assert not any(torch.equal(weight, other) for other in weights[:number])
+
+
+def test_dropout_is_on_again_after_an_evaluation() -> None:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(self.fc(x), 0.5, self.training)
+
+    mesh = slapo.init_mesh(device="cpu")
+    sch = slapo.create_schedule(nn.Sequential(Drops()).train(), group=mesh["tp"])
+    sch["0"].checkpoint()
+    optimizer = functools.partial(torch.optim.SGD, lr=0.0)
+    engine, _ = slapo.build(sch, target="torch", mesh=mesh, loss_fn=F.mse_loss, optimizer=optimizer)
+    batches = iter([(torch.ones(64, 2), torch.zeros(64, 2))] * 9)
+    evaluated = engine.eval_batch(batches).item()
+    losses = [engine.train_batch(batches).item() for _ in range(3)]
+    assert engine.eval_batch(batches).item() == evaluated
+    assert len({evaluated, *losses}) == 4
+
+
+def test_a_failed_step_leaves_no_gradients() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if target.sum() > 1:
+            raise RuntimeError("out of memory")
+        return F.mse_loss(output, target)
+
+    engine, _ = _build(loss_fn=loss_fn, optimizer=contract.sgd, micro_batches=2)
+    targets = torch.tensor([[0.0, 0.0], [5.0, 5.0]])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.train_batch(iter([(torch.ones(2, 2), targets)]))
+    assert all(p.grad is None for p in engine.parameters())
+
+
+def _flat_input(rank: int, world: int) -> str:
+    engine, _ = contract.make("torch", (2, 1, 1))
+    _, targets = next(contract.data())
+    with pytest.raises(ValueError, match="have no dimensions") as caught:
+        engine.train_batch(iter([({"ids": torch.tensor(3)}, targets)]))
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_inputs_without_dimensions_are_refused_everywhere() -> None:
+    for message in run_distributed(_flat_input, 2):
+        assert "inputs ['ids'] have no dimensions" in message
+
+
+def _tied_units(rank: int, world: int) -> list[float]:
+    mesh = slapo.init_mesh(dp=2, device="cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    model[2].weight = model[0].weight
+    sch = slapo.create_schedule(model, group=mesh["tp"])
+    engine, _ = slapo.build(
+        sch,
+        target="torch",
+        mesh=mesh,
+        loss_fn=F.mse_loss,
+        optimizer=contract.sgd,
+        data_parallel="fsdp",
+    )
+    batches = iter([(torch.ones(2, 4) * (1 + rank), torch.zeros(2, 4))] * 3)
+    losses = [engine.train_batch(batches).item() for _ in range(3)]
+    with pytest.raises(slapo.SlapoError, match="built with data_parallel"):
+        slapo.build(sch, target="torch", mesh=mesh, data_parallel="fsdp")
+    return losses
+
+
+@pytest.mark.distributed
+def test_fsdp_with_ties_between_the_items_of_a_list() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    model[2].weight = model[0].weight
+    optimizer, losses = contract.sgd(list(model.parameters())), []
+    x = torch.cat([torch.ones(2, 4), torch.ones(2, 4) * 2])
+    for _ in range(3):
+        loss = F.mse_loss(model(x), torch.zeros(4, 4))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    for found in run_distributed(_tied_units, 2):
+        assert found == pytest.approx(losses, abs=1e-5)

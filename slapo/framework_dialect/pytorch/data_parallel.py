@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from slapo.errors import SlapoError
 from slapo.mesh import extent, group_of
 from slapo.weights.tags import SEQUENCE_PARALLEL, tags_of
 
@@ -29,14 +31,29 @@ def fsdp_units(module: nn.Module) -> Iterator[nn.Module]:
             yield from fsdp_units(child)
 
 
+def _untied(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+    """Units that share no parameter with anything outside; others are gathered with the root."""
+    within = [{id(p) for p in unit.parameters()} for unit in units]
+    inner = {id(m) for unit in units for m in unit.modules()}
+    outside = (m for m in module.modules() if id(m) not in inner)
+    places = Counter(id(p) for m in outside for p in set(m._parameters.values()) if p is not None)
+    for ids in within:
+        places.update(ids)
+    return [u for u, ids in zip(units, within, strict=True) if all(places[i] == 1 for i in ids)]
+
+
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]) -> None:
     """Share out the parameters over the data-parallel ranks (FSDP2), in place.
 
     What parameters carry (tags, ``orig_shape``) goes over to the new ones.
     """
+    if any(isinstance(m, FSDPModule) for m in module.modules()):
+        raise SlapoError(
+            'this model was built with data_parallel="fsdp" before; create a new model and schedule'
+        )
     carried = {n: tags_of(p) for n, p in module.named_parameters(remove_duplicate=False)}
     over = mesh["dp"]
-    for unit in dict.fromkeys(fsdp_units(module)):
+    for unit in _untied(module, list(dict.fromkeys(fsdp_units(module)))):
         fully_shard(unit, mesh=over, **options)
     fully_shard(module, mesh=over, **options)
     for name, parameter in module.named_parameters(remove_duplicate=False):

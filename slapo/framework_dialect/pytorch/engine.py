@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slapo.errors import SlapoError
+from slapo.framework_dialect.agreement import all_ranks_or_none
 from slapo.framework_dialect.batches import MicroBatch
 from slapo.framework_dialect.gradients import (
     TiedGradients,
@@ -46,7 +48,13 @@ class TorchEngineBase(Engine):
 
     def _make_optimizer(self) -> None:
         """Once parameters are what they stay."""
+        # The user's functions may fail on one rank only, where they see other parameters.
+        all_ranks_or_none("the optimizer", self._call_factories)
+
+    def _call_factories(self) -> None:
         parameters = [p for p in self.module.parameters() if p.requires_grad]
+        if not parameters:  # a stage that trains nothing, and optimizers that want something
+            parameters = [nn.Parameter(torch.zeros(0, device=self.device))]
         if self.options.optimizer is not None:
             self.optimizer = self.options.optimizer(parameters)
         if self.options.lr_scheduler is not None:
@@ -106,6 +114,14 @@ class TorchEngine(TorchEngineBase):
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
 
+    def _explained(self, error: RuntimeError) -> Exception:
+        if "finished reduction in the prior iteration" not in str(error):
+            return error
+        return SlapoError(
+            "DDP misses gradients of parameters that the model did not use; build with "
+            'data_parallel_options={"find_unused_parameters": True}, or freeze them'
+        )
+
     def _step(self) -> None:
         self._optimizer_step()
 
@@ -130,5 +146,8 @@ class TorchEngine(TorchEngineBase):
 
     def _loss(self, part: MicroBatch) -> Tensor:
         with autocasting(self.device, self.options.autocast):
-            output = self.runner(*part.args, **part.kwargs)
+            try:
+                output = self.runner(*part.args, **part.kwargs)
+            except RuntimeError as error:
+                raise self._explained(error) from None
             return self._loss_of(output, part.targets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,9 @@ from slapo.pipeline.boundaries import (
     infer_boundaries,
 )
 
+#: Shapes of micro-batches for which a torch schedule is kept: of training and of evaluation.
+_RUNS_KEPT = 4
+
 
 class StageRunner(nn.Module):
     """A stage as ``PipelineStage`` calls it; the last one goes on to the loss.
@@ -57,12 +61,28 @@ class StageRunner(nn.Module):
 
     def forward(self, *received: Tensor, number: Tensor) -> Any:
         """Run micro-batch `number`."""
+        if self._own_outputs:
+            received = tuple(map(_ContiguousGradient.apply, received))
         with autocasting(self._device, self._autocast):
             output = self.stage(*received)
             if self._loss_of is not None:
                 return torch.stack([self._loss_of(output, int(number)).reshape(())])
         sent = tuple(tensor.contiguous() for tensor in output)
         return tuple(map(_owned, sent)) if self._own_outputs else sent
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """A split backward sends the gradient of an input as it is, and messages are contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        """The tensor itself."""
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """The gradient, in one piece."""
+        return gradients[0].contiguous()
 
 
 def _owned(tensor: Tensor) -> Tensor:
@@ -94,7 +114,9 @@ class TorchPipelineEngine(TorchEngineBase):
         super().__init__(lowering, options)
         self.schedule = schedule_named(options.pipeline_schedule)
         self._targets: list[Any] = []
-        self._runs: dict[Any, Any] = {}
+        self._runs: OrderedDict[Any, Any] = OrderedDict()
+        self._known_boundaries: dict[Boundary, tuple[Boundary, ...]] = {}
+        self._check_sharding()
         # Before FSDP2 comes: the probes remember the modules without it.
         self._probes = {i: ShapeProbe(s, self.device) for i, s in lowering.stages.items()}
         self.runners = {i: self._make_runner(s) for i, s in lowering.stages.items()}
@@ -102,7 +124,39 @@ class TorchPipelineEngine(TorchEngineBase):
         self._ties.broadcast_values()
         self._make_optimizer()
 
+    def _check_call(self, part: MicroBatch) -> None:
+        super()._check_call(part)
+        pipelined = self.lowering.pipelined
+        assert pipelined is not None, "this engine runs pipelines only"
+        bound = zip(pipelined.inputs.names, pipelined.bind(part.args, part.kwargs), strict=True)
+        flat = [name for name, tensor in bound if not tensor.dim()]
+        if flat:
+            raise ValueError(
+                f"inputs {flat} have no dimensions, and a pipeline cuts all of its inputs along "
+                "the first; expand them to the size of the batch"
+            )
+
     # --- set-up ------------------------------------------------------------------------------
+    def _check_sharding(self) -> None:
+        """Refuse what FSDP2 would compute wrongly or fail at in the first step."""
+        if not self.is_sharded:
+            return
+        if "mp_policy" in (self.options.data_parallel_options or {}):
+            raise SlapoError(
+                "mp_policy changes the types of what stages send; with a pipeline pass "
+                "dtype=torch.bfloat16 instead"
+            )
+        seen: set[int] = set()
+        for stage in self.lowering.stages.values():
+            own = {id(m): n for n, m in stage.named_modules() if m._parameters}
+            shared = [name for key, name in own.items() if key in seen]
+            if shared:
+                raise SlapoError(
+                    f"{shared[0]!r} runs in several stages of this rank, which FSDP2 cannot "
+                    'share out; use data_parallel="ddp" or pipeline_schedule="1f1b"'
+                )
+            seen.update(own)
+
     def _make_runner(self, stage: Stage) -> StageRunner:
         is_last = stage.index == self.lowering.n_stages - 1
         loss_of = self._micro_batch_loss if is_last else None
@@ -204,8 +258,13 @@ class TorchPipelineEngine(TorchEngineBase):
     # --- one torch schedule for each shape of micro-batch --------------------------------------
     def _run_for(self, inputs: Boundary, train: bool) -> Any:
         key = (inputs, train)
+        if inputs not in self._known_boundaries:
+            self._known_boundaries[inputs] = self._boundaries(inputs)
         if key not in self._runs:
-            self._runs[key] = self._make_run(self._boundaries(inputs), train)
+            self._runs[key] = self._make_run(self._known_boundaries[inputs], train)
+            if len(self._runs) > _RUNS_KEPT:  # each holds buffers for all of its micro-batches
+                self._runs.popitem(last=False)
+        self._runs.move_to_end(key)
         return self._runs[key]
 
     def _boundaries(self, inputs: Boundary) -> tuple[Boundary, ...]:
