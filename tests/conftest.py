@@ -11,6 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+import torch.distributed as dist
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +32,13 @@ def seed() -> None:
     """Same numbers in every run, whichever tests ran before."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_process_group(seed: None) -> None:
+    """Examples in docstrings leave the group of one process that ``init_mesh`` has started."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture

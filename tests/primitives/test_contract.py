@@ -80,6 +80,7 @@ CASES: dict[str, Case] = {
         lambda s: s["fc1"].cut_pipeline_stage(),
         slapo.SlapoError,
         "trace_until",
+        signature=("call",),
         make=traced_stack,
         path="layers.1",
     ),

@@ -65,7 +65,7 @@ def deepspeed_error(rank: int) -> None:
 def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path, job: Any) -> None:
     if "deepspeed" in job.__name__:
         pytest.importorskip("deepspeed")
-    outcome = run_job(tmp_path, job, limit=90)
+    outcome = run_job(tmp_path, job, limit=150)
     assert outcome.codes[1] == -signal.SIGKILL
     for rank in (0, 2):
         assert outcome.codes[rank] not in (0, None), outcome.texts[rank]
@@ -77,7 +77,7 @@ def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path, job: Any) -> None:
 def test_a_rank_that_raises_ends_the_job(tmp_path: Path, job: Any) -> None:
     if "deepspeed" in job.__name__:
         pytest.importorskip("deepspeed")
-    outcome = run_job(tmp_path, job, limit=90)
+    outcome = run_job(tmp_path, job, limit=150)
     assert all(code not in (0, None) for code in outcome.codes)
     assert "ValueError: the loss is not to be had" in outcome.texts[2]
     for rank in (0, 1):

@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from examples.parallel_models import FAMILIES
-from tests.distributed import run_distributed
+from tests.distributed import RankFailure, run_distributed
 from tests.runtimes.layouts import compare, train_alone, train_twice
 
 LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
@@ -27,13 +27,13 @@ def alone() -> dict[str, tuple[list[float], dict[str, Tensor]]]:
     return {name: train_alone(name) for name in FAMILIES}
 
 
-def check(layout: Any, target: str, alone: Any, **options: Any) -> None:
+def check(layout: Any, target: str, alone: Any, without: str = "", **options: Any) -> None:
     world = layout[0] * layout[1] * layout[2]
-    names = list(FAMILIES)
+    names = [name for name in FAMILIES if name != without]
     for found in run_distributed(
         compare, world, names, target, layout, alone, options, timeout=280
     ):
-        assert found.keys() == FAMILIES.keys()
+        assert list(found) == names
         for name, (losses, parameters) in found.items():
             assert losses < TOLERANCE, (name, losses)
             assert parameters < TOLERANCE, (name, parameters)
@@ -70,7 +70,17 @@ def test_alone_learns(alone: dict[str, tuple[list[float], dict[str, Tensor]]]) -
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_torch_schedules_and_sharding(options: dict[str, Any], alone: Any) -> None:
-    check((2, 2, 1), "torch", alone, **options)
+    # torch cannot split the backward of a stage with an embedding of its own, as T5's decoder has.
+    split = options.get("pipeline_schedule") in ("zero_bubble", "zbv")
+    check((2, 2, 1), "torch", alone, without="t5" if split else "", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_backward_that_cannot_be_split(alone: Any) -> None:
+    options = {"pipeline_schedule": "zbv"}
+    with pytest.raises(RankFailure, match=r"'zbv' splits the backward of a stage in two"):
+        run_distributed(compare, 2, ["t5"], "torch", (2, 1, 1), alone, options, timeout=120)
 
 
 @pytest.mark.slow

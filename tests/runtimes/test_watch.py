@@ -62,7 +62,7 @@ class Outcome:
         self.codes, self.texts, self.seconds = codes, texts, seconds
 
 
-def run_job(folder: Path, job: Callable[[int], None], limit: float = 60) -> Outcome:
+def run_job(folder: Path, job: Callable[[int], None], limit: float = 150) -> Outcome:
     """Run ``job(rank)`` in each process of a job with a TCPStore that rank 0 keeps."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
