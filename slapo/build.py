@@ -103,10 +103,15 @@ def _build_module(sch: Schedule, init_weights: bool | Callable[..., Any], kwargs
     check_same_schedule(sch)
     check_ties(sch.mod, sch.state.ties)
     check_shards(sch)
+    _fill_module(sch, init_weights)
+    return sch.mod
+
+
+def _fill_module(sch: Schedule, init_weights: bool | Callable[..., Any]) -> None:
+    """Make a model that runs in one piece ready."""
     _materialize(sch, init_weights)
     _renew_tags(sch)
     _compile_graphs(sch.mod)
-    return sch.mod
 
 
 def _prepare(sch: Schedule, runtime: Runtime) -> Lowering:
@@ -137,9 +142,7 @@ def _fill(sch: Schedule, lowering: Lowering, init_weights: bool | Callable[..., 
     """Create this rank's parameters and let go of the others'."""
     pipelined = lowering.pipelined
     if pipelined is None:
-        _materialize(sch, init_weights)
-        _renew_tags(sch)
-        _compile_graphs(sch.mod)
+        _fill_module(sch, init_weights)
         return
     wanted = {id(t) for stage in lowering.stages.values() for t in _tensors_of(stage)}
     if init_weights is not False and pipelined.whole is not None:

@@ -125,7 +125,6 @@ class TorchPipelineEngine(TorchEngineBase):
         self._make_optimizer()
 
     def _check_call(self, part: MicroBatch) -> None:
-        super()._check_call(part)
         pipelined = self.lowering.pipelined
         assert pipelined is not None, "this engine runs pipelines only"
         bound = zip(pipelined.inputs.names, pipelined.bind(part.args, part.kwargs), strict=True)
@@ -230,7 +229,8 @@ class TorchPipelineEngine(TorchEngineBase):
         losses: list[Tensor] = []
         try:
             step = run.step if train else run.eval
-            extra = {"return_outputs": False} if train and _takes_outputs(run) else {}
+            single = isinstance(run, PipelineScheduleSingle)
+            extra = {"return_outputs": False} if train and single else {}
             step(*arguments, target=numbers, losses=losses, number=numbers, **extra)
         except RuntimeError as error:
             raise self._explained(error) from None
@@ -305,7 +305,3 @@ class TorchPipelineEngine(TorchEngineBase):
             output_args=sent,
             group=group_of(self.mesh, "pp"),
         )
-
-
-def _takes_outputs(run: Any) -> bool:
-    return isinstance(run, PipelineScheduleSingle)
