@@ -6,19 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from slapo.errors import SlapoError
 from slapo.framework_dialect import Lowering, Runtime, get_dialect_cls
-from slapo.framework_dialect.agreement import all_ranks_or_none
+from slapo.framework_dialect.agreement import all_ranks_or_none, gathered, has_peers
 from slapo.graph.traced_module import TracedModule
 from slapo.op.wrapper import innermost
 from slapo.pipeline import PipelinedModule, generate_pipeline_partition
 from slapo.pipeline.partition import cut_nodes
 from slapo.pipeline.pipelined import release
 from slapo.schedule import Schedule
-from slapo.sharding.groups import group_size
 from slapo.sharding.layout import inner_layout_of
 from slapo.sharding.partial import has_bias
 from slapo.sharding.shards import shards_of
@@ -194,27 +192,20 @@ def check_same_schedule(sch: Schedule, everywhere: bool = False) -> None:
         On every rank, naming the first difference.
     """
     group = None if everywhere else sch.group
-    world_size = group_size(group) if everywhere else sch.world_size
-    if world_size == 1 or dist.get_backend(group) == "fake":
+    if not has_peers(group) or (sch.world_size == 1 and not everywhere):
         return
-    digests = _gathered(sch.digest(), world_size, group)
+    digests = gathered(sch.digest(), group)
     if len(set(digests)) == 1:
         return
-    histories = _gathered([str(r) for r in sch.history], world_size, group)
-    calls = _gathered([r.call() for r in sch.history], world_size, group)
-    other = next(rank for rank in range(world_size) if calls[rank] != calls[0])
+    histories = gathered([str(r) for r in sch.history], group)
+    calls = gathered([r.call() for r in sch.history], group)
+    other = next(rank for rank, made in enumerate(calls) if made != calls[0])
     index = _first_difference(calls[0], calls[other])
     shown = [h[index] if index < len(h) else "nothing" for h in (histories[0], histories[other])]
     raise SlapoError(
         f"ranks applied different schedules: step {index} is {shown[0]} on rank 0 and {shown[1]} "
         f"on rank {other}; a schedule must be the same on every rank"
     )
-
-
-def _gathered(value: Any, world_size: int, group: dist.ProcessGroup | None) -> list[Any]:
-    found: list[Any] = [None] * world_size
-    dist.all_gather_object(found, value, group=group)
-    return found
 
 
 def _first_difference(left: list[Any], right: list[Any]) -> int:

@@ -100,7 +100,7 @@ def same_on_all_ranks(what: str, value: Any, group: dist.ProcessGroup | None = N
     """
     if not has_peers(group):
         return
-    values = _gather(value, group)
+    values = gathered(value, group)
     other = next((i for i, v in enumerate(values) if v != values[0]), None)
     if other is None:
         return
@@ -153,7 +153,7 @@ def same_batch(what: str, load: Callable[[], T], mesh: DeviceMesh) -> T:
     batch, error = _attempt(load)
     digest = [0, 0, 0] if error else [1, *batch_digest(batch)]
     if not _all_alike(digest, mesh):
-        digests = _gather(digest, None)
+        digests = gathered(digest, None)
         if not all(digest[0] for digest in digests):
             _raise_everywhere(what, error, None)
         _refuse_other_batches(what, batch, digests, mesh)
@@ -272,7 +272,8 @@ def _attempt(check: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """The values of all ranks of the group, in their order; every rank calls it."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
@@ -280,7 +281,7 @@ def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 def _raise_everywhere(what: str, error: Exception | None, group: dist.ProcessGroup | None) -> None:
     """Raise this rank's own error, or one that tells of the other ranks'."""
-    texts = _gather(f"{type(error).__name__}: {error}" if error else None, group)
+    texts = gathered(f"{type(error).__name__}: {error}" if error else None, group)
     if error is not None:
         raise on_every_rank(error)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -308,7 +309,7 @@ def _refuse_other_batches(
     for dp, ranks in enumerate(mesh.mesh.transpose(0, 1).flatten(1).tolist()):
         other = next((r for r in ranks if digests[r] != digests[ranks[0]]), None)
         if other is not None:
-            shown = _gather(describe_batch(batch), None)
+            shown = gathered(describe_batch(batch), None)
             same_form = digests[other][1] == digests[ranks[0]][1]
             how = "with other contents" if same_form else f"of {shown[other]}"
             raise on_every_rank(
