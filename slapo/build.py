@@ -11,8 +11,7 @@ from torch import nn
 from slapo.errors import SlapoError
 from slapo.framework_dialect import Lowering, Runtime, get_dialect_cls
 from slapo.framework_dialect.agreement import all_ranks_or_none, gathered, has_peers
-from slapo.graph.traced_module import TracedModule
-from slapo.op.wrapper import innermost
+from slapo.graph.trace.module import TracedModule
 from slapo.pipeline import PipelinedModule, generate_pipeline_partition
 from slapo.pipeline.partition import cut_nodes
 from slapo.pipeline.pipelined import release
@@ -25,6 +24,7 @@ from slapo.snapshot import restored_on_error
 from slapo.weights.materialize import has_meta_tensors, materialize
 from slapo.weights.tags import apply_tags
 from slapo.weights.ties import check_ties
+from slapo.wrapper import innermost
 
 
 def build(

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
-from slapo.graph.leaves import is_torch_leaf
+from slapo.graph.trace.leaves import is_torch_leaf
 from slapo.history import Record, digest
-from slapo.op.wrapper import innermost
 from slapo.weights.provenance import Source
 from slapo.weights.ties import TieGroups
+from slapo.wrapper import innermost
 
 if TYPE_CHECKING:
     from typing_extensions import Self

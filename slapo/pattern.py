@@ -1,5 +1,5 @@
-"""Vocabulary of patterns; see :mod:`slapo.graph.pattern`."""
+"""Vocabulary of patterns; see :mod:`slapo.graph.match.pattern`."""
 
-from slapo.graph.pattern import ModulePattern, Pattern, call_module
+from slapo.graph.match.pattern import ModulePattern, Pattern, call_module
 
 __all__ = ["ModulePattern", "Pattern", "call_module"]

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 
 from slapo.node import Node
-from slapo.op.wrapper import innermost
+from slapo.wrapper import innermost
 
 _MAX_WIDTH = 60
 #: More notes of one kind on a module are counted.

@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from slapo import printing
 from slapo.errors import SlapoError
-from slapo.graph.find import Match, find_nodes, find_subgraphs_in
+from slapo.graph.match.find import Match, find_nodes, find_subgraphs_in
 from slapo.node import Node, ScheduleMetadata, ScheduleState
-from slapo.op.wrapper import innermost
 from slapo.primitives import (
     AnnotatePrimitive,
     CheckpointPrimitive,
@@ -34,6 +33,7 @@ from slapo.primitives.run import as_method, as_question, run
 from slapo.selection import Selection
 from slapo.sharding.tp_group import resolve_group
 from slapo.weights.ties import TieGroups
+from slapo.wrapper import innermost
 
 
 class Schedule(Node):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo.graph.traced_module import TracedModule
+from slapo.graph.trace.module import TracedModule
 from slapo.node import Node
 
 _CONTAINERS = (dict, set, list)

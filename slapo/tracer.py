@@ -1,6 +1,6 @@
-"""Tracers; see :mod:`slapo.graph.symbolic` and :mod:`slapo.graph.recorder`."""
+"""Tracers; see :mod:`slapo.graph.trace.symbolic` and :mod:`slapo.graph.trace.recorder`."""
 
-from slapo.graph.symbolic import trace_symbolically
-from slapo.graph.traced_module import CallContract, TracedModule
+from slapo.graph.trace.module import CallContract, TracedModule
+from slapo.graph.trace.symbolic import trace_symbolically
 
 __all__ = ["CallContract", "TracedModule", "trace_symbolically"]

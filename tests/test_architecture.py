@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 #: From the bottom up; a module may import from its own floor and from lower ones.
 FLOORS = [
-    ["errors", "history", "hooks", "logger", "random", "utils"],
+    ["errors", "history", "hooks", "logger", "random", "utils", "wrapper"],
     ["sharding", "weights", "op", "graph"],
     ["node", "pattern", "tracer", "initialization"],
     ["pipeline"],

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from slapo.op.wrapper import ModuleWrapper
 from slapo.random import get_rng_tracker
+from slapo.wrapper import ModuleWrapper
 
 #: Picks the positional arguments that a checkpointed module is called with.
 OrderArgs = Callable[..., tuple[Any, ...]]

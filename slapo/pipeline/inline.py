@@ -13,8 +13,7 @@ from typing import Any
 from torch import fx
 
 from slapo.errors import SlapoError
-from slapo.graph.names import spare_self
-from slapo.graph.traced_module import (
+from slapo.graph.trace.module import (
     CallContract,
     Guard,
     TracedModule,
@@ -23,7 +22,8 @@ from slapo.graph.traced_module import (
     parameter_kinds,
     same_value,
 )
-from slapo.op.wrapper import innermost
+from slapo.graph.trace.names import spare_self
+from slapo.wrapper import innermost
 
 #: Attribute under which a container's limits are found; see :class:`ContainerLimits`.
 LIMITS = "_slapo_limits"

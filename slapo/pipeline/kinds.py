@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from slapo.graph.align import select_by_mode
+from slapo.graph.trace.modes import select_by_mode
 
 #: ``"tensor"``: may be sent between stages; ``"value"``: sizes, dtypes, flags; ``"container"``: a
 #: tuple, list, dict or output object of tensors, as modules return them.

@@ -7,14 +7,14 @@ from typing import TypeVar
 from torch import fx
 
 from slapo.errors import SlapoError
-from slapo.graph.traced_module import TracedModule
+from slapo.graph.trace.module import TracedModule
 from slapo.hooks import has_backward_hooks, has_forward_hooks
 from slapo.node import Node
-from slapo.op.wrapper import innermost
 from slapo.pipeline.inline import JoinedGraph, join_containers
 from slapo.pipeline.pipelined import PipelinedModule
 from slapo.pipeline.split import split_graph
 from slapo.pipeline.stage import Stage, make_stage
+from slapo.wrapper import innermost
 
 _CUT = "cut_pipeline_stage"
 N = TypeVar("N", bound=Node)

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from slapo.errors import SlapoError
-from slapo.graph.traced_module import (
+from slapo.graph.trace.module import (
     TracedModule,
     bind_arguments,
     check_arguments,
     parameter_kinds,
 )
-from slapo.op.wrapper import innermost
 from slapo.pipeline.stage import Stage, owner_at, put_tensor
 from slapo.pipeline.ties import StageTie, analyze_tie_weights
+from slapo.wrapper import innermost
 
 
 class PipelineInputs:

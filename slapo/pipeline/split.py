@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from slapo.errors import SlapoError
-from slapo.graph.names import spare_self
+from slapo.graph.trace.names import spare_self
 from slapo.pipeline.kinds import (
     Kind,
     enters_region,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from slapo.node import Node
-from slapo.op.wrapper import innermost
 from slapo.primitives.base import Primitive
 from slapo.weights.tags import apply_tags
+from slapo.wrapper import innermost
 
 
 class AnnotatePrimitive(Primitive):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from slapo.graph.rewrite import check_closed, replace_vertical
-from slapo.graph.subgraph_view import subgraph_view
+from slapo.graph.rewrite.replace import check_closed, replace_vertical
+from slapo.graph.rewrite.subgraph_view import subgraph_view
 from slapo.node import Node
 from slapo.op.checkpoint import CheckPointWrapper, OrderArgs
-from slapo.op.wrapper import ModuleWrapper
 from slapo.primitives.base import Primitive
 from slapo.primitives.subgraphs import Subgraphs, parse
 from slapo.primitives.wrapping import wrap
+from slapo.wrapper import ModuleWrapper
 
 
 class CheckpointPrimitive(Primitive):

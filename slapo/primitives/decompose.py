@@ -6,10 +6,10 @@ from torch import nn
 
 from slapo.node import Node
 from slapo.op.linear import LinearWithSeparateBias
-from slapo.op.wrapper import innermost
 from slapo.primitives.base import Primitive
 from slapo.primitives.replace import replace_module
 from slapo.sharding.shards import shards_of
+from slapo.wrapper import innermost
 
 
 class DecomposePrimitive(Primitive):

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from slapo.errors import TraceError
-from slapo.graph.capture import Inputs, capture_inputs
-from slapo.graph.recorder import example_inputs, record
+from slapo.graph.trace.recorder import example_inputs, record
+from slapo.graph.trace.run import Inputs, capture_inputs
 from slapo.node import Node
-from slapo.op.wrapper import innermost
+from slapo.wrapper import innermost
 
 
 class RecordingInputs:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from slapo.node import Node
 from slapo.op.checkpoint import ForkRNGWrapper
-from slapo.op.wrapper import ModuleWrapper
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import wrap
+from slapo.wrapper import ModuleWrapper
 
 
 class ForkRNGPrimitive(Primitive):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slapo.graph.fusion import fuse_subgraph
+from slapo.graph.fuse.fusion import fuse_subgraph
 from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.replace import replace_subgraphs

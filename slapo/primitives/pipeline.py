@@ -6,8 +6,8 @@ from torch import fx
 
 from slapo.errors import SlapoError
 from slapo.node import Node
-from slapo.op.wrapper import innermost
 from slapo.primitives.base import Primitive
+from slapo.wrapper import innermost
 
 
 class CutPipelineStagePrimitive(Primitive):

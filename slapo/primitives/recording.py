@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from slapo.errors import TraceError
-from slapo.graph.dynamo import trace_with_dynamo
-from slapo.graph.recorded_tree import trace_recorded_containers, trace_recorded_tree
-from slapo.graph.trace_tree import TraceResult
-from slapo.op.wrapper import innermost
+from slapo.graph.trace.dynamo import trace_with_dynamo
+from slapo.graph.trace.recorded_tree import trace_recorded_containers, trace_recorded_tree
+from slapo.graph.trace.tree import TraceResult
 from slapo.primitives.example_inputs import RecordingInputs
+from slapo.wrapper import innermost
 
 
 def run_and_trace(

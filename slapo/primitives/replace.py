@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from slapo.graph.arguments import plan_call
-from slapo.graph.rewrite import (
+from slapo.graph.rewrite.arguments import plan_call
+from slapo.graph.rewrite.replace import (
     replace_horizontal,
     replace_node_by_function,
     replace_vertical,
@@ -16,7 +16,6 @@ from slapo.graph.rewrite import (
 )
 from slapo.hooks import move_hooks, move_reducers
 from slapo.node import Node, ScheduleState
-from slapo.op.wrapper import innermost, replace_innermost
 from slapo.primitives.base import Primitive
 from slapo.primitives.subgraphs import (
     Subgraphs,
@@ -31,6 +30,7 @@ from slapo.sharding.shards import shards_of
 from slapo.weights.provenance import Source, inherit_weights
 from slapo.weights.tags import apply_tags
 from slapo.weights.ties import TiePlan
+from slapo.wrapper import innermost, replace_innermost
 
 
 class ReplacePrimitive(Primitive):

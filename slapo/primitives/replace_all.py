@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from slapo.graph.traced_module import TracedModule
+from slapo.graph.trace.module import TracedModule
 from slapo.node import Node
-from slapo.op.wrapper import innermost
 from slapo.primitives.base import Primitive
 from slapo.primitives.replace import replace_module
 from slapo.primitives.wrapping import check_module
 from slapo.snapshot import restored_on_error
+from slapo.wrapper import innermost
 
 
 class ReplaceAllPrimitive(Primitive):

@@ -8,13 +8,13 @@ from torch import nn
 
 from slapo.logger import get_logger
 from slapo.node import Node
-from slapo.op.wrapper import innermost
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called
 from slapo.sharding.shards import ShardPlan, shards_of, share_slice
 from slapo.sharding.slicing import make_spec
 from slapo.weights.tags import apply_tags
 from slapo.weights.ties import owner_of
+from slapo.wrapper import innermost
 
 logger = get_logger()
 

@@ -17,7 +17,7 @@ from slapo.hooks import (
     move_reducers,
 )
 from slapo.node import Node
-from slapo.op.wrapper import innermost
+from slapo.wrapper import innermost
 
 
 @dataclass(frozen=True)

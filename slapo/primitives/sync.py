@@ -11,7 +11,6 @@ from torch import nn
 from slapo.history import describe
 from slapo.hooks import MODE_ATTRIBUTE
 from slapo.node import Node
-from slapo.op.wrapper import innermost
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called
 from slapo.sharding.layout import KnownSync, check_sync, layout_of, note_sync
@@ -26,6 +25,7 @@ from slapo.sharding.sync import (
     pre_hook,
 )
 from slapo.sharding.vocab import check_maskable, mask_vocabulary
+from slapo.wrapper import innermost
 
 
 class SyncPrimitive(Primitive):

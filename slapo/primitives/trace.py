@@ -8,14 +8,14 @@ from typing import Any
 from torch import fx, nn
 
 from slapo.errors import TraceError
-from slapo.graph.leaves import is_sealed, is_torch_leaf
-from slapo.graph.trace_tree import TraceResult, containers_down_to, trace_symbolic_tree
+from slapo.graph.trace.leaves import is_sealed, is_torch_leaf
+from slapo.graph.trace.tree import TraceResult, containers_down_to, trace_symbolic_tree
 from slapo.history import warn_caller
 from slapo.hooks import move_hooks
 from slapo.logger import get_logger
 from slapo.node import Node
-from slapo.op.wrapper import innermost, replace_innermost
 from slapo.primitives.base import Primitive
+from slapo.wrapper import innermost, replace_innermost
 
 logger = get_logger()
 

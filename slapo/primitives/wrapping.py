@@ -7,7 +7,7 @@ from torch import fx, nn
 from slapo.errors import SlapoError
 from slapo.hooks import move_hooks
 from slapo.node import Node
-from slapo.op.wrapper import ModuleWrapper, innermost
+from slapo.wrapper import ModuleWrapper, innermost
 
 
 def wrap(sch: Node, wrapper: ModuleWrapper) -> None:

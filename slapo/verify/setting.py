@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo.op.wrapper import innermost
 from slapo.random import TENSOR_PARALLEL, get_rng_tracker
 from slapo.schedule import Schedule
 from slapo.verify.tensors import places, tensors_in
 from slapo.weights.tags import apply_tags, tags_of
+from slapo.wrapper import innermost
 
 SEED = 20131
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo.op.wrapper import innermost
 from slapo.sharding.shards import shards_of
 from slapo.sharding.slicing import ShardSpec
 from slapo.weights.tags import apply_tags, new_parameter
+from slapo.wrapper import innermost
 
 #: Largest difference allowed, relative to the largest value: rounding that another order of
 #: summation explains, some hundred times the spacing of float32 numbers.

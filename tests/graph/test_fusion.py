@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from slapo.errors import SlapoError
-from slapo.graph import torchscript
-from slapo.graph.fusion import COMPILERS, fuse_subgraph
-from slapo.graph.match import find_by_name, find_subgraphs
-from slapo.graph.pattern import call_module
-from slapo.graph.rewrite import replace_vertical
-from slapo.graph.traced_module import CallContract, TracedModule
+from slapo.graph.fuse import torchscript
+from slapo.graph.fuse.fusion import COMPILERS, fuse_subgraph
+from slapo.graph.match.pattern import call_module
+from slapo.graph.match.search import find_by_name, find_subgraphs
+from slapo.graph.rewrite.replace import replace_vertical
+from slapo.graph.trace.module import CallContract, TracedModule
 
 BATCH, SEQ, SIZE = 3, 5, 8
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import slapo
 from slapo.errors import SlapoError
-from slapo.graph import recorded_tree
-from slapo.graph.recorder import mode_is_a_flag
-from slapo.graph.recorder.call_sizes import find_slots
-from slapo.graph.traced_module import TracedModule
+from slapo.graph.trace import recorded_tree
+from slapo.graph.trace.module import TracedModule
+from slapo.graph.trace.recorder import mode_is_a_flag
+from slapo.graph.trace.recorder.call_sizes import find_slots
 
 
 def make(forward: Callable[..., Any], **children: nn.Module) -> nn.Module:

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from slapo.graph import match
-from slapo.graph.match import find_by_name, find_subgraphs
-from slapo.graph.pattern import ModulePattern, Pattern, call_module, trace_pattern
+from slapo.graph.match import search
+from slapo.graph.match.pattern import ModulePattern, Pattern, call_module, trace_pattern
+from slapo.graph.match.search import find_by_name, find_subgraphs
 
 
 def graph_module(code: Any) -> fx.GraphModule:
@@ -500,7 +500,7 @@ def layers(number: int) -> fx.GraphModule:
 def steps(number: int, pattern: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """How many values a search compares, and how many matches it finds."""
     counts = []
-    unify = match._Search._unify
+    unify = search._Search._unify
 
     def counted(self, pending):
         counts.append(1)
@@ -508,7 +508,7 @@ def steps(number: int, pattern: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[i
 
     gm = layers(number)
     with monkeypatch.context() as patch:
-        patch.setattr(match._Search, "_unify", counted)
+        patch.setattr(search._Search, "_unify", counted)
         found = find_subgraphs(gm.graph, gm.get_submodule, pattern)
     return len(counts), len(found)
 

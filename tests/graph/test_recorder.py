@@ -24,15 +24,15 @@ from torch.utils.checkpoint import checkpoint
 
 import slapo
 from slapo.errors import SlapoError, TraceError
-from slapo.graph.recorder import (
+from slapo.graph.trace.module import TracedModule
+from slapo.graph.trace.recorder import (
     Recording,
     eliminate_dead_code,
     example_inputs,
     is_impure,
     record,
 )
-from slapo.graph.recorder.trees import leaves, tensors
-from slapo.graph.traced_module import TracedModule
+from slapo.graph.trace.recorder.trees import leaves, tensors
 from tests.graph.zoo import FAMILIES, each_layer
 
 SIZES = ((2, 21), (5, 7), (1, 9), (4, 4))

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from slapo.graph.bookkeeping import drop_unused
-from slapo.graph.match import find_by_name, find_subgraphs
-from slapo.graph.pattern import call_module
-from slapo.graph.rewrite import (
+from slapo.graph.match.pattern import call_module
+from slapo.graph.match.search import find_by_name, find_subgraphs
+from slapo.graph.rewrite.bookkeeping import drop_unused
+from slapo.graph.rewrite.replace import (
     check_closed,
     extract,
     first_free_name,

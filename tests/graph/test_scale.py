@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 import slapo
-from slapo.graph.traced_module import TracedModule
+from slapo.graph.trace.module import TracedModule
 from tests.graph.zoo import FAMILIES, transformers
 
 #: CPU seconds for one trace. It takes 1.7 on a slow core; this leaves room for a busy machine,

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
-from slapo.graph.leaves import default_is_leaf
-from slapo.graph.symbolic import trace_symbolically
-from slapo.graph.traced_module import TracedModule
+from slapo.graph.trace.leaves import default_is_leaf
+from slapo.graph.trace.module import TracedModule
+from slapo.graph.trace.symbolic import trace_symbolically
 from tests.primitives.models import Stack, Tied
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
-from slapo.graph.traced_module import TracedModule
+from slapo.graph.trace.module import TracedModule
 from tests.graph import zoo
 from tests.primitives.models import DataDependent, Stack
 

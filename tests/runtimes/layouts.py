@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import slapo
 from examples.parallel_models import FAMILIES, Family, Sizes, schedule
 from slapo.mesh import coordinate
-from slapo.op.wrapper import innermost
 from slapo.sharding.shards import shards_of
+from slapo.wrapper import innermost
 
 STEPS, BATCH, LENGTH, MICRO_BATCHES = 5, 4, 8, 2
 SIZES = Sizes(hidden=16, layers=4, heads=4, length=LENGTH, vocabulary=40)

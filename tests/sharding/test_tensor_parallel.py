@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import slapo
-from slapo.op.wrapper import innermost
 from slapo.sharding.shards import shards_of
+from slapo.wrapper import innermost
 from tests.distributed import run_distributed
 from tests.sharding.parallel_models import CASES, Case
 

@@ -17,7 +17,7 @@ from slapo.framework_dialect.deepspeed.config import Config, Settings
 from slapo.framework_dialect.deepspeed.package import quiet
 from slapo.framework_dialect.deepspeed.wire import tensors_in
 from slapo.framework_dialect.gradients import clip_gradients, global_norm
-from slapo.graph.traced_module import TracedModule
+from slapo.graph.trace.module import TracedModule
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 

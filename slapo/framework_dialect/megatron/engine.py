@@ -24,7 +24,7 @@ from slapo.framework_dialect.megatron.stages import ModelChunk
 from slapo.framework_dialect.megatron.wire import WIRE_DTYPE, Manifest, anchored
 from slapo.framework_dialect.pytorch.data_parallel import broadcast_values
 from slapo.framework_dialect.runtime import Engine, Lowering
-from slapo.graph.traced_module import TracedModule
+from slapo.graph.trace.module import TracedModule
 from slapo.mesh import coordinate, extent, group_of
 from slapo.pipeline.boundaries import Boundary, ShapeProbe, describe_inputs, infer_boundaries
 

@@ -14,8 +14,8 @@ from slapo.framework_dialect.gradients import is_tensor_parallel, new_tie_groups
 from slapo.framework_dialect.megatron.package import megatron_core
 from slapo.framework_dialect.runtime import Lowering
 from slapo.mesh import coordinate, extent, group_of
-from slapo.op.wrapper import innermost
 from slapo.sharding.shards import shards_of
+from slapo.wrapper import innermost
 
 
 def initialize_groups(mesh: DeviceMesh) -> None:

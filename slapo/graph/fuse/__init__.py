@@ -1,0 +1,1 @@
+"""Matched operations become one module that a compiler has worked on."""

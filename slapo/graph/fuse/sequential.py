@@ -1,0 +1,188 @@
+"""A chain of operations as an ``nn.Sequential``: readable, traceable, and compiled by nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.fx as fx
+from torch import nn
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """The place of a value among those that exist when a step runs: inputs, state, results."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The arguments of one child, with references in place of values."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class Call(nn.Module):
+    """A function, or a method of its first argument, as a module.
+
+    Parameters
+    ----------
+    target : callable or str
+        The function, or the name of the method.
+
+    Examples
+    --------
+    >>> Call("upper")("a"), Call(len)("a")
+    ('A', 1)
+    """
+
+    def __init__(self, target: Callable[..., Any] | str) -> None:
+        super().__init__()
+        self.target = target
+
+    def extra_repr(self) -> str:
+        """Show the function."""
+        if isinstance(self.target, str):
+            return f".{self.target}"
+        return getattr(self.target, "__name__", repr(self.target))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        if isinstance(self.target, str):
+            return getattr(args[0], self.target)(*args[1:], **kwargs)
+        return self.target(*args, **kwargs)
+
+
+class FusedSequential(nn.Sequential):
+    """Base class of the sequences that a fusion without compiler makes.
+
+    Unlike in other sequences, a child may use each input and each earlier result.
+    """
+
+    _slapo_steps: tuple[_Step, ...] = ()
+    _slapo_state: tuple[str, ...] = ()
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run the children in order.
+
+        Parameters
+        ----------
+        *inputs : Any
+            The inputs of the fused subgraph in order of first use.
+
+        Returns
+        -------
+        Any
+            The result of the last child.
+        """
+        values = [*inputs, *(getattr(self, name) for name in self._slapo_state)]
+        for child, step in zip(self, self._slapo_steps, strict=True):
+            args = [_resolve(value, values) for value in step.args]
+            kwargs = {name: _resolve(value, values) for name, value in step.kwargs.items()}
+            values.append(child(*args, **kwargs))
+        return values[-1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _empty, (type(self).__name__,), self.__getstate__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+
+def sequential_of(module: fx.GraphModule, name: str) -> nn.Sequential:
+    """Turn a module with a closed graph into a sequence.
+
+    Parameters
+    ----------
+    module : torch.fx.GraphModule
+        A module that :func:`slapo.graph.fuse.extract.extract` made.
+    name : str
+        Name of the sequence's class.
+
+    Returns
+    -------
+    torch.nn.Sequential
+        One child for each operation, called ``"0"``, ``"1"``... The modules are those of
+        `module`; functions are wrapped in :class:`Call`.
+
+    Examples
+    --------
+    >>> gm = fx.symbolic_trace(lambda x, y: (x + y).relu())
+    >>> sequential_of(gm, "AddRelu")
+    AddRelu(
+      (0): Call(add)
+      (1): Call(.relu)
+    )
+    """
+    sequence = _empty(name)
+    nodes = list(module.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    state = [node for node in nodes if node.op == "get_attr"]
+    calls = [node for node in nodes if node.op.startswith("call_")]
+    refs = {node: _Ref(index) for index, node in enumerate([*inputs, *state, *calls])}
+    for node in state:
+        _share(module, sequence, str(node.target))
+    for index, node in enumerate(calls):
+        is_module = node.op == "call_module"
+        child = module.get_submodule(node.target) if is_module else Call(node.target)
+        sequence.add_module(str(index), child)
+    sequence._slapo_state = tuple(_flat(str(node.target)) for node in state)
+    sequence._slapo_steps = tuple(
+        _Step(_refer(node.args, refs), _refer(dict(node.kwargs), refs)) for node in calls
+    )
+    sequence.training = module.training
+    return sequence
+
+
+def _empty(name: str) -> FusedSequential:
+    """Make an empty sequence of a class of that name; also how a pickle is read."""
+    kind = type(name, (FusedSequential,), {"__doc__": FusedSequential.__doc__})
+    return kind()
+
+
+def _flat(path: str) -> str:
+    """Name state that the sequence reads itself; children are numbered, so nothing clashes."""
+    return path.replace(".", "_")
+
+
+def _share(module: nn.Module, sequence: nn.Module, path: str) -> None:
+    """Give the sequence a parameter or buffer that the graph reads."""
+    owner, _, field = path.rpartition(".")
+    holder = module.get_submodule(owner)
+    value = getattr(holder, field)
+    if field in holder._buffers:
+        persistent = field not in holder._non_persistent_buffers_set
+        sequence.register_buffer(_flat(path), value, persistent=persistent)
+    else:
+        setattr(sequence, _flat(path), value)
+
+
+def _refer(value: Any, refs: Mapping[fx.Node, _Ref]) -> Any:
+    """Put references in place of nodes, and plain containers in place of those of fx."""
+    if isinstance(value, fx.Node):
+        return refs[value]
+    if isinstance(value, (tuple, list)):
+        items = [_refer(item, refs) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, dict):
+        return {name: _refer(item, refs) for name, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_refer(item, refs) for item in (value.start, value.stop, value.step)))
+    return value
+
+
+def _resolve(value: Any, values: list[Any]) -> Any:
+    """Put values in place of references."""
+    if isinstance(value, _Ref):
+        return values[value.index]
+    if isinstance(value, (tuple, list)):
+        items = [_resolve(item, values) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, dict):
+        return {name: _resolve(item, values) for name, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_resolve(item, values) for item in (value.start, value.stop, value.step)))
+    return value

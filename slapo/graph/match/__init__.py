@@ -1,0 +1,1 @@
+"""Patterns, and where a graph computes what a pattern computes."""

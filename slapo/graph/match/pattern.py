@@ -1,0 +1,221 @@
+"""Patterns: small functions or modules that say which part of a graph a user means.
+
+A pattern is ordinary PyTorch code. It is traced once, and the trace is laid over the graph of a
+model by :mod:`slapo.graph.match.search`. The parameters of the pattern are wildcards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch.fx as fx
+from torch import nn
+
+PATTERN_MODULE = "slapo_pattern_module"
+"""Key of ``node.meta`` under which a traced pattern keeps the module of a ``call_module`` node."""
+
+_ACTIVE_TRACER: ContextVar[fx.Tracer | None] = ContextVar("slapo_pattern_tracer", default=None)
+
+
+def call_module(name_regex: str, *args: Any, **kwargs: Any) -> Any:
+    r"""Stand, within a pattern, for the call of any module whose path matches.
+
+    Arguments that the pattern states must match those of the call. Further arguments of the call
+    are free, so ``call_module("attention", x)`` also finds ``self.attention(x, mask=None)``.
+
+    Parameters
+    ----------
+    name_regex : str
+        Regular expression, compared with the module's path by :func:`re.match`, that is from the
+        start of the path but not up to its end. ``"fc"`` also matches ``"fc_out"``.
+    *args, **kwargs
+        Arguments of the call: values of the pattern, or constants.
+
+    Returns
+    -------
+    torch.fx.Proxy
+        The value of the call, for use in the rest of the pattern.
+
+    Raises
+    ------
+    ValueError
+        Outside of a pattern, or if `name_regex` is not a regular expression.
+
+    Examples
+    --------
+    >>> import torch.nn.functional as F
+    >>> def pattern(x):
+    ...     return F.gelu(call_module(r"fc\d", x))
+    >>> [node.op for node in trace_pattern(pattern).nodes]
+    ['placeholder', 'call_function', 'call_function', 'output']
+    """
+    tracer = _ACTIVE_TRACER.get()
+    if tracer is None:
+        raise ValueError(
+            f"call_module({name_regex!r}, ...) was called outside of a pattern; "
+            "use it in a function or a Pattern that is handed to find()"
+        )
+    _check_regex(name_regex)
+    return tracer.create_proxy("call_function", call_module, (name_regex, *args), kwargs)
+
+
+class Pattern(nn.Module):
+    """Base class of patterns that are written as modules.
+
+    Submodules take part by class: a submodule without parameters, such as ``nn.GELU()``, matches
+    any spelling of the same operator with the same settings; one with parameters, such as
+    ``nn.Linear(1, 1)``, matches every call of a module of exactly that class, whatever its sizes.
+    A :class:`ModulePattern` matches by path.
+
+    Examples
+    --------
+    >>> class Mlp(Pattern):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.fc = ModulePattern("fc1")
+    ...         self.act = nn.ReLU()
+    ...     def forward(self, x):
+    ...         return self.act(self.fc(x))
+    >>> len(trace_pattern(Mlp).nodes)
+    4
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Define the pattern; subclasses override this."""
+        raise NotImplementedError(f"{type(self).__name__} defines no forward(); write the pattern")
+
+
+class ModulePattern(nn.Module):
+    """A submodule of a :class:`Pattern` that matches the call of any module by its path.
+
+    Parameters
+    ----------
+    name : str
+        Regular expression, compared with the path by :func:`re.match`.
+
+    Examples
+    --------
+    >>> ModulePattern("query|key|value")
+    ModulePattern('query|key|value')
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        _check_regex(name)
+        self.name_regex = name
+
+    def extra_repr(self) -> str:
+        """Show the regular expression."""
+        return repr(self.name_regex)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Act as :func:`call_module` does; only within a pattern."""
+        return call_module(self.name_regex, *args, **kwargs)
+
+
+class _PatternTracer(fx.Tracer):
+    """Keeps submodules whole, except for containers and nested patterns."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Tell whether the trace stops at `m`."""
+        return not isinstance(m, (Pattern, ModulePattern, nn.Sequential))
+
+
+def trace_pattern(pattern: Callable[..., Any] | type[nn.Module] | nn.Module) -> fx.Graph:
+    """Trace a pattern.
+
+    Parameters
+    ----------
+    pattern : callable, Pattern, or subclass of Pattern
+        The pattern. A class is instantiated without arguments.
+
+    Returns
+    -------
+    torch.fx.Graph
+        Placeholders are wildcards. The node of a submodule's call carries the submodule itself in
+        ``node.meta``.
+
+    Raises
+    ------
+    ValueError
+        If the pattern cannot be traced, or contains no operation.
+    TypeError
+        If `pattern` is neither a function nor a module.
+
+    Examples
+    --------
+    >>> graph = trace_pattern(lambda x, y: x + y)
+    >>> [node.op for node in graph.nodes]
+    ['placeholder', 'placeholder', 'call_function', 'output']
+    """
+    root = _instantiate(pattern)
+    tracer = _PatternTracer()
+    token = _ACTIVE_TRACER.set(tracer)
+    try:
+        graph = tracer.trace(root)
+    except Exception as error:
+        raise ValueError(
+            f"the pattern {_describe(pattern)} cannot be traced: {type(error).__name__}: {error}; "
+            "a pattern calls tensor operations on its parameters, without control flow"
+        ) from error
+    finally:
+        _ACTIVE_TRACER.reset(token)
+    _keep_modules(graph, root)
+    _check_has_operation(graph, pattern)
+    return graph
+
+
+def _instantiate(pattern: Any) -> Callable[..., Any]:
+    """Return an instance if `pattern` is a class, else `pattern` itself."""
+    if isinstance(pattern, type):
+        if not issubclass(pattern, nn.Module):
+            raise TypeError(f"a pattern class must derive from Pattern, got {pattern!r}")
+        try:
+            return pattern()
+        except TypeError as error:
+            raise ValueError(
+                f"the pattern class {pattern.__name__} cannot be made without arguments "
+                f"({error}); pass an instance"
+            ) from error
+    if not callable(pattern):
+        raise TypeError(
+            f"a pattern is a function, a Pattern or a regular expression, got {pattern!r}"
+        )
+    return pattern
+
+
+def _keep_modules(graph: fx.Graph, root: Any) -> None:
+    """Store the modules that the graph calls on its nodes, so that the graph stands alone."""
+    for node in graph.nodes:
+        if node.op == "call_module":
+            node.meta[PATTERN_MODULE] = root.get_submodule(node.target)
+
+
+def _check_has_operation(graph: fx.Graph, pattern: Any) -> None:
+    """Refuse a pattern that returns none of its operations."""
+    output = next(iter(reversed(graph.nodes)))
+    if all(node.op in ("placeholder", "get_attr") for node in output.all_input_nodes):
+        raise ValueError(
+            f"the pattern {_describe(pattern)} returns no operation; "
+            "return the value (or a tuple of the values) that the pattern computes"
+        )
+
+
+def _check_regex(regex: str) -> None:
+    """Refuse what is not a regular expression, with the reason."""
+    if not isinstance(regex, str):
+        raise TypeError(f"the name of a module is a regular expression (str), got {regex!r}")
+    try:
+        re.compile(regex)
+    except re.error as error:
+        raise ValueError(f"{regex!r} is not a regular expression: {error}") from error
+
+
+def _describe(pattern: Any) -> str:
+    """Name a pattern in a message."""
+    if isinstance(pattern, nn.Module):
+        return type(pattern).__name__
+    return str(getattr(pattern, "__qualname__", pattern))

@@ -1,0 +1,1 @@
+"""Matched operations give way to calls of other modules and functions."""

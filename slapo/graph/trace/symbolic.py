@@ -1,0 +1,227 @@
+"""The symbolic tracer: ``torch.fx`` proxies through ``forward``, for modules without surprises.
+
+Technique: Reed et al., "torch.fx: Practical Program Capture and Transformation for Deep Learning
+in Python" (MLSys 2022).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.proxy import TraceError as ProxyTraceError
+
+from slapo.errors import TraceError
+from slapo.graph.trace.leaves import IsLeaf, check_modes, depends_on_mode
+from slapo.graph.trace.modes import merge_modes, same_without
+from slapo.graph.trace.module import CallContract, TracedModule
+from slapo.graph.trace.names import spare_self
+from slapo.graph.trace.regions import refuse_regions
+from slapo.graph.trace.state import ModuleState
+
+_STARS: dict[Any, str] = {
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
+
+
+class SymbolicTracer(fx.Tracer):
+    """``fx.Tracer`` that keeps the signature and is linear in the number of parameters.
+
+    Parameters
+    ----------
+    is_leaf
+        Which modules become ``call_module`` nodes.
+    concrete_args
+        Forward parameter -> value; all others become proxies.
+    """
+
+    def __init__(self, is_leaf: IsLeaf, concrete_args: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._is_leaf = is_leaf
+        self._values = dict(concrete_args)
+        self._tensor_names: dict[int, str] = {}
+        self.entered: set[str] = set()
+
+    def trace(self, root: nn.Module, concrete_args: Any = None) -> fx.Graph:  # type: ignore[override]
+        """The graph of `root`'s forward."""
+        tensors = [*root.named_parameters(), *root.named_buffers()]
+        self._tensor_names = {id(t): name for name, t in reversed(tensors)}
+        return super().trace(root)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Opaque or not, by the rule given at construction."""
+        return self._is_leaf(m, module_qualified_name)
+
+    def call_module(
+        self,
+        m: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A node for a leaf; for others their body, without the checks of traced modules."""
+        body = m.forward if isinstance(m, TracedModule) else forward
+        path = self.path_of_module(m)
+        if not self._is_leaf(m, path):
+            self.entered.add(path)
+        return super().call_module(m, body, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """Parameters and buffers become ``get_attr`` nodes, found by identity."""
+        if not isinstance(attr_val, torch.Tensor):
+            return attr_val
+        name = self._tensor_names.get(id(attr_val))
+        if name is None:
+            return attr_val
+        if name not in parameter_proxy_cache:
+            parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
+        return parameter_proxy_cache[name]
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """One placeholder per parameter of the signature; forward is called by keyword."""
+        spare_self(self.graph)
+        parameters = list(inspect.signature(self.root.forward).parameters.values())
+        positional: list[Any] = []
+        keywords: dict[str, Any] = {}
+        for parameter in parameters:
+            proxy = self._placeholder(parameter)
+            if parameter.kind in _STARS:
+                continue
+            value = self._values.get(parameter.name, proxy)
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                positional.append(value)
+            else:
+                keywords[parameter.name] = value
+
+        def call(*_: Any) -> Any:
+            return self.root.forward(*positional, **keywords)
+
+        return call, []
+
+    def _placeholder(self, parameter: inspect.Parameter) -> fx.Proxy:
+        name = _STARS.get(parameter.kind, "") + parameter.name
+        default = () if parameter.default is parameter.empty else (parameter.default,)
+        return self.create_proxy("placeholder", name, default, {})
+
+
+def baked_arguments(
+    module: nn.Module, concrete_args: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], list[str]]:
+    """What a symbolic trace takes as constants, and which parameters may be None.
+
+    Flags and numbers with a default (``scale=1.0``, ``causal=False``) are constants: a proxy
+    cannot steer Python. Parameters that default to None are traced as given.
+
+    Raises
+    ------
+    ValueError
+        If `concrete_args` names no parameter of the module's forward.
+    """
+    given = dict(concrete_args or {})
+    parameters = inspect.signature(module.forward).parameters
+    unknown = [name for name in given if name not in parameters]
+    if unknown:
+        raise ValueError(
+            f"concrete_args names {unknown}, which {type(module).__name__}.forward does not take; "
+            f"its parameters are {list(parameters)}"
+        )
+    optional = []
+    for name, parameter in parameters.items():
+        if parameter.kind in _STARS:
+            given.setdefault(name, () if _STARS[parameter.kind] == "*" else {})
+        elif name not in given and parameter.default is None:
+            optional.append(name)
+        elif name not in given and parameter.default is not parameter.empty:
+            given[name] = parameter.default
+    return given, optional
+
+
+def trace_symbolically(
+    module: nn.Module, is_leaf: IsLeaf, concrete_args: Mapping[str, Any] | None = None
+) -> TracedModule:
+    """Trace `module` with proxies; it is left unchanged.
+
+    Raises
+    ------
+    TraceError
+        If Python in a forward depends on the value of a tensor, or unpacks one; if a forward
+        changes attributes, switches gradients or autocast; if an entered module is in another
+        mode.
+    """
+    concrete, optional = baked_arguments(module, concrete_args)
+
+    def graph(**extra: Any) -> fx.Graph:
+        return _trace_once(module, SymbolicTracer(is_leaf, {**concrete, **extra}))
+
+    tracer = SymbolicTracer(is_leaf, concrete)
+    traced = _trace_once(module, tracer)
+    check_modes(module, tracer.entered)
+    never_none = frozenset(name for name in optional if not _same_for_none(graph, traced, name))
+    training = _merge_other_mode(module, graph, traced)
+    inlined = tuple(sorted(tracer.entered)) if depends_on_mode(traced, training) else ()
+    contract = CallContract(
+        concrete=concrete, never_none=never_none, training=training, inlined=inlined
+    )
+    return TracedModule.from_graph(module, traced, contract)
+
+
+def _trace_once(module: nn.Module, tracer: SymbolicTracer) -> fx.Graph:
+    """One run with proxies, which may not stay in the module."""
+    state = ModuleState(module)
+    try:
+        with refuse_regions():
+            graph = tracer.trace(module)
+        state.check_unchanged()
+        return graph
+    except Exception as error:
+        raise TraceError(_explain(error)) from error
+    finally:
+        state.restore()
+
+
+def _same_for_none(graph: Callable[..., fx.Graph], traced: fx.Graph, name: str) -> bool:
+    node = next(n for n in traced.nodes if n.op == "placeholder" and n.target == name)
+    try:
+        return same_without(traced, graph(**{name: None}), node.target)
+    except TraceError:
+        return False
+
+
+def _merge_other_mode(
+    module: nn.Module, graph: Callable[..., fx.Graph], traced: fx.Graph
+) -> bool | None:
+    """Make `traced` hold in both modes; returns the only mode it holds for, else None."""
+    with other_mode(module):
+        try:
+            other = graph()
+        except TraceError:
+            return module.training
+    return None if merge_modes(traced, other, module.training) else module.training
+
+
+@contextmanager
+def other_mode(module: nn.Module) -> Iterator[None]:
+    """The module as ``.train()`` or ``.eval()``, whichever it is not; flags are put back."""
+    flags = [(m, m.training) for m in module.modules()]
+    module.train(not module.training)
+    try:
+        yield
+    finally:
+        for m, flag in flags:
+            m.training = flag
+
+
+def _explain(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    reason = lines[0]
+    if isinstance(error, ProxyTraceError) and "control flow" in reason:
+        return "a branch or loop depends on a tensor or its size"
+    own = isinstance(error, (TraceError, ProxyTraceError))
+    return reason if own else f"{type(error).__name__}: {reason}"
