@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import fx, nn
@@ -12,7 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from slapo import printing
 from slapo.errors import SlapoError
-from slapo.graph.match.find import Match, find_nodes, find_subgraphs_in
+from slapo.graph.match.find import (
+    Located,
+    Matches,
+    Subgraph,
+    find_nodes,
+    find_subgraphs_in,
+    read_pattern,
+    read_question,
+)
+from slapo.logger import get_logger
 from slapo.node import Node, ScheduleMetadata, ScheduleState
 from slapo.primitives import (
     AnnotatePrimitive,
@@ -32,8 +41,13 @@ from slapo.primitives.base import find_primitive, list_primitives, reserve_names
 from slapo.primitives.run import as_method, as_question, run
 from slapo.selection import Selection
 from slapo.sharding.tp_group import resolve_group
+from slapo.snapshot import Snapshot
 from slapo.weights.ties import TieGroups
 from slapo.wrapper import innermost
+
+logger = get_logger()
+
+T = TypeVar("T")
 
 
 class Schedule(Node):
@@ -103,12 +117,14 @@ class Schedule(Node):
         return Selection.matching(self, pattern)
 
     # --- graphs ------------------------------------------------------------------------------
-    def find(self, pattern: str | Callable[..., Any] | nn.Module) -> list[list[Match]]:
+    def find(self, pattern: str | Callable[..., Any] | nn.Module) -> Matches[Subgraph]:
         """Subgraphs of this module, and of traced modules below it, that match a pattern.
 
-        Traces the module if it is not a graph yet. Matching is by dataflow: independent operations
-        in between do not hide a match, ``F.gelu(x)`` and an ``nn.GELU`` are the same, operands of
-        commutative operations may swap. Matches do not overlap.
+        Traces the module if it is not a graph yet; if nothing matches then, the module stays what
+        it was. Matching is by dataflow: independent operations in between do not hide a match, and
+        operands of commutative operations may swap. ``F.gelu(x)`` and an ``nn.GELU`` are the same;
+        what such a call leaves out, the module may have as it likes. Constants that the pattern
+        states, tensors too, must be equal. Matches do not overlap.
 
         Parameters
         ----------
@@ -119,7 +135,16 @@ class Schedule(Node):
         Returns
         -------
         list
-            Of subgraphs, each a list of ``(parent_path, node)``. Empty when nothing matches.
+            Of subgraphs, each a list of ``(parent_path, node)`` that knows as ``bindings`` what
+            each argument of the pattern stands for. When nothing matches, an empty list that knows
+            as ``why`` how far the search came and what to try; this is logged too.
+
+        Raises
+        ------
+        SlapoError
+            If the module cannot be traced by itself.
+        ValueError, TypeError
+            If it is no pattern.
 
         Examples
         --------
@@ -131,14 +156,22 @@ class Schedule(Node):
         ...     def forward(self, x):
         ...         return torch.relu(self.fc(x) + x)
         >>> sch = slapo.create_schedule(Block())
-        >>> [[node.name for _, node in match] for match in sch.find(lambda x, y: torch.relu(x + y))]
-        [['add', 'relu']]
+        >>> (match,) = sch.find(lambda h, bias: torch.relu(h + bias))
+        >>> [node.name for _, node in match], match.bindings
+        (['add', 'relu'], {'h': fc, 'bias': x})
+        >>> print(sch.find(lambda h: torch.relu(torch.sin(h))).why)
+        1 of 2 operations of the pattern were found together, relu at relu; sin was not: in its
+        place is add (add)
+        - no graph here has sin
         """
-        self._ensure_traced("find")
-        return find_subgraphs_in(self.mod, pattern)
+        wanted = read_pattern(pattern)
+        return self._look("find", lambda: find_subgraphs_in(self.mod, wanted))
 
-    def find_node(self, regex_or_predicate: str | Callable[[fx.Node], bool]) -> list[Match]:
+    def find_node(self, regex_or_predicate: str | Callable[[fx.Node], bool]) -> Matches[Located]:
         """Single nodes of this module's graph, as ``(parent_path, node)`` pairs.
+
+        As :meth:`find`, it traces the module if it has to, and leaves it what it was if no node
+        answers.
 
         Parameters
         ----------
@@ -146,13 +179,35 @@ class Schedule(Node):
             A regular expression, matched from the start against targets of module calls, or a
             function of a node.
         """
-        self._ensure_traced("find_node")
-        return find_nodes(self.mod, regex_or_predicate)
+        question = read_question(regex_or_predicate)
+        return self._look("find_node", lambda: find_nodes(self.mod, question))
 
-    def _ensure_traced(self, verb: str) -> None:
-        """Trace with proxies; record a run where that is not enough."""
+    def _look(self, verb: str, search: Callable[[], Matches[T]]) -> Matches[T]:
+        """Search in a graph; one made for the search stays only if something is in it."""
         if isinstance(innermost(self.mod), fx.GraphModule):
-            return
+            found = search()
+        else:
+            found = self._trace_and_look(verb, search)
+        if not found:
+            # Why takes longer than the search: the text is made where a handler writes it.
+            logger.info('sch["%s"].%s found %s', self.path, verb, found)
+        return found
+
+    def _trace_and_look(self, verb: str, search: Callable[[], Matches[T]]) -> Matches[T]:
+        """Search in a module that is no graph yet."""
+        before = Snapshot(self)
+        found: Matches[T] | None = None
+        try:
+            self._trace(verb)
+            found = search()
+            found.settle()  # while the graphs are in place
+        finally:
+            if not found:
+                before.restore()
+        return found
+
+    def _trace(self, verb: str) -> None:
+        """Trace with proxies; record a run where that is not enough."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if run(self, TracePrimitive) or run(self, TracePrimitive, tracer="huggingface"):

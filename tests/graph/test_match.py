@@ -12,6 +12,7 @@ from torch import fx, nn
 from slapo.graph.match import search
 from slapo.graph.match.pattern import ModulePattern, Pattern, call_module, trace_pattern
 from slapo.graph.match.search import find_by_name, find_subgraphs
+from slapo.graph.trace.modes import select_by_mode
 
 
 def graph_module(code: Any) -> fx.GraphModule:
@@ -52,12 +53,18 @@ SPELLINGS = {
         lambda x: x.softmax(-1),
         nn.Softmax(dim=-1),
     ],
+    "expand": [lambda x: x.expand(2, -1), lambda x: x.expand((2, -1))],
     "dropout": [F.dropout, nn.Dropout(0.1), nn.Dropout(0.3)],
-    "layer_norm": [lambda x: F.layer_norm(x, (4,)), nn.LayerNorm(4, elementwise_affine=False)],
+    "layer_norm": [
+        lambda x: F.layer_norm(x, (4,)),
+        lambda x: F.layer_norm(x, [4]),
+        nn.LayerNorm(4, elementwise_affine=False),
+    ],
     "reshape": [
         lambda x: x.view(-1, 4),
-        lambda x: x.reshape((2, 2)),
-        lambda x: torch.reshape(x, (4,)),
+        lambda x: x.view(size=(-1, 4)),
+        lambda x: x.reshape((-1, 4)),
+        lambda x: torch.reshape(x, [-1, 4]),
     ],
     "permute": [
         lambda x: x.permute(1, 0),
@@ -89,17 +96,28 @@ def test_all_spellings_match(written, wanted):
 @pytest.mark.parametrize(
     ("written", "wanted"),
     [
-        (nn.GELU("tanh"), F.gelu),
+        (nn.GELU("tanh"), lambda x: F.gelu(x, approximate="none")),
+        (nn.GELU("tanh"), nn.GELU()),
         (F.gelu, nn.GELU("tanh")),
+        (lambda x: F.gelu(x, approximate="tanh"), F.gelu),
         (nn.Softmax(dim=1), lambda x: F.softmax(x, dim=-1)),
-        (nn.LayerNorm(4, eps=1e-12), lambda x: F.layer_norm(x, (4,))),
-        (nn.LayerNorm(4), lambda x: F.layer_norm(x, (4,))),
+        (nn.LayerNorm(4, eps=1e-12), lambda x: F.layer_norm(x, (4,), eps=1e-6)),
+        (nn.LayerNorm(4), nn.LayerNorm(4, elementwise_affine=False)),
+        (lambda x: F.layer_norm(x, (4,)), lambda x: F.layer_norm(x, (8,))),
+        (lambda x: F.layer_norm(x, (4,), eps=1e-3), lambda x: F.layer_norm(x, (4,))),
         (lambda x: x.view(torch.int32), lambda x: x.view(-1)),
+        (lambda x: x.view(-1), lambda x: x.view(2, -1)),
+        (lambda x: x.view(2, -1), lambda x: x.reshape((2, 4))),
+        (lambda x: torch.reshape(x, (4,)), lambda x: x.view(2, 2)),
+        (lambda x: x.expand(2, -1), lambda x: x.expand(3, -1)),
         (lambda x: x.permute(1, 0), lambda x: x.permute(0, 1)),
         (lambda x: x + 1, lambda x: x + 2),
         (lambda x: x + 1, lambda x: x + True),
         (nn.ReLU(), nn.ReLU6()),
         (nn.MaxPool1d(2), nn.MaxPool1d(3)),
+        (nn.LeakyReLU(0.2), lambda x: F.leaky_relu(x, 0.3)),
+        (nn.Dropout(0.1).eval(), lambda x: F.dropout(x, training=False)),
+        (nn.Dropout(0.1), lambda x: F.dropout(x, 0.2)),
         (lambda x: F.dropout(x, 0.1), lambda x: F.dropout(x, 0.2)),
         (lambda x: F.dropout(x), lambda x: F.dropout(x, training=False)),
         (lambda x: torch.add(x, x, alpha=2), lambda x: x + x),
@@ -155,6 +173,222 @@ def test_in_place_sum_seen_by_others_does_not_match():
 def test_subtraction_does_not_commute():
     assert found(lambda x: x - 1, lambda a: 1 - a) == []
     assert len(found(lambda x: 1 - x, lambda a: 1 - a)) == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [
+        (nn.LayerNorm(8), lambda x: F.layer_norm(x, 1024)),
+        (nn.LayerNorm(4), lambda x: F.layer_norm(x, (4,))),
+        (nn.LayerNorm((2, 4), eps=1e-12), lambda x: F.layer_norm(x, (4,))),
+        (nn.LayerNorm(4, bias=False), lambda x, shape, w: F.layer_norm(x, shape, w)),
+        (nn.RMSNorm(4, eps=1e-6), lambda x: F.rms_norm(x, (4,))),
+        (nn.GELU("tanh"), lambda x: F.gelu(x)),
+        (nn.LeakyReLU(0.2), lambda x: F.leaky_relu(x)),
+        (nn.Softplus(beta=2), lambda x: F.softplus(x)),
+        (nn.Dropout(0.3), lambda x: F.dropout(x)),
+        (nn.Linear(2, 3), lambda x, w: F.linear(x, w)),
+    ],
+)
+def test_what_a_function_leaves_out_a_module_may_have_as_it_likes(written, wanted):
+    assert found(as_pattern(written), wanted) == [["mod"]]
+
+
+class Function(nn.Module):
+    """A module whose setting is a function, or another module."""
+
+    def __init__(self, act: Any, p: float = 0.0) -> None:
+        super().__init__()
+        self.act, self.p = act, p
+
+    def forward(self, x):
+        return self.act(x) ** self.p
+
+
+def test_settings_of_modules_outside_of_the_table():
+    class Whole(fx.Tracer):
+        def is_leaf_module(self, m, name):
+            return isinstance(m, Function)
+
+    def number(written, wanted):
+        model = Calls(written)
+        gm = fx.GraphModule(model, Whole().trace(model))
+        return len(find_subgraphs(gm.graph, gm.get_submodule, Calls(wanted)))
+
+    assert number(Function(F.relu), Function(F.relu)) == 1
+    assert number(Function(F.relu), Function(F.gelu)) == 0
+    assert number(Function(nn.GELU()), Function(nn.GELU())) == 1
+    assert number(Function(nn.GELU()), Function(nn.GELU("tanh"))) == 0
+    assert number(Function(nn.GELU()), Function(nn.ReLU())) == 0
+    assert number(Function(F.relu, p=2.0), Function(F.relu, p=3.0)) == 0
+
+
+# --- tensors that a pattern holds ---
+
+
+class Holds(nn.Module):
+    """Multiplies by a tensor, which may be of any kind, and adds it."""
+
+    def __init__(self, tensor: torch.Tensor, kind: str = "buffer") -> None:
+        super().__init__()
+        if kind == "parameter":
+            self.t = nn.Parameter(tensor)
+        elif kind == "buffer":
+            self.register_buffer("t", tensor)
+        else:
+            self.t = tensor
+
+    def forward(self, x):
+        return x * self.t
+
+
+class HoldsInPattern(Holds, Pattern):
+    """The same as a pattern."""
+
+
+SCALES = torch.tensor([1.0, 2.0])
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "attribute"])
+@pytest.mark.parametrize("wanted", ["captured", "parameter", "buffer", "attribute"])
+@pytest.mark.parametrize(
+    ("tensor", "number"),
+    [
+        (torch.tensor([1.0, 2.0]), 1),
+        (torch.tensor([1.0, 3.0]), 0),
+        (torch.tensor([1.0, 2.0], dtype=torch.float64), 0),
+        (torch.tensor([[1.0, 2.0]]), 0),
+        (torch.tensor(1.0), 0),
+        (torch.empty(2, device="meta"), 0),
+    ],
+)
+def test_tensors_of_a_pattern_are_constants(kind, wanted, tensor, number):
+    pattern = HoldsInPattern(SCALES, wanted) if wanted != "captured" else lambda x: x * SCALES
+    assert len(found(Holds(tensor, kind), pattern)) == number
+
+
+def test_a_captured_tensor_is_no_wildcard():
+    weight = nn.Parameter(torch.ones(2))
+    assert found(lambda x, y: x * y, lambda x: x * SCALES) == []
+    assert found(lambda x: x * 2.0, lambda x: x * SCALES) == []
+    assert len(found(Holds(torch.ones(2)), lambda x: x * weight)) == 1
+    assert found(Holds(torch.zeros(2)), lambda x: x * weight) == []
+    assert len(found(Holds(torch.tensor(float("nan"))), lambda x: x * torch.tensor(torch.nan))) == 1
+    on_meta = torch.empty(2, device="meta")
+    assert len(found(Holds(on_meta), lambda x: x * on_meta)) == 1  # the very same
+
+
+def test_a_pattern_is_left_as_it_was():
+    class Captures(Pattern):
+        def forward(self, x):
+            return x * SCALES
+
+    pattern = Captures()
+    before = dict(vars(pattern))
+    assert len(found(Holds(SCALES), pattern)) == len(found(Holds(SCALES), pattern)) == 1
+    assert vars(pattern) == before
+
+
+def test_a_constant_used_twice():
+    scales = SCALES.clone()
+    assert len(found(lambda x: x * scales + scales, lambda x: x * SCALES + SCALES)) == 1
+    assert found(lambda x: x * scales + 1, lambda x: x * SCALES + SCALES) == []
+
+
+def test_a_constant_may_be_the_weight_of_a_module():
+    linear = nn.Linear(2, 2, bias=False)
+    equal, other = linear.weight.detach().clone(), torch.zeros(2, 2)
+    assert len(found(Calls(linear), lambda x: F.linear(x, equal))) == 1
+    assert found(Calls(linear), lambda x: F.linear(x, other)) == []
+
+
+def test_weights_of_layers_in_a_pattern_are_any():
+    class Split(Pattern):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(1, 1)
+
+        def forward(self, x):
+            return F.linear(x, self.fc.weight) + self.fc.bias
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return F.linear(x, self.fc.weight) + self.fc.bias
+
+    assert len(found(Model(), Split)) == 1
+    assert len(found(Calls(nn.LayerNorm(4)), nn.LayerNorm(4))) == 1
+
+
+def test_the_same_argument_may_be_one_weight_looked_up_twice():
+    class Tied(nn.Module):
+        def __init__(self, tied: bool) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+            if tied:
+                self.two.weight = self.one.weight
+
+        def forward(self, x):
+            return self.two(self.one(x))
+
+    def twice(x, w):
+        return F.linear(F.linear(x, w), w)
+
+    assert len(found(Tied(True), twice)) == 1
+    assert found(Tied(False), twice) == []
+    scales = SCALES.clone()  # each use of a captured tensor is a look-up of its own
+    assert len(found(lambda x: x * scales + scales, lambda x, t: x * t + t)) == 1
+    assert found(lambda x: x * scales + SCALES, lambda x, t: x * t + t) == []
+
+
+# --- constants by mode ---
+
+
+@pytest.mark.parametrize(
+    ("in_train", "in_eval", "pattern", "number"),
+    [
+        (2.0, 3.0, lambda x: x * 2.0, 0),
+        (2.0, 3.0, lambda x: x * 3.0, 0),
+        (2, 2.0, lambda x: x * 2.0, 1),
+        (2.0, 3.0, lambda x, s: x * s, 1),
+    ],
+)
+def test_constants_that_differ_by_mode(in_train, in_eval, pattern, number):
+    graph = fx.Graph()
+    x, flag = graph.placeholder("x"), graph.create_node("get_attr", "training")
+    choice = graph.call_function(select_by_mode, (flag, in_train, in_eval))
+    graph.output(graph.call_function(operator.mul, (x, choice)))
+    assert len(find_subgraphs(graph, nn.Module().get_submodule, pattern)) == number
+
+
+def test_free_and_default_arguments_by_mode():
+    def number(target, name, in_train, in_eval, pattern):
+        graph = fx.Graph()
+        x, flag = graph.placeholder("x"), graph.create_node("get_attr", "training")
+        choice = graph.call_function(select_by_mode, (flag, in_train, in_eval))
+        graph.output(graph.call_function(target, (x,), {name: choice}))
+        return len(find_subgraphs(graph, nn.Module().get_submodule, pattern))
+
+    assert number(F.dropout, "p", 0.1, 0.0, lambda x: F.dropout(x)) == 1
+    assert number(F.dropout, "p", 0.1, 0.0, lambda x: F.dropout(x, 0.1)) == 0
+    assert number(F.leaky_relu, "negative_slope", 0.01, 0.2, lambda x: F.leaky_relu(x)) == 0
+    assert number(F.softplus, "beta", 1, 1.0, lambda x: F.softplus(x)) == 1
+
+
+def test_sizes_that_differ_by_mode():
+    graph = fx.Graph()
+    x, flag = graph.placeholder("x"), graph.create_node("get_attr", "training")
+    choice = graph.call_function(select_by_mode, (flag, 2, 4))
+    graph.output(graph.call_method("view", (x, choice, -1)))
+
+    def number(pattern):
+        return len(find_subgraphs(graph, nn.Module().get_submodule, pattern))
+
+    assert number(lambda x: x.view(2, -1)) == 0
+    assert number(lambda x, n: x.view(n, -1)) == 1
 
 
 # --- data flow ---
@@ -329,6 +563,28 @@ def test_sizes_used_elsewhere_stay_outside():
     assert found(code, lambda a: a.exp().view(-1)) == [["exp", "view"]]
 
 
+def test_sizes_are_compared_only_where_both_sides_spell_them_out():
+    def computed(x):
+        return x.view(x.size(0), -1)
+
+    assert len(found(computed, lambda a: a.view(2, -1))) == 1
+    assert len(found(computed, lambda a: a.view(a.size(0), 3, 4))) == 1
+    assert len(found(lambda x: x.view(2, -1), lambda a, n: a.view(n, n))) == 0
+    assert len(found(lambda x: x.view(2, 2), lambda a, n: a.view(n, n))) == 1
+    assert len(found(lambda x, y: x.view(y.shape), lambda a: a.view(2, -1))) == 1
+
+
+def test_the_same_argument_among_sizes_is_the_same_value():
+    def pattern(a, n):
+        return a.view(n, -1) + n
+
+    assert len(found(lambda x, m: x.view(m, -1) + m, pattern)) == 1
+    assert found(lambda x, m, n: x.view(m, -1) + n, pattern) == []
+    assert found(lambda x: x.view(2, -1) + 3, pattern) == []
+    # Two ways to ask for a size may give the same.
+    assert len(found(lambda x: x.view(x.shape[0], -1) + x.size(0), pattern)) == 1
+
+
 # --- modules ---
 
 
@@ -463,6 +719,14 @@ def test_training_flags_of_the_graph_are_values_like_others():
 def test_wrong_patterns(pattern, error, message):
     with pytest.raises(error, match=message):
         found(Mlp(), pattern)
+
+
+def test_what_is_no_name():
+    for wrong in (lambda x: call_module(3, x), lambda x: ModulePattern(3)(x)):
+        with pytest.raises((TypeError, ValueError), match="regular expression"):
+            found(Mlp(), wrong)
+    with pytest.raises(TypeError, match="regular expression"):
+        find_by_name(graph_module(Mlp()).graph, 3)  # type: ignore[arg-type]
 
 
 def test_very_long_patterns():

@@ -1,5 +1,6 @@
 """``sch.find`` and ``sch.find_node``: what schedules see of the matcher."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import slapo
+from slapo.graph.match.find import Matches, Subgraph, traced_modules
 from slapo.pattern import Pattern, call_module
 from tests.fingerprint import fingerprint
 from tests.primitives.models import Attention, Block, DataDependent, Stack
@@ -115,9 +117,9 @@ def test_bad_patterns() -> None:
     sch = slapo.create_schedule(Block())
     sch.trace()
     before = fingerprint(sch)
-    with pytest.raises(ValueError, match="no regular expression"):
+    with pytest.raises(ValueError, match="not a regular expression"):
         sch.find("(")
-    with pytest.raises(ValueError, match="no regular expression"):
+    with pytest.raises(ValueError, match="not a regular expression"):
         sch.find_node("[")
     for bad in (3, None):
         with pytest.raises(TypeError):
@@ -137,3 +139,163 @@ def test_what_cannot_be_traced_is_an_error_that_says_how() -> None:
     assert "tracer='huggingface'" in str(info.value)
     assert "pass example_inputs" in str(info.value)
     assert fingerprint(sch) == before
+
+
+# --- a search that finds nothing changes nothing ---
+
+
+class Flagged(nn.Module):
+    """Takes another way for another flag: a graph holds for one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor, double: bool = False, mask: Tensor | None = None) -> Tensor:
+        x = self.block(x)
+        if mask is not None:
+            x = x * mask
+        return x * 2 if double else x
+
+
+NOTHING = [
+    ("find", lambda x: torch.erfinv(x)),
+    ("find", "nothing"),
+    ("find_node", "nothing"),
+    ("find_node", lambda node: False),
+]
+WRONG = [
+    ("find", lambda x, y: (torch.sin(x), torch.cos(y)), ValueError),
+    ("find", "(", ValueError),
+    ("find", 3, TypeError),
+    ("find_node", "(", ValueError),
+    ("find_node", 3, TypeError),
+    ("find_node", lambda node: node.nothing, AttributeError),
+]
+
+
+def flagged_schedule() -> Any:
+    """With what a trace moves or renews: hooks, wrappers, tags, notes, other graphs."""
+    sch = slapo.create_schedule(nn.Sequential(Flagged(), Block(), nn.Linear(4, 4)))
+    sch["0.block.fc1"].mod.register_forward_hook(lambda module, args, out: out)
+    sch["0"].mod.register_forward_pre_hook(lambda module, args: None)
+    sch["0.block.drop"].checkpoint()
+    sch["2"].annotate("weight", "key", 1)
+    sch["1"].trace()
+    return sch
+
+
+@pytest.mark.parametrize("path", ["", "0", "0.block"])
+@pytest.mark.parametrize(("verb", "pattern"), NOTHING)
+def test_finding_nothing_changes_nothing(path: str, verb: str, pattern: Any) -> None:
+    sch = flagged_schedule()
+    x, mask = torch.randn(3, 4), torch.ones(4)
+    flagged = sch["0"].mod
+    wanted = flagged(x, double=True), flagged(x, mask=mask), flagged(x)
+    before, module, nodes = fingerprint(sch), sch[path].mod, dict(sch.named_schedules())
+    hooks = flagged._forward_pre_hooks
+    node_of_a_graph = next(iter(sch["1"].mod.graph.nodes))
+
+    assert getattr(sch[path], verb)(pattern) == []
+
+    assert sch[path].mod is module
+    assert dict(sch.named_schedules()) == nodes
+    assert fingerprint(sch) == before
+    assert sch["0"].mod._forward_pre_hooks is hooks
+    assert next(iter(sch["1"].mod.graph.nodes)) is node_of_a_graph
+    got = flagged(x, double=True), flagged(x, mask=mask), flagged(x)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    sch["0"].replace(Flagged())  # the tree is as usable as it was
+    assert sch["0.block.fc1"].is_current
+
+
+@pytest.mark.parametrize(("verb", "pattern", "error"), WRONG)
+def test_a_search_that_fails_changes_nothing(verb: str, pattern: Any, error: Any) -> None:
+    sch = flagged_schedule()
+    before = fingerprint(sch)
+    with pytest.raises(error):
+        getattr(sch["0"], verb)(pattern)
+    assert fingerprint(sch) == before
+    assert sch["0"].mod(torch.ones(1, 4), double=True).shape == (1, 4)
+
+
+def test_a_wrapped_module_is_left_too() -> None:
+    sch = slapo.create_schedule(nn.Sequential(Flagged()))
+    sch["0"].checkpoint()
+    before, inner = fingerprint(sch), sch["0"].mod.mod
+    assert sch["0"].find("nothing") == []
+    assert sch["0"].mod.mod is inner
+    assert fingerprint(sch) == before
+    assert len(sch["0"].find("block")) == 1
+    assert isinstance(sch["0"].mod.mod, fx.GraphModule)
+
+
+# --- bindings, and why there are none ---
+
+
+def test_matches_know_what_the_arguments_stand_for() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.gelu((x - y) * 3.0)
+
+    sch = slapo.create_schedule(nn.Sequential(Scaled()))
+    matches = sch["0"].find(lambda a, b, s: F.gelu((b - a) * s))
+    x, y = sch["0"].mod.graph.find_nodes(op="placeholder")
+    (match,) = matches
+    assert isinstance(matches, Matches)
+    assert isinstance(match, Subgraph)
+    assert match.bindings == {"a": y, "b": x, "s": 3.0}
+    assert match == [("", node) for node in sch["0"].mod.graph.nodes if node.op == "call_function"]
+    assert repr(matches) == "[[('', sub), ('', mul), ('', gelu)]]"
+    assert matches.why == ""
+    assert [call.bindings for call in slapo.create_schedule(Block()).find("fc1")] == [{}]
+
+
+def test_an_empty_result_says_why_and_logs_it(caplog: pytest.LogCaptureFixture) -> None:
+    sch = slapo.create_schedule(nn.Sequential(Block()))
+    with caplog.at_level(logging.INFO, logger="slapo"):
+        found = sch["0"].find(lambda x: torch.tanh(call_module("fc1", x)))
+    assert found == []
+    assert found.why.startswith("1 of 2 operations of the pattern were found together")
+    assert "call_module('fc1') at fc1; tanh was not: in its place is gelu" in found.why
+    assert repr(found) == f"[] ({found.why})"
+    assert f'sch["0"].find found [] ({found.why})' in caplog.text
+    with pytest.raises(ValueError, match="target_ops is empty"):
+        sch["0"].replace(torch.tanh, found)
+
+
+def test_the_reason_is_of_the_graphs_that_were_searched() -> None:
+    found = slapo.create_schedule(Stack(2)).find(lambda x: torch.tanh(call_module("fc1", x)))
+    assert "fc1 in the graph of 'layers.0'; tanh was not: in its place is gelu" in found.why
+    assert "are not seen" not in found.why  # the layers are opaque now, and were not
+
+
+def test_the_reason_is_not_worked_out_where_nobody_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+    monkeypatch.setattr(
+        "slapo.graph.match.find.why_no_call", lambda *args: calls.append(args) or "because"
+    )
+    sch = slapo.create_schedule(Block())
+    sch.trace()
+    logger = logging.getLogger("slapo")
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    logger.manager._clear_cache()
+    found = sch.find("nothing")
+    assert calls == []
+    assert found.why == found.why == "because"
+    assert len(calls) == 1
+    logger.manager._clear_cache()
+
+
+def test_the_graphs_of_a_model() -> None:
+    sch = slapo.create_schedule(Stack(2))
+    assert list(traced_modules(sch.mod)) == []
+    sch.trace()
+    sch["layers.0"].checkpoint()
+    assert [(path, graph is gm.graph) for path, gm, graph in traced_modules(sch.mod)] == [
+        ("", True),
+        ("layers.0", True),
+        ("layers.1", True),
+    ]

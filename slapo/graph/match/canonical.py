@@ -21,12 +21,12 @@ from slapo.graph.match.operators import FUNCTIONS, METHODS, MODULES, ModuleSpell
 
 ModuleLookup = Callable[[str], nn.Module]
 
-_KEYWORD_ALIASES = {"axis": "dim", "keepdims": "keepdim", "self": "input"}
+_KEYWORD_ALIASES = {"axis": "dim", "keepdims": "keepdim", "self": "input", "size": "shape"}
 
 
 @dataclass(frozen=True)
 class ModuleState:
-    """A parameter of a called module, where a function would take the tensor as an argument."""
+    """A parameter or the mode of a called module, where a function would take it as an argument."""
 
     target: str
     name: str
@@ -228,7 +228,8 @@ def _settings(spelling: ModuleSpelling, module: nn.Module, target: str) -> dict[
     settings: dict[str | int, Any] = {}
     for name in spelling.attributes:
         value = getattr(module, name)
-        is_state = name in module._parameters and value is not None
+        # The mode is what it is at each call, not what it is now.
+        is_state = name == "training" or (name in module._parameters and value is not None)
         settings[name] = ModuleState(target, name) if is_state else value
     return settings
 

@@ -3,69 +3,153 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 from torch import fx, nn
 
-from slapo.graph.match.pattern import trace_pattern
+from slapo.graph.match.bindings import Match
+from slapo.graph.match.explain import why_no_call, why_no_node, why_no_subgraph
+from slapo.graph.match.index import TracedGraph
+from slapo.graph.match.pattern import compile_name, trace_pattern
 from slapo.graph.match.search import find_by_name, find_subgraphs
 from slapo.wrapper import innermost
 
 #: Path of the traced module that holds the node (relative to where the search began), and it.
-Match = tuple[str, fx.Node]
+Located = tuple[str, fx.Node]
+
+T = TypeVar("T")
 
 
-def traced_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, fx.GraphModule]]:
-    """Graph modules at `root` and below it, each with its path."""
+class Subgraph(list[Located]):
+    """A match: a list of ``(parent_path, node)`` pairs in graph order.
+
+    Parameters
+    ----------
+    path
+        Path of the traced module.
+    match
+        The nodes in its graph.
+    """
+
+    def __init__(self, path: str, match: Match) -> None:
+        super().__init__((path, node) for node in match)
+        self._match = match
+
+    @property
+    def bindings(self) -> dict[str, Any]:
+        """What each argument of the pattern stands for, see :attr:`.bindings.Match.bindings`."""
+        return self._match.bindings
+
+
+class Matches(list[T]):
+    """What a search found. Where that is nothing, it tells why.
+
+    Parameters
+    ----------
+    found
+        Subgraphs or nodes.
+    explain
+        Gives the reason; called when it is asked for, at most once.
+
+    Examples
+    --------
+    >>> Matches([], lambda: "no call of a module matches 'fc'")
+    [] (no call of a module matches 'fc')
+    """
+
+    def __init__(self, found: Iterable[T] = (), explain: Callable[[], str] = str) -> None:
+        super().__init__(found)
+        self._explain: Callable[[], str] | None = None if self else explain
+        self._why = ""
+
+    @property
+    def why(self) -> str:
+        """Why the search found nothing, and what to try; empty if it found something."""
+        self.settle()
+        return self._why
+
+    def settle(self) -> None:
+        """Work the reason out now, if it has not been: the graphs may be about to change."""
+        if self._explain is not None:
+            self._why = self._explain()
+            self._explain = None  # it holds on to the graphs
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self or not self.why else f"[] ({self.why})"
+
+
+def traced_modules(root: nn.Module, path: str = "") -> Iterator[TracedGraph]:
+    """Graphs of the traced modules at `root` and below it, each with module and path.
+
+    The one place that knows which graphs a module has; everything else asks here.
+    """
     module = innermost(root)
     if not isinstance(module, fx.GraphModule):
         return
-    yield path, module
+    yield TracedGraph(path, module, module.graph)
     seen = {id(module)}
     for name, child in module.named_modules():
         inner = innermost(child)
         if name and isinstance(inner, fx.GraphModule) and id(inner) not in seen:
             seen.add(id(inner))
-            yield f"{path}.{name}" if path else name, inner
+            yield TracedGraph(f"{path}.{name}" if path else name, inner, inner.graph)
 
 
-def find_subgraphs_in(
-    root: nn.Module, pattern: str | Callable[..., Any] | nn.Module
-) -> list[list[Match]]:
-    """Matches of `pattern` in every graph at or below `root`."""
-    if isinstance(pattern, str):
-        _check_regex(pattern)
-        return [
-            [(path, node) for node in nodes]
-            for path, gm in traced_modules(root)
-            for nodes in find_by_name(gm.graph, pattern)
+def read_pattern(pattern: str | Callable[..., Any] | nn.Module) -> re.Pattern[str] | fx.Graph:
+    """Compile a regular expression, or trace a pattern.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no pattern.
+    """
+    return compile_name(pattern) if isinstance(pattern, str) else trace_pattern(pattern)
+
+
+def find_subgraphs_in(root: nn.Module, pattern: re.Pattern[str] | fx.Graph) -> Matches[Subgraph]:
+    """Matches of what :func:`read_pattern` gave in every graph at or below `root`."""
+    graphs = list(traced_modules(root))
+    if isinstance(pattern, fx.Graph):
+        found = [
+            Subgraph(path, match)
+            for path, gm, graph in graphs
+            for match in find_subgraphs(graph, gm.get_submodule, pattern)
         ]
-    wanted = trace_pattern(pattern)
-    return [
-        [(path, node) for node in nodes]
-        for path, gm in traced_modules(root)
-        for nodes in find_subgraphs(gm.graph, gm.get_submodule, wanted)
+        return Matches(found, lambda: why_no_subgraph(graphs, pattern))
+    found = [
+        Subgraph(path, match) for path, _, graph in graphs for match in find_by_name(graph, pattern)
     ]
+    return Matches(found, lambda: why_no_call(graphs, pattern))
 
 
-def find_nodes(root: nn.Module, regex_or_predicate: str | Callable[[fx.Node], bool]) -> list[Match]:
-    """Nodes that match in every graph at or below `root`."""
-    accept = _predicate(regex_or_predicate)
-    return [
-        (path, node) for path, gm in traced_modules(root) for node in gm.graph.nodes if accept(node)
-    ]
+def read_question(
+    regex_or_predicate: str | Callable[[fx.Node], bool],
+) -> re.Pattern[str] | Callable[[fx.Node], bool]:
+    """Compile a regular expression; a function is what it is.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is neither.
+    """
+    if isinstance(regex_or_predicate, str):
+        return compile_name(regex_or_predicate)
+    if not callable(regex_or_predicate):
+        raise TypeError(
+            "find_node takes a regular expression or a function of a node, "
+            f"got {regex_or_predicate!r}"
+        )
+    return regex_or_predicate
 
 
-def _predicate(regex_or_predicate: str | Callable[[fx.Node], bool]) -> Callable[[fx.Node], bool]:
-    if not isinstance(regex_or_predicate, str):
-        return regex_or_predicate
-    regex = _check_regex(regex_or_predicate)
-    return lambda node: node.op == "call_module" and regex.match(str(node.target)) is not None
-
-
-def _check_regex(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise ValueError(f"{text!r} is no regular expression: {error}") from None
+def find_nodes(
+    root: nn.Module, question: re.Pattern[str] | Callable[[fx.Node], bool]
+) -> Matches[Located]:
+    """Nodes that answer to what :func:`read_question` gave, in every graph at or below `root`."""
+    graphs = list(traced_modules(root))
+    if isinstance(question, re.Pattern):
+        calls = find_subgraphs_in(root, question)
+        return Matches((pair for call in calls for pair in call), lambda: calls.why)
+    found = [(path, node) for path, _, graph in graphs for node in graph.nodes if question(node)]
+    return Matches(found, lambda: why_no_node(graphs))

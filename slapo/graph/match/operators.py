@@ -26,6 +26,8 @@ class Op:
         Parameters that are compared only if a pattern states them.
     ignored : frozenset of str
         Parameters that are never compared.
+    sizes : frozenset of str
+        Parameters that give sizes: compared only where both sides spell them out.
     swap : pair of str or None
         Two parameters whose values may change places.
     """
@@ -34,6 +36,7 @@ class Op:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     free: frozenset[str] = frozenset()
     ignored: frozenset[str] = frozenset()
+    sizes: frozenset[str] = frozenset()
     swap: tuple[str, str] | None = None
 
 
@@ -151,10 +154,9 @@ def _list_arithmetic() -> None:
 
 def _list_shapes() -> None:
     """List operators that move values or change shapes."""
-    # The sizes of a new shape are spelled differently by every tracer, so they are not compared.
-    reshape = Op("reshape", {"shape": ()}, ignored=frozenset({"shape"}))
+    reshape = Op("reshape", sizes=frozenset({"shape"}))
     _spell(reshape, "input *shape", torch.reshape, methods="reshape view")
-    expand = Op("expand", {"shape": (), "implicit": False}, ignored=frozenset({"shape"}))
+    expand = Op("expand", {"implicit": False}, sizes=frozenset({"shape"}))
     _spell(expand, "input *shape", methods="expand")
     _spell(Op("permute"), "input *dims", torch.permute, methods="permute")
     transpose = Op("transpose", swap=("dim0", "dim1"))
@@ -200,11 +202,12 @@ def _list_layers() -> None:
         "layer_norm",
         {"weight": None, "bias": None, "eps": 1e-5},
         ignored=frozenset({"cudnn_enable"}),
+        sizes=frozenset({"normalized_shape"}),
     )
     params = "input normalized_shape weight bias eps"
     _spell(norm, params, F.layer_norm)
     _spell(norm, f"{params} cudnn_enable", torch.layer_norm)
-    rms = Op("rms_norm", {"weight": None, "eps": None})
+    rms = Op("rms_norm", {"weight": None, "eps": None}, sizes=frozenset({"normalized_shape"}))
     _spell(rms, "input normalized_shape weight eps", F.rms_norm, torch.rms_norm)
     _spell(Op("linear", {"bias": None}), "input weight bias", F.linear)
     attention = Op(

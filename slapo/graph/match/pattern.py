@@ -17,6 +17,9 @@ from torch import nn
 PATTERN_MODULE = "slapo_pattern_module"
 """Key of ``node.meta`` under which a traced pattern keeps the module of a ``call_module`` node."""
 
+PATTERN_TENSOR = "slapo_pattern_tensor"
+"""Key of ``node.meta`` under which a traced pattern keeps the tensor that a node stands for."""
+
 _ACTIVE_TRACER: ContextVar[fx.Tracer | None] = ContextVar("slapo_pattern_tracer", default=None)
 
 
@@ -58,7 +61,7 @@ def call_module(name_regex: str, *args: Any, **kwargs: Any) -> Any:
             f"call_module({name_regex!r}, ...) was called outside of a pattern; "
             "use it in a function or a Pattern that is handed to find()"
         )
-    _check_regex(name_regex)
+    compile_name(name_regex)
     return tracer.create_proxy("call_function", call_module, (name_regex, *args), kwargs)
 
 
@@ -67,8 +70,12 @@ class Pattern(nn.Module):
 
     Submodules take part by class: a submodule without parameters, such as ``nn.GELU()``, matches
     any spelling of the same operator with the same settings; one with parameters, such as
-    ``nn.Linear(1, 1)``, matches every call of a module of exactly that class, whatever its sizes.
-    A :class:`ModulePattern` matches by path.
+    ``nn.Linear(1, 1)``, matches every call of a module of exactly that class, whatever its sizes
+    and weights. A :class:`ModulePattern` matches by path.
+
+    A tensor that the pattern itself holds (a parameter, a buffer, an attribute) is a constant, as
+    are those that a pattern function captures: it matches a tensor of the same dtype, shape and
+    values only. What may be any tensor is an argument of ``forward``.
 
     Examples
     --------
@@ -104,7 +111,7 @@ class ModulePattern(nn.Module):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        _check_regex(name)
+        compile_name(name)
         self.name_regex = name
 
     def extra_repr(self) -> str:
@@ -118,6 +125,12 @@ class ModulePattern(nn.Module):
 
 class _PatternTracer(fx.Tracer):
     """Keeps submodules whole, except for containers and nested patterns."""
+
+    def create_arg(self, a: Any) -> Any:
+        """Take a parameter of some model, which a pattern function captures, as any tensor."""
+        if isinstance(a, nn.Parameter) and all(a is not own for own in self.root.parameters()):
+            a = a.detach()
+        return super().create_arg(a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Tell whether the trace stops at `m`."""
@@ -136,7 +149,7 @@ def trace_pattern(pattern: Callable[..., Any] | type[nn.Module] | nn.Module) -> 
     -------
     torch.fx.Graph
         Placeholders are wildcards. The node of a submodule's call carries the submodule itself in
-        ``node.meta``.
+        ``node.meta``, that of a constant tensor the tensor.
 
     Raises
     ------
@@ -154,8 +167,11 @@ def trace_pattern(pattern: Callable[..., Any] | type[nn.Module] | nn.Module) -> 
     root = _instantiate(pattern)
     tracer = _PatternTracer()
     token = _ACTIVE_TRACER.set(tracer)
+    attributes = getattr(root, "__dict__", {})
+    before = set(attributes)
     try:
         graph = tracer.trace(root)
+        _keep_objects(graph, tracer.root)
     except Exception as error:
         raise ValueError(
             f"the pattern {_describe(pattern)} cannot be traced: {type(error).__name__}: {error}; "
@@ -163,7 +179,8 @@ def trace_pattern(pattern: Callable[..., Any] | type[nn.Module] | nn.Module) -> 
         ) from error
     finally:
         _ACTIVE_TRACER.reset(token)
-    _keep_modules(graph, root)
+        for name in set(attributes) - before:  # fx puts the tensors that a forward captures there
+            del attributes[name]
     _check_has_operation(graph, pattern)
     return graph
 
@@ -187,11 +204,18 @@ def _instantiate(pattern: Any) -> Callable[..., Any]:
     return pattern
 
 
-def _keep_modules(graph: fx.Graph, root: Any) -> None:
-    """Store the modules that the graph calls on its nodes, so that the graph stands alone."""
+def _keep_objects(graph: fx.Graph, root: nn.Module) -> None:
+    """Store the modules and constants that the graph names on its nodes: it then stands alone."""
     for node in graph.nodes:
         if node.op == "call_module":
             node.meta[PATTERN_MODULE] = root.get_submodule(node.target)
+        elif node.op == "get_attr":
+            path, _, name = node.target.rpartition(".")
+            owner = root.get_submodule(path)
+            is_weight = name in owner._parameters or name in owner._buffers
+            # The weights of a layer are what it happened to be made with: they stand for any.
+            if isinstance(owner, Pattern) or not is_weight:
+                node.meta[PATTERN_TENSOR] = getattr(owner, name)
 
 
 def _check_has_operation(graph: fx.Graph, pattern: Any) -> None:
@@ -204,12 +228,20 @@ def _check_has_operation(graph: fx.Graph, pattern: Any) -> None:
         )
 
 
-def _check_regex(regex: str) -> None:
-    """Refuse what is not a regular expression, with the reason."""
+def compile_name(regex: str) -> re.Pattern[str]:
+    """Compile what is given as the name of modules; it is matched from the start of a path.
+
+    Raises
+    ------
+    TypeError
+        If it is no string.
+    ValueError
+        If it is no regular expression.
+    """
     if not isinstance(regex, str):
         raise TypeError(f"the name of a module is a regular expression (str), got {regex!r}")
     try:
-        re.compile(regex)
+        return re.compile(regex)
     except re.error as error:
         raise ValueError(f"{regex!r} is not a regular expression: {error}") from error
 

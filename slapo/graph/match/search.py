@@ -8,35 +8,25 @@ is that of the pattern and does not depend on what else the graph holds.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch.fx as fx
 
-from slapo.graph.match.canonical import (
-    Call,
-    ModuleLookup,
-    bind_signature,
-    call_of,
-    key_of,
-    module_key,
-)
-from slapo.graph.match.comparison import (
-    MISSING,
-    Pair,
-    argument_pairs,
-    inner_pairs,
-    same_settings,
-    same_value,
-)
+from slapo.graph.match.bindings import Match
+from slapo.graph.match.canonical import ModuleLookup
+from slapo.graph.match.comparison import MISSING, argument_pairs
 from slapo.graph.match.dataflow import size_helpers, writes_in_private
-from slapo.graph.match.pattern import call_module, trace_pattern
+from slapo.graph.match.index import GraphIndex
+from slapo.graph.match.pattern import compile_name, trace_pattern
+from slapo.graph.match.sizes import follows_from, may_be_same_size, size_arguments
 from slapo.graph.match.steps import WILDCARD_OPS, Step, nodes_in, pattern_steps
+from slapo.graph.match.values import CONTAINERS, Pair, inner_pairs
 
 
 def find_subgraphs(
     graph: fx.Graph, modules: ModuleLookup, pattern: Callable[..., Any] | type | fx.Graph
-) -> list[list[fx.Node]]:
+) -> list[Match]:
     """Find all places where a graph computes what a pattern computes.
 
     Parameters
@@ -50,10 +40,11 @@ def find_subgraphs(
 
     Returns
     -------
-    list of list of torch.fx.Node
-        The matches in graph order, each with its nodes in graph order. They do not overlap. Nodes
-        that compute sizes, as ``view`` takes them, belong to the match if nothing else uses
-        them. A match may have inner values that are used outside.
+    list of Match
+        The matches in graph order, each a list of its nodes in graph order, with what the
+        pattern's arguments stand for as ``bindings``. They do not overlap. Nodes that compute
+        sizes, as ``view`` takes them, belong to the match if nothing else uses them. A match may
+        have inner values that are used outside.
 
     Raises
     ------
@@ -63,8 +54,12 @@ def find_subgraphs(
 
     Notes
     -----
-    A wildcard binds a value of the graph or a constant, but neither None nor a value that the
-    match itself computes. A wildcard in the place of a weight also binds the weight of a module.
+    An argument of the pattern binds a value of the graph or a constant, but neither None nor a
+    value that the match itself computes; used twice, it is the same value. In the place of a weight
+    it also binds the weight of a module. A constant of the pattern, number or tensor, must be equal
+    to that of the graph, in both modes if that depends on the mode. A functional call also matches
+    the module that computes the same, whatever attributes and weights it has where the call states
+    nothing, and whatever sizes: ``F.layer_norm(x, 1024)`` matches any ``nn.LayerNorm``.
 
     Examples
     --------
@@ -77,13 +72,16 @@ def find_subgraphs(
     ...     def forward(self, x, y):
     ...         return self.act(y + self.fc(x))
     >>> gm = fx.symbolic_trace(Mlp())
-    >>> find_subgraphs(gm.graph, gm.get_submodule, lambda a, b: F.gelu(a + b))
+    >>> matches = find_subgraphs(gm.graph, gm.get_submodule, lambda a, b: F.gelu(a + b))
+    >>> matches
     [[add, act]]
+    >>> matches[0].bindings
+    {'a': y, 'b': fc}
     """
     traced = pattern if isinstance(pattern, fx.Graph) else trace_pattern(pattern)
     steps = pattern_steps(traced)
-    index = _GraphIndex(graph, modules, steps)
-    anchor, candidates = _rarest(steps, index)
+    index = GraphIndex(graph, modules, steps)
+    anchor, candidates = index.rarest(steps)
     taken: set[fx.Node] = set()
     matches = []
     for candidate in candidates:
@@ -93,26 +91,26 @@ def find_subgraphs(
             raise ValueError(
                 f"the pattern is too long ({len(steps)} operations); find a part of it"
             ) from None
-        if found:
+        if found is not None:
             taken.update(found)
             matches.append(found)
     return sorted(matches, key=lambda match: match[0])
 
 
-def find_by_name(graph: fx.Graph, regex: str) -> list[list[fx.Node]]:
+def find_by_name(graph: fx.Graph, regex: str | re.Pattern[str]) -> list[Match]:
     """Find the calls of modules whose path matches a regular expression.
 
     Parameters
     ----------
     graph : torch.fx.Graph
         The graph to search.
-    regex : str
+    regex : str or re.Pattern
         Compared with the targets of ``call_module`` nodes by :func:`re.match`.
 
     Returns
     -------
-    list of list of torch.fx.Node
-        One list of one node for each call, in graph order.
+    list of Match
+        One match of one node for each call, in graph order.
 
     Raises
     ------
@@ -126,116 +124,75 @@ def find_by_name(graph: fx.Graph, regex: str) -> list[list[fx.Node]]:
     >>> find_by_name(gm.graph, "1")
     [[_1]]
     """
-    try:
-        compiled = re.compile(regex)
-    except re.error as error:
-        raise ValueError(f"{regex!r} is not a regular expression: {error}") from error
+    compiled = regex if isinstance(regex, re.Pattern) else compile_name(regex)
     calls = graph.find_nodes(op="call_module")
-    return [[node] for node in calls if compiled.match(str(node.target))]
+    return [Match([node]) for node in calls if compiled.match(str(node.target))]
 
 
-class _GraphIndex:
-    """The nodes of a graph by the operations of one pattern."""
+def furthest(
+    steps: dict[fx.Node, Step], index: GraphIndex, anchor: fx.Node, node: fx.Node
+) -> dict[fx.Node, fx.Node]:
+    """Find the most operations of a pattern that fit together with one of them fixed.
 
-    def __init__(self, graph: fx.Graph, modules: ModuleLookup, steps: dict[fx.Node, Step]) -> None:
-        self._modules = modules
-        self._calls: dict[tuple[fx.Node, bool], Call] = {}
-        self.nodes: dict[Hashable, list[fx.Node]] = {step.call.key: [] for step in steps.values()}
-        by_class = any(isinstance(key, tuple) and key[0] == "module" for key in self.nodes)
-        for node in graph.nodes:
-            found = self.nodes.get(key_of(node, modules))
-            if found is not None:
-                found.append(node)
-            if node.op == "call_module":
-                self._add_module_call(node, by_class)
+    Parameters
+    ----------
+    steps, index
+        The pattern and the graph.
+    anchor, node : torch.fx.Node
+        The operation of the pattern and the node that it shall be.
 
-    def _add_module_call(self, node: fx.Node, by_class: bool) -> None:
-        """List the call of a module under its other names."""
-        if call_module in self.nodes:
-            self.nodes[call_module].append(node)
-        if by_class:
-            key = module_key(type(self._modules(str(node.target))))
-            found = self.nodes.get(key)
-            if found is not None and (not found or found[-1] is not node):
-                found.append(node)
-
-    def candidates(self, step: Step) -> list[fx.Node]:
-        """List the nodes that may be `step`, in graph order."""
-        nodes = self.nodes[step.call.key]
-        if step.regex is None:
-            return nodes
-        return [node for node in nodes if step.regex.match(str(node.target))]
-
-    def fits(self, step: Step, node: fx.Node) -> bool:
-        """Tell whether `node` is the same operation as `step`, arguments aside."""
-        if step.regex is not None:
-            return node.op == "call_module" and bool(step.regex.match(str(node.target)))
-        if step.call.op is None and isinstance(step.call.key, tuple) and node.op == "call_module":
-            module = self._modules(str(node.target))
-            same = module_key(type(module)) == step.call.key
-            return same and step.module is not None and same_settings(step.module, module)
-        return key_of(node, self._modules) == step.call.key
-
-    def call(self, step: Step, node: fx.Node) -> Call:
-        """Describe the call of `node` in the terms of `step`."""
-        as_module = step.call.op is None and node.op == "call_module"
-        key = (node, as_module)
-        if key not in self._calls:
-            self._calls[key] = (
-                self._module_call(node) if as_module else call_of(node, self._modules)
-            )
-        return self._calls[key]
-
-    def _module_call(self, node: fx.Node) -> Call:
-        """Describe the call of a module by the parameters of its ``forward``."""
-        forward = self._modules(str(node.target)).forward
-        return Call(None, bind_signature(forward, node.args, node.kwargs))
-
-
-def _rarest(steps: dict[fx.Node, Step], index: _GraphIndex) -> tuple[fx.Node, Sequence[fx.Node]]:
-    """Choose the operation that the graph has least often; stop at one that it has not at all."""
-    best: tuple[fx.Node, Sequence[fx.Node]] | None = None
-    for node, step in steps.items():
-        candidates = index.candidates(step)
-        if best is None or len(candidates) < len(best[1]):
-            best = (node, candidates)
-        if not candidates:
-            break
-    assert best is not None, "a pattern has an operation"
-    return best
+    Returns
+    -------
+    dict
+        Operation of the pattern -> node of the graph.
+    """
+    search = _Search(steps, index, ())
+    search.run(anchor, node)
+    return search.furthest
 
 
 class _Search:
     """The attempt to lay a pattern over a graph with one of its operations fixed."""
 
     def __init__(
-        self, steps: dict[fx.Node, Step], index: _GraphIndex, taken: Collection[fx.Node]
+        self, steps: dict[fx.Node, Step], index: GraphIndex, taken: Collection[fx.Node]
     ) -> None:
         self._steps = steps
         self._index = index
         self._taken = taken
         self._bound: dict[fx.Node, Any] = {}
         self._images: set[fx.Node] = set()
-        self._found: list[fx.Node] = []
+        self._found: Match | None = None
+        #: The most operations of the pattern that were found together, and as which nodes.
+        self.furthest: dict[fx.Node, fx.Node] = {}
 
-    def run(self, anchor: fx.Node, node: fx.Node) -> list[fx.Node]:
-        """Match with `anchor` at `node`; return the nodes of the match, or an empty list."""
-        return self._found if self._unify([(anchor, node)]) else []
+    def run(self, anchor: fx.Node, node: fx.Node) -> Match | None:
+        """Match with `anchor` at `node`; None if it does not."""
+        return self._found if self._unify([(anchor, node)]) else None
 
     def _unify(self, pending: list[Pair]) -> bool:
         """Match pairs of a pattern's and a graph's value, and then all that is connected."""
         while pending:
             (wanted, value), pending = pending[0], pending[1:]
             if isinstance(wanted, fx.Node) and wanted not in self._bound:
+                self._note_progress()
                 return self._bind(wanted, value, pending)
-            if not isinstance(wanted, fx.Node):
+            if isinstance(wanted, CONTAINERS):
                 inner = inner_pairs(wanted, value)
                 if inner is None:
                     return False
                 pending = inner + pending
-            elif not same_value(self._bound[wanted], value):
-                return False
+            else:
+                known = self._bound[wanted] if isinstance(wanted, fx.Node) else wanted
+                if not self._index.same(known, value):
+                    return False
+        self._note_progress()
         return self._extend()
+
+    def _note_progress(self) -> None:
+        """Remember how far the search came, to tell when it fails."""
+        if len(self._images) > len(self.furthest):
+            self.furthest = {node: self._bound[node] for node in self._steps if node in self._bound}
 
     def _bind(self, wanted: fx.Node, value: Any, rest: list[Pair]) -> bool:
         """Let a node of the pattern stand for `value`, if the rest can be matched then."""
@@ -293,9 +250,30 @@ class _Search:
 
     def _finish(self) -> bool:
         """Accept the match unless an input of the pattern is a value of the match itself."""
-        inputs = [value for wanted, value in self._bound.items() if wanted.op in WILDCARD_OPS]
-        if len(self._images) < len(self._steps) or self._images & set(nodes_in(inputs)):
+        bound = {wanted: v for wanted, v in self._bound.items() if wanted.op in WILDCARD_OPS}
+        if len(self._images) < len(self._steps) or self._images & set(nodes_in(bound)):
             return False
-        nodes = self._images | size_helpers(self._images, set(nodes_in(inputs)))
-        self._found = sorted(nodes)
+        sizes = self._bound_sizes()
+        if sizes is None:
+            return False
+        bound |= sizes
+        helpers = size_helpers(self._images, set(nodes_in(bound)))
+        arguments = {w: value for w, value in bound.items() if w.op == "placeholder"}
+        values = {str(w.target).lstrip("*"): value for w, value in arguments.items()}
+        self._found = Match(sorted(self._images | helpers), values)
         return True
+
+    def _bound_sizes(self) -> dict[fx.Node, Any] | None:
+        """What arguments stand for among sizes; None if one would be two different values."""
+        found: dict[fx.Node, Any] = {}
+        for wanted, step in self._steps.items():
+            if not step.sizes:
+                continue
+            given = self._index.call(step, self._bound[wanted]).args or {}
+            for argument, value in size_arguments(step.sizes, given):
+                known = self._bound.get(argument, found.get(argument, MISSING))
+                if known is not MISSING and not may_be_same_size(known, value):
+                    return None
+                if known is MISSING and not follows_from(value, self._images):
+                    found[argument] = value
+        return found

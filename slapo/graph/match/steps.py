@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.fx as fx
@@ -18,19 +19,45 @@ from slapo.graph.match.canonical import (
     module_key,
     positions_and_names,
 )
-from slapo.graph.match.pattern import PATTERN_MODULE, ModulePattern, call_module
+from slapo.graph.match.pattern import (
+    PATTERN_MODULE,
+    PATTERN_TENSOR,
+    ModulePattern,
+    call_module,
+    compile_name,
+)
+from slapo.graph.match.values import same_value
 
 WILDCARD_OPS = ("placeholder", "get_attr")
 
 
 @dataclass(frozen=True)
 class Step:
-    """An operation of a pattern."""
+    """An operation of a pattern.
+
+    Attributes
+    ----------
+    node : torch.fx.Node
+        Its node in the traced pattern.
+    call : Call
+        The operator with the arguments that are compared.
+    regex : re.Pattern or None
+        The path of the module, where the pattern calls one by name.
+    module : torch.nn.Module or None
+        The submodule of the pattern that is called.
+    sizes : mapping
+        Arguments that are sizes.
+    implied : frozenset of str
+        Arguments that the trace spells out, whether or not the pattern states them: they have
+        their default values.
+    """
 
     node: fx.Node
     call: Call
     regex: re.Pattern[str] | None = None
     module: nn.Module | None = None
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    implied: frozenset[str] = frozenset()
 
 
 def pattern_steps(graph: fx.Graph) -> dict[fx.Node, Step]:
@@ -50,53 +77,62 @@ def pattern_steps(graph: fx.Graph) -> dict[fx.Node, Step]:
 
 def _step(node: fx.Node) -> Step:
     """Describe one operation of a pattern."""
-    if node.target is call_module:
-        args = positions_and_names(node.args[1:], node.kwargs)
-        return Step(node, Call(call_module, args), regex=re.compile(str(node.args[0])))
     module = node.meta.get(PATTERN_MODULE)
+    if node.target is call_module:
+        return _named_step(node, str(node.args[0]), node.args[1:])
     if isinstance(module, ModulePattern):
-        args = positions_and_names(node.args, node.kwargs)
-        return Step(node, Call(call_module, args), regex=re.compile(module.name_regex))
+        return _named_step(node, module.name_regex, node.args)
     call = call_of(node, lambda target: node.meta[PATTERN_MODULE])
     if call.args is None:
         raise ValueError(f"the pattern calls {node.target} with arguments that it does not take")
-    if module is None:
-        return Step(node, replace(call, args=_stated(call)))
-    return _module_step(node, module, call)
+    call = replace(call, args=_with_tensors(call.args))
+    return _function_step(node, call) if module is None else _module_step(node, module, call)
+
+
+def _named_step(node: fx.Node, regex: str, args: tuple[Any, ...]) -> Step:
+    """Describe the call of a module by name."""
+    given = _with_tensors(positions_and_names(args, node.kwargs))
+    return Step(node, Call(call_module, given), regex=compile_name(regex))
+
+
+def _function_step(node: fx.Node, call: Call) -> Step:
+    """Describe the call of a function or method."""
+    if call.op is None:
+        return Step(node, call)
+    given = call.args or {}
+    sizes = {str(name): given[name] for name in call.op.sizes & given.keys()}
+    by_default = {
+        str(name)
+        for name, value in given.items()
+        if name in call.defaults and same_value(call.defaults[str(name)], value)
+    }
+    # Python functions are traced with all arguments: F.dropout(x) shows p=0.5, training=True.
+    implied = by_default if inspect.isfunction(node.target) else ()
+    skipped = call.op.ignored | (call.op.free & by_default) | sizes.keys()
+    stated = {name: value for name, value in given.items() if name not in skipped}
+    return Step(node, replace(call, args=stated), sizes=sizes, implied=frozenset(implied))
 
 
 def _module_step(node: fx.Node, module: nn.Module, call: Call) -> Step:
     """Describe the call of a submodule: by class if it has parameters, else by operator."""
-    assert call.args is not None
     has_state = next(module.parameters(), None) is not None
     if has_state or call.op is None:
         args = bind_signature(module.forward, node.args, node.kwargs)
-        return Step(node, Call(module_key(type(module)), args), module=module)
+        given = None if args is None else _with_tensors(args)
+        return Step(node, Call(module_key(type(module)), given), module=module)
     skipped = call.op.free | call.op.ignored
-    stated = {name: value for name, value in call.args.items() if name not in skipped}
-    return Step(node, replace(call, args=stated))
+    given = {name: value for name, value in (call.args or {}).items() if name not in skipped}
+    sizes = {str(name): given.pop(name) for name in call.op.sizes & given.keys()}
+    return Step(node, replace(call, args=given), module=module, sizes=sizes)
 
 
-def _stated(call: Call) -> dict[str | int, Any]:
-    """Leave out what is not compared.
+def _with_tensors(args: Mapping[str | int, Any]) -> dict[str | int, Any]:
+    """Put the tensors that a pattern holds in the place of the nodes that look them up."""
 
-    The trace of ``F.dropout(x)`` spells ``p=0.5, training=True`` out, so a free argument counts as
-    stated only where it differs from its default.
-    """
-    assert call.args is not None
-    if call.op is None:
-        return dict(call.args)
-    return {
-        name: value
-        for name, value in call.args.items()
-        if name not in call.op.ignored
-        and not (name in call.op.free and _is_default(value, call.defaults.get(str(name))))
-    }
+    def tensor(node: fx.Node) -> Any:
+        return node.meta.get(PATTERN_TENSOR, node)
 
-
-def _is_default(value: Any, default: Any) -> bool:
-    """Tell whether a constant is the default."""
-    return not isinstance(value, fx.Node) and bool(value == default)
+    return {name: fx.map_arg(value, tensor) for name, value in args.items()}
 
 
 def _check_connected(steps: dict[fx.Node, Step]) -> None:

@@ -1,0 +1,101 @@
+"""Equality of the values in a pattern with those in a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from slapo.graph.match.canonical import ModuleState
+from slapo.graph.trace.modes import select_by_mode
+
+CONTAINERS = (tuple, list, dict, slice)
+"""Values that are compared part by part."""
+
+Pair = tuple[Any, Any]
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Tell whether two values are the same node, the same weight or equal constants.
+
+    Tensors are equal if dtype, shape and values are. A constant that a graph chooses by the mode
+    is equal to another constant only if it is in both modes.
+    """
+    if one is other:
+        return True
+    if is_choice(other) and not isinstance(one, fx.Node):
+        return all(same_value(one, constant) for constant in other.args[1:])
+    if isinstance(one, (fx.Node, ModuleState)) or isinstance(other, (fx.Node, ModuleState)):
+        return isinstance(one, ModuleState) and one == other
+    if isinstance(one, CONTAINERS):
+        inner = inner_pairs(one, other)
+        return inner is not None and all(same_value(a, b) for a, b in inner)
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return _same_tensor(one, other)
+    return _same_constant(one, other)
+
+
+def is_choice(value: Any) -> bool:
+    """Tell whether a value is a constant that depends on the mode."""
+    return isinstance(value, fx.Node) and value.target is select_by_mode
+
+
+def inner_pairs(wanted: Any, value: Any) -> list[Pair] | None:
+    """Take a container of a pattern apart; None if `value` is not alike."""
+    if isinstance(wanted, (tuple, list)):
+        same = isinstance(value, (tuple, list)) and len(wanted) == len(value)
+        return list(zip(wanted, value, strict=True)) if same else None
+    if isinstance(wanted, dict):
+        same = isinstance(value, dict) and wanted.keys() == value.keys()
+        return [(wanted[key], value[key]) for key in wanted] if same else None
+    if not isinstance(value, slice):
+        return None
+    return [(getattr(wanted, k), getattr(value, k)) for k in ("start", "stop", "step")]
+
+
+def _same_constant(one: Any, other: Any) -> bool:
+    """Compare two objects whose ``==`` may not give a truth value; a NaN equals a NaN."""
+    if isinstance(one, bool) != isinstance(other, bool):
+        return False
+    numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
+    if not numbers and type(one) is not type(other):
+        return False
+    try:
+        return bool(one == other) or bool(one != one and other != other)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare two tensors, wherever they are; those on ``meta`` have no values to compare."""
+    if one.dtype != other.dtype or one.shape != other.shape or one.is_meta or other.is_meta:
+        return False
+    here, there = one.detach(), other.detach().to(one.device)
+    try:
+        return bool(((here == there) | ((here != here) & (there != there))).all())
+    except RuntimeError:  # of a type without comparison
+        return False
+
+
+def same_settings(wanted: nn.Module, module: nn.Module) -> bool:
+    """Compare what two modules of a class were made with; those with parameters are all alike."""
+    if wanted is module or next(wanted.parameters(), None) is not None:
+        return True
+    children, others = dict(wanted.named_children()), dict(module.named_children())
+    return (
+        same_value(_settings(wanted), _settings(module))
+        and children.keys() == others.keys()
+        and all(type(children[k]) is type(others[k]) for k in children)
+        and all(same_settings(children[k], others[k]) for k in children)
+    )
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """List the plain attributes of a module, as far as they decide what it computes."""
+    skipped = {"training", "inplace"}
+    if isinstance(module, _DropoutNd):
+        skipped.add("p")  # a dropout matches whatever its probability
+    return {k: v for k, v in vars(module).items() if not k.startswith("_") and k not in skipped}
