@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from slapo.graph.rewrite.replace import check_closed, replace_vertical
+from slapo.graph.rewrite.may_move import may_run_again
+from slapo.graph.rewrite.plan import apply
+from slapo.graph.rewrite.replace import plan_vertical
 from slapo.graph.rewrite.subgraph_view import subgraph_view
 from slapo.node import Node
 from slapo.op.checkpoint import CheckPointWrapper, OrderArgs
@@ -36,7 +38,8 @@ class CheckpointPrimitive(Primitive):
     Raises
     ------
     ValueError
-        If the module is checkpointed already, or several subgraphs are given.
+        If the module is checkpointed already, several subgraphs are given, or one cannot become
+        one call or be computed a second time (see :mod:`slapo.graph.rewrite.may_move`).
 
     Notes
     -----
@@ -73,7 +76,7 @@ class CheckpointPrimitive(Primitive):
             _check_not_wrapped(sch)
             wrap(sch, CheckPointWrapper(sch.mod, order_args_fn, use_reentrant))
         else:
-            _checkpoint_subgraph(parse(sch, subgraph), order_args_fn, use_reentrant)
+            _checkpoint_subgraph(parse(sch, subgraph, "subgraph"), order_args_fn, use_reentrant)
         sch.metadata.primitives["checkpoint"]["enabled"] = True
         return sch
 
@@ -95,9 +98,10 @@ def _checkpoint_subgraph(
             "checkpoint each of them"
         )
     gm, (chain,) = subgraphs.gm, subgraphs.chains
-    check_closed(chain)
     view = subgraph_view(gm, chain)
     wrapper = CheckPointWrapper.around_view(view, order_args_fn, use_reentrant)
     # The operations still use these modules, under their names: they stay where they are.
-    call = replace_vertical(gm, chain, wrapper, "CheckPointWrapper", keep_modules=True)
-    subgraphs.owner.refresh([str(call.target)])
+    plans = plan_vertical(gm, chain, wrapper, "CheckPointWrapper", keep_modules=True)
+    for plan in plans:
+        may_run_again(plan.gm, plan.nodes)
+    subgraphs.owner.refresh([str(apply(plans).target)])

@@ -28,7 +28,8 @@ class FusePrimitive(Primitive):
     Raises
     ------
     ValueError
-        For another compiler, several subgraphs, or inner values that are used outside.
+        For another compiler, several subgraphs, inner values that are used outside, or an
+        operation that may not move (see :func:`slapo.graph.rewrite.may_move.may_move`).
     RuntimeError
         If a hook of a fused module would be lost.
     SlapoError
@@ -64,13 +65,13 @@ class FusePrimitive(Primitive):
         name: str = "FusedModule",
     ) -> Node:
         """Build the fused module, then put it in the place of the operations."""
-        subgraphs = parse(sch, subgraph)
+        subgraphs = parse(sch, subgraph, "subgraph")
         if len(subgraphs.chains) != 1:
             raise ValueError(
                 f"one subgraph can be fused at a time, got {len(subgraphs.chains)}; fuse each of "
                 "them, or replace() them horizontally by a module of your own"
             )
-        check_hooks(subgraphs, keeps_hooks=True)
+        check_hooks(subgraphs, keeps_hooks=True, scripted=compiler == "TorchScript")
         fused = fuse_subgraph(subgraphs.gm, subgraphs.chains[0], compiler, name)
         replace_subgraphs(fused, subgraphs, name)
         return sch

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import fx, nn
 
-from slapo.graph.rewrite.arguments import plan_call
-from slapo.graph.rewrite.replace import (
-    replace_horizontal,
-    replace_node_by_function,
-    replace_vertical,
-    subgraph_inputs,
-)
+from slapo.graph.rewrite.plan import Plan, apply
+from slapo.graph.rewrite.replace import plan_horizontal, plan_node_by_function, plan_vertical
+from slapo.graph.rewrite.signatures import describe_call, parameter_names
 from slapo.hooks import move_hooks, move_reducers
+from slapo.logger import get_logger
 from slapo.node import Node, ScheduleState
 from slapo.primitives.base import Primitive
 from slapo.primitives.subgraphs import (
     Subgraphs,
     check_hooks,
+    check_hooks_of_other_calls,
     end_modules,
     move_end_hooks,
     parse,
@@ -32,6 +31,8 @@ from slapo.weights.tags import apply_tags
 from slapo.weights.ties import TiePlan
 from slapo.wrapper import innermost, replace_innermost
 
+logger = get_logger("slapo")
+
 
 class ReplacePrimitive(Primitive):
     """Put another module in the place of this one, or one call in the place of operations.
@@ -40,6 +41,9 @@ class ReplacePrimitive(Primitive):
     | vertical: ``b = f(x, w); c = g(b) --> c = new(x, w)``
     | horizontal: ``a = f(x); b = g(x) --> t = new(x); a = t[0]; b = t[1]``
     | single node: ``b = f(x, 2) --> b = fn(x, 2)``
+
+    The values that a pattern's parameters stand for are given to the new callable's parameters of
+    the same names, constants too; the other inputs follow in order of first use.
 
     Hooks move to the new module. Tied parameters stay tied. A new module that defines
     ``weight_sources()`` (see :class:`slapo.weights.provenance.Source`) gets its values from the
@@ -64,7 +68,8 @@ class ReplacePrimitive(Primitive):
     ------
     ValueError
         If the new callable's required arguments do not match the subgraph's inputs in number, the
-        subgraph's inner values are used outside, or a tie would break.
+        subgraph's inner values are used outside, an operation may not move (see
+        :func:`slapo.graph.rewrite.may_move.may_move`), or a tie would break.
     RuntimeError
         If a hook would be lost.
     TypeError
@@ -112,7 +117,12 @@ class ReplacePrimitive(Primitive):
             raise TypeError(
                 f"the replacement of operations must be a module or a function, got {new!r}"
             )
-        replace_subgraphs(new, parse(sch, target_ops), name, concrete_args)
+        subgraphs = parse(sch, target_ops)
+        call = replace_subgraphs(new, subgraphs, name, concrete_args, subgraphs.bindings)
+        if isinstance(new, nn.Module):
+            new.train(subgraphs.gm.training)
+        if not subgraphs.single_node:
+            logger.info("replaced by %s", _described(new, call, subgraphs.bindings))
         return sch
 
 
@@ -173,34 +183,57 @@ def replace_subgraphs(
     subgraphs: Subgraphs,
     name: str | None = None,
     concrete_args: Mapping[str, Any] | None = None,
-) -> None:
-    """The static form: vertical, horizontal, or one node."""
-    gm, chains, owner = subgraphs.gm, subgraphs.chains, subgraphs.owner
-    check_hooks(subgraphs, keeps_hooks=isinstance(new, nn.Module))
+    bindings: Sequence[Mapping[str, Any]] = (),
+) -> fx.Node:
+    """The static form: vertical, horizontal, or one node; returns the new call."""
+    chains, owner = subgraphs.chains, subgraphs.owner
+    scripted = isinstance(new, torch.jit.ScriptModule)
+    check_hooks(subgraphs, keeps_hooks=isinstance(new, nn.Module), scripted=scripted)
+    plans = _plan(new, subgraphs, name, concrete_args, bindings)
+    check_hooks_of_other_calls(subgraphs, plans)
     ends = end_modules(subgraphs)
     tie_plan = _plan_ties(subgraphs, new)
     targets = [str(n.target) for chain in chains for n in chain if n.op == "call_module"]
     old_paths = [_join(owner.model_path, target) for target in targets]
     sources: dict[str, Source] = {}
     if isinstance(new, nn.Module):
-        for chain in chains:
-            plan_call(new, subgraph_inputs(chain), concrete_args or {})  # a misfit changes nothing
         sources = inherit_weights(new, [m for chain in chains for m in subgraphs.modules(chain)])
-    if subgraphs.single_node and not isinstance(new, nn.Module):
-        call = replace_node_by_function(gm, chains[0][0], new, concrete_args)
-    elif len(chains) == 1:
-        call = replace_vertical(gm, chains[0], new, name, concrete_args)
-    else:
-        call = replace_horizontal(gm, chains, new, name, concrete_args)
+    call = apply(plans)
     if isinstance(new, nn.Module):
         targets.append(str(call.target))
         tie_plan.new_path = _join(owner.model_path, targets[-1])
-        new.train(gm.training)
         if len(chains) == 1:
             move_end_hooks(ends, new)
     owner.state.ties = tie_plan.carry_out()
     _note_sources(owner.state, sources, tie_plan.new_path, old_paths)
     owner.refresh(targets)
+    return call
+
+
+def _plan(
+    new: nn.Module | Callable[..., Any],
+    subgraphs: Subgraphs,
+    name: str | None,
+    concrete_args: Mapping[str, Any] | None,
+    bindings: Sequence[Mapping[str, Any]],
+) -> tuple[Plan, ...]:
+    gm, chains = subgraphs.gm, subgraphs.chains
+    if subgraphs.single_node and not isinstance(new, nn.Module):
+        return plan_node_by_function(gm, chains[0][0], new, concrete_args)
+    if len(chains) == 1:
+        bound = bindings[0] if bindings else None
+        return plan_vertical(gm, chains[0], new, name, concrete_args, bound)
+    return plan_horizontal(gm, chains, new, name, concrete_args, bindings)
+
+
+def _described(new: Any, call: fx.Node, bindings: Sequence[Mapping[str, Any]]) -> str:
+    """Say what the arguments of a new call are, and how they were chosen."""
+    wanted = parameter_names(new)
+    named = [name for name in bindings[0] if name in wanted]
+    left = [f"{name}={value}" for name, value in bindings[0].items() if name not in wanted]
+    how = f"{', '.join(named)} by name" if named else "by order of first use"
+    unknown = f"; no parameter is called as the pattern's {', '.join(left)}" if left else ""
+    return f"{describe_call(new, call.args, call.kwargs)}, {how}{unknown}"
 
 
 def _plan_ties(subgraphs: Subgraphs, new: nn.Module | Callable[..., Any]) -> TiePlan:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
 
+from slapo.graph.rewrite.bookkeeping import calls_of
+from slapo.graph.rewrite.plan import Plan
 from slapo.hooks import (
+    _move,
     get_hooks,
     has_backward_hooks,
+    has_forward_hooks,
     move_hooks,
     move_post_hooks,
     move_pre_hooks,
@@ -34,20 +38,23 @@ class Subgraphs:
         Nodes of each match, in graph order.
     single_node
         True when the user gave one ``(parent, node)`` pair.
+    bindings
+        For each match, what the parameters of the pattern stand for.
     """
 
     owner: Node
     gm: fx.GraphModule
     chains: list[list[fx.Node]]
     single_node: bool = False
+    bindings: list[Mapping[str, Any]] = field(default_factory=list)
 
     def modules(self, chain: Sequence[fx.Node]) -> list[nn.Module]:
         """The modules that a chain calls, in order."""
         return [self.gm.get_submodule(str(n.target)) for n in chain if n.op == "call_module"]
 
 
-def parse(sch: Node, target_ops: Any) -> Subgraphs:
-    """Sort out one pair, one subgraph, or a list of subgraphs.
+def parse(sch: Node, target_ops: Any, argument: str = "target_ops") -> Subgraphs:
+    """Sort out one pair, one subgraph, or a list of subgraphs; `argument` is its name in messages.
 
     Raises
     ------
@@ -57,11 +64,11 @@ def parse(sch: Node, target_ops: Any) -> Subgraphs:
         If it is empty, or reaches over several traced modules.
     """
     single = _is_pair(target_ops)
-    groups = _groups(target_ops)
+    groups = _groups(target_ops, argument)
     parents = {parent for group in groups for parent, _ in group}
     if len(parents) > 1:
         raise ValueError(
-            f"the subgraph lies in several traced modules, {sorted(parents)}; trace their common "
+            f"{argument} lies in several traced modules, {sorted(parents)}; trace their common "
             "parent with flatten=True to rewrite across them"
         )
     (parent,) = parents
@@ -76,66 +83,95 @@ def parse(sch: Node, target_ops: Any) -> Subgraphs:
                 f"node {node.name!r} is not in the graph (any more); call find() again after a "
                 "rewrite or trace"
             )
-    return Subgraphs(owner, gm, chains, single)
+    bindings = [getattr(group, "bindings", {}) for group in groups]
+    return Subgraphs(owner, gm, chains, single, bindings)
 
 
 def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], fx.Node)
 
 
-def _groups(target_ops: Any) -> list[list[tuple[str, fx.Node]]]:
+def _groups(target_ops: Any, argument: str) -> list[Sequence[tuple[str, fx.Node]]]:
     if _is_pair(target_ops):
         return [[target_ops]]
     if not isinstance(target_ops, (list, tuple)):
+        hint = f"; pass .find({target_ops!r})" if isinstance(target_ops, str) else ""
         raise TypeError(
-            "target_ops must be what find() or find_node() returned, got "
-            f"{type(target_ops).__name__}"
+            f"{argument} must be what find() or find_node() returned, got "
+            f"{type(target_ops).__name__}{hint}"
         )
     if not target_ops:
-        raise ValueError("target_ops is empty: the pattern matched nothing")
+        why = getattr(target_ops, "why", "")  # what find() knows of the reason
+        raise ValueError(f"{argument} is empty: the pattern matched nothing{why and f'; {why}'}")
     groups = [target_ops] if all(map(_is_pair, target_ops)) else list(target_ops)
     for group in groups:
         if not isinstance(group, (list, tuple)) or not group or not all(map(_is_pair, group)):
             raise TypeError(
-                "target_ops must be a (parent_path, node) pair, a list of those, or a list of "
+                f"{argument} must be a (parent_path, node) pair, a list of those, or a list of "
                 f"such lists, got {target_ops!r}"
             )
-    return [list(group) for group in groups]
+    return groups
 
 
-def check_hooks(subgraphs: Subgraphs, keeps_hooks: bool) -> None:
-    """Refuse a rewrite that would lose a hook.
+def check_hooks(subgraphs: Subgraphs, keeps_hooks: bool, scripted: bool = False) -> None:
+    """Refuse a rewrite that would lose a hook, or move one to a script that cannot have it.
 
     Raises
     ------
     RuntimeError
         Naming the hooks and the module that carries them.
     """
+    side_by_side = len(subgraphs.chains) > 1
     for chain in subgraphs.chains:
-        calls = [n for n in chain if n.op == "call_module"]
-        for node in calls:
+        for node in (n for n in chain if n.op == "call_module"):
             module = subgraphs.gm.get_submodule(str(node.target))
-            lost = _lost(module, node is chain[0], node is chain[-1], keeps_hooks)
-            if len(subgraphs.chains) > 1:
-                lost = _lost(module, False, False, True)
+            keeps = keeps_hooks and not side_by_side
+            lost = _lost(module, keeps and node is chain[0], keeps and node is chain[-1])
             if lost:
                 raise RuntimeError(
-                    f"hooks {lost} of {node.target!r} would be lost: only pre-forward hooks of "
-                    "the first module of a chain and post-forward hooks of the last can move to a "
-                    "module that takes its place; add hooks after the rewrite"
+                    f"hooks {lost} of {node.target!r} would be lost: only pre-forward and backward "
+                    "hooks of the first module of a chain and post-forward hooks of the last can "
+                    "move to a module that takes its place; add hooks after the rewrite"
+                )
+            if scripted and has_backward_hooks(module):
+                raise RuntimeError(
+                    f"hooks ['bwd_post'] of {node.target!r} cannot move: a ScriptModule runs no "
+                    "backward hooks; use fuse(..., compiler=None) or a module that is no script"
                 )
 
 
-def _lost(module: nn.Module, first: bool, last: bool, keeps_hooks: bool) -> list[str]:
+def _lost(module: nn.Module, is_first: bool, is_last: bool) -> list[str]:
     hooks = get_hooks(module)
     lost = []
-    if module._forward_pre_hooks and not (first and keeps_hooks):
+    if module._forward_pre_hooks and not is_first:
         lost += ["fwd_pre"] if hooks["fwd_pre"] else ["bwd_post"]
-    if hooks["fwd_post"] and not (last and keeps_hooks):
+    if hooks["fwd_post"] and not is_last:
         lost.append("fwd_post")
-    if has_backward_hooks(module) and not (first and last and keeps_hooks):
+    if module._backward_hooks and not is_first:
         lost.append("bwd_post")
+    if module._backward_pre_hooks and not is_last:
+        lost.append("bwd_pre")
     return lost
+
+
+def check_hooks_of_other_calls(subgraphs: Subgraphs, plans: Sequence[Plan]) -> None:
+    """Refuse to move the hooks of a module that is also called where nothing is replaced.
+
+    Raises
+    ------
+    RuntimeError
+        Naming the module and the call that stays.
+    """
+    going = {node for plan in plans for node in plan.nodes}
+    for target in {str(node.target) for node in going if node.op == "call_module"}:
+        if not has_forward_hooks(subgraphs.gm.get_submodule(target)):
+            continue
+        for call in calls_of(subgraphs.gm, target):
+            if call not in going:
+                raise RuntimeError(
+                    f"hooks of {target!r} would be lost for its other call {call.name!r}, which "
+                    "is not replaced; match that call too, or add hooks after the rewrite"
+                )
 
 
 def end_modules(subgraphs: Subgraphs) -> tuple[nn.Module | None, nn.Module | None]:
@@ -149,7 +185,11 @@ def end_modules(subgraphs: Subgraphs) -> tuple[nn.Module | None, nn.Module | Non
 
 
 def move_end_hooks(ends: tuple[nn.Module | None, nn.Module | None], new: nn.Module) -> None:
-    """Move the hooks that :func:`check_hooks` allowed."""
+    """Move the hooks that :func:`check_hooks` allowed.
+
+    The backward hooks of the first module act on the gradient of its input, which is that of the
+    new module; those that run before the backward pass act on the gradient of the output.
+    """
     first, last = ends
     if first is not None and first is last:
         move_hooks(first, new)
@@ -157,6 +197,8 @@ def move_end_hooks(ends: tuple[nn.Module | None, nn.Module | None], new: nn.Modu
         return
     if first is not None:
         move_pre_hooks(first, new)
+        _move(first, new, ("_backward_hooks",))
     if last is not None:
         move_post_hooks(last, new)
+        _move(last, new, ("_backward_pre_hooks",))
         move_reducers(last, new)

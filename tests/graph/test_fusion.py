@@ -17,7 +17,8 @@ from slapo.graph.fuse.fusion import COMPILERS, fuse_subgraph
 from slapo.graph.match.pattern import call_module
 from slapo.graph.match.search import find_by_name, find_subgraphs
 from slapo.graph.rewrite.replace import replace_vertical
-from slapo.graph.trace.module import CallContract, TracedModule
+from slapo.graph.trace.contract import CallContract
+from slapo.graph.trace.module import TracedModule
 
 BATCH, SEQ, SIZE = 3, 5, 8
 
@@ -57,19 +58,21 @@ def fuse_in(gm: fx.GraphModule, pattern: Any, **kwargs: Any) -> nn.Module:
     return fused
 
 
-def numbers(module: nn.Module) -> dict[str, torch.Tensor]:
+def numbers(module: nn.Module, size: int = SIZE) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
-    x = torch.randn(BATCH, SEQ, SIZE, requires_grad=True)
+    x = torch.randn(BATCH, SEQ, size, requires_grad=True)
     module.zero_grad()
     out = module(x)
     out.square().sum().backward()
     return {"out": out, "x": x.grad, **{str(p.data_ptr()): p.grad for p in module.parameters()}}
 
 
-def assert_same(module: nn.Module, expected: dict[str, torch.Tensor], **tolerance: float) -> None:
+def assert_same(
+    module: nn.Module, expected: dict[str, torch.Tensor], size: int = SIZE, **tolerance: float
+) -> None:
     # The second and third call run what TorchScript has made of the profile of the first.
     for _ in range(3):
-        actual = numbers(module)
+        actual = numbers(module, size)
         assert actual.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(actual[name], value, **tolerance)
@@ -147,6 +150,50 @@ def test_plain_sequential_with_read_state_and_containers():
     assert list(fused.state_dict()) == []
 
 
+def test_plain_sequential_keeps_state_of_like_names_apart():
+    class Part(nn.Module):
+        def __init__(self, value: float, *names: str) -> None:
+            super().__init__()
+            for name in names:
+                self.register_parameter(name, nn.Parameter(torch.full((2,), value)))
+
+    class Model(Part):
+        def __init__(self) -> None:
+            super().__init__(10.0, "a_b", "a_b_1", "forward_")
+            self.a, self.a_b_0, self.register = Part(2.0, "b"), Part(3.0, "c"), Part(5.0, "buffer")
+            self.weights = nn.ParameterList([torch.full((2,), 7.0)])
+
+        def forward(self, x):
+            y = x * self.a.b + self.a_b - self.a_b_1 * self.a_b_0.c
+            return y * self.register.buffer + self.weights[0]
+
+    gm = fx.symbolic_trace(Model())
+    expected = numbers(gm, 2)
+    nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
+    fused = fuse_subgraph(gm, nodes, compiler=None)
+    replace_vertical(gm, nodes, fused)
+    assert_same(gm, expected, size=2)
+    names = list(fused.state_dict())
+    assert names[:2] == ["a_b_0", "a_b"]
+    for clone in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        assert list(clone.state_dict()) == names
+        assert torch.equal(clone(torch.ones(2)), fused(torch.ones(2)))
+
+
+def test_plain_sequential_of_a_list_of_parameters():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for k in ("0", "1"):
+        x = graph.call_function(torch.mul, (x, graph.create_node("get_attr", k)))
+    graph.output(x)
+    root = nn.Module()
+    root.register_parameter("0", nn.Parameter(torch.ones(2)))
+    root.register_parameter("1", nn.Parameter(torch.full((2,), 3.0)))
+    gm = fx.GraphModule(root, graph)
+    fused = fuse_subgraph(gm, list(graph.nodes)[1:-1], None)
+    assert torch.equal(fused(torch.ones(2)), torch.full((2,), 3.0))
+
+
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_plain_sequential_copies(gm, clone):
     fused = fuse_subgraph(gm, find_one(gm, PATTERNS["fc_bias_gelu"]), compiler=None, name="Mine")
@@ -180,6 +227,109 @@ def test_equal_fusions_compile_once(monkeypatch):
     torch.testing.assert_close(gm(*args), expected)
     fused[0].eval()
     assert fused[1].training
+
+
+def scaled(factor: float) -> Any:
+    if factor == 2:
+
+        def activation(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+    else:
+
+        def activation(x: torch.Tensor) -> torch.Tensor:
+            return x * 3
+
+    return activation
+
+
+def with_limits(module: nn.Module, *limits: Any) -> nn.Module:
+    module.min_val, module.max_val = limits
+    return module
+
+
+LIKE = [
+    (nn.CosineSimilarity(dim=0), nn.CosineSimilarity(dim=1)),
+    (nn.CosineSimilarity(eps=1e-8), nn.CosineSimilarity(eps=10.0)),
+    (nn.MSELoss(reduction="sum"), nn.MSELoss(reduction="mean")),
+    (nn.SmoothL1Loss(beta=1.0), nn.SmoothL1Loss(beta=0.1)),
+    (nn.HuberLoss(delta=1.0), nn.HuberLoss(delta=0.1)),
+    (nn.PairwiseDistance(p=1.0), nn.PairwiseDistance(p=2.0)),
+    (with_limits(nn.Hardtanh(), -1.0, 1.0), with_limits(nn.Hardtanh(), -0.1, 0.1)),
+]
+
+
+class Pair(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        pair = (x,) if isinstance(self.module, nn.Hardtanh) else (x, x.flip(0) * 3)
+        return self.module(*pair) * 2
+
+
+@pytest.mark.parametrize("modules", LIKE, ids=lambda pair: type(pair[0]).__name__)
+def test_modules_of_one_text_are_compiled_apart(modules):
+    for module in modules:
+        gm = fx.symbolic_trace(Pair(copy.deepcopy(module)))
+        expected = numbers(gm)
+        nodes = [n for n in gm.graph.nodes if n.op == "call_module" or n.name == "mul_1"]
+        nodes += [n for n in gm.graph.nodes if n.name == "mul" and isinstance(module, nn.Hardtanh)]
+        replace_vertical(gm, nodes, fuse_subgraph(gm, nodes), name="FusedModule")
+        assert_same(gm, expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # of TorchScript, about functions in functions
+def test_functions_of_one_name_are_compiled_apart():
+    x = torch.randn(3)
+    for factor in (2, 3):
+        graph = fx.Graph()
+        value = graph.placeholder("x")
+        last = graph.call_method("relu", (graph.call_function(scaled(factor), (value,)),))
+        graph.output(last)
+        gm = fx.GraphModule(nn.Module(), graph)
+        expected = gm(x)
+        nodes = [n for n in gm.graph.nodes if n.op.startswith("call")]
+        assert torch.equal(fuse_subgraph(gm, nodes)(x), expected)
+
+
+def test_modes_of_children_survive_the_cache(gm):
+    gm.train()
+    gm.drop.eval()
+    expected = numbers(gm)
+    fuse_in(gm, PATTERNS["dropout_add"])
+    assert_same(gm, expected)
+
+
+@pytest.mark.parametrize(
+    ("modules", "n_scripts"),
+    [
+        ([nn.Softmax(dim=1), nn.Softmax(dim=1)], 1),
+        ([nn.Softmax(dim=1), nn.Softmax(dim=True)], 2),
+        ([nn.Hardtanh(0.0, 1.0), nn.Hardtanh(-0.0, 1.0)], 2),
+        ([nn.GELU().eval(), nn.GELU()], 2),
+    ],
+)
+def test_what_counts_as_equal(monkeypatch, modules, n_scripts):
+    monkeypatch.setattr(torchscript, "_scripts", OrderedDict())
+    compiler, scripts = torchscript._compile, []
+    monkeypatch.setattr(
+        torchscript, "_compile", lambda *a: scripts.append(compiler(*a)) or scripts[-1]
+    )
+    for module in modules:
+        gm = fx.symbolic_trace(nn.Sequential(module))
+        fuse_subgraph(gm, list(gm.graph.find_nodes(op="call_module")))
+    assert len(scripts) == n_scripts
+
+
+def test_what_cannot_be_compared_is_compiled_each_time(monkeypatch):
+    monkeypatch.setattr(torchscript, "_scripts", OrderedDict())
+    for value in (object(), torch.ones(1), {1, 2}):
+        gm = fx.symbolic_trace(nn.Sequential(nn.GELU()))
+        gm.get_submodule("0").note = value
+        fuse_subgraph(gm, list(gm.graph.find_nodes(op="call_module")))
+    gm.get_submodule("0").register_full_backward_hook(lambda *args: None)
+    assert torchscript._scripts == {}
 
 
 def test_torchscript_with_sizes_and_flags():

@@ -13,6 +13,7 @@ import slapo
 from slapo.op import CheckPointWrapper
 from tests.fingerprint import fingerprint
 from tests.primitives.models import Block, Stack
+from tests.primitives.test_fuse import with_variant
 
 
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
@@ -200,7 +201,7 @@ def test_several_subgraphs_are_refused() -> None:
         sch.checkpoint(matches)
     with pytest.raises(ValueError, match="matched nothing"):
         sch.checkpoint([])
-    with pytest.raises(TypeError, match="what find"):
+    with pytest.raises(TypeError, match="subgraph must be what find"):
         sch.checkpoint("head")
     assert fingerprint(sch) == before
 
@@ -217,6 +218,114 @@ def test_an_inner_value_that_is_used_outside_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'sin' .*also used outside, by 'add'"):
         sch.checkpoint(match)
     assert fingerprint(sch) == before
+
+
+class Writes(nn.Module):
+    """Changes what a checkpointed operation would be computed from again."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.fc, self.when = nn.Linear(4, 4), when
+        self.relu_ = nn.ReLU(inplace=True)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x)
+        if self.when == "within":
+            return x.add_(1).exp()
+        y = torch.tanh(x * 2 * self.scale)
+        if self.when == "after":
+            x.add_(1)
+        elif self.when == "through a view":
+            x.view(-1)[2:].mul_(2)
+        elif self.when == "by a module":
+            self.relu_(x)
+        elif self.when == "of a buffer":
+            self.scale.mul_(3)
+        elif self.when == "of another value":
+            z = x + 1
+            z.mul_(2)
+        return y
+
+
+@pytest.mark.parametrize(
+    "when", ["within", "after", "through a view", "by a module", "of a buffer", "of another value"]
+)
+def test_what_changes_before_it_is_computed_again_is_refused(when: str) -> None:
+    torch.manual_seed(0)
+    model = Writes(when)
+    reference = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    sch.trace(leaf_modules=["ReLU"])
+    if when == "within":
+        chain = [n for n in sch.mod.graph.nodes if n.target in ("add_", "exp")]
+    else:
+        (tanh,) = (n for n in sch.mod.graph.nodes if n.target is torch.tanh)
+        chain = [tanh, tanh.args[0], tanh.args[0].args[0]]
+    x = torch.randn(3, 4)
+    if when == "of another value":
+        sch.checkpoint([("", node) for node in chain])
+        same_gradients(sch.mod, reference, x)
+        return
+    before = fingerprint(sch)
+    with pytest.raises(ValueError, match="in place, which the backward pass would compute"):
+        sch.checkpoint([("", node) for node in chain])
+        same_gradients(sch.mod, reference, x)  # else it says what went wrong
+    assert fingerprint(sch) == before
+
+
+def test_a_module_that_a_checkpoint_calls_stays() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sin(self.fc(torch.cos(self.fc(x))))
+
+    model = Twice()
+    reference = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    sch.checkpoint(sch.find(lambda x: torch.cos(slapo.call_module("fc", x))))
+    rest = sch.find(lambda x: torch.sin(slapo.call_module("fc", x)))
+    sch.replace(nn.Sequential(sch["fc"].mod, SinOf()), rest, name="Last")
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(sch.mod(x), reference(x))
+
+
+class SinOf(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+
+def test_what_may_not_move_is_not_checkpointed() -> None:
+    class Dropouts(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            h = F.dropout(x)
+            z = F.dropout(y)
+            return h.relu() + z
+
+    sch = slapo.create_schedule(Dropouts())
+    match = sch.find(lambda x: F.dropout(x).relu())
+    before = fingerprint(sch)
+    with pytest.raises(ValueError, match="'dropout' would move past 'dropout_1'"):
+        sch.checkpoint(match)
+    assert fingerprint(sch) == before
+
+
+def test_a_checkpoint_is_made_in_all_graphs_of_a_module() -> None:
+    model = Block()
+    reference = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    sch.trace()
+    other = with_variant(sch)
+    names = list(sch.mod.state_dict())
+    sch.checkpoint(sch.find(mlp))
+    x = torch.randn(3, 4)
+    for module in (sch.mod, other):
+        assert len(module.graph.find_nodes(op="call_module", target="CheckPointWrapper_0")) == 1
+        assert list(module.state_dict()) == names
+        same_gradients(module, reference, x)
 
 
 class Caching(nn.Module):

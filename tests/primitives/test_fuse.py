@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import slapo
 from slapo import Schedule
@@ -112,15 +112,118 @@ def test_bad_names(name: str) -> None:
     assert fingerprint(sch) == before
 
 
-@pytest.mark.parametrize("hook", ["fwd_post", "bwd_post"])
-def test_a_hook_that_would_be_lost_is_a_runtime_error(hook: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "hook"),
+    [("fc2", "fwd_post"), ("drop", "fwd_pre"), ("drop", "bwd_post"), ("fc2", "bwd_pre")],
+)
+def test_a_hook_that_would_be_lost_is_a_runtime_error(name: str, hook: str) -> None:
     sch = slapo.create_schedule(Block())
-    sch["fc1"].sync(hook, lambda *args: None)
-    match = sch.find(lambda x: F.gelu(slapo.call_module("fc1", x)))
+    if hook == "bwd_pre":
+        sch[name].mod.register_full_backward_pre_hook(lambda *args: None)
+    else:
+        sch[name].sync(hook, lambda *args: None)
+    match = sch.find(lambda x: F.dropout(slapo.call_module("fc2", x)))
     before = fingerprint(sch)
-    with pytest.raises(RuntimeError, match=rf"hooks \['{hook}'\] of 'fc1' would be lost"):
+    with pytest.raises(RuntimeError, match=rf"hooks \['{hook}'\] of '{name}' would be lost"):
         sch.fuse(match, compiler=None)
     assert fingerprint(sch) == before
+
+
+def test_backward_hooks_at_the_ends_move() -> None:
+    def scheduled(fuse: bool) -> tuple[Tensor, list[str]]:
+        torch.manual_seed(0)
+        model = Block()
+        sch = slapo.create_schedule(model)
+        order: list[str] = []
+
+        def scale(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
+            order.append("of the input")
+            return tuple(2 * g for g in grad_input)
+
+        def scale_first(module: nn.Module, grad_output: Any) -> Any:
+            order.append("of the output")
+            return tuple(3 * g for g in grad_output)
+
+        handle = model.fc2.register_full_backward_hook(scale)
+        model.drop.register_full_backward_pre_hook(scale_first)
+        sch.trace()
+        if fuse:
+            match = sch.find(lambda x: F.dropout(slapo.call_module("fc2", x)))
+            sch.fuse(match, compiler=None)
+        x = X.clone().requires_grad_()
+        for _ in range(3):
+            sch.mod(x).square().sum().backward()
+        handle.remove()  # the handle that the user kept still works
+        sch.mod(x).square().sum().backward()
+        return x.grad, order
+
+    (grad, order), (expected, expected_order) = scheduled(True), scheduled(False)
+    assert order == expected_order
+    torch.testing.assert_close(grad, expected)
+
+
+@pytest.mark.parametrize("pattern", ["fc2", lambda x: F.gelu(slapo.call_module("fc1", x))])
+def test_scripts_have_no_backward_hooks(pattern: Any) -> None:
+    sch = slapo.create_schedule(Block())
+    for name in ("fc1", "fc2"):
+        sch[name].sync("bwd_post", lambda module, grad_input, grad_output: None)
+    match = sch.find(pattern)
+    refused(sch, RuntimeError, r"'bwd_post'.*fc.*ScriptModule.*compiler=None", match)
+    script = torch.jit.script(nn.Linear(4, 4))
+    before = fingerprint(sch)
+    with pytest.raises(RuntimeError, match="ScriptModule"):
+        sch.replace(script, match)
+    assert fingerprint(sch) == before
+    sch.fuse(match, compiler=None)
+
+
+class Twice(nn.Module):
+    """Calls one module at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.fc(torch.cos(self.fc(x))))
+
+
+def test_hooks_of_a_module_that_is_called_elsewhere_stay() -> None:
+    sch = slapo.create_schedule(Twice())
+    sch["fc"].sync("fwd_pre", lambda module, inputs: (inputs[0] * 2,))
+    expected = sch.mod(X)
+    match = sch.find(lambda x: torch.sin(slapo.call_module("fc", x)))
+    before = fingerprint(sch)
+    for call in (
+        lambda: sch.fuse(match, compiler=None),
+        lambda: sch.replace(nn.Linear(4, 4), match),
+    ):
+        with pytest.raises(RuntimeError, match="lost for its other call 'fc'"):
+            call()
+    assert fingerprint(sch) == before
+    torch.testing.assert_close(sch.mod(X), expected)
+
+
+def test_modes_of_fused_modules_stay() -> None:
+    model = Block(p=0.5)
+    sch = slapo.create_schedule(model)
+    sch.trace()
+    sch.mod.get_submodule("drop").eval()
+    expected = sch.mod(X)
+    match = sch.find(lambda x: F.dropout(slapo.call_module("fc2", x)))
+    sch.fuse(match, compiler=None)
+    torch.testing.assert_close(sch.mod(X), expected)
+
+
+def test_nothing_found_is_said_in_the_callers_words() -> None:
+    class Found(list[Any]):
+        why = "the longest partial match is cos"
+
+    sch = slapo.create_schedule(Block())
+    sch.trace()
+    refused(sch, ValueError, "subgraph is empty: .*nothing; the longest partial", Found())
+    refused(sch, TypeError, r"subgraph must be what find.* got str; pass .find\('fc1'\)", "fc1")
+    refused(sch, TypeError, r"subgraph must be a \(parent_path, node\)", [3])
 
 
 def test_hooks_at_the_ends_move() -> None:
@@ -159,3 +262,29 @@ def test_what_the_compiler_refuses_is_a_slapo_error() -> None:
 @torch.fx.wrap
 def unscriptable(x: Tensor, **kwargs: Any) -> Tensor:
     return x.new_tensor(list(x.flatten().tolist())).view_as(x)
+
+
+def with_variant(sch: Schedule) -> fx.GraphModule:
+    """Give the traced root a second graph over its state; operations of one name are twins."""
+    gm = sch.mod
+    other = type(gm).__mro__[1].from_graph(gm, copy.deepcopy(gm.graph), gm.contract)
+    for graph in (gm.graph, other.graph):
+        for number, node in enumerate(graph.nodes):
+            node.meta["slapo_twin"] = number
+    gm.set_variants((other,))
+    return other
+
+
+@pytest.mark.parametrize("compiler", ["TorchScript", None])
+def test_a_fusion_is_made_in_all_graphs_of_a_module(compiler: str | None) -> None:
+    sch = slapo.create_schedule(Block())
+    sch.trace()
+    expected = sch.mod(X)
+    other = with_variant(sch)
+    sch.fuse(sch.find(lambda x: F.dropout(slapo.call_module("fc2", x))), compiler=compiler)
+    sch.fuse(sch.find(lambda x: F.gelu(slapo.call_module("fc1", x))), compiler=compiler)
+    assert list(sch.child) == ["FusedModule_0", "FusedModule_1"]
+    assert "fc" not in other.code
+    assert sch.mod.graphs == (sch.mod, other)
+    for module in (sch.mod, other):
+        torch.testing.assert_close(module(X), expected)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
+from slapo.graph.match.canonical import ModuleState
 from slapo.hooks import get_hooks
 from slapo.op.linear import LinearWithSyncFunc
 from slapo.weights.provenance import Source
@@ -432,3 +433,249 @@ def test_a_misfit_leaves_the_new_module_alone() -> None:
     with pytest.raises(ValueError, match="2"):
         sch.replace(new, sch.find(lambda x: slapo.call_module("out", x)))
     assert new.weight is before
+
+
+# --- values by the names of the pattern ------------------------------------------------------
+class Bound(list[Any]):
+    """A match that says what the parameters of the pattern stand for."""
+
+    def __init__(self, match: list[Any], **bindings: Any) -> None:
+        super().__init__(match)
+        self.bindings = bindings
+
+
+class Scores(nn.Module):
+    """Uses the key before the query."""
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return F.gelu(k.transpose(-1, -2) @ q * 3.0)
+
+
+def scores(q: Tensor, k: Tensor, s: float) -> Tensor:
+    return F.gelu(k.transpose(-1, -2) @ q * s)
+
+
+def bound_scores(sch: Any, **changed: Any) -> list[Any]:
+    (match,) = sch.find(scores)
+    nodes = {node.name: node for node in sch.mod.graph.nodes}
+    return Bound(match, **{"q": nodes["q"], "k": nodes["k"], "s": 3.0, **changed})
+
+
+Q, K = torch.randn(4, 4), torch.randn(4, 4)
+
+
+def reference_scores(q: Tensor, k: Tensor, s: float = 2.0) -> Tensor:
+    return scores(q, k, s)
+
+
+class ScoresModule(nn.Module):
+    def forward(self, k: Tensor, s: float, q: Tensor) -> Tensor:
+        return scores(q, k, s)
+
+
+def half_named(q: Tensor, key: Tensor, s: float = 2.0) -> Tensor:
+    return scores(q, key, s)
+
+
+def key_by_name(query: Tensor, k: Tensor, *, s: float) -> Tensor:
+    return scores(query, k, s)
+
+
+def unnamed(key: Tensor, query: Tensor) -> Tensor:  # in order of first use
+    return scores(query, key, 3.0)
+
+
+@pytest.mark.parametrize(
+    "new", [reference_scores, ScoresModule(), half_named, key_by_name, unnamed]
+)
+def test_values_go_to_parameters_of_the_same_name(new: Any) -> None:
+    sch = slapo.create_schedule(Scores())
+    sch.trace()
+    sch.replace(new, bound_scores(sch))
+    sch.mod.graph.lint()
+    torch.testing.assert_close(sch.mod(Q, K), Scores()(Q, K))
+
+
+@pytest.mark.parametrize("new", [reference_scores, ScoresModule(), half_named])
+def test_what_find_has_bound_is_used(new: Any) -> None:
+    sch = slapo.create_schedule(Scores())
+    sch.replace(new, sch.find(scores))
+    torch.testing.assert_close(sch.mod(Q, K), Scores()(Q, K))
+
+
+def test_the_binding_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    sch = slapo.create_schedule(Scores())
+    sch.trace()
+    with caplog.at_level("INFO", "slapo"):
+        sch.replace(half_named, bound_scores(sch))
+    assert caplog.messages[-1] == (
+        "replaced by half_named(q=q, key=k, s=3.0), q, s by name; no parameter is called as the "
+        "pattern's k=k"
+    )
+    sch = slapo.create_schedule(Scores())
+    with caplog.at_level("INFO", "slapo"):
+        sch.replace(lambda key, query: key, [[*bound_scores_nodes(sch)]])
+    assert caplog.messages[-1].endswith("(key=k, query=q), by order of first use")
+
+
+def bound_scores_nodes(sch: Any) -> list[Any]:
+    return list(sch.find(scores)[0])
+
+
+def test_constants_that_the_user_gives_win() -> None:
+    sch = slapo.create_schedule(Scores())
+    sch.trace()
+    sch.replace(reference_scores, bound_scores(sch), concrete_args={"s": 1.0})
+    torch.testing.assert_close(sch.mod(Q, K), scores(Q, K, 1.0))
+    sch = slapo.create_schedule(Scores())
+    sch.trace()
+    sch.replace(reference_scores, bound_scores(sch), concrete_args={"k": Q.t()[0, 0].item()})
+    (call,) = sch.mod.graph.find_nodes(op="call_function", target=reference_scores)
+    assert [str(v) for v in call.args] == ["q"]
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        (lambda q: q, r"takes 0 required arguments \(\) besides q=q, .*1 inputs \(k\)"),
+        (lambda q, x, y: q, r"takes 2 required arguments \(x, y\) besides q=q, .*1 inputs \(k\)"),
+    ],
+)
+def test_an_input_that_is_not_taken_is_an_error(new: Any, message: str) -> None:
+    sch = slapo.create_schedule(Scores())
+    sch.trace()
+    match = bound_scores(sch)
+    refused(sch, ValueError, message, lambda: sch.replace(new, match))
+
+
+def test_the_weight_of_a_module_can_be_an_argument() -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(4)
+            nn.init.normal_(self.norm.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x).exp()
+
+    def own_norm(x: Tensor, w: Tensor | None = None) -> Tensor:
+        return F.layer_norm(x, (4,), w).exp()
+
+    model = Norm()
+    expected = model(X)
+    sch = slapo.create_schedule(model)
+    sch.trace()
+    nodes = list(sch.mod.graph.nodes)
+    state = ModuleState("norm", "weight")
+    match = Bound([("", node) for node in nodes[1:3]], x=nodes[0], w=state)
+    sch.replace(own_norm, match)
+    torch.testing.assert_close(sch.mod(X), expected)
+    assert list(sch.mod.state_dict()) == ["norm.weight", "norm.bias"]
+
+
+class SideBySide(nn.Module):
+    def __init__(self, other: float = 2.0) -> None:
+        super().__init__()
+        self.other = other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x * 2.0) + torch.cos(x * self.other)
+
+
+def both(x: Tensor, s: float = 1.0) -> tuple[Tensor, Tensor]:
+    return torch.sin(x * s), torch.cos(x * s)
+
+
+@pytest.mark.parametrize("other", [2.0, 5.0])
+def test_constants_of_several_matches(other: float) -> None:
+    sch = slapo.create_schedule(SideBySide(other))
+    sch.trace()
+    x, mul, sin, mul_1, cos, *_ = sch.mod.graph.nodes
+    matches = [
+        Bound([("", mul), ("", sin)], x=x, s=2.0),
+        Bound([("", mul_1), ("", cos)], x=x, s=other),
+    ]
+    if other == 2.0:
+        sch.replace(both, matches)
+        torch.testing.assert_close(sch.mod(X), SideBySide(other)(X))
+        return
+    message = r"takes 's', which is \[2.0, 5.0\] in the matches"
+    refused(sch, ValueError, message, lambda: sch.replace(both, matches))
+    sch.replace(both, matches, concrete_args={"s": 3.0})
+
+
+def test_fusions_take_their_inputs_in_order() -> None:
+    sch = slapo.create_schedule(Scores())
+    sch.trace()
+    (match,) = sch.find(scores)
+    nodes = {node.name: node for node in sch.mod.graph.nodes}
+    sch.fuse(Bound(match, input_1=nodes["q"], input_2=nodes["k"]))
+    torch.testing.assert_close(sch.mod(Q, K), Scores()(Q, K))
+
+
+# --- one node --------------------------------------------------------------------------------
+class Defaults(nn.Module):
+    def __init__(self, approximate: str = "none") -> None:
+        super().__init__()
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.softmax(x, dim=-1)
+        return F.gelu(x, approximate=self.approximate).sum(dim=-1, keepdim=False)
+
+
+def own_softmax(x: Tensor, dim: int) -> Tensor:
+    return torch.softmax(x, dim)
+
+
+def own_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x)
+
+
+def own_sum(x: Tensor, dim: int) -> Tensor:
+    return torch.sum(x, dim)
+
+
+@pytest.mark.parametrize(
+    ("name", "new"), [("softmax", own_softmax), ("gelu", own_gelu), ("sum", own_sum)]
+)
+def test_defaults_that_the_new_function_lacks_are_dropped(name: str, new: Any) -> None:
+    sch = slapo.create_schedule(Defaults())
+    sch.trace()
+    (pair,) = sch.find_node(lambda node: name in node.name)
+    sch.replace(new, pair)
+    torch.testing.assert_close(sch.mod(X), Defaults()(X))
+
+
+def test_other_values_are_not_dropped() -> None:
+    sch = slapo.create_schedule(Defaults("tanh"))
+    sch.trace()
+    (pair,) = sch.find_node(lambda node: "gelu" in node.name)
+    refused(sch, ValueError, "does not take the arguments", lambda: sch.replace(own_gelu, pair))
+    sch.replace(lambda x, **kwargs: F.gelu(x, **kwargs), pair)
+    torch.testing.assert_close(sch.mod(X), Defaults("tanh")(X))
+
+
+def test_nothing_found_is_explained() -> None:
+    class Found(list[Any]):
+        why = "the longest partial match is cos"
+
+    sch = slapo.create_schedule(Scores())
+    message = "target_ops is empty: the pattern matched nothing; the longest partial match"
+    refused(sch, ValueError, message, lambda: sch.replace(own_gelu, Found()))
+    plain = "target_ops is empty: the pattern matched nothing$"
+    refused(sch, ValueError, plain, lambda: sch.replace(own_gelu, []))
+
+
+def test_what_may_not_move_is_not_replaced() -> None:
+    class Dropouts(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            h = F.dropout(x)
+            z = F.dropout(y)
+            return h.relu() + z
+
+    sch = slapo.create_schedule(Dropouts())
+    match = sch.find(lambda x: F.dropout(x).relu())
+    new = nn.Sequential(nn.Dropout(), nn.ReLU())
+    message = "'dropout' would move past 'dropout_1'"
+    refused(sch, ValueError, message, lambda: sch.replace(new, match))

@@ -11,9 +11,17 @@ from slapo.graph.fuse.extract import extract
 from slapo.graph.fuse.inductor import compile_late
 from slapo.graph.fuse.sequential import sequential_of
 from slapo.graph.fuse.torchscript import script
-from slapo.graph.rewrite.replace import check_closed
+from slapo.graph.rewrite.may_move import may_move
+from slapo.graph.rewrite.subgraph import check_closed, in_order
 
 Compiler = Callable[[fx.GraphModule, str], nn.Module]
+
+COMPILERS: dict[str | None, Compiler] = {
+    "TorchScript": script,
+    "inductor": compile_late,
+    None: sequential_of,
+}
+"""The compilers that :func:`fuse_subgraph` knows. Each makes a module from an extracted one."""
 
 
 def fuse_subgraph(
@@ -48,7 +56,8 @@ def fuse_subgraph(
     Raises
     ------
     ValueError
-        If the compiler is unknown, there are several subgraphs, or the chain is not closed.
+        If the compiler is unknown, there are several subgraphs, the chain is not closed, or an
+        operation may not move to the place of the last one.
     SlapoError
         If the compiler cannot translate the chain.
 
@@ -66,35 +75,12 @@ def fuse_subgraph(
     if compiler not in COMPILERS:
         known = ", ".join(map(repr, COMPILERS))
         raise ValueError(f"unknown compiler {compiler!r}; the known ones are {known}")
-    if not nodes:
-        raise ValueError("the subgraph is empty; hand over one of those that find() returned")
     if any(isinstance(node, (list, tuple)) for node in nodes):
         raise ValueError(
             f"fuse takes one subgraph, got {len(nodes)}; fuse them one by one, or replace them "
             "horizontally by a module of your own"
         )
-    check_closed(nodes)
-    return COMPILERS[compiler](extract(gm, nodes, name), name)
-
-
-def _by_torchscript(module: fx.GraphModule, name: str) -> nn.Module:
-    """Script a module."""
-    return script(module, name)
-
-
-def _by_inductor(module: fx.GraphModule, name: str) -> nn.Module:
-    """Let ``torch.compile`` translate a module when it is first called."""
-    return compile_late(module, name)
-
-
-def _as_sequential(module: fx.GraphModule, name: str) -> nn.Module:
-    """Leave the operations as they are, one child for each."""
-    return sequential_of(module, name)
-
-
-COMPILERS: dict[str | None, Compiler] = {
-    "TorchScript": _by_torchscript,
-    "inductor": _by_inductor,
-    None: _as_sequential,
-}
-"""The compilers that :func:`fuse_subgraph` knows. Each makes a module from an extracted one."""
+    chain = in_order(gm, nodes)
+    check_closed(chain)
+    may_move(gm, chain, chain[-1])  # before a compiler works in vain
+    return COMPILERS[compiler](extract(gm, chain, name), name)

@@ -9,6 +9,8 @@ import torch
 import torch.fx as fx
 from torch import nn
 
+from slapo.graph.fuse.named import instance_of
+
 _STATE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
@@ -23,18 +25,7 @@ class CompiledModule(nn.Module):
     _slapo_graph: fx.Graph
 
     def forward(self, *inputs: Any) -> Any:
-        """Run the compiled code.
-
-        Parameters
-        ----------
-        *inputs : Any
-            The inputs of the fused subgraph in order of first use.
-
-        Returns
-        -------
-        Any
-            The value of the subgraph.
-        """
+        """Run the compiled code on the inputs of the subgraph in order of first use."""
         return self.__dict__["_slapo_code"](*inputs)
 
     def _compile_late(self) -> None:
@@ -43,7 +34,7 @@ class CompiledModule(nn.Module):
         self.__dict__["_slapo_code"] = torch.compile(run, backend="inductor")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _empty, (type(self).__name__,), self.__getstate__()
+        return instance_of, (CompiledModule, type(self).__name__), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_slapo_code"}
@@ -74,16 +65,10 @@ def compile_late(module: fx.GraphModule, name: str) -> CompiledModule:
     >>> compile_late(double, "Double")
     Double()
     """
-    compiled = _empty(name)
+    compiled = instance_of(CompiledModule, name)
     for slot in _STATE:
         compiled.__dict__[slot] = module.__dict__[slot].copy()
     compiled.training = module.training
     compiled._slapo_graph = module.graph
     compiled._compile_late()
     return compiled
-
-
-def _empty(name: str) -> CompiledModule:
-    """Make an empty module of a class of that name; also how a pickle is read."""
-    kind = type(name, (CompiledModule,), {"__doc__": CompiledModule.__doc__})
-    return kind()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch.fx as fx
 from torch import nn
+
+from slapo.graph.fuse.named import instance_of
 
 
 @dataclass(frozen=True)
@@ -66,18 +68,7 @@ class FusedSequential(nn.Sequential):
     _slapo_state: tuple[str, ...] = ()
 
     def forward(self, *inputs: Any) -> Any:
-        """Run the children in order.
-
-        Parameters
-        ----------
-        *inputs : Any
-            The inputs of the fused subgraph in order of first use.
-
-        Returns
-        -------
-        Any
-            The result of the last child.
-        """
+        """Run the children in order on the inputs of the subgraph in order of first use."""
         values = [*inputs, *(getattr(self, name) for name in self._slapo_state)]
         for child, step in zip(self, self._slapo_steps, strict=True):
             args = [_resolve(value, values) for value in step.args]
@@ -86,7 +77,7 @@ class FusedSequential(nn.Sequential):
         return values[-1]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _empty, (type(self).__name__,), self.__getstate__()
+        return instance_of, (FusedSequential, type(self).__name__), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()
@@ -117,19 +108,20 @@ def sequential_of(module: fx.GraphModule, name: str) -> nn.Sequential:
       (1): Call(.relu)
     )
     """
-    sequence = _empty(name)
+    sequence = instance_of(FusedSequential, name)
     nodes = list(module.graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     state = [node for node in nodes if node.op == "get_attr"]
     calls = [node for node in nodes if node.op.startswith("call_")]
     refs = {node: _Ref(index) for index, node in enumerate([*inputs, *state, *calls])}
-    for node in state:
-        _share(module, sequence, str(node.target))
+    names = _state_names(str(node.target) for node in state)
+    for path, attribute in names.items():
+        _share(module, path, sequence, attribute)
     for index, node in enumerate(calls):
         is_module = node.op == "call_module"
         child = module.get_submodule(node.target) if is_module else Call(node.target)
         sequence.add_module(str(index), child)
-    sequence._slapo_state = tuple(_flat(str(node.target)) for node in state)
+    sequence._slapo_state = tuple(names[str(node.target)] for node in state)
     sequence._slapo_steps = tuple(
         _Step(_refer(node.args, refs), _refer(dict(node.kwargs), refs)) for node in calls
     )
@@ -137,27 +129,32 @@ def sequential_of(module: fx.GraphModule, name: str) -> nn.Sequential:
     return sequence
 
 
-def _empty(name: str) -> FusedSequential:
-    """Make an empty sequence of a class of that name; also how a pickle is read."""
-    kind = type(name, (FusedSequential,), {"__doc__": FusedSequential.__doc__})
-    return kind()
+def _state_names(paths: Iterable[str]) -> dict[str, str]:
+    """Name the state that a sequence reads itself: ``a_b`` for ``a.b`` where that is free."""
+    paths = list(dict.fromkeys(paths))
+    plain = {path for path in paths if "." not in path and not path.isdigit()}
+    taken = {*plain, *dir(FusedSequential)}
+    names = {}
+    for path in paths:
+        name = stem = path.replace(".", "_")
+        k = 0
+        while path not in plain and (name in taken or name.isdigit()):
+            name, k = f"{stem}_{k}", k + 1
+        names[path] = name
+        taken.add(name)
+    return names
 
 
-def _flat(path: str) -> str:
-    """Name state that the sequence reads itself; children are numbered, so nothing clashes."""
-    return path.replace(".", "_")
-
-
-def _share(module: nn.Module, sequence: nn.Module, path: str) -> None:
+def _share(module: nn.Module, path: str, sequence: nn.Module, name: str) -> None:
     """Give the sequence a parameter or buffer that the graph reads."""
     owner, _, field = path.rpartition(".")
     holder = module.get_submodule(owner)
     value = getattr(holder, field)
     if field in holder._buffers:
         persistent = field not in holder._non_persistent_buffers_set
-        sequence.register_buffer(_flat(path), value, persistent=persistent)
+        sequence.register_buffer(name, value, persistent=persistent)
     else:
-        setattr(sequence, _flat(path), value)
+        setattr(sequence, name, value)
 
 
 def _refer(value: Any, refs: Mapping[fx.Node, _Ref]) -> Any:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict
+from collections.abc import Hashable
 
 import torch
 import torch.fx as fx
 from torch import nn
 
 from slapo.errors import SlapoError
+from slapo.graph.fuse.same_code import code_key
 from slapo.graph.trace.module import TracedModule
 
 _CACHE_SIZE = 64
-_scripts: OrderedDict[tuple[str, ...], torch.jit.ScriptModule] = OrderedDict()
+_scripts: OrderedDict[tuple[str, Hashable], torch.jit.ScriptModule] = OrderedDict()
 
 
 def script(module: fx.GraphModule, name: str) -> torch.jit.ScriptModule:
@@ -47,36 +49,19 @@ def script(module: fx.GraphModule, name: str) -> torch.jit.ScriptModule:
     >>> script(part, "P")(torch.ones(1))
     tensor([2.])
     """
-    key = _key(module, name)
-    if key is None:
+    code = code_key(module)
+    if code is None:
         for path, child in module.named_children():  # the module itself is ours
             module._modules[path] = _with_plain_graphs(child)
         return _compile(module, name)
+    key = (name, code)
     if key not in _scripts:
         _scripts[key] = _compile(module, name)
         if len(_scripts) > _CACHE_SIZE:
             _scripts.popitem(last=False)
     _scripts.move_to_end(key)
     # The copies are independent: each has its own training flag.
-    compiled: torch.jit.ScriptModule = copy.deepcopy(_scripts[key])
-    compiled.train(module.training)
-    return compiled
-
-
-def _key(module: fx.GraphModule, name: str) -> tuple[str, ...] | None:
-    """Describe a module fully by its code and its submodules; None if it has state."""
-    if module.state_dict() or next(module.buffers(), None) is not None:
-        return None
-    parts = [(path, child) for path, child in module.named_modules() if path]
-    if not all(_is_plain(child) for _, child in parts):
-        return None
-    return (name, module.code, *(f"{path}: {child} {child.training}" for path, child in parts))
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Tell whether a module of torch is told apart by its text: no hooks, no user's code."""
-    has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
-    return type(module).__module__.startswith("torch.nn.") and not has_hooks
+    return copy.deepcopy(_scripts[key])
 
 
 def _compile(module: fx.GraphModule, name: str) -> torch.jit.ScriptModule:

@@ -9,32 +9,34 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch import nn
 
 from slapo.graph.match.dataflow import is_size, tells_mode
+from slapo.graph.match.steps import nodes_in
+from slapo.graph.rewrite.signatures import POSITIONAL, REST, defaults_of, label, parameters_of
 
-_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def plan_call(
     new: Callable[..., Any],
     inputs: Sequence[Any],
     concrete_args: Mapping[str, Any],
-    exact: bool = True,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Distribute inputs over the parameters of a callable.
+    bindings: Mapping[str, Any] | None = None,
+) -> Arguments:
+    """Distribute the inputs of a subgraph over the parameters of a callable.
 
     Parameters
     ----------
     new : torch.nn.Module or callable
         What will be called.
     inputs : sequence
-        Values for the parameters without default, in order.
+        The values that the subgraph takes, in order of first use.
     concrete_args : mapping
-        Values for parameters by name.
-    exact : bool, default True
-        The number of inputs must equal that of the parameters without default. Else the inputs
-        and `concrete_args` only need to be arguments that `new` takes.
+        Values for parameters by name, whatever else there is for them.
+    bindings : mapping, optional
+        Parameter of the pattern -> value that it stands for: an input, or a constant. A parameter
+        of `new` with such a name gets that value; the other inputs go, in order, to the parameters
+        without default that are left.
 
     Returns
     -------
@@ -50,50 +52,166 @@ def plan_call(
     --------
     >>> plan_call(lambda x, scale, y: x, ["a", "b"], {"scale": 2})
     (('a',), {'scale': 2, 'y': 'b'})
+    >>> a, b, *_ = fx.symbolic_trace(lambda a, b: a + b).graph.nodes
+    >>> plan_call(lambda k, q, s=2.0: q, [a, b], {}, {"q": a, "s": 3.0})
+    ((b, a), {'s': 3.0})
     """
-    parameters = _parameters(new)
+    parameters = parameters_of(new)
     if parameters is None:
         return tuple(inputs), dict(concrete_args)
-    if not exact:
-        _check_binds(new, parameters, inputs, concrete_args)
-        return tuple(inputs), dict(concrete_args)
     _check_names(new, parameters, concrete_args)
-    _check_keyword_only(new, parameters, concrete_args)
-    wanted = [p for p in parameters if _is_required(p) and p.name not in concrete_args]
+    names = {p.name for p in parameters if p.kind not in REST}
+    bound = {name: v for name, v in (bindings or {}).items() if name in names}
+    taken = set(nodes_in(bound))
+    rest = [value for value in inputs if value not in taken]
+    bound = {name: value for name, value in bound.items() if name not in concrete_args}
+    _check_keyword_only(new, parameters, {**bound, **concrete_args})
+    wanted = [
+        p
+        for p in parameters
+        if _is_required(p) and p.name not in bound and p.name not in concrete_args
+    ]
     if any(p.kind is Parameter.VAR_POSITIONAL for p in parameters):
-        given = list(inputs) if len(inputs) >= len(wanted) else None
+        given = rest if len(rest) >= len(wanted) else None
     else:
-        given = _as_many_as(len(wanted), inputs)
+        given = _as_many_as(len(wanted), rest)
     if given is None:
-        raise ValueError(_misfit(new, wanted, inputs))
-    return _distribute(parameters, given, concrete_args)
+        raise ValueError(_misfit(new, wanted, rest, bound))
+    return _distribute(parameters, given, bound, concrete_args)
 
 
-def _parameters(new: Callable[..., Any]) -> list[Parameter] | None:
-    """Read the parameters of a callable, without ``self``; None if it does not tell them."""
-    target: Any = new.forward if isinstance(new, nn.Module) else new
-    original = getattr(new, "_orig_mod", None)  # of a module that torch.compile has wrapped
-    if isinstance(original, nn.Module):
-        return _parameters(original)
-    schema = getattr(target, "schema", None)
-    if isinstance(schema, torch.FunctionSchema):
-        skipped = 1 if isinstance(new, nn.Module) else 0
-        return [_schema_parameter(argument) for argument in schema.arguments[skipped:]]
+def common_bindings(
+    new: Callable[..., Any],
+    bindings: Sequence[Mapping[str, Any]],
+    concrete_args: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Find what the parameters of a pattern stand for in all of several matches.
+
+    Parameters
+    ----------
+    new : torch.nn.Module or callable
+        What will be called, once for all matches.
+    bindings : sequence of mappings
+        Parameter of the pattern -> value, for each match.
+    concrete_args : mapping
+        Values for parameters of `new` by name.
+
+    Returns
+    -------
+    dict
+        Parameter -> value, where all matches agree.
+
+    Raises
+    ------
+    ValueError
+        If a parameter of `new` stands for different constants.
+
+    Examples
+    --------
+    >>> common_bindings(lambda x, s: x, [{"x": "a", "s": 1}, {"x": "a", "s": 1}], {})
+    {'x': 'a', 's': 1}
+    """
+    first = dict(bindings[0]) if bindings else {}
+    for name in list(first):
+        values = [other.get(name) for other in bindings]
+        if all(same_constant(value, first[name]) for value in values):
+            continue
+        del first[name]
+        parameters = parameters_of(new) or ()
+        wanted = any(p.name == name for p in parameters) and name not in concrete_args
+        if wanted and not any(nodes_in(values)):
+            raise ValueError(
+                f"{label(new)} takes {name!r}, which is {values} in the matches, and is called "
+                "once for all; pass concrete_args, or replace them one by one"
+            )
+    return first
+
+
+def same_constant(one: Any, other: Any) -> bool:
+    """Tell whether two values are the same node, or equal constants of one type.
+
+    Parameters
+    ----------
+    one, other : Any
+        Nodes or constants.
+
+    Returns
+    -------
+    bool
+        False also for what cannot be compared.
+
+    Examples
+    --------
+    >>> same_constant(1, 1), same_constant(1, 1.0), same_constant(1, True)
+    (True, False, False)
+    """
+    if one is other:
+        return True
+    if type(one) is not type(other) or isinstance(one, (fx.Node, torch.Tensor)):
+        return False
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(same_constant, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_constant(one[k], other[k]) for k in one)
     try:
-        return list(inspect.signature(target).parameters.values())
-    except (TypeError, ValueError):
-        return None
+        return bool(one == other)
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
-def _schema_parameter(argument: Any) -> Parameter:
-    """Describe an argument of a scripted function as Python would."""
-    default = argument.default_value if argument.has_default_value() else Parameter.empty
-    return Parameter(argument.name, Parameter.POSITIONAL_OR_KEYWORD, default=default)
+def plan_same_call(
+    node: fx.Node,
+    old: Callable[..., Any],
+    new: Callable[..., Any],
+    concrete_args: Mapping[str, Any],
+) -> Arguments:
+    """Give a callable the arguments of a node.
+
+    Parameters
+    ----------
+    node : torch.fx.Node
+        A call.
+    old, new : callable
+        What it calls, and what will be called in its place. A keyword argument that `new` lacks is
+        left out if it equals the default of `old`: traces spell defaults out.
+    concrete_args : mapping
+        Constants to pass in addition, or in place of the node's keyword arguments.
+
+    Returns
+    -------
+    tuple of (tuple, dict)
+        Positional and keyword arguments.
+
+    Raises
+    ------
+    ValueError
+        If `new` does not take them.
+
+    Examples
+    --------
+    >>> import torch.nn.functional as F
+    >>> graph = fx.symbolic_trace(lambda x: F.softmax(x, dim=1)).graph
+    >>> node = next(iter(graph.find_nodes(op="call_function", target=F.softmax)))
+    >>> dict(node.kwargs)
+    {'dim': 1, '_stacklevel': 3, 'dtype': None}
+    >>> plan_same_call(node, F.softmax, lambda x, dim: x, {})
+    ((x,), {'dim': 1})
+    """
+    parameters = parameters_of(new)
+    kwargs = dict(node.kwargs)
+    if parameters is not None:
+        if not any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
+            defaults = defaults_of(old)
+            for name in kwargs.keys() - {p.name for p in parameters}:
+                if name in defaults and same_constant(defaults[name], kwargs[name]):
+                    del kwargs[name]
+        _check_binds(new, parameters, node.args, {**kwargs, **concrete_args})
+    return tuple(node.args), {**kwargs, **concrete_args}
 
 
 def _is_required(parameter: Parameter) -> bool:
     """Tell whether a parameter must be given by position."""
-    return parameter.kind in _POSITIONAL and parameter.default is Parameter.empty
+    return parameter.kind in POSITIONAL and parameter.default is Parameter.empty
 
 
 def _check_names(
@@ -106,7 +224,7 @@ def _check_names(
     unknown = [name for name in concrete_args if name not in names]
     if unknown:
         raise ValueError(
-            f"{_label(new)} has no parameter {', '.join(map(repr, unknown))}; "
+            f"{label(new)} has no parameter {', '.join(map(repr, unknown))}; "
             f"concrete_args may name {', '.join(names) or 'none'}"
         )
 
@@ -119,7 +237,7 @@ def _check_keyword_only(
         lacks = parameter.default is Parameter.empty and parameter.name not in concrete_args
         if parameter.kind is Parameter.KEYWORD_ONLY and lacks:
             raise ValueError(
-                f"{_label(new)} needs the keyword argument {parameter.name!r}; "
+                f"{label(new)} needs the keyword argument {parameter.name!r}; "
                 f"pass concrete_args={{{parameter.name!r}: ...}}"
             )
 
@@ -136,7 +254,7 @@ def _check_binds(
     except TypeError as error:
         shown = [str(value) for value in args] + [f"{k}={v}" for k, v in kwargs.items()]
         raise ValueError(
-            f"{_label(new)} does not take the arguments of the node, ({', '.join(shown)}): "
+            f"{label(new)} does not take the arguments of the node, ({', '.join(shown)}): "
             f"{error}; give it the same parameters, or pass concrete_args"
         ) from error
 
@@ -170,43 +288,41 @@ def _as_many_as(wanted: int, inputs: Sequence[Any]) -> list[Any] | None:
 
 
 def _distribute(
-    parameters: Sequence[Parameter], inputs: Sequence[Any], concrete_args: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give inputs by position as far as the constants before them allow, then by name."""
-    args: list[Any] = []
-    kwargs = dict(concrete_args)
+    parameters: Sequence[Parameter],
+    inputs: Sequence[Any],
+    bound: Mapping[str, Any],
+    concrete_args: Mapping[str, Any],
+) -> Arguments:
+    """Give values by position up to the first that is fixed or left out, then by name."""
+    values = {**bound, **concrete_args}
     rest = list(inputs)
-    by_name = False
     for parameter in parameters:
-        name = parameter.name
-        if parameter.kind is Parameter.POSITIONAL_ONLY and name in concrete_args:
-            args.append(kwargs.pop(name))
-        elif parameter.kind in _POSITIONAL and name in concrete_args:
-            by_name = True
-        elif parameter.kind is Parameter.VAR_POSITIONAL:
-            args.extend(rest)
-            rest = []
-        elif _is_required(parameter) and rest:
-            if by_name:
-                kwargs[name] = rest.pop(0)
-            else:
-                args.append(rest.pop(0))
-    return tuple(args), kwargs
+        if _is_required(parameter) and parameter.name not in values and rest:
+            values[parameter.name] = rest.pop(0)
+    args: list[Any] = []
+    for parameter in parameters:
+        is_input = _is_required(parameter) and parameter.name not in concrete_args
+        # What goes into *args can only be reached if all before it stands by position too.
+        by_position = is_input or parameter.kind is Parameter.POSITIONAL_ONLY or bool(rest)
+        if parameter.kind not in POSITIONAL or parameter.name not in values or not by_position:
+            break
+        args.append(values.pop(parameter.name))
+    return (*args, *rest), values
 
 
-def _misfit(new: Callable[..., Any], wanted: Sequence[Parameter], inputs: Sequence[Any]) -> str:
+def _misfit(
+    new: Callable[..., Any],
+    wanted: Sequence[Parameter],
+    inputs: Sequence[Any],
+    bound: Mapping[str, Any],
+) -> str:
     """Say that the numbers of parameters and inputs differ."""
     names = ", ".join(p.name for p in wanted)
     values = ", ".join(str(value) for value in inputs)
+    besides = ", ".join(f"{name}={value}" for name, value in bound.items())
+    besides = f" besides {besides}, bound by name" if besides else ""
     return (
-        f"{_label(new)} takes {len(wanted)} required arguments ({names}), but the subgraph has "
-        f"{len(inputs)} inputs ({values}); fix further parameters by concrete_args, give them "
-        "defaults, or match the operations between these inputs too"
+        f"{label(new)} takes {len(wanted)} required arguments ({names}){besides}, but the "
+        f"subgraph has {len(inputs)} inputs ({values}); fix further parameters by concrete_args, "
+        "give them defaults, or match the operations between these inputs too"
     )
-
-
-def _label(new: Callable[..., Any]) -> str:
-    """Name a callable in a message."""
-    if isinstance(new, nn.Module):
-        return f"module {type(new).__name__}"
-    return f"function {getattr(new, '__name__', repr(new))}"

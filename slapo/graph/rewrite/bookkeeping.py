@@ -1,45 +1,40 @@
-"""What a graph module's children are used for, and which names are free, in constant time."""
+"""Names for new submodules, and the removal of those that no graph needs any more."""
 
 from __future__ import annotations
 
-import re
-import weakref
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch.fx as fx
 from torch import nn
 
-_NUMBERED = re.compile(r"(.+)_(\d+)")
+from slapo.wrapper import innermost
 
 
-class _Notes:
-    """What is known of one graph module.
+def graphs_of(gm: fx.GraphModule) -> tuple[fx.GraphModule, ...]:
+    """List the graphs of a module: its own, and those for other kinds of calls.
 
-    `calls` counts the ``call_module`` nodes per target. `below` counts the ``call_module`` and
-    ``get_attr`` nodes per path at or under which their target lies.
+    Parameters
+    ----------
+    gm : torch.fx.GraphModule
+        A module that may have variants: graph modules that share its submodules, parameters and
+        buffers. Then its attribute ``graphs`` is the tuple of all, itself first.
+
+    Returns
+    -------
+    tuple of torch.fx.GraphModule
+        `gm` comes first.
     """
-
-    def __init__(self) -> None:
-        self.graph: weakref.ref[fx.Graph] | None = None
-        self.size = 0
-        self.calls: Counter[str] = Counter()
-        self.below: Counter[str] = Counter()
-        self.next_free: dict[str, int] = {}
-        self.children = 0
-
-    def count(self, node: fx.Node, change: int) -> None:
-        """Take a node that comes (1) or goes (-1) into account."""
-        self.size += change
-        if node.op == "call_module":
-            self.calls[str(node.target)] += change
-        if node.op in ("call_module", "get_attr"):
-            for path in _paths_to(str(node.target)):
-                self.below[path] += change
+    graphs = getattr(gm, "graphs", None)
+    # A traced module also has the attributes of the user's, which may use the name otherwise.
+    return graphs if isinstance(graphs, tuple) and graphs and graphs[0] is gm else (gm,)
 
 
-# Kept beside the modules, not on them: it must not be copied or saved with a module.
-_NOTES: weakref.WeakKeyDictionary[nn.Module, _Notes] = weakref.WeakKeyDictionary()
+def check_stem(name: str) -> None:
+    """Refuse what cannot be part of an attribute's name, by a ``ValueError``."""
+    if not name.isidentifier():
+        raise ValueError(
+            f"name={name!r} cannot name a submodule; use letters, digits and underscores"
+        )
 
 
 def first_free_name(module: nn.Module, name: str) -> str:
@@ -67,23 +62,16 @@ def first_free_name(module: nn.Module, name: str) -> str:
     >>> first_free_name(nn.Module(), "FusedModule")
     'FusedModule_0'
     """
-    if not name.isidentifier():
-        raise ValueError(
-            f"name={name!r} cannot name a submodule; use letters, digits and underscores"
-        )
-    notes = _notes_of(module)
-    if len(module._modules) < notes.children:  # somebody removed children: any name may be free
-        notes.next_free.clear()
-    notes.children = len(module._modules)
-    k = notes.next_free.get(name, 0)
-    while hasattr(module, f"{name}_{k}"):
+    check_stem(name)
+    k = 0
+    # The children are asked first because N rewrites ask for N names.
+    while f"{name}_{k}" in module._modules or hasattr(module, f"{name}_{k}"):
         k += 1
-    notes.next_free[name] = k
     return f"{name}_{k}"
 
 
 def drop_unused(gm: fx.GraphModule, targets: Iterable[str]) -> list[str]:
-    """Remove submodules that the graph does not need any more.
+    """Remove submodules that no graph of a module needs any more.
 
     A submodule stays if a node calls it, calls a module that it is part of, or calls or reads
     something in it. The module object and its parameters live on wherever else they are held.
@@ -91,7 +79,8 @@ def drop_unused(gm: fx.GraphModule, targets: Iterable[str]) -> list[str]:
     Parameters
     ----------
     gm : torch.fx.GraphModule
-        The owner of graph and submodules.
+        The owner of graphs and submodules; see :func:`graphs_of`. Operations that a checkpoint
+        has moved into a view of `gm` count too.
     targets : iterable of str
         Paths of the submodules in question.
 
@@ -106,77 +95,63 @@ def drop_unused(gm: fx.GraphModule, targets: Iterable[str]) -> list[str]:
     >>> drop_unused(gm, ["0", "1"])
     []
     """
-    notes = _count_uses(gm)
+    asked = list(dict.fromkeys(targets))
+    owners = (*graphs_of(gm), *_views_of(gm)) if asked else ()
     removed = []
-    for target in dict.fromkeys(targets):
-        *owners, _ = _paths_to(target)
-        if notes.below[target] or any(notes.calls[owner] for owner in owners):
-            continue
-        if gm.delete_submodule(target):
+    for target in asked:
+        if _has(gm, target) and not any(_needs(owner.graph, gm, target) for owner in owners):
+            gm.delete_submodule(target)
             removed.append(target)
-            _note_free(notes, target)
     return removed
 
 
-def watch(gm: fx.GraphModule) -> None:
-    """Start to count the uses of submodules; to be called before nodes are created or erased."""
-    _count_uses(gm)
+def calls_of(gm: fx.GraphModule, target: str) -> list[fx.Node]:
+    """List the calls of a submodule in all graphs of a module and in its views.
+
+    Parameters
+    ----------
+    gm : torch.fx.GraphModule
+        The owner of graphs and submodules.
+    target : str
+        Path of the submodule.
+
+    Returns
+    -------
+    list of torch.fx.Node
+        The ``call_module`` nodes.
+
+    Examples
+    --------
+    >>> calls_of(fx.symbolic_trace(nn.Sequential(nn.ReLU())), "0")
+    [_0]
+    """
+    owners = (*graphs_of(gm), *_views_of(gm))
+    return [n for o in owners for n in o.graph.find_nodes(op="call_module", target=target)]
 
 
-def _notes_of(module: nn.Module) -> _Notes:
-    """Return what is known of a module."""
-    notes = _NOTES.get(module)
-    if notes is None:
-        notes = _NOTES[module] = _Notes()
-    return notes
+def _views_of(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """Yield the modules that run operations on the state of `gm`."""
+    for child in gm._modules.values():
+        view = innermost(child) if child is not None else None
+        if isinstance(view, fx.GraphModule) and view is not gm and view._modules is gm._modules:
+            yield view
 
 
-def _count_uses(gm: fx.GraphModule) -> _Notes:
-    """Bring the counts up to date: from scratch once for each graph, then by hooks."""
-    notes = _notes_of(gm)
-    same_graph = notes.graph is not None and notes.graph() is gm.graph
-    if same_graph and notes.size == len(gm.graph.nodes):
-        return notes
-    notes.graph = weakref.ref(gm.graph)
-    notes.size = 0
-    notes.calls.clear()
-    notes.below.clear()
-    for node in gm.graph.nodes:
-        notes.count(node, 1)
-    if _on_create not in gm._create_node_hooks:
-        gm._register_create_node_hook(_on_create)
-        gm._register_erase_node_hook(_on_erase)
-    return notes
+def _has(gm: fx.GraphModule, path: str) -> bool:
+    try:
+        gm.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
 
 
-def _on_create(node: fx.Node) -> None:
-    _on_change(node, 1)
-
-
-def _on_erase(node: fx.Node) -> None:
-    _on_change(node, -1)
-
-
-def _on_change(node: fx.Node, change: int) -> None:
-    """Count a node of a watched graph; copies of a module have the hooks but no notes yet."""
-    owner = node.graph.owning_module
-    notes = _NOTES.get(owner) if owner is not None else None
-    if notes is not None and notes.graph is not None and notes.graph() is node.graph:
-        notes.count(node, change)
-
-
-def _note_free(notes: _Notes, target: str) -> None:
-    """Remember that a name of the form ``<name>_<k>`` can be given again."""
-    if "." in target:
-        return
-    notes.children -= 1
-    numbered = _NUMBERED.fullmatch(target)
-    if numbered:
-        name, k = numbered[1], int(numbered[2])
-        notes.next_free[name] = min(k, notes.next_free.get(name, k))
-
-
-def _paths_to(target: str) -> list[str]:
-    """List the paths on the way to a target, itself last: ``a``, ``a.b``, ``a.b.c``."""
-    atoms = target.split(".")
-    return [".".join(atoms[: i + 1]) for i in range(len(atoms))]
+def _needs(graph: fx.Graph, gm: fx.GraphModule, path: str) -> bool:
+    """Tell whether a graph calls a module, one around it, or something in it, or reads from it."""
+    atoms = path.split(".")
+    around = [".".join(atoms[:length]) for length in range(1, len(atoms) + 1)]
+    if any(graph.find_nodes(op="call_module", target=p, sort=False) for p in around):
+        return True
+    # Most modules have no children, so that nothing in them can be called.
+    ops = ("get_attr", "call_module") if gm.get_submodule(path)._modules else ("get_attr",)
+    inner = (str(n.target) for op in ops for n in graph.find_nodes(op=op, sort=False))
+    return any(p == path or p.startswith(f"{path}.") for p in inner)

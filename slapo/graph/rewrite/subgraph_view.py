@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import fx, nn
 
-from slapo.graph.rewrite.replace import subgraph_inputs
-from slapo.graph.trace.module import CallContract, TracedModule
+from slapo.graph.rewrite.subgraph import subgraph_inputs
+from slapo.graph.trace.contract import CallContract
+from slapo.graph.trace.module import TracedModule
 from slapo.graph.trace.names import spare_self
 
 _SHARED = ("_parameters", "_buffers", "_modules")

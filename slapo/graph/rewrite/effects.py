@@ -1,0 +1,215 @@
+"""What the nodes of a graph do beside returning a value: writes, views, and random draws.
+
+Of modules whose code cannot be seen it is believed that they write to an input only if they say
+so by ``inplace``. To suspect every opaque module would refuse each chain within a residual block,
+where the input of the block is read again behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from slapo.graph.match.dataflow import is_size
+from slapo.graph.match.steps import nodes_in
+from slapo.graph.rewrite.operator_effects import (
+    changes_sizes,
+    draws_random_numbers,
+    viewed_operands,
+    written_operands,
+)
+from slapo.wrapper import innermost
+
+MARKS = "slapo_effects"
+"""Key of ``node.meta``: what a call does that a rewrite has put in the place of operations."""
+
+Root = Hashable
+"""Memory that values share: the node that made it, or ``("state", id of a tensor)``."""
+
+_FUNCTIONS = ("call_function", "call_method")
+_DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+_PASSING = (nn.Identity, nn.Flatten, nn.Unflatten, _DropoutNd)
+
+
+class Effects:
+    """The effects of the nodes of one graph.
+
+    Parameters
+    ----------
+    gm : torch.fx.GraphModule
+        The owner of the graph.
+
+    Examples
+    --------
+    >>> gm = fx.symbolic_trace(lambda x, y: (x.view(-1).add_(1), torch.dropout(y, 0.1, True)))
+    >>> x, y, view, write, dropout, _ = gm.graph.nodes
+    >>> effects = Effects(gm)
+    >>> effects.writes(write), effects.reads(view), effects.draws(dropout)
+    ({x}, {x}, True)
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._gm = gm
+        self._roots: dict[fx.Node, frozenset[Root]] = {}
+
+    def writes(self, node: fx.Node) -> set[Root]:
+        """What a node changes in place, the state of a module that it calls included."""
+        written = self.roots(_nodes_in(self._written(node)))
+        if written and changes_sizes(node):
+            written |= {("sizes", root) for root in written}
+        return written | _state(self._tensors(node)[1])
+
+    def reads(self, node: fx.Node) -> set[Root]:
+        """What a node looks at. A look at sizes sees no write but those that change them."""
+        roots = self.roots(node.all_input_nodes)
+        if is_size(node):
+            return {("sizes", root) for root in roots}
+        return roots | _state(self._tensors(node)[0])
+
+    def draws(self, node: fx.Node) -> bool:
+        """Whether a node draws random numbers, be it in training only."""
+        if "draws" in node.meta.get(MARKS, ()):
+            return True
+        if node.op == "call_module":
+            return draws_in(self._module(node))
+        if node.op not in _FUNCTIONS:
+            return False
+        looked_up = (v for v in node.all_input_nodes if v.op == "get_attr")
+        functions = (self._attribute(v) for v in looked_up)  # of higher-order operators
+        return draws_random_numbers(node) or any(
+            draws_in(function) for function in functions if isinstance(function, nn.Module)
+        )
+
+    def roots(self, values: Iterable[fx.Node]) -> set[Root]:
+        """The memory that values may share with others, found by going up along views."""
+        asked = list(values)
+        pending, new = list(asked), set[fx.Node]()
+        while pending:
+            value = pending.pop()
+            if value not in self._roots and value not in new:
+                new.add(value)
+                pending.extend(self.viewed(value))
+        for value in sorted(new):  # what is viewed stands before its views
+            above = self.viewed(value)
+            known = [self._roots[v] for v in above] or [frozenset({self._root(value)})]
+            self._roots[value] = frozenset().union(*known)
+        return set().union(*(self._roots[value] for value in asked))
+
+    def viewed(self, node: fx.Node) -> list[fx.Node]:
+        """The inputs that the value of a node may share memory with."""
+        if node.op == "call_module":
+            passes = _passes_on(self._module(node))
+            return _nodes_in((*(node.args[:1] if passes else ()), *self._written(node)))
+        if node.op not in _FUNCTIONS:
+            return []
+        return _nodes_in((*self._written(node), *viewed_operands(node)))
+
+    def _written(self, node: fx.Node) -> Iterator[Any]:
+        """The operands that a node writes to."""
+        if node.op in _FUNCTIONS:
+            yield from written_operands(node)
+        said = node.op == "call_module" and _writes_input(self._module(node))
+        if said or "writes" in node.meta.get(MARKS, ()):
+            yield from node.all_input_nodes
+
+    def _tensors(self, node: fx.Node) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The state that a called module uses, and what of it the module may change."""
+        if node.op != "call_module":
+            return [], []
+        module = self._module(node)
+        if isinstance(module, fx.GraphModule) and module._modules is self._gm._modules:
+            used, changed = Effects(module)._all_tensors()  # a view holds all and uses little
+        else:
+            changed = list(module.buffers())
+            used = [*module.parameters(), *changed]
+        rescales = getattr(module, "max_norm", None) is not None  # rows that it looks up
+        return used, used if rescales or "writes" in node.meta.get(MARKS, ()) else changed
+
+    def _all_tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The state that the whole graph uses, and what of it may change."""
+        used, changed = list[torch.Tensor](), list[torch.Tensor]()
+        for node in self._gm.graph.nodes:
+            more_used, more_changed = self._tensors(node)
+            value = self._attribute(node) if node.op == "get_attr" else None
+            used += [*more_used, *([value] if isinstance(value, torch.Tensor) else [])]
+            changed += more_changed
+        return used, changed
+
+    def _root(self, value: fx.Node) -> Root:
+        tensor = self._attribute(value) if value.op == "get_attr" else None
+        return ("state", id(tensor)) if isinstance(tensor, torch.Tensor) else value
+
+    def _module(self, node: fx.Node) -> nn.Module:
+        return innermost(self._gm.get_submodule(str(node.target)))
+
+    def _attribute(self, node: fx.Node) -> Any:
+        owner, _, field = str(node.target).rpartition(".")
+        return getattr(self._gm.get_submodule(owner), field)
+
+
+def draws_in(module: nn.Module) -> bool:
+    """Tell whether a module draws random numbers in training.
+
+    Dropout that a module calls as a function is known by an attribute for its probability, such
+    as ``attention_dropout``.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Any module.
+
+    Returns
+    -------
+    bool
+        The module's present mode does not count: it may change.
+
+    Examples
+    --------
+    >>> draws_in(nn.Sequential(nn.Dropout(0.1))), draws_in(nn.Dropout(0.0))
+    (True, False)
+    """
+    module = innermost(module)
+    if isinstance(module, fx.GraphModule):  # its children count where they are called
+        effects = Effects(module)
+        return any(effects.draws(node) for node in module.graph.nodes)
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    rates = [value for name, value in vars(module).items() if "drop" in name]
+    if isinstance(module, _DRAWING) or any(isinstance(r, float) and r > 0 for r in rates):
+        return True
+    return any(draws_in(child) for child in module.children())
+
+
+def _writes_input(module: nn.Module) -> bool:
+    """Tell whether a module says that it changes its input."""
+    module = innermost(module)
+    if getattr(module, "inplace", False) is True:
+        return True
+    if isinstance(module, nn.Sequential):
+        for child in module:
+            if _writes_input(child):
+                return True
+            if not _passes_on(child):
+                return False
+    return False
+
+
+def _passes_on(module: nn.Module) -> bool:
+    """Tell whether a module may return its input, or a view of it."""
+    module = innermost(module)
+    if isinstance(module, nn.Sequential):
+        return all(map(_passes_on, module))
+    return isinstance(module, _PASSING) or _writes_input(module)
+
+
+def _state(tensors: Iterable[torch.Tensor]) -> set[Root]:
+    return {("state", id(tensor)) for tensor in tensors}
+
+
+def _nodes_in(values: Iterable[Any]) -> list[fx.Node]:
+    return list(dict.fromkeys(node for value in values for node in nodes_in(value)))

@@ -1,0 +1,307 @@
+"""Whether operations may run at another place of the graph: the one check of all rewrites."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch.fx as fx
+
+from slapo.graph.match.dataflow import is_size, tells_mode
+from slapo.graph.rewrite.effects import Effects, Root
+
+# Regions are recognised by name: the functions that begin and end them stand above this room.
+_ENTER = frozenset(
+    {"enter_grad_mode", "enter_autocast", "_enter_autocast", "_enter_inference_mode"}
+)
+_LEAVE = frozenset({"leave_grad_mode", "leave_autocast", "_exit_autocast", "_exit_inference_mode"})
+_SWITCH = frozenset({"_set_grad_enabled", "set_grad_enabled"})
+
+_ORDER_OF_DRAWS = (
+    "both draw random numbers, and each would get those of the other; leave one of them out of the "
+    "match, or match both"
+)
+
+Region = tuple[object, ...]
+
+
+def may_move(gm: fx.GraphModule, chain: Collection[fx.Node], place: fx.Node) -> None:
+    """Check that operations may run together at one place without a change of numbers.
+
+    ``b = f(x); other(y); c = g(b)  -->  other(y); c = new(x)`` moves ``f`` past ``other``. It must
+    not get into or out of a region (``no_grad``, autocast), past a write to what it reads or a
+    look at what it writes, or, if it draws random numbers, past another draw.
+
+    Parameters
+    ----------
+    gm : torch.fx.GraphModule
+        The owner of the graph.
+    chain : collection of torch.fx.Node
+        The operations.
+    place : torch.fx.Node
+        They will run right before this node, or in the place of it if it is one of them.
+
+    Raises
+    ------
+    ValueError
+        Naming both nodes, the reason and the remedy.
+
+    Examples
+    --------
+    >>> gm = fx.symbolic_trace(lambda x: (x.exp(), x.add_(1))[0].relu())
+    >>> _, exp, add_, relu, _ = gm.graph.nodes
+    >>> may_move(gm, [exp, relu], relu)
+    Traceback (most recent call last):
+    ValueError: 'exp' would move past 'add_' when the subgraph becomes one call at 'relu', but ...
+    """
+    inside = set(chain)
+    ends = sorted((*inside, place))
+    span = [ends[0]]
+    while span[-1] is not ends[-1]:
+        span.append(span[-1].next)
+    _check_regions(span, inside, place)
+    _check_effects(Effects(gm), span, inside, place)
+
+
+def may_run_again(gm: fx.GraphModule, chain: Collection[fx.Node]) -> None:
+    """Check that operations compute the same when the backward pass runs them a second time.
+
+    Random numbers are drawn again as before. Statistics that a module updates are updated twice,
+    as under ``torch.utils.checkpoint``.
+
+    Parameters
+    ----------
+    gm : torch.fx.GraphModule
+        The owner of the graph.
+    chain : collection of torch.fx.Node
+        The operations.
+
+    Raises
+    ------
+    ValueError
+        If the chain, or an operation after it, changes an input of the chain in place.
+
+    Examples
+    --------
+    >>> gm = fx.symbolic_trace(lambda x: (x.exp(), x.add_(1))[0])
+    >>> _, exp, add_, _ = gm.graph.nodes
+    >>> may_run_again(gm, [exp])
+    Traceback (most recent call last):
+    ValueError: 'add_' changes 'x' in place, which the backward pass would compute 'exp' from ...
+    """
+    effects = Effects(gm)
+    inside, first = set(chain), min(chain)
+    inputs = {value: node for node in inside for value in node.all_input_nodes if not is_size(node)}
+    for value, reader in inputs.items():
+        if value in inside:
+            continue
+        for writer in _writers(gm, effects, value):
+            if writer in inside or writer > first:
+                raise ValueError(
+                    f"{writer.name!r} changes {value.name!r} in place, which the backward pass "
+                    f"would compute {reader.name!r} from once more; use the operation that is not "
+                    "in place, or checkpoint other operations"
+                )
+
+
+def outward_effects(gm: fx.GraphModule, chain: Collection[fx.Node]) -> frozenset[str]:
+    """Say what one call in the place of a chain does, for rewrites to come.
+
+    Parameters
+    ----------
+    gm : torch.fx.GraphModule
+        The owner of the graph.
+    chain : collection of torch.fx.Node
+        The operations.
+
+    Returns
+    -------
+    frozenset of str
+        ``"draws"`` if they draw random numbers, ``"writes"`` if they change an input in place.
+
+    Examples
+    --------
+    >>> gm = fx.symbolic_trace(lambda x: x.exp_())
+    >>> outward_effects(gm, list(gm.graph.nodes)[1:2])
+    frozenset({'writes'})
+    """
+    effects = Effects(gm)
+    found = set()
+    if any(effects.draws(node) for node in chain):
+        found.add("draws")
+    if any(root not in chain for node in chain for root in effects.writes(node)):
+        found.add("writes")
+    return frozenset(found)
+
+
+class _Passed:
+    """Operations on one side of those that move, by what they touch."""
+
+    def __init__(self, effects: Effects, with_memory: bool) -> None:
+        self._effects = effects
+        self._with_memory = with_memory
+        self._uses: dict[Root, fx.Node] = {}
+        self._writes: dict[Root, fx.Node] = {}
+        self._draws: fx.Node | None = None
+
+    def add(self, node: fx.Node) -> None:
+        """Take a node in."""
+        if self._with_memory:
+            written = self._effects.writes(node)
+            self._uses.update(dict.fromkeys(self._effects.reads(node) | written, node))
+            self._writes.update(dict.fromkeys(written, node))
+        if self._effects.draws(node):
+            self._draws = node
+
+    def conflict(self, node: fx.Node) -> tuple[fx.Node, str] | None:
+        """Find an operation that must keep its place before or after `node`, and the reason."""
+        if self._draws is not None and self._effects.draws(node):
+            return self._draws, _ORDER_OF_DRAWS
+        if not self._with_memory:
+            return None
+        for root in self._effects.writes(node):
+            if root in self._uses:
+                other = self._uses[root]
+                return other, _write(node, other)
+        for root in self._effects.reads(node):
+            if root in self._writes:
+                other = self._writes[root]
+                return other, _write(other, node)
+        return None
+
+
+def _check_effects(
+    effects: Effects, span: Sequence[fx.Node], inside: set[fx.Node], place: fx.Node
+) -> None:
+    """Walk to the place and from it on; in between, movers and others exchange their order."""
+    if all(node in inside for node in span):
+        return
+    at = span.index(place)
+    with_memory = any(effects.writes(node) for node in span)
+    movers = _Passed(effects, with_memory)
+    for node in span[:at]:
+        if node in inside:
+            movers.add(node)
+        elif found := movers.conflict(node):
+            raise ValueError(_refusal(found[0], node, place, found[1]))
+    others = _Passed(effects, with_memory)
+    for node in span[at:]:
+        if node not in inside:
+            others.add(node)
+        elif found := others.conflict(node):
+            raise ValueError(_refusal(node, found[0], place, found[1]))
+
+
+def _refusal(mover: fx.Node, passed: fx.Node, place: fx.Node, reason: str) -> str:
+    return (
+        f"{mover.name!r} would move past {passed.name!r} when the subgraph becomes one call at "
+        f"{place.name!r}, but {reason}"
+    )
+
+
+def _write(writer: fx.Node, other: fx.Node) -> str:
+    return (
+        f"{writer.name!r} changes in place what {other.name!r} uses; use the operation that is not "
+        "in place, or match operations that stand side by side"
+    )
+
+
+def _check_regions(span: Sequence[fx.Node], inside: set[fx.Node], place: fx.Node) -> None:
+    """Refuse a change of region, and regions that lie in the chain in part."""
+    own = [node for node in span if node in inside and _is_switch(node)]
+    opened: set[fx.Node] = set()
+    for node in span:
+        if node in own:
+            _follow_own(node, opened)
+        elif opened and node not in inside and not _is_passive(node):
+            _refuse_part(min(opened), node)
+    if opened:
+        _refuse_part(min(opened), place)
+    regions = _regions(span, inside)
+    for node in sorted(inside):
+        if regions[node] != regions[place] and not _is_passive(node):
+            between = _between(span, node, place)
+            switch = next(n for n in between if _is_switch(n) and n not in inside)
+            raise ValueError(
+                f"{node.name!r} would move to {place.name!r} when the subgraph becomes one call, "
+                f"but {switch.name!r} between them begins or ends a no_grad, inference or autocast "
+                "region; match operations of one region"
+            )
+
+
+def _follow_own(node: fx.Node, opened: set[fx.Node]) -> None:
+    """Follow the regions that the chain itself begins and ends."""
+    if _name(node) in _ENTER:
+        opened.add(node)
+    elif node.args and node.args[0] in opened:
+        opened.discard(node.args[0])
+    else:
+        _refuse_part(node, node)
+
+
+def _refuse_part(switch: fx.Node, other: fx.Node) -> None:
+    raise ValueError(
+        f"the subgraph has {switch.name!r}, which begins or ends a no_grad, inference or autocast "
+        f"region, but not the whole region, seen at {other.name!r}; match all of the region or "
+        "operations within it"
+    )
+
+
+def _regions(span: Sequence[fx.Node], inside: set[fx.Node]) -> dict[fx.Node, Region]:
+    """Tell for each node the regions of others that it stands in, as far as the span shows."""
+    regions: dict[fx.Node, Region] = {}
+    here: Region = ()
+    for node in span:
+        regions[node] = here
+        if node not in inside:
+            here = _after(node, here)
+    return regions
+
+
+def _after(node: fx.Node, here: Region) -> Region:
+    """Tell the regions after a node; one that is only left within the span counts as left."""
+    name = _name(node)
+    if name in _ENTER:
+        return (*here, node)
+    if name in _LEAVE:
+        if here and node.args and here[-1] is node.args[0]:
+            return here[:-1]
+        return (*here, node)
+    if name in _SWITCH:  # nothing says which mode was on before
+        return (*(mode for mode in here if isinstance(mode, fx.Node)), str(node.args[0]))
+    return here
+
+
+def _is_switch(node: fx.Node) -> bool:
+    return _name(node) in _ENTER | _LEAVE | _SWITCH
+
+
+def _is_passive(node: fx.Node) -> bool:
+    """Tell whether no region matters to a node: it looks something up, or asks for a size."""
+    return node.op == "get_attr" or is_size(node) or tells_mode(node)
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+
+
+def _between(span: Sequence[fx.Node], one: fx.Node, other: fx.Node) -> list[fx.Node]:
+    first, last = sorted((span.index(one), span.index(other)))
+    return list(span[first:last])
+
+
+def _writers(gm: fx.GraphModule, effects: Effects, value: fx.Node) -> list[fx.Node]:
+    """List the nodes that change a value, by whatever name, found along its views."""
+    memory = effects.roots([value])
+    pending = [root for root in memory if isinstance(root, fx.Node)]
+    if value.op == "get_attr":
+        pending += gm.graph.find_nodes(op="get_attr", target=value.target)
+    seen, found = set(pending), []
+    while pending:
+        shared = pending.pop()
+        for user in shared.users.keys() - seen:
+            if memory & effects.writes(user):
+                found.append(user)
+            if shared in effects.viewed(user):
+                seen.add(user)
+                pending.append(user)
+    return found
