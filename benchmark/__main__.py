@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmark import (
+    families,
     import_time,
     matching,
     partition,
@@ -39,6 +40,9 @@ PLOTS: dict[str, Callable[[Path], Path | None]] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what the command line names, show progress, write CSV files and the plot."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["families"]:  # no figures of speed, and options of its own
+        families.main(given[1:])
+        return
     parser = _parser()
     options = parser.parse_args(given)
     unknown = [name for name in options.names if name not in BENCHMARKS]
