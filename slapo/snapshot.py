@@ -23,7 +23,10 @@ class _ModuleState:
         self.cls = type(module)
         self.attributes = {k: _shallow(v) for k, v in module.__dict__.items()}
         self.containers = {k: v for k, v in module.__dict__.items() if isinstance(v, _CONTAINERS)}
-        self.graph = copy.deepcopy(module.graph) if isinstance(module, TracedModule) else None
+        self.graphs = [
+            (owner, owner.graph, copy.deepcopy(owner.graph))
+            for owner in (module.graphs if isinstance(module, TracedModule) else ())
+        ]
         self.tensors = [
             (t, dict(t.__dict__))
             for t in (*module._parameters.values(), *module._buffers.values())
@@ -39,9 +42,10 @@ class _ModuleState:
         for tensor, attributes in self.tensors:
             tensor.__dict__.clear()
             tensor.__dict__.update(attributes)
-        changed = self.graph is not None and str(module.graph) != str(self.graph)
-        if isinstance(module, TracedModule) and self.graph is not None and changed:
-            module.graph = self.graph
+        for owner, graph, before in self.graphs:
+            if owner.graph is not graph or str(graph) != str(before):
+                with owner.rewritten_together():
+                    owner.graph = before
 
     def _refilled(self, key: str, value: Any) -> Any:
         """Containers keep their identity: wrappers and hook handles point at them."""

@@ -13,15 +13,15 @@ from typing import Any
 from torch import fx
 
 from slapo.errors import SlapoError
-from slapo.graph.trace.module import (
+from slapo.graph.trace.contract import (
     CallContract,
     Guard,
-    TracedModule,
     bind_arguments,
     check_arguments,
     parameter_kinds,
     same_value,
 )
+from slapo.graph.trace.module import TracedModule
 from slapo.graph.trace.names import spare_self
 from slapo.wrapper import innermost
 

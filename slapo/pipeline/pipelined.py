@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from slapo.errors import SlapoError
-from slapo.graph.trace.module import (
-    TracedModule,
+from slapo.graph.trace.contract import (
     bind_arguments,
     check_arguments,
     parameter_kinds,
 )
+from slapo.graph.trace.module import TracedModule
 from slapo.pipeline.stage import Stage, owner_at, put_tensor
 from slapo.pipeline.ties import StageTie, analyze_tie_weights
 from slapo.wrapper import innermost

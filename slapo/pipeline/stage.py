@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slapo.graph.trace.module import CallContract, TracedModule
+from slapo.graph.trace.contract import CallContract
+from slapo.graph.trace.module import TracedModule
 from slapo.pipeline.inline import LIMITS, JoinedGraph
 from slapo.pipeline.split import StageGraph
 

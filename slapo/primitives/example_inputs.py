@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from slapo.errors import TraceError
-from slapo.graph.trace.recorder import example_inputs, record
+from slapo.graph.trace.capture import capture
+from slapo.graph.trace.examples import example_inputs
 from slapo.graph.trace.run import Inputs, capture_inputs
 from slapo.node import Node
 from slapo.wrapper import innermost
@@ -97,8 +98,8 @@ def _inputs_within(root: nn.Module, inputs: Inputs, module: nn.Module) -> Inputs
         path = next(path for path, part in root.named_modules() if part is module)
         above = {path[:end] for end, letter in enumerate(path) if letter == "."}
         try:
-            recording = record(root, *inputs, is_leaf=lambda _, other: other not in above)
-            found = recording.child_inputs.get(path)
+            captured = capture(root, *inputs, is_leaf=lambda _, other: other not in above)
+            found = captured.child_inputs.get(path)
         except TraceError:
             found = None
         if found is None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from slapo.errors import TraceError
-from slapo.graph.trace.dynamo import trace_with_dynamo
-from slapo.graph.trace.recorded_tree import trace_recorded_containers, trace_recorded_tree
+from slapo.graph.trace.captured_tree import trace_captured_tree
+from slapo.graph.trace.recorded_tree import trace_recorded_containers
 from slapo.graph.trace.tree import TraceResult
 from slapo.primitives.example_inputs import RecordingInputs
 from slapo.wrapper import innermost
@@ -27,14 +26,8 @@ def run_and_trace(
         If there is nothing to run it with, or the run does not fit into graphs.
     """
     module = innermost(inputs.sch.mod)
-    if tracer == "dynamo":
-        if inputs.given is None:
-            raise TraceError(
-                "pass example_inputs= as your calls have them: a graph of dynamo holds for their "
-                "sizes only"
-            )
-        return TraceResult({"": trace_with_dynamo(module, *inputs.find())})
-    return trace_recorded_tree(module, inputs.find(), recursive, flatten, leaf_modules)
+    flatten = flatten or tracer == "dynamo"  # one flat graph is what that name stands for
+    return trace_captured_tree(module, inputs.find(), recursive, flatten, leaf_modules)
 
 
 def run_and_trace_containers(inputs: RecordingInputs, containers: Collection[str]) -> TraceResult:

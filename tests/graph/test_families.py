@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 import slapo
 from slapo.graph.trace.module import TracedModule
-from slapo.graph.trace.recorder.trees import tensors
+from slapo.graph.trace.trees import tensors
 from tests.graph.zoo import FAMILIES, Family, each_layer
 
 SIZES = ((2, 21), (5, 7), (1, 9))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -86,3 +89,51 @@ def check_modes(root: nn.Module, entered: Collection[str]) -> None:
 def depends_on_mode(graph: fx.Graph, training: bool | None) -> bool:
     """Whether a graph that holds in mode `training` (None: in both) asks for the mode."""
     return training is not None or bool(graph.find_nodes(op="get_attr", target="training"))
+
+
+_PLAIN = (bool, int, float, str)
+
+
+def attributes_used(root: nn.Module, entered: Collection[str]) -> tuple[tuple[str, str, Any], ...]:
+    """Path, name and value of the plain attributes that the code of these modules names.
+
+    A graph has their values built in, whichever tracer made it.
+    """
+    found = []
+    for path in ("", *sorted(entered)):
+        module = root.get_submodule(path)
+        kind: Any = getattr(module, "origin", type(module))
+        names = _names_in_code(kind)
+        for name, value in vars(module).items():
+            if type(value) in _PLAIN and name in names and name != "training":
+                found.append((path, name, value))
+    return tuple(found)
+
+
+def names_training(root: nn.Module) -> bool:
+    """Whether code of the modules at and below `root`, torch's aside, may ask for the mode."""
+    kinds: set[Any] = {type(module) for module in root.modules()}
+    return any("training" in _names_in_code(kind) for kind in kinds if not _is_torchs(kind))
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.startswith("torch.nn.")
+
+
+@lru_cache(maxsize=1024)
+def _names_in_code(kind: Any) -> frozenset[str]:
+    """Names that the methods of a class use, constructors and torch's own methods aside."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if base.__module__ != nn.Module.__module__:
+            for name, value in vars(base).items():
+                code = _code_of(value)
+                if code is not None and name != "__init__":
+                    names.update(code.co_names)
+    return frozenset(names)
+
+
+def _code_of(value: Any) -> Any:
+    """The code of a method or property, under its decorators."""
+    function = value.fget if isinstance(value, property) else value
+    return getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 #: Called on each pair of unequal constants; False stops the comparison.
 OnDifference = Callable[[fx.Node, Any, Any], bool]
@@ -141,3 +142,17 @@ def _merge(look_up: Callable[..., fx.Node], user: fx.Node, a: Any, b: Any) -> An
     if type(a) is type(b) and (a is b or a == b):
         return a
     return look_up(user, a, b)
+
+
+@contextmanager
+def other_mode(module: nn.Module) -> Iterator[None]:
+    """The module as ``.train()`` or ``.eval()``, whichever it is not; all is put back."""
+    mode = module.training
+    flags = [(m, m.training) for m in module.modules()]
+    module.train(not mode)
+    try:
+        yield
+    finally:
+        module.train(mode)  # it may do more than set flags
+        for m, flag in flags:
+            m.training = flag

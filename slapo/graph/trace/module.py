@@ -4,67 +4,21 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from slapo.errors import SlapoError
-
-
-class Guard(Protocol):
-    """A condition on the arguments of a call."""
-
-    @property
-    def text(self) -> str:
-        """The condition as a user would write it."""
-
-    def holds(self, bound: Mapping[str, Any]) -> bool:
-        """Whether a call fits; `bound` is parameter name -> argument."""
-
-
-@dataclass(frozen=True)
-class CallContract:
-    """What a traced graph may be called with; anything else is refused, not computed wrongly.
-
-    Parameters
-    ----------
-    concrete
-        Parameter name -> the value it was traced with. ``{"kwargs": {}}`` for a ``**kwargs``
-        traced empty.
-    never_none
-        Parameters traced as tensors for which None would have taken another branch.
-    size_guards
-        Limits on tensor sizes that the trace relied on.
-    training
-        The mode the graph holds for; None when it holds for both.
-    dtype
-        The parameters' dtype, when the graph bakes it in.
-    inlined
-        Paths of the modules whose operations are in the graph, when these depend on the mode: they
-        follow the flag of the traced module, so theirs must be the same.
-    """
-
-    concrete: Mapping[str, Any] = field(default_factory=dict)
-    never_none: frozenset[str] = frozenset()
-    size_guards: tuple[Guard, ...] = ()
-    training: bool | None = None
-    dtype: torch.dtype | None = None
-    inlined: tuple[str, ...] = ()
-
-    @property
-    def is_trivial(self) -> bool:
-        """True when every call is allowed."""
-        return not (
-            self.concrete
-            or self.never_none
-            or self.size_guards
-            or self.training is not None
-            or self.dtype is not None
-            or self.inlined
-        )
+from slapo.graph.trace.contract import (
+    CallContract,
+    argument_problem,
+    bind_arguments,
+    parameter_kinds,
+    state_problem,
+)
 
 
 class _CompileAtAccess:
@@ -78,6 +32,20 @@ class _CompileAtAccess:
 
 
 _MODULE_STATE = ("_parameters", "_buffers", "_modules")
+#: What the variants of a traced module share with it.
+_LENT = (
+    *_MODULE_STATE,
+    "_non_persistent_buffers_set",
+    "training",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
 _MISSING = object()
 
 
@@ -124,12 +92,28 @@ class TracedModule(fx.GraphModule):
 
     # --- lazy compilation --------------------------------------------------------------------
     def recompile(self) -> fx.graph.PythonCode:
-        """Mark the generated code as out of date."""
+        """Mark the generated code as out of date.
+
+        Who changes this graph alone makes it differ from those for other calls; they are dropped
+        then, and such calls refused. Rewrites change all of them: :meth:`rewritten_together`.
+        """
         own = type(self)
         if "forward" in vars(own):
             del own.forward
         self.__dict__["_stale"] = True
+        if not self.__dict__.get("_together"):
+            self.__dict__["_variants"] = ()
         return None  # type: ignore[return-value]
+
+    @contextmanager
+    def rewritten_together(self) -> Iterator[None]:
+        """Within the block changes of one graph are made to all graphs of the module."""
+        before = self.__dict__.get("_together", False)
+        self.__dict__["_together"] = True
+        try:
+            yield
+        finally:
+            self.__dict__["_together"] = before
 
     def compile_now(self) -> fx.graph.PythonCode:
         """Check the graph and generate its Python code."""
@@ -156,41 +140,112 @@ class TracedModule(fx.GraphModule):
             self.compile_now()
         return self._code
 
-    # --- calls -------------------------------------------------------------------------------
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Check the call against the contract, then run hooks and the graph."""
-        if not self.contract.is_trivial:
-            self._check_call(args, kwargs)
-        return nn.Module.__call__(self, *args, **kwargs)
-
-    def _check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._check_mode(self.contract)
+    def __str__(self) -> str:
+        """Modules and code, always those of the present graph."""
         if self._stale:
             self.compile_now()
-        check_arguments(self.contract, bind_arguments(self._kinds, args, kwargs), self._label)
+        return super().__str__()
 
-    def _check_mode(self, contract: CallContract) -> None:
+    # --- several graphs ----------------------------------------------------------------------
+    def set_variants(self, variants: tuple[TracedModule, ...]) -> None:
+        """Have other graphs for calls that this one does not hold for.
+
+        Parameters
+        ----------
+        variants
+            Traced forms of the same module; they live on the state of this from now on.
+        """
+        self.__dict__["_variants"] = variants
+        for variant in variants:
+            self._lend(variant)
+
+    @property
+    def graphs(self) -> tuple[TracedModule, ...]:
+        """The owners of all graphs of the module, itself first."""
+        return (self, *self.__dict__.get("_variants", ()))
+
+    def _lend(self, variant: TracedModule) -> None:
+        """Whatever has become of this module's state is the variant's too."""
+        for slot in _LENT:
+            variant.__dict__[slot] = self.__dict__[slot]
+
+    # --- calls -------------------------------------------------------------------------------
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Check the call against the contract, then run hooks and the graph that serves it."""
+        if self.contract.is_trivial:
+            return nn.Module.__call__(self, *args, **kwargs)
+        module = self._serving(args, kwargs)
+        return nn.Module.__call__(module, *args, **kwargs)
+
+    def _serving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
+        """The owner of the graph that holds for a call."""
+        problem = self._problem(args, kwargs)
+        if problem is None:
+            return self
+        for variant in self.__dict__.get("_variants", ()):
+            self._lend(variant)
+            if variant._problem(args, kwargs) is None:
+                return variant
+        raise SlapoError(f"{self._label}: {problem}")
+
+    def _problem(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        contract = self.contract
+        problem = self._mode_problem(contract) or state_problem(contract)
+        if problem is not None:
+            return problem
+        if self._stale:
+            self.compile_now()
+        return argument_problem(contract, bind_arguments(self._kinds, args, kwargs))
+
+    def _mode_problem(self, contract: CallContract) -> str | None:
         if contract.training is not None and contract.training != self.training:
             was, now = _mode(contract.training), _mode(self.training)
-            raise SlapoError(
-                f"{self._label}: traced in {was} mode and its graph differs in {now} mode; "
-                f"trace it in {now} mode, or call .{was if was == 'eval' else 'train'}() first"
+            return (
+                f"traced in {was} mode and its graph differs in {now} mode; trace it in {now} "
+                f"mode, or call .{was if was == 'eval' else 'train'}() first"
             )
         for path in contract.inlined:
             flag = _training_of(self, path)
             if flag is not None and flag != self.training:
-                raise SlapoError(
-                    f"{self._label}: {path!r} is in {_mode(flag)} mode and its operations are part "
-                    f"of this graph, which is in {_mode(self.training)} mode; set the modes alike, "
-                    "or trace with it in leaf_modules"
+                return (
+                    f"{path!r} is in {_mode(flag)} mode and its operations are part of this graph, "
+                    f"which is in {_mode(self.training)} mode; set the modes alike, or trace with "
+                    "it in leaf_modules"
                 )
         if contract.dtype is not None:
             dtype = _first_float_dtype(self)
             if dtype is not None and dtype != contract.dtype:
-                raise SlapoError(
-                    f"{self._label}: traced with {contract.dtype} parameters, they are now {dtype};"
-                    " convert the model before tracing it"
+                return (
+                    f"traced with {contract.dtype} parameters, they are now {dtype}; convert the "
+                    "model before tracing it"
                 )
+        return self._attribute_problem(contract)
+
+    def _attribute_problem(self, contract: CallContract) -> str | None:
+        """A graph has attributes such as the number of heads built in."""
+        for path, name, traced in contract.attributes:
+            module = _module_at(self, path)
+            if module is None:
+                continue
+            now = module.__dict__.get(name, traced)
+            if now is not traced and now != traced:
+                where = f"{path}.{name}" if path else name
+                return (
+                    f"attribute {where!r} is {now!r}, but the graph was traced with {traced!r}; "
+                    "set it before the trace"
+                )
+        return None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes that the graph has built in cannot be set any more."""
+        contract = self.__dict__.get("contract")
+        for path, attribute, traced in contract.attributes if contract is not None else ():
+            if not path and attribute == name and value is not traced and value != traced:
+                raise SlapoError(
+                    f"{self._label}: its graph was traced with {name} = {traced!r}, setting it to "
+                    f"{value!r} would change nothing; set it before the trace"
+                )
+        super().__setattr__(name, value)
 
     @property
     def _label(self) -> str:
@@ -223,7 +278,8 @@ class TracedModule(fx.GraphModule):
         new.__dict__.update(copy.deepcopy(state, memo))
         new.__dict__["contract"] = self.contract  # immutable, and its values may not copy
         # The graph has its own memo: fx keeps nodes in it, which are no business of the caller's.
-        new.graph = copy.deepcopy(self._graph)
+        with new.rewritten_together():
+            new.graph = copy.deepcopy(self._graph)
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -242,114 +298,25 @@ def _rebuild(
 ) -> TracedModule:
     module = kind(nn.Module(), fx.Graph(), name)
     module.__dict__.update(state)
-    module.graph = graph
+    with module.rewritten_together():
+        module.graph = graph
     return module
-
-
-def check_arguments(contract: CallContract, bound: Mapping[str, Any], label: str) -> None:
-    """Refuse a call that a traced graph does not hold for.
-
-    Parameters
-    ----------
-    contract
-        The graph's.
-    bound
-        Parameter name -> value of this call; absent parameters are left out.
-    label
-        What to call the module.
-
-    Raises
-    ------
-    SlapoError
-        Naming the argument and the remedy.
-    """
-    for name, traced in contract.concrete.items():
-        given = bound.get(name, _MISSING)
-        if given is not _MISSING and not same_value(given, traced):
-            raise SlapoError(
-                f"{label}: argument {name!r} is {_short(given)}, but the module was "
-                f"traced with {_short(traced)}; {_remedy(name, given)}"
-            )
-    for name in contract.never_none:
-        if bound.get(name) is None:
-            raise SlapoError(
-                f"{label}: argument {name!r} is None, but the module was traced for a "
-                f"tensor there; trace it with concrete_args={{{name!r}: None}} to leave it out"
-            )
-    for guard in contract.size_guards:
-        if not guard.holds(bound):
-            raise SlapoError(
-                f"{label}: the trace holds only while {guard.text}; trace again with "
-                "inputs of the new sizes"
-            )
-
-
-def parameter_kinds(graph: fx.Graph) -> list[tuple[str, str]]:
-    """(name, "" or "*" or "**") of each forward parameter."""
-    targets = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
-    return [(t.lstrip("*"), "*" * (len(t) - len(t.lstrip("*")))) for t in targets]
-
-
-def bind_arguments(
-    kinds: list[tuple[str, str]], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Parameter name -> value of this call; absent parameters are left out."""
-    bound: dict[str, Any] = {}
-    extra = dict(kwargs)
-    position = 0
-    for name, stars in kinds:
-        if stars == "*":
-            bound[name], position = args[position:], len(args)
-        elif stars == "**":
-            bound[name] = {k: v for k, v in extra.items() if v is not None}
-        elif position < len(args):
-            bound[name] = args[position]
-            position += 1
-        elif name in extra:
-            bound[name] = extra.pop(name)
-    return bound
-
-
-def same_value(given: Any, traced: Any) -> bool:
-    """Whether an argument is the constant that a graph was traced with; tensors never are."""
-    if given is traced:
-        return True
-    if isinstance(given, torch.Tensor) or isinstance(traced, torch.Tensor):
-        return False
-    if isinstance(traced, (tuple, list)) and isinstance(given, type(traced)):
-        return len(given) == len(traced) and all(map(same_value, given, traced))
-    if isinstance(traced, dict) and isinstance(given, dict):
-        return given.keys() == traced.keys() and all(
-            same_value(given[k], v) for k, v in traced.items()
-        )
-    return type(given) is type(traced) and bool(given == traced)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _remedy(name: str, given: Any) -> str:
-    if type(given).__name__.endswith("Cache"):
-        return "graphs hold no caches: call the model with use_cache=False"
-    return (
-        f"trace it with that value (concrete_args={{{name!r}: ...}} or example_inputs) to call it "
-        "so"
-    )
 
 
 def _mode(training: bool) -> str:
     return "train" if training else "eval"
 
 
-def _training_of(module: nn.Module, path: str) -> bool | None:
-    """The flag of a module below; None when a rewrite has removed it."""
+def _module_at(module: nn.Module, path: str) -> nn.Module | None:
+    """A module at or below; None when a rewrite has removed it."""
     found: nn.Module | None = module
-    for name in path.split("."):
+    for name in path.split(".") if path else ():
         found = found._modules.get(name) if found is not None else None
+    return found
+
+
+def _training_of(module: nn.Module, path: str) -> bool | None:
+    found = _module_at(module, path)
     return None if found is None else found.training
 
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slapo.errors import TraceError
-from slapo.graph.trace.recorder.fake_inputs import FakeInputs, module_device, new_fake_mode
-from slapo.graph.trace.recorder.signature import BoundCall
+from slapo.graph.trace.call import BoundCall
+from slapo.graph.trace.capture import one_device
+from slapo.graph.trace.example_tensors import ExampleCall
+from slapo.graph.trace.trees import map_leaves
 
 #: Positional and keyword arguments of a call.
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -45,18 +47,20 @@ def capture_inputs(root: nn.Module, inputs: Inputs, module: nn.Module) -> Inputs
         If the run fails, or never calls the module.
     """
     call = BoundCall.of(root, *inputs).without_cache()
-    mode = new_fake_mode()
-    maker = FakeInputs(mode, module_device(root))
-    arguments = {name: maker.make(value, (name,)) for name, value in call.arguments.items()}
-    args, kwargs = call.with_arguments(arguments)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise _Reached(args, kwargs)
 
     handle = module.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
     try:
-        with mode, enable_python_dispatcher(), torch.no_grad():
-            root(*args, **kwargs)
+        with one_device(root), torch.no_grad():
+            example = ExampleCall.of(root, call)
+            arguments = example.arguments.items()
+            fake = {k: map_leaves(v, lambda leaf: _faked(mode, leaf)) for k, v in arguments}
+            args, kwargs = call.with_arguments(fake)
+            with mode:
+                root(*args, **kwargs)
     except _Reached as reached:
         return reached.inputs
     except Exception as error:
@@ -69,3 +73,7 @@ def capture_inputs(root: nn.Module, inputs: Inputs, module: nn.Module) -> Inputs
     raise TraceError(
         f"the model never calls this {type(module).__name__} on example inputs; pass example_inputs"
     )
+
+
+def _faked(mode: FakeTensorMode, value: Any) -> Any:
+    return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value

@@ -7,8 +7,7 @@ in Python" (MLSys 2022).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +15,13 @@ from torch import fx, nn
 from torch.fx.proxy import TraceError as ProxyTraceError
 
 from slapo.errors import TraceError
-from slapo.graph.trace.leaves import IsLeaf, check_modes, depends_on_mode
-from slapo.graph.trace.modes import merge_modes, same_without
-from slapo.graph.trace.module import CallContract, TracedModule
+from slapo.graph.trace.contract import CallContract
+from slapo.graph.trace.leaves import IsLeaf
+from slapo.graph.trace.module import TracedModule
 from slapo.graph.trace.names import spare_self
 from slapo.graph.trace.regions import refuse_regions
 from slapo.graph.trace.state import ModuleState
+from slapo.graph.trace.versions import Version, all_versions
 
 _STARS: dict[Any, str] = {
     inspect.Parameter.VAR_POSITIONAL: "*",
@@ -157,19 +157,14 @@ def trace_symbolically(
     """
     concrete, optional = baked_arguments(module, concrete_args)
 
-    def graph(**extra: Any) -> fx.Graph:
-        return _trace_once(module, SymbolicTracer(is_leaf, {**concrete, **extra}))
+    def trace(without: frozenset[str]) -> Version:
+        constants = {**concrete, **dict.fromkeys(without)}
+        tracer = SymbolicTracer(is_leaf, constants)
+        graph = _trace_once(module, tracer)
+        contract = CallContract(constants, frozenset(optional) - without)
+        return Version(graph, contract, {}, frozenset(tracer.entered))
 
-    tracer = SymbolicTracer(is_leaf, concrete)
-    traced = _trace_once(module, tracer)
-    check_modes(module, tracer.entered)
-    never_none = frozenset(name for name in optional if not _same_for_none(graph, traced, name))
-    training = _merge_other_mode(module, graph, traced)
-    inlined = tuple(sorted(tracer.entered)) if depends_on_mode(traced, training) else ()
-    contract = CallContract(
-        concrete=concrete, never_none=never_none, training=training, inlined=inlined
-    )
-    return TracedModule.from_graph(module, traced, contract)
+    return all_versions(module, trace, optional)
 
 
 def _trace_once(module: nn.Module, tracer: SymbolicTracer) -> fx.Graph:
@@ -184,38 +179,6 @@ def _trace_once(module: nn.Module, tracer: SymbolicTracer) -> fx.Graph:
         raise TraceError(_explain(error)) from error
     finally:
         state.restore()
-
-
-def _same_for_none(graph: Callable[..., fx.Graph], traced: fx.Graph, name: str) -> bool:
-    node = next(n for n in traced.nodes if n.op == "placeholder" and n.target == name)
-    try:
-        return same_without(traced, graph(**{name: None}), node.target)
-    except TraceError:
-        return False
-
-
-def _merge_other_mode(
-    module: nn.Module, graph: Callable[..., fx.Graph], traced: fx.Graph
-) -> bool | None:
-    """Make `traced` hold in both modes; returns the only mode it holds for, else None."""
-    with other_mode(module):
-        try:
-            other = graph()
-        except TraceError:
-            return module.training
-    return None if merge_modes(traced, other, module.training) else module.training
-
-
-@contextmanager
-def other_mode(module: nn.Module) -> Iterator[None]:
-    """The module as ``.train()`` or ``.eval()``, whichever it is not; flags are put back."""
-    flags = [(m, m.training) for m in module.modules()]
-    module.train(not module.training)
-    try:
-        yield
-    finally:
-        for m, flag in flags:
-            m.training = flag
 
 
 def _explain(error: Exception) -> str:

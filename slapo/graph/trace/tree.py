@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from slapo.errors import TraceError
-from slapo.graph.trace.leaves import IsLeaf, default_is_leaf, is_sealed
+from slapo.graph.trace.leaves import default_is_leaf, is_sealed
 from slapo.graph.trace.module import TracedModule
 from slapo.graph.trace.symbolic import trace_symbolically
 from slapo.wrapper import innermost
@@ -33,6 +33,10 @@ class TraceResult:
     skipped: dict[str, str] = field(default_factory=dict)
 
 
+#: Traces a child that stands at a path, from the calls of it in the graph above.
+TraceChild = Callable[[nn.Module, str, list[fx.Node]], TracedModule]
+
+
 def trace_symbolic_tree(
     module: nn.Module,
     recursive: bool,
@@ -47,36 +51,39 @@ def trace_symbolic_tree(
     TraceError
         If the module itself cannot be traced. Children that cannot stay opaque.
     """
-    result = TraceResult()
     is_leaf = default_is_leaf(flatten, leaf_modules)
-    result.traced[""] = trace_symbolically(module, is_leaf, concrete_args)
+    result = TraceResult({"": trace_symbolically(module, is_leaf, concrete_args)})
+
+    def trace_child(child: nn.Module, path: str, calls: list[fx.Node]) -> TracedModule:
+        return trace_symbolically(child, is_leaf, constants_of_calls(child, calls))
+
     if recursive and not flatten:
-        _descend(module, "", result.traced[""], is_leaf, leaf_modules, result)
+        descend(result, module, "", result.traced[""], leaf_modules, trace_child)
     return result
 
 
-def _descend(
+def descend(
+    result: TraceResult,
     module: nn.Module,
     path: str,
     above: TracedModule,
-    is_leaf: IsLeaf,
     leaf_modules: Collection[str],
-    result: TraceResult,
+    trace_child: TraceChild,
 ) -> None:
+    """Trace the modules that a traced module calls, each as a graph of its own, and so on."""
     for target, calls in calls_by_target(above.graph).items():
         child = innermost(module.get_submodule(target))
         full = f"{path}.{target}" if path else target
         if not may_enter(child, full, leaf_modules):
             continue
         try:
-            concrete = constants_of_calls(child, calls)
-            traced = trace_symbolically(child, is_leaf, concrete)
+            traced = trace_child(child, full, calls)
         except TraceError as error:
             result.skipped[full] = str(error)
             continue
         result.traced[full] = traced
         drop_demanding(result, full, child, calls, above)
-        _descend(child, full, traced, is_leaf, leaf_modules, result)
+        descend(result, child, full, traced, leaf_modules, trace_child)
 
 
 def may_enter(module: nn.Module, path: str, leaf_modules: Collection[str]) -> bool:
@@ -113,7 +120,8 @@ def drop_demanding(
     demanded = [
         name
         for name, parameter in signature.parameters.items()
-        if parameter.default is None and name in result.traced[path].contract.never_none
+        if parameter.default is None
+        and all(name in graph.contract.never_none for graph in result.traced[path].graphs)
     ]
     is_graph = any(traced is caller for traced in result.traced.values())
     for call in calls if demanded else ():

@@ -60,6 +60,11 @@ class SizeGuard:
         except (LookupError, TypeError, AttributeError):
             return False  # no such tensor in this call, or one of fewer dimensions
 
+    def parameters(self) -> set[str]:
+        """Names of the parameters that the guard is about."""
+        path: tuple[Any, ...] = getattr(self, "path", ())
+        return {str(path[0])} if path else set()
+
 
 @dataclass(frozen=True)
 class TensorGuard(SizeGuard):

@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from slapo.errors import TraceError
+from slapo.graph.trace.modes import other_mode
 from slapo.graph.trace.recorder.call_sizes import CallSizes
 from slapo.graph.trace.recorder.mode_reads import ModeReads
 from slapo.graph.trace.recorder.scripted import scripted_output
 from slapo.graph.trace.recorder.templates import OutputTemplate, is_like_example, output_template
 from slapo.graph.trace.recorder.trees import SYMBOLIC, parts, tensors
-from slapo.graph.trace.symbolic import other_mode
 
 DATA_DEPENDENT = (
     DataDependentOutputException,

@@ -14,7 +14,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slapo.errors import TraceError
-from slapo.graph.trace.module import CallContract
+from slapo.graph.trace.contract import CallContract
 from slapo.graph.trace.recorder.fake_inputs import (
     FakeInputs,
     fresh_shape_env,

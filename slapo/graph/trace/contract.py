@@ -1,0 +1,209 @@
+"""What a traced graph may be called with; anything else is refused, not computed wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from slapo.errors import SlapoError
+
+
+class Guard(Protocol):
+    """A condition on the arguments of a call."""
+
+    @property
+    def text(self) -> str:
+        """The condition as a user would write it."""
+
+    def holds(self, bound: Mapping[str, Any]) -> bool:
+        """Whether a call fits; `bound` is parameter name -> argument."""
+
+    def parameters(self) -> set[str]:
+        """Names of the parameters that the condition is about."""
+
+
+@dataclass(frozen=True)
+class CallContract:
+    """What a traced graph may be called with; anything else is refused, not computed wrongly.
+
+    Parameters
+    ----------
+    concrete
+        Parameter name -> the value it was traced with. ``{"kwargs": {}}`` for a ``**kwargs``
+        traced empty.
+    never_none
+        Parameters traced as tensors for which None would have taken another branch.
+    size_guards
+        Limits on tensor sizes that the trace relied on.
+    training
+        The mode the graph holds for; None when it holds for both.
+    dtype
+        The parameters' dtype, when the graph bakes it in.
+    inlined
+        Paths of the modules whose operations are in the graph, when these depend on the mode: they
+        follow the flag of the traced module, so theirs must be the same.
+    states
+        State of the process that the traced code asked for, and what it was: see :data:`STATES`.
+    attributes
+        Path, name and value of plain attributes that the traced code may have read.
+    """
+
+    concrete: Mapping[str, Any] = field(default_factory=dict)
+    never_none: frozenset[str] = frozenset()
+    size_guards: tuple[Guard, ...] = ()
+    training: bool | None = None
+    dtype: torch.dtype | None = None
+    inlined: tuple[str, ...] = ()
+    states: Mapping[str, Any] = field(default_factory=dict)
+    attributes: tuple[tuple[str, str, Any], ...] = ()
+
+    @property
+    def is_trivial(self) -> bool:
+        """True when every call is allowed."""
+        return not (
+            self.concrete
+            or self.never_none
+            or self.size_guards
+            or self.training is not None
+            or self.dtype is not None
+            or self.inlined
+            or self.states
+            or self.attributes
+        )
+
+
+def autocast_state() -> tuple[Any, ...]:
+    """Which devices autocast is on for, and with which dtype."""
+    on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    return tuple((device, torch.get_autocast_dtype(device)) for device in on)
+
+
+#: State that Python code may ask for -> how to read it, and what it is called.
+STATES: dict[str, tuple[Callable[[], Any], str]] = {
+    "grad": (torch.is_grad_enabled, "whether gradients are recorded"),
+    "autocast": (autocast_state, "torch.autocast"),
+}
+
+
+def state_problem(contract: CallContract) -> str | None:
+    """What is wrong with the state of the process, as seen by the graph; None if nothing is."""
+    for name, traced in contract.states.items():
+        read, title = STATES[name]
+        now = read()
+        if now != traced:
+            return (
+                f"its code depends on {title}, which was {traced or 'off'} in the trace and is "
+                f"{now or 'off'} now; trace it as it will run"
+            )
+    return None
+
+
+def check_arguments(contract: CallContract, bound: Mapping[str, Any], label: str) -> None:
+    """Refuse a call that a traced graph does not hold for.
+
+    Parameters
+    ----------
+    contract
+        The graph's.
+    bound
+        Parameter name -> value of this call; absent parameters are left out.
+    label
+        What to call the module.
+
+    Raises
+    ------
+    SlapoError
+        Naming the argument and the remedy.
+    """
+    problem = argument_problem(contract, bound)
+    if problem is not None:
+        raise SlapoError(f"{label}: {problem}")
+
+
+def argument_problem(contract: CallContract, bound: Mapping[str, Any]) -> str | None:
+    """What is wrong with the arguments of a call, and the remedy; None if nothing is.
+
+    All constants that differ are told at once.
+    """
+    wrong = [
+        (name, bound[name], traced)
+        for name, traced in contract.concrete.items()
+        if name in bound and not same_value(bound[name], traced)
+    ]
+    if wrong:
+        told = "; ".join(
+            f"argument {name!r} is {_short(given)}, but the module was traced with {_short(traced)}"
+            for name, given, traced in wrong
+        )
+        return f"{told}; {_remedy(wrong[0][1])}"
+    missing = [name for name in sorted(contract.never_none) if bound.get(name) is None]
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        return (
+            f"argument {', '.join(map(repr, missing))} {are} None, but the module was traced for "
+            "tensors there; trace it with example_inputs= as you call it"
+        )
+    for guard in contract.size_guards:
+        if not guard.holds(bound):
+            return (
+                f"the trace holds only while {guard.text}; trace again with inputs of the new sizes"
+            )
+    return None
+
+
+def parameter_kinds(graph: fx.Graph) -> list[tuple[str, str]]:
+    """(name, "" or "*" or "**") of each forward parameter."""
+    targets = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
+    return [(t.lstrip("*"), "*" * (len(t) - len(t.lstrip("*")))) for t in targets]
+
+
+def bind_arguments(
+    kinds: list[tuple[str, str]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Parameter name -> value of this call; absent parameters are left out."""
+    bound: dict[str, Any] = {}
+    extra = dict(kwargs)
+    position = 0
+    for name, stars in kinds:
+        if stars == "*":
+            bound[name], position = args[position:], len(args)
+        elif stars == "**":
+            bound[name] = {k: v for k, v in extra.items() if v is not None}
+        elif position < len(args):
+            bound[name] = args[position]
+            position += 1
+        elif name in extra:
+            bound[name] = extra.pop(name)
+    return bound
+
+
+def same_value(given: Any, traced: Any) -> bool:
+    """Whether an argument is the constant that a graph was traced with; tensors never are."""
+    if given is traced:
+        return True
+    if isinstance(given, torch.Tensor) or isinstance(traced, torch.Tensor):
+        return False
+    if isinstance(traced, (tuple, list)) and isinstance(given, type(traced)):
+        return len(given) == len(traced) and all(map(same_value, given, traced))
+    if isinstance(traced, dict) and isinstance(given, dict):
+        return given.keys() == traced.keys() and all(
+            same_value(given[k], v) for k, v in traced.items()
+        )
+    return type(given) is type(traced) and bool(given == traced)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _remedy(given: Any) -> str:
+    if type(given).__name__.endswith("Cache"):
+        return "graphs hold no caches: call the model with use_cache=False"
+    return "trace it with example_inputs= as you call it"

@@ -1,0 +1,198 @@
+"""Dummy inputs for Hugging Face models, from the signature of forward and the config."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo.errors import TraceError
+
+#: Sizes of the examples: odd, prime, and all different, so that none is taken for another.
+BATCH = 3
+LENGTH = 13
+DECODER_LENGTH = 11
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the builders need to know."""
+
+    module: nn.Module
+    config: Any
+    has_decoder: bool
+
+    def read(self, *names: str, default: int) -> int:
+        """The first of `names` that the config has, here or in its text part."""
+        for config in (self.config, getattr(self.config, "text_config", None)):
+            for name in names:
+                value = getattr(config, name, None)
+                if isinstance(value, int):
+                    return value
+        return default
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        floating = (p.dtype for p in self.module.parameters() if p.is_floating_point())
+        return next(floating, torch.get_default_dtype())
+
+    @property
+    def is_image_model(self) -> bool:
+        """True if the main input is a picture."""
+        return getattr(self.module, "main_input_name", "") == "pixel_values"
+
+
+def _token_ids(facts: _Facts) -> torch.Tensor:
+    return torch.ones(BATCH, LENGTH, dtype=torch.long)
+
+
+def _decoder_ids(facts: _Facts) -> torch.Tensor:
+    return torch.ones(BATCH, DECODER_LENGTH, dtype=torch.long)
+
+
+def _positions(facts: _Facts) -> torch.Tensor:
+    return torch.arange(LENGTH).expand(BATCH, LENGTH).contiguous()
+
+
+def _embeddings(facts: _Facts) -> torch.Tensor:
+    hidden = facts.read("embedding_size", "hidden_size", "n_embd", "d_model", default=32)
+    return torch.zeros(BATCH, LENGTH, hidden, dtype=facts.dtype)
+
+
+def _decoder_embeddings(facts: _Facts) -> torch.Tensor:
+    return _embeddings(facts)[:, :DECODER_LENGTH].contiguous()
+
+
+def _encoder_states(facts: _Facts) -> torch.Tensor:
+    hidden = facts.read("cross_attention_hidden_size", "hidden_size", "d_model", default=32)
+    return torch.zeros(BATCH, LENGTH, hidden, dtype=facts.dtype)
+
+
+def _picture(facts: _Facts) -> torch.Tensor:
+    vision = getattr(facts.config, "vision_config", None) or facts.config
+    size = getattr(vision, "image_size", 224)
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    channels = getattr(vision, "num_channels", 3)
+    return torch.zeros(BATCH, channels, height, width, dtype=facts.dtype)
+
+
+def _labels(facts: _Facts) -> torch.Tensor:
+    """Labels of the shape that the head's loss expects."""
+    head = type(facts.module).__name__
+    if head.endswith(("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")):
+        if getattr(facts.config, "problem_type", None) == "multi_label_classification":
+            return torch.zeros(BATCH, facts.read("num_labels", default=2), dtype=facts.dtype)
+        if getattr(facts.config, "problem_type", None) == "regression":
+            return torch.zeros(BATCH, dtype=facts.dtype)
+        return torch.zeros(BATCH, dtype=torch.long)
+    return _decoder_ids(facts) if facts.has_decoder else _token_ids(facts)
+
+
+def _class_labels(facts: _Facts) -> torch.Tensor:
+    return torch.zeros(BATCH, dtype=torch.long)
+
+
+#: Parameter of forward -> builder of an example for it.
+BUILDERS: dict[str, Callable[[_Facts], torch.Tensor]] = {
+    "input_ids": _token_ids,
+    "attention_mask": _token_ids,
+    "token_type_ids": lambda facts: torch.zeros_like(_token_ids(facts)),
+    "position_ids": _positions,
+    "inputs_embeds": _embeddings,
+    "decoder_input_ids": _decoder_ids,
+    "decoder_attention_mask": _decoder_ids,
+    "decoder_inputs_embeds": _decoder_embeddings,
+    "encoder_hidden_states": _encoder_states,
+    "encoder_attention_mask": _token_ids,
+    "pixel_values": _picture,
+    "labels": _labels,
+    "next_sentence_label": _class_labels,
+    "sentence_order_label": _class_labels,
+    "start_positions": _class_labels,
+    "end_positions": _class_labels,
+}
+
+#: Names of which one stands for another: with both, a model would refuse its inputs.
+_ALTERNATIVES = (
+    ("input_ids", "inputs_embeds"),
+    ("decoder_input_ids", "decoder_inputs_embeds"),
+)
+
+
+def example_inputs(
+    module: nn.Module, concrete_args: Mapping[str, Any] | None = None, config: Any = None
+) -> dict[str, torch.Tensor]:
+    """Dummy inputs for a Hugging Face model, by name.
+
+    Parameters
+    ----------
+    module
+        A ``PreTrainedModel``.
+    concrete_args
+        Forward parameter -> value. These are no inputs; all other parameters that can be built
+        are. None: the main input, the attention mask, and the decoder's tokens where the model has
+        a decoder.
+    config
+        The config to read sizes from, by default the model's own.
+
+    Returns
+    -------
+    dict of str to Tensor
+        On the device of the module. Sizes are primes that differ: batch 3, length 13 (11 for
+        decoder inputs), except where the config fixes them.
+
+    Raises
+    ------
+    TraceError
+        If the module is no ``PreTrainedModel``, or its main input is of an unknown kind.
+    KeyError
+        If `concrete_args` names no parameter of forward.
+    """
+    if not _is_pretrained_model(module):
+        raise TraceError(
+            f"no example inputs are known for a {type(module).__name__}, which is no Hugging Face "
+            "PreTrainedModel; pass example_inputs="
+        )
+    config = config if config is not None else module.config
+    names = list(inspect.signature(module.forward).parameters)
+    facts = _Facts(module, config, "decoder_input_ids" in names)
+    chosen = _main_inputs(facts, names) if concrete_args is None else _open(names, concrete_args)
+    device = next((p.device for p in module.parameters()), None)
+    return {name: BUILDERS[name](facts).to(device) for name in chosen}
+
+
+def _main_inputs(facts: _Facts, names: list[str]) -> list[str]:
+    main = getattr(facts.module, "main_input_name", "input_ids")
+    if main not in BUILDERS:
+        raise TraceError(
+            f"no example is known for {main!r}, the main input of {type(facts.module).__name__}; "
+            "pass example_inputs="
+        )
+    # Without a mask, Transformers looks for packed sequences in the positions.
+    wanted = [main]
+    if "input_ids" in names:
+        wanted += ["input_ids"] if facts.is_image_model else []
+        wanted += ["attention_mask", "decoder_input_ids"]
+    return [name for name in names if name in wanted]
+
+
+def _open(names: list[str], concrete_args: Mapping[str, Any]) -> list[str]:
+    unknown = [name for name in concrete_args if name not in names]
+    if unknown:
+        raise KeyError(f"forward has no parameter {unknown[0]!r}; it has {', '.join(names)}")
+    chosen = [name for name in names if name in BUILDERS and name not in concrete_args]
+    for preferred, other in _ALTERNATIVES:
+        if preferred in chosen and other in chosen:
+            chosen.remove(other)
+    return chosen
+
+
+def _is_pretrained_model(module: nn.Module) -> bool:
+    """Without importing transformers: a model of it has been defined by a loaded module of it."""
+    names = {f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__}
+    return "transformers.modeling_utils.PreTrainedModel" in names

@@ -1,0 +1,505 @@
+"""Modules that stay calls while dynamo captures the forward above them.
+
+For the time of a capture each such module is an instance of a subclass of its class whose
+``__call__`` goes to :func:`call_leaf`, a function that dynamo puts into its graph as it is. So
+dynamo never looks inside, ``isinstance`` answers as before, and the module's hooks stay its own.
+While dynamo asks what such a call returns, the module itself runs on the fake tensors; siblings
+that are equal in all that counts share one run, so a chain of 96 layers costs one layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    has_guarding_hint,
+)
+
+from slapo.errors import TraceError
+from slapo.graph.trace.leaf_outputs import CallForm, OutputForm
+from slapo.graph.trace.leaves import names_training
+from slapo.graph.trace.modes import other_mode
+from slapo.graph.trace.output_capture import (
+    capturing_hooks,
+    inner_keys,
+    is_capturing,
+    refuse_inner,
+)
+from slapo.graph.trace.scripted import scripted_output
+from slapo.graph.trace.trees import SYMBOLIC, parts, tensors
+
+DATA_DEPENDENT = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
+
+#: Fake kernels that refuse what the real kernels compute: grouped matmul in float32.
+_STRICTER_FAKES = frozenset({"_meta_grouped_mm_common"})
+
+#: Attributes that number a layer. They may differ between siblings that share a run; a module
+#: that reads one in its forward is run by itself.
+_ORDINAL = re.compile(r"(^|_)(idx|index|layer_id|layer_number|block_id)$")
+
+
+class _DataDependentError(Exception):
+    """The sizes of an output follow from the data."""
+
+
+_ACTIVE: ContextVar[LeafCalls | None] = ContextVar("slapo_leaf_calls", default=None)
+
+
+@torch._dynamo.allow_in_graph
+def call_leaf(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Stand for the call of the module at `path`, in dynamo's graph and while it is captured."""
+    active = _ACTIVE.get()
+    assert active is not None, "only a capture calls leaves this way"
+    return active.flat_output(path, args, kwargs)
+
+
+@torch._dynamo.assume_constant_result
+def _structure_of(path: str) -> Any:
+    """How to put together what the last call of a leaf has returned."""
+    active = _ACTIVE.get()
+    assert active is not None, "only a capture calls leaves this way"
+    return active.structures[path]
+
+
+def _put_together(structure: Any, flat: Any) -> Any:
+    """A value of this structure with the tensors of `flat`; dynamo follows this code."""
+    tag, content = structure[0], structure[1]
+    if tag == "tensor":
+        return flat[content]
+    if tag == "value":
+        return content
+    items = [_put_together(inner, flat) for inner in structure[2]]
+    if tag == "tuple":
+        return tuple(items)
+    if tag == "list":
+        return items
+    if tag == "dict":
+        return dict(zip(structure[3], items))  # noqa: B905  (dynamo knows no strict=)
+    if tag == "fields":
+        return content(**dict(zip(structure[3], items)))  # noqa: B905
+    return content(*items)
+
+
+@dataclass
+class LeafCalls:
+    """The leaves of one capture.
+
+    Parameters
+    ----------
+    root
+        The captured module.
+    leaves
+        Path -> module, for all modules below it that are not entered.
+    outputs
+        Forms of outputs by what decides them; share it between captures of one model.
+    """
+
+    root: nn.Module
+    leaves: dict[str, nn.Module]
+    outputs: dict[Any, Any] = field(default_factory=dict)
+    inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    structures: dict[str, Any] = field(default_factory=dict)
+    accesses: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)
+    mode_matters: bool = False
+    _keys: dict[str, Any] = field(default_factory=dict)
+    _classes: dict[str, type[nn.Module]] = field(default_factory=dict)
+    _inconsistent: set[str] = field(default_factory=set)
+    _depth: int = 0
+    _guessed: int = 0
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Within the block calls of the leaves go to :func:`call_leaf`."""
+        lists = [m for m in self.root.modules() if type(m) is nn.ModuleList]
+        scripted: list[tuple[nn.Module, str]] = []
+        token = _ACTIVE.set(self)
+        try:
+            for path, module in self.leaves.items():
+                if isinstance(module, torch.jit.ScriptModule):
+                    scripted.append(self._shadow(path, module))
+                    continue
+                self._classes[path] = type(module)
+                kind: Any = type(module)
+                stand_in = _stand_in(kind, capturing_hooks(module), inner_keys(module))
+                vars(module)["_slapo_leaf"] = path
+                module.__class__ = stand_in
+            for each in lists:
+                vars(each)["_slapo_items"] = list(each._modules.values())
+                each.__class__ = _ListStandIn
+            yield
+        finally:
+            _ACTIVE.reset(token)
+            for each in lists:
+                each.__class__ = nn.ModuleList
+                vars(each).pop("_slapo_items", None)
+            for path, kind in self._classes.items():
+                self.leaves[path].__class__ = kind
+                vars(self.leaves[path]).pop("_slapo_leaf", None)
+            for owner, name in scripted:
+                vars(owner).pop(name, None)
+            self._classes.clear()
+
+    def _shadow(self, path: str, module: torch.jit.ScriptModule) -> tuple[nn.Module, str]:
+        """TorchScript's classes lie in C++: a function in front of the child instead."""
+        owner, _, name = path.rpartition(".")
+        holder = self.root.get_submodule(owner)
+        vars(holder)[name] = _ScriptStandIn(path)
+        return holder, name
+
+    @property
+    def child_inputs(self) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+        """First call of each leaf; those called with differing Python values are left out."""
+        return {k: v for k, v in self.inputs.items() if k not in self._inconsistent}
+
+    # --- outputs -----------------------------------------------------------------------------
+    def flat_output(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A tensor, or the tensors and sizes in what the leaf returns.
+
+        Dynamo's graphs hold nothing else; :attr:`structures` says what they are parts of.
+        """
+        result = self.output(path, args, kwargs)
+        if self._depth:  # within another leaf, which is run and not captured
+            self.structures[path] = None
+            return result
+        flat: list[Any] = []
+        structure = None if isinstance(result, torch.Tensor) else _structure(result, flat)
+        self.structures[path] = structure
+        accesses = access_paths(result)
+        if self.accesses.setdefault(path, accesses) != accesses:
+            raise TraceError(f"{path!r} returns other things in one call than in another")
+        return result if structure is None else tuple(flat)
+
+    def output(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the leaf returns for fake arguments."""
+        module = self.leaves[path]
+        if self._depth == 0:
+            self._note(path, args, kwargs)
+        elif not _is_repeated(path):
+            return self._run(path, module, args, kwargs)
+        if isinstance(module, torch.jit.ScriptModule):
+            return self._run(path, module, args, kwargs)
+        call = CallForm.of(args, kwargs)
+        if path not in self._keys:
+            self._keys[path] = self._module_key(path, module)
+        key = (self._keys[path], call.key, module.training)
+        if key not in self.outputs:
+            # The module is kept alive: the key holds addresses of what belongs to it.
+            self.outputs[key] = (self._learn(path, module, call), module)
+        form, _ = self.outputs[key]
+        if form is None:
+            return self._run(path, module, args, kwargs)
+        self.mode_matters = self.mode_matters or form.mode_matters
+        return form.make(call)
+
+    def _learn(self, path: str, module: nn.Module, call: CallForm) -> OutputForm | None:
+        """The form of what equal calls return; None if each must be run by itself."""
+
+        def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self._run(path, module, args, kwargs)
+
+        # Of a whole stack of layers one run, on symbols, is cheaper than several on numbers.
+        is_stack = any(isinstance(each, nn.ModuleList) for each in module.modules())
+        with _ordinal_reads(module) as read:
+            form = OutputForm.learnt(run, call, on_numbers=not is_stack)
+            if form is not None and names_training(module):
+                with other_mode(module):
+                    form.mode_matters = not form.is_like(run, call)
+        return None if read else form
+
+    def _note(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first = self.inputs.setdefault(path, (args, kwargs))
+        if first[0] is not args and _plain_values(first) != _plain_values((args, kwargs)):
+            self._inconsistent.add(path)
+
+    def _run(
+        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the module itself.
+
+        A module whose shapes depend on the data (experts that pick their tokens) cannot run on
+        fake tensors. It is taken to return a tensor like its first tensor input, which is what
+        mixtures of experts do. Only the capture relies on this, where Python asks for a shape;
+        the graph calls the module itself.
+        """
+        mode = detect_fake_mode()
+        guessed = self._guessed
+        self._depth += 1
+        try:
+            with _real_tensors_allowed(mode), _values_concealed(module, mode):
+                if isinstance(module, torch.jit.ScriptModule):
+                    trains = any(_trains(module, tensor) for tensor in tensors([args, kwargs]))
+                    return scripted_output(type(module).__call__, module, args, kwargs, trains)
+                kind = self._classes.get(path, type(module))
+                result = kind.__call__(module, *args, **kwargs)
+            if any(_is_data_dependent(tensor) for tensor in tensors(result)):
+                raise _DataDependentError
+            return result
+        except TraceError:
+            raise
+        except Exception as error:
+            given = tensors([args, kwargs])
+            if not (_cannot_be_faked(error) or self._guessed > guessed) or not given:
+                raise
+            self._guessed += 1
+            return torch.empty_like(given[0]).requires_grad_(_trains(module, given[0]))
+        finally:
+            self._depth -= 1
+
+    def _module_key(self, path: str, module: nn.Module) -> Any:
+        if isinstance(module, torch.jit.ScriptModule):
+            return id(module)  # its attributes lie in C++
+        prefix = f"{path}." if path else ""
+        return tuple(
+            (self._classes.get((prefix + name).rstrip("."), type(each)), _state_key(each))
+            for name, each in module.named_modules()
+        )
+
+
+class _ScriptStandIn:
+    """In place of a TorchScript module."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = call_leaf(self.path, args, kwargs)
+        structure = _structure_of(self.path)
+        return result if structure is None else _put_together(structure, result)
+
+
+class _ListStandIn(nn.ModuleList):
+    """A ``ModuleList`` whose slices are lists: dynamo would build a module for each."""
+
+    _slapo_items: list[nn.Module]
+
+    def __iter__(self) -> Any:
+        return iter(self._slapo_items)
+
+    def __len__(self) -> int:
+        return len(self._slapo_items)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._slapo_items[index]
+
+
+@lru_cache(maxsize=1024)
+def _stand_in(kind: Any, hooks: tuple[Any, ...], keys: frozenset[str]) -> type[nn.Module]:
+    """The subclass of `kind` whose calls stay calls."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = call_leaf(self._slapo_leaf, args, kwargs)
+        if not isinstance(result, torch.Tensor):
+            structure = _structure_of(self._slapo_leaf)
+            result = result if structure is None else _put_together(structure, result)
+        for hook in hooks:  # those of Transformers that collect what it returns
+            hook(self, args, result)
+        if keys:
+            refuse_inner(self._slapo_leaf, keys)
+        return result
+
+    members = {
+        "__call__": __call__,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
+    subclass: type[nn.Module] = type(kind)(kind.__name__, (kind,), members)
+    return subclass
+
+
+def _is_repeated(path: str) -> bool:
+    """True for an element of a list of layers."""
+    return path.rpartition(".")[2].isdigit()
+
+
+@contextmanager
+def _real_tensors_allowed(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Parameters of a leaf are real, and meet fake inputs."""
+    if mode is None:
+        yield
+        return
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    env = mode.shape_env
+    fresh = contextlib.nullcontext() if env is None else env.ignore_fresh_unbacked_symbols()
+    try:
+        with fresh:
+            yield
+    finally:
+        mode.allow_non_fake_inputs = before
+
+
+@contextmanager
+def _values_concealed(module: nn.Module, mode: FakeTensorMode | None) -> Iterator[None]:
+    """Within the block tensors of one element are fake.
+
+    Others become so when they are first used. Of these, fake tensors would remember the real one,
+    and ``self.count.add_(1)`` would change it.
+    """
+    replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    if mode is not None and not isinstance(module, torch.jit.ScriptModule):
+        for each in module.modules():
+            slots: tuple[dict[str, Any], ...] = (each._parameters, each._buffers)
+            for slot in slots:
+                for name, tensor in slot.items():
+                    if tensor is not None and tensor.numel() <= 1 and not mode.is_our_fake(tensor):
+                        replaced.append((slot, name, tensor))
+                        slot[name] = mode.from_tensor(tensor, static_shapes=True)
+    try:
+        yield
+    finally:
+        for slot, name, tensor in replaced:
+            slot[name] = tensor
+
+
+def _is_data_dependent(tensor: torch.Tensor) -> bool:
+    sizes = [size for size in tensor.shape if isinstance(size, torch.SymInt)]
+    return any(not has_guarding_hint(size) for size in sizes)
+
+
+def _cannot_be_faked(error: Exception) -> bool:
+    if isinstance(error, (_DataDependentError, *DATA_DEPENDENT)):
+        return True
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_name in _STRICTER_FAKES for frame, _ in frames)
+
+
+def _trains(module: nn.Module, like: torch.Tensor) -> bool:
+    if not torch.is_grad_enabled() or not like.is_floating_point():
+        return False
+    return like.requires_grad or any(p.requires_grad for p in module.parameters())
+
+
+@contextmanager
+def _ordinal_reads(module: nn.Module) -> Iterator[set[str]]:
+    """The attributes that number a layer and are read within the block, below `module`."""
+    read: set[str] = set()
+    watched: list[tuple[nn.Module, type[nn.Module]]] = []
+    for each in module.modules():
+        names = [name for name, value in vars(each).items() if _is_ordinal(name, value)]
+        if names and not isinstance(each, torch.jit.ScriptModule):
+            watched.append((each, type(each)))
+            each.__class__ = _watching(type(each), tuple(names), read)
+    try:
+        yield read
+    finally:
+        for each, before in watched:
+            each.__class__ = before
+
+
+def _watching(kind: Any, names: tuple[str, ...], read: set[str]) -> type:
+    def reader(name: str) -> property:
+        def get(self: nn.Module) -> Any:
+            read.add(name)
+            return vars(self)[name]
+
+        return property(get)
+
+    members: dict[str, Any] = {name: reader(name) for name in names}
+    return type(kind)(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
+
+
+def _structure(value: Any, flat: list[Any]) -> Any:
+    """The structure of a value as nested tuples; its tensors and sizes are appended to `flat`."""
+    if isinstance(value, (torch.Tensor, *SYMBOLIC)):
+        flat.append(value)
+        return ("tensor", len(flat) - 1)
+    elements = parts(value)
+    if elements is None:
+        return ("value", value)
+    is_record = bool(elements) and elements[0].access is getattr
+    if is_record and isinstance(value, dict):  # outputs of Transformers leave out what is None
+        elements = [part for part in elements if part.value is not None]
+    items = tuple(_structure(part.value, flat) for part in elements)
+    names = tuple(part.key for part in elements)
+    kind = type(value)
+    if kind in (tuple, list, dict):
+        return (kind.__name__, kind, items, names)
+    return ("fields" if is_record or isinstance(value, dict) else "other", kind, items, names)
+
+
+def access_paths(value: Any) -> list[tuple[Any, ...]]:
+    """How to reach each tensor and size in a value, in the order of :func:`_structure`."""
+    if isinstance(value, (torch.Tensor, *SYMBOLIC)):
+        return [()]
+    elements = parts(value) or ()
+    return [
+        ((part.access, part.key), *rest) for part in elements for rest in access_paths(part.value)
+    ]
+
+
+# --- keys ----------------------------------------------------------------------------------------
+_SLOTS = frozenset({"_parameters", "_buffers", "_modules", "_slapo_leaf", "_slapo_items"})
+
+
+def _state_key(module: nn.Module) -> Any:
+    """What decides the form of a module's output, its class aside.
+
+    Plain values count by value, functions and other objects by identity.
+    """
+    held = [*module._parameters.items(), *module._buffers.items()]
+    return (
+        tuple(
+            (k, None if t is None else (tuple(t.shape), t.dtype, t.requires_grad)) for k, t in held
+        ),
+        tuple((k, _value_key(v)) for k, v in vars(module).items() if _counts(k, v)),
+    )
+
+
+def _counts(attribute: str, value: Any) -> bool:
+    """Most attributes of a module are empty tables of hooks."""
+    if attribute in _SLOTS or (isinstance(value, dict) and not value):
+        return False
+    return not _is_ordinal(attribute, value)
+
+
+def _is_ordinal(attribute: str, value: Any) -> bool:
+    return type(value) is int and _ORDINAL.search(attribute) is not None
+
+
+def _value_key(value: Any) -> Any:
+    if value is None or isinstance(value, (str, int, float, complex, torch.dtype, torch.device)):
+        return (type(value), value)
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.dtype)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_value_key, value))
+    if isinstance(value, (set, frozenset)):
+        return frozenset(map(_value_key, value))
+    if isinstance(value, dict):
+        # Hooks are listed under numbers that no two hooks share; only the hooks count, and of
+        # these not the collectors of Transformers, one for each module, which change nothing.
+        items = [item for item in value.items() if not is_capturing(item[1])]
+        return tuple((k if isinstance(k, str) else "", _value_key(v)) for k, v in items)
+    return id(value)
+
+
+def _plain_values(value: Any) -> Any:
+    """What must be equal for two calls to be served by one graph."""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", value.dim(), value.dtype)
+    if isinstance(value, SYMBOLIC):
+        return "size"
+    elements = parts(value)
+    if elements is None:
+        return repr(value)
+    return (type(value), tuple((part.key, _plain_values(part.value)) for part in elements))

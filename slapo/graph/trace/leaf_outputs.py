@@ -1,0 +1,349 @@
+"""What a leaf returns, learnt from runs on numbers and said in terms of the sizes of its inputs.
+
+On symbolic sizes an attention layer takes half a second, on numbers some milliseconds. So a leaf is
+run on fake tensors whose symbolic sizes are replaced by primes, twice, with other primes each time.
+A size of the output that is the same in both runs is a constant; one that follows the primes of an
+input size (or a product of two) is that size. A run on the sizes of the example confirms it.
+Whatever does not fit this picture is learnt from a run on symbols, which also finds which sizes
+have to be equal.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch._dispatch.python import no_python_dispatcher
+
+from slapo.graph.trace.contract import autocast_state
+from slapo.graph.trace.shape_env import CaptureShapeEnv
+from slapo.graph.trace.trees import SYMBOLIC, leaves, map_leaves, parts
+
+Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+#: Two numbers for each size. They lie far apart, so that a size that grows in large steps (strides
+#: of convolutions) is not taken for a constant; most tables of positions have 512 rows or more.
+_PRIMES = (
+    *((17, 487), (23, 491), (29, 499), (31, 503)),
+    *((37, 509), (41, 521), (43, 523), (47, 541)),
+)
+#: Types of outputs that compare by value.
+_PLAIN = (str, int, float, complex, type(None), torch.dtype, torch.device)
+
+
+class _UnknownFormError(Exception):
+    """The outputs do not follow the sizes of the inputs in a simple way."""
+
+
+@dataclass
+class CallForm:
+    """A call up to the names of its sizes.
+
+    Parameters
+    ----------
+    args, kwargs
+        The arguments, fake.
+    key
+        Equal for calls that differ in the names of their sizes only.
+    names
+        Symbol of this call -> its name by order of appearance.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    key: Any = None
+    names: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
+    env: CaptureShapeEnv | None = None
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallForm:
+        """The form of a call with these arguments."""
+        call = cls(args, kwargs)
+        call.key = (call._key((args, kwargs)), torch.is_grad_enabled(), autocast_state())
+        return call
+
+    def _key(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            shape = tuple(map(self._size_key, value.shape))
+            return (shape, value.dtype, value.device, value.requires_grad)
+        if isinstance(value, SYMBOLIC) or type(value) is int:
+            return self._size_key(value)
+        if isinstance(value, torch.Size):
+            return tuple(map(self._size_key, value))
+        elements = parts(value)
+        if elements is None:
+            return repr(value)
+        return (type(value), tuple((part.key, self._key(part.value)) for part in elements))
+
+    def _size_key(self, size: Any) -> Any:
+        if not isinstance(size, SYMBOLIC):
+            return size
+        self.env = size.node.shape_env
+        expression = size.node.expr
+        for symbol in sorted(expression.free_symbols, key=str):
+            if symbol not in self.names:
+                name = f"size{len(self.names)}"
+                self.names[symbol] = sympy.Symbol(name, integer=True, positive=True)
+        return expression.xreplace(self.names)
+
+    @property
+    def hints(self) -> dict[sympy.Symbol, int]:
+        """What each symbol is in the example."""
+        known = self.env.hints if self.env is not None else {}
+        return {symbol: known[symbol] for symbol in self.names}
+
+    def with_numbers(self, numbers: Mapping[Any, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with numbers for symbols."""
+        made: dict[int, Any] = {}
+
+        def stand_in(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                if id(value) not in made:
+                    made[id(value)] = _static(value, numbers)
+                return made[id(value)]
+            if isinstance(value, torch.Size):
+                return torch.Size([_number(size, numbers) for size in value])
+            if isinstance(value, torch.SymInt):
+                return _number(value, numbers)
+            if isinstance(value, SYMBOLIC):
+                raise _UnknownFormError
+            return value
+
+        return map_leaves(self.args, stand_in), map_leaves(self.kwargs, stand_in)
+
+
+def _static(tensor: torch.Tensor, numbers: Mapping[Any, int]) -> torch.Tensor:
+    """A fake tensor like `tensor` with numbers for sizes."""
+    shape = [_number(size, numbers) for size in tensor.shape]
+    strides = [_number(stride, numbers) for stride in tensor.stride()]
+    new = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+    if not tensor.requires_grad:
+        return new
+    new.requires_grad_()
+    return new if tensor.is_leaf else new.clone()
+
+
+def _number(size: Any, numbers: Mapping[Any, int]) -> int:
+    return int(size.node.expr.xreplace(numbers)) if isinstance(size, torch.SymInt) else int(size)
+
+
+@dataclass(frozen=True)
+class _TensorForm:
+    """What is known of a tensor; `order` lists its dimensions as they lie in memory."""
+
+    sizes: tuple[Any, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_leaf: bool
+
+    def make(self, sizes: list[Any]) -> torch.Tensor:
+        """A fake tensor of this form."""
+        in_memory = [sizes[dim] for dim in self.order]
+        tensor = torch.empty(in_memory, dtype=self.dtype, device=self.device)
+        if self.requires_grad:
+            tensor.requires_grad_()
+            tensor = tensor if self.is_leaf else tensor.clone()
+        if self.order == tuple(range(len(sizes))):
+            return tensor
+        return tensor.permute(*(self.order.index(dim) for dim in range(len(sizes))))
+
+
+@dataclass
+class OutputForm:
+    """The output of a leaf for calls that are alike up to the names of their sizes.
+
+    Attributes
+    ----------
+    skeleton
+        The output of a run, whose leaves are to be replaced.
+    forms
+        What to replace them by; sizes are expressions over the names of the call's.
+    mode_matters
+        Whether the output has another form in the other mode, train or eval.
+    """
+
+    skeleton: Any
+    forms: tuple[Any, ...]
+    mode_matters: bool = False
+
+    @classmethod
+    def learnt(cls, run: Run, call: CallForm, on_numbers: bool = True) -> OutputForm | None:
+        """The form of what ``run(*args)`` returns for calls like this."""
+        form = _from_numbers(run, call) if on_numbers else None
+        return form or _from_symbols(run(call.args, call.kwargs), call)
+
+    def is_like(self, run: Run, call: CallForm) -> bool:
+        """Whether a run on the sizes of the example yields what this says."""
+        try:
+            with no_python_dispatcher():
+                result = run(*call.with_numbers(call.hints))
+            found = _forms(result, int)
+        except Exception:  # a run on symbols tells, if it matters
+            return False
+        hints = {call.names[symbol]: number for symbol, number in call.hints.items()}
+        expected = tuple(_with_numbers(form, hints) for form in self.forms)
+        return _structure(result) == _structure(self.skeleton) and found == expected
+
+    def make(self, call: CallForm) -> Any:
+        """The output for a call of the same key."""
+        back = {name: symbol for symbol, name in call.names.items()}
+        env = call.env
+        forms = iter(self.forms)
+
+        def size(expression: Any) -> Any:
+            if isinstance(expression, int):
+                return expression
+            assert env is not None, "a call without symbols has no symbolic output"
+            return env.create_symintnode(env.replace(expression.xreplace(back)), hint=None)
+
+        def replaced(_: Any) -> Any:
+            form = next(forms)
+            if isinstance(form, _TensorForm):
+                return form.make([size(s) for s in form.sizes])
+            kind, value = form
+            return size(value) if kind == "size" else value
+
+        return map_leaves(self.skeleton, replaced)
+
+
+def _from_numbers(run: Run, call: CallForm) -> OutputForm | None:
+    """The form that two runs on primes suggest and one on the sizes of the example confirms."""
+    symbols = list(call.hints)
+    if not 0 < len(symbols) <= len(_PRIMES):
+        return None
+    pairs = _PRIMES[: len(symbols)]
+    try:
+        first, second = (_run_on(run, call, [pair[i] for pair in pairs]) for i in (0, 1))
+        if _structure(first) != _structure(second):
+            return None
+        names = [call.names[symbol] for symbol in symbols]
+        sizes = _size_pairs(dict(zip(pairs, names, strict=True)))
+        both = zip(_forms(first, int), _forms(second, int), strict=True)
+        forms = tuple(_joined(a, b, sizes) for a, b in both)
+    except Exception:  # a run on symbols reports it, if it is not for the numbers
+        return None
+    form = OutputForm(map_leaves(first, lambda _: None), forms)
+    return form if form.is_like(run, call) else None
+
+
+def _run_on(run: Run, call: CallForm, numbers: list[int]) -> Any:
+    with no_python_dispatcher():
+        return run(*call.with_numbers(dict(zip(call.hints, numbers, strict=True))))
+
+
+def _size_pairs(known: dict[tuple[int, ...], sympy.Symbol]) -> dict[tuple[int, ...], Any]:
+    """What a size is in the two runs -> the expression it must be."""
+    products: dict[tuple[int, ...], Any] = {
+        (a[0] * b[0], a[1] * b[1]): known[a] * known[b]
+        for a, b in itertools.combinations_with_replacement(known, 2)
+    }
+    return {**products, **known}
+
+
+def _joined(first: Any, second: Any, sizes: Mapping[tuple[int, ...], Any]) -> Any:
+    """One form for what two runs have yielded in one place."""
+    if isinstance(first, _TensorForm) and isinstance(second, _TensorForm):
+        pairs = zip(first.sizes, second.sizes, strict=True)
+        joined = tuple(_joined_size(a, b, sizes) for a, b in pairs)
+        if _with_sizes(first, joined) != _with_sizes(second, joined):
+            raise _UnknownFormError
+        return _with_sizes(first, joined)
+    if first == second:
+        return first
+    if type(first[1]) is int and type(second[1]) is int:
+        return ("size", _joined_size(first[1], second[1], sizes))
+    raise _UnknownFormError
+
+
+def _joined_size(first: int, second: int, sizes: Mapping[tuple[int, ...], Any]) -> Any:
+    if first == second:
+        return first
+    if (first, second) not in sizes:
+        raise _UnknownFormError
+    return sizes[first, second]
+
+
+def _from_symbols(result: Any, call: CallForm) -> OutputForm | None:
+    """The form of a result on symbols; None if it is made of more than the sizes of the call."""
+
+    def size(value: Any) -> Any:
+        if not isinstance(value, torch.SymInt) or value.node.expr.is_number:
+            return int(value)
+        if not value.node.expr.free_symbols <= set(call.names):
+            raise _UnknownFormError
+        return value.node.expr.xreplace(call.names)
+
+    try:
+        return OutputForm(map_leaves(result, lambda _: None), _forms(result, size))
+    except _UnknownFormError:
+        return None
+
+
+def _forms(result: Any, size: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """What is to be known of each leaf of an output."""
+    return tuple(_form(leaf, size) for leaf in leaves(result))
+
+
+def _form(leaf: Any, size: Callable[[Any], Any]) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return _TensorForm(
+            tuple(map(size, leaf.shape)),
+            _memory_order(leaf),
+            leaf.dtype,
+            leaf.device,
+            leaf.requires_grad,
+            leaf.is_leaf,
+        )
+    if isinstance(leaf, torch.SymInt):
+        return ("size", size(leaf))
+    if not isinstance(leaf, _PLAIN):
+        raise _UnknownFormError
+    return ("value", leaf)
+
+
+def _with_sizes(form: _TensorForm, sizes: tuple[Any, ...]) -> _TensorForm:
+    rest = (form.order, form.dtype, form.device, form.requires_grad, form.is_leaf)
+    return _TensorForm(sizes, *rest)
+
+
+def _with_numbers(form: Any, numbers: Mapping[sympy.Symbol, int]) -> Any:
+    """What a form is, in a call with these numbers for sizes."""
+
+    def number(value: Any) -> Any:
+        return value if isinstance(value, int) else int(value.xreplace(numbers))
+
+    if isinstance(form, _TensorForm):
+        return _with_sizes(form, tuple(map(number, form.sizes)))
+    return ("value", number(form[1])) if form[0] == "size" else form
+
+
+def _structure(value: Any) -> Any:
+    elements = parts(value)
+    if elements is None:
+        return None  # what leaves are, their forms tell
+    return (type(value), tuple((part.key, _structure(part.value)) for part in elements))
+
+
+def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions from the outermost to the innermost, for a tensor without gaps or repeats."""
+    if tensor.layout != torch.strided:
+        raise _UnknownFormError
+    strides, sizes = ([_hint(n) for n in ns] for ns in (tensor.stride(), tensor.shape))
+    expected = 1
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], -sizes[dim], dim))
+    for dim in reversed(order):
+        if sizes[dim] != 1 and strides[dim] != expected:
+            raise _UnknownFormError
+        expected *= sizes[dim]
+    contiguous = tuple(range(tensor.dim()))
+    return contiguous if tensor.is_contiguous() else tuple(order)
+
+
+def _hint(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)

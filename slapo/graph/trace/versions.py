@@ -1,0 +1,267 @@
+"""One traced module for every call that the original serves: train or eval, with a mask or without.
+
+A trace follows one call. Where another kind of call takes the same path, the graph holds for both,
+at most with constants looked up by the mode; where it takes another path, the module gets a second
+graph, and the call decides which one runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from slapo.errors import TraceError
+from slapo.graph.trace.contract import CallContract, Guard
+from slapo.graph.trace.guards import SizeGuard, UnlessNone
+from slapo.graph.trace.leaves import attributes_used, check_modes, depends_on_mode
+from slapo.graph.trace.modes import merge_modes, other_mode, same_without
+from slapo.graph.trace.module import TracedModule
+
+#: Key in ``node.meta``: nodes of several graphs of a module with equal numbers are one operation.
+TWIN = "slapo_twin"
+
+#: More than this many masks are not tried in every combination.
+_MOST_MASKS = 2
+
+
+@dataclass
+class Version:
+    """A graph of a module for one kind of call.
+
+    Parameters
+    ----------
+    graph, contract, constants
+        See :class:`slapo.graph.trace.capture.Capture`.
+    entered
+        Paths of the modules whose operations are in the graph.
+    reads_mode
+        False when the graph is known to be the same in train and in eval mode.
+    """
+
+    graph: fx.Graph
+    contract: CallContract
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    entered: frozenset[str] = frozenset()
+    reads_mode: bool = True
+
+
+#: Traces the module as it is, the named parameters None.
+Trace = Callable[[frozenset[str]], Version]
+
+
+def all_versions(module: nn.Module, trace: Trace, optional: list[str]) -> TracedModule:
+    """Trace `module` for all kinds of calls.
+
+    Parameters
+    ----------
+    module
+        It is not changed.
+    trace
+        Traces it once.
+    optional
+        Parameters that are tensors in the trace and may be None in other calls.
+
+    Raises
+    ------
+    TraceError
+        If the trace fails in the module's present mode with all its arguments.
+    """
+    nothing: frozenset[str] = frozenset()
+    base, *others = _both_modes(module, trace, nothing)
+    serves_both = not others
+    check_modes(module, base.entered)
+    needed: list[str] = []
+    free: list[str] = []
+    for name in optional:
+        if name in base.contract.never_none:
+            without = _versions_without(module, trace, {name})
+            if serves_both and _holds_without(base, without, name):
+                free.append(name)
+            elif without:
+                needed.append(name)
+                others += without
+    for names in _subsets(needed):
+        others += _versions_without(module, trace, names)
+    for other in others:
+        missing = {name for name in needed if name not in other.contract.never_none}
+        for name in free:
+            _holds_without(other, _versions_without(module, trace, missing | {name}), name)
+    return assemble(module, base, others)
+
+
+def _versions_without(module: nn.Module, trace: Trace, names: Collection[str]) -> list[Version]:
+    """Versions for calls without these; none where such calls cannot be traced.
+
+    They stay refused then, by the contract of the others.
+    """
+    try:
+        return _both_modes(module, trace, frozenset(names))
+    except TraceError:
+        return []
+
+
+def assemble(module: nn.Module, base: Version, others: list[Version]) -> TracedModule:
+    """The traced module of these versions, the first being what it shows."""
+    traced = _as_module(module, base)
+    number_nodes(base.graph)
+    variants = []
+    for other in others:
+        align_nodes(base.graph, other.graph)
+        variants.append(_as_module(module, other))
+    traced.set_variants(tuple(variants))
+    return traced
+
+
+def _as_module(module: nn.Module, version: Version) -> TracedModule:
+    mode_matters = depends_on_mode(version.graph, version.contract.training)
+    inlined = tuple(sorted(version.entered)) if mode_matters else ()
+    used = attributes_used(module, version.entered)
+    contract = replace(version.contract, inlined=inlined, attributes=used)
+    return TracedModule.from_graph(module, version.graph, contract, version.constants)
+
+
+# --- modes ---------------------------------------------------------------------------------------
+def _both_modes(module: nn.Module, trace: Trace, without: frozenset[str]) -> list[Version]:
+    """One version for train and eval, or one for each; the present mode's comes first."""
+    here = trace(without)
+    if not here.reads_mode and mode_is_a_flag(module):
+        return [here]
+    with other_mode(module):
+        try:
+            other = trace(without)
+        except TraceError:
+            other = None
+    alike = other is not None and same_limits(here, other)
+    if other is not None and alike and merge_modes(here.graph, other.graph, module.training):
+        return [here]
+    here.contract = replace(here.contract, training=module.training)
+    if other is None:
+        return [here]
+    other.contract = replace(other.contract, training=not module.training)
+    return [here, other]
+
+
+def same_limits(one: Version, other: Version) -> bool:
+    """Whether two versions may be called alike."""
+    return one.contract.size_guards == other.contract.size_guards
+
+
+def mode_is_a_flag(root: nn.Module) -> bool:
+    """True when ``.train()`` and ``.eval()`` change nothing but the flags of `root` and below.
+
+    Modules may define ``train`` to do more (merge weights, freeze a part), and ``training`` as a
+    property.
+    """
+    kinds = {type(module) for module in root.modules()}
+    if any(isinstance(getattr(kind, "training", None), property) for kind in kinds):
+        return False
+    if all(kind.train is nn.Module.train for kind in kinds):
+        return True
+    before = [_attributes_but_mode(module) for module in root.modules()]
+    with other_mode(root):
+        now = [_attributes_but_mode(module) for module in root.modules()]
+    return len(now) == len(before) and all(map(_same_items, now, before))
+
+
+def _attributes_but_mode(module: nn.Module) -> dict[str, Any]:
+    state = vars(module)
+    slots = [state.get(slot, {}) for slot in ("_parameters", "_buffers", "_modules")]
+    return {**state, **slots[0], **slots[1], **slots[2], "training": None}
+
+
+def _same_items(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    return now.keys() == before.keys() and all(now[k] is before[k] for k in now)
+
+
+# --- optional inputs -----------------------------------------------------------------------------
+def _subsets(names: list[str]) -> Iterator[frozenset[str]]:
+    """Combinations of several of them."""
+    few = len(names) <= _MOST_MASKS
+    for size in range(2, len(names) + 1) if few else {len(names)}:
+        yield from map(frozenset, itertools.combinations(names, size))
+
+
+def _holds_without(version: Version, without: list[Version], name: str) -> bool:
+    """Whether a graph holds for calls with None in the place of a tensor; if so, they may come.
+
+    A module that hands an optional mask on to a function works without it too; one that asks
+    ``if mask is not None`` does not. The versions traced without it tell.
+    """
+    if name not in version.contract.never_none or len(without) != 1:
+        return False
+    node = next(n for n in version.graph.nodes if n.op == "placeholder" and n.target == name)
+    if not is_handed_on(node) or not same_without(version.graph, without[0].graph, name):
+        return False
+    version.contract = _without_demand(version.contract, name)
+    return True
+
+
+def is_handed_on(node: fx.Node) -> bool:
+    """True when nothing looks into the value: every use passes it to a module or function."""
+    return all(
+        user.op in ("call_module", "output")
+        or (user.op == "call_function" and user.target is not getattr)
+        for user in node.users
+    )
+
+
+def _without_demand(contract: CallContract, name: str) -> CallContract:
+    guards: tuple[Guard, ...] = tuple(
+        UnlessNone(guard.text, True, name, guard)
+        if isinstance(guard, SizeGuard) and name in guard.parameters()
+        else guard
+        for guard in contract.size_guards
+    )
+    return replace(contract, never_none=contract.never_none - {name}, size_guards=guards)
+
+
+def maybe_none(module: nn.Module, given: dict[str, Any]) -> list[str]:
+    """Parameters that hold a tensor here and may be None in other calls of the same model.
+
+    Those whose default is None, and that are masks (Transformers drops a mask of ones, which a run
+    on fake tensors cannot know).
+    """
+    parameters = inspect.signature(module.forward).parameters
+    return [
+        name
+        for name, value in given.items()
+        if name in parameters
+        and isinstance(value, torch.Tensor)
+        and (parameters[name].default is None or "mask" in name)
+    ]
+
+
+# --- twins ---------------------------------------------------------------------------------------
+def number_nodes(graph: fx.Graph) -> None:
+    """Give every node a number of its own."""
+    for number, node in enumerate(graph.nodes):
+        node.meta[TWIN] = number
+
+
+def align_nodes(base: fx.Graph, other: fx.Graph) -> None:
+    """Number the nodes of `other` like the nodes of `base` that are the same operation.
+
+    The two come from the same code, so what they have in common stands in the same order: the
+    longest common run of operations, constants included, is taken.
+    """
+    left, right = list(base.nodes), list(other.nodes)
+    words = [[_spelled(node) for node in nodes] for nodes in (left, right)]
+    matcher = SequenceMatcher(None, words[0], words[1], autojunk=False)
+    for number, node in enumerate(right):
+        node.meta[TWIN] = -1 - number
+    for start, first, length in matcher.get_matching_blocks():
+        for offset in range(length):
+            right[first + offset].meta[TWIN] = left[start + offset].meta[TWIN]
+
+
+def _spelled(node: fx.Node) -> str:
+    """A node with its constants, but not which values it takes."""
+    nothing = fx.node.map_arg((node.args, dict(node.kwargs)), lambda _: "_")
+    return f"{node.op} {node.target} {nothing!r}"

@@ -1,0 +1,178 @@
+"""What a forward reads and changes beside its tensors, seen while dynamo captures it.
+
+A graph holds what is done to tensors. That a forward also counts its calls, or chooses by the
+dtype of an input, is seen here: the first is refused, the second becomes a limit of the graph.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._dynamo import output_graph
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.tensor import TensorVariable
+
+from slapo.errors import TraceError
+
+
+@dataclass
+class Watch:
+    """What was seen.
+
+    Attributes
+    ----------
+    effects
+        Python objects that the forward changes, as ``(where, names of attributes)``.
+    steering
+        Nodes of the tensors by whose dtype Python has decided.
+    grad_asked
+        Nodes of the tensors of which Python has asked whether they require a gradient.
+    """
+
+    effects: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+    steering: set[fx.Node] = field(default_factory=set)
+    grad_asked: set[fx.Node] = field(default_factory=set)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within the block dynamo tells what it meets."""
+        outer, asked = self, TensorVariable.method_attr_requires_grad
+
+        def dtype(variable: TensorVariable, tx: Any) -> Any:
+            return (
+                None if variable.dtype is None else _Fact(variable.dtype, variable, "dtype", outer)
+            )
+
+        def device(variable: TensorVariable, tx: Any) -> Any:
+            if variable.device is None:
+                return None
+            return _Fact(variable.device, variable, "device", None)
+
+        def requires_grad(variable: TensorVariable, tx: Any) -> Any:
+            outer.grad_asked.add(variable.as_proxy().node)
+            return asked(variable, tx)
+
+        def effects(graph: Any, **_: Any) -> list[str]:
+            outer.effects += _effects(graph)
+            return []
+
+        with ExitStack() as stack:
+            enter = stack.enter_context
+            enter(mock.patch.object(TensorVariable, "method_attr_dtype", dtype))
+            enter(mock.patch.object(TensorVariable, "method_attr_device", device))
+            enter(mock.patch.object(TensorVariable, "method_attr_requires_grad", requires_grad))
+            where = output_graph.OutputGraph
+            enter(mock.patch.object(where, "get_replayed_side_effect_source_refs", effects))
+            yield
+
+    def check_effects(self) -> None:
+        """Refuse a forward that changes Python objects.
+
+        Raises
+        ------
+        TraceError
+            Naming them.
+        """
+        for where, names in self.effects:
+            if _is_harmless(where):
+                continue
+            what = f"attribute {names[0]!r} of {where}" if names else where
+            raise TraceError(
+                f"the forward changes {what}, which a graph cannot do; make the module that does "
+                "it a leaf: leaf_modules=[...] or an attribute traceable = False"
+            )
+
+
+class _Fact(ConstantVariable):
+    """The dtype or device of a tensor.
+
+    Handed on to an operation it stays a question to the tensor, so that the graph follows a model
+    that moves; as a value of Python's it is the constant of the example, and that is noted.
+    """
+
+    def __init__(
+        self, value: Any, tensor: Any = None, name: str = "", watch: Any = None, **kwargs: Any
+    ) -> None:
+        self._watch = None
+        super().__init__(value, **kwargs)
+        self.tensor, self.name, self._watch = tensor, name, watch
+
+    @property
+    def value(self) -> Any:
+        """The constant; whoever reads it decides by it."""
+        if self._watch is not None:
+            self._watch.steering.add(self.tensor.as_proxy().node)
+        return self._value
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._value = value
+
+    def as_proxy(self) -> Any:
+        """A node that asks the tensor."""
+        tx = InstructionTranslator.current_tx()
+        arguments = (self.tensor.as_proxy(), self.name)
+        proxy = tx.output.create_proxy("call_function", getattr, arguments, {})
+        proxy.node.meta["example_value"] = self._value
+        return proxy
+
+
+def _effects(graph: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Modified objects that exist outside of the captured forward."""
+    effects = graph.side_effects
+    for variable in effects._get_modified_vars():
+        kind = type(variable.mutation_type).__name__
+        if not kind.endswith("Existing") or variable.source is None:
+            continue
+        names = tuple(map(str, effects.store_attr_mutations.get(variable, ())))
+        yield _readable(variable.source.name), names
+
+
+def _readable(source: str) -> str:
+    """``L['module']._modules['fc']`` as ``fc``."""
+    text = re.sub(r"\._modules\['([^']+)'\]", r".\1", source)
+    text = text.replace("L['module']", "the module")
+    text = re.sub(r"L\['kwargs'\]\['([^']+)'\]", r"argument '\1'", text)
+    text = re.sub(r"L\['args'\]\[(\d+)\]", r"positional argument \1", text)
+    return re.sub(r"G\['(?:__import_)?([^']+)'\]", lambda m: m[1].replace("_dot_", "."), text)
+
+
+def _is_harmless(where: str) -> bool:
+    """True for Transformers' own bookkeeping.
+
+    That is the collector of outputs, put back at the end of a forward, and the kind of its labels,
+    which a head notes in its config.
+    """
+    return where.endswith(("_active_collector", ".config"))
+
+
+#: Names by which Python asks for the state that steers operations.
+_STATE_NAMES = {
+    "grad": frozenset({"is_grad_enabled", "is_inference_mode_enabled"}),
+    "autocast": frozenset(
+        {
+            *("is_autocast_enabled", "is_autocast_cpu_enabled", "is_autocast_available"),
+            *("get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype"),
+        }
+    ),
+}
+
+
+def states_read(codes: list[CodeType]) -> frozenset[str]:
+    """Which of ``"grad"`` and ``"autocast"`` the captured code asks for.
+
+    By the names in the code that was captured, torch's own aside: asked for or not, dynamo takes
+    the state of the capture for a constant.
+    """
+    home = torch.__file__.rpartition("/")[0]
+    names = {name for c in codes if not c.co_filename.startswith(home) for name in c.co_names}
+    return frozenset(state for state, words in _STATE_NAMES.items() if names & words)
