@@ -77,6 +77,7 @@ def parse(sch: Node, target_ops: Any, argument: str = "target_ops") -> Subgraphs
     if not isinstance(gm, fx.GraphModule):
         raise ValueError(f"{owner.path or 'the root'} is not traced any more; call find() again")
     chains = [sorted(dict.fromkeys(node for _, node in group)) for group in groups]
+    gm = _owner_of(chains[0][0], gm)
     for node in (node for chain in chains for node in chain):
         if node.graph is not gm.graph or node._erased:
             raise ValueError(
@@ -85,6 +86,12 @@ def parse(sch: Node, target_ops: Any, argument: str = "target_ops") -> Subgraphs
             )
     bindings = [getattr(group, "bindings", {}) for group in groups]
     return Subgraphs(owner, gm, chains, single, bindings)
+
+
+def _owner_of(node: fx.Node, gm: fx.GraphModule) -> fx.GraphModule:
+    """Of the graphs that a traced module has for different calls, the one with this node."""
+    graphs: tuple[fx.GraphModule, ...] = getattr(gm, "graphs", (gm,))
+    return next((owner for owner in graphs if owner.graph is node.graph), gm)
 
 
 def _is_pair(value: Any) -> bool:

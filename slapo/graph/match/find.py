@@ -13,6 +13,7 @@ from slapo.graph.match.explain import why_no_call, why_no_node, why_no_subgraph
 from slapo.graph.match.index import TracedGraph
 from slapo.graph.match.pattern import compile_name, trace_pattern
 from slapo.graph.match.search import find_by_name, find_subgraphs
+from slapo.graph.trace.modes import TWIN
 from slapo.wrapper import innermost
 
 #: Path of the traced module that holds the node (relative to where the search began), and it.
@@ -82,18 +83,37 @@ class Matches(list[T]):
 def traced_modules(root: nn.Module, path: str = "") -> Iterator[TracedGraph]:
     """Graphs of the traced modules at `root` and below it, each with module and path.
 
-    The one place that knows which graphs a module has; everything else asks here.
+    The one place that knows which graphs a module has; everything else asks here. A module has
+    several where kinds of calls take different paths, with a mask and without one.
     """
     module = innermost(root)
     if not isinstance(module, fx.GraphModule):
         return
-    yield TracedGraph(path, module, module.graph)
+    yield from _graphs_of(path, module)
     seen = {id(module)}
     for name, child in module.named_modules():
         inner = innermost(child)
         if name and isinstance(inner, fx.GraphModule) and id(inner) not in seen:
             seen.add(id(inner))
-            yield TracedGraph(f"{path}.{name}" if path else name, inner, inner.graph)
+            yield from _graphs_of(f"{path}.{name}" if path else name, inner)
+
+
+def _graphs_of(path: str, module: fx.GraphModule) -> Iterator[TracedGraph]:
+    for owner in getattr(module, "graphs", (module,)):
+        yield TracedGraph(path, module, owner.graph)
+
+
+class _News:
+    """Tells which matches are new: an operation that several graphs share is found once."""
+
+    def __init__(self) -> None:
+        self._known: set[Any] = set()
+
+    def __call__(self, path: str, nodes: Iterable[fx.Node]) -> bool:
+        key = (path, *(node.meta.get(TWIN, id(node)) for node in nodes))
+        is_new = key not in self._known
+        self._known.add(key)
+        return is_new
 
 
 def read_pattern(pattern: str | Callable[..., Any] | nn.Module) -> re.Pattern[str] | fx.Graph:
@@ -110,15 +130,20 @@ def read_pattern(pattern: str | Callable[..., Any] | nn.Module) -> re.Pattern[st
 def find_subgraphs_in(root: nn.Module, pattern: re.Pattern[str] | fx.Graph) -> Matches[Subgraph]:
     """Matches of what :func:`read_pattern` gave in every graph at or below `root`."""
     graphs = list(traced_modules(root))
+    is_new = _News()
     if isinstance(pattern, fx.Graph):
         found = [
             Subgraph(path, match)
             for path, gm, graph in graphs
             for match in find_subgraphs(graph, gm.get_submodule, pattern)
+            if is_new(path, match)
         ]
         return Matches(found, lambda: why_no_subgraph(graphs, pattern))
     found = [
-        Subgraph(path, match) for path, _, graph in graphs for match in find_by_name(graph, pattern)
+        Subgraph(path, match)
+        for path, _, graph in graphs
+        for match in find_by_name(graph, pattern)
+        if is_new(path, match)
     ]
     return Matches(found, lambda: why_no_call(graphs, pattern))
 
@@ -151,5 +176,11 @@ def find_nodes(
     if isinstance(question, re.Pattern):
         calls = find_subgraphs_in(root, question)
         return Matches((pair for call in calls for pair in call), lambda: calls.why)
-    found = [(path, node) for path, _, graph in graphs for node in graph.nodes if question(node)]
+    is_new = _News()
+    found = [
+        (path, node)
+        for path, _, graph in graphs
+        for node in graph.nodes
+        if question(node) and is_new(path, (node,))
+    ]
     return Matches(found, lambda: why_no_node(graphs))

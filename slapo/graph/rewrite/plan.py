@@ -18,9 +18,7 @@ from slapo.graph.rewrite.bookkeeping import check_stem, drop_unused, first_free_
 from slapo.graph.rewrite.effects import MARKS
 from slapo.graph.rewrite.may_move import may_move, outward_effects
 from slapo.graph.rewrite.subgraph import check_closed, in_order, subgraph_inputs
-
-TWIN = "slapo_twin"
-"""Key of ``node.meta`` for the number that an operation has in all graphs of a module."""
+from slapo.graph.trace.modes import TWIN
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import torch.fx as fx
 
 from slapo.graph.rewrite.arguments import same_constant
 from slapo.graph.rewrite.bookkeeping import graphs_of
-from slapo.graph.rewrite.plan import TWIN, Plan, lay_out
+from slapo.graph.rewrite.plan import Plan, lay_out
+from slapo.graph.trace.modes import TWIN
 from slapo.logger import get_logger
 
 logger = get_logger("slapo")

@@ -8,6 +8,9 @@ from typing import Any
 
 from torch import fx, nn
 
+#: Key in ``node.meta``: nodes of several graphs of a module with equal numbers are one operation.
+TWIN = "slapo_twin"
+
 #: Called on each pair of unequal constants; False stops the comparison.
 OnDifference = Callable[[fx.Node, Any, Any], bool]
 

@@ -161,13 +161,18 @@ class TracedModule(fx.GraphModule):
 
     @property
     def graphs(self) -> tuple[TracedModule, ...]:
-        """The owners of all graphs of the module, itself first."""
-        return (self, *self.__dict__.get("_variants", ()))
+        """The owners of all graphs of the module, the one that is shown first."""
+        shown: TracedModule = self.__dict__.get("_shown", self)
+        variants: tuple[TracedModule, ...] = shown.__dict__.get("_variants", ())
+        for variant in variants:
+            shown._lend(variant)
+        return (shown, *variants)
 
     def _lend(self, variant: TracedModule) -> None:
         """Whatever has become of this module's state is the variant's too."""
         for slot in _LENT:
             variant.__dict__[slot] = self.__dict__[slot]
+        variant.__dict__["_shown"] = self
 
     # --- calls -------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -274,7 +279,9 @@ class TracedModule(fx.GraphModule):
         memo[id(self)] = new
         nn.Module.__init__(new)
         type(new).__name__ = type(self).__name__
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_graph", "contract")}
+        state = {
+            k: v for k, v in self.__dict__.items() if k not in ("_graph", "contract", "_shown")
+        }
         new.__dict__.update(copy.deepcopy(state, memo))
         new.__dict__["contract"] = self.contract  # immutable, and its values may not copy
         # The graph has its own memo: fx keeps nodes in it, which are no business of the caller's.
@@ -283,7 +290,7 @@ class TracedModule(fx.GraphModule):
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_graph", "_code")}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_graph", "_code", "_shown")}
         return _rebuild, (_kind_of(self), type(self).__name__, state, self._graph)
 
 

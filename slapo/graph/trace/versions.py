@@ -21,12 +21,10 @@ from slapo.errors import TraceError
 from slapo.graph.trace.contract import CallContract, Guard
 from slapo.graph.trace.guards import SizeGuard, UnlessNone
 from slapo.graph.trace.leaves import attributes_used, check_modes, depends_on_mode
-from slapo.graph.trace.modes import merge_modes, other_mode, same_without
+from slapo.graph.trace.modes import TWIN, merge_modes, other_mode, same_without
 from slapo.graph.trace.module import TracedModule
 
-#: Key in ``node.meta``: nodes of several graphs of a module with equal numbers are one operation.
-TWIN = "slapo_twin"
-
+_MOST_GRAPHS = 64
 #: More than this many masks are not tried in every combination.
 _MOST_MASKS = 2
 
@@ -112,8 +110,8 @@ def assemble(module: nn.Module, base: Version, others: list[Version]) -> TracedM
     traced = _as_module(module, base)
     number_nodes(base.graph)
     variants = []
-    for other in others:
-        align_nodes(base.graph, other.graph)
+    for index, other in enumerate(others, 1):
+        align_nodes(base.graph, other.graph, index)
         variants.append(_as_module(module, other))
     traced.set_variants(tuple(variants))
     return traced
@@ -245,8 +243,10 @@ def number_nodes(graph: fx.Graph) -> None:
         node.meta[TWIN] = number
 
 
-def align_nodes(base: fx.Graph, other: fx.Graph) -> None:
+def align_nodes(base: fx.Graph, other: fx.Graph, index: int) -> None:
     """Number the nodes of `other` like the nodes of `base` that are the same operation.
+
+    Those that it has alone get numbers that no other graph has; `index` tells the graphs apart.
 
     The two come from the same code, so what they have in common stands in the same order: the
     longest common run of operations, constants included, is taken.
@@ -255,7 +255,7 @@ def align_nodes(base: fx.Graph, other: fx.Graph) -> None:
     words = [[_spelled(node) for node in nodes] for nodes in (left, right)]
     matcher = SequenceMatcher(None, words[0], words[1], autojunk=False)
     for number, node in enumerate(right):
-        node.meta[TWIN] = -1 - number
+        node.meta[TWIN] = -(number * _MOST_GRAPHS + index)
     for start, first, length in matcher.get_matching_blocks():
         for offset in range(length):
             right[first + offset].meta[TWIN] = left[start + offset].meta[TWIN]

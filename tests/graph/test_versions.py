@@ -1,0 +1,170 @@
+"""Several graphs of one module, for calls that take different paths: rewrites reach all."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slapo
+from slapo.graph.trace.module import TracedModule
+from slapo.pattern import call_module
+from tests.graph.zoo import FAMILIES, each_layer
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Masked(nn.Module):
+    """With a mask it adds it, without it scales; what follows is common to both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.a(x)
+        y = torch.tanh(y + mask) if mask is not None else torch.sigmoid(y * 2)
+        return F.gelu(self.b(y) + x) * 2
+
+
+CALLS = ((X, X), (X,), (X, None))
+
+
+def both() -> tuple[slapo.Schedule, nn.Module]:
+    """A traced module of two graphs, and the original."""
+    module = Masked()
+    sch = slapo.create_schedule(copy.deepcopy(module))
+    assert sch.trace()
+    assert isinstance(sch.mod, TracedModule)
+    assert len(sch.mod.graphs) == 2
+    return sch, module
+
+
+def check(sch: slapo.Schedule, module: nn.Module) -> None:
+    for args in CALLS:
+        results = []
+        for each in (sch.mod, module):
+            each.zero_grad()
+            output = each(*args)
+            output.sum().backward()
+            results.append((output, [p.grad for p in each.parameters()]))
+        torch.testing.assert_close(results[0], results[1])
+
+
+class Gelu(nn.Module):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        Gelu.calls += 1
+        return F.gelu(x + y)
+
+
+def test_what_both_graphs_have_is_found_once_and_replaced_in_both() -> None:
+    sch, module = both()
+    found = sch.find(lambda x, y: F.gelu(x + y))
+    assert len(found) == 1
+    sch.replace(Gelu(), found)
+    before = Gelu.calls
+    check(sch, module)
+    assert Gelu.calls - before == len(CALLS)
+    assert [n for n, _ in sch.mod.named_children()] == ["a", "b", "Gelu_0"]
+
+
+@pytest.mark.parametrize("compiler", ["TorchScript", None])
+def test_what_both_graphs_have_is_fused_in_both(compiler: str | None) -> None:
+    sch, module = both()
+    (found,) = sch.find(lambda x, y: F.gelu(x + y))
+    sch.fuse(found, compiler=compiler, name="AddGelu")
+    check(sch, module)
+    for owner in sch.mod.graphs:
+        assert [n.target for n in owner.graph.find_nodes(op="call_module")][-1] == "AddGelu_0"
+
+
+@pytest.mark.parametrize("act", [torch.tanh, torch.sigmoid])
+def test_what_one_graph_has_is_found_and_replaced_there(act: Any) -> None:
+    sch, module = both()
+    found = sch.find(lambda x: act(x))
+    assert len(found) == 1
+    calls = []
+
+    def counted(x: Tensor) -> Tensor:
+        calls.append(x)
+        return act(x)
+
+    sch.replace(counted, found)
+    check(sch, module)
+    assert len(calls) == (1 if act is torch.tanh else 2)
+
+
+def test_modules_called_in_one_graph_only_are_kept_for_it() -> None:
+    """A chain that one of the graphs has otherwise is replaced in the other, and stays here."""
+    sch, module = both()
+    (found,) = sch.find(lambda x, m: torch.tanh(call_module("a", x) + m))
+
+    class Front(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = sch.mod.a
+
+        def forward(self, x: Tensor, m: Tensor) -> Tensor:
+            return torch.tanh(self.a(x) + m)
+
+    sch.replace(Front(), found)
+    assert "a" in dict(sch.mod.named_children())
+    for args in CALLS:
+        torch.testing.assert_close(sch.mod(*args), module(*args))
+
+
+def test_modules_replaced_and_sharded_later_are_so_in_all_graphs() -> None:
+    sch, module = both()
+    sch["b"].replace(nn.Identity())
+    module.b = nn.Identity()
+    for args in CALLS:
+        torch.testing.assert_close(sch.mod(*args), module(*args))
+
+
+def test_a_failed_rewrite_changes_no_graph() -> None:
+    sch, module = both()
+    before = [str(owner.graph) for owner in sch.mod.graphs]
+    (found,) = sch.find(lambda x, y: F.gelu(x + y))
+    with pytest.raises(ValueError, match="required"):
+        sch.replace(lambda a, b, c: a, found)
+    assert [str(owner.graph) for owner in sch.mod.graphs] == before
+    check(sch, module)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_a_layer_of_transformers_is_rewritten_for_calls_with_and_without_a_mask(name: str) -> None:
+    family = FAMILIES[name]
+    model = family.build()
+    eager = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    path = [path for path, _ in each_layer(model, family)][-1]
+    assert sch[path].trace(flatten=True, tracer="huggingface")
+    patterns = {
+        "llama": lambda x, y: F.silu(x) * y,
+        "gpt2": lambda x, y: x + y,
+        "bert": lambda x: F.gelu(x),
+    }
+    found = sch[path].find(patterns[name])
+    assert found
+    sch[path].fuse(found[-1])
+    for batch, length in ((2, 21), (1, 9)):
+        inputs = family.inputs(batch, length, False)
+        for mask in (inputs["attention_mask"], torch.ones_like(inputs["attention_mask"]), None):
+            results = []
+            for each in (sch.mod, eager):
+                each.zero_grad()
+                given = {"input_ids": inputs["input_ids"], "attention_mask": mask}
+                cache = {} if name == "bert" else {"use_cache": False}
+                logits = each(**given, **cache).logits
+                logits.pow(2).mean().backward()
+                results.append((logits, {n: p.grad for n, p in each.named_parameters()}))
+            torch.testing.assert_close(results[0], results[1])
