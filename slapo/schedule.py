@@ -207,10 +207,9 @@ class Schedule(Node):
         return found
 
     def _trace(self, verb: str) -> None:
-        """Trace with proxies; record a run where that is not enough."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            if run(self, TracePrimitive) or run(self, TracePrimitive, tracer="huggingface"):
+            if run(self, TracePrimitive):
                 return
         reasons = "\n".join(f"- {warning.message}" for warning in caught)
         raise SlapoError(

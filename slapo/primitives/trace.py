@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 from slapo.errors import TraceError
+from slapo.graph.trace.call import named_constants
 from slapo.graph.trace.leaves import is_sealed, is_torch_leaf
 from slapo.graph.trace.tree import TraceResult, containers_down_to, trace_symbolic_tree
 from slapo.history import warn_caller
@@ -37,14 +38,14 @@ class TracePrimitive(Primitive):
     flatten
         One graph with all operations inlined; targets then read ``a.b``.
     tracer
-        ``"pytorch"``: symbolic, for modules without surprises. ``"huggingface"``: runs the forward
-        once on fake tensors and records it; for Transformers models and whatever the former
-        cannot trace. ``"dynamo"``: one flat graph by ``torch.compile``'s front end.
+        ``"pytorch"``: symbolic, for modules without surprises. ``"huggingface"``: the front end of
+        ``torch.compile`` writes the forward down, for Transformers models and whatever the former
+        cannot trace. ``"dynamo"``: the same, always as one flat graph.
     leaf_modules
         Class names or paths that stay opaque.
     concrete_args
-        Forward parameter -> constant to trace with. For ``"huggingface"``, parameters that are
-        named here are not made inputs.
+        Forward parameter -> constant to trace with; nothing else is fixed by that. Entries for
+        ``**kwargs``, and those without a value, are dropped.
     config
         Model config to make example inputs from, where the module has none itself.
     example_inputs
@@ -95,23 +96,55 @@ class TracePrimitive(Primitive):
             raise TypeError(f"leaf_modules is a list of names, got the string {leaf_modules!r}")
         module = innermost(sch.mod)
         _check_leaves(module, leaf_modules)
+        concrete_args = named_constants(module, concrete_args)
+        inputs = (concrete_args, config, example_inputs)
         try:
             _check_traceable(module)
             if tracer == "pytorch":
-                result = trace_symbolic_tree(
-                    module, recursive, flatten, leaf_modules, concrete_args
-                )
+                result = _trace_with_proxies(sch, recursive, flatten, leaf_modules, inputs)
             else:
-                # It brings sympy and torch._dynamo: a second that only recordings should take.
-                from slapo.primitives.recording import RecordingInputs, run_and_trace
-
-                inputs = RecordingInputs(sch, concrete_args, config, example_inputs)
-                result = run_and_trace(inputs, tracer, recursive, flatten, leaf_modules)
+                result = _capture(sch, tracer, recursive, flatten, leaf_modules, inputs)
         except TraceError as error:
             _warn(sch, tracer, error)
             return False
         _put_in_place(sch, result)
         return True
+
+
+#: ``concrete_args``, ``config`` and ``example_inputs``.
+_Given = tuple[Mapping[str, Any], Any, Any]
+
+
+def _trace_with_proxies(
+    sch: Node, recursive: bool, flatten: bool, leaf_modules: Collection[str], given: _Given
+) -> TraceResult:
+    """By proxies; by a capture where proxies do not survive and there are inputs for it."""
+    module = innermost(sch.mod)
+    try:
+        return trace_symbolic_tree(module, recursive, flatten, leaf_modules, given[0])
+    except TraceError as error:
+        try:
+            result = _capture(sch, "huggingface", recursive, flatten, leaf_modules, given)
+        except TraceError as other:
+            raise TraceError(f"{error}; and by a capture: {other}") from error
+        where = repr(sch.path) if sch.path else "the root"
+        logger.info('%s was traced as by tracer="huggingface": %s', where, error)
+        return result
+
+
+def _capture(
+    sch: Node,
+    tracer: str,
+    recursive: bool,
+    flatten: bool,
+    leaf_modules: Collection[str],
+    given: _Given,
+) -> TraceResult:
+    # It brings sympy and torch._dynamo: a second that only captures should take.
+    from slapo.primitives.recording import RecordingInputs, run_and_trace
+
+    inputs = RecordingInputs(sch, *given)
+    return run_and_trace(inputs, tracer, recursive, flatten, leaf_modules)
 
 
 class TraceUntilPrimitive(Primitive):
@@ -180,6 +213,7 @@ class TraceUntilPrimitive(Primitive):
         for path in wanted:
             sch[path]  # a path that does not exist is a KeyError that names the nearest
         containers = containers_down_to(wanted, lambda path: path in sch)
+        concrete_args = named_constants(innermost(sch.mod), concrete_args)
         try:
             for path in containers:
                 _check_traceable(innermost(sch[path].mod))

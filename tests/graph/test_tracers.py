@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import slapo
 from slapo.graph.trace.module import TracedModule
@@ -53,7 +55,7 @@ def test_find_records_what_proxies_cannot_trace() -> None:
     attention = sch["bert.encoder.layer.0.attention.self"]
     found = attention.find(r"query|key|value")
     assert [node.target for ((_, node),) in found] == ["query", "key", "value"]
-    assert sch.history[-1].call().endswith("trace(tracer='huggingface')")
+    assert isinstance(attention.mod, TracedModule)
 
 
 def test_find_says_why_a_module_cannot_be_traced() -> None:
@@ -379,3 +381,87 @@ def test_an_inlined_module_has_the_mode_of_the_root(tracer: str) -> None:
     with pytest.raises(slapo.SlapoError, match="'0' is in eval mode"):
         sch.mod(X)
     sch.mod.train()(X)
+
+
+# --- what proxies do not survive -----------------------------------------------------------------
+class Doubled(torch.autograd.Function):
+    """Its backward is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 5
+
+
+class Lost(nn.Module):
+    """What `kind` does, proxies would lose."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.fc, self.kind = nn.Linear(4, 4), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "function":
+            return Doubled.apply(self.fc(x))
+        return checkpoint(self.fc, x, use_reentrant=self.kind == "reentrant")
+
+
+@pytest.mark.parametrize("kind", ["function", "checkpoint", "reentrant"])
+def test_proxies_refuse_what_they_would_lose(kind: str) -> None:
+    module = Lost(kind)
+    sch = slapo.create_schedule(module)
+    apply = vars(torch.autograd.Function)["apply"]
+    word = "backward of its own" if kind != "checkpoint" else "torch.utils.checkpoint"
+    with pytest.warns(UserWarning, match=word):
+        assert not sch.trace()
+    assert sch.mod is module
+    assert vars(torch.autograd.Function)["apply"] is apply
+
+
+def test_a_trace_falls_back_to_a_capture_where_there_are_inputs() -> None:
+    module = Lost("function")
+    reference = copy.deepcopy(module)
+    sch = slapo.create_schedule(module)
+    assert sch.trace(example_inputs=X)
+    for each in (sch.mod, reference):
+        each(X).sum().backward()
+    assert torch.equal(sch.mod.fc.weight.grad, reference.fc.weight.grad)
+
+
+@pytest.mark.parametrize("path", ["transformer.h.0", "transformer.h.0.attn"])
+def test_a_layer_of_transformers_is_traced_by_default(path: str) -> None:
+    spec = zoo.FAMILIES["gpt2"]
+    model = spec.build()
+    reference = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    assert sch[path].trace(recursive=False)
+    check_equal(sch.mod, reference, {"input_ids": spec.inputs(2, 9, False)["input_ids"]})
+
+
+@pytest.mark.parametrize("tracer", ["pytorch", "huggingface", "dynamo"])
+def test_constants_as_scripts_write_them(tracer: str) -> None:
+    """All parameters but the inputs, with their defaults, ``**kwargs`` and empty ones included."""
+    model = zoo.FAMILIES["bert"].build().bert
+    layer = model.encoder.layer[0]
+    reference = copy.deepcopy(layer)
+    parameters = inspect.signature(layer.forward).parameters.values()
+    constants = {p.name: p.default for p in parameters if p.name != "hidden_states"}
+    sch = slapo.create_schedule(model)
+    assert sch["encoder.layer.0"].trace(tracer=tracer, flatten=True, concrete_args=constants)
+    x = torch.randn(2, 5, model.config.hidden_size)
+    torch.testing.assert_close(sch["encoder.layer.0"].mod(x), reference(x))
+
+
+def test_naming_a_flag_fixes_the_flag_and_nothing_else() -> None:
+    spec = zoo.FAMILIES["gpt2"]
+    model = spec.build()
+    reference = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    constants = {"use_cache": False}
+    assert sch.trace_until("transformer", tracer="huggingface", concrete_args=constants)
+    inputs = spec.inputs(2, 9, False)
+    have, want = (m(**inputs, use_cache=False).logits for m in (sch.mod, reference))
+    torch.testing.assert_close(have, want)

@@ -136,3 +136,28 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
     return isinstance(value, _PLAIN)
+
+
+def named_constants(module: nn.Module, concrete_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Constants for parameters of a forward, as scripts write them.
+
+    Entries for ``*args`` and ``**kwargs``, and those without a value, as an inspection of the
+    signature gives them, are dropped.
+
+    Examples
+    --------
+    >>> import inspect
+    >>> class Loose(nn.Module):
+    ...     def forward(self, x, scale=2, **kwargs):
+    ...         return x * scale
+    >>> parameters = inspect.signature(Loose().forward).parameters.values()
+    >>> named_constants(Loose(), {p.name: p.default for p in parameters})
+    {'scale': 2}
+    """
+    parameters = inspect.signature(module.forward).parameters
+    return {
+        name: value
+        for name, value in (concrete_args or {}).items()
+        if value is not inspect.Parameter.empty
+        and (name not in parameters or parameters[name].kind not in _STARS)
+    }

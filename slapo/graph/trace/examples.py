@@ -117,6 +117,8 @@ BUILDERS: dict[str, Callable[[_Facts], torch.Tensor]] = {
     "end_positions": _class_labels,
 }
 
+_STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 #: Names of which one stands for another: with both, a model would refuse its inputs.
 _ALTERNATIVES = (
     ("input_ids", "inputs_embeds"),
@@ -134,9 +136,9 @@ def example_inputs(
     module
         A ``PreTrainedModel``.
     concrete_args
-        Forward parameter -> value. These are no inputs; all other parameters that can be built
-        are. None: the main input, the attention mask, and the decoder's tokens where the model has
-        a decoder.
+        Forward parameter -> value. These are no inputs. Inputs are the main one, the attention
+        mask, and the decoder's tokens where the model has a decoder; or, if all other parameters
+        are named here, exactly those that are left.
     config
         The config to read sizes from, by default the model's own.
 
@@ -161,7 +163,9 @@ def example_inputs(
     config = config if config is not None else module.config
     names = list(inspect.signature(module.forward).parameters)
     facts = _Facts(module, config, "decoder_input_ids" in names)
-    chosen = _main_inputs(facts, names) if concrete_args is None else _open(names, concrete_args)
+    chosen = (
+        _main_inputs(facts, names) if concrete_args is None else _open(facts, names, concrete_args)
+    )
     device = next((p.device for p in module.parameters()), None)
     return {name: BUILDERS[name](facts).to(device) for name in chosen}
 
@@ -181,15 +185,23 @@ def _main_inputs(facts: _Facts, names: list[str]) -> list[str]:
     return [name for name in names if name in wanted]
 
 
-def _open(names: list[str], concrete_args: Mapping[str, Any]) -> list[str]:
+def _open(facts: _Facts, names: list[str], concrete_args: Mapping[str, Any]) -> list[str]:
+    """What stays an input when some parameters are constants.
+
+    Who names all others leaves exactly the inputs open; who names a flag or two fixes these, and
+    nothing else.
+    """
     unknown = [name for name in concrete_args if name not in names]
     if unknown:
         raise KeyError(f"forward has no parameter {unknown[0]!r}; it has {', '.join(names)}")
-    chosen = [name for name in names if name in BUILDERS and name not in concrete_args]
+    parameters = inspect.signature(facts.module.forward).parameters
+    left = [n for n in names if n not in concrete_args and parameters[n].kind not in _STARRED]
+    if not all(name in BUILDERS for name in left):
+        return [name for name in _main_inputs(facts, names) if name not in concrete_args]
     for preferred, other in _ALTERNATIVES:
-        if preferred in chosen and other in chosen:
-            chosen.remove(other)
-    return chosen
+        if preferred in left and other in left:
+            left.remove(other)
+    return left
 
 
 def _is_pretrained_model(module: nn.Module) -> bool:
