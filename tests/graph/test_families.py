@@ -152,3 +152,31 @@ def test_too_long_a_sequence_is_refused() -> None:
     assert sch.mod(**family.inputs(2, 64, False)).last_hidden_state.shape[:2] == (2, 64)
     with pytest.raises(slapo.SlapoError, match=r"input_ids.size\(1\) <= 64"):
         sch.mod(**family.inputs(2, 65, False))
+
+
+@pytest.mark.filterwarnings("ignore:.*could not be traced")
+@pytest.mark.parametrize("flatten", [True, False])
+def test_a_trace_leaves_the_hooks_of_transformers_as_they_were(flatten: bool) -> None:
+    """Those that collect hidden states are installed when first asked for, once."""
+    family = FAMILIES["llama"]
+    model = family.build()
+    modules = list(model.modules())
+    sch = slapo.create_schedule(model)
+    examples = {**family.inputs(3, 13, False), "output_hidden_states": True}
+    if flatten:
+        sch.trace(tracer="huggingface", flatten=True, example_inputs=examples)
+    else:
+        sch.trace_until(family.chain, tracer="huggingface", example_inputs=examples)
+    assert not any(module._forward_hooks for module in modules)
+    output = model(**family.inputs(2, 9, False), output_hidden_states=True, use_cache=False)
+    assert len(output.hidden_states) == 3
+
+
+def test_asking_a_graph_for_a_cache_is_refused() -> None:
+    family = FAMILIES["llama"]
+    sch = slapo.create_schedule(family.build())
+    assert sch.trace_until(family.chain, tracer="huggingface")
+    inputs = family.inputs(2, 9, False)
+    sch.mod(**inputs)
+    with pytest.raises(slapo.SlapoError, match="use_cache=False"):
+        sch.mod(**inputs, use_cache=True)

@@ -134,9 +134,9 @@ def test_what_cannot_be_traced_is_an_error_that_says_how() -> None:
     before = fingerprint(sch)
     with pytest.raises(slapo.SlapoError, match=r'sch\["0"\].find: .*not traced') as info:
         sch["0"].find("fc")
-    # The reasons of both tracers, and what to pass.
+    # The reasons of both ways, and what to pass.
     assert "tracer='pytorch'" in str(info.value)
-    assert "tracer='huggingface'" in str(info.value)
+    assert "and by a capture: " in str(info.value)
     assert "pass example_inputs" in str(info.value)
     assert fingerprint(sch) == before
 

@@ -26,6 +26,9 @@ class Guard(Protocol):
         """Names of the parameters that the condition is about."""
 
 
+NO_CACHE = "graphs hold no caches: call the model with use_cache=False"
+
+
 @dataclass(frozen=True)
 class CallContract:
     """What a traced graph may be called with; anything else is refused, not computed wrongly.
@@ -140,6 +143,8 @@ def argument_problem(contract: CallContract, bound: Mapping[str, Any]) -> str | 
             for name, given, traced in wrong
         )
         return f"{told}; {_remedy(wrong[0][1])}"
+    if bound.get("use_cache") and "use_cache" not in contract.concrete:
+        return NO_CACHE
     missing = [name for name in sorted(contract.never_none) if bound.get(name) is None]
     if missing:
         are = "is" if len(missing) == 1 else "are"
@@ -205,5 +210,5 @@ def _short(value: Any) -> str:
 
 def _remedy(given: Any) -> str:
     if type(given).__name__.endswith("Cache"):
-        return "graphs hold no caches: call the model with use_cache=False"
+        return NO_CACHE
     return "trace it with example_inputs= as you call it"

@@ -37,7 +37,7 @@ class ModuleState:
             id(value): value
             for _, _, attributes, _ in self._saved
             for name, value in attributes.items()
-            if type(value) in _CONTAINERS and name not in _SLOTS
+            if isinstance(value, _CONTAINERS) and name not in _SLOTS
         }
         self._held = [(value, value.copy()) for value in held.values()]
         configs = {
@@ -98,8 +98,7 @@ class ModuleState:
                     now.update(content)
         for value, content in self._held:
             if not _same_items(value, content):
-                value.clear()
-                value.extend(content) if isinstance(value, list) else value.update(content)
+                _refill(value, content)
 
     def check_unchanged(self) -> None:
         """Refuse a forward that changes an attribute of a module in any way.
@@ -128,7 +127,7 @@ class ModuleState:
         now = {**vars(module), **module._parameters, **module._buffers}
         for name in [n for n in (*now, *before.keys() - now.keys()) if n not in _SLOTS]:
             value, old = now.get(name, _MISSING), before.get(name, _MISSING)
-            if type(value) in _CONTAINERS and value is old:
+            if isinstance(value, _CONTAINERS) and value is old:
                 yield name, value
             elif value is not old and id(value) not in self._fakes:
                 equal = type(value) is type(old) and type(value) in _VALUES and value == old
@@ -156,6 +155,14 @@ class ModuleState:
                         f"the forward stores a tensor in attribute {where!r}, which a graph cannot "
                         f"do; make {path or 'the module'} a leaf"
                     )
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    if isinstance(container, list):
+        container.extend(content)
+    else:
+        container.update(content)
 
 
 def _same_items(now: Any, before: Any) -> bool:
