@@ -96,9 +96,9 @@ class ModuleState:
                 if now.keys() != content.keys() or any(now[k] is not content[k] for k in now):
                     now.clear()
                     now.update(content)
-        for value, content in self._held:
-            if not _same_items(value, content):
-                _refill(value, content)
+        for value, before in self._held:
+            if not _same_items(value, before):
+                _refill(value, before)
 
     def check_unchanged(self) -> None:
         """Refuse a forward that changes an attribute of a module in any way.
