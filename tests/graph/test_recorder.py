@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import slapo
 from slapo.errors import SlapoError, TraceError
 from slapo.graph.trace.module import TracedModule
 from slapo.graph.trace.recorder import (
@@ -636,30 +635,6 @@ def test_parameters_of_other_modules_are_refused() -> None:
     other = nn.Linear(5, 5)
     with pytest.raises(TraceError, match="no parameter of it"):
         trace(make(lambda self, x: x @ other.weight), torch.ones(3, 5))
-
-
-def test_each_node_tells_what_its_value_is() -> None:
-    def forward(self: Any, x: Tensor, pair: Any, scale: Any = None, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            left, _ = x.chunk(2)
-        self.nothing(x)
-        y = left.new_ones(x.size(0) // 2, device=x.device) + pair[0].sum() + self.fc.weight.sum()
-        return {"y": F.dropout(y, 0.5, self.training), "lstm": self.lstm(x)}
-
-    module = make(forward, nothing=make(lambda self, x: None), lstm=nn.LSTM(5, 4))
-    module.fc = nn.Linear(5, 5)
-    sch = slapo.create_schedule(module)
-    given = (torch.ones(4, 5), (torch.ones(3), None))
-    assert sch.trace(tracer="huggingface", recursive=False, example_inputs=given)
-    twins = (copy.deepcopy(sch.mod.graph), pickle.loads(pickle.dumps(_standalone(sch.mod))).graph)
-    for graph in (sch.mod.graph, *twins):
-        kinds = {node.name: node.meta["slapo_kind"] for node in graph.nodes}
-        of = {k: {n for n, kind in kinds.items() if kind == k} for k in set(kinds.values())}
-        assert of["container"] == {"pair", "kwargs", "chunk", "lstm", "getitem_4", "output"}
-        values = {"scale", "nothing", "size", "floordiv", "getattr_1", "training"}
-        assert of["value"] == values | {"enter_grad_mode", "leave_grad_mode"}
-        assert set(of) == {"container", "value", "tensor"}
-        assert {"x", "fc_weight", "dropout", "getitem", "new_ones"} <= of["tensor"]
 
 
 # --- leaves --------------------------------------------------------------------------------------

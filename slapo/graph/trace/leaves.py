@@ -92,6 +92,8 @@ def depends_on_mode(graph: fx.Graph, training: bool | None) -> bool:
 
 
 _PLAIN = (bool, int, float, str)
+#: Methods that no forward calls; they name sizes that a shard changes.
+_NOT_IN_FORWARD = frozenset({"__init__", "__repr__", "extra_repr", "reset_parameters"})
 
 
 def attributes_used(root: nn.Module, entered: Collection[str]) -> tuple[tuple[str, str, Any], ...]:
@@ -128,7 +130,7 @@ def _names_in_code(kind: Any) -> frozenset[str]:
         if base.__module__ != nn.Module.__module__:
             for name, value in vars(base).items():
                 code = _code_of(value)
-                if code is not None and name != "__init__":
+                if code is not None and name not in _NOT_IN_FORWARD:
                     names.update(code.co_names)
     return frozenset(names)
 
