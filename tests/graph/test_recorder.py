@@ -31,7 +31,7 @@ from slapo.graph.trace.recorder import (
     is_impure,
     record,
 )
-from slapo.graph.trace.recorder.trees import leaves, tensors
+from slapo.graph.trace.trees import leaves, tensors
 from tests.graph.zoo import FAMILIES, each_layer
 
 SIZES = ((2, 21), (5, 7), (1, 9), (4, 4))

@@ -11,7 +11,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 
 from slapo.graph.trace.recorder.shape_env import Origin
-from slapo.graph.trace.recorder.trees import leaves
+from slapo.graph.trace.trees import leaves
 
 #: Two numbers for each slot. They lie far apart, so that a size that grows in large steps (strides
 #: of convolutions) is not taken for a constant; most tables of positions have 512 rows or more.

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 
 from slapo.graph.trace.recorder.expressions import Size
 from slapo.graph.trace.recorder.shape_env import RecordingShapeEnv
-from slapo.graph.trace.recorder.trees import parts, rebuild
+from slapo.graph.trace.trees import parts, rebuild
 
 
 class RecordingMode(FakeTensorMode):

@@ -22,7 +22,7 @@ from slapo.graph.trace.recorder.expressions import (
     path_text,
 )
 from slapo.graph.trace.recorder.shape_env import Decision, Origin
-from slapo.graph.trace.recorder.trees import parts
+from slapo.graph.trace.trees import parts
 
 
 @dataclass(frozen=True)

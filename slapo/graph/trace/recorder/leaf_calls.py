@@ -21,9 +21,9 @@ from slapo.errors import TraceError
 from slapo.graph.trace.modes import other_mode
 from slapo.graph.trace.recorder.call_sizes import CallSizes
 from slapo.graph.trace.recorder.mode_reads import ModeReads
-from slapo.graph.trace.recorder.scripted import scripted_output
 from slapo.graph.trace.recorder.templates import OutputTemplate, is_like_example, output_template
-from slapo.graph.trace.recorder.trees import SYMBOLIC, parts, tensors
+from slapo.graph.trace.scripted import scripted_output
+from slapo.graph.trace.trees import SYMBOLIC, parts, tensors
 
 DATA_DEPENDENT = (
     DataDependentOutputException,

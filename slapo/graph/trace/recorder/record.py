@@ -14,6 +14,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slapo.errors import TraceError
+from slapo.graph.trace.call import BoundCall, add_placeholder
 from slapo.graph.trace.contract import CallContract
 from slapo.graph.trace.recorder.fake_inputs import (
     FakeInputs,
@@ -33,9 +34,8 @@ from slapo.graph.trace.recorder.operators import eliminate_dead_code
 from slapo.graph.trace.recorder.patches import outer_at_rest, recording
 from slapo.graph.trace.recorder.recorder import Recorder
 from slapo.graph.trace.recorder.shape_env import Origin
-from slapo.graph.trace.recorder.signature import BoundCall, add_placeholder
-from slapo.graph.trace.recorder.trees import KIND, has_tensor, kind_of, parts
 from slapo.graph.trace.state import ModuleState
+from slapo.graph.trace.trees import KIND, has_tensor, kind_of, parts
 
 IsLeaf = Callable[[nn.Module, str], bool]
 

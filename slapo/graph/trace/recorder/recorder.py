@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from slapo.errors import TraceError
+from slapo.graph.trace.function_calls import FunctionApply, is_checkpoint
 from slapo.graph.trace.recorder.fake_inputs import RecordingMode
-from slapo.graph.trace.recorder.functions import FunctionApply, is_checkpoint
 from slapo.graph.trace.recorder.grad_mode import GradModeRegions, enter_autocast, leave_autocast
 from slapo.graph.trace.recorder.leaf_calls import LeafCalls
 from slapo.graph.trace.recorder.mode_reads import ModeReads
@@ -28,8 +28,8 @@ from slapo.graph.trace.recorder.operators import (
     writes_in_place,
 )
 from slapo.graph.trace.recorder.shape_env import WITHIN_OPERATION, Origin, RecordingShapeEnv
-from slapo.graph.trace.recorder.trees import has_tensor, tensors
 from slapo.graph.trace.recorder.values import ValueTable
+from slapo.graph.trace.trees import has_tensor, tensors
 
 CHECKPOINT_REFUSED = (
     "activation checkpointing inside a traced forward would be lost; switch it off "

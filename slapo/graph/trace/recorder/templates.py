@@ -27,7 +27,7 @@ from slapo.graph.trace.recorder.call_sizes import (
     find_slots,
     number_of,
 )
-from slapo.graph.trace.recorder.trees import SYMBOLIC, kind_of, leaves, map_leaves, parts
+from slapo.graph.trace.trees import SYMBOLIC, kind_of, leaves, map_leaves, parts
 
 #: Types of outputs that compare by value.
 _CONSTANTS = (str, int, float, bool, complex, type(None), torch.dtype, torch.device)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from slapo.errors import TraceError
 from slapo.graph.trace.recorder.expressions import OPERATIONS, UntranslatableError, translate
-from slapo.graph.trace.recorder.trees import KIND, SYMBOLIC, Part, kind_of, parts, rebuild
+from slapo.graph.trace.trees import KIND, SYMBOLIC, Part, kind_of, parts, rebuild
 
 #: Types that may stand in a graph as they are.
 _CONSTANTS = (
