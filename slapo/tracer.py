@@ -1,4 +1,4 @@
-"""Tracers; see :mod:`slapo.graph.trace.symbolic` and :mod:`slapo.graph.trace.recorder`."""
+"""Tracers; see :mod:`slapo.graph.trace.symbolic` and :mod:`slapo.graph.trace.capture`."""
 
 from slapo.graph.trace.contract import CallContract
 from slapo.graph.trace.module import TracedModule

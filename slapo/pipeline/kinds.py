@@ -125,7 +125,7 @@ def enters_region(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") in _ENTER
 
 
-# By name: the recorder, which defines them, brings sympy, and a partition must not.
+# By name, as graphs that were loaded from a file have them.
 _ENTER = ("enter_grad_mode", "enter_autocast")
 _LEAVE = ("leave_grad_mode", "leave_autocast")
 

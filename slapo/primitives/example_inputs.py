@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from slapo.errors import TraceError
+from slapo.graph.trace.call import BoundCall
 from slapo.graph.trace.capture import capture
 from slapo.graph.trace.examples import example_inputs
 from slapo.graph.trace.run import Inputs, capture_inputs
@@ -56,10 +56,10 @@ class RecordingInputs:
             return (), {**named, **self.concrete}
         if self.sch.parent is None:
             raise TraceError("there is nothing to run it with; pass example_inputs")
-        args, kwargs = self._from_model(module)
-        bound = inspect.signature(module.forward).bind(*args, **kwargs)
-        bound.arguments.update(self.concrete)
-        return bound.args, bound.kwargs
+        call = BoundCall.of(module, *self._from_model(module))
+        args, kwargs = call.with_arguments({**call.arguments, **self.concrete})
+        positional = list(call.signature.parameters)[: len(args)]
+        return args, {**kwargs, **{k: v for k, v in self.concrete.items() if k not in positional}}
 
     def _from_user(self) -> Inputs:
         given = self.given

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from slapo.graph.trace.captured_tree import trace_captured_tree
-from slapo.graph.trace.recorded_tree import trace_recorded_containers
+from slapo.graph.trace.captured_tree import trace_captured_containers, trace_captured_tree
 from slapo.graph.trace.tree import TraceResult
 from slapo.primitives.example_inputs import RecordingInputs
 from slapo.wrapper import innermost
@@ -38,7 +37,7 @@ def run_and_trace_containers(inputs: RecordingInputs, containers: Collection[str
     TraceError
         If there is nothing to run it with, or a container does not fit into a graph.
     """
-    return trace_recorded_containers(innermost(inputs.sch.mod), inputs.find(), containers)
+    return trace_captured_containers(innermost(inputs.sch.mod), inputs.find(), containers)
 
 
 __all__ = ["RecordingInputs", "run_and_trace", "run_and_trace_containers"]

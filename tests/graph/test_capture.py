@@ -1,4 +1,4 @@
-"""The recorder: graphs equal eager at other sizes; what they cannot hold is refused.
+"""The capture: graphs equal eager at other sizes; what they cannot hold is refused.
 
 Tolerances: both sides run the same float32 kernels on the same numbers. Gradients that several
 paths add up may be summed in another order, which costs a few units in the last place.

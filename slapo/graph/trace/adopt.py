@@ -30,10 +30,11 @@ from slapo.graph.trace.guards import (
     TensorGuard,
 )
 from slapo.graph.trace.leaf_calls import call_leaf
+from slapo.graph.trace.leaf_outputs import CapturedForm
 from slapo.graph.trace.names import spare_self
 from slapo.graph.trace.region_calls import Regions
 from slapo.graph.trace.shape_env import CaptureShapeEnv
-from slapo.graph.trace.trees import KIND, has_tensor, kind_of, parts
+from slapo.graph.trace.trees import KIND, has_tensor, kind_of, map_leaves, parts
 from slapo.graph.trace.watch import Watch, states_read
 
 CHECKPOINT_REFUSED = (
@@ -96,6 +97,8 @@ class Adoption:
         self._nodes: dict[Any, fx.Node] = {}
         self._copies: dict[fx.Node, Any] = {}
         self._results: dict[int, Any] = {}
+        self._fakes: dict[int, Tensor] = {}
+        self._result: Any = None
 
     # --- the graph ---------------------------------------------------------------------------
     def finish(self) -> fx.Graph:
@@ -105,9 +108,25 @@ class Adoption:
             node.meta[KIND] = kind_of(self.example.arguments[name])
             self._nodes[(name,)] = node
         result = self._run(self._copy_graph)
+        self._result = result
         self.graph.output(self._structure(result)).meta[KIND] = kind_of(result)
         _drop_unused(self.graph)
         return self.graph
+
+    def form(self) -> CapturedForm | None:
+        """The form of what the forward returns; to be asked for after :meth:`contract`.
+
+        How a tensor lies in memory is a question about sizes, which is no limit of the graph.
+        """
+        result = map_leaves(self._result, self._example)
+        return CapturedForm.of(result, self._sizes, self.example.call.signature)
+
+    def _example(self, value: Any) -> Any:
+        """The fake tensor or symbol behind a value of the result."""
+        if id(value) in self._results:
+            value = self._results[id(value)][1]
+        known = value.meta.get("example_value") if isinstance(value, fx.Node) else value
+        return self._fakes.get(id(known), known)
 
     def _run(self, compiled: Any) -> Any:
         """Run what dynamo has generated around the graph.
@@ -149,6 +168,7 @@ class Adoption:
             return
         path = self.example.places.get(id(value))
         if path is not None:
+            self._fakes[id(value)] = node.meta["example_value"]
             for dim, size in enumerate(node.meta["example_value"].shape):
                 if isinstance(size, torch.SymInt) and size.node._expr.is_Symbol:
                     self._sizes.setdefault(size.node._expr, Size(path, dim))

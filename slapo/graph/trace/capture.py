@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import gc
 import logging
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -32,13 +33,31 @@ from slapo.errors import TraceError
 from slapo.graph.trace.adopt import Adoption
 from slapo.graph.trace.call import BoundCall
 from slapo.graph.trace.contract import CallContract
-from slapo.graph.trace.example_tensors import ExampleCall
+from slapo.graph.trace.example_tensors import ExampleCall, module_device
 from slapo.graph.trace.failures import explain
 from slapo.graph.trace.leaf_calls import LeafCalls
+from slapo.graph.trace.leaf_outputs import CapturedForm
 from slapo.graph.trace.leaves import IsLeaf
+from slapo.graph.trace.on_meta import one_device
 from slapo.graph.trace.output_capture import hooks_installed
 from slapo.graph.trace.shape_env import CaptureShapeEnv
 from slapo.graph.trace.watch import Watch
+
+
+class Reached(Exception):
+    """A capture has come to the call of a leaf whose output must be known first.
+
+    Parameters
+    ----------
+    path
+        Where the leaf is.
+    args, kwargs
+        What it was called with: fake tensors.
+    """
+
+    def __init__(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__(f"{path!r} is called")
+        self.path, self.args, self.kwargs = path, args, kwargs
 
 
 @dataclass
@@ -63,6 +82,8 @@ class Capture:
     reads_mode : bool
         Whether the forward asked for ``module.training``. If not, the graph holds in train and in
         eval mode.
+    form
+        The form of what the forward returns; None if it follows from more than the sizes given.
     """
 
     graph: fx.Graph
@@ -71,6 +92,7 @@ class Capture:
     child_inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     entered: frozenset[str] = frozenset()
     reads_mode: bool = True
+    form: CapturedForm | None = None
 
 
 def capture(
@@ -80,6 +102,7 @@ def capture(
     *,
     is_leaf: IsLeaf,
     outputs: dict[Any, Any] | None = None,
+    containers: Mapping[str, CapturedForm | None] = MappingProxyType({}),
 ) -> Capture:
     """Write down what ``root.forward`` does with arguments like these.
 
@@ -95,9 +118,13 @@ def capture(
         hooks included.
     outputs
         Forms of leaves' outputs, to be shared by captures of one model.
+    containers
+        Path -> what a leaf returns that has been captured, or None for one that is to be.
 
     Raises
     ------
+    Reached
+        At the call of a leaf that is to be captured before.
     TypeError
         If the example inputs do not fit the signature.
     TraceError
@@ -113,9 +140,11 @@ def capture(
     """
     call = BoundCall.of(root, args, kwargs).without_cache()
     leaves, entered = _sort_out(root, is_leaf)
-    calls = LeafCalls(root, leaves, {} if outputs is None else outputs)
+    device = module_device(root)
+    calls = LeafCalls(root, leaves, {} if outputs is None else outputs, device, containers)
     with ExitStack() as stack:
         stack.enter_context(_at_rest())
+        stack.enter_context(_collections_deferred())
         stack.enter_context(one_device(root))
         example = ExampleCall.of(root, call)
         stack.enter_context(hooks_installed(root))
@@ -127,18 +156,22 @@ def capture(
             notes.watch.check_effects()
             adoption = Adoption(root, example, output, notes.shape_env, notes.watch, calls.accesses)
             graph = adoption.finish()
-        except TraceError:
-            raise
         except Exception as error:
+            if calls.reached is not None:
+                raise Reached(calls.reached, *calls.inputs[calls.reached]) from None
+            if isinstance(error, TraceError):
+                raise
             raise explain(error, root) from error
     inlined = adoption.entered(entered)
+    contract = adoption.contract()
     return Capture(
         graph,
-        adoption.contract(),
+        contract,
         adoption.constants,
         calls.child_inputs,
         inlined,
         calls.mode_matters or adoption.reads_mode(inlined),
+        adoption.form(),
     )
 
 
@@ -209,35 +242,15 @@ def _at_rest() -> Iterator[None]:
 
 
 @contextmanager
-def one_device(root: nn.Module) -> Iterator[None]:
-    """Where some of the model is on meta, all of it is for the time of the block.
-
-    Models made under ``init_empty_weights`` have buffers with values on the CPU, which no
-    operation could combine with the parameters.
-    """
-    held: list[tuple[Any, str, torch.Tensor]] = [
-        (slot, name, tensor)
-        for module in root.modules()
-        for slot in (module._parameters, module._buffers)
-        for name, tensor in slot.items()
-        if tensor is not None
-    ]
-    if not any(tensor.is_meta for _, _, tensor in held):
-        yield
-        return
-    copies: dict[int, Any] = {}
-    replaced = [item for item in held if not item[2].is_meta]
-    for slot, name, tensor in replaced:
-        if id(tensor) not in copies:
-            copy = torch.empty_like(tensor, device="meta")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            copies[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
-        slot[name] = copies[id(tensor)]
+def _collections_deferred() -> Iterator[None]:
+    """Dynamo makes many objects and frees few: collecting them took a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        for slot, name, tensor in replaced:
-            slot[name] = tensor
+        if enabled:
+            gc.enable()
 
 
 @dataclass

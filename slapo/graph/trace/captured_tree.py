@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection
 from typing import Any
 
 from torch import fx, nn
 
 from slapo.errors import TraceError
-from slapo.graph.trace.capture import Capture, capture
+from slapo.graph.trace.call import BoundCall
+from slapo.graph.trace.capture import Capture, Reached, capture
+from slapo.graph.trace.leaf_outputs import CapturedForm
 from slapo.graph.trace.leaves import IsLeaf, default_is_leaf
 from slapo.graph.trace.module import TracedModule
 from slapo.graph.trace.run import Inputs
 from slapo.graph.trace.tree import TraceResult, descend
 from slapo.graph.trace.versions import Version, all_versions, maybe_none
+from slapo.wrapper import innermost
 
 
 def trace_captured_tree(
@@ -38,6 +40,100 @@ def trace_captured_tree(
     return result
 
 
+def trace_captured_containers(
+    root: nn.Module, inputs: Inputs, containers: Collection[str]
+) -> TraceResult:
+    """Capture the root and the containers below it, each with its children as calls.
+
+    A container that is a mere name space, whose caller calls what is in it (OPT calls
+    ``model.decoder``), is passed over.
+
+    Raises
+    ------
+    TraceError
+        If one of them cannot be captured, or is not called by the one above it.
+    """
+    tracer = _Containers(root, frozenset(containers))
+    tracer.trace("", inputs)
+    for path in containers:
+        if path not in tracer.traced and not any(c.startswith(f"{path}.") for c in tracer.traced):
+            raise TraceError(f"{path!r} cannot be a graph: no module above it calls it")
+    return TraceResult({path: tracer.traced[path] for path in containers if path in tracer.traced})
+
+
+class _Containers:
+    """Captures of containers: the inner ones as soon as a capture comes to their call."""
+
+    def __init__(self, root: nn.Module, paths: Collection[str]) -> None:
+        self.root, self.paths = root, paths
+        self.traced: dict[str, TracedModule] = {}
+        self._outputs: dict[Any, Any] = {}
+        self._forms: dict[tuple[str, bool], CapturedForm | None] = {}
+
+    def trace(self, path: str, inputs: Inputs) -> None:
+        """Capture the container at `path`, in both modes."""
+        module = innermost(self.root.get_submodule(path))
+
+        def once(without: frozenset[str]) -> Version:
+            captured = self._captured(module, path, inputs)
+            if captured.form is not None:
+                forms[module.training] = captured.form
+            elif path:
+                raise TraceError(
+                    f"{path!r} cannot be a graph: the sizes it returns follow from data"
+                )
+            return _version(captured)
+
+        forms: dict[bool, CapturedForm] = {}
+        # A container's optional inputs shape what its children get (masks): None stays refused.
+        self.traced[path] = all_versions(module, once, [])
+        for mode in (True, False):
+            self._forms[path, mode] = forms.get(mode, forms.get(module.training))
+        mode_matters = len({form.spelled for form in forms.values()}) > 1
+        for form in forms.values():
+            form.form.mode_matters = mode_matters
+
+    def _captured(self, module: nn.Module, path: str, inputs: Inputs) -> Capture:
+        prefix = f"{path}." if path else ""
+        inner = {
+            c.removeprefix(prefix): c for c in self.paths if c.startswith(prefix) and c != path
+        }
+        while True:
+            forms = {name: self._form(c) for name, c in inner.items()}
+            try:
+                captured = capture(
+                    module,
+                    *inputs,
+                    is_leaf=default_is_leaf(False),
+                    outputs=self._outputs,
+                    containers=forms,
+                )
+            except Reached as reached:
+                self.trace(inner[reached.path], (reached.args, reached.kwargs))
+                continue
+            called = {str(node.target) for node in captured.graph.find_nodes(op="call_module")}
+            for name in called.intersection(inner) - captured.child_inputs.keys():
+                raise TraceError(
+                    f"{inner[name]!r} cannot be a graph: it is called several times with "
+                    "different constants"
+                )
+            return captured
+
+    def _form(self, path: str) -> CapturedForm | None:
+        module = innermost(self.root.get_submodule(path))
+        return self._forms.get((path, module.training))
+
+
+def _version(captured: Capture) -> Version:
+    return Version(
+        captured.graph,
+        captured.contract,
+        captured.constants,
+        captured.entered,
+        captured.reads_mode,
+    )
+
+
 class _Captures:
     """Captures of modules of one tree: inputs of children come from the capture above."""
 
@@ -54,28 +150,19 @@ class _Captures:
 
     def trace(self, module: nn.Module, path: str, inputs: Inputs) -> TracedModule:
         """Capture `module` for all kinds of calls."""
-        signature = inspect.signature(module.forward)
-        args, kwargs = inputs
 
         def once(without: frozenset[str]) -> Version:
-            bound = signature.bind(*args, **kwargs)
-            bound.arguments.update(dict.fromkeys(without))
-            given = (args, kwargs) if not without else (bound.args, bound.kwargs)
+            given = inputs
+            if without:
+                call = BoundCall.of(module, *inputs)
+                given = call.with_arguments({**call.arguments, **dict.fromkeys(without)})
             captured = capture(module, *given, is_leaf=self.is_leaf, outputs=self._outputs)
             self._note(path, captured)
-            return Version(
-                captured.graph,
-                captured.contract,
-                captured.constants,
-                captured.entered,
-                captured.reads_mode,
-            )
+            return _version(captured)
 
-        try:
-            given = dict(signature.bind(*args, **kwargs).arguments)
-        except TypeError:
-            given = {}
-        return all_versions(module, once, maybe_none(module, given))
+        return all_versions(
+            module, once, maybe_none(module, BoundCall.of(module, *inputs).arguments)
+        )
 
     def _note(self, path: str, captured: Capture) -> None:
         for target, given in captured.child_inputs.items():

@@ -46,6 +46,12 @@ class _Facts:
         """True if the main input is a picture."""
         return getattr(self.module, "main_input_name", "") == "pixel_values"
 
+    @property
+    def is_waveform_model(self) -> bool:
+        """True if the main input is a row of samples."""
+        is_sound = getattr(self.module, "main_input_name", "") == "input_values"
+        return is_sound and hasattr(self.config, "conv_stride")
+
 
 def _token_ids(facts: _Facts) -> torch.Tensor:
     return torch.ones(BATCH, LENGTH, dtype=torch.long)
@@ -81,6 +87,29 @@ def _picture(facts: _Facts) -> torch.Tensor:
     return torch.zeros(BATCH, channels, height, width, dtype=facts.dtype)
 
 
+def _sound(facts: _Facts) -> torch.Tensor:
+    """A spectrogram of the fixed size that the config names, or a waveform."""
+    bins, frames = (getattr(facts.config, name, None) for name in ("num_mel_bins", "max_length"))
+    if bins and frames:
+        return torch.zeros(BATCH, frames, bins, dtype=facts.dtype)
+    samples = LENGTH
+    kernels, strides = (getattr(facts.config, f"conv_{name}", ()) for name in ("kernel", "stride"))
+    for kernel, stride in zip(reversed(kernels), reversed(strides), strict=True):
+        samples = (samples - 1) * stride + kernel
+    return torch.zeros(BATCH, samples, dtype=facts.dtype)
+
+
+def _mask(facts: _Facts) -> torch.Tensor:
+    """Of ones, for each token or sample."""
+    return torch.ones_like(_sound(facts) if facts.is_waveform_model else _token_ids(facts)).long()
+
+
+def _spectrogram(facts: _Facts) -> torch.Tensor:
+    """Whisper's: bins first, two frames for each position of the encoder."""
+    frames = 2 * facts.read("max_source_positions", default=1500)
+    return torch.zeros(BATCH, facts.read("num_mel_bins", default=80), frames, dtype=facts.dtype)
+
+
 def _labels(facts: _Facts) -> torch.Tensor:
     """Labels of the shape that the head's loss expects."""
     head = type(facts.module).__name__
@@ -100,7 +129,7 @@ def _class_labels(facts: _Facts) -> torch.Tensor:
 #: Parameter of forward -> builder of an example for it.
 BUILDERS: dict[str, Callable[[_Facts], torch.Tensor]] = {
     "input_ids": _token_ids,
-    "attention_mask": _token_ids,
+    "attention_mask": _mask,
     "token_type_ids": lambda facts: torch.zeros_like(_token_ids(facts)),
     "position_ids": _positions,
     "inputs_embeds": _embeddings,
@@ -110,6 +139,8 @@ BUILDERS: dict[str, Callable[[_Facts], torch.Tensor]] = {
     "encoder_hidden_states": _encoder_states,
     "encoder_attention_mask": _token_ids,
     "pixel_values": _picture,
+    "input_values": _sound,
+    "input_features": _spectrogram,
     "labels": _labels,
     "next_sentence_label": _class_labels,
     "sentence_order_label": _class_labels,
@@ -178,10 +209,11 @@ def _main_inputs(facts: _Facts, names: list[str]) -> list[str]:
             "pass example_inputs="
         )
     # Without a mask, Transformers looks for packed sequences in the positions.
-    wanted = [main]
+    wanted = [main, "decoder_input_ids"]
     if "input_ids" in names:
         wanted += ["input_ids"] if facts.is_image_model else []
-        wanted += ["attention_mask", "decoder_input_ids"]
+    if "input_ids" in names or facts.is_waveform_model:
+        wanted += ["attention_mask"]
     return [name for name in names if name in wanted]
 
 

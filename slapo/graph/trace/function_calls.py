@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
-from torch.utils.checkpoint import CheckpointFunction
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,3 @@ class FunctionApply:
             if isinstance(value, fx.Proxy):
                 return value.tracer.create_proxy("call_function", self, args, kwargs)
         return self.function.apply(*args, **kwargs)
-
-
-def is_checkpoint(function: type) -> bool:
-    """True for the function behind ``torch.utils.checkpoint`` with ``use_reentrant=True``."""
-    return issubclass(function, CheckpointFunction)

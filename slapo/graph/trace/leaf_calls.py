@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -33,10 +33,18 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from slapo.errors import TraceError
-from slapo.graph.trace.leaf_outputs import CallForm, OutputForm
+from slapo.graph.trace.leaf_outputs import (
+    CallForm,
+    CapturedForm,
+    OutputForm,
+    Runs,
+    settle_equal_sizes,
+)
 from slapo.graph.trace.leaves import names_training
 from slapo.graph.trace.modes import other_mode
+from slapo.graph.trace.on_meta import on_meta
 from slapo.graph.trace.output_capture import (
+    COLLECTOR,
     capturing_hooks,
     inner_keys,
     is_capturing,
@@ -102,6 +110,17 @@ def _put_together(structure: Any, flat: Any) -> Any:
 
 
 @dataclass
+class _Known:
+    """A form that has been learnt, None where each call must be run by itself.
+
+    The module is kept alive: the key of this holds addresses of what belongs to it.
+    """
+
+    form: OutputForm | None
+    module: nn.Module
+
+
+@dataclass
 class LeafCalls:
     """The leaves of one capture.
 
@@ -113,15 +132,24 @@ class LeafCalls:
         Path -> module, for all modules below it that are not entered.
     outputs
         Forms of outputs by what decides them; share it between captures of one model.
+    device
+        Where the model is.
+    containers
+        Path -> the form of what a leaf returns that has been captured; None for one that has yet
+        to be, at whose call the capture ends: see :attr:`reached`.
     """
 
     root: nn.Module
     leaves: dict[str, nn.Module]
-    outputs: dict[Any, Any] = field(default_factory=dict)
+    outputs: dict[Any, _Known] = field(default_factory=dict)
+    device: torch.device | None = None
+    containers: Mapping[str, CapturedForm | None] = field(default_factory=dict)
+    reached: str | None = None
     inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     structures: dict[str, Any] = field(default_factory=dict)
     accesses: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)
     mode_matters: bool = False
+    _settled: dict[Any, _Known] = field(default_factory=dict)
     _keys: dict[str, Any] = field(default_factory=dict)
     _classes: dict[str, type[nn.Module]] = field(default_factory=dict)
     _inconsistent: set[str] = field(default_factory=set)
@@ -191,41 +219,76 @@ class LeafCalls:
         return result if structure is None else tuple(flat)
 
     def output(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the leaf returns for fake arguments."""
+        """What the leaf returns for arguments without data."""
         module = self.leaves[path]
         if self._depth == 0:
             self._note(path, args, kwargs)
         elif not _is_repeated(path):
             return self._run(path, module, args, kwargs)
+        if path in self.containers:
+            return self._captured(path, args, kwargs)
         if isinstance(module, torch.jit.ScriptModule):
             return self._run(path, module, args, kwargs)
-        call = CallForm.of(args, kwargs)
-        if path not in self._keys:
-            self._keys[path] = self._module_key(path, module)
-        key = (self._keys[path], call.key, module.training)
-        if key not in self.outputs:
-            # The module is kept alive: the key holds addresses of what belongs to it.
-            self.outputs[key] = (self._learn(path, module, call), module)
-        form, _ = self.outputs[key]
-        if form is None:
+        with torch._C.DisableTorchFunction():  # a mode would see every look at a size
+            if path not in self._keys:
+                self._keys[path] = self._module_key(path, module)
+            call = CallForm.of(args, kwargs)
+            known = self._known(path, module, call)
+            if known is not None and known.form is not None:
+                return self._made(known.form, call)
+        if known is None:
+            with _ordinal_reads(module) as read:
+                runs = self._runs(path, module, call)
+                if settle_equal_sizes(runs, call):
+                    call = CallForm.of(args, kwargs)
+                known = self._known(path, module, call) or self._learn(path, module, runs, call)
+            if read:
+                known.form = None
+        if known.form is None:
             return self._run(path, module, args, kwargs)
+        return self._made(known.form, call)
+
+    def _captured(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        form = self.containers[path]
+        if form is None:
+            self.reached = path
+            raise TraceError(f"{path!r} has to be captured first")
+        self.mode_matters = self.mode_matters or form.form.mode_matters
+        return form.make(args, kwargs)
+
+    def _made(self, form: OutputForm, call: CallForm) -> Any:
         self.mode_matters = self.mode_matters or form.mode_matters
         return form.make(call)
 
-    def _learn(self, path: str, module: nn.Module, call: CallForm) -> OutputForm | None:
-        """The form of what equal calls return; None if each must be run by itself."""
+    def _known(self, path: str, module: nn.Module, call: CallForm) -> _Known | None:
+        key = (self._keys[path], call.key, module.training)
+        return self.outputs.get(key) or self._settled.get(key)
 
-        def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _learn(self, path: str, module: nn.Module, runs: Runs, call: CallForm) -> _Known:
+        """The form of what equal calls return; None if each must be run by itself."""
+        is_stack = any(isinstance(each, nn.ModuleList) for each in module.modules())
+        form = OutputForm.learnt(runs, call, is_stack)
+        if form is not None and names_training(module):
+            with other_mode(module):
+                form.mode_matters = not form.is_like(self._runs(path, module, call), call)
+        forms = (
+            self._settled
+            if form is not None and call.names and not form.from_meta
+            else self.outputs
+        )
+        key = (self._keys[path], call.key, module.training)
+        forms[key] = _Known(form, module)
+        return forms[key]
+
+    def _runs(self, path: str, module: nn.Module, call: CallForm) -> Runs:
+        def on_fakes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return self._run(path, module, args, kwargs)
 
-        # Of a whole stack of layers one run, on symbols, is cheaper than several on numbers.
-        is_stack = any(isinstance(each, nn.ModuleList) for each in module.modules())
-        with _ordinal_reads(module) as read:
-            form = OutputForm.learnt(run, call, on_numbers=not is_stack)
-            if form is not None and names_training(module):
-                with other_mode(module):
-                    form.mode_matters = not form.is_like(run, call)
-        return None if read else form
+        def without_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with on_meta(module):
+                return self._run(path, module, args, kwargs)
+
+        return Runs(on_fakes, without_data, call.device or self.device)
 
     def _note(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         first = self.inputs.setdefault(path, (args, kwargs))
@@ -312,10 +375,12 @@ def _stand_in(kind: Any, hooks: tuple[Any, ...], keys: frozenset[str]) -> type[n
         if not isinstance(result, torch.Tensor):
             structure = _structure_of(self._slapo_leaf)
             result = result if structure is None else _put_together(structure, result)
-        for hook in hooks:  # those of Transformers that collect what it returns
-            hook(self, args, result)
-        if keys:
-            refuse_inner(self._slapo_leaf, keys)
+        if COLLECTOR.value:
+            for hook in hooks:  # those of Transformers that collect what it returns
+                hook(self, args, result)
+            for key in keys:
+                if key in COLLECTOR.value:
+                    refuse_inner(self._slapo_leaf, key)
         return result
 
     members = {

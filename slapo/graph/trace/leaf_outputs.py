@@ -1,29 +1,91 @@
 """What a leaf returns, learnt from runs on numbers and said in terms of the sizes of its inputs.
 
-On symbolic sizes an attention layer takes half a second, on numbers some milliseconds. So a leaf is
-run on fake tensors whose symbolic sizes are replaced by primes, twice, with other primes each time.
-A size of the output that is the same in both runs is a constant; one that follows the primes of an
-input size (or a product of two) is that size. A run on the sizes of the example confirms it.
-Whatever does not fit this picture is learnt from a run on symbols, which also finds which sizes
-have to be equal.
+On symbolic sizes an attention layer takes half a second, on meta tensors some milliseconds. So a
+leaf is run on meta with primes for its symbolic sizes, twice, with other primes each time. A size
+of the output that is the same in both runs is a constant; one that follows the primes of an input
+size (or a product of two) is that size. A run on fake tensors of the example's sizes, which know
+their device, confirms it. Whatever does not fit this picture is learnt from a run on symbols, which
+also finds which sizes have to be equal.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch._dispatch.python import no_python_dispatcher
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from slapo.graph.trace.contract import autocast_state
+from slapo.graph.trace.expressions import Size
 from slapo.graph.trace.shape_env import CaptureShapeEnv
 from slapo.graph.trace.trees import SYMBOLIC, leaves, map_leaves, parts
 
-Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+@dataclass(frozen=True)
+class Runs:
+    """Ways to run a leaf.
+
+    Parameters
+    ----------
+    on_fakes
+        On fake tensors, which may have symbols for sizes.
+    on_meta
+        On meta tensors: the cheapest, and blind to devices.
+    device
+        Where what lies on meta really is.
+    known
+        What has been found on meta, by the form of the call.
+    """
+
+    on_fakes: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    on_meta: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    device: torch.device | None
+    known: dict[Any, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)
+
+    def forms_on_meta(
+        self, call: CallForm, numbers: Mapping[Any, int]
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """The output for these sizes, and what it is made of."""
+        with _modes_off():
+            args, kwargs = call.with_numbers(numbers, "meta")
+        key = CallForm.of(args, kwargs).key
+        if key not in self.known:
+            with _modes_off(), torch.device("meta"):
+                result = self.on_meta(args, kwargs)
+            forms = tuple(_moved(form, self.device) for form in _forms(result, int))
+            self.known[key] = (result, forms)
+        return self.known[key]
+
+    def forms_on_fakes(
+        self, call: CallForm, numbers: Mapping[Any, int]
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """The same on fake tensors."""
+        with no_python_dispatcher():
+            result = self.on_fakes(*call.with_numbers(numbers))
+        return result, _forms(result, int)
+
+
+@contextmanager
+def _modes_off() -> Iterator[None]:
+    with no_python_dispatcher(), _disable_current_modes():
+        yield
+
+
+def _moved(form: Any, device: torch.device | None) -> Any:
+    if isinstance(form, _TensorForm) and form.device.type == "meta" and device is not None:
+        return replace(form, device=device)
+    return form
+
 
 #: Two numbers for each size. They lie far apart, so that a size that grows in large steps (strides
 #: of convolutions) is not taken for a constant; most tables of positions have 512 rows or more.
@@ -58,6 +120,7 @@ class CallForm:
     key: Any = None
     names: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
     env: CaptureShapeEnv | None = None
+    device: torch.device | None = None
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallForm:
@@ -68,6 +131,7 @@ class CallForm:
 
     def _key(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
+            self.device = self.device or value.device
             shape = tuple(map(self._size_key, value.shape))
             return (shape, value.dtype, value.device, value.requires_grad)
         if isinstance(value, SYMBOLIC) or type(value) is int:
@@ -96,14 +160,16 @@ class CallForm:
         known = self.env.hints if self.env is not None else {}
         return {symbol: known[symbol] for symbol in self.names}
 
-    def with_numbers(self, numbers: Mapping[Any, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with numbers for symbols."""
+    def with_numbers(
+        self, numbers: Mapping[Any, int], device: str | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with numbers for symbols, on `device` or where they are."""
         made: dict[int, Any] = {}
 
         def stand_in(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 if id(value) not in made:
-                    made[id(value)] = _static(value, numbers)
+                    made[id(value)] = _static(value, numbers, device)
                 return made[id(value)]
             if isinstance(value, torch.Size):
                 return torch.Size([_number(size, numbers) for size in value])
@@ -116,11 +182,11 @@ class CallForm:
         return map_leaves(self.args, stand_in), map_leaves(self.kwargs, stand_in)
 
 
-def _static(tensor: torch.Tensor, numbers: Mapping[Any, int]) -> torch.Tensor:
-    """A fake tensor like `tensor` with numbers for sizes."""
+def _static(tensor: torch.Tensor, numbers: Mapping[Any, int], device: str | None) -> torch.Tensor:
+    """A tensor like `tensor` with numbers for sizes."""
     shape = [_number(size, numbers) for size in tensor.shape]
     strides = [_number(stride, numbers) for stride in tensor.stride()]
-    new = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+    new = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device or tensor.device)
     if not tensor.requires_grad:
         return new
     new.requires_grad_()
@@ -142,16 +208,25 @@ class _TensorForm:
     requires_grad: bool
     is_leaf: bool
 
-    def make(self, sizes: list[Any]) -> torch.Tensor:
-        """A fake tensor of this form."""
-        in_memory = [sizes[dim] for dim in self.order]
-        tensor = torch.empty(in_memory, dtype=self.dtype, device=self.device)
+    def make(self, sizes: list[Any], mode: FakeTensorMode | None) -> torch.Tensor:
+        """A fake tensor of this form, or, without a mode, one of its device.
+
+        It is put together by hand: an operation on symbolic sizes takes milliseconds.
+        """
+        strides: list[Any] = [1] * len(sizes)
+        for inner, outer in zip(reversed(self.order), reversed(self.order[:-1]), strict=False):
+            strides[outer] = strides[inner] * sizes[inner]
+        if mode is None:
+            tensor = torch.empty_strided(sizes, strides, dtype=self.dtype, device=self.device)
+        else:
+            with no_dispatch():
+                content = torch.empty_strided(sizes, strides, dtype=self.dtype, device="meta")
+                tensor = FakeTensor(mode, content, self.device)
         if self.requires_grad:
             tensor.requires_grad_()
-            tensor = tensor if self.is_leaf else tensor.clone()
-        if self.order == tuple(range(len(sizes))):
-            return tensor
-        return tensor.permute(*(self.order.index(dim) for dim in range(len(sizes))))
+            if not self.is_leaf:
+                tensor = tensor.clone()
+        return tensor
 
 
 @dataclass
@@ -166,24 +241,29 @@ class OutputForm:
         What to replace them by; sizes are expressions over the names of the call's.
     mode_matters
         Whether the output has another form in the other mode, train or eval.
+    from_meta
+        Whether runs on meta have taught it. A run on symbols settles sizes in one capture alone.
     """
 
     skeleton: Any
     forms: tuple[Any, ...]
     mode_matters: bool = False
+    from_meta: bool = True
 
     @classmethod
-    def learnt(cls, run: Run, call: CallForm, on_numbers: bool = True) -> OutputForm | None:
-        """The form of what ``run(*args)`` returns for calls like this."""
-        form = _from_numbers(run, call) if on_numbers else None
-        return form or _from_symbols(run(call.args, call.kwargs), call)
+    def learnt(cls, runs: Runs, call: CallForm, is_stack: bool) -> OutputForm | None:
+        """The form of what a leaf returns for calls like this.
 
-    def is_like(self, run: Run, call: CallForm) -> bool:
+        Of a whole stack of layers, runs on meta have to do.
+        """
+        form = _from_numbers(runs, call, is_stack)
+        return form or _from_symbols(runs.on_fakes(call.args, call.kwargs), call)
+
+    def is_like(self, runs: Runs, call: CallForm) -> bool:
         """Whether a run on the sizes of the example yields what this says."""
         try:
-            with no_python_dispatcher():
-                result = run(*call.with_numbers(call.hints))
-            found = _forms(result, int)
+            run = runs.forms_on_meta if self.from_meta else runs.forms_on_fakes
+            result, found = run(call, call.hints)
         except Exception:  # a run on symbols tells, if it matters
             return False
         hints = {call.names[symbol]: number for symbol, number in call.hints.items()}
@@ -192,49 +272,158 @@ class OutputForm:
 
     def make(self, call: CallForm) -> Any:
         """The output for a call of the same key."""
-        back = {name: symbol for symbol, name in call.names.items()}
-        env = call.env
+        return self.of_sizes({name: symbol for symbol, name in call.names.items()})
+
+    def of_sizes(self, sizes: Mapping[sympy.Symbol, sympy.Basic]) -> Any:
+        """The output where these are the sizes of the call."""
+        mode = detect_fake_mode()
+        env = mode.shape_env if mode is not None else None
         forms = iter(self.forms)
 
         def size(expression: Any) -> Any:
             if isinstance(expression, int):
                 return expression
+            found = expression.xreplace(sizes)
+            if found.is_number:
+                return int(found)
             assert env is not None, "a call without symbols has no symbolic output"
-            return env.create_symintnode(env.replace(expression.xreplace(back)), hint=None)
+            return env.create_symintnode(env.replace(found), hint=None)
 
         def replaced(_: Any) -> Any:
             form = next(forms)
             if isinstance(form, _TensorForm):
-                return form.make([size(s) for s in form.sizes])
+                return form.make([size(s) for s in form.sizes], mode)
             kind, value = form
             return size(value) if kind == "size" else value
 
         return map_leaves(self.skeleton, replaced)
 
 
-def _from_numbers(run: Run, call: CallForm) -> OutputForm | None:
+@dataclass(frozen=True)
+class CapturedForm:
+    """The output of a captured module.
+
+    Parameters
+    ----------
+    form
+        Its sizes are expressions over the symbols of the capture.
+    sizes
+        Which sizes of the arguments these symbols are.
+    signature
+        Of the module's forward.
+    """
+
+    form: OutputForm
+    sizes: Mapping[sympy.Symbol, Size]
+    signature: inspect.Signature
+
+    @classmethod
+    def of(
+        cls, result: Any, sizes: Mapping[sympy.Symbol, Size], signature: inspect.Signature
+    ) -> CapturedForm | None:
+        """The form of this result; None if it is made of more than sizes of the arguments."""
+
+        def size(value: Any) -> Any:
+            if not isinstance(value, torch.SymInt) or value.node.expr.is_number:
+                return int(value)
+            if not value.node.expr.free_symbols <= set(sizes):
+                raise _UnknownFormError
+            return value.node.expr
+
+        try:
+            forms = _forms(result, size)
+        except _UnknownFormError:
+            return None
+        return cls(OutputForm(map_leaves(result, lambda _: None), forms), sizes, signature)
+
+    @property
+    def spelled(self) -> str:
+        """Equal for forms of several captures that say the same."""
+        names = {symbol: sympy.Symbol(size.text) for symbol, size in self.sizes.items()}
+        forms = tuple(
+            replace(form, sizes=tuple(_renamed(size, names) for size in form.sizes))
+            if isinstance(form, _TensorForm)
+            else tuple(_renamed(each, names) for each in form)
+            for form in self.form.forms
+        )
+        return repr((_structure(self.form.skeleton), forms))
+
+    def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output for a call with these arguments."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        known = {symbol: size.read(bound.arguments) for symbol, size in self.sizes.items()}
+        return self.form.of_sizes({symbol: _expression(n) for symbol, n in known.items()})
+
+
+def _renamed(size: Any, names: Mapping[sympy.Symbol, sympy.Symbol]) -> Any:
+    return size.xreplace(names) if isinstance(size, sympy.Basic) else size
+
+
+def _expression(size: Any) -> sympy.Basic:
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def _from_numbers(runs: Runs, call: CallForm, is_stack: bool) -> OutputForm | None:
     """The form that two runs on primes suggest and one on the sizes of the example confirms."""
     symbols = list(call.hints)
     if not 0 < len(symbols) <= len(_PRIMES):
         return None
     pairs = _PRIMES[: len(symbols)]
     try:
-        first, second = (_run_on(run, call, [pair[i] for pair in pairs]) for i in (0, 1))
+        (first, ones), (second, others) = (
+            runs.forms_on_meta(call, dict(zip(symbols, numbers, strict=True)))
+            for numbers in zip(*pairs, strict=True)
+        )
         if _structure(first) != _structure(second):
             return None
         names = [call.names[symbol] for symbol in symbols]
         sizes = _size_pairs(dict(zip(pairs, names, strict=True)))
-        both = zip(_forms(first, int), _forms(second, int), strict=True)
-        forms = tuple(_joined(a, b, sizes) for a, b in both)
+        forms = tuple(_joined(a, b, sizes) for a, b in zip(ones, others, strict=True))
     except Exception:  # a run on symbols reports it, if it is not for the numbers
         return None
-    form = OutputForm(map_leaves(first, lambda _: None), forms)
-    return form if form.is_like(run, call) else None
+    form = OutputForm(map_leaves(first, lambda _: None), forms, from_meta=is_stack)
+    confirmed = form.is_like(runs, call)
+    form.from_meta = True
+    return form if confirmed else None
 
 
-def _run_on(run: Run, call: CallForm, numbers: list[int]) -> Any:
-    with no_python_dispatcher():
-        return run(*call.with_numbers(dict(zip(call.hints, numbers, strict=True))))
+def settle_equal_sizes(runs: Runs, call: CallForm) -> bool:
+    """Decide that sizes are equal which the leaf needs so: a mask's and its queries'.
+
+    Those that are equal in the example are tried. True if there were any; the names of the call's
+    sizes are out of date then.
+    """
+    hints = call.hints
+    needed: dict[sympy.Symbol, sympy.Symbol] = {}
+    first: dict[int, sympy.Symbol] = {}
+    for symbol, number in hints.items():
+        other = first.setdefault(number, symbol)
+        if other is not symbol:
+            needed[symbol] = other
+    if not needed or len(hints) > len(_PRIMES) or _runs_with(runs, call, {}):
+        return False
+    if not _runs_with(runs, call, needed):
+        return False
+    for symbol in list(needed) if len(needed) > 1 else ():
+        rest = {old: new for old, new in needed.items() if old is not symbol}
+        if _runs_with(runs, call, rest):
+            needed = rest
+    env = call.env
+    assert env is not None, "there are symbols"
+    for old, new in needed.items():
+        env.evaluate_expr(sympy.Eq(new, old, evaluate=False), hint=True)
+    return bool(needed)
+
+
+def _runs_with(runs: Runs, call: CallForm, equal: Mapping[sympy.Symbol, sympy.Symbol]) -> bool:
+    """Whether the leaf runs on primes for sizes, some of them equal."""
+    numbers = {symbol: pair[0] for symbol, pair in zip(call.hints, _PRIMES, strict=False)}
+    try:
+        runs.forms_on_meta(call, {s: numbers[equal.get(s, s)] for s in numbers})
+    except Exception:  # a run on symbols reports it, if it is not for the numbers
+        return False
+    return True
 
 
 def _size_pairs(known: dict[tuple[int, ...], sympy.Symbol]) -> dict[tuple[int, ...], Any]:
@@ -280,9 +469,11 @@ def _from_symbols(result: Any, call: CallForm) -> OutputForm | None:
         return value.node.expr.xreplace(call.names)
 
     try:
-        return OutputForm(map_leaves(result, lambda _: None), _forms(result, size))
+        forms = _forms(result, size)
     except _UnknownFormError:
         return None
+    skeleton = map_leaves(result, lambda _: None)
+    return OutputForm(skeleton, forms, from_meta=False)
 
 
 def _forms(result: Any, size: Callable[[Any], Any]) -> tuple[Any, ...]:

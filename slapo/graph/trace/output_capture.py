@@ -46,20 +46,12 @@ def _key_of(hook: Any) -> str:
 
 
 @torch._dynamo.assume_constant_result
-def _refuse(path: str, key: str) -> None:
+def refuse_inner(path: str, key: str) -> None:
+    """Refuse a capture in which somebody collects what modules within a leaf return."""
     raise TraceError(
         f"{key} is asked for, and comes from within {path!r}, which stays a call; leave it out, "
         "or trace with flatten=True"
     )
-
-
-def refuse_inner(path: str, keys: frozenset[str]) -> None:
-    """Refuse a capture in which somebody collects what modules within a leaf return."""
-    collected = sys.modules[_HOME]._active_collector.get()
-    if collected is not None:
-        for key in keys:
-            if key in collected:
-                _refuse(path, key)
 
 
 class _Collector:
@@ -77,6 +69,10 @@ class _Collector:
         self.value = None
 
 
+#: What is collected in the capture that is under way; empty or None where nothing is.
+COLLECTOR = _Collector()
+
+
 @contextmanager
 def hooks_installed(root: nn.Module) -> Iterator[None]:
     """Within the block every model of Transformers at or below `root` has its hooks."""
@@ -85,7 +81,7 @@ def hooks_installed(root: nn.Module) -> Iterator[None]:
         yield
         return
     before = [(m, dict(m._forward_hooks), vars(m).get(_FLAG)) for m in root.modules()]
-    collector = mock.patch.object(capturing, "_active_collector", _Collector())
+    collector = mock.patch.object(capturing, "_active_collector", COLLECTOR)
     collector.start()
     try:
         for module in root.modules():
@@ -94,6 +90,7 @@ def hooks_installed(root: nn.Module) -> Iterator[None]:
         yield
     finally:
         collector.stop()
+        COLLECTOR.value = None
         for module, hooks, flag in before:
             if list(module._forward_hooks) != list(hooks):
                 module._forward_hooks.clear()

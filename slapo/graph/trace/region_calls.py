@@ -46,9 +46,6 @@ def leave_autocast(region: Any) -> None:
     region.__exit__(None, None, None)
 
 
-REGION_FUNCTIONS = frozenset({enter_grad_mode, leave_grad_mode, enter_autocast, leave_autocast})
-
-
 @dataclass
 class Regions:
     """Turns the switches of dynamo's graphs into regions.

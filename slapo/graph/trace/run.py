@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slapo.errors import TraceError
 from slapo.graph.trace.call import BoundCall
-from slapo.graph.trace.capture import one_device
 from slapo.graph.trace.example_tensors import ExampleCall
+from slapo.graph.trace.on_meta import one_device
 from slapo.graph.trace.trees import map_leaves
 
 #: Positional and keyword arguments of a call.

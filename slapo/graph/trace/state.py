@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slapo.errors import TraceError
 
@@ -22,12 +21,11 @@ _MISSING = object()
 class ModuleState:
     """The attributes of all modules under `root`, to be put back.
 
-    A forward may store things on its module; run on fake tensors it would leave fakes there. The
+    A forward may store things on its module; run with proxies it would leave proxies there. The
     same goes for its ``config``: heads of Transformers note there what their labels look like.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._fakes: dict[int, torch.Tensor] = {}
         self._saved = [
             (path, module, dict(vars(module)), {s: dict(vars(module)[s]) for s in _SLOTS})
             for path, module in root.named_modules()
@@ -44,40 +42,6 @@ class ModuleState:
             id(c): c for m in root.modules() if hasattr(c := vars(m).get("config"), "__dict__")
         }
         self._configs = [(config, dict(vars(config))) for config in configs.values()]
-
-    def conceal_buffers(self) -> None:
-        """Put copies in the place of all buffers, so that a real run does not change them."""
-        copies: dict[int, torch.Tensor] = {}
-        for _, module, _, slots in self._saved:
-            for name, buffer in slots["_buffers"].items():
-                if buffer is None:
-                    continue
-                if id(buffer) not in copies:
-                    copy = buffer.detach().clone().requires_grad_(buffer.requires_grad)
-                    copies[id(buffer)] = copy
-                self._conceal(module, None, name, copies[id(buffer)])
-
-    def conceal_values(self, fake_mode: FakeTensorMode) -> None:
-        """Make tensors of one element fake; the others become so when they are first used.
-
-        Of these, fake tensors remember the real one: ``if self.flag:`` would see it, and
-        ``self.count.add_(1)`` would change it.
-        """
-        for _, module, attributes, slots in self._saved:
-            for slot in (attributes, slots["_parameters"], slots["_buffers"]):
-                here = vars(module) if slot is attributes else None
-                for name, value in slot.items():
-                    if isinstance(value, torch.Tensor) and value.numel() <= 1:
-                        self._conceal(module, here, name, fake_mode.from_tensor(value))
-
-    def _conceal(
-        self, module: nn.Module, attributes: dict[str, Any] | None, name: str, fake: torch.Tensor
-    ) -> None:
-        self._fakes[id(fake)] = fake
-        if attributes is None:
-            slot = "_parameters" if name in module._parameters else "_buffers"
-            attributes = vars(module)[slot]
-        attributes[name] = fake
 
     def restore(self) -> None:
         """Put back every attribute as it was."""
@@ -129,32 +93,10 @@ class ModuleState:
             value, old = now.get(name, _MISSING), before.get(name, _MISSING)
             if isinstance(value, _CONTAINERS) and value is old:
                 yield name, value
-            elif value is not old and id(value) not in self._fakes:
+            elif value is not old:
                 equal = type(value) is type(old) and type(value) in _VALUES and value == old
                 if not equal and not _is_computed_once(module, name, value):
                     yield name, value
-
-    def check(self, entered: Collection[str]) -> None:
-        """Refuse a recording whose forward stores tensors on its modules.
-
-        Raises
-        ------
-        TraceError
-            Naming the attribute. Only modules whose forward went into the graph count; the
-            others do this themselves when the graph calls them.
-        """
-        for path, module, attributes, slots in self._saved:
-            if path not in entered:
-                continue
-            for name, value in _tensors_of(vars(module)):
-                before = attributes.get(name, slots["_buffers"].get(name))
-                before = slots["_parameters"].get(name) if before is None else before
-                if value is not before and id(value) not in self._fakes:
-                    where = f"{path}.{name}" if path else name
-                    raise TraceError(
-                        f"the forward stores a tensor in attribute {where!r}, which a graph cannot "
-                        f"do; make {path or 'the module'} a leaf"
-                    )
 
 
 def _refill(container: Any, content: Any) -> None:
@@ -179,9 +121,3 @@ def _is_computed_once(module: nn.Module, name: str, value: Any) -> bool:
     """A ``functools.cached_property`` without tensors: the next call would compute the same."""
     found = inspect.getattr_static(type(module), name, None)
     return isinstance(found, functools.cached_property) and isinstance(value, _VALUES)
-
-
-def _tensors_of(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    own = [(k, v) for k, v in state.items() if isinstance(v, torch.Tensor)]
-    slots = [item for slot in ("_parameters", "_buffers") for item in state[slot].items()]
-    return own + [(k, v) for k, v in slots if v is not None]
