@@ -889,10 +889,13 @@ def test_the_module_is_unchanged() -> None:
     module = make(lambda self, x: self.norm(x), norm=nn.BatchNorm1d(5)).train()
     before = {k: v.clone() for k, v in module.state_dict().items()}
     kinds = [type(child) for child in module.modules()]
+    tensors = [*module.parameters(), *module.buffers()]
+    noted = [dict(vars(tensor)) for tensor in tensors]
     capture(module, (torch.ones(3, 5),), {}, is_leaf=all_are_leaves)
     assert [type(child) for child in module.modules()] == kinds
     assert all(child.training for child in module.modules())
     assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
+    assert [vars(tensor) for tensor in tensors] == noted
 
 
 def test_nothing_of_the_process_changes() -> None:

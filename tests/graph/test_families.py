@@ -128,7 +128,7 @@ def test_layers_equal_eager(name: str, how: str) -> None:
         ("llama", {"output_attentions": True}, "'kwargs' is"),
         ("t5", {"labels": torch.ones(2, 9, dtype=torch.long)}, "'labels' is a tensor"),
         ("bert", {"attention_mask": torch.ones(2, 8)}, r"attention_mask.size\(1\) == input_ids"),
-        ("opt", {"attention_mask": torch.ones(3, 9)}, r"attention_mask.size\(0\) == input_ids"),
+        ("opt", {"attention_mask": torch.ones(3, 9)}, r"input_ids.size\(0\) == attention_mask"),
         ("qwen3", {"input_ids": torch.ones(9, dtype=torch.long)}, "tensor of 2 dimensions"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -52,9 +52,9 @@ def test_sizes_that_a_leaf_needs_equal_are_a_guard_and_others_are_not() -> None:
     module = make(lambda self, x, y, z: self.add(x, y, z).view(-1, y.size(1)), add=add)
     mod = traced(module, torch.ones(3, 5), torch.ones(3, 5), torch.ones(3, 5))
     texts = {g.text for g in mod.contract.size_guards if "==" in g.text}
-    assert texts == {"x.size(0) == y.size(0)", "x.size(1) == y.size(1)"}
+    assert texts == {"y.size(0) == x.size(0)", "y.size(1) == x.size(1)"}
     assert mod(torch.ones(2, 7), torch.ones(2, 7), torch.ones(4, 9)).shape == (2, 7)
-    with pytest.raises(SlapoError, match=r"x.size\(1\) == y.size\(1\)"):
+    with pytest.raises(SlapoError, match=r"y.size\(1\) == x.size\(1\)"):
         mod(torch.ones(2, 7), torch.ones(2, 1), torch.ones(2, 7))
 
 

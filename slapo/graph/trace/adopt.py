@@ -118,8 +118,9 @@ class Adoption:
 
         How a tensor lies in memory is a question about sizes, which is no limit of the graph.
         """
+        decided = list(self.shape_env.decisions)
         result = map_leaves(self._result, self._example)
-        return CapturedForm.of(result, self._sizes, self.example.call.signature)
+        return CapturedForm.of(result, self._sizes, self.example.call.signature, decided)
 
     def _example(self, value: Any) -> Any:
         """The fake tensor or symbol behind a value of the result."""

@@ -28,6 +28,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import output_graph, trace_rules
 from torch._dynamo.convert_frame import fullgraph_capture
 from torch._dynamo.utils import get_metrics_context
+from torch._dynamo.variables import builder
 
 from slapo.errors import TraceError
 from slapo.graph.trace.adopt import Adoption
@@ -284,6 +285,13 @@ def _configured() -> Iterator[_Notes]:
     with ExitStack() as stack:
         stack.enter_context(dynamo_config.patch(**settings))
         stack.enter_context(mock.patch.object(output_graph, "ShapeEnv", shape_env))
+        for home in (
+            builder,
+            output_graph,
+        ):  # for memory at fixed addresses, which nobody asked for
+            for kind in ("parameters", "buffers"):
+                name = f"og_module_named_{kind}_fn_ptr"
+                stack.enter_context(mock.patch.object(home, name, None, create=True))
         stack.enter_context(_functions_kept())
         stack.enter_context(_quiet())
         stack.enter_context(notes.watch.watching())

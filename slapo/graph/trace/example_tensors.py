@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +16,8 @@ from slapo.graph.trace.trees import parts, rebuild
 
 def module_device(root: nn.Module) -> torch.device | None:
     """The device of a module's first parameter or buffer."""
-    for tensor in (*root.parameters(), *root.buffers()):
-        return tensor.device
-    return None
+    first = next(itertools.chain(root.parameters(), root.buffers()), None)
+    return None if first is None else first.device
 
 
 @dataclass

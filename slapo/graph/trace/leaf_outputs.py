@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from slapo.graph.trace.contract import autocast_state
 from slapo.graph.trace.expressions import Size
-from slapo.graph.trace.shape_env import CaptureShapeEnv
+from slapo.graph.trace.shape_env import CaptureShapeEnv, Decision
 from slapo.graph.trace.trees import SYMBOLIC, leaves, map_leaves, parts
 
 
@@ -311,17 +311,26 @@ class CapturedForm:
         Which sizes of the arguments these symbols are.
     signature
         Of the module's forward.
+    decisions
+        What the capture has decided about these symbols.
     """
 
     form: OutputForm
     sizes: Mapping[sympy.Symbol, Size]
     signature: inspect.Signature
+    decisions: tuple[Decision, ...]
 
     @classmethod
     def of(
-        cls, result: Any, sizes: Mapping[sympy.Symbol, Size], signature: inspect.Signature
+        cls,
+        result: Any,
+        sizes: Mapping[sympy.Symbol, Size],
+        signature: inspect.Signature,
+        decisions: Iterable[Decision],
     ) -> CapturedForm | None:
         """The form of this result; None if it is made of more than sizes of the arguments."""
+        known = set(sizes)
+        told = tuple(d for d in decisions if _symbols(d) and _symbols(d) <= known)
 
         def size(value: Any) -> Any:
             if not isinstance(value, torch.SymInt) or value.node.expr.is_number:
@@ -334,7 +343,7 @@ class CapturedForm:
             forms = _forms(result, size)
         except _UnknownFormError:
             return None
-        return cls(OutputForm(map_leaves(result, lambda _: None), forms), sizes, signature)
+        return cls(OutputForm(map_leaves(result, lambda _: None), forms), sizes, signature, told)
 
     @property
     def spelled(self) -> str:
@@ -349,11 +358,21 @@ class CapturedForm:
         return repr((_structure(self.form.skeleton), forms))
 
     def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output for a call with these arguments."""
+        """The output for a call with these arguments, which is decided upon likewise."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         known = {symbol: size.read(bound.arguments) for symbol, size in self.sizes.items()}
-        return self.form.of_sizes({symbol: _expression(n) for symbol, n in known.items()})
+        sizes = {symbol: _expression(number) for symbol, number in known.items()}
+        mode = detect_fake_mode()
+        if mode is not None and isinstance(mode.shape_env, CaptureShapeEnv):
+            mode.shape_env.follow(
+                d._replace(expression=d.expression.xreplace(sizes)) for d in self.decisions
+            )
+        return self.form.of_sizes(sizes)
+
+
+def _symbols(decision: Decision) -> set[sympy.Basic]:
+    return set(getattr(decision.expression, "free_symbols", ()))
 
 
 def _renamed(size: Any, names: Mapping[sympy.Symbol, sympy.Symbol]) -> Any:
@@ -412,7 +431,7 @@ def settle_equal_sizes(runs: Runs, call: CallForm) -> bool:
     env = call.env
     assert env is not None, "there are symbols"
     for old, new in needed.items():
-        env.evaluate_expr(sympy.Eq(new, old, evaluate=False), hint=True)
+        env.evaluate_expr(sympy.Eq(old, new, evaluate=False), hint=True)
     return bool(needed)
 
 

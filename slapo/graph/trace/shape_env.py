@@ -7,6 +7,7 @@ during the capture is settled for good. So the two must be told apart.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from types import CodeType, FrameType
@@ -60,6 +61,15 @@ class CaptureShapeEnv(ShapeEnv):
         if origin in (Origin.OWN, Origin.LEAF) or len(self.guards) > known:
             self.decisions.append(Decision(orig_expr, sympy.sympify(value), origin))
         return value
+
+    def follow(self, decisions: Iterable[Decision]) -> None:
+        """Decide as another capture has, of a module that this one calls."""
+        for decision in decisions:
+            expression = decision.expression
+            if isinstance(expression, sympy.Basic) and expression.free_symbols:
+                if isinstance(expression, sympy.Eq) and decision.value == sympy.true:
+                    super().evaluate_expr(expression, hint=True)
+                self.decisions.append(decision)
 
 
 _TORCH = str(Path(torch.__file__).parent)
