@@ -40,8 +40,8 @@ class RecordingInputs:
         self.config = config
         self.given = given
 
-    def find(self) -> Inputs:
-        """The positional and keyword arguments.
+    def find(self, every_mask: bool = False) -> Inputs:
+        """The positional and keyword arguments; `every_mask`: see :func:`.example_inputs`.
 
         Raises
         ------
@@ -52,7 +52,7 @@ class RecordingInputs:
             return self._from_user()
         module = innermost(self.sch.mod)
         if hasattr(module, "main_input_name") and (self.config or hasattr(module, "config")):
-            named = example_inputs(module, self.concrete or None, self.config)
+            named = example_inputs(module, self.concrete or None, self.config, every_mask)
             return (), {**named, **self.concrete}
         if self.sch.parent is None:
             raise TraceError("there is nothing to run it with; pass example_inputs")
@@ -80,7 +80,7 @@ class RecordingInputs:
         key = _signature(module)
         if key not in cache:
             top = self.sch.get_top_schedule()
-            root_inputs = RecordingInputs(top, None, None, None).find()
+            root_inputs = RecordingInputs(top, None, None, None).find(every_mask=True)
             cache[key] = _inputs_within(innermost(top.mod), root_inputs, self.sch.mod)
         args, kwargs = cache[key]
         return args, dict(kwargs)

@@ -158,7 +158,10 @@ _ALTERNATIVES = (
 
 
 def example_inputs(
-    module: nn.Module, concrete_args: Mapping[str, Any] | None = None, config: Any = None
+    module: nn.Module,
+    concrete_args: Mapping[str, Any] | None = None,
+    config: Any = None,
+    every_mask: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Dummy inputs for a Hugging Face model, by name.
 
@@ -172,6 +175,8 @@ def example_inputs(
         are named here, exactly those that are left.
     config
         The config to read sizes from, by default the model's own.
+    every_mask
+        Whether the decoder has a mask too, which a model without padding is called without.
 
     Returns
     -------
@@ -197,6 +202,9 @@ def example_inputs(
     chosen = (
         _main_inputs(facts, names) if concrete_args is None else _open(facts, names, concrete_args)
     )
+    mask = "decoder_attention_mask"
+    if every_mask and "decoder_input_ids" in chosen and mask in names and mask not in chosen:
+        chosen.append(mask)
     device = next((p.device for p in module.parameters()), None)
     return {name: BUILDERS[name](facts).to(device) for name in chosen}
 

@@ -180,10 +180,12 @@ def _same_items(now: dict[str, Any], before: dict[str, Any]) -> bool:
 
 # --- optional inputs -----------------------------------------------------------------------------
 def _subsets(names: list[str]) -> Iterator[frozenset[str]]:
-    """Combinations of several of them."""
-    few = len(names) <= _MOST_MASKS
-    for size in range(2, len(names) + 1) if few else {len(names)}:
-        yield from map(frozenset, itertools.combinations(names, size))
+    """Combinations of several of them: of a few all, of many those of masks, and all of them."""
+    few = names if len(names) <= _MOST_MASKS else [name for name in names if "mask" in name]
+    for size in range(2, len(few[:_MOST_MASKS]) + 1):
+        yield from map(frozenset, itertools.combinations(few[:_MOST_MASKS], size))
+    if len(names) > _MOST_MASKS:
+        yield frozenset(names)
 
 
 def _holds_without(version: Version, without: list[Version], name: str) -> bool:
