@@ -28,10 +28,12 @@ DRAW_REFUSED = (
     "the forward draws random numbers of {} outside of a tensor operation, which would be "
     "constants of a graph; draw them with torch on a tensor, or make the module that does it a leaf"
 )
-_WORDS = re.compile(
-    r"\b(manual_seed(_all)?|seed(_all)?|initial_seed|[gs]et_(rng_)?state(_all)?|fork_rng)\b"
+#: How a line of a forward reads that seeds or draws, for the reason why a capture fails there.
+_SEEDS = re.compile(
+    r"\b(manual_seed(_all)?|initial_seed|[gs]et_rng_state(_all)?|fork_rng)\b"
+    r"|\b(torch|random|cuda)\.seed(_all)?\("
 )
-_DRAWS = re.compile(r"\b(numpy|np|_random|Random)\b.*\brandom\b|\bRandom\.|\brandom\.\w+\(")
+_DRAWS = re.compile(r"(?<!torch\.)\brandom\.\w+\(")
 #: For the time of a trace, so that a forward's own seed is a change whatever was seeded before.
 _SEED = 195_936_478
 #: All functions of torch for the generators of CUDA go through one of these.
@@ -162,11 +164,11 @@ def _refusing(original: Any, message: str) -> Any:
 
 
 # --- what a capture says -------------------------------------------------------------------------
-def reason_in(words: str) -> str | None:
-    """Why a capture has failed at these words, where generators are the reason."""
-    if _WORDS.search(words):
+def reason_in(line: str) -> str | None:
+    """Why a capture has failed at this line, where generators are the reason."""
+    if _SEEDS.search(line):
         return SEED_REFUSED
-    return DRAW_REFUSED.format("Python or NumPy") if _DRAWS.search(words) else None
+    return DRAW_REFUSED.format("Python or NumPy") if _DRAWS.search(line) else None
 
 
 def check_target(target: Any) -> None:
@@ -184,5 +186,5 @@ def check_target(target: Any) -> None:
     name = getattr(function, "__name__", "")
     if home.startswith("torch._numpy") and home.rpartition(".")[2] == "random":
         raise TraceError(SEED_REFUSED if name == "seed" else DRAW_REFUSED.format("NumPy"))
-    if home.startswith("torch") and _WORDS.fullmatch(name):
+    if home in ("torch.random", "torch.cuda.random"):
         raise TraceError(SEED_REFUSED)
