@@ -785,7 +785,7 @@ def _fails(self: Any, x: Tensor) -> Tensor:
         (_tensor_hook, "registers a hook"),
         (_sets_data, "tensor data attribute"),
         (_stores_tensor, "attribute 'seen'"),
-        (_draws, "Random.random"),
+        (_draws, "random numbers of Python"),
         (_counts, "attribute 'calls'"),
         (_appends, "the module.seen"),
         (_counts_globally, "CALLS"),

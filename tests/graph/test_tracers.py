@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import random
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -465,3 +469,271 @@ def test_naming_a_flag_fixes_the_flag_and_nothing_else() -> None:
     inputs = spec.inputs(2, 9, False)
     have, want = (m(**inputs, use_cache=False).logits for m in (sch.mod, reference))
     torch.testing.assert_close(have, want)
+
+
+# --- what proxies cannot answer ------------------------------------------------------------------
+class Pair(nn.Module):
+    """It returns a dict with attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(first=self.fc(x), second=x)
+
+
+def asks_isinstance(module: nn.Module, x: Tensor) -> Tensor:
+    return x * 2 if isinstance(x, Tensor) else x
+
+
+def asks_in_a_test(module: nn.Module, x: Tensor) -> Tensor:
+    return module.fc(x) * 2 if isinstance(module.fc(x), (tuple, list)) else x
+
+
+def asks_is_tensor(module: nn.Module, x: Tensor) -> Tensor:
+    return x * 2 if torch.is_tensor(x) else x
+
+
+def asks_parameter(module: nn.Module, x: Tensor) -> Tensor:
+    return x * 2 if isinstance(x.T, nn.Parameter) else x
+
+
+def asks_abstract(module: nn.Module, x: Tensor) -> Tensor:
+    return x * 2 if isinstance(x, Mapping) else x
+
+
+def asks_size(module: nn.Module, x: Tensor) -> Tensor:
+    return x * 2 if isinstance(x.shape[0], int) else x
+
+
+def asks_class(module: nn.Module, x: Tensor) -> Tensor:
+    return x * 2 if x.__class__ is Tensor else x
+
+
+def asks_match(module: nn.Module, x: Tensor) -> Tensor:
+    match x:
+        case Tensor():
+            return x * 2
+    return x
+
+
+def asks_and_swallows(module: nn.Module, x: Tensor) -> Tensor:
+    try:
+        return x * 2 if isinstance(x, Tensor) else x
+    except Exception:
+        return x
+
+
+def asks_hasattr(module: nn.Module, x: Tensor) -> Tensor:
+    return x * 2 if hasattr(x, "nested") else x
+
+
+def asks_hasattr_of_tensors(module: nn.Module, x: Tensor) -> Tensor:
+    return x * 2 if hasattr(x, "shape") else x
+
+
+def asks_getattr(module: nn.Module, x: Tensor) -> Tensor:
+    return x * getattr(x, "factor", 2)
+
+
+def asks_output(module: nn.Module, x: Tensor) -> Tensor:
+    out = module.pair(x)
+    return out.first if hasattr(out, "third") else out.second
+
+
+def asks_by_trying(module: nn.Module, x: Tensor) -> Tensor:
+    try:
+        return x.nested
+    except AttributeError:
+        return x * 2
+
+
+def _deep(x: Any) -> Any:
+    return x.nested
+
+
+def asks_by_trying_deep(module: nn.Module, x: Tensor) -> Tensor:
+    try:
+        return _deep(x)
+    except AttributeError:
+        return x * 2
+
+
+ATTRIBUTES = (asks_hasattr, asks_getattr, asks_output, asks_by_trying, asks_by_trying_deep)
+KINDS = (
+    *(asks_isinstance, asks_in_a_test, asks_is_tensor, asks_parameter, asks_abstract, asks_size),
+    *(asks_class, asks_match, asks_and_swallows, asks_hasattr_of_tensors),
+)
+
+
+class Asking(nn.Module):
+    """Its forward is a function."""
+
+    def __init__(self, ask: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.pair, self.ask = nn.Linear(4, 4), Pair(), ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ask(self, x)
+
+
+@pytest.mark.parametrize("ask", [*KINDS, *ATTRIBUTES])
+def test_proxies_refuse_questions_that_they_cannot_answer(ask: Any) -> None:
+    module = Asking(ask)
+    sch = slapo.create_schedule(module)
+    with pytest.warns(UserWarning, match=r"asks .*test_tracers.py:\d+"):
+        assert not sch.trace()
+    assert sch.mod is module
+
+
+@pytest.mark.parametrize("ask", [asks_isinstance, asks_hasattr, asks_getattr, asks_by_trying])
+def test_a_capture_answers_what_proxies_cannot(ask: Any) -> None:
+    module = Asking(ask)
+    reference = copy.deepcopy(module)
+    sch = slapo.create_schedule(module)
+    assert sch.trace(example_inputs=X)
+    assert torch.equal(sch.mod(X), reference(X))
+
+
+def test_plain_attributes_of_what_a_child_returns_are_no_question() -> None:
+    module = Asking(lambda module, x: module.pair(x).first + getattr(x, "T").T)  # noqa: B009
+    reference = copy.deepcopy(module)
+    sch = slapo.create_schedule(module)
+    assert sch.trace(recursive=False)
+    assert torch.equal(sch.mod(X), reference(X))
+
+
+def test_kinds_that_torch_itself_looks_at_are_no_question() -> None:
+    def compute(module: nn.Module, x: Tensor) -> Tensor:
+        y = F.dropout(torch.cat([x, x]), p=0.0, training=False)
+        y = F.pad(y, (0, 1)).view(x.shape[0], -1).clamp(min=0.5)
+        y = y + torch.zeros((x.shape[0], 1)) + torch.full((x.size(0), 1), 2.0)
+        return F.layer_norm(y, (10,))[..., : x.size(1)] * torch.arange(x.size(1))
+
+    module = Asking(compute)
+    sch = slapo.create_schedule(module)
+    assert sch.trace()
+    assert torch.equal(sch.mod(X), module(X))
+
+
+# --- random numbers ------------------------------------------------------------------------------
+def seeds(x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return x + torch.rand_like(x)
+
+
+def seeds_cuda(x: Tensor) -> Tensor:
+    torch.cuda.manual_seed_all(0)
+    return x + torch.rand_like(x)
+
+
+def seeds_anew(x: Tensor) -> Tensor:
+    torch.seed()
+    return x + torch.rand_like(x)
+
+
+def seeds_generator(x: Tensor) -> Tensor:
+    torch.default_generator.manual_seed(1)
+    return x + torch.rand_like(x)
+
+
+def forks(x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        noise = torch.rand_like(x)
+    return x + noise
+
+
+def sets_state(x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    noise = torch.rand_like(x)
+    torch.set_rng_state(state)
+    return x + noise
+
+
+def reads_seed(x: Tensor) -> Tensor:
+    return x * (torch.initial_seed() % 7)
+
+
+def draws_number(x: Tensor) -> Tensor:
+    return x * random.random()
+
+
+def draws_choice(x: Tensor) -> Tensor:
+    return x if random.choice([True, False]) else x * 2
+
+
+OWN = random.Random(3)
+
+
+def draws_own(x: Tensor) -> Tensor:
+    return x * OWN.random()
+
+
+def seeds_python(x: Tensor) -> Tensor:
+    random.seed(0)
+    return x * 2
+
+
+def draws_numpy(x: Tensor) -> Tensor:
+    return x * float(numpy.random.rand())
+
+
+def seeds_numpy(x: Tensor) -> Tensor:
+    numpy.random.seed(0)
+    return x * 2
+
+
+def draws_constant(x: Tensor) -> Tensor:
+    return x * torch.rand(()).item()
+
+
+RANDOM = (
+    *(seeds, seeds_cuda, seeds_anew, seeds_generator, forks, sets_state, reads_seed),
+    *(draws_number, draws_choice, draws_own, seeds_python, draws_numpy, seeds_numpy),
+)
+
+
+def generators() -> list[Any]:
+    """States of the process that numbers are drawn from."""
+    states = torch.get_rng_state().tolist(), random.getstate(), OWN.getstate()
+    return [*states, str(numpy.random.get_state(legacy=False))]
+
+
+@pytest.mark.parametrize("tracer", ["pytorch", "huggingface", "dynamo"])
+@pytest.mark.parametrize("draw", RANDOM)
+def test_seeds_and_draws_of_python_are_refused(draw: Any, tracer: str) -> None:
+    module = Asking(lambda module, x: draw(x))
+    sch = slapo.create_schedule(module)
+    before = generators()
+    with pytest.warns(UserWarning, match="random generator|random number|OWN"):
+        assert not sch.trace(tracer=tracer, example_inputs=None if tracer == "pytorch" else X)
+    assert sch.mod is module
+    assert generators() == before
+
+
+def test_proxies_refuse_a_number_of_torch_that_would_be_a_constant() -> None:
+    sch = slapo.create_schedule(Asking(lambda module, x: draws_constant(x)))
+    before = generators()
+    with pytest.warns(UserWarning, match="random number"):
+        assert not sch.trace()
+    assert generators() == before
+
+
+def test_what_a_leaf_does_to_generators_is_undone() -> None:
+    """A capture runs leaves to see what they return."""
+    module = nn.Sequential(Asking(lambda module, x: seeds(x)), nn.Linear(4, 4))
+    sch = slapo.create_schedule(module)
+    before = generators()
+    assert sch.trace(tracer="huggingface", recursive=False, example_inputs=X)
+    assert generators() == before
+
+
+def test_draws_within_the_graph_are_kept() -> None:
+    module = Asking(lambda module, x: x + torch.rand_like(x))
+    sch = slapo.create_schedule(copy.deepcopy(module))
+    assert sch.trace()
+    torch.manual_seed(2)
+    want = module(X)
+    torch.manual_seed(2)
+    assert torch.equal(sch.mod(X), want)

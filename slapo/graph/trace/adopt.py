@@ -22,6 +22,7 @@ from slapo.graph.trace.decisions import guards_of, translate
 from slapo.graph.trace.example_tensors import ExampleCall
 from slapo.graph.trace.expressions import OPERATIONS, Size
 from slapo.graph.trace.function_calls import FunctionApply
+from slapo.graph.trace.generators import check_target
 from slapo.graph.trace.guards import (
     DtypeGuard,
     GradGuard,
@@ -478,6 +479,7 @@ def _checked(target: Any) -> Any:
     home = getattr(target, "__module__", None) or ""
     if home.startswith("torch.distributed") or "c10d" in str(target):
         raise TraceError(COLLECTIVE_REFUSED.format(name))
+    check_target(target)
     return target
 
 

@@ -36,6 +36,7 @@ from slapo.graph.trace.call import BoundCall
 from slapo.graph.trace.contract import CallContract
 from slapo.graph.trace.example_tensors import ExampleCall, module_device
 from slapo.graph.trace.failures import explain
+from slapo.graph.trace.generators import generators_kept
 from slapo.graph.trace.leaf_calls import LeafCalls
 from slapo.graph.trace.leaf_outputs import CapturedForm
 from slapo.graph.trace.leaves import IsLeaf
@@ -144,6 +145,7 @@ def capture(
     device = module_device(root)
     calls = LeafCalls(root, leaves, {} if outputs is None else outputs, device, containers)
     with ExitStack() as stack:
+        stack.enter_context(generators_kept())
         stack.enter_context(_at_rest())
         stack.enter_context(_collections_deferred())
         stack.enter_context(one_device(root))

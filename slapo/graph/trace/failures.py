@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from slapo.errors import TraceError
+from slapo.graph.trace.generators import reason_in
 from slapo.graph.trace.leaf_calls import DATA_DEPENDENT
 
 _REMEDY = "make the module a leaf: leaf_modules=[...] or an attribute traceable = False"
@@ -45,6 +46,9 @@ def _reason(error: Exception, frames: list[traceback.FrameSummary]) -> str:
     if inner is not None:
         return str(inner)
     text = str(error)
+    generators = reason_in(frames[0].line or "") if frames else None
+    if generators is not None:
+        return generators
     if any(isinstance(e, DATA_DEPENDENT) for e in _causes(error)) or any(
         sign in text for sign in _DATA_SIGNS
     ):

@@ -16,9 +16,11 @@ from torch.fx.proxy import TraceError as ProxyTraceError
 
 from slapo.errors import TraceError
 from slapo.graph.trace.contract import CallContract
+from slapo.graph.trace.generators import generators_kept, refuse_seeds
 from slapo.graph.trace.leaves import IsLeaf
 from slapo.graph.trace.module import TracedModule
 from slapo.graph.trace.names import spare_self
+from slapo.graph.trace.questions import RefusingTracer
 from slapo.graph.trace.regions import refuse_regions
 from slapo.graph.trace.state import ModuleState
 from slapo.graph.trace.versions import Version, all_versions
@@ -29,8 +31,8 @@ _STARS: dict[Any, str] = {
 }
 
 
-class SymbolicTracer(fx.Tracer):
-    """``fx.Tracer`` that keeps the signature and is linear in the number of parameters.
+class SymbolicTracer(RefusingTracer):
+    """A tracer that keeps the signature and is linear in the number of parameters.
 
     Parameters
     ----------
@@ -171,8 +173,12 @@ def _trace_once(module: nn.Module, tracer: SymbolicTracer) -> fx.Graph:
     """One run with proxies, which may not stay in the module."""
     state = ModuleState(module)
     try:
-        with refuse_regions():
-            graph = tracer.trace(module)
+        with generators_kept() as check_generators, refuse_regions():
+            with refuse_seeds():
+                graph = tracer.trace(module)
+            check_generators()
+        if tracer.refusal is not None:
+            raise tracer.refusal  # the forward has caught it
         state.check_unchanged()
         return graph
     except Exception as error:
