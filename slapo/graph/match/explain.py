@@ -22,8 +22,9 @@ from slapo.graph.match.hints import (
 from slapo.graph.match.index import TracedGraph
 from slapo.graph.match.nearest import NearestMatch, in_its_place, nearest_match
 from slapo.graph.match.sizes import sizes_agree
-from slapo.graph.match.steps import Step, nodes_in, pattern_steps
+from slapo.graph.match.steps import Step, pattern_steps
 from slapo.graph.match.values import same_value
+from slapo.graph.trace.nodes import nodes_in
 
 
 def why_no_subgraph(graphs: Sequence[TracedGraph], pattern: fx.Graph) -> str:
@@ -127,7 +128,7 @@ def _misfits(nearest: NearestMatch, step: Step, node: fx.Node) -> Iterator[str]:
     """Tell constants of the pattern from other ones of a node that is the same operation."""
     call = nearest.place.index.call(step, node)
     for name, wanted, given in _compared(step, node, call):
-        if MISSING not in (wanted, given) and not any(nodes_in((wanted, given))):
+        if MISSING not in (wanted, given) and not nodes_in((wanted, given)):
             yield f"{node.name} has {name}={given!r}, the pattern {wanted!r}"
 
 

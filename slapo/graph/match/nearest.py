@@ -9,7 +9,8 @@ import torch.fx as fx
 
 from slapo.graph.match.index import GraphIndex, TracedGraph
 from slapo.graph.match.search import furthest
-from slapo.graph.match.steps import Step, nodes_in
+from slapo.graph.match.steps import Step
+from slapo.graph.trace.nodes import nodes_in
 
 # Layers are alike, so a few starts tell; more would make an explanation dearer than the search.
 _STARTS_PER_OPERATION = 8

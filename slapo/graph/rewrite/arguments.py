@@ -11,8 +11,8 @@ import torch
 import torch.fx as fx
 
 from slapo.graph.match.dataflow import is_size, tells_mode
-from slapo.graph.match.steps import nodes_in
 from slapo.graph.rewrite.signatures import POSITIONAL, REST, defaults_of, label, parameters_of
+from slapo.graph.trace.nodes import nodes_in
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -119,7 +119,7 @@ def common_bindings(
         del first[name]
         parameters = parameters_of(new) or ()
         wanted = any(p.name == name for p in parameters) and name not in concrete_args
-        if wanted and not any(nodes_in(values)):
+        if wanted and not nodes_in(values):
             raise ValueError(
                 f"{label(new)} takes {name!r}, which is {values} in the matches, and is called "
                 "once for all; pass concrete_args, or replace them one by one"
