@@ -21,8 +21,7 @@ from slapo.graph.match.index import GraphIndex
 from slapo.graph.match.pattern import compile_name, trace_pattern
 from slapo.graph.match.sizes import follows_from, may_be_same_size, size_arguments
 from slapo.graph.match.steps import WILDCARD_OPS, Step, pattern_steps
-from slapo.graph.match.values import CONTAINERS, Pair, inner_pairs
-from slapo.graph.trace.nodes import ModuleLookup, nodes_in
+from slapo.graph.trace.nodes import CONTAINERS, ModuleLookup, Pair, inner_pairs, nodes_in
 
 
 def find_subgraphs(

@@ -11,6 +11,11 @@ from torch._ops import OpOverload
 #: Gives the module for the target of a ``call_module`` node, as ``gm.get_submodule`` does.
 ModuleLookup = Callable[[str], nn.Module]
 
+CONTAINERS = (tuple, list, dict, slice)
+"""Values that are compared part by part."""
+
+Pair = tuple[Any, Any]
+
 
 def called_name(node: fx.Node) -> str:
     """Name of the function or method that a node calls, empty if it has none.
@@ -47,3 +52,16 @@ def attribute(root: nn.Module, target: str) -> Any:
     """What a path, as a ``get_attr`` node has it, leads to."""
     owner, _, name = target.rpartition(".")
     return getattr(root.get_submodule(owner), name)
+
+
+def inner_pairs(one: Any, other: Any) -> list[Pair] | None:
+    """The parts of a container, each with that of another; None if they are not alike."""
+    if isinstance(one, (tuple, list)):
+        same = isinstance(other, (tuple, list)) and len(one) == len(other)
+        return list(zip(one, other, strict=True)) if same else None
+    if isinstance(one, dict):
+        same = isinstance(other, dict) and one.keys() == other.keys()
+        return [(one[key], other[key]) for key in one] if same else None
+    if not isinstance(other, slice):
+        return None
+    return [(getattr(one, k), getattr(other, k)) for k in ("start", "stop", "step")]
