@@ -445,6 +445,25 @@ def test_a_module_that_writes_to_what_it_receives() -> None:
     assert received.grad is not None
 
 
+def test_a_replacement_that_writes_to_what_it_receives() -> None:
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x).mul_(3.0))
+
+    sch = slapo.create_schedule(Scales())
+    sch.trace_until("")
+    sch.replace(lambda x: x.mul_(3.0), sch.find(lambda x: x.mul_(3.0)))
+    sch["a"].cut_pipeline_stage()
+    partition(sch)
+    received = torch.randn(2, 4, requires_grad=True)
+    sch.mod.stages[1](received).sum().backward()
+    assert received.grad is not None
+
+
 def test_two_cuts_at_one_place() -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)))
     sch.trace_until("0")

@@ -70,10 +70,9 @@ class Effects:
             return draws_in(self._module(node))
         if node.op not in FUNCTIONS:
             return False
-        looked_up = (v for v in node.all_input_nodes if v.op == "get_attr")
-        functions = (
-            attribute(self._gm, str(v.target)) for v in looked_up
-        )  # of higher-order operators
+        # Higher-order operators take functions that the module has.
+        looked_up = (str(v.target) for v in node.all_input_nodes if v.op == "get_attr")
+        functions = (attribute(self._gm, target) for target in looked_up)
         return draws_random_numbers(node) or any(
             draws_in(function) for function in functions if isinstance(function, nn.Module)
         )
