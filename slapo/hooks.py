@@ -89,14 +89,14 @@ def move_reducers(source: nn.Module, target: nn.Module) -> None:
         source.__dict__[REDUCERS] = ()
 
 
-def move_pre_hooks(source: nn.Module, target: nn.Module) -> None:
-    """Move the pre-forward hooks of `source` to `target`."""
-    _move(source, target, _PRE)
+def move_input_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Move the hooks of `source` that act on its inputs, or on their gradients, to `target`."""
+    _move(source, target, (*_PRE, "_backward_hooks"))
 
 
-def move_post_hooks(source: nn.Module, target: nn.Module) -> None:
-    """Move the post-forward hooks of `source` to `target`."""
-    _move(source, target, _POST)
+def move_output_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Move the hooks of `source` that act on its output, or on its gradient, to `target`."""
+    _move(source, target, (*_POST, "_backward_pre_hooks"))
 
 
 def _move(source: nn.Module, target: nn.Module, slots: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from slapo.graph.trace.modes import select_by_mode
+from slapo.graph.trace.region_calls import begins_region, ends_region
 
 #: ``"tensor"``: may be sent between stages; ``"value"``: sizes, dtypes, flags; ``"container"``: a
 #: tuple, list, dict or output object of tensors, as modules return them.
@@ -110,24 +111,13 @@ def kinds_of(graph: fx.Graph) -> dict[fx.Node, Kind]:
     """The kind of every node; recorded nodes say it themselves, of others it is inferred."""
     kinds: dict[fx.Node, Kind] = {}
     for node in graph.nodes:
-        known = None if is_region_end(node) or node.op == "get_attr" else node.meta.get(META)
+        known = (
+            None
+            if begins_region(node) or ends_region(node) or node.op == "get_attr"
+            else node.meta.get(META)
+        )
         kinds[node] = known or _inferred(node, kinds)
     return kinds
-
-
-def is_region_end(node: fx.Node) -> bool:
-    """Whether the node enters or leaves a ``no_grad`` or ``autocast`` block."""
-    return enters_region(node) or getattr(node.target, "__name__", "") in _LEAVE
-
-
-def enters_region(node: fx.Node) -> bool:
-    """Whether the node enters a ``no_grad`` or ``autocast`` block."""
-    return getattr(node.target, "__name__", "") in _ENTER
-
-
-# By name, as graphs that were loaded from a file have them.
-_ENTER = ("enter_grad_mode", "enter_autocast")
-_LEAVE = ("leave_grad_mode", "leave_autocast")
 
 
 def _inferred(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
@@ -173,54 +163,3 @@ def is_projection(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return isinstance(node.args[1], (int, str))
     return node.target is getattr and node.args[1] not in _VALUE_ATTRIBUTES
-
-
-def may_alias(node: fx.Node) -> bool:
-    """Whether the result may share memory with the first argument."""
-    if node.op not in ("call_method", "call_function") or not node.args:
-        return False
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return is_in_place(node) or name in _ALIASING
-
-
-_ALIASING = frozenset(
-    {"T", "as_strided", "chunk", "contiguous", "cpu", "cuda", "detach", "diagonal", "expand"}
-    | {"expand_as", "flatten", "float", "getattr", "getitem", "half", "bfloat16", "mH", "mT"}
-    | {"moveaxis", "movedim", "narrow", "permute", "ravel", "real", "reshape", "reshape_as"}
-    | {"select", "split", "squeeze", "swapaxes", "swapdims", "t", "tensor_split", "to"}
-    | {"transpose", "type", "type_as", "unbind", "unflatten", "unfold", "unsqueeze", "view"}
-    | {"view_as", "view_as_complex", "view_as_real", "imag", "adjoint", "dropout", "alias"}
-)
-
-
-def is_in_place(node: fx.Node) -> bool:
-    """Whether the node writes to its first argument."""
-    if node.op == "call_method":
-        name = str(node.target)
-        return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-    if node.op != "call_function":
-        return False
-    if node.target in _IN_PLACE or node.kwargs.get("inplace") is True:
-        return True
-    name = getattr(node.target, "__name__", "")
-    return node.kwargs.get("out") is not None or (name.endswith("_") and not name.startswith("_"))
-
-
-_IN_PLACE = frozenset(
-    {
-        operator.setitem,
-        operator.iadd,
-        operator.iand,
-        operator.ifloordiv,
-        operator.ilshift,
-        operator.imatmul,
-        operator.imod,
-        operator.imul,
-        operator.ior,
-        operator.ipow,
-        operator.irshift,
-        operator.isub,
-        operator.itruediv,
-        operator.ixor,
-    }
-)

@@ -85,11 +85,7 @@ def generate_pipeline_partition(sch: N) -> N:
 
 
 def _make_stages(root: TracedModule, joined: JoinedGraph, ends: list[fx.Node]) -> list[Stage]:
-    def writes(node: fx.Node) -> bool:
-        module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
-        return bool(getattr(module, "inplace", False))
-
-    parts = split_graph(joined.graph, ends, writes)
+    parts = split_graph(joined.graph, ends, root.get_submodule)
     return [make_stage(index, part, root, joined) for index, part in enumerate(parts)]
 
 

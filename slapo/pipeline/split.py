@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,14 +10,13 @@ from torch import Tensor, fx
 
 from slapo.errors import SlapoError
 from slapo.graph.trace.names import spare_self
+from slapo.graph.trace.nodes import ModuleLookup
+from slapo.graph.trace.operator_effects import viewed_operands, written_operands
+from slapo.graph.trace.region_calls import begins_region, ends_region
 from slapo.pipeline.kinds import (
     Kind,
-    enters_region,
-    is_in_place,
     is_projection,
-    is_region_end,
     kinds_of,
-    may_alias,
 )
 
 
@@ -49,12 +48,10 @@ def own_copy(tensor: Tensor) -> Tensor:
     return tensor.clone()
 
 
-def split_graph(
-    graph: fx.Graph, ends: list[fx.Node], writes: Callable[[fx.Node], bool] = lambda node: False
-) -> list[StageGraph]:
+def split_graph(graph: fx.Graph, ends: list[fx.Node], modules: ModuleLookup) -> list[StageGraph]:
     """Cut `graph` after each node of `ends`, given in order.
 
-    `writes` tells of calls of modules whether they write to their input.
+    `modules` gives the module that a node calls by its target.
 
     A tensor crosses a cut if it is computed before it and used after it. What is no tensor (sizes,
     dtypes, parameters looked up) is computed again in every stage that uses it. A module's output
@@ -66,7 +63,7 @@ def split_graph(
         If a cut lies inside a ``no_grad`` or ``autocast`` block, nothing runs after it, or a
         tensor is written to in a later stage while others still see it.
     """
-    plan = _Plan.of(graph, ends, writes)
+    plan = _Plan.of(graph, ends, modules)
     return [_StageBuilder(plan, index).build() for index in range(plan.n_stages)]
 
 
@@ -79,17 +76,16 @@ class _Plan:
     kinds: dict[fx.Node, Kind]
     #: node -> the stage that computes it; values are computed wherever they are used
     stage_of: dict[fx.Node, int]
-    #: calls of modules that write to their input
-    writes: Callable[[fx.Node], bool]
+    modules: ModuleLookup
     #: stage -> tensors of earlier stages that it or a later one uses
     received: list[list[fx.Node]] = field(default_factory=list)
     #: stage -> received tensors that it writes to
     written: list[set[fx.Node]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, graph: fx.Graph, ends: list[fx.Node], writes: Callable[[fx.Node], bool]) -> _Plan:
+    def of(cls, graph: fx.Graph, ends: list[fx.Node], modules: ModuleLookup) -> _Plan:
         kinds = kinds_of(graph)
-        plan = cls(graph, len(ends) + 1, kinds, _assign(graph, ends, kinds), writes)
+        plan = cls(graph, len(ends) + 1, kinds, _assign(graph, ends, kinds), modules)
         plan._check_stages(ends)
         plan.received = plan._crossing()
         plan.written = plan._find_writes()
@@ -157,26 +153,36 @@ class _Plan:
         """Received tensors that a stage writes to, by whatever name; it will write to a copy."""
         written: list[set[fx.Node]] = [set() for _ in range(self.n_stages)]
         for node in self.graph.nodes:
-            target = node.kwargs.get("out") or (node.args[0] if node.args else None)
-            if not isinstance(target, fx.Node) or not (is_in_place(node) or self.writes(node)):
-                continue
-            if target.op == "get_attr":
-                self._check_attribute(node, target)
-            here = self.stage_of[node]
-            if here > 0 and self.kinds[target] != "value":
-                received = self._received_relatives(target, here)
-                self._check_seen_once(node, target, received)
-                written[here].update(received)
+            for target in written_operands(node, self.modules):
+                if target.op == "get_attr":
+                    self._check_attribute(node, target)
+                here = self.stage_of[node]
+                if here > 0 and self.kinds[target] != "value":
+                    received = self._received_relatives(target, here)
+                    self._check_seen_once(node, target, received)
+                    written[here].update(received)
         return written
 
     def _received_relatives(self, target: fx.Node, here: int) -> list[fx.Node]:
         """Tensors from earlier stages, in use from here on, that may share memory with `target`."""
         found = []
-        for node in _relatives(target):
+        for node in self._relatives(target):
             early = node.op == "placeholder" or self.stage_of[node] < here
             if early and any(self.stage_of[user] >= here for user in node.users):
                 found.append(node)
         return found
+
+    def _relatives(self, node: fx.Node) -> list[fx.Node]:
+        """The node and all that may share memory with it."""
+        found: dict[fx.Node, None] = {}
+        waiting = [node]
+        while waiting:
+            item = waiting.pop()
+            if item not in found:
+                found[item] = None
+                waiting += viewed_operands(item, self.modules)
+                waiting += (u for u in item.users if item in viewed_operands(u, self.modules))
+        return list(found)
 
     def _check_seen_once(self, node: fx.Node, target: fx.Node, received: list[fx.Node]) -> None:
         here = self.stage_of[node]
@@ -197,22 +203,6 @@ class _Plan:
                 f"{node.format_node()} writes to {target.target!r}, which the stages {stages} use, "
                 "each a copy of its own; cut so that one stage has all of its uses"
             )
-
-
-def _relatives(node: fx.Node) -> list[fx.Node]:
-    """The node and all that may share memory with it."""
-    found: dict[fx.Node, None] = {node: None}
-    waiting = [node]
-    while waiting:
-        item = waiting.pop()
-        near = [user for user in item.users if may_alias(user) and user.args[0] is item]
-        if may_alias(item) and isinstance(item.args[0], fx.Node):
-            near.append(item.args[0])
-        for other in near:
-            if other not in found:
-                found[other] = None
-                waiting.append(other)
-    return list(found)
 
 
 def _assign(
@@ -240,9 +230,9 @@ def _assign(
 
 
 def _follow_region(node: fx.Node, open_regions: list[fx.Node]) -> None:
-    if enters_region(node):
+    if begins_region(node):
         open_regions.append(node)
-    elif is_region_end(node):
+    elif ends_region(node):
         open_regions.pop()
 
 

@@ -11,13 +11,12 @@ from torch import fx, nn
 from slapo.graph.rewrite.bookkeeping import calls_of
 from slapo.graph.rewrite.plan import Plan
 from slapo.hooks import (
-    _move,
     get_hooks,
     has_backward_hooks,
     has_forward_hooks,
     move_hooks,
-    move_post_hooks,
-    move_pre_hooks,
+    move_input_hooks,
+    move_output_hooks,
     move_reducers,
 )
 from slapo.node import Node
@@ -203,9 +202,7 @@ def move_end_hooks(ends: tuple[nn.Module | None, nn.Module | None], new: nn.Modu
         move_reducers(first, new)
         return
     if first is not None:
-        move_pre_hooks(first, new)
-        _move(first, new, ("_backward_hooks",))
+        move_input_hooks(first, new)
     if last is not None:
-        move_post_hooks(last, new)
-        _move(last, new, ("_backward_pre_hooks",))
+        move_output_hooks(last, new)
         move_reducers(last, new)

@@ -2,6 +2,7 @@
 
 import operator
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,14 +28,14 @@ def found(code: Any, pattern: Any) -> list[list[str]]:
 
 
 class Calls(nn.Module):
-    """Applies one module to the first input."""
+    """Applies one module to the first input, and a function to what it returns."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, then: Callable[[Any], Any] = lambda x: x) -> None:
         super().__init__()
-        self.mod = module
+        self.mod, self.then = module, then
 
     def forward(self, x):
-        return self.mod(x)
+        return self.then(self.mod(x))
 
 
 # --- equivalent spellings ---
@@ -165,7 +166,18 @@ def test_in_place_sum_seen_by_others_does_not_match():
         h = x.exp()
         return h.view(-1).add_(y).sum() + h
 
-    for written in (parameter, other_reader, other_reader_of_base):
+    def other_reader_of_what_may_be_the_same(x, y):
+        h = x.exp()
+        return h.contiguous().float().add_(y).sum() + h
+
+    def after_another_write(x, y):
+        return x.mul_(2).add_(y)
+
+    cases = (
+        *(parameter, other_reader, other_reader_of_base, other_reader_of_what_may_be_the_same),
+        *(after_another_write, Calls(nn.Identity(), lambda x: x.add_(1.0))),
+    )
+    for written in cases:
         assert [m for m in found(written, lambda a, b: a + b) if m[0].startswith("add_")] == []
     assert len(found(parameter, lambda a, b: a.add_(b))) == 1
 

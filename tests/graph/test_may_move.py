@@ -599,6 +599,13 @@ def test_sizes_change_with_the_shape():
         rewrite(gm, ["size view"])
 
 
+@pytest.mark.parametrize("cast", ["bool", "byte", "cdouble", "float", "to", "type"])
+def test_a_cast_may_be_the_tensor_itself(cast):
+    gm = fx.symbolic_trace(lambda x: getattr(x, cast)())
+    x, same, _ = gm.graph.nodes
+    assert Effects(gm).roots([same]) == {x}
+
+
 def test_one_node_is_not_moved():
     gm = traced(two_dropouts)
     fuse_subgraph(gm, pick(gm, "drop"), None)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
@@ -409,15 +410,26 @@ class Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.register_buffer("count", torch.ones(()))
+        self.register_buffer("count", torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
         self.count.add_(1.0)
         return self.b(self.a(x)) / self.count
 
 
-def test_a_buffer_that_one_stage_writes_and_another_reads() -> None:
-    sch = slapo.create_schedule(Counts())
+class KeepsStatistics(Counts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.batch_norm(x, self.mean, self.count, training=True)
+        return self.b(self.a(y)) / self.count
+
+
+@pytest.mark.parametrize("model", [Counts(), KeepsStatistics()])
+def test_a_buffer_that_one_stage_writes_and_another_reads(model: nn.Module) -> None:
+    sch = slapo.create_schedule(model)
     sch.trace_until("")
     sch["a"].cut_pipeline_stage()
     with pytest.raises(slapo.SlapoError, match=r"writes to 'count', which the stages \[0, 1\] use"):
@@ -430,6 +442,25 @@ def test_a_module_that_writes_to_what_it_receives() -> None:
     received = torch.randn(2, 4, requires_grad=True)
     out = sch.mod.stages[1](received)
     out.sum().backward()
+    assert received.grad is not None
+
+
+def test_a_replacement_that_writes_to_what_it_receives() -> None:
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x).mul_(3.0))
+
+    sch = slapo.create_schedule(Scales())
+    sch.trace_until("")
+    sch.replace(lambda x: x.mul_(3.0), sch.find(lambda x: x.mul_(3.0)))
+    sch["a"].cut_pipeline_stage()
+    partition(sch)
+    received = torch.randn(2, 4, requires_grad=True)
+    sch.mod.stages[1](received).sum().backward()
     assert received.grad is not None
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from slapo.graph.match.dataflow import tells_mode
 from slapo.graph.trace.modes import select_by_mode
 from slapo.graph.trace.names import spare_self
+from slapo.graph.trace.nodes import attribute, called_name
 
 _SCALARS = (bool, int, float)
 _INTEGER_ARITHMETIC = frozenset({"add", "sub", "mul", "floordiv", "mod", "neg"})
@@ -92,7 +93,7 @@ def python_type(node: fx.Node, gm: fx.GraphModule) -> Any:
     if node.op == "placeholder":
         return node.type if node.type in _SCALARS else _scalar_type(*node.args)
     if node.op == "get_attr":
-        return _scalar_type(_attribute(gm, str(node.target)))
+        return _scalar_type(attribute(gm, str(node.target)))
     if node.op == "call_method":
         return _type_of_method(node)
     if node.op == "call_function":
@@ -116,7 +117,7 @@ class _SharedState:
         target = str(node.target)
         if target not in self._paths:
             self._paths[target] = new = self._choose(node, target)
-            self.objects[new] = _attribute(self._gm, target)
+            self.objects[new] = attribute(self._gm, target)
             owner, _, field = target.rpartition(".")
             if field in self._gm.get_submodule(owner)._non_persistent_buffers_set:
                 self._not_persistent.append(new)
@@ -165,12 +166,6 @@ def _result(nodes: list[fx.Node], copies: dict[fx.Node, fx.Node]) -> Any:
     return results if used else results[0]
 
 
-def _attribute(gm: fx.GraphModule, target: str) -> Any:
-    """Look up what a path leads to."""
-    owner, _, field = target.rpartition(".")
-    return getattr(gm.get_submodule(owner), field)
-
-
 def _scalar_type(*values: Any) -> Any:
     """Return the type that plain numbers have in common."""
     kinds = {type(value) for value in values}
@@ -192,7 +187,7 @@ def _type_of_function(node: fx.Node, gm: fx.GraphModule) -> Any:
         return _scalar_type(*node.args[1:])
     if node.target is getattr:
         return {"shape": list[int], "ndim": int}.get(str(node.args[1]))
-    name = getattr(node.target, "__name__", "")
+    name = called_name(node)
     kinds = [
         python_type(value, gm) if isinstance(value, fx.Node) else type(value) for value in node.args
     ]

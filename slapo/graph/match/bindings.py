@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from slapo.graph.match.steps import nodes_in
+from slapo.graph.trace.nodes import nodes_in
 
 
 class Arguments:
@@ -72,4 +72,4 @@ class Match(list[fx.Node]):
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    return list(nodes_in((node.args, node.kwargs)))
+    return nodes_in((node.args, node.kwargs))

@@ -18,8 +18,7 @@ import torch.fx as fx
 from torch import nn
 
 from slapo.graph.match.operators import FUNCTIONS, METHODS, MODULES, ModuleSpelling, Op, Spelling
-
-ModuleLookup = Callable[[str], nn.Module]
+from slapo.graph.trace.nodes import ModuleLookup
 
 _KEYWORD_ALIASES = {"axis": "dim", "keepdims": "keepdim", "self": "input", "size": "shape"}
 

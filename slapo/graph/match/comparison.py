@@ -10,7 +10,8 @@ import torch.fx as fx
 from slapo.graph.match.canonical import Call, positions_and_names
 from slapo.graph.match.sizes import sizes_agree
 from slapo.graph.match.steps import Step
-from slapo.graph.match.values import Pair, same_value
+from slapo.graph.match.values import same_value
+from slapo.graph.trace.nodes import Pair
 
 MISSING = object()
 """The value of an argument that a call neither states nor has a default for."""

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
+from typing import Any
 
 import torch.fx as fx
 
-from slapo.graph.match.canonical import Call, written_operand
 from slapo.graph.trace.modes import select_by_mode
+from slapo.graph.trace.nodes import ModuleLookup
+from slapo.graph.trace.operator_effects import viewed_operands
 
-_VIEW_METHODS = frozenset(
-    {
-        *("chunk", "detach", "diagonal", "expand", "flatten", "narrow", "permute", "reshape"),
-        *("select", "split", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze"),
-        *("view", "view_as"),
-    }
-)
 _SIZE_ARITHMETIC = frozenset(
     {
         getattr,
@@ -29,39 +24,35 @@ _SIZE_ARITHMETIC = frozenset(
         operator.sub,
     }
 )
-_IN_PLACE = frozenset(
-    getattr(operator, name)
-    for name in (
-        *("setitem", "iadd", "iand", "ifloordiv", "imatmul", "imod", "imul", "ior"),
-        *("ipow", "isub", "itruediv", "ixor"),
-    )
-)
 
 
-def writes_in_private(call: Call) -> bool:
-    """Tell whether an in-place call overwrites a value that nothing else can see.
+def is_private(value: Any, modules: ModuleLookup) -> bool:
+    """Tell whether nothing but its one user can see a value, and so a write to it.
 
-    Then it computes the same as its counterpart that is not in place. Values from outside of the
-    graph (inputs, parameters) are always seen; a view is as private as the value it views.
+    Values from outside of the graph (inputs, parameters) are always seen; a view is as private as
+    the value it views.
 
     Parameters
     ----------
-    call : Call
-        An in-place call.
+    value : Any
+        What an in-place call writes to.
+    modules : callable
+        Gives the module for the target of a ``call_module`` node.
 
     Returns
     -------
     bool
         False also if it is not known.
     """
-    value = written_operand(call)
-    while isinstance(value, fx.Node) and len(value.users) == 1:
-        if value.op in ("placeholder", "get_attr"):
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if not isinstance(value, fx.Node) or value.op in ("placeholder", "get_attr"):
             return False
-        if not _may_be_view(value):
-            return True
-        value = value.args[0] if value.args else None
-    return False
+        if len(value.users) != 1:
+            return False
+        pending.extend(viewed_operands(value, modules))
+    return True
 
 
 def size_helpers(matched: Collection[fx.Node], inputs: Collection[fx.Node]) -> set[fx.Node]:
@@ -90,14 +81,6 @@ def size_helpers(matched: Collection[fx.Node], inputs: Collection[fx.Node]) -> s
             helpers.add(node)
             pending.extend(node.all_input_nodes)
     return helpers
-
-
-def _may_be_view(node: fx.Node) -> bool:
-    """Tell whether the value of a node may share memory with its first argument."""
-    if node.op == "call_method":
-        return str(node.target) in _VIEW_METHODS
-    name = getattr(node.target, "__name__", "")
-    return node.op == "call_function" and (name in _VIEW_METHODS or name in ("getitem", "getattr"))
 
 
 def is_size(node: fx.Node) -> bool:
@@ -139,29 +122,3 @@ def tells_mode(node: fx.Node) -> bool:
     if node.op == "call_function" and node.target is select_by_mode:
         return True
     return node.op == "get_attr" and str(node.target).split(".")[-1] == "training"
-
-
-def overwrites(node: fx.Node, value: fx.Node) -> bool:
-    """Tell whether a node changes a value in place.
-
-    Parameters
-    ----------
-    node : torch.fx.Node
-        A user of `value`.
-    value : torch.fx.Node
-        The value.
-
-    Returns
-    -------
-    bool
-        True for ``value.add_(...)``, ``value += ...``, ``value[...] = ...`` and ``out=value``.
-    """
-    if node.kwargs.get("out") is value:
-        return True
-    if not node.args or node.args[0] is not value:
-        return False
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    if node.op not in ("call_method", "call_function"):
-        return False
-    is_method = name.endswith("_") and not name.endswith("__")
-    return is_method or node.target in _IN_PLACE or node.kwargs.get("inplace") is True

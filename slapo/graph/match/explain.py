@@ -2,140 +2,105 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.fx as fx
+from torch import nn
 
-from slapo.graph.match.canonical import Call
+from slapo.graph.match.canonical import key_of
 from slapo.graph.match.comparison import MISSING, is_free_form
-from slapo.graph.match.hints import (
-    hidden_modules,
-    listed,
-    name_of,
-    near_names,
-    opaque_calls,
-    other_spellings,
-    show,
-)
 from slapo.graph.match.index import TracedGraph
-from slapo.graph.match.nearest import NearestMatch, in_its_place, nearest_match
+from slapo.graph.match.nearest import NearestMatch, nearest_match
 from slapo.graph.match.sizes import sizes_agree
-from slapo.graph.match.steps import Step, nodes_in, pattern_steps
+from slapo.graph.match.steps import Step, pattern_steps
 from slapo.graph.match.values import same_value
+from slapo.graph.trace.leaves import is_opaque, is_torch_leaf
+from slapo.graph.trace.nodes import nodes_in
+from slapo.wrapper import innermost
+
+_SHOWN = 4
+
+Graphs = Sequence[TracedGraph]
 
 
-def why_no_subgraph(graphs: Sequence[TracedGraph], pattern: fx.Graph) -> str:
-    """Say how much of a pattern the graphs have, what is in the way, and what to try.
-
-    Parameters
-    ----------
-    graphs
-        Where the search looked.
-    pattern
-        The traced pattern.
-
-    Returns
-    -------
-    str
-        A sentence, and hints on lines of their own.
-    """
-    steps = pattern_steps(pattern)
-    nearest = nearest_match(graphs, steps)
-    missing = nearest.missing
+def why_no_subgraph(graphs: Graphs, pattern: fx.Graph) -> str:
+    """Say how much of a pattern the graphs have, what is in the way, and what to try."""
+    nearest = nearest_match(graphs, pattern_steps(pattern))
+    missing, number = nearest.missing, len(nearest.steps)
     if missing is None:
         return (
-            f"all {len(steps)} operations of the pattern are there, {_places(nearest, steps)}, but "
-            "one of its arguments would stand for two different values, or for a value that the "
-            "match computes itself; give each value an argument of its own"
+            f"all {number} operations of the pattern are there, {_found(nearest)}, but one of its "
+            "arguments would stand for two different values, or for a value that the match "
+            "computes itself; give each value an argument of its own"
         )
-    hints = [
-        *_whereabouts(nearest, missing, graphs),
-        *_absent(nearest, steps),
-        *other_spellings(missing, graphs),
-        *opaque_calls(graphs),
-    ]
-    return "\n- ".join([_summary(nearest, missing, steps), *hints])
-
-
-def why_no_call(graphs: Sequence[TracedGraph], regex: re.Pattern[str]) -> str:
-    """Say what the modules are called whose calls a regular expression did not match."""
-    number = sum(len(traced.graph.find_nodes(op="call_module")) for traced in graphs)
-    hints = [*near_names(regex, graphs), *hidden_modules(graphs, regex), *opaque_calls(graphs)]
-    summary = f"{regex.pattern!r} matches none of the {number} calls of modules"
-    return "\n- ".join([summary, *hints])
-
-
-def why_no_node(graphs: Sequence[TracedGraph]) -> str:
-    """Say how many nodes a predicate was asked about."""
-    number = sum(len(graph.nodes) for _, _, graph in graphs)
-    summary = f"the predicate holds for none of the {number} nodes"
-    return "\n- ".join([summary, *opaque_calls(graphs)])
-
-
-def _summary(nearest: NearestMatch, missing: Step, steps: dict[fx.Node, Step]) -> str:
-    if not nearest.found:
-        return f"of the operations of the pattern, {len(steps)} in all, none was found"
-    others = [show(n, nearest.place.traced) for n in in_its_place(nearest, missing, steps)]
-    return (
-        f"{len(nearest.found)} of {len(steps)} operations of the pattern were found together, "
-        f"{_places(nearest, steps)}; {name_of(missing)} was not"
-        + (f": in its place is {listed(others)}" if others else "")
+    if nearest.found:
+        traced = nearest.places[0][0]
+        others = _listed(_show(node, traced) for node in nearest.in_place_of(missing))
+        summary = (
+            f"{len(nearest.found)} of {number} operations of the pattern were found together, "
+            f"{_found(nearest)}; {_name(missing)} was not{others and ': in its place is '}{others}"
+        )
+    else:
+        summary = f"of the operations of the pattern, {number} in all, none was found"
+    steps = sorted(nearest.steps.items(), key=lambda item: item[0])
+    absent = _listed(_name(step) for node, step in steps if not nearest.occurs(node))
+    return _told(
+        summary,
+        _whereabouts(nearest, missing, graphs),
+        [f"no graph here has {absent}"] if absent else [],
+        _other_spellings(missing, graphs),
+        _opaque_calls(graphs),
     )
 
 
-def _places(nearest: NearestMatch, steps: dict[fx.Node, Step]) -> str:
-    path = nearest.place.traced.path
-    places = listed([f"{name_of(steps[n])} at {at.name}" for n, at in nearest.found.items()])
-    return f"{places} in the graph of {path!r}" if path else places
+def why_no_call(graphs: Graphs, regex: re.Pattern[str]) -> str:
+    """Say what the modules are called whose calls a regular expression did not match."""
+    summary = f"{regex.pattern!r} matches none of the {len(_calls(graphs))} calls of modules"
+    hints = (_near_names(regex, graphs), _hidden_modules(graphs, regex), _opaque_calls(graphs))
+    return _told(summary, *hints)
 
 
-def _whereabouts(
-    nearest: NearestMatch, missing: Step, graphs: Sequence[TracedGraph]
-) -> Iterator[str]:
+def why_no_node(graphs: Graphs) -> str:
+    """Say how many nodes a predicate was asked about."""
+    number = sum(len(graph.nodes) for _, _, graph in graphs)
+    return _told(f"the predicate holds for none of the {number} nodes", _opaque_calls(graphs))
+
+
+def _told(summary: str, *hints: Iterable[str]) -> str:
+    return "\n- ".join([summary, *(hint for several in hints for hint in several)])
+
+
+def _found(nearest: NearestMatch) -> str:
+    path = nearest.places[0][0].path
+    names = _listed(f"{_name(nearest.steps[n])} at {at.name}" for n, at in nearest.found.items())
+    return f"{names} in the graph of {path!r}" if path else names
+
+
+def _whereabouts(nearest: NearestMatch, missing: Step, graphs: Graphs) -> Iterator[str]:
     """Say where else the missing operation is."""
-    name = name_of(missing)
-    here = nearest.place.index.candidates(missing)
-    elsewhere = [repr(p.traced.path) for p in nearest.places if p.index.candidates(missing)]
+    name = _name(missing)
+    here = nearest.places[0][1].candidates(missing)
+    elsewhere = nearest.occurs(missing.node)
     if here:
-        misfits = [text for node in here for text in _misfits(nearest, missing, node)]
-        at = listed([node.name for node in here])
-        yield listed(misfits) if misfits else f"{name} is elsewhere, at {at}"
+        misfits = _listed(text for node in here for text in _misfits(nearest, missing, node))
+        yield misfits or f"{name} is elsewhere, at {_listed(node.name for node in here)}"
     elif elsewhere:
         yield (
-            f"{name} is in the graph of {listed(elsewhere)}, and a match lies in one graph: trace "
-            "the common parent with .trace(flatten=True)"
+            f"{name} is in the graph of {_listed(map(repr, elsewhere))}, and a match lies in one "
+            "graph: trace the common parent with .trace(flatten=True)"
         )
     elif missing.regex is not None:
-        yield from near_names(missing.regex, graphs)
-
-
-def _absent(nearest: NearestMatch, steps: dict[fx.Node, Step]) -> Iterator[str]:
-    """Name the operations that no graph has."""
-    indices = [place.index for place in nearest.places]
-    absent = [
-        name_of(steps[node])
-        for node in sorted(steps)
-        if not any(index.candidates(steps[node]) for index in indices)
-    ]
-    if absent:
-        yield f"no graph here has {listed(absent)}"
+        yield from _near_names(missing.regex, graphs)
 
 
 def _misfits(nearest: NearestMatch, step: Step, node: fx.Node) -> Iterator[str]:
     """Tell constants of the pattern from other ones of a node that is the same operation."""
-    call = nearest.place.index.call(step, node)
-    for name, wanted, given in _compared(step, node, call):
-        if MISSING not in (wanted, given) and not any(nodes_in((wanted, given))):
-            yield f"{node.name} has {name}={given!r}, the pattern {wanted!r}"
-
-
-def _compared(step: Step, node: fx.Node, call: Call) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield name, value in the pattern and value in the graph of arguments that differ."""
-    wanted: dict[Any, Any] = {**step.sizes, **dict(step.call.args or {})}
-    given = call.args or {}
-    names = set(wanted)
+    call = nearest.places[0][1].call(step, node)
+    wanted: dict[Any, Any] = {**step.sizes, **(step.call.args or {})}
+    given, names = call.args or {}, set(wanted)
     if is_free_form(step, node):
         names -= {*step.implied, *step.sizes}
     elif step.regex is None:
@@ -144,5 +109,112 @@ def _compared(step: Step, node: fx.Node, call: Call) -> Iterator[tuple[Any, Any,
         one = wanted.get(name, step.call.defaults.get(str(name), MISSING))
         other = given.get(name, call.defaults.get(str(name), MISSING))
         same = sizes_agree if name in step.sizes else same_value
-        if not same(one, other):
-            yield name, one, other
+        if MISSING not in (one, other) and not nodes_in((one, other)) and not same(one, other):
+            yield f"{node.name} has {name}={other!r}, the pattern {one!r}"
+
+
+def _opaque_calls(graphs: Graphs) -> Iterator[str]:
+    """List calls that hide the operations of a module."""
+    closed: list[str] = []
+    sealed: list[str] = []
+    for traced, node in _calls(graphs):
+        inner = _module(node, traced)
+        if not isinstance(inner, fx.GraphModule) and not is_torch_leaf(inner):
+            is_sealed = is_opaque(traced.module.get_submodule(str(node.target)))
+            (sealed if is_sealed else closed).append(_show(node, traced))
+    if closed:
+        yield (
+            f"the operations within {_listed(closed)} are not seen; .trace(flatten=True) before "
+            "the search makes them part of the graph"
+        )
+    if sealed:
+        yield f"{_listed(sealed)} stay closed: they have hooks or wrappers, or traceable = False"
+
+
+def _other_spellings(missing: Step, graphs: Graphs) -> Iterator[str]:
+    """Name operations that a missing one may be hidden in, or be called by."""
+    calls = _calls(graphs)
+    linear = [_show(n, traced) for traced, n in calls if isinstance(_module(n, traced), nn.Linear)]
+    if missing.call.key == "add" and linear:
+        yield (
+            f"the bias of {linear[0]} is added within it: .decompose() the layer before the "
+            "trace, and the addition is an operation of its own"
+        )
+    if missing.call.key == "matmul" and linear:
+        yield "nn.Linear is F.linear(x, weight, bias) or call_module(name, x) in a pattern"
+    name = _name(missing)
+    keys = {key_of(node, gm.get_submodule) for _, gm, graph in graphs for node in graph.nodes}
+    names = {_name_of_key(key) for key in keys - {None}} - {name}
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    if near:
+        yield f"named alike are {_listed(near)}"
+
+
+def _near_names(regex: re.Pattern[str], graphs: Graphs) -> Iterator[str]:
+    """Say which names of called modules a regular expression nearly matches."""
+    calls = [(traced.path, str(node.target)) for traced, node in _calls(graphs)]
+    targets = list(dict.fromkeys(target for _, target in calls))
+    within = [target for target in targets if regex.search(target)]
+    full = [(path, target) for path, target in calls if regex.match(f"{path}.{target}")]
+    if not targets:
+        yield "no graph here calls a module"
+    elif within:
+        yield (
+            f"{regex.pattern!r} is within {within[0]!r}, but names are matched from their start: "
+            f"write {'.*' + regex.pattern!r}"
+        )
+    elif full:
+        path, target = full[0]
+        yield (
+            f"it matches '{path}.{target}', but in the graph of {path!r} the name is {target!r}: "
+            "write that, or trace the parent with .trace(flatten=True)"
+        )
+    else:
+        near = difflib.get_close_matches(regex.pattern, targets, n=3, cutoff=0.4) or targets
+        yield f"names of called modules are {_listed(map(repr, near))}"
+
+
+def _hidden_modules(graphs: Graphs, regex: re.Pattern[str]) -> Iterator[str]:
+    """Name a module whose path matches, but which no graph calls by it."""
+    paths = (path for path, _ in graphs[0].module.named_modules() if path and regex.match(path))
+    path = next(paths, None)
+    if path is not None:
+        yield (
+            f"there is a module {path!r}, but no graph calls it by that name; with "
+            ".trace(flatten=True) the graph has the calls within other modules"
+        )
+
+
+def _calls(graphs: Graphs) -> list[tuple[TracedGraph, fx.Node]]:
+    return [(traced, n) for traced in graphs for n in traced.graph.find_nodes(op="call_module")]
+
+
+def _module(node: fx.Node, traced: TracedGraph) -> nn.Module:
+    return innermost(traced.module.get_submodule(str(node.target)))
+
+
+def _show(node: fx.Node, traced: TracedGraph) -> str:
+    """A node as users know it."""
+    if node.op == "call_module":
+        return f"{node.target} ({type(_module(node, traced)).__name__})"
+    return f"{node.name} ({_name_of_key(key_of(node, traced.module.get_submodule)) or node.op})"
+
+
+def _name(step: Step) -> str:
+    """An operation of a pattern as it was written."""
+    if step.regex is not None:
+        return f"call_module({step.regex.pattern!r})"
+    return _name_of_key(step.call.key)
+
+
+def _name_of_key(key: Any) -> str:
+    """The operator's own name, see :func:`.canonical.key_of`."""
+    name = key[1] if isinstance(key, tuple) else key
+    return str(getattr(name, "__name__", name or ""))
+
+
+def _listed(items: Iterable[str]) -> str:
+    """The first of some names."""
+    unique = list(dict.fromkeys(items))
+    shown = ", ".join(unique[:_SHOWN])
+    return f"{shown} and {len(unique) - _SHOWN} more" if len(unique) > _SHOWN else shown

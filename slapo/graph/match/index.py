@@ -10,7 +10,6 @@ import torch.fx as fx
 
 from slapo.graph.match.canonical import (
     Call,
-    ModuleLookup,
     ModuleState,
     bind_signature,
     call_of,
@@ -20,6 +19,7 @@ from slapo.graph.match.canonical import (
 from slapo.graph.match.pattern import call_module
 from slapo.graph.match.steps import Step
 from slapo.graph.match.values import same_settings, same_value
+from slapo.graph.trace.nodes import ModuleLookup
 
 
 class TracedGraph(NamedTuple):
@@ -44,7 +44,7 @@ class GraphIndex:
     """
 
     def __init__(self, graph: fx.Graph, modules: ModuleLookup, steps: dict[fx.Node, Step]) -> None:
-        self._modules = modules
+        self.modules = modules
         self._calls: dict[tuple[fx.Node, bool], Call] = {}
         self.nodes: dict[Hashable, list[fx.Node]] = {step.call.key: [] for step in steps.values()}
         by_class = any(isinstance(key, tuple) and key[0] == "module" for key in self.nodes)
@@ -60,7 +60,7 @@ class GraphIndex:
         if call_module in self.nodes:
             self.nodes[call_module].append(node)
         if by_class:
-            key = module_key(type(self._modules(str(node.target))))
+            key = module_key(type(self.modules(str(node.target))))
             found = self.nodes.get(key)
             if found is not None and (not found or found[-1] is not node):
                 found.append(node)
@@ -89,24 +89,22 @@ class GraphIndex:
         if step.regex is not None:
             return node.op == "call_module" and bool(step.regex.match(str(node.target)))
         if step.call.op is None and isinstance(step.call.key, tuple) and node.op == "call_module":
-            module = self._modules(str(node.target))
+            module = self.modules(str(node.target))
             same = module_key(type(module)) == step.call.key
             return same and step.module is not None and same_settings(step.module, module)
-        return key_of(node, self._modules) == step.call.key
+        return key_of(node, self.modules) == step.call.key
 
     def call(self, step: Step, node: fx.Node) -> Call:
         """Describe the call of `node` in the terms of `step`."""
         as_module = step.call.op is None and node.op == "call_module"
         key = (node, as_module)
         if key not in self._calls:
-            self._calls[key] = (
-                self._module_call(node) if as_module else call_of(node, self._modules)
-            )
+            self._calls[key] = self._module_call(node) if as_module else call_of(node, self.modules)
         return self._calls[key]
 
     def _module_call(self, node: fx.Node) -> Call:
         """Describe the call of a module by the parameters of its ``forward``."""
-        forward = self._modules(str(node.target)).forward
+        forward = self.modules(str(node.target)).forward
         return Call(None, bind_signature(forward, node.args, node.kwargs))
 
     def same(self, one: Any, other: Any) -> bool:
@@ -133,5 +131,5 @@ class GraphIndex:
             owner, _, name = str(value.target).rpartition(".")
         else:
             return None
-        found = getattr(self._modules(owner), name, None)
+        found = getattr(self.modules(owner), name, None)
         return found if isinstance(found, torch.Tensor) else None

@@ -14,14 +14,14 @@ from typing import Any
 import torch.fx as fx
 
 from slapo.graph.match.bindings import Match
-from slapo.graph.match.canonical import ModuleLookup
+from slapo.graph.match.canonical import written_operand
 from slapo.graph.match.comparison import MISSING, argument_pairs
-from slapo.graph.match.dataflow import size_helpers, writes_in_private
+from slapo.graph.match.dataflow import is_private, size_helpers
 from slapo.graph.match.index import GraphIndex
 from slapo.graph.match.pattern import compile_name, trace_pattern
 from slapo.graph.match.sizes import follows_from, may_be_same_size, size_arguments
-from slapo.graph.match.steps import WILDCARD_OPS, Step, nodes_in, pattern_steps
-from slapo.graph.match.values import CONTAINERS, Pair, inner_pairs
+from slapo.graph.match.steps import WILDCARD_OPS, Step, pattern_steps
+from slapo.graph.trace.nodes import CONTAINERS, ModuleLookup, Pair, inner_pairs, nodes_in
 
 
 def find_subgraphs(
@@ -216,7 +216,8 @@ class _Search:
         if node in self._images or node in self._taken or not self._index.fits(step, node):
             return False
         call = self._index.call(step, node)
-        if call.inplace and not step.call.inplace and not writes_in_private(call):
+        written = written_operand(call)
+        if call.inplace and not step.call.inplace and not is_private(written, self._index.modules):
             return False
         self._bound[wanted] = node
         self._images.add(node)

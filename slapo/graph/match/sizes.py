@@ -12,7 +12,8 @@ from typing import Any
 import torch.fx as fx
 
 from slapo.graph.match.dataflow import is_size
-from slapo.graph.match.values import Pair, is_choice, same_value
+from slapo.graph.match.values import is_choice, same_value
+from slapo.graph.trace.nodes import Pair
 
 
 def sizes_agree(wanted: Any, value: Any) -> bool:

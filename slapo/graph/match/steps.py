@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from slapo.graph.match.pattern import (
     compile_name,
 )
 from slapo.graph.match.values import same_value
+from slapo.graph.trace.nodes import nodes_in
 
 WILDCARD_OPS = ("placeholder", "get_attr")
 
@@ -154,17 +155,3 @@ def _check_connected(steps: dict[fx.Node, Step]) -> None:
             f"the pattern falls into parts that share no value: {first} and {', '.join(lost)}; "
             "connect them by a common input, or find them one by one"
         )
-
-
-def nodes_in(value: Any) -> Iterator[fx.Node]:
-    """Yield the nodes in nested containers."""
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, dict) or hasattr(value, "items"):
-        for inner in value.values():
-            yield from nodes_in(inner)
-    elif isinstance(value, (tuple, list)):
-        for inner in value:
-            yield from nodes_in(inner)
-    elif isinstance(value, slice):
-        yield from nodes_in((value.start, value.stop, value.step))

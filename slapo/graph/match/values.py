@@ -11,11 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from slapo.graph.match.canonical import ModuleState
 from slapo.graph.trace.modes import select_by_mode
-
-CONTAINERS = (tuple, list, dict, slice)
-"""Values that are compared part by part."""
-
-Pair = tuple[Any, Any]
+from slapo.graph.trace.nodes import CONTAINERS, inner_pairs
 
 
 def same_value(one: Any, other: Any) -> bool:
@@ -35,7 +31,10 @@ def same_value(one: Any, other: Any) -> bool:
         return inner is not None and all(same_value(a, b) for a, b in inner)
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return _same_tensor(one, other)
-    return _same_constant(one, other)
+    if isinstance(one, bool) != isinstance(other, bool):
+        return False
+    numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
+    return (numbers or type(one) is type(other)) and _equal(one, other)
 
 
 def is_choice(value: Any) -> bool:
@@ -43,26 +42,26 @@ def is_choice(value: Any) -> bool:
     return isinstance(value, fx.Node) and value.target is select_by_mode
 
 
-def inner_pairs(wanted: Any, value: Any) -> list[Pair] | None:
-    """Take a container of a pattern apart; None if `value` is not alike."""
-    if isinstance(wanted, (tuple, list)):
-        same = isinstance(value, (tuple, list)) and len(wanted) == len(value)
-        return list(zip(wanted, value, strict=True)) if same else None
-    if isinstance(wanted, dict):
-        same = isinstance(value, dict) and wanted.keys() == value.keys()
-        return [(wanted[key], value[key]) for key in wanted] if same else None
-    if not isinstance(value, slice):
-        return None
-    return [(getattr(wanted, k), getattr(value, k)) for k in ("start", "stop", "step")]
+def same_constant(one: Any, other: Any) -> bool:
+    """Tell whether two values are the same node or tensor, or equal constants of one type.
+
+    Examples
+    --------
+    >>> same_constant(1, 1), same_constant(1, 1.0), same_constant(1, True)
+    (True, False, False)
+    """
+    if one is other:
+        return True
+    if type(one) is not type(other) or isinstance(one, (fx.Node, torch.Tensor)):
+        return False
+    if isinstance(one, CONTAINERS):
+        inner = inner_pairs(one, other)
+        return inner is not None and all(same_constant(a, b) for a, b in inner)
+    return _equal(one, other)
 
 
-def _same_constant(one: Any, other: Any) -> bool:
+def _equal(one: Any, other: Any) -> bool:
     """Compare two objects whose ``==`` may not give a truth value; a NaN equals a NaN."""
-    if isinstance(one, bool) != isinstance(other, bool):
-        return False
-    numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
-    if not numbers and type(one) is not type(other):
-        return False
     try:
         return bool(one == other) or bool(one != one and other != other)
     except (TypeError, ValueError, RuntimeError):

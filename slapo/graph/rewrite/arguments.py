@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
 from typing import Any
 
-import torch
 import torch.fx as fx
 
 from slapo.graph.match.dataflow import is_size, tells_mode
-from slapo.graph.match.steps import nodes_in
+from slapo.graph.match.values import same_constant
 from slapo.graph.rewrite.signatures import POSITIONAL, REST, defaults_of, label, parameters_of
+from slapo.graph.trace.nodes import nodes_in
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -119,44 +119,12 @@ def common_bindings(
         del first[name]
         parameters = parameters_of(new) or ()
         wanted = any(p.name == name for p in parameters) and name not in concrete_args
-        if wanted and not any(nodes_in(values)):
+        if wanted and not nodes_in(values):
             raise ValueError(
                 f"{label(new)} takes {name!r}, which is {values} in the matches, and is called "
                 "once for all; pass concrete_args, or replace them one by one"
             )
     return first
-
-
-def same_constant(one: Any, other: Any) -> bool:
-    """Tell whether two values are the same node, or equal constants of one type.
-
-    Parameters
-    ----------
-    one, other : Any
-        Nodes or constants.
-
-    Returns
-    -------
-    bool
-        False also for what cannot be compared.
-
-    Examples
-    --------
-    >>> same_constant(1, 1), same_constant(1, 1.0), same_constant(1, True)
-    (True, False, False)
-    """
-    if one is other:
-        return True
-    if type(one) is not type(other) or isinstance(one, (fx.Node, torch.Tensor)):
-        return False
-    if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(same_constant, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same_constant(one[k], other[k]) for k in one)
-    try:
-        return bool(one == other)
-    except (TypeError, ValueError, RuntimeError):
-        return False
 
 
 def plan_same_call(

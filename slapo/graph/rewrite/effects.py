@@ -1,14 +1,8 @@
-"""What the nodes of a graph do beside returning a value: writes, views, and random draws.
-
-Of modules whose code cannot be seen it is believed that they write to an input only if they say
-so by ``inplace``. To suspect every opaque module would refuse each chain within a residual block,
-where the input of the block is read again behind it.
-"""
+"""What the nodes of a graph do beside returning a value: writes, views, and random draws."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
-from typing import Any
+from collections.abc import Hashable, Iterable
 
 import torch
 import torch.fx as fx
@@ -16,8 +10,10 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from slapo.graph.match.dataflow import is_size
-from slapo.graph.match.steps import nodes_in
-from slapo.graph.rewrite.operator_effects import (
+from slapo.graph.trace.nodes import attribute
+from slapo.graph.trace.operator_effects import (
+    FUNCTIONS,
+    MARKS,
     changes_sizes,
     draws_random_numbers,
     viewed_operands,
@@ -25,15 +21,10 @@ from slapo.graph.rewrite.operator_effects import (
 )
 from slapo.wrapper import innermost
 
-MARKS = "slapo_effects"
-"""Key of ``node.meta``: what a call does that a rewrite has put in the place of operations."""
-
 Root = Hashable
 """Memory that values share: the node that made it, or ``("state", id of a tensor)``."""
 
-_FUNCTIONS = ("call_function", "call_method")
 _DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
-_PASSING = (nn.Identity, nn.Flatten, nn.Unflatten, _DropoutNd)
 
 
 class Effects:
@@ -59,7 +50,7 @@ class Effects:
 
     def writes(self, node: fx.Node) -> set[Root]:
         """What a node changes in place, the state of a module that it calls included."""
-        written = self.roots(_nodes_in(self._written(node)))
+        written = self.roots(written_operands(node, self._gm.get_submodule))
         if written and changes_sizes(node):
             written |= {("sizes", root) for root in written}
         return written | _state(self._tensors(node)[1])
@@ -77,10 +68,11 @@ class Effects:
             return True
         if node.op == "call_module":
             return draws_in(self._module(node))
-        if node.op not in _FUNCTIONS:
+        if node.op not in FUNCTIONS:
             return False
-        looked_up = (v for v in node.all_input_nodes if v.op == "get_attr")
-        functions = (self._attribute(v) for v in looked_up)  # of higher-order operators
+        # Higher-order operators take functions that the module has.
+        looked_up = (str(v.target) for v in node.all_input_nodes if v.op == "get_attr")
+        functions = (attribute(self._gm, target) for target in looked_up)
         return draws_random_numbers(node) or any(
             draws_in(function) for function in functions if isinstance(function, nn.Module)
         )
@@ -102,20 +94,7 @@ class Effects:
 
     def viewed(self, node: fx.Node) -> list[fx.Node]:
         """The inputs that the value of a node may share memory with."""
-        if node.op == "call_module":
-            passes = _passes_on(self._module(node))
-            return _nodes_in((*(node.args[:1] if passes else ()), *self._written(node)))
-        if node.op not in _FUNCTIONS:
-            return []
-        return _nodes_in((*self._written(node), *viewed_operands(node)))
-
-    def _written(self, node: fx.Node) -> Iterator[Any]:
-        """The operands that a node writes to."""
-        if node.op in _FUNCTIONS:
-            yield from written_operands(node)
-        said = node.op == "call_module" and _writes_input(self._module(node))
-        if said or "writes" in node.meta.get(MARKS, ()):
-            yield from node.all_input_nodes
+        return viewed_operands(node, self._gm.get_submodule)
 
     def _tensors(self, node: fx.Node) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The state that a called module uses, and what of it the module may change."""
@@ -135,21 +114,17 @@ class Effects:
         used, changed = list[torch.Tensor](), list[torch.Tensor]()
         for node in self._gm.graph.nodes:
             more_used, more_changed = self._tensors(node)
-            value = self._attribute(node) if node.op == "get_attr" else None
+            value = attribute(self._gm, str(node.target)) if node.op == "get_attr" else None
             used += [*more_used, *([value] if isinstance(value, torch.Tensor) else [])]
             changed += more_changed
         return used, changed
 
     def _root(self, value: fx.Node) -> Root:
-        tensor = self._attribute(value) if value.op == "get_attr" else None
+        tensor = attribute(self._gm, str(value.target)) if value.op == "get_attr" else None
         return ("state", id(tensor)) if isinstance(tensor, torch.Tensor) else value
 
     def _module(self, node: fx.Node) -> nn.Module:
         return innermost(self._gm.get_submodule(str(node.target)))
-
-    def _attribute(self, node: fx.Node) -> Any:
-        owner, _, field = str(node.target).rpartition(".")
-        return getattr(self._gm.get_submodule(owner), field)
 
 
 def draws_in(module: nn.Module) -> bool:
@@ -185,31 +160,5 @@ def draws_in(module: nn.Module) -> bool:
     return any(draws_in(child) for child in module.children())
 
 
-def _writes_input(module: nn.Module) -> bool:
-    """Tell whether a module says that it changes its input."""
-    module = innermost(module)
-    if getattr(module, "inplace", False) is True:
-        return True
-    if isinstance(module, nn.Sequential):
-        for child in module:
-            if _writes_input(child):
-                return True
-            if not _passes_on(child):
-                return False
-    return False
-
-
-def _passes_on(module: nn.Module) -> bool:
-    """Tell whether a module may return its input, or a view of it."""
-    module = innermost(module)
-    if isinstance(module, nn.Sequential):
-        return all(map(_passes_on, module))
-    return isinstance(module, _PASSING) or _writes_input(module)
-
-
 def _state(tensors: Iterable[torch.Tensor]) -> set[Root]:
     return {("state", id(tensor)) for tensor in tensors}
-
-
-def _nodes_in(values: Iterable[Any]) -> list[fx.Node]:
-    return list(dict.fromkeys(node for value in values for node in nodes_in(value)))

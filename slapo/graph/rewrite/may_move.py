@@ -8,12 +8,9 @@ import torch.fx as fx
 
 from slapo.graph.match.dataflow import is_size, tells_mode
 from slapo.graph.rewrite.effects import Effects, Root
+from slapo.graph.trace.nodes import called_name
+from slapo.graph.trace.region_calls import begins_region, ends_region
 
-# Regions are recognised by name: the functions that begin and end them stand above this room.
-_ENTER = frozenset(
-    {"enter_grad_mode", "enter_autocast", "_enter_autocast", "_enter_inference_mode"}
-)
-_LEAVE = frozenset({"leave_grad_mode", "leave_autocast", "_exit_autocast", "_exit_inference_mode"})
 _SWITCH = frozenset({"_set_grad_enabled", "set_grad_enabled"})
 
 _ORDER_OF_DRAWS = (
@@ -230,7 +227,7 @@ def _check_regions(span: Sequence[fx.Node], inside: set[fx.Node], place: fx.Node
 
 def _follow_own(node: fx.Node, opened: set[fx.Node]) -> None:
     """Follow the regions that the chain itself begins and ends."""
-    if _name(node) in _ENTER:
+    if begins_region(node):
         opened.add(node)
     elif node.args and node.args[0] in opened:
         opened.discard(node.args[0])
@@ -259,29 +256,24 @@ def _regions(span: Sequence[fx.Node], inside: set[fx.Node]) -> dict[fx.Node, Reg
 
 def _after(node: fx.Node, here: Region) -> Region:
     """Tell the regions after a node; one that is only left within the span counts as left."""
-    name = _name(node)
-    if name in _ENTER:
+    if begins_region(node):
         return (*here, node)
-    if name in _LEAVE:
+    if ends_region(node):
         if here and node.args and here[-1] is node.args[0]:
             return here[:-1]
         return (*here, node)
-    if name in _SWITCH:  # nothing says which mode was on before
+    if called_name(node) in _SWITCH:  # nothing says which mode was on before
         return (*(mode for mode in here if isinstance(mode, fx.Node)), str(node.args[0]))
     return here
 
 
 def _is_switch(node: fx.Node) -> bool:
-    return _name(node) in _ENTER | _LEAVE | _SWITCH
+    return begins_region(node) or ends_region(node) or called_name(node) in _SWITCH
 
 
 def _is_passive(node: fx.Node) -> bool:
     """Tell whether no region matters to a node: it looks something up, or asks for a size."""
     return node.op == "get_attr" or is_size(node) or tells_mode(node)
-
-
-def _name(node: fx.Node) -> str:
-    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
 
 
 def _between(span: Sequence[fx.Node], one: fx.Node, other: fx.Node) -> list[fx.Node]:

@@ -12,13 +12,13 @@ import torch.fx as fx
 from torch import nn
 
 from slapo.graph.match.canonical import ModuleState
-from slapo.graph.match.steps import nodes_in
 from slapo.graph.rewrite.arguments import is_optional
 from slapo.graph.rewrite.bookkeeping import check_stem, drop_unused, first_free_name, graphs_of
-from slapo.graph.rewrite.effects import MARKS
 from slapo.graph.rewrite.may_move import may_move, outward_effects
 from slapo.graph.rewrite.subgraph import check_closed, in_order, subgraph_inputs
 from slapo.graph.trace.modes import TWIN
+from slapo.graph.trace.nodes import nodes_in
+from slapo.graph.trace.operator_effects import MARKS
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch.fx as fx
 
-from slapo.graph.rewrite.arguments import same_constant
+from slapo.graph.match.values import same_constant
 from slapo.graph.rewrite.bookkeeping import graphs_of
 from slapo.graph.rewrite.plan import Plan, lay_out
 from slapo.graph.trace.modes import TWIN
+from slapo.graph.trace.nodes import CONTAINERS, inner_pairs
 from slapo.logger import get_logger
 
 logger = get_logger("slapo")
@@ -129,11 +130,7 @@ class _Correspondence:
         if isinstance(one, fx.Node) and isinstance(other, fx.Node):
             there = self._there.setdefault(one, other)
             return there is other and self._here.setdefault(other, one) is one
-        if isinstance(one, (tuple, list)) and type(one) is type(other):
-            return len(one) == len(other) and all(map(self._same, one, other))
-        if isinstance(one, dict) and isinstance(other, dict):
-            return one.keys() == other.keys() and all(self._same(one[k], other[k]) for k in one)
-        if isinstance(one, slice) and isinstance(other, slice):
-            parts = ((s.start, s.stop, s.step) for s in (one, other))
-            return self._same(*parts)
+        if isinstance(one, CONTAINERS) and type(one) is type(other):
+            pairs = inner_pairs(one, other)
+            return pairs is not None and all(self._same(a, b) for a, b in pairs)
         return same_constant(one, other)

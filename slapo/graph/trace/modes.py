@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import fx, nn
 
+from slapo.graph.trace.nodes import CONTAINERS, inner_pairs
+
 #: Key in ``node.meta``: nodes of several graphs of a module with equal numbers are one operation.
 TWIN = "slapo_twin"
 
@@ -47,17 +49,11 @@ def _same_args(
         if isinstance(b, fx.Node):
             return partner.get(a) is b
         return on_difference(user, a, b)
-    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return len(a) == len(b) and all(
-            _same_args(x, y, partner, user, on_difference) for x, y in zip(a, b, strict=True)
+    if isinstance(a, CONTAINERS) and isinstance(b, CONTAINERS):
+        pairs = inner_pairs(a, b)
+        return pairs is not None and all(
+            _same_args(x, y, partner, user, on_difference) for x, y in pairs
         )
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(
-            _same_args(a[k], b[k], partner, user, on_difference) for k in a
-        )
-    if isinstance(a, slice) and isinstance(b, slice):
-        pairs = ((a.start, b.start), (a.stop, b.stop), (a.step, b.step))
-        return all(_same_args(x, y, partner, user, on_difference) for x, y in pairs)
     if type(a) is type(b) and (a is b or a == b):
         return True
     return on_difference(user, a, b)

@@ -13,6 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from slapo.graph.trace.nodes import called_name
+
+# By name, as graphs that were loaded from a file have them; with underscores torch's own.
+_BEGIN = ("enter_grad_mode", "enter_autocast", "_enter_autocast", "_enter_inference_mode")
+_END = ("leave_grad_mode", "leave_autocast", "_exit_autocast", "_exit_inference_mode")
+
 
 def enter_grad_mode(enabled: bool) -> bool:
     """Switch gradients on or off; returns the mode until now.
@@ -44,6 +50,16 @@ def enter_autocast(device_type: str, dtype: Any, enabled: bool, cache_enabled: b
 def leave_autocast(region: Any) -> None:
     """Leave the region that :func:`enter_autocast` has entered."""
     region.__exit__(None, None, None)
+
+
+def begins_region(node: fx.Node) -> bool:
+    """Whether the node enters a block that switches gradients, autocast or inference mode."""
+    return node.op == "call_function" and called_name(node) in _BEGIN
+
+
+def ends_region(node: fx.Node) -> bool:
+    """Whether the node leaves a block that :func:`begins_region` tells of."""
+    return node.op == "call_function" and called_name(node) in _END
 
 
 @dataclass

@@ -13,6 +13,7 @@ from torch import fx, nn
 from slapo.errors import TraceError
 from slapo.graph.trace.leaves import default_is_leaf, is_sealed
 from slapo.graph.trace.module import TracedModule
+from slapo.graph.trace.nodes import nodes_in
 from slapo.graph.trace.symbolic import trace_symbolically
 from slapo.wrapper import innermost
 
@@ -179,7 +180,7 @@ def constants_of_calls(module: nn.Module, calls: list[fx.Node]) -> dict[str, Any
     for call in calls:
         bound = _bind(signature, call)
         bound.apply_defaults()
-        found.append({k: v for k, v in bound.arguments.items() if not _holds_node(v)})
+        found.append({k: v for k, v in bound.arguments.items() if not nodes_in(v)})
     if any(set(other) != set(found[0]) or not _equal(other, found[0]) for other in found[1:]):
         raise TraceError("it is called several times with different constants")
     return {k: v for k, v in found[0].items() if k in signature.parameters}
@@ -190,12 +191,6 @@ def _bind(signature: inspect.Signature, call: fx.Node) -> inspect.BoundArguments
         return signature.bind(*call.args, **call.kwargs)
     except TypeError as error:
         raise TraceError(f"the call {call.format_node()} does not fit: {error}") from None
-
-
-def _holds_node(value: Any) -> bool:
-    nodes: list[fx.Node] = []
-    fx.node.map_arg(value, nodes.append)
-    return bool(nodes)
 
 
 def _equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
