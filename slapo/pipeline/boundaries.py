@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo.errors import SlapoError
+from slapo.graph.trace.state import no_results_kept
 from slapo.pipeline.stage import Stage
 
 _TENSORS = ("_parameters", "_buffers")
@@ -131,7 +132,7 @@ class ShapeProbe:
             If it cannot run on such tensors.
         """
         try:
-            with self._tensors_concealed(), self.mode:
+            with self._tensors_concealed(), no_results_kept(), self.mode:
                 sent = self._sent(received, autocast, TensorMeta.empty)
         except Exception:
             # Modules that look at values (experts that pick their tokens) need real ones.
@@ -149,6 +150,7 @@ class ShapeProbe:
         try:
             with (
                 self._tensors_concealed(real=True),
+                no_results_kept(),
                 torch.random.fork_rng(devices, device_type=self.device.type),
             ):
                 return self._sent(received, autocast, TensorMeta.zeros)

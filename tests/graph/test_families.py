@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 import slapo
 from slapo.graph.trace.module import TracedModule
 from slapo.graph.trace.trees import tensors
-from tests.graph.zoo import FAMILIES, Family, each_layer
+from tests.graph.zoo import FAMILIES, Family, each_layer, transformers
 
 SIZES = ((2, 21), (5, 7), (1, 9))
 
@@ -180,3 +180,17 @@ def test_asking_a_graph_for_a_cache_is_refused() -> None:
     sch.mod(**inputs)
     with pytest.raises(slapo.SlapoError, match="use_cache=False"):
         sch.mod(**inputs, use_cache=True)
+
+
+def test_results_that_transformers_keeps_are_not_those_of_a_trace() -> None:
+    """BEiT keeps a table of positions, for all models of the process."""
+    settings = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_attention_heads": 4}
+    config = transformers.BeitConfig(
+        **settings, num_hidden_layers=2, intermediate_size=64, use_relative_position_bias=True
+    )
+    model = transformers.BeitForImageClassification(config).eval()
+    inputs = {"pixel_values": torch.rand(2, 3, 32, 32)}
+    expected = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    assert sch["beit.layers.0"].trace(flatten=True, tracer="huggingface")
+    assert torch.equal(sch.mod(**inputs).logits, expected(**inputs).logits)

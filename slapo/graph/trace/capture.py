@@ -43,6 +43,7 @@ from slapo.graph.trace.leaves import IsLeaf
 from slapo.graph.trace.on_meta import one_device
 from slapo.graph.trace.output_capture import hooks_installed
 from slapo.graph.trace.shape_env import CaptureShapeEnv
+from slapo.graph.trace.state import no_results_kept
 from slapo.graph.trace.watch import Watch
 
 
@@ -149,6 +150,7 @@ def capture(
         stack.enter_context(_at_rest())
         stack.enter_context(_collections_deferred())
         stack.enter_context(one_device(root))
+        stack.enter_context(no_results_kept())
         example = ExampleCall.of(root, call)
         stack.enter_context(hooks_installed(root))
         stack.enter_context(calls.standing_in())

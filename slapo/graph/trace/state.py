@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -16,6 +19,25 @@ _SLOTS = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, dict, set)
 _VALUES = (bool, int, float, complex, str, type(None))
 _MISSING = object()
+
+
+@contextmanager
+def no_results_kept() -> Iterator[None]:
+    """Within the block methods of Transformers that keep their results compute them anew.
+
+    They are kept for all models of the process, and a run without data would leave tensors without
+    data there for every later run. While it is compiled, Transformers keeps none.
+    """
+    home = sys.modules.get("transformers.pytorch_utils")
+    if home is None:
+        yield
+        return
+    with mock.patch.object(home, "is_torchdynamo_compiling", _yes, create=True):
+        yield
+
+
+def _yes() -> bool:
+    return True
 
 
 class ModuleState:
