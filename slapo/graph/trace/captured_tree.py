@@ -78,10 +78,6 @@ class _Containers:
             captured = self._captured(module, path, inputs)
             if captured.form is not None:
                 forms[module.training] = captured.form
-            elif path:
-                raise TraceError(
-                    f"{path!r} cannot be a graph: the sizes it returns follow from data"
-                )
             return _version(captured)
 
         forms: dict[bool, CapturedForm] = {}
@@ -99,17 +95,9 @@ class _Containers:
             c.removeprefix(prefix): c for c in self.paths if c.startswith(prefix) and c != path
         }
         while True:
-            forms = {name: self._form(c) for name, c in inner.items()}
-            try:
-                captured = capture(
-                    module,
-                    *inputs,
-                    is_leaf=default_is_leaf(False),
-                    outputs=self._outputs,
-                    containers=forms,
-                )
-            except Reached as reached:
-                self.trace(inner[reached.path], (reached.args, reached.kwargs))
+            captured = self._attempt(module, inputs, self._known(inner))
+            if isinstance(captured, Reached):
+                self.trace(inner[captured.path], (captured.args, captured.kwargs))
                 continue
             called = {str(node.target) for node in captured.graph.find_nodes(op="call_module")}
             for name in called.intersection(inner) - captured.child_inputs.keys():
@@ -119,9 +107,30 @@ class _Containers:
                 )
             return captured
 
-    def _form(self, path: str) -> CapturedForm | None:
-        module = innermost(self.root.get_submodule(path))
-        return self._forms.get((path, module.training))
+    def _attempt(
+        self, module: nn.Module, inputs: Inputs, forms: dict[str, CapturedForm | None]
+    ) -> Capture | Reached:
+        """Returned, not raised: what fails later is no consequence of it."""
+        is_leaf = default_is_leaf(False)
+        try:
+            return capture(
+                module, *inputs, is_leaf=is_leaf, outputs=self._outputs, containers=forms
+            )
+        except Reached as reached:
+            return reached
+
+    def _known(self, inner: dict[str, str]) -> dict[str, CapturedForm | None]:
+        """Forms of what containers return, None for those to be captured.
+
+        Containers whose form could not be told are left out: they are run, like any leaf.
+        """
+        keys = {
+            name: (c, innermost(self.root.get_submodule(c)).training) for name, c in inner.items()
+        }
+        told = {name: self._forms.get(key) for name, key in keys.items()}
+        return {
+            n: form for n, form in told.items() if form is not None or keys[n] not in self._forms
+        }
 
 
 def _version(captured: Capture) -> Version:

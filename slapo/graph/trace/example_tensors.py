@@ -11,7 +11,7 @@ from torch import nn
 
 from slapo.graph.trace.call import BoundCall
 from slapo.graph.trace.expressions import Size
-from slapo.graph.trace.trees import parts, rebuild
+from slapo.graph.trace.trees import leaves, map_leaves, parts, rebuild
 
 
 def module_device(root: nn.Module) -> torch.device | None:
@@ -47,7 +47,13 @@ class ExampleCall:
 
     @classmethod
     def of(cls, root: nn.Module, call: BoundCall) -> ExampleCall:
-        """The examples for a call of `root`."""
+        """The examples for a call of `root`.
+
+        Sizes among the arguments become numbers, as Python values are built into a graph.
+        """
+        if any(isinstance(leaf, torch.SymInt) for leaf in leaves([call.args, call.kwargs])):
+            args, kwargs = map_leaves(call.args, _number), map_leaves(call.kwargs, _number)
+            call = BoundCall(call.signature, args, kwargs)
         example = cls(call, device=module_device(root))
         example.arguments = {k: example._made(v, (k,)) for k, v in call.arguments.items()}
         return example
@@ -83,6 +89,8 @@ class ExampleCall:
             sizes, strides, dtype=value.dtype, device=self.device or value.device
         )
         tensor.requires_grad_(value.requires_grad)
+        if not value.is_leaf:  # those the forward may write to
+            tensor = tensor.clone()
         symbolic = any(isinstance(size, torch.SymInt) for size in value.shape)
         for dim, size in enumerate(value.shape):
             if isinstance(size, torch.SymInt) if symbolic else int(size) > 1:
@@ -92,6 +100,6 @@ class ExampleCall:
         return tensor
 
 
-def _number(size: Any) -> int:
-    """A size of the example; for a symbol the number that stood in for it."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+def _number(value: Any) -> Any:
+    """For a symbol the number that stood in for it; other values as they are."""
+    return int(value.node.hint) if isinstance(value, torch.SymInt) else value
