@@ -406,6 +406,21 @@ class Adoption:
         found = {_module_path(str(name)) for stack in stacks for name, _ in stack}
         return frozenset(candidates & found)
 
+    def check_reads(self, changed: set[str]) -> None:
+        """Refuse a forward that reads what a leaf sets on itself.
+
+        Raises
+        ------
+        TraceError
+            Naming the attribute.
+        """
+        for name in sorted(changed.intersection(map(_module_path, self._guarded))):
+            owner, _, attribute = name.rpartition(".")
+            raise TraceError(
+                f"{owner!r} sets its attribute {attribute!r} when it is called, and the forward "
+                "above reads it; return the value, or trace with flatten=True"
+            )
+
     def reads_mode(self, entered: frozenset[str]) -> bool:
         """Whether the forward has asked for ``training``."""
         paths = {*entered, ""}

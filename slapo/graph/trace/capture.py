@@ -161,6 +161,7 @@ def capture(
             notes.watch.check_effects()
             adoption = Adoption(root, example, output, notes.shape_env, notes.watch, calls.accesses)
             graph = adoption.finish()
+            adoption.check_reads(calls.changed)
         except Exception as error:
             if calls.reached is not None:
                 raise Reached(calls.reached, *calls.inputs[calls.reached]) from None

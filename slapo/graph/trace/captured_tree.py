@@ -76,17 +76,19 @@ class _Containers:
 
         def once(without: frozenset[str]) -> Version:
             captured = self._captured(module, path, inputs)
-            if captured.form is not None:
-                forms[module.training] = captured.form
+            forms[module.training] = captured.form
             return _version(captured)
 
-        forms: dict[bool, CapturedForm] = {}
+        forms: dict[bool, CapturedForm | None] = {}
         # A container's optional inputs shape what its children get (masks): None stays refused.
         self.traced[path] = all_versions(module, once, [])
+        told = [form for form in forms.values() if form is not None]
         for mode in (True, False):
-            self._forms[path, mode] = forms.get(mode, forms.get(module.training))
-        mode_matters = len({form.spelled for form in forms.values()}) > 1
-        for form in forms.values():
+            # With one form untold it is run in both modes, which compares them.
+            known = forms.get(mode, forms[module.training])
+            self._forms[path, mode] = known if len(told) == len(forms) else None
+        mode_matters = len({form.spelled for form in told}) > 1
+        for form in told:
             form.form.mode_matters = mode_matters
 
     def _captured(self, module: nn.Module, path: str, inputs: Inputs) -> Capture:

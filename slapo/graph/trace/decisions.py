@@ -135,7 +135,8 @@ def guards_of(
 
     Which decisions matter:
 
-    - All that the traced Python code made itself: they chose the branch that was recorded.
+    - All that Python code made, that of leaves included: they chose the branch that was recorded,
+      or the form of what a leaf returns.
     - Of those that an operation made, only equalities between sizes of inputs and the bounds of
       slices. An operation decides anew, from the sizes of the day, when the graph runs.
     - That a size equals the fixed size of a parameter is checked by the operation that needs it,
@@ -182,7 +183,7 @@ def _relation(decision: Decision) -> sympy.Basic | None:
             return None
         return sympy.Eq(expression, value)  # a size that was taken as a Python number
     truth = expression if value == sympy.true else sympy.Not(expression)
-    if decision.origin is Origin.OWN:
+    if decision.origin in (Origin.OWN, Origin.LEAF):
         other_than_one = isinstance(truth, sympy.Ne) and truth.rhs == 1 and truth.lhs.is_Symbol
         return sympy.Gt(truth.lhs, 1) if other_than_one else truth
     if isinstance(truth, sympy.Eq):

@@ -40,7 +40,7 @@ from slapo.graph.trace.leaf_outputs import (
     Runs,
     settle_equal_sizes,
 )
-from slapo.graph.trace.leaves import names_training
+from slapo.graph.trace.leaves import is_torch_leaf
 from slapo.graph.trace.modes import other_mode
 from slapo.graph.trace.on_meta import on_meta
 from slapo.graph.trace.output_capture import (
@@ -51,6 +51,7 @@ from slapo.graph.trace.output_capture import (
     refuse_inner,
 )
 from slapo.graph.trace.scripted import scripted_output
+from slapo.graph.trace.state import ModuleState
 from slapo.graph.trace.trees import SYMBOLIC, parts, tensors
 
 DATA_DEPENDENT = (
@@ -149,6 +150,7 @@ class LeafCalls:
     structures: dict[str, Any] = field(default_factory=dict)
     accesses: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)
     mode_matters: bool = False
+    changed: set[str] = field(default_factory=set)
     _settled: dict[Any, _Known] = field(default_factory=dict)
     _keys: dict[str, Any] = field(default_factory=dict)
     _classes: dict[str, type[nn.Module]] = field(default_factory=dict)
@@ -268,7 +270,7 @@ class LeafCalls:
         """The form of what equal calls return; None if each must be run by itself."""
         is_stack = any(isinstance(each, nn.ModuleList) for each in module.modules())
         form = OutputForm.learnt(runs, call, is_stack)
-        if form is not None and names_training(module):
+        if form is not None and not is_torch_leaf(module):
             with other_mode(module):
                 form.mode_matters = not form.is_like(self._runs(path, module, call), call)
         forms = (
@@ -307,6 +309,7 @@ class LeafCalls:
         """
         mode = detect_fake_mode()
         guessed = self._guessed
+        state = ModuleState(module) if self._depth == 0 else None
         self._depth += 1
         try:
             with _real_tensors_allowed(mode), _values_concealed(module, mode):
@@ -328,6 +331,14 @@ class LeafCalls:
             return torch.empty_like(given[0]).requires_grad_(_trains(module, given[0]))
         finally:
             self._depth -= 1
+            if state is not None:
+                self._put_back(path, state)
+
+    def _put_back(self, path: str, state: ModuleState) -> None:
+        """What the leaf notes on itself it notes when the graph calls it."""
+        for inner, name in state.changes():
+            self.changed.add(".".join(filter(None, (path, inner, name))))
+        state.restore()
 
     def _module_key(self, path: str, module: nn.Module) -> Any:
         if isinstance(module, torch.jit.ScriptModule):
@@ -554,14 +565,17 @@ def _value_key(value: Any) -> Any:
         # Hooks are listed under numbers that no two hooks share; only the hooks count, and of
         # these not the collectors of Transformers, one for each module, which change nothing.
         items = [item for item in value.items() if not is_capturing(item[1])]
-        return tuple((k if isinstance(k, str) else "", _value_key(v)) for k, v in items)
+        hooks = all(isinstance(key, int) and callable(hook) for key, hook in items)
+        return tuple(("" if hooks else _value_key(k), _value_key(v)) for k, v in items)
     return id(value)
 
 
 def _plain_values(value: Any) -> Any:
     """What must be equal for two calls to be served by one graph."""
     if isinstance(value, torch.Tensor):
-        return ("tensor", value.dim(), value.dtype)
+        # Numbers among the sizes are the model's own, and the graph of a child has them built in.
+        fixed = tuple(size if isinstance(size, int) else None for size in value.shape)
+        return ("tensor", fixed, value.dtype)
     if isinstance(value, SYMBOLIC):
         return "size"
     elements = parts(value)

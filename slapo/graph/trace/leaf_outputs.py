@@ -87,12 +87,14 @@ def _moved(form: Any, device: torch.device | None) -> Any:
     return form
 
 
-#: Two numbers for each size. They lie far apart, so that a size that grows in large steps (strides
-#: of convolutions) is not taken for a constant; most tables of positions have 512 rows or more.
+#: Two numbers for each size, far apart, so that a size that is cut or filled up to some length, or
+#: grows in large steps (strides of convolutions), is not the same in both.
 _PRIMES = (
-    *((17, 487), (23, 491), (29, 499), (31, 503)),
-    *((37, 509), (41, 521), (43, 523), (47, 541)),
+    *((3, 9973), (5, 9967), (7, 9949), (11, 9941)),
+    *((13, 9931), (17, 9929), (19, 9923), (23, 9907)),
 )
+#: Choices of sizes to be taken for equal.
+_MOST_TRIES = 64
 #: Types of outputs that compare by value.
 _PLAIN = (str, int, float, complex, type(None), torch.dtype, torch.device)
 
@@ -413,26 +415,35 @@ def settle_equal_sizes(runs: Runs, call: CallForm) -> bool:
     Those that are equal in the example are tried. True if there were any; the names of the call's
     sizes are out of date then.
     """
-    hints = call.hints
-    needed: dict[sympy.Symbol, sympy.Symbol] = {}
-    first: dict[int, sympy.Symbol] = {}
-    for symbol, number in hints.items():
-        other = first.setdefault(number, symbol)
-        if other is not symbol:
-            needed[symbol] = other
-    if not needed or len(hints) > len(_PRIMES) or _runs_with(runs, call, {}):
+    symbols = list(call.hints)
+    pairs = [
+        (old, new)
+        for new, old in itertools.combinations(symbols, 2)
+        if call.hints[old] == call.hints[new]
+    ]
+    if not pairs or len(symbols) > len(_PRIMES) or _runs_with(runs, call, {}):
         return False
-    if not _runs_with(runs, call, needed):
+    if not _runs_with(runs, call, _joined_symbols(pairs)):
         return False
-    for symbol in list(needed) if len(needed) > 1 else ():
-        rest = {old: new for old, new in needed.items() if old is not symbol}
-        if _runs_with(runs, call, rest):
-            needed = rest
+    choices = (c for n in range(1, len(pairs) + 1) for c in itertools.combinations(pairs, n))
+    tried = itertools.islice(map(_joined_symbols, choices), _MOST_TRIES)
+    needed = next((each for each in tried if _runs_with(runs, call, each)), None)
+    needed = needed or _joined_symbols(pairs)
     env = call.env
     assert env is not None, "there are symbols"
     for old, new in needed.items():
         env.evaluate_expr(sympy.Eq(old, new, evaluate=False), hint=True)
     return bool(needed)
+
+
+def _joined_symbols(pairs: Iterable[tuple[Any, Any]]) -> dict[sympy.Symbol, sympy.Symbol]:
+    """Each of the symbols that some pairs make equal -> the one that stands for them."""
+    known: dict[Any, Any] = {}
+    for old, new in pairs:
+        one, other = known.get(old, old), known.get(new, new)
+        known = {symbol: other if to is one else to for symbol, to in known.items()}
+        known[one] = known[old] = other
+    return {symbol: to for symbol, to in known.items() if symbol is not to}
 
 
 def _runs_with(runs: Runs, call: CallForm, equal: Mapping[sympy.Symbol, sympy.Symbol]) -> bool:

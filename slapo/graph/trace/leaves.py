@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -112,16 +113,6 @@ def attributes_used(root: nn.Module, entered: Collection[str]) -> tuple[tuple[st
     return tuple(found)
 
 
-def names_training(root: nn.Module) -> bool:
-    """Whether code of the modules at and below `root`, torch's aside, may ask for the mode."""
-    kinds: set[Any] = {type(module) for module in root.modules()}
-    return any("training" in _names_in_code(kind) for kind in kinds if not _is_torchs(kind))
-
-
-def _is_torchs(kind: type) -> bool:
-    return kind.__module__.startswith("torch.nn.")
-
-
 @lru_cache(maxsize=1024)
 def _names_in_code(kind: Any) -> frozenset[str]:
     """Names that the methods of a class use, constructors and torch's own methods aside."""
@@ -131,8 +122,16 @@ def _names_in_code(kind: Any) -> frozenset[str]:
             for name, value in vars(base).items():
                 code = _code_of(value)
                 if code is not None and name not in _NOT_IN_FORWARD:
-                    names.update(code.co_names)
+                    names.update(_names_in(code))
     return frozenset(names)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The names that a code uses, functions and comprehensions within it included."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
 
 
 def _code_of(value: Any) -> Any:

@@ -104,6 +104,8 @@ def _who_asks(frame: FrameType | None) -> Origin:
         if name.startswith(_BETWEEN):
             converted = converted or code.co_name in _CONVERSIONS
         elif name == _LEAF_CALLS:
+            if slicing:
+                return Origin.SLICE
             return Origin.LEAF if converted and not operation else Origin.LEAF_OPERATION
         elif name.startswith(_DYNAMO):
             if operation or _runs_tensors(code, frame):

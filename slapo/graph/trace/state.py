@@ -94,6 +94,15 @@ class ModuleState:
         TraceError
             Naming the attribute.
         """
+        for path, name in self.changes():
+            where = f"{path}.{name}" if path else name
+            raise TraceError(
+                f"the forward changes attribute {where!r}, which a graph cannot do; "
+                f"make {path or 'the module'} a leaf"
+            )
+
+    def changes(self) -> Iterator[tuple[str, str]]:
+        """Path and name of the attributes that are not what they were."""
         before_of = {id(value): content for value, content in self._held}
         for path, module, attributes, slots in self._saved:
             if isinstance(module, fx.GraphModule):
@@ -102,11 +111,7 @@ class ModuleState:
             for name, value in self._changed(module, before):
                 if value is before.get(name) and _same_items(value, before_of[id(value)]):
                     continue
-                where = f"{path}.{name}" if path else name
-                raise TraceError(
-                    f"the forward changes attribute {where!r}, which a graph cannot do; "
-                    f"make {path or 'the module'} a leaf"
-                )
+                yield path, name
 
     def _changed(self, module: nn.Module, before: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         """Attributes that are not what they were, or may have got other contents."""

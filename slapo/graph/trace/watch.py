@@ -83,7 +83,7 @@ class Watch:
             Naming them.
         """
         for where, names in self.effects:
-            if _is_harmless(where):
+            if _is_harmless(where, names):
                 continue
             what = f"attribute {names[0]!r} of {where}" if names else where
             raise TraceError(
@@ -146,13 +146,14 @@ def _readable(source: str) -> str:
     return re.sub(r"G\['(?:__import_)?([^']+)'\]", lambda m: m[1].replace("_dot_", "."), text)
 
 
-def _is_harmless(where: str) -> bool:
+def _is_harmless(where: str, names: tuple[str, ...]) -> bool:
     """True for Transformers' own bookkeeping.
 
     That is the collector of outputs, put back at the end of a forward, and the kind of its labels,
     which a head notes in its config.
     """
-    return where.endswith(("_active_collector", ".config"))
+    notes_kind = where.endswith(".config") and set(names) <= {"problem_type"}
+    return notes_kind or where.endswith("_active_collector")
 
 
 #: Names by which Python asks for the state that steers operations.
