@@ -447,8 +447,8 @@ def _joined_symbols(pairs: Iterable[tuple[Any, Any]]) -> dict[sympy.Symbol, symp
 
 
 def _runs_with(runs: Runs, call: CallForm, equal: Mapping[sympy.Symbol, sympy.Symbol]) -> bool:
-    """Whether the leaf runs on primes for sizes, some of them equal."""
-    numbers = {symbol: pair[0] for symbol, pair in zip(call.hints, _PRIMES, strict=False)}
+    """Whether the leaf runs on large primes for sizes, some of them equal: no constant is one."""
+    numbers = {symbol: pair[1] for symbol, pair in zip(call.hints, _PRIMES, strict=False)}
     try:
         runs.forms_on_meta(call, {s: numbers[equal.get(s, s)] for s in numbers})
     except Exception:  # a run on symbols reports it, if it is not for the numbers
