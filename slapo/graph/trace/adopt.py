@@ -13,7 +13,6 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.convert_frame import CaptureOutput
-from torch.utils.checkpoint import CheckpointFunction
 
 from slapo.errors import TraceError
 from slapo.graph.trace.call import add_placeholder
@@ -21,8 +20,6 @@ from slapo.graph.trace.contract import CallContract
 from slapo.graph.trace.decisions import guards_of, translate
 from slapo.graph.trace.example_tensors import ExampleCall
 from slapo.graph.trace.expressions import OPERATIONS, Size
-from slapo.graph.trace.function_calls import FunctionApply
-from slapo.graph.trace.generators import check_target
 from slapo.graph.trace.guards import (
     DtypeGuard,
     GradGuard,
@@ -35,24 +32,10 @@ from slapo.graph.trace.leaf_outputs import CapturedForm
 from slapo.graph.trace.names import spare_self
 from slapo.graph.trace.region_calls import Regions
 from slapo.graph.trace.shape_env import CaptureShapeEnv
+from slapo.graph.trace.targets import checked
 from slapo.graph.trace.trees import KIND, has_tensor, kind_of, map_leaves, parts
 from slapo.graph.trace.watch import Watch, states_read
 
-CHECKPOINT_REFUSED = (
-    "activation checkpointing inside a traced forward would be lost; switch it off in the model "
-    "and use .checkpoint() of the schedule, or make the module a leaf"
-)
-COLLECTIVE_REFUSED = (
-    "the forward calls the collective {}; make the module a leaf, use .sync() of the schedule, or "
-    "wrap the collective in an autograd.Function, which a graph can hold"
-)
-#: Methods that leave no trace in a graph.
-_REFUSED = {
-    "register_hook": "registers a hook on a tensor",
-    "register_post_accumulate_grad_hook": "registers a hook on a tensor",
-    "backward": "runs a backward pass",
-    "share_memory_": "moves a tensor to shared memory",
-}
 _DROPPED = frozenset({torch._C._log_api_usage_once})
 
 
@@ -108,9 +91,8 @@ class Adoption:
             node = add_placeholder(self.graph, parameter)
             node.meta[KIND] = kind_of(self.example.arguments[name])
             self._nodes[(name,)] = node
-        result = self._run(self._copy_graph)
-        self._result = result
-        self.graph.output(self._structure(result)).meta[KIND] = kind_of(result)
+        self._result = self._run(self._copy_graph)
+        self.graph.output(self._structure(self._result)).meta[KIND] = kind_of(self._result)
         _drop_unused(self.graph)
         return self.graph
 
@@ -210,7 +192,7 @@ class Adoption:
                 return  # the body of a higher-order operator, whose call is refused
             self._copies[node] = value
             return
-        function = _checked(target)
+        function = checked(target)
         args, kwargs = self._argument(node.args), self._argument(node.kwargs)
         new = self.graph.create_node(node.op, function, args, kwargs)
         new.meta[KIND] = kind_of(node.meta.get("example_value"))
@@ -468,34 +450,6 @@ def _follow(arguments: Mapping[str, Any], path: tuple[Any, ...]) -> Any:
     for key in path[1:]:
         value = getattr(value, key) if dataclasses.is_dataclass(value) else value[key]
     return value
-
-
-def _checked(target: Any) -> Any:
-    """A function as the graph is to call it.
-
-    Raises
-    ------
-    TraceError
-        If a graph cannot hold the call.
-    """
-    origin = getattr(target, "_origin", None)
-    if getattr(origin, "__name__", "") == "produce_trampoline_autograd_apply":
-        function = target.__closure__[0].cell_contents
-        if issubclass(function, CheckpointFunction):
-            raise TraceError(CHECKPOINT_REFUSED)
-        return FunctionApply(function)
-    name = getattr(target, "__name__", str(target))
-    if name in _REFUSED:
-        raise TraceError(f"the forward {_REFUSED[name]}, which a graph cannot hold; make it a leaf")
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        if "checkpoint" in name:
-            raise TraceError(CHECKPOINT_REFUSED)
-        raise TraceError(f"the forward uses {name}, which a graph cannot hold; make it a leaf")
-    home = getattr(target, "__module__", None) or ""
-    if home.startswith("torch.distributed") or "c10d" in str(target):
-        raise TraceError(COLLECTIVE_REFUSED.format(name))
-    check_target(target)
-    return target
 
 
 def _drop_unused(graph: fx.Graph) -> None:

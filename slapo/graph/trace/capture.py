@@ -12,6 +12,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import gc
+import itertools
 import logging
 import sys
 import warnings
@@ -290,13 +291,7 @@ def _configured() -> Iterator[_Notes]:
     with ExitStack() as stack:
         stack.enter_context(dynamo_config.patch(**settings))
         stack.enter_context(mock.patch.object(output_graph, "ShapeEnv", shape_env))
-        for home in (
-            builder,
-            output_graph,
-        ):  # for memory at fixed addresses, which nobody asked for
-            for kind in ("parameters", "buffers"):
-                name = f"og_module_named_{kind}_fn_ptr"
-                stack.enter_context(mock.patch.object(home, name, None, create=True))
+        stack.enter_context(_no_fixed_addresses())
         stack.enter_context(_functions_kept())
         stack.enter_context(_quiet())
         stack.enter_context(notes.watch.watching())
@@ -304,6 +299,16 @@ def _configured() -> Iterator[_Notes]:
         warnings.simplefilter("ignore")  # of torch, about itself
         stack.enter_context(get_metrics_context())
         yield notes
+
+
+@contextmanager
+def _no_fixed_addresses() -> Iterator[None]:
+    """Dynamo marks each parameter of a module as staying where it is, for graphs of CUDA."""
+    names = ("og_module_named_parameters_fn_ptr", "og_module_named_buffers_fn_ptr")
+    with ExitStack() as stack:
+        for home, name in itertools.product((builder, output_graph), names):
+            stack.enter_context(mock.patch.object(home, name, None, create=True))
+        yield
 
 
 def _logging_functions() -> set[Any]:

@@ -161,19 +161,17 @@ class _Captures:
 
     def trace(self, module: nn.Module, path: str, inputs: Inputs) -> TracedModule:
         """Capture `module` for all kinds of calls."""
+        call = BoundCall.of(module, *inputs)
+        arguments = call.arguments
 
         def once(without: frozenset[str]) -> Version:
-            given = inputs
-            if without:
-                call = BoundCall.of(module, *inputs)
-                given = call.with_arguments({**call.arguments, **dict.fromkeys(without)})
+            changed = {**arguments, **dict.fromkeys(without)}
+            given = call.with_arguments(changed) if without else inputs
             captured = capture(module, *given, is_leaf=self.is_leaf, outputs=self._outputs)
             self._note(path, captured)
             return _version(captured)
 
-        return all_versions(
-            module, once, maybe_none(module, BoundCall.of(module, *inputs).arguments)
-        )
+        return all_versions(module, once, maybe_none(module, arguments))
 
     def _note(self, path: str, captured: Capture) -> None:
         for target, given in captured.child_inputs.items():

@@ -11,7 +11,7 @@ from torch import nn
 
 from slapo.graph.trace.call import BoundCall
 from slapo.graph.trace.expressions import Size
-from slapo.graph.trace.trees import leaves, map_leaves, parts, rebuild
+from slapo.graph.trace.trees import hint, leaves, map_leaves, parts, rebuild
 
 
 def module_device(root: nn.Module) -> torch.device | None:
@@ -52,7 +52,7 @@ class ExampleCall:
         Sizes among the arguments become numbers, as Python values are built into a graph.
         """
         if any(isinstance(leaf, torch.SymInt) for leaf in leaves([call.args, call.kwargs])):
-            args, kwargs = map_leaves(call.args, _number), map_leaves(call.kwargs, _number)
+            args, kwargs = map_leaves(call.args, hint), map_leaves(call.kwargs, hint)
             call = BoundCall(call.signature, args, kwargs)
         example = cls(call, device=module_device(root))
         example.arguments = {k: example._made(v, (k,)) for k, v in call.arguments.items()}
@@ -84,7 +84,7 @@ class ExampleCall:
         Of one that is fake already, out of a capture of the model above, sizes that are numbers
         stay so: they are the model's own.
         """
-        sizes, strides = ([_number(n) for n in ns] for ns in (value.shape, value.stride()))
+        sizes, strides = ([hint(n) for n in ns] for ns in (value.shape, value.stride()))
         tensor = torch.empty_strided(
             sizes, strides, dtype=value.dtype, device=self.device or value.device
         )
@@ -98,8 +98,3 @@ class ExampleCall:
             elif not symbolic:
                 self.pinned.append((Size(path, dim), int(size)))
         return tensor
-
-
-def _number(value: Any) -> Any:
-    """For a symbol the number that stood in for it; other values as they are."""
-    return int(value.node.hint) if isinstance(value, torch.SymInt) else value

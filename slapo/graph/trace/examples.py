@@ -42,15 +42,19 @@ class _Facts:
         return next(floating, torch.get_default_dtype())
 
     @property
+    def main_input(self) -> str:
+        """The name that the model gives for it."""
+        return getattr(self.module, "main_input_name", "input_ids")
+
+    @property
     def is_image_model(self) -> bool:
         """True if the main input is a picture."""
-        return getattr(self.module, "main_input_name", "") == "pixel_values"
+        return self.main_input == "pixel_values"
 
     @property
     def is_waveform_model(self) -> bool:
         """True if the main input is a row of samples."""
-        is_sound = getattr(self.module, "main_input_name", "") == "input_values"
-        return is_sound and hasattr(self.config, "conv_stride")
+        return self.main_input == "input_values" and hasattr(self.config, "conv_stride")
 
 
 def _token_ids(facts: _Facts) -> torch.Tensor:
@@ -210,7 +214,7 @@ def example_inputs(
 
 
 def _main_inputs(facts: _Facts, names: list[str]) -> list[str]:
-    main = getattr(facts.module, "main_input_name", "input_ids")
+    main = facts.main_input
     if main not in BUILDERS:
         raise TraceError(
             f"no example is known for {main!r}, the main input of {type(facts.module).__name__}; "

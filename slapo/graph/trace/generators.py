@@ -19,6 +19,7 @@ import torch
 import torch.cuda.random
 
 from slapo.errors import TraceError
+from slapo.graph.trace.regions import refusing
 
 SEED_REFUSED = (
     "the forward seeds a random generator, or reads or sets its state, which a graph cannot hold; "
@@ -132,10 +133,10 @@ def refuse_seeds() -> Iterator[None]:
         # Functions find it here when they are called, however a forward has imported them.
         enter(mock.patch.object(torch.random, "default_generator", stand_in))
         for name in _CUDA_ENTRIES:
-            refused = _refusing(getattr(torch.cuda.random, name), SEED_REFUSED)
+            refused = refusing(getattr(torch.cuda.random, name), SEED_REFUSED)
             enter(mock.patch.object(torch.cuda.random, name, refused))
         for name in ("random", "getrandbits"):
-            drawn = _refusing(getattr(random.Random, name), DRAW_REFUSED.format("Python"))
+            drawn = refusing(getattr(random.Random, name), DRAW_REFUSED.format("Python"))
             enter(mock.patch.object(random.Random, name, drawn))
         yield
 
@@ -150,17 +151,6 @@ class _Refusing:
         if threading.get_ident() == self._thread:
             raise TraceError(SEED_REFUSED)
         return getattr(self._generator, name)
-
-
-def _refusing(original: Any, message: str) -> Any:
-    thread = threading.get_ident()
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread:
-            raise TraceError(message)
-        return original(*args, **kwargs)
-
-    return call
 
 
 # --- what a capture says -------------------------------------------------------------------------

@@ -10,7 +10,6 @@ that are equal in all that counts share one run, so a chain of 96 layers costs o
 from __future__ import annotations
 
 import contextlib
-import re
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,21 +32,16 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from slapo.errors import TraceError
-from slapo.graph.trace.leaf_outputs import (
-    CallForm,
-    CapturedForm,
-    OutputForm,
-    Runs,
-    settle_equal_sizes,
-)
+from slapo.graph.trace.leaf_keys import ordinal_reads, state_key
+from slapo.graph.trace.leaf_outputs import CallForm, CapturedForm, OutputForm
+from slapo.graph.trace.leaf_runs import Runs, learn, settle_equal_sizes
 from slapo.graph.trace.leaves import is_torch_leaf
 from slapo.graph.trace.modes import other_mode
-from slapo.graph.trace.on_meta import on_meta
+from slapo.graph.trace.on_meta import on_meta, tensors_replaced
 from slapo.graph.trace.output_capture import (
     COLLECTOR,
     capturing_hooks,
     inner_keys,
-    is_capturing,
     refuse_inner,
 )
 from slapo.graph.trace.scripted import scripted_output
@@ -62,10 +56,6 @@ DATA_DEPENDENT = (
 
 #: Fake kernels that refuse what the real kernels compute: grouped matmul in float32.
 _STRICTER_FAKES = frozenset({"_meta_grouped_mm_common"})
-
-#: Attributes that number a layer. They may differ between siblings that share a run; a module
-#: that reads one in its forward is run by itself.
-_ORDINAL = re.compile(r"(^|_)(idx|index|layer_id|layer_number|block_id)$")
 
 
 class _DataDependentError(Exception):
@@ -236,10 +226,8 @@ class LeafCalls:
                 self._keys[path] = self._module_key(path, module)
             call = CallForm.of(args, kwargs)
             known = self._known(path, module, call)
-            if known is not None and known.form is not None:
-                return self._made(known.form, call)
         if known is None:
-            with _ordinal_reads(module) as read:
+            with ordinal_reads(module) as read:
                 runs = self._runs(path, module, call)
                 if settle_equal_sizes(runs, call):
                     call = CallForm.of(args, kwargs)
@@ -248,7 +236,9 @@ class LeafCalls:
                 known.form = None
         if known.form is None:
             return self._run(path, module, args, kwargs)
-        return self._made(known.form, call)
+        self.mode_matters = self.mode_matters or known.form.mode_matters
+        with torch._C.DisableTorchFunction():
+            return known.form.make(call)
 
     def _captured(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         form = self.containers[path]
@@ -258,29 +248,24 @@ class LeafCalls:
         self.mode_matters = self.mode_matters or form.form.mode_matters
         return form.make(args, kwargs)
 
-    def _made(self, form: OutputForm, call: CallForm) -> Any:
-        self.mode_matters = self.mode_matters or form.mode_matters
-        return form.make(call)
+    def _key(self, path: str, module: nn.Module, call: CallForm) -> Any:
+        return (self._keys[path], call.key, module.training)
 
     def _known(self, path: str, module: nn.Module, call: CallForm) -> _Known | None:
-        key = (self._keys[path], call.key, module.training)
+        key = self._key(path, module, call)
         return self.outputs.get(key) or self._settled.get(key)
 
     def _learn(self, path: str, module: nn.Module, runs: Runs, call: CallForm) -> _Known:
         """The form of what equal calls return; None if each must be run by itself."""
         is_stack = any(isinstance(each, nn.ModuleList) for each in module.modules())
-        form = OutputForm.learnt(runs, call, is_stack)
+        form = learn(runs, call, is_stack)
         if form is not None and not is_torch_leaf(module):
             with other_mode(module):
-                form.mode_matters = not form.is_like(self._runs(path, module, call), call)
-        forms = (
-            self._settled
-            if form is not None and call.names and not form.from_meta
-            else self.outputs
-        )
-        key = (self._keys[path], call.key, module.training)
-        forms[key] = _Known(form, module)
-        return forms[key]
+                form.mode_matters = not self._runs(path, module, call).confirm(form, call)
+        only_here = form is not None and call.names and not form.from_meta
+        known = _Known(form, module)
+        (self._settled if only_here else self.outputs)[self._key(path, module, call)] = known
+        return known
 
     def _runs(self, path: str, module: nn.Module, call: CallForm) -> Runs:
         def on_fakes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -304,8 +289,8 @@ class LeafCalls:
 
         A module whose shapes depend on the data (experts that pick their tokens) cannot run on
         fake tensors. It is taken to return a tensor like its first tensor input, which is what
-        mixtures of experts do. Only the capture relies on this, where Python asks for a shape;
-        the graph calls the module itself.
+        mixtures of experts do. The graph calls the module itself, but where Python asks the output
+        for its shape, the answer is this guess.
         """
         mode = detect_fake_mode()
         guessed = self._guessed
@@ -345,7 +330,7 @@ class LeafCalls:
             return id(module)  # its attributes lie in C++
         prefix = f"{path}." if path else ""
         return tuple(
-            (self._classes.get((prefix + name).rstrip("."), type(each)), _state_key(each))
+            (self._classes.get((prefix + name).rstrip("."), type(each)), state_key(each))
             for name, each in module.named_modules()
         )
 
@@ -431,20 +416,16 @@ def _values_concealed(module: nn.Module, mode: FakeTensorMode | None) -> Iterato
     Others become so when they are first used. Of these, fake tensors would remember the real one,
     and ``self.count.add_(1)`` would change it.
     """
-    replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    if mode is not None and not isinstance(module, torch.jit.ScriptModule):
-        for each in module.modules():
-            slots: tuple[dict[str, Any], ...] = (each._parameters, each._buffers)
-            for slot in slots:
-                for name, tensor in slot.items():
-                    if tensor is not None and tensor.numel() <= 1 and not mode.is_our_fake(tensor):
-                        replaced.append((slot, name, tensor))
-                        slot[name] = mode.from_tensor(tensor, static_shapes=True)
-    try:
+
+    def concealed(tensor: torch.Tensor) -> torch.Tensor:
+        assert mode is not None, "without a mode nothing is asked"
+        if tensor.numel() > 1 or mode.is_our_fake(tensor):
+            return tensor
+        fake: torch.Tensor = mode.from_tensor(tensor, static_shapes=True)
+        return fake
+
+    with contextlib.nullcontext() if mode is None else tensors_replaced(module, concealed):
         yield
-    finally:
-        for slot, name, tensor in replaced:
-            slot[name] = tensor
 
 
 def _is_data_dependent(tensor: torch.Tensor) -> bool:
@@ -463,35 +444,6 @@ def _trains(module: nn.Module, like: torch.Tensor) -> bool:
     if not torch.is_grad_enabled() or not like.is_floating_point():
         return False
     return like.requires_grad or any(p.requires_grad for p in module.parameters())
-
-
-@contextmanager
-def _ordinal_reads(module: nn.Module) -> Iterator[set[str]]:
-    """The attributes that number a layer and are read within the block, below `module`."""
-    read: set[str] = set()
-    watched: list[tuple[nn.Module, type[nn.Module]]] = []
-    for each in module.modules():
-        names = [name for name, value in vars(each).items() if _is_ordinal(name, value)]
-        if names and not isinstance(each, torch.jit.ScriptModule):
-            watched.append((each, type(each)))
-            each.__class__ = _watching(type(each), tuple(names), read)
-    try:
-        yield read
-    finally:
-        for each, before in watched:
-            each.__class__ = before
-
-
-def _watching(kind: Any, names: tuple[str, ...], read: set[str]) -> type:
-    def reader(name: str) -> property:
-        def get(self: nn.Module) -> Any:
-            read.add(name)
-            return vars(self)[name]
-
-        return property(get)
-
-    members: dict[str, Any] = {name: reader(name) for name in names}
-    return type(kind)(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
 
 
 def _structure(value: Any, flat: list[Any]) -> Any:
@@ -521,53 +473,6 @@ def access_paths(value: Any) -> list[tuple[Any, ...]]:
     return [
         ((part.access, part.key), *rest) for part in elements for rest in access_paths(part.value)
     ]
-
-
-# --- keys ----------------------------------------------------------------------------------------
-_SLOTS = frozenset({"_parameters", "_buffers", "_modules", "_slapo_leaf", "_slapo_items"})
-
-
-def _state_key(module: nn.Module) -> Any:
-    """What decides the form of a module's output, its class aside.
-
-    Plain values count by value, functions and other objects by identity.
-    """
-    held = [*module._parameters.items(), *module._buffers.items()]
-    return (
-        tuple(
-            (k, None if t is None else (tuple(t.shape), t.dtype, t.requires_grad)) for k, t in held
-        ),
-        tuple((k, _value_key(v)) for k, v in vars(module).items() if _counts(k, v)),
-    )
-
-
-def _counts(attribute: str, value: Any) -> bool:
-    """Most attributes of a module are empty tables of hooks."""
-    if attribute in _SLOTS or (isinstance(value, dict) and not value):
-        return False
-    return not _is_ordinal(attribute, value)
-
-
-def _is_ordinal(attribute: str, value: Any) -> bool:
-    return type(value) is int and _ORDINAL.search(attribute) is not None
-
-
-def _value_key(value: Any) -> Any:
-    if value is None or isinstance(value, (str, int, float, complex, torch.dtype, torch.device)):
-        return (type(value), value)
-    if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), value.dtype)
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_value_key, value))
-    if isinstance(value, (set, frozenset)):
-        return frozenset(map(_value_key, value))
-    if isinstance(value, dict):
-        # Hooks are listed under numbers that no two hooks share; only the hooks count, and of
-        # these not the collectors of Transformers, one for each module, which change nothing.
-        items = [item for item in value.items() if not is_capturing(item[1])]
-        hooks = all(isinstance(key, int) and callable(hook) for key, hook in items)
-        return tuple(("" if hooks else _value_key(k), _value_key(v)) for k, v in items)
-    return id(value)
 
 
 def _plain_values(value: Any) -> Any:

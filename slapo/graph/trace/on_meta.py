@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -11,28 +11,44 @@ from torch import nn
 
 
 @contextmanager
-def on_meta(root: nn.Module) -> Iterator[None]:
-    """Within the block every parameter and buffer of `root` is on meta; shared ones stay shared."""
-    replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = [
-        (slot, name, tensor)
-        for module in root.modules()
-        if not isinstance(module, torch.jit.ScriptModule)
-        for slot in (module._parameters, module._buffers)
-        for name, tensor in slot.items()
-        if tensor is not None and not tensor.is_meta
-    ]
-    copies: dict[int, Any] = {}
-    for slot, name, tensor in replaced:
-        if id(tensor) not in copies:
-            copy = torch.empty_like(tensor, device="meta")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            copies[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
-        slot[name] = copies[id(tensor)]
+def tensors_replaced(
+    root: nn.Module, stand_in: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """Within the block `root` has what `stand_in` returns for its parameters and buffers.
+
+    Shared ones stay shared; the state of TorchScript, which lies in C++, stays.
+    """
+    made: dict[int, torch.Tensor] = {}
+    replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     try:
+        for module in root.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            slots: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            held = [(slot, *item) for slot in slots for item in slot.items() if item[1] is not None]
+            for slot, name, tensor in held:
+                if id(tensor) not in made:
+                    made[id(tensor)] = stand_in(tensor)
+                if made[id(tensor)] is not tensor:
+                    replaced.append((slot, name, tensor))
+                    slot[name] = made[id(tensor)]
         yield
     finally:
         for slot, name, tensor in replaced:
             slot[name] = tensor
+
+
+def on_meta(root: nn.Module) -> AbstractContextManager[None]:
+    """Within the block every parameter and buffer of `root` is on meta."""
+    return tensors_replaced(root, _without_data)
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        return tensor
+    empty = torch.empty_like(tensor, device="meta")
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
 
 
 @contextmanager

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils.checkpoint
@@ -71,18 +72,18 @@ def _refuse_call(owner: Any, name: str, what: str) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-@contextmanager
-def _refuse_enter(region: Any, what: str) -> Iterator[None]:
-    original = region.__enter__
+def _refuse_enter(region: Any, what: str) -> AbstractContextManager[Any]:
+    refused = refusing(region.__enter__, _REFUSED.format(what))
+    return mock.patch.object(region, "__enter__", refused)
+
+
+def refusing(original: Any, message: str) -> Any:
+    """A function that is `original`, and an error in the thread that is here now."""
     thread = threading.get_ident()
 
-    def __enter__(self: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == thread:
-            raise TraceError(_REFUSED.format(what))
-        return original(self)
+            raise TraceError(message)
+        return original(*args, **kwargs)
 
-    region.__enter__ = __enter__
-    try:
-        yield
-    finally:
-        region.__enter__ = original
+    return call

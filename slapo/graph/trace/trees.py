@@ -86,6 +86,11 @@ def leaves(value: Any) -> Iterator[Any]:
         yield from leaves(part.value)
 
 
+def hint(value: Any) -> Any:
+    """For a symbolic size the number that it was in the example; other values as they are."""
+    return int(value.node.hint) if isinstance(value, torch.SymInt) else value
+
+
 def tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in `value`, in order, slices included."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -181,10 +181,11 @@ def _same_items(now: dict[str, Any], before: dict[str, Any]) -> bool:
 # --- optional inputs -----------------------------------------------------------------------------
 def _subsets(names: list[str]) -> Iterator[frozenset[str]]:
     """Combinations of several of them: of a few all, of many those of masks, and all of them."""
-    few = names if len(names) <= _MOST_MASKS else [name for name in names if "mask" in name]
-    for size in range(2, len(few[:_MOST_MASKS]) + 1):
-        yield from map(frozenset, itertools.combinations(few[:_MOST_MASKS], size))
-    if len(names) > _MOST_MASKS:
+    are_many = len(names) > _MOST_MASKS
+    few = [name for name in names if "mask" in name][:_MOST_MASKS] if are_many else names
+    for size in range(2, len(few) + 1):
+        yield from map(frozenset, itertools.combinations(few, size))
+    if are_many:
         yield frozenset(names)
 
 
