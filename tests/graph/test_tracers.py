@@ -737,3 +737,20 @@ def test_draws_within_the_graph_are_kept() -> None:
     want = module(X)
     torch.manual_seed(2)
     assert torch.equal(sch.mod(X), want)
+
+
+class AsksCuda(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.cuda.get_rng_state()
+        return x * 2
+
+
+def test_a_capture_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a device that this process has not used."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was started"))
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
+    assert sch.trace(tracer="huggingface", example_inputs=torch.ones(3, 4))
+    sch = slapo.create_schedule(AsksCuda())
+    with pytest.warns(UserWarning, match="seeds a random generator, or reads"):
+        assert not sch.trace(tracer="huggingface", example_inputs=torch.ones(3, 4))

@@ -37,7 +37,7 @@ from slapo.graph.trace.call import BoundCall
 from slapo.graph.trace.contract import CallContract
 from slapo.graph.trace.example_tensors import ExampleCall, module_device
 from slapo.graph.trace.failures import explain
-from slapo.graph.trace.generators import generators_kept
+from slapo.graph.trace.generators import cuda_not_started, generators_kept
 from slapo.graph.trace.leaf_calls import LeafCalls
 from slapo.graph.trace.leaf_outputs import CapturedForm
 from slapo.graph.trace.leaves import IsLeaf
@@ -292,6 +292,7 @@ def _configured() -> Iterator[_Notes]:
         stack.enter_context(dynamo_config.patch(**settings))
         stack.enter_context(mock.patch.object(output_graph, "ShapeEnv", shape_env))
         stack.enter_context(_no_fixed_addresses())
+        stack.enter_context(cuda_not_started())
         stack.enter_context(_functions_kept())
         stack.enter_context(_quiet())
         stack.enter_context(notes.watch.watching())

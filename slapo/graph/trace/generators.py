@@ -123,6 +123,24 @@ def _numpy_kept() -> Iterator[Callable[[], None]]:
         numpy.random.set_state(state)
 
 
+@contextmanager
+def cuda_not_started() -> Iterator[None]:
+    """Within the block dynamo does not start CUDA, to save a state that nobody has drawn from.
+
+    A process that has started it cannot fork.
+    """
+    if not torch.cuda.is_available() or torch.cuda.is_initialized():
+        yield
+        return
+    with mock.patch.object(torch.cuda, "get_rng_state", _no_state):
+        yield
+
+
+def _no_state(device: Any = "cuda") -> None:
+    if torch.compiler.is_dynamo_compiling():  # asked by the forward that is captured
+        raise TraceError(SEED_REFUSED)
+
+
 # --- what is seen when it happens ----------------------------------------------------------------
 @contextmanager
 def refuse_seeds() -> Iterator[None]:
