@@ -254,3 +254,98 @@ def test_only_sizes_that_have_to_be_equal_are_tied() -> None:
     assert sch.mod(ids[:2], mask).shape == (2, 5, 4)
     with pytest.raises(slapo.SlapoError, match="mask"):
         sch.mod(ids[:2, :3], mask)
+
+
+class Pick(nn.Module):
+    """The length of what it returns depends on the data."""
+
+    traceable = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, x[0, :, 0] > 0]
+
+
+class FirstOf(nn.Module):
+    """The width of what it returns lies in a buffer."""
+
+    traceable = False
+    count: Tensor
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., : int(self.count)]
+
+
+class Sorted(nn.Module):
+    """Its path depends on the data, what it returns is like its input."""
+
+    traceable = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for row in (x.sum((1, 2)) > 0).nonzero()[:, 0].tolist():
+            out[row] = x[row]
+        return out
+
+
+class Block(nn.Module):
+    """The child lies deeper."""
+
+    traceable = False
+
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__()
+        self.child = child
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(x) * 2
+
+
+class PerWidth(nn.Module):
+    def __init__(self, *children: nn.Module) -> None:
+        super().__init__()
+        self.emb, self.several = nn.Linear(4, 8), nn.ModuleList(children)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.emb(x)
+        return torch.stack([y.sum(-1) / y.shape[-1] for y in (each(x) for each in self.several)])
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("block", [nn.Sequential, Block])
+@pytest.mark.parametrize("child", [Pick(), FirstOf(3)], ids=["pick", "first"])
+def test_a_guessed_output_is_tried_on_numbers(child: nn.Module, block: Any, meta: bool) -> None:
+    model = Above(block(copy.deepcopy(child)))
+    if meta:
+        model.to("meta")
+    sch = slapo.create_schedule(model)
+    with pytest.warns(UserWarning, match=r"depends on values.*leaf"):
+        assert not sch.trace(
+            tracer="huggingface",
+            recursive=False,
+            example_inputs=torch.rand(2, 7, 4, device="meta" if meta else "cpu"),
+        )
+
+
+@pytest.mark.parametrize("block", [nn.Sequential, Block])
+def test_a_right_guess_serves_all_sizes(block: Any) -> None:
+    model = Above(block(Sorted())).double()
+    reference = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    assert sch.trace(
+        tracer="huggingface", recursive=False, example_inputs=torch.rand(2, 7, 4).double()
+    )
+    x = torch.randn(3, 5, 4).double()
+    assert torch.equal(sch.mod(x), reference(x))
+
+
+def test_values_that_decide_an_output_are_not_shared() -> None:
+    model = PerWidth(FirstOf(8), FirstOf(3))
+    sch = slapo.create_schedule(model)
+    with pytest.warns(UserWarning, match=r"'several.1'.*depends on values"):
+        assert not sch.trace(
+            tracer="huggingface", recursive=False, example_inputs=torch.rand(2, 7, 4)
+        )

@@ -32,12 +32,13 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from slapo.errors import TraceError
-from slapo.graph.trace.leaf_keys import ordinal_reads, state_key
+from slapo.graph.trace.flat_outputs import access_paths, flattened, put_together
+from slapo.graph.trace.leaf_keys import has_values, ordinal_reads, state_key
 from slapo.graph.trace.leaf_outputs import CallForm, CapturedForm, OutputForm
 from slapo.graph.trace.leaf_runs import Runs, learn, settle_equal_sizes
 from slapo.graph.trace.leaves import is_torch_leaf
 from slapo.graph.trace.modes import other_mode
-from slapo.graph.trace.on_meta import on_meta, tensors_replaced
+from slapo.graph.trace.on_meta import data_of_its_own, on_meta, tensors_replaced
 from slapo.graph.trace.output_capture import (
     COLLECTOR,
     capturing_hooks,
@@ -81,34 +82,18 @@ def _structure_of(path: str) -> Any:
     return active.structures[path]
 
 
-def _put_together(structure: Any, flat: Any) -> Any:
-    """A value of this structure with the tensors of `flat`; dynamo follows this code."""
-    tag, content = structure[0], structure[1]
-    if tag == "tensor":
-        return flat[content]
-    if tag == "value":
-        return content
-    items = [_put_together(inner, flat) for inner in structure[2]]
-    if tag == "tuple":
-        return tuple(items)
-    if tag == "list":
-        return items
-    if tag == "dict":
-        return dict(zip(structure[3], items))  # noqa: B905  (dynamo knows no strict=)
-    if tag == "fields":
-        return content(**dict(zip(structure[3], items)))  # noqa: B905
-    return content(*items)
-
-
 @dataclass
 class _Known:
     """A form that has been learnt, None where each call must be run by itself.
 
-    The module is kept alive: the key of this holds addresses of what belongs to it.
+    The module is kept alive: the key of this holds addresses of what belongs to it. A form that
+    rests on a guess is tried on data before a graph relies on it.
     """
 
     form: OutputForm | None
     module: nn.Module
+    guessed: bool = False
+    tried: bool = False
 
 
 @dataclass
@@ -147,6 +132,7 @@ class LeafCalls:
     _inconsistent: set[str] = field(default_factory=set)
     _depth: int = 0
     _guessed: int = 0
+    _on_data: bool = False
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
@@ -198,12 +184,15 @@ class LeafCalls:
 
         Dynamo's graphs hold nothing else; :attr:`structures` says what they are parts of.
         """
+        if self._on_data:
+            self.structures[path] = None
+            return self._called(path, args, kwargs)
         result = self.output(path, args, kwargs)
         if self._depth:  # within another leaf, which is run and not captured
             self.structures[path] = None
             return result
         flat: list[Any] = []
-        structure = None if isinstance(result, torch.Tensor) else _structure(result, flat)
+        structure = None if isinstance(result, torch.Tensor) else flattened(result, flat)
         self.structures[path] = structure
         accesses = access_paths(result)
         if self.accesses.setdefault(path, accesses) != accesses:
@@ -219,26 +208,42 @@ class LeafCalls:
             return self._run(path, module, args, kwargs)
         if path in self.containers:
             return self._captured(path, args, kwargs)
+        guessed = self._guessed
+        known, call = self._form_of(path, module, args, kwargs)
+        if known.form is None:
+            result = self._run(path, module, args, kwargs)
+        else:
+            self.mode_matters = self.mode_matters or known.form.mode_matters
+            with torch._C.DisableTorchFunction():
+                result = known.form.make(call)
+        self._guessed += known.guessed
+        if self._depth == 0 and self._guessed > guessed and not known.tried:
+            self._try(path, self._runs(path, module, call), call, result)
+            known.tried = known.form is not None
+        return result
+
+    def _form_of(
+        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[_Known, CallForm]:
+        """The form of what the leaf returns, learnt if a sibling has not told it, and its sizes."""
         if isinstance(module, torch.jit.ScriptModule):
-            return self._run(path, module, args, kwargs)
+            return _Known(None, module), CallForm.of(args, kwargs)
         with torch._C.DisableTorchFunction():  # a mode would see every look at a size
             if path not in self._keys:
                 self._keys[path] = self._module_key(path, module)
             call = CallForm.of(args, kwargs)
             known = self._known(path, module, call)
         if known is None:
+            guessed = self._guessed
             with ordinal_reads(module) as read:
                 runs = self._runs(path, module, call)
                 if settle_equal_sizes(runs, call):
                     call = CallForm.of(args, kwargs)
                 known = self._known(path, module, call) or self._learn(path, module, runs, call)
-            if read:
+            known.guessed = known.guessed or self._guessed > guessed
+            if read or (known.guessed and has_values(module)):
                 known.form = None
-        if known.form is None:
-            return self._run(path, module, args, kwargs)
-        self.mode_matters = self.mode_matters or known.form.mode_matters
-        with torch._C.DisableTorchFunction():
-            return known.form.make(call)
+        return known, call
 
     def _captured(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         form = self.containers[path]
@@ -260,8 +265,12 @@ class LeafCalls:
         is_stack = any(isinstance(each, nn.ModuleList) for each in module.modules())
         form = learn(runs, call, is_stack)
         if form is not None and not is_torch_leaf(module):
+            guessed = self._guessed
             with other_mode(module):
-                form.mode_matters = not self._runs(path, module, call).confirm(form, call)
+                runs = self._runs(path, module, call)
+                form.mode_matters = not runs.confirm(form, call) or (
+                    self._guessed > guessed and runs.refuted(form.make(call), call) is not None
+                )
         only_here = form is not None and call.names and not form.from_meta
         known = _Known(form, module)
         (self._settled if only_here else self.outputs)[self._key(path, module, call)] = known
@@ -275,7 +284,32 @@ class LeafCalls:
             with on_meta(module):
                 return self._run(path, module, args, kwargs)
 
-        return Runs(on_fakes, without_data, call.device or self.device)
+        def on_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            state, self._on_data = ModuleState(module), True
+            try:
+                with data_of_its_own(module), torch.no_grad():
+                    return self._called(path, args, kwargs)
+            finally:
+                self._on_data = False
+                self._put_back(path, state)
+
+        return Runs(on_fakes, without_data, on_data, call.device or self.device)
+
+    def _try(self, path: str, runs: Runs, call: CallForm, result: Any) -> None:
+        """Refuse what rests on a guess that data refute."""
+        found = runs.refuted(result, call)
+        if found is not None:
+            raise TraceError(
+                f"what {path!r} returns depends on values, not on sizes alone: tried on random "
+                f"numbers, {found}. A graph above it would compute with a wrong size; make the "
+                "module that calls it a leaf (leaf_modules=[...] or traceable = False), or let the "
+                "child return a tensor of the shape of its input"
+            )
+
+    def _called(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module itself returns."""
+        kind: Any = self._classes.get(path, type(self.leaves[path]))
+        return kind.__call__(self.leaves[path], *args, **kwargs)
 
     def _note(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         first = self.inputs.setdefault(path, (args, kwargs))
@@ -289,8 +323,7 @@ class LeafCalls:
 
         A module whose shapes depend on the data (experts that pick their tokens) cannot run on
         fake tensors. It is taken to return a tensor like its first tensor input, which is what
-        mixtures of experts do. The graph calls the module itself, but where Python asks the output
-        for its shape, the answer is this guess.
+        mixtures of experts do. :meth:`_try` sees to it that this is true of data too.
         """
         mode = detect_fake_mode()
         guessed = self._guessed
@@ -301,8 +334,7 @@ class LeafCalls:
                 if isinstance(module, torch.jit.ScriptModule):
                     trains = any(_trains(module, tensor) for tensor in tensors([args, kwargs]))
                     return scripted_output(type(module).__call__, module, args, kwargs, trains)
-                kind = self._classes.get(path, type(module))
-                result = kind.__call__(module, *args, **kwargs)
+                result = self._called(path, args, kwargs)
             if any(_is_data_dependent(tensor) for tensor in tensors(result)):
                 raise _DataDependentError
             return result
@@ -344,7 +376,7 @@ class _ScriptStandIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = call_leaf(self.path, args, kwargs)
         structure = _structure_of(self.path)
-        return result if structure is None else _put_together(structure, result)
+        return result if structure is None else put_together(structure, result)
 
 
 class _ListStandIn(nn.ModuleList):
@@ -370,7 +402,7 @@ def _stand_in(kind: Any, hooks: tuple[Any, ...], keys: frozenset[str]) -> type[n
         result = call_leaf(self._slapo_leaf, args, kwargs)
         if not isinstance(result, torch.Tensor):
             structure = _structure_of(self._slapo_leaf)
-            result = result if structure is None else _put_together(structure, result)
+            result = result if structure is None else put_together(structure, result)
         if COLLECTOR.value:
             for hook in hooks:  # those of Transformers that collect what it returns
                 hook(self, args, result)
@@ -444,35 +476,6 @@ def _trains(module: nn.Module, like: torch.Tensor) -> bool:
     if not torch.is_grad_enabled() or not like.is_floating_point():
         return False
     return like.requires_grad or any(p.requires_grad for p in module.parameters())
-
-
-def _structure(value: Any, flat: list[Any]) -> Any:
-    """The structure of a value as nested tuples; its tensors and sizes are appended to `flat`."""
-    if isinstance(value, (torch.Tensor, *SYMBOLIC)):
-        flat.append(value)
-        return ("tensor", len(flat) - 1)
-    elements = parts(value)
-    if elements is None:
-        return ("value", value)
-    is_record = bool(elements) and elements[0].access is getattr
-    if is_record and isinstance(value, dict):  # outputs of Transformers leave out what is None
-        elements = [part for part in elements if part.value is not None]
-    items = tuple(_structure(part.value, flat) for part in elements)
-    names = tuple(part.key for part in elements)
-    kind = type(value)
-    if kind in (tuple, list, dict):
-        return (kind.__name__, kind, items, names)
-    return ("fields" if is_record or isinstance(value, dict) else "other", kind, items, names)
-
-
-def access_paths(value: Any) -> list[tuple[Any, ...]]:
-    """How to reach each tensor and size in a value, in the order of :func:`_structure`."""
-    if isinstance(value, (torch.Tensor, *SYMBOLIC)):
-        return [()]
-    elements = parts(value) or ()
-    return [
-        ((part.access, part.key), *rest) for part in elements for rest in access_paths(part.value)
-    ]
 
 
 def _plain_values(value: Any) -> Any:

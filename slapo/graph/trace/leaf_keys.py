@@ -36,6 +36,11 @@ def state_key(module: nn.Module) -> Any:
     )
 
 
+def has_values(module: nn.Module) -> bool:
+    """Whether a module has buffers of one element, from which Python may read numbers."""
+    return any(buffer.numel() == 1 for buffer in module.buffers())
+
+
 def _counts(attribute: str, value: Any) -> bool:
     """Most attributes of a module are empty tables of hooks."""
     if attribute in _SLOTS or (isinstance(value, dict) and not value):

@@ -1,4 +1,4 @@
-"""Parameters and buffers without data, for a time."""
+"""Other parameters and buffers, for a time."""
 
 from __future__ import annotations
 
@@ -41,6 +41,19 @@ def tensors_replaced(
 def on_meta(root: nn.Module) -> AbstractContextManager[None]:
     """Within the block every parameter and buffer of `root` is on meta."""
     return tensors_replaced(root, _without_data)
+
+
+def data_of_its_own(root: nn.Module) -> AbstractContextManager[None]:
+    """Within the block buffers of `root` are copies, and what is on meta is zeros on the CPU."""
+    return tensors_replaced(root, _with_data)
+
+
+def _with_data(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, nn.Parameter):
+        if not tensor.is_meta:
+            return tensor
+        return nn.Parameter(torch.zeros_like(tensor, device="cpu"), tensor.requires_grad)
+    return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.clone()
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
