@@ -168,3 +168,29 @@ def test_a_layer_of_transformers_is_rewritten_for_calls_with_and_without_a_mask(
                 logits.pow(2).mean().backward()
                 results.append((logits, {n: p.grad for n, p in each.named_parameters()}))
             torch.testing.assert_close(results[0], results[1])
+
+
+def test_a_cache_asked_for_by_the_config_alone_is_not_made() -> None:
+    """GraniteMoe's model has no parameter ``use_cache``; its layers take it among **kwargs."""
+    from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    config = GraniteMoeConfig(vocab_size=32, **sizes, **heads, num_experts_per_tok=1)
+    model = GraniteMoeForCausalLM._from_config(config).eval()
+    ids, padded = torch.randint(1, 32, (2, 7)), torch.ones(2, 7, dtype=torch.long)
+    padded[1, 4:] = 0
+    calls = [{}, {"use_cache": False}, {"use_cache": False, "attention_mask": padded}]
+    pairs = [(call, model(input_ids=ids, **call).logits) for call in calls]
+
+    whole = slapo.create_schedule(copy.deepcopy(model))
+    assert whole.trace_until(
+        "model", tracer="huggingface", example_inputs={"input_ids": ids[:, :5]}
+    )
+    layer = slapo.create_schedule(copy.deepcopy(model))
+    assert layer["model.layers.1"].trace(tracer="huggingface", flatten=True)
+    assert model.config.use_cache is True
+    for call, logits in pairs[:2]:
+        torch.testing.assert_close(whole.mod(input_ids=ids, **call).logits, logits)
+    for call, logits in pairs[1:]:
+        torch.testing.assert_close(layer.mod(input_ids=ids, **call).logits, logits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import operator
 import re
 from collections.abc import Mapping
@@ -15,8 +16,8 @@ from torch import Tensor, fx, nn
 from torch._dynamo.convert_frame import CaptureOutput
 
 from slapo.errors import TraceError
-from slapo.graph.trace.call import add_placeholder
-from slapo.graph.trace.contract import CallContract
+from slapo.graph.trace.call import CACHE_REFUSED, add_placeholder
+from slapo.graph.trace.contract import CallContract, constants_in
 from slapo.graph.trace.decisions import guards_of, translate
 from slapo.graph.trace.example_tensors import ExampleCall
 from slapo.graph.trace.expressions import OPERATIONS, Size
@@ -314,7 +315,7 @@ class Adoption:
             items = [self._structure(v) for v in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if type(value).__name__.endswith("Cache"):
-            raise TraceError("a key/value cache cannot be part of a graph; pass use_cache=False")
+            raise TraceError(CACHE_REFUSED)
         return value
 
     def _container(self, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
@@ -326,7 +327,12 @@ class Adoption:
     def contract(self) -> CallContract:
         """What the graph may be called with; arguments that nobody looked at are free."""
         call, arguments = self.example.call, self.example.arguments
-        seen = {k: v for k, v in arguments.items() if self._is_looked_at(k)}
+        kinds = call.signature.parameters
+        seen = {
+            k: constants_in(v) if kinds[k].kind is inspect.Parameter.VAR_KEYWORD else v
+            for k, v in arguments.items()
+            if self._is_looked_at(k)
+        }
         guards: list[SizeGuard] = []
         for name, value in seen.items():
             guards += _structure_guards(value, (name,))

@@ -12,8 +12,10 @@ import torch
 from torch import fx, nn
 
 from slapo.errors import TraceError
+from slapo.graph.trace.contract import constants_in
 from slapo.graph.trace.trees import has_tensor
 
+CACHE_REFUSED = "a key/value cache cannot be part of a graph; pass use_cache=False"
 _STARS: dict[Any, str] = {
     inspect.Parameter.VAR_POSITIONAL: "*",
     inspect.Parameter.VAR_KEYWORD: "**",
@@ -63,13 +65,15 @@ class BoundCall:
             If the caller asks for a cache.
         """
         if "use_cache" not in self.signature.parameters:
+            if self.kwargs.get("use_cache"):  # among **kwargs
+                raise TraceError(CACHE_REFUSED)
             return self
         given = self.signature.bind(*self.args, **self.kwargs).arguments
         value = given.get("use_cache", self.signature.parameters["use_cache"].default)
         if value is None:
             given["use_cache"] = False
         elif value is not False:
-            raise TraceError("a key/value cache cannot be part of a graph; pass use_cache=False")
+            raise TraceError(CACHE_REFUSED)
         bound = inspect.BoundArguments(self.signature, given)
         names = list(self.signature.parameters)
         if names.index("use_cache") < len(self.args):
@@ -104,7 +108,7 @@ class BoundCall:
         found = {k: v for k, v in self.arguments.items() if not has_tensor(v) and k != "use_cache"}
         for name, value in found.items():
             if self.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-                found[name] = {k: v for k, v in value.items() if v is not None}
+                found[name] = constants_in(value)
         return found
 
 

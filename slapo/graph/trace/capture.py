@@ -36,7 +36,7 @@ from slapo.graph.trace.adopt import Adoption
 from slapo.graph.trace.call import BoundCall
 from slapo.graph.trace.contract import CallContract
 from slapo.graph.trace.example_tensors import ExampleCall, module_device
-from slapo.graph.trace.failures import explain
+from slapo.graph.trace.failures import explain, told_once
 from slapo.graph.trace.generators import cuda_not_started, generators_kept
 from slapo.graph.trace.leaf_calls import LeafCalls
 from slapo.graph.trace.leaf_outputs import CapturedForm
@@ -44,7 +44,7 @@ from slapo.graph.trace.leaves import IsLeaf
 from slapo.graph.trace.on_meta import one_device
 from slapo.graph.trace.output_capture import hooks_installed
 from slapo.graph.trace.shape_env import CaptureShapeEnv
-from slapo.graph.trace.state import no_results_kept
+from slapo.graph.trace.state import caches_off, no_results_kept
 from slapo.graph.trace.watch import Watch
 
 
@@ -152,6 +152,7 @@ def capture(
         stack.enter_context(_collections_deferred())
         stack.enter_context(one_device(root))
         stack.enter_context(no_results_kept())
+        stack.enter_context(caches_off(root))
         example = ExampleCall.of(root, call)
         stack.enter_context(hooks_installed(root))
         stack.enter_context(calls.standing_in())
@@ -294,7 +295,7 @@ def _configured() -> Iterator[_Notes]:
         stack.enter_context(_no_fixed_addresses())
         stack.enter_context(cuda_not_started())
         stack.enter_context(_functions_kept())
-        stack.enter_context(_quiet())
+        stack.enter_context(told_once())
         stack.enter_context(notes.watch.watching())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of torch, about itself
@@ -341,18 +342,3 @@ def _subclasses(cls: Any) -> Iterator[Any]:
     for each in cls.__subclasses__():
         yield each
         yield from _subclasses(each)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Torch logs errors of fake kernels and raises them too; the exception is enough."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-
-    def keep(entry: logging.LogRecord) -> bool:
-        return "run meta" not in str(entry.msg)
-
-    logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keep)

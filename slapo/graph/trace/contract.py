@@ -177,13 +177,20 @@ def bind_arguments(
         if stars == "*":
             bound[name], position = args[position:], len(args)
         elif stars == "**":
-            bound[name] = {k: v for k, v in extra.items() if v is not None}
+            bound[name] = constants_in(extra)
         elif position < len(args):
             bound[name] = args[position]
             position += 1
         elif name in extra:
             bound[name] = extra.pop(name)
     return bound
+
+
+def constants_in(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``**kwargs`` counts: not what is None, nor that no cache is asked for."""
+    return {
+        k: v for k, v in extra.items() if v is not None and not (k == "use_cache" and v is False)
+    }
 
 
 def same_value(given: Any, traced: Any) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import traceback
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 from slapo.errors import TraceError
+from slapo.graph.trace.call import CACHE_REFUSED
 from slapo.graph.trace.generators import reason_in
 from slapo.graph.trace.leaf_calls import DATA_DEPENDENT
 
@@ -38,7 +41,10 @@ def explain(error: Exception, root: nn.Module) -> TraceError:
     where = _module_of(frames, root)
     place = f"{where} in {type(root).__name__}" if where else type(root).__name__
     line = f" ({frames[0].filename}:{frames[0].lineno})" if frames else ""
-    return TraceError(f"cannot trace {place}{line}: {_reason(error, frames)}")
+    reason = _reason(error, frames)
+    if where:
+        reason = reason.replace("leaf_modules=[...]", f"leaf_modules=[{where!r}]")
+    return TraceError(f"cannot trace {place}{line}: {reason}")
 
 
 def _reason(error: Exception, frames: list[traceback.FrameSummary]) -> str:
@@ -56,7 +62,7 @@ def _reason(error: Exception, frames: list[traceback.FrameSummary]) -> str:
     if text.startswith("Observed exception") and frames:
         return f"the forward itself fails, at `{frames[0].line}`"
     if "Cache" in text:
-        return "a key/value cache cannot be part of a graph; pass use_cache=False"
+        return CACHE_REFUSED
     cause = next((e for e in _causes(error) if not _is_dynamos(e)), None)
     if cause is not None:
         return (
@@ -64,6 +70,21 @@ def _reason(error: Exception, frames: list[traceback.FrameSummary]) -> str:
             f"it runs on real ones, {_REMEDY}"
         )
     return f"{_dynamos_words(text)}; {_REMEDY}"
+
+
+@contextmanager
+def told_once() -> Iterator[None]:
+    """Within the block torch does not log the errors of fake kernels, which it raises too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def keep(entry: logging.LogRecord) -> bool:
+        return "run meta" not in str(entry.msg)
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

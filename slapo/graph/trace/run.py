@@ -11,9 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from slapo.errors import TraceError
 from slapo.graph.trace.call import BoundCall
 from slapo.graph.trace.example_tensors import ExampleCall
+from slapo.graph.trace.failures import told_once
 from slapo.graph.trace.generators import generators_kept
 from slapo.graph.trace.on_meta import one_device
-from slapo.graph.trace.state import no_results_kept
+from slapo.graph.trace.state import caches_off, no_results_kept
 from slapo.graph.trace.trees import map_leaves
 
 #: Positional and keyword arguments of a call.
@@ -56,7 +57,14 @@ def capture_inputs(root: nn.Module, inputs: Inputs, module: nn.Module) -> Inputs
 
     handle = module.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
     try:
-        with generators_kept(), no_results_kept(), one_device(root), torch.no_grad():
+        with (
+            generators_kept(),
+            no_results_kept(),
+            caches_off(root),
+            told_once(),
+            one_device(root),
+            torch.no_grad(),
+        ):
             example = ExampleCall.of(root, call)
             arguments = example.arguments.items()
             fake = {k: map_leaves(v, lambda leaf: _faked(mode, leaf)) for k, v in arguments}

@@ -36,6 +36,22 @@ def no_results_kept() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def caches_off(root: nn.Module) -> Iterator[None]:
+    """Within the block models of Transformers make a key/value cache only if their call says so.
+
+    Their configs ask for one, which a graph cannot hold and training has no use for.
+    """
+    asking = [c for c in _configs(root) if vars(c).get("use_cache") is True]
+    for config in asking:
+        vars(config)["use_cache"] = False
+    try:
+        yield
+    finally:
+        for config in asking:
+            vars(config)["use_cache"] = True
+
+
 def _yes() -> bool:
     return True
 
@@ -60,10 +76,7 @@ class ModuleState:
             if isinstance(value, _CONTAINERS) and name not in _SLOTS
         }
         self._held = [(value, value.copy()) for value in held.values()]
-        configs = {
-            id(c): c for m in root.modules() if hasattr(c := vars(m).get("config"), "__dict__")
-        }
-        self._configs = [(config, dict(vars(config))) for config in configs.values()]
+        self._configs = [(config, dict(vars(config))) for config in _configs(root)]
 
     def restore(self) -> None:
         """Put back every attribute as it was."""
@@ -124,6 +137,12 @@ class ModuleState:
                 equal = type(value) is type(old) and type(value) in _VALUES and value == old
                 if not equal and not _is_computed_once(module, name, value):
                     yield name, value
+
+
+def _configs(root: nn.Module) -> list[Any]:
+    """What the modules have for their ``config``, each once."""
+    held = (vars(module).get("config") for module in root.modules())
+    return list({id(each): each for each in held if hasattr(each, "__dict__")}.values())
 
 
 def _refill(container: Any, content: Any) -> None:
