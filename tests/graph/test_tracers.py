@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import random
+import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -684,6 +685,9 @@ def seeds_numpy(x: Tensor) -> Tensor:
     return x * 2
 
 
+COUNTED = iter(range(9))
+
+
 def draws_constant(x: Tensor) -> Tensor:
     return x * torch.rand(()).item()
 
@@ -718,6 +722,17 @@ def test_proxies_refuse_a_number_of_torch_that_would_be_a_constant() -> None:
     with pytest.warns(UserWarning, match="random number"):
         assert not sch.trace()
     assert generators() == before
+
+
+@pytest.mark.parametrize(
+    "number", [lambda: numpy.random.default_rng().random(), time.perf_counter, COUNTED.__next__]
+)
+def test_proxies_refuse_a_forward_that_differs_from_run_to_run(number: Any) -> None:
+    module = Asking(lambda module, x: x * float(number()))
+    sch = slapo.create_schedule(module)
+    with pytest.warns(UserWarning, match="two runs of the forward differ.*a clock"):
+        assert not sch.trace()
+    assert sch.mod is module
 
 
 def test_what_a_leaf_does_to_generators_is_undone() -> None:

@@ -7,6 +7,7 @@ in Python" (MLSys 2022).
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,11 +21,13 @@ from slapo.graph.trace.generators import generators_kept, refuse_seeds
 from slapo.graph.trace.leaves import IsLeaf
 from slapo.graph.trace.module import TracedModule
 from slapo.graph.trace.names import spare_self
+from slapo.graph.trace.nodes import called_name
 from slapo.graph.trace.questions import RefusingTracer
 from slapo.graph.trace.regions import refuse_regions
 from slapo.graph.trace.state import ModuleState
 from slapo.graph.trace.versions import Version, all_versions
 
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
 _STARS: dict[Any, str] = {
     inspect.Parameter.VAR_POSITIONAL: "*",
     inspect.Parameter.VAR_KEYWORD: "**",
@@ -163,6 +166,7 @@ def trace_symbolically(
         constants = {**concrete, **dict.fromkeys(without)}
         tracer = SymbolicTracer(is_leaf, constants)
         graph = _trace_once(module, tracer)
+        _check_repeated(graph, _trace_once(module, SymbolicTracer(is_leaf, constants)))
         contract = CallContract(constants, frozenset(optional) - without)
         return Version(graph, contract, {}, frozenset(tracer.entered))
 
@@ -185,6 +189,25 @@ def _trace_once(module: nn.Module, tracer: SymbolicTracer) -> fx.Graph:
         raise TraceError(_explain(error)) from error
     finally:
         state.restore()
+
+
+def _check_repeated(first: fx.Graph, second: fx.Graph) -> None:
+    """Refuse a forward that is not the same each time: its numbers would be constants of a graph.
+
+    It may read a clock, or a generator of its own, which nothing else here can see.
+    """
+    for one, other in zip(first.nodes, second.nodes, strict=False):
+        if _spelled(one) != _spelled(other):
+            raise TraceError(
+                f"two runs of the forward differ, {_spelled(one)} and {_spelled(other)}: it draws "
+                "random numbers, or reads a clock or a counter, outside of a tensor operation; "
+                "make the module that does so a leaf"
+            )
+
+
+def _spelled(node: fx.Node) -> str:
+    """A node in words; objects may lie elsewhere in another run."""
+    return _ADDRESS.sub("", f"{called_name(node) or node.target}{node.args}{node.kwargs or ''}")
 
 
 def _explain(error: Exception) -> str:
