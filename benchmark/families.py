@@ -177,7 +177,7 @@ def _cut_in_two(sch: Any, family: Family) -> str:
     traced = sch.trace_until(
         list(family.containers),
         tracer="huggingface",
-        concrete_args={"use_cache": False} if _has_cache(sch.mod) else {},
+        concrete_args={"use_cache": False} if _takes_cache(sch.mod) else {},
         example_inputs=_inputs(family, TRACED_SIZE, family.masks[-1]),
     )
     if not traced:
@@ -371,6 +371,12 @@ def _rank(error: float) -> float:
 
 
 def _has_cache(model: nn.Module) -> bool:
+    kinds = {p.kind for p in inspect.signature(model.forward).parameters.values()}
+    by_config = getattr(getattr(model, "config", None), "use_cache", False)
+    return _takes_cache(model) or (by_config and inspect.Parameter.VAR_KEYWORD in kinds)
+
+
+def _takes_cache(model: nn.Module) -> bool:
     return "use_cache" in inspect.signature(model.forward).parameters
 
 

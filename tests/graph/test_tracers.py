@@ -769,3 +769,20 @@ def test_a_capture_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     sch = slapo.create_schedule(AsksCuda())
     with pytest.warns(UserWarning, match="seeds a random generator, or reads"):
         assert not sch.trace(tracer="huggingface", example_inputs=torch.ones(3, 4))
+
+
+def test_a_leaf_called_before_an_entered_model_collects_its_outputs() -> None:
+    """Both name the collector of Transformers, which is put back."""
+    family = zoo.FAMILIES["t5"]
+    model = family.build()
+    example, other = family.inputs(3, 13, False), family.inputs(2, 7, False)
+    expected = model(**other).logits
+    sch = slapo.create_schedule(model)
+    assert sch.trace(
+        tracer="huggingface",
+        flatten=True,
+        leaf_modules=["encoder"],
+        example_inputs=example,
+        concrete_args={"use_cache": False},
+    )
+    torch.testing.assert_close(sch.mod(**other).logits, expected)

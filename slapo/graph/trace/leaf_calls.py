@@ -33,6 +33,7 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from slapo.errors import TraceError
 from slapo.graph.trace.flat_outputs import access_paths, flattened, put_together
+from slapo.graph.trace.guesses import Guesses, trains
 from slapo.graph.trace.leaf_keys import has_values, ordinal_reads, state_key
 from slapo.graph.trace.leaf_outputs import CallForm, CapturedForm, OutputForm
 from slapo.graph.trace.leaf_runs import Runs, learn, settle_equal_sizes
@@ -86,14 +87,12 @@ def _structure_of(path: str) -> Any:
 class _Known:
     """A form that has been learnt, None where each call must be run by itself.
 
-    The module is kept alive: the key of this holds addresses of what belongs to it. A form that
-    rests on a guess is tried on data before a graph relies on it.
+    The module is kept alive: the key of this holds addresses of what belongs to it.
     """
 
     form: OutputForm | None
     module: nn.Module
     guessed: bool = False
-    tried: bool = False
 
 
 @dataclass
@@ -131,8 +130,10 @@ class LeafCalls:
     _classes: dict[str, type[nn.Module]] = field(default_factory=dict)
     _inconsistent: set[str] = field(default_factory=set)
     _depth: int = 0
-    _guessed: int = 0
     _on_data: bool = False
+
+    def __post_init__(self) -> None:
+        self._guesses = Guesses(self._run_on_data, self.device)
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
@@ -208,7 +209,6 @@ class LeafCalls:
             return self._run(path, module, args, kwargs)
         if path in self.containers:
             return self._captured(path, args, kwargs)
-        guessed = self._guessed
         known, call = self._form_of(path, module, args, kwargs)
         if known.form is None:
             result = self._run(path, module, args, kwargs)
@@ -216,10 +216,9 @@ class LeafCalls:
             self.mode_matters = self.mode_matters or known.form.mode_matters
             with torch._C.DisableTorchFunction():
                 result = known.form.make(call)
-        self._guessed += known.guessed
-        if self._depth == 0 and self._guessed > guessed and not known.tried:
-            self._try(path, self._runs(path, module, call), call, result)
-            known.tried = known.form is not None
+        self._guesses.count += known.guessed
+        if self._depth == 0:
+            self._check_guesses()
         return result
 
     def _form_of(
@@ -234,13 +233,13 @@ class LeafCalls:
             call = CallForm.of(args, kwargs)
             known = self._known(path, module, call)
         if known is None:
-            guessed = self._guessed
+            guessed = self._guesses.count
             with ordinal_reads(module) as read:
                 runs = self._runs(path, module, call)
                 if settle_equal_sizes(runs, call):
                     call = CallForm.of(args, kwargs)
                 known = self._known(path, module, call) or self._learn(path, module, runs, call)
-            known.guessed = known.guessed or self._guessed > guessed
+            known.guessed = known.guessed or self._guesses.count > guessed
             if read or (known.guessed and has_values(module)):
                 known.form = None
         return known, call
@@ -265,12 +264,12 @@ class LeafCalls:
         is_stack = any(isinstance(each, nn.ModuleList) for each in module.modules())
         form = learn(runs, call, is_stack)
         if form is not None and not is_torch_leaf(module):
-            guessed = self._guessed
+            if self._depth == 0:
+                self._check_guesses()
             with other_mode(module):
-                runs = self._runs(path, module, call)
-                form.mode_matters = not runs.confirm(form, call) or (
-                    self._guessed > guessed and runs.refuted(form.make(call), call) is not None
-                )
+                holds = self._runs(path, module, call).confirm(form, call)
+                is_true = self._depth > 0 or self._guesses.refuted() is None
+                form.mode_matters = not (holds and is_true)
         only_here = form is not None and call.names and not form.from_meta
         known = _Known(form, module)
         (self._settled if only_here else self.outputs)[self._key(path, module, call)] = known
@@ -284,27 +283,23 @@ class LeafCalls:
             with on_meta(module):
                 return self._run(path, module, args, kwargs)
 
-        def on_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            state, self._on_data = ModuleState(module), True
-            try:
-                with data_of_its_own(module), torch.no_grad():
-                    return self._called(path, args, kwargs)
-            finally:
-                self._on_data = False
-                self._put_back(path, state)
+        return Runs(on_fakes, without_data, call.device or self.device)
 
-        return Runs(on_fakes, without_data, on_data, call.device or self.device)
-
-    def _try(self, path: str, runs: Runs, call: CallForm, result: Any) -> None:
+    def _check_guesses(self) -> None:
         """Refuse what rests on a guess that data refute."""
-        found = runs.refuted(result, call)
+        found = self._guesses.refuted()
         if found is not None:
-            raise TraceError(
-                f"what {path!r} returns depends on values, not on sizes alone: tried on random "
-                f"numbers, {found}. A graph above it would compute with a wrong size; make the "
-                "module that calls it a leaf (leaf_modules=[...] or traceable = False), or let the "
-                "child return a tensor of the shape of its input"
-            )
+            raise TraceError(found)
+
+    def _run_on_data(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self.leaves[path]
+        state, self._on_data = ModuleState(module), True
+        try:
+            with data_of_its_own(module), torch.no_grad():
+                return self._called(path, args, kwargs)
+        finally:
+            self._on_data = False
+            self._put_back(path, state)
 
     def _called(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module itself returns."""
@@ -322,17 +317,16 @@ class LeafCalls:
         """Run the module itself.
 
         A module whose shapes depend on the data (experts that pick their tokens) cannot run on
-        fake tensors. It is taken to return a tensor like its first tensor input, which is what
-        mixtures of experts do. :meth:`_try` sees to it that this is true of data too.
+        fake tensors; see :mod:`slapo.graph.trace.guesses`.
         """
         mode = detect_fake_mode()
-        guessed = self._guessed
+        guessed = self._guesses.count
         state = ModuleState(module) if self._depth == 0 else None
         self._depth += 1
         try:
             with _real_tensors_allowed(mode), _values_concealed(module, mode):
                 if isinstance(module, torch.jit.ScriptModule):
-                    trains = any(_trains(module, tensor) for tensor in tensors([args, kwargs]))
+                    trains = any(trains(module, tensor) for tensor in tensors([args, kwargs]))
                     return scripted_output(type(module).__call__, module, args, kwargs, trains)
                 result = self._called(path, args, kwargs)
             if any(_is_data_dependent(tensor) for tensor in tensors(result)):
@@ -341,11 +335,11 @@ class LeafCalls:
         except TraceError:
             raise
         except Exception as error:
-            given = tensors([args, kwargs])
-            if not (_cannot_be_faked(error) or self._guessed > guessed) or not given:
+            cannot = _cannot_be_faked(error) or self._guesses.count > guessed
+            guess = self._guesses.make(path, module, args, kwargs) if cannot else None
+            if guess is None:
                 raise
-            self._guessed += 1
-            return torch.empty_like(given[0]).requires_grad_(_trains(module, given[0]))
+            return guess
         finally:
             self._depth -= 1
             if state is not None:
@@ -470,12 +464,6 @@ def _cannot_be_faked(error: Exception) -> bool:
         return True
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code.co_name in _STRICTER_FAKES for frame, _ in frames)
-
-
-def _trains(module: nn.Module, like: torch.Tensor) -> bool:
-    if not torch.is_grad_enabled() or not like.is_floating_point():
-        return False
-    return like.requires_grad or any(p.requires_grad for p in module.parameters())
 
 
 def _plain_values(value: Any) -> Any:

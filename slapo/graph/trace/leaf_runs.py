@@ -30,7 +30,7 @@ from slapo.graph.trace.leaf_outputs import (
     size_over,
     structure,
 )
-from slapo.graph.trace.trees import hint, map_leaves, tensors
+from slapo.graph.trace.trees import map_leaves
 
 #: Two numbers for each size, far apart, so that a size that is cut or filled up to some length, or
 #: grows in large steps (strides of convolutions), is not the same in both.
@@ -52,8 +52,6 @@ class Runs:
         On fake tensors, which may have symbols for sizes.
     on_meta
         On meta tensors: the cheapest, and blind to devices.
-    on_data
-        On real tensors.
     device
         Where what lies on meta really is.
     known
@@ -62,7 +60,6 @@ class Runs:
 
     on_fakes: Callable[[tuple[Any, ...], dict[str, Any]], Any]
     on_meta: Callable[[tuple[Any, ...], dict[str, Any]], Any]
-    on_data: Callable[[tuple[Any, ...], dict[str, Any]], Any]
     device: torch.device | None
     known: dict[Any, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)
 
@@ -98,54 +95,6 @@ class Runs:
             return False
         hints = {call.names[symbol]: number for symbol, number in call.hints.items()}
         return structure(result) == structure(form.skeleton) and found == form.at(hints)
-
-    def refuted(self, result: Any, call: CallForm) -> str | None:
-        """How data show that a call does not return what `result` says; None if they do not.
-
-        Two runs on the sizes of the example, on numbers and on their negatives: a choice by sign
-        is seen in one of them.
-        """
-        expected = (structure(result), [_extent(form) for form in forms_of(result, hint)])
-        on_meta = self.device is None or self.device.type == "meta"
-        device = "cpu" if on_meta else str(self.device)
-        for sign in (1, -1):
-            try:
-                with _modes_off(), torch.device(device):
-                    args, kwargs = _filled(call.with_numbers(call.hints, device), sign)
-                    found = self.on_data(args, kwargs)
-                    forms = forms_of(found, int)
-            except Exception as error:
-                return f"it fails: {error}"
-            if (structure(found), [_extent(form) for form in forms]) != expected:
-                wanted = _shown(forms_of(result, hint))
-                return f"it returns {_shown(forms)} where {wanted} was expected"
-        return None
-
-
-def _extent(form: Any) -> Any:
-    return (form.sizes, form.dtype) if isinstance(form, TensorForm) else form
-
-
-def _shown(forms: tuple[Any, ...]) -> str:
-    said = [
-        f"{str(f.dtype).removeprefix('torch.')}{list(f.sizes)}"
-        if isinstance(f, TensorForm)
-        else repr(f[1])
-        for f in forms
-    ]
-    return ", ".join(said) or "nothing"
-
-
-def _filled(value: Any, sign: int) -> Any:
-    """Write numbers into all tensors of a value: normal ones, zeros for integers, truth values."""
-    generator = torch.Generator().manual_seed(0)
-    for tensor in tensors(value):
-        tensor.detach_()
-        if tensor.is_floating_point():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator, device="cpu") * sign)
-        else:
-            tensor.fill_(sign > 0 and tensor.dtype == torch.bool)
-    return value
 
 
 @contextmanager

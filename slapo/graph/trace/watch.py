@@ -153,7 +153,7 @@ def _is_harmless(where: str, names: tuple[str, ...]) -> bool:
     which a head notes in its config.
     """
     notes_kind = where.endswith(".config") and set(names) <= {"problem_type"}
-    return notes_kind or where.endswith("_active_collector")
+    return notes_kind or where.endswith(("_active_collector", ".COLLECTOR"))  # one, two names
 
 
 #: Names by which Python asks for the state that steers operations.
