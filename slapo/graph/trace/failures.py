@@ -59,8 +59,9 @@ def _reason(error: Exception, frames: list[traceback.FrameSummary]) -> str:
         sign in text for sign in _DATA_SIGNS
     ):
         return DATA_REASON
-    if text.startswith("Observed exception") and frames:
-        return f"the forward itself fails, at `{frames[0].line}`"
+    if text.startswith("Observed exception"):
+        where = f"at `{frames[0].line}`" if frames else "on these inputs"
+        return f"the forward itself fails, {where}"
     if "Cache" in text:
         return CACHE_REFUSED
     cause = next((e for e in _causes(error) if not _is_dynamos(e)), None)
