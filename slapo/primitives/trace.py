@@ -10,6 +10,7 @@ from torch import fx, nn
 from slapo.errors import TraceError
 from slapo.graph.trace.call import named_constants
 from slapo.graph.trace.leaves import is_sealed, is_torch_leaf
+from slapo.graph.trace.module import TracedModule
 from slapo.graph.trace.tree import TraceResult, containers_down_to, trace_symbolic_tree
 from slapo.history import warn_caller
 from slapo.hooks import move_hooks
@@ -263,6 +264,11 @@ def _check_leaves(module: nn.Module, leaf_modules: Collection[str]) -> None:
 
 
 def _check_traceable(module: nn.Module) -> None:
+    if isinstance(module, TracedModule) and module.has_limits:
+        raise TraceError(
+            "it is a graph already, which holds for some calls only or has several forms, and a "
+            "graph of that graph would hold for all calls in silence; trace it once, as you need it"
+        )
     if isinstance(module, fx.GraphModule) or not is_sealed(module):
         return
     if is_torch_leaf(module):

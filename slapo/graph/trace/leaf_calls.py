@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -405,11 +405,19 @@ def _stand_in(kind: Any, hooks: tuple[Any, ...], keys: frozenset[str]) -> type[n
                     refuse_inner(self._slapo_leaf, key)
         return result
 
-    members = {
+    def _call_impl(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """What dynamo calls of graph modules, and their own ``__call__`` does."""
+        if torch.compiler.is_dynamo_compiling():
+            return __call__(self, *args, **kwargs)
+        return kind._call_impl(self, *args, **kwargs)
+
+    members: dict[str, Any] = {
         "__call__": __call__,
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
     }
+    if issubclass(kind, fx.GraphModule):
+        members["_call_impl"] = _call_impl
     subclass: type[nn.Module] = type(kind)(kind.__name__, (kind,), members)
     return subclass
 

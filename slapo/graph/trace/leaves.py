@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from slapo.errors import TraceError
+from slapo.graph.trace.module import TracedModule
 from slapo.hooks import has_forward_hooks
 
 IsLeaf = Callable[[nn.Module, str], bool]
@@ -58,6 +59,8 @@ def default_is_leaf(flatten: bool, leaf_modules: Collection[str] = ()) -> IsLeaf
     def is_leaf(module: nn.Module, path: str) -> bool:
         if path in names or type(module).__name__ in names or is_opaque(module):
             return True
+        if isinstance(module, TracedModule) and module.has_limits:
+            return True  # its graph within another would serve all calls
         return not (flatten or getattr(module, "inline_in_trace", False))
 
     return is_leaf

@@ -168,6 +168,14 @@ class TracedModule(fx.GraphModule):
             shown._lend(variant)
         return (shown, *variants)
 
+    @property
+    def has_limits(self) -> bool:
+        """True where there are calls that it refuses, or serves by another of its graphs.
+
+        Its code in another graph would serve them like all others.
+        """
+        return not self.contract.is_trivial or len(self.graphs) > 1
+
     def _lend(self, variant: TracedModule) -> None:
         """Whatever has become of this module's state is the variant's too."""
         for slot in _LENT:
@@ -185,7 +193,7 @@ class TracedModule(fx.GraphModule):
     def _serving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
         """The owner of the graph that holds for a call."""
         problem = self._problem(args, kwargs)
-        if problem is None:
+        if problem is None or _is_traced(args, kwargs):
             return self
         for variant in self.__dict__.get("_variants", ()):
             self._lend(variant)
@@ -308,6 +316,11 @@ def _rebuild(
     with module.rewritten_together():
         module.graph = graph
     return module
+
+
+def _is_traced(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a trace meets the module, of which it makes one call: that one will be checked."""
+    return any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values()))
 
 
 def _mode(training: bool) -> str:

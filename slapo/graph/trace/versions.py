@@ -71,6 +71,7 @@ def all_versions(module: nn.Module, trace: Trace, optional: list[str]) -> Traced
     TraceError
         If the trace fails in the module's present mode with all its arguments.
     """
+    trace = _naming_constants(module, trace)
     nothing: frozenset[str] = frozenset()
     base, *others = _both_modes(module, trace, nothing)
     serves_both = not others
@@ -94,6 +95,32 @@ def all_versions(module: nn.Module, trace: Trace, optional: list[str]) -> Traced
     return assemble(module, base, others)
 
 
+def _naming_constants(module: nn.Module, trace: Trace) -> Trace:
+    """`trace`, but tensors that graphs have built in are called alike in all of them.
+
+    Each capture counts its own, and the graphs of a module share its state.
+    """
+    names: dict[int, str] = {}
+    known: list[torch.Tensor] = []  # kept alive: their addresses tell them apart
+
+    def name_of(tensor: torch.Tensor) -> str:
+        if id(tensor) not in names:
+            free = (f"_tensor_constant{number}" for number in itertools.count(len(names)))
+            names[id(tensor)] = next(name for name in free if not hasattr(module, name))
+            known.append(tensor)
+        return names[id(tensor)]
+
+    def named(without: frozenset[str]) -> Version:
+        version = trace(without)
+        renamed = {old: name_of(tensor) for old, tensor in version.constants.items()}
+        for node in version.graph.find_nodes(op="get_attr"):
+            node.target = renamed.get(str(node.target), node.target)
+        version.constants = {renamed[old]: t for old, t in version.constants.items()}
+        return version
+
+    return named
+
+
 def _versions_without(module: nn.Module, trace: Trace, names: Collection[str]) -> list[Version]:
     """Versions for calls without these; none where such calls cannot be traced.
 
@@ -107,6 +134,8 @@ def _versions_without(module: nn.Module, trace: Trace, names: Collection[str]) -
 
 def assemble(module: nn.Module, base: Version, others: list[Version]) -> TracedModule:
     """The traced module of these versions, the first being what it shows."""
+    for other in others:
+        base.constants.update(other.constants)
     traced = _as_module(module, base)
     number_nodes(base.graph)
     variants = []
