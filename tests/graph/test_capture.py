@@ -985,3 +985,11 @@ def test_traced_modules_can_be_compiled_whole() -> None:
     compiled = torch.compile(traced, backend="eager", fullgraph=True, dynamic=True)
     assert torch.equal(compiled(torch.ones(2, 7)), torch.full((2, 7), 2.0))
     torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_failure_beside_a_scripted_module_is_explained() -> None:
+    fused = torch.jit.script(nn.Linear(5, 6))
+    module = make(lambda self, x: self.fused(x) if x.sum() > 0 else x, fused=fused)
+    with pytest.raises(TraceError, match="only real data can tell"):
+        trace(module, torch.ones(3, 5), is_leaf=all_are_leaves)

@@ -349,3 +349,45 @@ def test_values_that_decide_an_output_are_not_shared() -> None:
         assert not sch.trace(
             tracer="huggingface", recursive=False, example_inputs=torch.rand(2, 7, 4)
         )
+
+
+class Shaped(nn.Module):
+    """Returns a shape beside the tensor."""
+
+    def __init__(self, child: nn.Module | None = None) -> None:
+        super().__init__()
+        self.fc, self.child = nn.Linear(8, 8), child
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.fc(x)
+        if self.child is None:
+            return y, x.shape
+        z, shape = self.child(y)
+        return z.reshape(shape[0] * shape[1], 8).view(shape), shape.numel()
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"flatten": True}, {"recursive": False}], ids=repr)
+@pytest.mark.parametrize("model", [Shaped(), Shaped(Shaped())], ids=["returned", "used"])
+def test_shapes_of_inputs_are_those_of_each_call(model: nn.Module, kwargs: Any) -> None:
+    model = copy.deepcopy(model)
+    sch = slapo.create_schedule(copy.deepcopy(model))
+    assert sch.trace(tracer="huggingface", example_inputs=torch.rand(2, 5, 8), **kwargs)
+    x = torch.rand(3, 7, 8)
+    (ours, size), (theirs, expected) = sch.mod(x), model(x)
+    torch.testing.assert_close(ours, theirs)
+    assert size == expected
+    assert type(size) is type(expected)
+
+
+class TwoAlike(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return x + y.sum(), y.shape
+
+
+def test_a_shape_of_one_of_several_inputs_alike_is_refused() -> None:
+    sch = slapo.create_schedule(TwoAlike())
+    alike = {"x": torch.rand(2, 5), "y": torch.rand(2, 5)}
+    with pytest.warns(UserWarning, match=r"one of several tensors.*tuple\(x.shape\)"):
+        assert not sch.trace(tracer="huggingface", example_inputs=alike)
+    assert sch.trace(tracer="huggingface", example_inputs={**alike, "y": torch.rand(2, 4)})
+    assert sch.mod(torch.rand(3, 3), torch.rand(3, 7))[1] == (3, 7)

@@ -301,7 +301,7 @@ class Adoption:
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, torch.Size):
-            return tuple(map(self._structure, value))
+            return self._shape(value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
             kwargs = {k: self._structure(v) for k, v in fields.items() if v is not None}
@@ -317,6 +317,33 @@ class Adoption:
         if type(value).__name__.endswith("Cache"):
             raise TraceError(CACHE_REFUSED)
         return value
+
+    def _shape(self, value: torch.Size) -> Any:
+        """A shape in the result: dynamo reads a whole one off the input, here that of the example.
+
+        Raises
+        ------
+        TraceError
+            If several tensors could be the one that it was read off.
+        """
+        if any(isinstance(size, _Number) for size in value):
+            return tuple(map(self._structure, value))
+        paths = [
+            path
+            for path in self.example.places.values()
+            if _follow(self.example.arguments, path).shape == value
+        ]
+        fixed = any(t.shape == value for t in (*self.root.parameters(), *self.root.buffers()))
+        if not paths:
+            return tuple(value)
+        if len(paths) > 1 or fixed:
+            raise TraceError(
+                "the forward returns the shape of one of several tensors that are alike in the "
+                "example; return tuple(x.shape), or trace with inputs of other sizes"
+            )
+        node = self.graph.call_method("size", (self._at(paths[0]),))
+        node.meta[KIND] = "value"
+        return node
 
     def _container(self, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         node = self.graph.call_function(kind, args, kwargs)

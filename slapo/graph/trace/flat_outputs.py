@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 
-from slapo.graph.trace.trees import SYMBOLIC, parts
+from slapo.graph.trace.trees import SYMBOLIC, Part, parts
 
 
 def flattened(value: Any, flat: list[Any]) -> Any:
@@ -14,6 +15,8 @@ def flattened(value: Any, flat: list[Any]) -> Any:
     if isinstance(value, (torch.Tensor, *SYMBOLIC)):
         flat.append(value)
         return ("tensor", len(flat) - 1)
+    if isinstance(value, torch.Size):
+        return ("size", torch.Size, tuple(flattened(size, flat) for size in value))
     elements = parts(value)
     if elements is None:
         return ("value", value)
@@ -32,7 +35,10 @@ def access_paths(value: Any) -> list[tuple[Any, ...]]:
     """How to reach each tensor and size in a value, in the order of :func:`flattened`."""
     if isinstance(value, (torch.Tensor, *SYMBOLIC)):
         return [()]
-    elements = parts(value) or ()
+    if isinstance(value, torch.Size):
+        elements: Any = [Part(operator.getitem, i, size) for i, size in enumerate(value)]
+    else:
+        elements = parts(value) or ()
     return [
         ((part.access, part.key), *rest) for part in elements for rest in access_paths(part.value)
     ]
@@ -46,6 +52,8 @@ def put_together(structure: Any, flat: Any) -> Any:
     if tag == "value":
         return content
     items = [put_together(inner, flat) for inner in structure[2]]
+    if tag == "size":
+        return torch.Size(items)
     if tag == "tuple":
         return tuple(items)
     if tag == "list":

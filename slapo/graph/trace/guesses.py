@@ -22,6 +22,9 @@ from slapo.graph.trace.leaf_outputs import CallForm, TensorForm, forms_of, struc
 from slapo.graph.trace.modes import other_mode
 from slapo.graph.trace.trees import hint, tensors
 
+#: Of the normal numbers that a module is tried on.
+_SCALES = (1.0, -1.0, 100.0, -100.0)
+
 
 @dataclass(frozen=True)
 class _Guess:
@@ -84,15 +87,15 @@ class Guesses:
         return None
 
     def _difference(self, path: str, guess: _Guess) -> str | None:
-        """Two runs, on numbers and on their negatives: a choice by sign is seen in one of them."""
+        """Runs on numbers of both signs, small and large: a choice by value is seen in one."""
         expected = forms_of(guess.result, hint)
         on_meta = self.device is None or self.device.type == "meta"
         device = "cpu" if on_meta else str(self.device)
-        for sign in (1, -1):
+        for scale in _SCALES:
             try:
                 with no_python_dispatcher(), _disable_current_modes(), torch.device(device):
                     args, kwargs = guess.call.with_numbers(guess.call.hints, device)
-                    found = self.run(path, *_filled((args, kwargs), sign))
+                    found = self.run(path, *_filled((args, kwargs), scale))
                     forms = forms_of(found, int)
             except Exception as error:
                 return f"it fails: {error}"
@@ -114,15 +117,15 @@ def _size(guess: _Guess) -> int:
     return sum(math.prod(map(hint, tensor.shape)) for tensor in given)
 
 
-def _filled(value: Any, sign: int) -> Any:
+def _filled(value: Any, scale: float) -> Any:
     """Write numbers into all tensors of a value: normal ones, zeros for integers, truth values."""
     generator = torch.Generator().manual_seed(0)
     for tensor in tensors(value):
         tensor.detach_()
         if tensor.is_floating_point():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator, device="cpu") * sign)
+            tensor.copy_(torch.randn(tensor.shape, generator=generator, device="cpu") * scale)
         else:
-            tensor.fill_(sign > 0 and tensor.dtype == torch.bool)
+            tensor.fill_(scale > 0 and tensor.dtype == torch.bool)
     return value
 
 

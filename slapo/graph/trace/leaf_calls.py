@@ -326,8 +326,9 @@ class LeafCalls:
         try:
             with _real_tensors_allowed(mode), _values_concealed(module, mode):
                 if isinstance(module, torch.jit.ScriptModule):
-                    trains = any(trains(module, tensor) for tensor in tensors([args, kwargs]))
-                    return scripted_output(type(module).__call__, module, args, kwargs, trains)
+                    given = tensors([args, kwargs])
+                    grad = any(trains(module, tensor) for tensor in given)
+                    return scripted_output(type(module).__call__, module, args, kwargs, grad)
                 result = self._called(path, args, kwargs)
             if any(_is_data_dependent(tensor) for tensor in tensors(result)):
                 raise _DataDependentError
