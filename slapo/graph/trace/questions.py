@@ -78,14 +78,34 @@ def _attribute(proxy: Any, name: str) -> fx.proxy.Attribute:
     return _AskedAttribute(proxy, name)
 
 
+def _word(proxy: Any) -> str:
+    """A size as a word would be the name of its proxy."""
+    frame = _asker(sys._getframe(1))
+    if frame is not None:
+        proxy.tracer.refuse("for a value as a word", frame)
+    return fx.Proxy.__repr__(proxy)
+
+
+def _key(proxy: Any) -> int:
+    """In a dict or set a proxy is found by what it is itself: never."""
+    frame = _asker(sys._getframe(1))
+    if frame is not None:
+        proxy.tracer.refuse("for a value as a key of a dict or set", frame)
+    return id(proxy)
+
+
 class _AskedProxy(fx.Proxy):
     __class__ = property(_kind)
     __getattr__ = _attribute
+    __repr__ = _word
+    __hash__ = _key
 
 
 class _AskedAttribute(fx.proxy.Attribute):
     __class__ = property(_kind)
     __getattr__ = _attribute
+    __repr__ = _word
+    __hash__ = _key
 
 
 # --- who asks ------------------------------------------------------------------------------------

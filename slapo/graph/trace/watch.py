@@ -23,6 +23,10 @@ from torch._dynamo.variables.tensor import TensorVariable
 
 from slapo.errors import TraceError
 
+#: Questions about how a tensor lies in memory: a captured answer is that of the example.
+_LAYOUT = frozenset({"is_contiguous", "stride", "storage_offset"})
+_TORCH = torch.__file__.rpartition("/")[0]
+
 
 @dataclass
 class Watch:
@@ -46,6 +50,7 @@ class Watch:
     def watching(self) -> Iterator[None]:
         """Within the block dynamo tells what it meets."""
         outer, asked = self, TensorVariable.method_attr_requires_grad
+        called = TensorVariable.call_method
 
         def dtype(variable: TensorVariable, tx: Any) -> Any:
             return (
@@ -61,6 +66,11 @@ class Watch:
             outer.grad_asked.add(variable.as_proxy().node)
             return asked(variable, tx)
 
+        def call_method(variable: TensorVariable, tx: Any, name: str, *args: Any) -> Any:
+            if name in _LAYOUT and not tx.f_code.co_filename.startswith(_TORCH):
+                _refuse_layout(name)
+            return called(variable, tx, name, *args)
+
         def effects(graph: Any, **_: Any) -> list[str]:
             outer.effects += _effects(graph)
             return []
@@ -70,6 +80,7 @@ class Watch:
             enter(mock.patch.object(TensorVariable, "method_attr_dtype", dtype))
             enter(mock.patch.object(TensorVariable, "method_attr_device", device))
             enter(mock.patch.object(TensorVariable, "method_attr_requires_grad", requires_grad))
+            enter(mock.patch.object(TensorVariable, "call_method", call_method))
             where = output_graph.OutputGraph
             enter(mock.patch.object(where, "get_replayed_side_effect_source_refs", effects))
             yield
@@ -90,6 +101,14 @@ class Watch:
                 f"the forward changes {what}, which a graph cannot do; make the module that does "
                 "it a leaf: leaf_modules=[...] or an attribute traceable = False"
             )
+
+
+def _refuse_layout(name: str) -> None:
+    raise TraceError(
+        f"the forward asks for {name}() of a tensor, and a graph cannot tell how the tensors of "
+        "other calls lie in memory; make the module a leaf: leaf_modules=[...] or an attribute "
+        "traceable = False"
+    )
 
 
 class _Fact(ConstantVariable):
@@ -174,6 +193,5 @@ def states_read(codes: list[CodeType]) -> frozenset[str]:
     By the names in the code that was captured, torch's own aside: asked for or not, dynamo takes
     the state of the capture for a constant.
     """
-    home = torch.__file__.rpartition("/")[0]
-    names = {name for c in codes if not c.co_filename.startswith(home) for name in c.co_names}
+    names = {name for c in codes if not c.co_filename.startswith(_TORCH) for name in c.co_names}
     return frozenset(state for state, words in _STATE_NAMES.items() if names & words)
