@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import fx
 from torch._dynamo import output_graph
-from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.symbolic_convert import InstructionTranslator, compare_op_handlers
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
@@ -26,6 +26,10 @@ from slapo.errors import TraceError
 #: Questions about how a tensor lies in memory: a captured answer is that of the example.
 _LAYOUT = frozenset({"is_contiguous", "stride", "storage_offset"})
 _TORCH = torch.__file__.rpartition("/")[0]
+_IDENTITY = (
+    "the forward asks whether two tensors are one object, which a graph cannot tell for other "
+    "calls; make the module a leaf: leaf_modules=[...] or an attribute traceable = False"
+)
 
 
 @dataclass
@@ -81,6 +85,7 @@ class Watch:
             enter(mock.patch.object(TensorVariable, "method_attr_device", device))
             enter(mock.patch.object(TensorVariable, "method_attr_requires_grad", requires_grad))
             enter(mock.patch.object(TensorVariable, "call_method", call_method))
+            enter(mock.patch.dict(compare_op_handlers, _comparing(compare_op_handlers)))
             where = output_graph.OutputGraph
             enter(mock.patch.object(where, "get_replayed_side_effect_source_refs", effects))
             yield
@@ -109,6 +114,26 @@ def _refuse_layout(name: str) -> None:
         "other calls lie in memory; make the module a leaf: leaf_modules=[...] or an attribute "
         "traceable = False"
     )
+
+
+def _comparing(handlers: dict[str, Any]) -> dict[str, Any]:
+    """The handlers of ``is`` and ``is not``, which refuse what the example alone would answer.
+
+    A leaf, ``contiguous()`` or ``to()`` may return what it was given. Arguments have guards.
+    """
+
+    def of(handler: Any) -> Any:
+        def compare(tx: Any, values: Any, options: Any) -> Any:
+            if all(isinstance(value, TensorVariable) for value in values):
+                same = len({value.as_proxy().node for value in values}) == 1
+                given = all(value.source is not None for value in values)
+                if not (same or given or tx.f_code.co_filename.startswith(_TORCH)):
+                    raise TraceError(_IDENTITY)
+            return handler(tx, values, options)
+
+        return compare
+
+    return {name: of(handlers[name]) for name in ("is", "is not")}
 
 
 class _Fact(ConstantVariable):
