@@ -178,3 +178,154 @@ def test_a_method_that_calls_the_module_runs_its_graph() -> None:
     sch.trace()
     sch.replace(nn.Identity(), sch.find(lambda x: x.relu()))
     assert torch.allclose(sch.mod.loss(X), (X * 2).sum())
+
+
+# --- attributes ----------------------------------------------------------------------------------
+class Config:
+    def __init__(self) -> None:
+        self.scale, self.use_cache, self.name = 2.0, True, "a"
+
+
+class Settled(nn.Module):
+    """Reads attributes of every kind."""
+
+    factor = 2.0
+    half = property(
+        lambda self: self.whole / 2, lambda self, value: setattr(self, "whole", 2 * value)
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.drop, self.act = nn.Linear(8, 8), nn.Dropout(0.5), nn.GELU()
+        self.whole, self.count, self.lora, self.dtype = 4.0, 0, None, torch.float32
+        self.table, self.sizes, self.config = {"a": 1.0, "b": 2.0}, [1.0, 2.0], Config()
+        self.squash = torch.tanh
+        self.register_buffer("shift", None)
+        self.register_parameter("gain", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.fc(x)).to(self.dtype) * self.factor * self.half * self.table["a"]
+        y = self.squash(y) * self.sizes[0] * self.config.scale * (1 - self.drop.p)
+        y = y * self.fc.out_features * (2 if isinstance(self.act, nn.GELU) else 3)
+        for optional in (self.shift, self.gain, getattr(self, "extra", None)):
+            y = y if optional is None else y + optional
+        if hasattr(self.fc, "added"):
+            y = y + 1
+        if self.fc.bias is not None:
+            y = y + self.fc.bias
+        return y if self.lora is None else y + self.lora(x)
+
+    def use(self) -> None:
+        self.count += 1
+
+
+@TRACERS
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("factor", 5.0),
+        ("lora", nn.Identity()),
+        ("shift", torch.ones(8)),
+        ("gain", nn.Parameter(torch.ones(8))),
+        ("half", 3.0),
+        ("whole", 3.0),
+        ("whole", torch.ones(8)),
+        ("extra", torch.ones(8)),
+        ("dtype", torch.float64),
+        ("squash", torch.sigmoid),
+        ("table", {"a": 3.0}),
+        ("act", nn.ReLU()),
+    ],
+)
+def test_an_attribute_that_a_forward_reads_cannot_be_set(
+    name: str, value: object, tracer: str
+) -> None:
+    gm = traced(Settled(), tracer)
+    expected = gm.eval()(X)
+    with pytest.raises(slapo.SlapoError, match="before the trace"):
+        setattr(gm, name, value)
+    assert torch.equal(gm(X), expected)
+
+
+@TRACERS
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda gm: setattr(gm.drop, "p", 0.1), "drop.p"),
+        (lambda gm: setattr(gm.fc, "out_features", 4), "fc.out_features"),
+        (lambda gm: setattr(gm.fc, "bias", None), "fc.bias"),
+        (lambda gm: setattr(gm.fc, "added", 1), "fc.added"),
+        (lambda gm: setattr(gm.config, "scale", 3.0), "config.scale"),
+        (lambda gm: gm.table.update(a=3.0), "table['a']"),
+        (lambda gm: gm.sizes.clear(), "sizes[0]"),
+        (lambda gm: gm.register_buffer("shift", X), "shift"),
+        (lambda gm: gm.register_buffer("extra", X), "extra"),
+        (lambda gm: gm.__dict__.update(whole=3.0), "whole"),
+        (lambda gm: gm.__dict__.pop("whole"), "whole"),
+    ],
+)
+def test_what_is_changed_behind_a_traced_module_is_seen_at_the_call(
+    change: Callable[[Any], object], where: str, tracer: str
+) -> None:
+    gm = traced(Settled(), tracer)
+    gm(X)
+    change(gm)
+    with pytest.raises(slapo.SlapoError, match="before the trace") as error:
+        gm(X)
+    assert where in str(error.value)
+
+
+@TRACERS
+def test_attributes_that_no_forward_reads_may_be_set(tracer: str) -> None:
+    gm = traced(Settled(), tracer).eval()
+    expected = gm(X)
+    gm.use()
+    gm.note = gm.count = 7
+    gm.factor, gm.lora, gm.half = 2.0, None, 2.0
+    gm.config.name, gm.config.use_cache = "b", False
+    gm.drop = nn.Dropout(0.5)
+    gm.fc.added_later = 2
+    assert torch.equal(gm(X), expected)
+    assert torch.equal(copy.deepcopy(gm)(X), expected)
+
+
+@TRACERS
+def test_an_attribute_that_a_forward_reads_cannot_be_deleted(tracer: str) -> None:
+    class Shadowing(nn.Module):
+        scale = 1.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.note = 2.0, "a"
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    gm = traced(Shadowing(), tracer)
+    del gm.note
+    with pytest.raises(slapo.SlapoError, match=r"with scale = 2\.0"):
+        del gm.scale
+    assert torch.equal(gm(X), X * 2)
+
+
+@TRACERS
+def test_attributes_of_children_that_are_part_of_the_graph(tracer: str) -> None:
+    gm = traced(nn.Sequential(Settled(), nn.ReLU()), tracer, flatten=True)
+    gm(X)
+    child = gm.get_submodule("0")
+    child.count = 9
+    gm(X)
+    child.lora = nn.Identity()
+    with pytest.raises(slapo.SlapoError, match=r"'0\.lora' is a Identity"):
+        gm(X)
+
+
+def test_a_child_may_be_replaced_by_one_that_the_code_takes_alike() -> None:
+    sch = slapo.create_schedule(Settled())
+    sch.trace()
+    sch["fc"].replace(nn.Linear(8, 8))
+    sch["act"].replace(nn.GELU("tanh"))
+    sch.mod(X)
+    sch["act"].replace(nn.ReLU())
+    with pytest.raises(slapo.SlapoError, match=r"'act' is a ReLU.* with a GELU"):
+        sch.mod(X)

@@ -32,6 +32,9 @@ class Known(Enum):
         return self.value
 
 
+ABSENT = Known.ABSENT
+
+
 @dataclass(frozen=True)
 class Contents:
     """Plain values in a dictionary, list or configuration."""
@@ -40,12 +43,9 @@ class Contents:
 
     def changed(self, holder: Any) -> tuple[Any, Any, Any] | None:
         """Key, value then and value now of one that differs."""
-        if holder.__class__ is list or holder.__class__ is dict:
-            inside: Any = holder if holder.__class__ is dict else dict(enumerate(holder))
-        else:
-            inside = getattr(holder, "__dict__", {})
+        inside = _inside(holder)
         for key, traced in self.items:
-            now = inside.get(key, Known.ABSENT)
+            now = inside.get(key, ABSENT)
             if now is not traced and (type(now) is not type(traced) or now != traced):
                 return key, traced, now
         return None
@@ -81,7 +81,8 @@ def attributes_read(root: nn.Module, entered: Collection[str]) -> tuple[Attribut
             found.follow(module, path, chain)
         for chain in sorted(reads.asked[kind_of_module(module)]):
             found.follow(module, path, chain, asks_kind=True)
-    return tuple((path, name, value) for (path, name), value in found.known.items())
+    known = sorted(found.known.items(), key=lambda item: item[0][0])
+    return tuple((path, name, value) for (path, name), value in known)
 
 
 class _Found:
@@ -107,7 +108,7 @@ class _Found:
         elif isinstance(value, torch.Tensor):
             if name not in vars(module):
                 self.add(path, name, Known.TENSOR)
-        elif value is None or value is Known.ABSENT or type(value) in _PLAIN:
+        elif value is None or value is ABSENT or type(value) in _PLAIN:
             self.add(path, name, value)
         elif name not in vars(module):
             return  # a method
@@ -120,22 +121,48 @@ class _Found:
                 self.add(path, name, Contents(items))
 
     def _plain_items(self, holder: Any) -> tuple[tuple[Any, Any], ...]:
-        if type(holder) is list:
-            inside: Mapping[Any, Any] = dict(enumerate(holder))
-        else:
-            inside = holder if type(holder) is dict else getattr(holder, "__dict__", {})
         return tuple(
             (key, value)
-            for key, value in inside.items()
+            for key, value in _inside(holder).items()
             if (type(value) in _PLAIN or value is None)
             and (not isinstance(key, str) or key in self.reads.names - _WITHOUT_EFFECT)
         )
+
+
+def _inside(holder: Any) -> Mapping[Any, Any]:
+    """The entries of a dictionary or list, the attributes of anything else."""
+    if type(holder) is dict:
+        return holder
+    if type(holder) is list:
+        return dict(enumerate(holder))
+    try:  # configurations of Transformers look every attribute up in Python
+        state: Mapping[Any, Any] = object.__getattribute__(holder, "__dict__")
+    except AttributeError:
+        return {}
+    return state
 
 
 def kind_of_module(module: nn.Module) -> type[nn.Module]:
     """The class of a module; for a traced one, that of its original."""
     origin: type[nn.Module] | None = module.__dict__.get("origin")
     return type(module) if origin is None else origin
+
+
+def is_kept(module: nn.Module, name: str, traced: Any) -> bool:
+    """Whether an attribute of a module is what it was; asked at every call, so it is quick."""
+    state = module.__dict__
+    now = state.get(name, ABSENT)
+    if now is traced and traced is not ABSENT:
+        return True
+    if now is ABSENT:
+        if traced is ABSENT:
+            return not (
+                name in state["_parameters"]
+                or name in state["_buffers"]
+                or name in state["_modules"]
+            )
+        now = value_of(module, name)
+    return not differs(traced, now)
 
 
 def value_of(module: nn.Module, name: str) -> Any:
@@ -149,7 +176,7 @@ def value_of(module: nn.Module, name: str) -> Any:
     inner = innermost(module)
     if inner is not module:
         return value_of(inner, name)
-    return getattr(type(module), name, Known.ABSENT)
+    return getattr(type(module), name, ABSENT)
 
 
 def differs(traced: Any, now: Any) -> bool:
@@ -162,7 +189,7 @@ def differs(traced: Any, now: Any) -> bool:
         return isinstance(now, nn.Module) and not isinstance(innermost(now), traced.kind)
     if traced is Known.TENSOR:
         return now is None
-    if traced is None or traced is Known.ABSENT:
+    if traced is None or traced is ABSENT:
         return True
     if type(now) not in _PLAIN and type(now) is not type(traced):
         return True

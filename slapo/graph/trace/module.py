@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from slapo.errors import SlapoError, TraceError
-from slapo.graph.trace.attributes import Known, differs, told, value_of
+from slapo.graph.trace.attributes import ABSENT, differs, is_kept, told, value_of
 from slapo.graph.trace.contract import (
     CallContract,
     argument_problem,
@@ -64,7 +64,6 @@ _LENT = (
     "_backward_pre_hooks",
     "_is_full_backward_hook",
 )
-_MISSING = object()
 #: What a traced module keeps in attributes of its own.
 _OWN_STATE = frozenset(
     {
@@ -288,10 +287,10 @@ class TracedModule(fx.GraphModule):
         for path, name, traced in contract.attributes:
             if path != at:
                 at, module = path, _module_at(self, path)
-            if module is None or module.__dict__.get(name, _MISSING) is traced:
+            if module is None or is_kept(module, name, traced):
                 continue
             now = value_of(module, name)
-            if differs(traced, now) and (now is not Known.ABSENT or not path):
+            if now is not ABSENT or not path:
                 place, is_now, was = told(traced, now)
                 where = f"{path}.{name}" if path else name
                 return (
@@ -307,7 +306,7 @@ class TracedModule(fx.GraphModule):
 
     def __delattr__(self, name: str) -> None:
         """Nor can they be deleted."""
-        self._check_built_in(name, Known.ABSENT)
+        self._check_built_in(name, ABSENT)
         super().__delattr__(name)
 
     def _check_built_in(self, name: str, value: Any) -> None:
