@@ -329,3 +329,41 @@ def test_a_child_may_be_replaced_by_one_that_the_code_takes_alike() -> None:
     sch["act"].replace(nn.ReLU())
     with pytest.raises(slapo.SlapoError, match=r"'act' is a ReLU.* with a GELU"):
         sch.mod(X)
+
+
+class Weighing(nn.Module):
+    """Has tensors that are neither parameters nor buffers, and moves one of them itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights, self.other = torch.full((8,), 2.0), torch.ones(8)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> Weighing:
+        self.weights = fn(self.weights)
+        return super()._apply(fn, *args)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weights
+
+
+@TRACERS
+@pytest.mark.parametrize("path", ["", "0"])
+def test_a_plain_tensor_acts_when_it_is_set_or_is_refused(path: str, tracer: str) -> None:
+    gm = traced(nn.Sequential(Weighing()) if path else Weighing(), tracer, flatten=True)
+    for each in (gm, copy.deepcopy(gm), pickle.loads(pickle.dumps(gm))):
+        owner = each.get_submodule(path)
+        owner.other = torch.zeros(8)
+        assert torch.equal(each(X), X * 2)
+        owner.weights = torch.full((8,), 3.0)
+        if tracer == "pytorch":
+            assert torch.equal(each(X), X * 3)
+        else:
+            with pytest.raises(slapo.SlapoError, match="weights' is another tensor"):
+                each(X)
+
+
+@TRACERS
+def test_a_plain_tensor_may_be_moved(tracer: str) -> None:
+    gm = traced(Weighing(), tracer).double()
+    assert torch.equal(gm(X.double()), X.double() * 2)
+    assert gm(X.double()).dtype == torch.float64

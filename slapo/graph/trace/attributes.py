@@ -196,6 +196,30 @@ def differs(traced: Any, now: Any) -> bool:
     return bool(now != traced)
 
 
+#: Path and name of an attribute -> name of the buffer that holds its tensor, and the tensor.
+Held = dict[tuple[str, str], tuple[str, torch.Tensor]]
+
+
+def tensors_held(root: nn.Module, constants: Mapping[str, torch.Tensor]) -> Held:
+    """The plain attributes of modules whose tensors a graph has as buffers of its own."""
+    names = {id(tensor): name for name, tensor in constants.items()}
+    return {
+        (path, name): (names[id(value)], value)
+        for path, module in root.named_modules()
+        for name, value in (vars(module).items() if names else ())
+        if id(value) in names
+    }
+
+
+def is_same_tensor(now: Any, held: torch.Tensor) -> bool:
+    """Whether an attribute was only moved or converted, as its buffer was."""
+    return (
+        isinstance(now, torch.Tensor)
+        and (now.shape, now.dtype, now.device) == (held.shape, held.dtype, held.device)
+        and torch.equal(now, held)
+    )
+
+
 def told(traced: Any, now: Any) -> tuple[str, str, str]:
     """How to tell a difference: where in the attribute, what it is, and what it was."""
     if type(traced) is Contents:

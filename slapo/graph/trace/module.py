@@ -11,7 +11,16 @@ import torch
 from torch import fx, nn
 
 from slapo.errors import SlapoError, TraceError
-from slapo.graph.trace.attributes import ABSENT, differs, is_kept, told, value_of
+from slapo.graph.trace.attributes import (
+    ABSENT,
+    Held,
+    differs,
+    is_kept,
+    is_same_tensor,
+    tensors_held,
+    told,
+    value_of,
+)
 from slapo.graph.trace.contract import (
     CallContract,
     argument_problem,
@@ -76,6 +85,7 @@ _OWN_STATE = frozenset(
         "_together",
         "_variants",
         "_shown",
+        "_held",
     }
 )
 #: Methods of ours that hand on to the original's, or that have no say in what a call computes.
@@ -137,6 +147,7 @@ class TracedModule(fx.GraphModule):
             module.__dict__.setdefault(name, value)
         for name, tensor in (constants or {}).items():
             module.register_buffer(name, tensor, persistent=False)
+        module.__dict__["_held"] = tensors_held(root, constants or {})
         module.training = root.training
         module.contract = contract
         module.origin = origin
@@ -231,7 +242,7 @@ class TracedModule(fx.GraphModule):
     # --- calls -------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Check the call against the contract, then run hooks and the graph that serves it."""
-        if self.contract.is_trivial:
+        if self.contract.is_trivial and not self.__dict__.get("_held"):
             return nn.Module.__call__(self, *args, **kwargs)
         module = self._serving(args, kwargs)
         return nn.Module.__call__(module, *args, **kwargs)
@@ -278,7 +289,7 @@ class TracedModule(fx.GraphModule):
                     f"traced with {contract.dtype} parameters, they are now {dtype}; convert the "
                     "model before tracing it"
                 )
-        return self._attribute_problem(contract)
+        return self._attribute_problem(contract) or self._tensor_problem()
 
     def _attribute_problem(self, contract: CallContract) -> str | None:
         """A graph has attributes such as the number of heads built in."""
@@ -299,6 +310,25 @@ class TracedModule(fx.GraphModule):
                 )
         return None
 
+    def _tensor_problem(self) -> str | None:
+        """Plain tensors are buffers of a graph that was recorded; the attributes stay as well."""
+        held: Held = self.__dict__.get("_held", {})
+        for (path, name), (constant, tensor) in held.items():
+            module = _module_at(self.__dict__.get("_shown", self), path)
+            now = tensor if module is None else module.__dict__.get(name, tensor)
+            if now is tensor:
+                continue
+            buffer = self._buffers.get(constant)
+            if buffer is not None and is_same_tensor(now, buffer):
+                held[path, name] = constant, now
+                continue
+            where = f"{path}.{name}" if path else name
+            return (
+                f"attribute {where!r} is another tensor, but the graph was recorded with the one "
+                "it had; set it before the trace, or make it a buffer"
+            )
+        return None
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes that the graph has built in cannot be set any more."""
         self._check_built_in(name, value)
@@ -314,9 +344,10 @@ class TracedModule(fx.GraphModule):
         for path, attribute, traced in contract.attributes if contract is not None else ():
             if not path and attribute == name and differs(traced, value):
                 place, new, was = told(traced, value)
+                change = "deleting it" if value is ABSENT else f"setting it to {new}"
                 raise SlapoError(
-                    f"{self._label}: its graph was traced with {name}{place} = {was}, setting it "
-                    f"to {new} would change nothing; set it before the trace"
+                    f"{self._label}: its graph was traced with {name}{place} = {was}, {change} "
+                    "would change nothing; set it before the trace"
                 )
 
     @property
