@@ -154,9 +154,7 @@ def argument_problem(contract: CallContract, bound: Mapping[str, Any]) -> str | 
         )
     for guard in contract.size_guards:
         if not guard.holds(bound):
-            return (
-                f"the trace holds only while {guard.text}; trace again with inputs like these"
-            )
+            return f"the trace holds only while {guard.text}; trace again with inputs like these"
     return None
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Iterator
-from functools import lru_cache
-from types import CodeType
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -93,51 +90,3 @@ def check_modes(root: nn.Module, entered: Collection[str]) -> None:
 def depends_on_mode(graph: fx.Graph, training: bool | None) -> bool:
     """Whether a graph that holds in mode `training` (None: in both) asks for the mode."""
     return training is not None or bool(graph.find_nodes(op="get_attr", target="training"))
-
-
-_PLAIN = (bool, int, float, str)
-#: Methods that no forward calls; they name sizes that a shard changes.
-_NOT_IN_FORWARD = frozenset({"__init__", "__repr__", "extra_repr", "reset_parameters"})
-
-
-def attributes_used(root: nn.Module, entered: Collection[str]) -> tuple[tuple[str, str, Any], ...]:
-    """Path, name and value of the plain attributes that the code of these modules names.
-
-    A graph has their values built in, whichever tracer made it.
-    """
-    found = []
-    for path in ("", *sorted(entered)):
-        module = root.get_submodule(path)
-        kind: Any = getattr(module, "origin", type(module))
-        names = _names_in_code(kind)
-        for name, value in vars(module).items():
-            if type(value) in _PLAIN and name in names and name != "training":
-                found.append((path, name, value))
-    return tuple(found)
-
-
-@lru_cache(maxsize=1024)
-def _names_in_code(kind: Any) -> frozenset[str]:
-    """Names that the methods of a class use, constructors and torch's own methods aside."""
-    names: set[str] = set()
-    for base in kind.__mro__:
-        if base.__module__ != nn.Module.__module__:
-            for name, value in vars(base).items():
-                code = _code_of(value)
-                if code is not None and name not in _NOT_IN_FORWARD:
-                    names.update(_names_in(code))
-    return frozenset(names)
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    """The names that a code uses, functions and comprehensions within it included."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names_in(inner)
-
-
-def _code_of(value: Any) -> Any:
-    """The code of a method or property, under its decorators."""
-    function = value.fget if isinstance(value, property) else value
-    return getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +10,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from slapo.errors import SlapoError
+from slapo.errors import SlapoError, TraceError
+from slapo.graph.trace.attributes import (
+    ABSENT,
+    Held,
+    differs,
+    is_kept,
+    is_same_tensor,
+    tensors_held,
+    told,
+    value_of,
+)
 from slapo.graph.trace.contract import (
     CallContract,
     argument_problem,
@@ -31,6 +40,24 @@ class _CompileAtAccess:
         return module.forward
 
 
+class _Eagerly:
+    """Class attribute of a :class:`TracedModule`: a method that runs on the original's forward.
+
+    Hugging Face's ``generate`` calls the model with caches, which no graph holds. It gets an object
+    of the original class that shares the state, so its children are those of the schedule.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: TracedModule | None, owner: type) -> Any:
+        if module is None:
+            return self
+        stand_in = object.__new__(module.origin)
+        object.__setattr__(stand_in, "__dict__", module.__dict__)
+        return getattr(stand_in, self.name)
+
+
 _MODULE_STATE = ("_parameters", "_buffers", "_modules")
 #: What the variants of a traced module share with it.
 _LENT = (
@@ -46,11 +73,37 @@ _LENT = (
     "_backward_pre_hooks",
     "_is_full_backward_hook",
 )
-_MISSING = object()
+#: What a traced module keeps in attributes of its own.
+_OWN_STATE = frozenset(
+    {
+        "contract",
+        "origin",
+        "_graph",
+        "_code",
+        "_stale",
+        "_kinds",
+        "_together",
+        "_variants",
+        "_shown",
+        "_held",
+    }
+)
+#: Methods of ours that hand on to the original's, or that have no say in what a call computes.
+_SHARED_METHODS = frozenset(
+    {
+        *vars(object),
+        *("__dict__", "__weakref__", "__module__", "__annotations__", "__parameters__"),
+        *("__firstlineno__", "__static_attributes__", "__annotate__", "__annotations_cache__"),
+        *("__copy__", "__deepcopy__", "__reduce_package__", "forward"),
+    }
+)
 
 
 class TracedModule(fx.GraphModule):
     """An ``fx.GraphModule`` that keeps all of its original and compiles only when used.
+
+    It is an object of the original's class, too: whatever that does of its own when it is
+    trained, moved, saved, loaded or set attributes of, it does on.
 
     Three things differ from ``fx.GraphModule``:
 
@@ -63,6 +116,7 @@ class TracedModule(fx.GraphModule):
 
     contract: CallContract
     origin: type[nn.Module]
+    _kinds: list[tuple[str, str]]
 
     forward = _CompileAtAccess()
 
@@ -74,8 +128,17 @@ class TracedModule(fx.GraphModule):
         contract: CallContract,
         constants: Mapping[str, torch.Tensor] | None = None,
     ) -> TracedModule:
-        """The traced form of `root`; `root` itself is left as it is."""
+        """The traced form of `root`; `root` itself is left as it is.
+
+        Raises
+        ------
+        TraceError
+            If `root` has a method or attribute under a name that a graph has another use for.
+        """
+        is_traced = isinstance(root, TracedModule)
         origin = root.origin if isinstance(root, TracedModule) else type(root)
+        if not is_traced:
+            _check_names(cls, root)
         module = cls(nn.Module(), fx.Graph(), origin.__name__)
         for slot in _MODULE_STATE:
             module.__dict__[slot] = root.__dict__[slot].copy()
@@ -84,10 +147,12 @@ class TracedModule(fx.GraphModule):
             module.__dict__.setdefault(name, value)
         for name, tensor in (constants or {}).items():
             module.register_buffer(name, tensor, persistent=False)
+        module.__dict__["_held"] = tensors_held(root, constants or {})
         module.training = root.training
         module.contract = contract
         module.origin = origin
         module.graph = graph
+        _become(module, origin)
         return module
 
     # --- lazy compilation --------------------------------------------------------------------
@@ -185,7 +250,7 @@ class TracedModule(fx.GraphModule):
     # --- calls -------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Check the call against the contract, then run hooks and the graph that serves it."""
-        if self.contract.is_trivial:
+        if self.contract.is_trivial and not self.__dict__.get("_held"):
             return nn.Module.__call__(self, *args, **kwargs)
         module = self._serving(args, kwargs)
         return nn.Module.__call__(module, *args, **kwargs)
@@ -232,53 +297,70 @@ class TracedModule(fx.GraphModule):
                     f"traced with {contract.dtype} parameters, they are now {dtype}; convert the "
                     "model before tracing it"
                 )
-        return self._attribute_problem(contract)
+        return self._attribute_problem(contract) or self._tensor_problem()
 
     def _attribute_problem(self, contract: CallContract) -> str | None:
         """A graph has attributes such as the number of heads built in."""
+        at: str | None = None
+        module: nn.Module | None = None
         for path, name, traced in contract.attributes:
-            module = _module_at(self, path)
-            if module is None:
+            if path != at:
+                at, module = path, _module_at(self, path)
+            if module is None or is_kept(module, name, traced):
                 continue
-            now = module.__dict__.get(name, traced)
-            if now is not traced and now != traced:
+            now = value_of(module, name)
+            if now is not ABSENT or not path:
+                place, is_now, was = told(traced, now)
                 where = f"{path}.{name}" if path else name
                 return (
-                    f"attribute {where!r} is {now!r}, but the graph was traced with {traced!r}; "
-                    "set it before the trace"
+                    f"attribute {where + place!r} is {is_now}, but the graph was traced with "
+                    f"{was}; set it before the trace"
                 )
+        return None
+
+    def _tensor_problem(self) -> str | None:
+        """Plain tensors are buffers of a graph that was recorded; the attributes stay as well."""
+        held: Held = self.__dict__.get("_held", {})
+        for (path, name), (constant, tensor) in held.items():
+            module = _module_at(self.__dict__.get("_shown", self), path)
+            now = tensor if module is None else module.__dict__.get(name, tensor)
+            if now is tensor:
+                continue
+            buffer = self._buffers.get(constant)
+            if buffer is not None and is_same_tensor(now, buffer):
+                held[path, name] = constant, now
+                continue
+            where = f"{path}.{name}" if path else name
+            return (
+                f"attribute {where!r} is another tensor, but the graph was recorded with the one "
+                "it had; set it before the trace, or make it a buffer"
+            )
         return None
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes that the graph has built in cannot be set any more."""
+        self._check_built_in(name, value)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Nor can they be deleted."""
+        self._check_built_in(name, ABSENT)
+        super().__delattr__(name)
+
+    def _check_built_in(self, name: str, value: Any) -> None:
         contract = self.__dict__.get("contract")
         for path, attribute, traced in contract.attributes if contract is not None else ():
-            if not path and attribute == name and value is not traced and value != traced:
+            if not path and attribute == name and differs(traced, value):
+                place, new, was = told(traced, value)
+                change = "deleting it" if value is ABSENT else f"setting it to {new}"
                 raise SlapoError(
-                    f"{self._label}: its graph was traced with {name} = {traced!r}, setting it to "
-                    f"{value!r} would change nothing; set it before the trace"
+                    f"{self._label}: its graph was traced with {name}{place} = {was}, {change} "
+                    "would change nothing; set it before the trace"
                 )
-        super().__setattr__(name, value)
 
     @property
     def _label(self) -> str:
         return f"traced {self.origin.__name__}"
-
-    def __getattr__(self, name: str) -> Any:
-        """Methods and properties of the original class stay usable on the traced module."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            origin = self.__dict__.get("origin")
-            if origin is None or name.startswith("__") or name == "forward":
-                raise
-            if inspect.getattr_static(origin, name, _MISSING) is _MISSING:
-                raise
-            # Its methods may call super(), so they need an object of the class: one that shares
-            # the state of this.
-            stand_in = object.__new__(origin)
-            object.__setattr__(stand_in, "__dict__", self.__dict__)
-            return getattr(stand_in, name)
 
     # --- copies ------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
@@ -295,6 +377,7 @@ class TracedModule(fx.GraphModule):
         # The graph has its own memo: fx keeps nodes in it, which are no business of the caller's.
         with new.rewritten_together():
             new.graph = copy.deepcopy(self._graph)
+        _become(new, self.origin)
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -315,12 +398,55 @@ def _rebuild(
     module.__dict__.update(state)
     with module.rewritten_together():
         module.graph = graph
+    _become(module, state["origin"])
     return module
 
 
 def _is_traced(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a trace meets the module, of which it makes one call: that one will be checked."""
     return any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values()))
+
+
+def _check_names(kind: type[TracedModule], root: nn.Module) -> None:
+    """Refuse a module that uses names of its own which a traced module has to itself."""
+    reserved = _names_of(kind, fx.GraphModule) - _SHARED_METHODS
+    methods = _names_of(type(root), nn.Module) & reserved
+    state = set(vars(root)).union(*(vars(root)[slot] for slot in _MODULE_STATE))
+    for name in sorted(methods | (state & (reserved | _OWN_STATE))):
+        what = "has a method or attribute" if name != "__call__" else "defines"
+        raise TraceError(
+            f"{type(root).__name__} {what} {name!r}, which a traced module uses otherwise: it "
+            "would be lost; rename it or make the module a leaf"
+        )
+
+
+def _names_of(kind: type, top: type) -> set[str]:
+    """What a class and its bases define, from `top` on what they inherit aside."""
+    mro = kind.__mro__
+    end = mro.index(top) + (top is fx.GraphModule)
+    return {name for base in mro[:end] for name in vars(base)}
+
+
+def _become(module: TracedModule, origin: type[nn.Module]) -> None:
+    """Make a traced module an object of the original's class as well.
+
+    The class is made already, for this one object, and gets the original's among its bases: behind
+    ours, before ``nn.Module``. So ``super()`` works in its methods, and no hook of it that waits
+    for subclasses is run.
+    """
+    own = type(module)
+    if issubclass(own, origin):
+        return
+    try:
+        own.__bases__ = (*own.__bases__, origin)
+    except TypeError as error:
+        raise TraceError(
+            f"a graph cannot stand in for an object of {origin.__name__}: {error}; make the module "
+            "a leaf"
+        ) from error
+    generate = getattr(origin, "generate", None)
+    if str(getattr(generate, "__module__", "")).startswith("transformers."):
+        own.generate = _Eagerly("generate")  # type: ignore[attr-defined]
 
 
 def _mode(training: bool) -> str:

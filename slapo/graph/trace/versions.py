@@ -18,9 +18,10 @@ import torch
 from torch import fx, nn
 
 from slapo.errors import TraceError
+from slapo.graph.trace.attributes import attributes_read
 from slapo.graph.trace.contract import CallContract, Guard
 from slapo.graph.trace.guards import SizeGuard, UnlessNone
-from slapo.graph.trace.leaves import attributes_used, check_modes, depends_on_mode
+from slapo.graph.trace.leaves import check_modes, depends_on_mode
 from slapo.graph.trace.modes import TWIN, merge_modes, other_mode, same_without
 from slapo.graph.trace.module import TracedModule
 
@@ -149,7 +150,7 @@ def assemble(module: nn.Module, base: Version, others: list[Version]) -> TracedM
 def _as_module(module: nn.Module, version: Version) -> TracedModule:
     mode_matters = depends_on_mode(version.graph, version.contract.training)
     inlined = tuple(sorted(version.entered)) if mode_matters else ()
-    used = attributes_used(module, version.entered)
+    used = attributes_read(module, version.entered)
     contract = replace(version.contract, inlined=inlined, attributes=used)
     return TracedModule.from_graph(module, version.graph, contract, version.constants)
 

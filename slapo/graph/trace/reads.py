@@ -1,0 +1,119 @@
+"""Which attributes of modules a forward reads, as far as its bytecode shows."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+#: Methods that no forward calls; they name sizes that a shard changes.
+_NOT_IN_FORWARD = frozenset({"__init__", "__repr__", "extra_repr", "reset_parameters"})
+_ASKING = frozenset({"getattr", "hasattr"})
+
+#: ``("drop", "p")`` for ``self.drop.p``.
+Chain = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What the code that a forward may reach reads.
+
+    Parameters
+    ----------
+    names
+        Every name in it, keys and names in strings included.
+    chains
+        Class of a module -> what its code reads starting at ``self``.
+    asked
+        The same, for what the code asks the class of.
+    """
+
+    names: frozenset[str]
+    chains: Mapping[type, frozenset[Chain]]
+    asked: Mapping[type, frozenset[Chain]]
+
+
+@lru_cache(maxsize=256)
+def reads_of(kinds: frozenset[type]) -> Reads:
+    """What the forwards of modules of these classes read that may call one another's methods.
+
+    A method counts as reached when something reached has its name; operators always do.
+    """
+    names: set[str] = {"forward"}
+    reached: dict[type, set[CodeType]] = defaultdict(set)
+    seen = -1
+    while len(names) != seen:
+        seen = len(names)
+        for kind in kinds:
+            for code in _reached(kind, names) - reached[kind]:
+                reached[kind].add(code)
+                names.update(_names_in(code))
+    chains, asked = {}, {}
+    for kind, codes in reached.items():
+        found = [step for code in codes for step in _steps(code, code.co_varnames[:1])]
+        chains[kind] = frozenset(chain for chain, _ in found)
+        asked[kind] = frozenset(chain for chain, is_asked in found if is_asked)
+    return Reads(frozenset(names), chains, asked)
+
+
+def _reached(kind: type, names: set[str]) -> set[CodeType]:
+    found = set()
+    for base in kind.__mro__:
+        if base.__module__ != nn.Module.__module__:
+            for name, value in vars(base).items():
+                is_operator = name.startswith("__") and name not in _NOT_IN_FORWARD
+                if is_operator or (name in names and name not in _NOT_IN_FORWARD):
+                    code = _code_of(value)
+                    if code is not None:
+                        found.add(code)
+    return found
+
+
+def _code_of(value: Any) -> CodeType | None:
+    """The code of a method or property, under its decorators."""
+    function = value.fget if isinstance(value, property) else value
+    if not callable(function):
+        return None
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The names that a code uses, functions and comprehensions within it included."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
+        elif isinstance(inner, str) and inner.isidentifier():
+            yield inner
+
+
+def _steps(code: CodeType, me: tuple[str, ...]) -> Iterator[tuple[Chain, bool]]:
+    """The chains that start at a variable, and whether the class of their end is asked for."""
+    chain: list[str] | None = None
+    function = ""
+    for step in dis.get_instructions(code):
+        if step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
+            if chain:
+                yield tuple(chain), function in ("isinstance", "type")
+            loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+            chain = [] if loaded[-1:] == me else None
+        elif chain is not None and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            chain.append(step.argval)
+        else:
+            if chain:
+                yield tuple(chain), function in ("isinstance", "type")
+            if chain is not None and function in _ASKING and isinstance(step.argval, str):
+                yield (*chain, step.argval), False
+            chain = None
+            function = step.argval if step.opname == "LOAD_GLOBAL" else ""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _steps(inner, me)
