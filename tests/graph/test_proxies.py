@@ -179,7 +179,7 @@ def test_attention_returns_no_weights_unless_asked_to() -> None:
         return r[0] if r[1] is None else r[0] * 3
 
     module = Does(body, attention=nn.MultiheadAttention(4, 2))
-    refused(module, "whether a value is None")
+    refused(module, "whether a part of what a child returns is None")
     traced(module, X, example_inputs=X)
 
 
@@ -187,18 +187,7 @@ def same_object(module: nn.Module, x: Tensor) -> Tensor:
     return x * 2 if module.child(x) is x else x
 
 
-def same_kind(module: nn.Module, x: Tensor) -> Tensor:
-    return x * 2 if type(module.child(x)) is tuple else x
-
-
-@pytest.mark.parametrize(
-    ("ask", "what"), [(same_object, "are one object"), (same_kind, "what kind of object")]
-)
-def test_proxies_refuse_to_compare_objects(ask: Body, what: str) -> None:
-    refused(Does(ask, child=Returns()), what, recursive=False)
-
-
-@pytest.mark.parametrize("tracer", ["pytorch", "huggingface", "dynamo"])
+@pytest.mark.parametrize("tracer", ["huggingface", "dynamo"])
 def test_whether_a_leaf_returns_what_it_was_given_is_refused(tracer: str) -> None:
     module = Does(same_object, child=nn.Identity())
     refused(module, "two tensors are one object", tracer=tracer, example_inputs=X)
@@ -276,7 +265,7 @@ def reads_given_dict(module: nn.Module, x: Tensor) -> Tensor:
     "read", [reads_attribute, reads_by_name, reads_list, reads_given_list, reads_given_dict]
 )
 def test_proxies_refuse_what_a_leaf_would_have_left(read: Body) -> None:
-    refused(Does(read, child=Leaves()), r"child (sets when it is called|may have changed)")
+    refused(Does(read, child=Leaves()), "reads what a child sets or fills")
 
 
 def test_other_attributes_of_a_leaf_are_read() -> None:

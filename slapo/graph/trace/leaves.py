@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 import torch
 from torch import fx, nn

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import operator
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from slapo.errors import TraceError
+from slapo.graph.trace.absent_parts import Part, Parts, may_have_none
 
 _REFUSED = (
     "the forward asks {} ({}:{}), which this tracer cannot answer for every call; "
@@ -46,13 +48,37 @@ class RefusingTracer(fx.Tracer):
         The first question that was refused, should the forward have caught the error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, absent: frozenset[int] = frozenset()) -> None:
         super().__init__()
         self.refusal: TraceError | None = None
+        self.parts = Parts(absent)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """A proxy that notices questions."""
         return _AskedProxy(node, self)
+
+    def create_proxy(
+        self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **named: Any
+    ) -> Any:
+        """A proxy, or None for an item that is absent in this run."""
+        part = None
+        if target is operator.getitem and isinstance(args[0], fx.Proxy):
+            part = self.part_of(args[0], args[1])
+            if part is not None and part.is_absent:
+                return None
+        proxy = super().create_proxy(kind, target, args, kwargs, *more, **named)
+        if part is not None:
+            part.proxy = proxy
+        return proxy
+
+    def part_of(self, owner: fx.Proxy, key: Any) -> Part | None:
+        """Note that a part of a value is taken, if it may be None."""
+        if not may_have_none(owner.node, key):
+            return None
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(_MACHINERY):
+            frame = frame.f_back
+        return None if frame is None else self.parts.take(key, frame)
 
     def refuse(self, question: str, frame: FrameType) -> None:
         """Refuse a question that is asked in this frame."""
@@ -70,12 +96,18 @@ def _kind(proxy: Any) -> Any:
     return type(proxy)
 
 
-def _attribute(proxy: Any, name: str) -> fx.proxy.Attribute:
+def _attribute(proxy: Any, name: str) -> Any:
     """Look up what a proxy does not have itself; the graph will ask the value for it."""
     frame = _asker(sys._getframe(1))
     if frame is not None and _asks_for_attribute(frame, name):
         proxy.tracer.refuse(f"whether a value has the attribute {name!r}", frame)
-    return _AskedAttribute(proxy, name)
+    tracer = proxy.tracer
+    whole = frame is not None and not isinstance(proxy, fx.proxy.Attribute)
+    part = tracer.part_of(proxy, name) if whole else None
+    attribute = None if part is not None and part.is_absent else _AskedAttribute(proxy, name)
+    if part is not None:
+        part.proxy = attribute
+    return attribute
 
 
 def _word(proxy: Any) -> str:

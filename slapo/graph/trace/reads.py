@@ -76,6 +76,23 @@ def _reached(kind: type, names: set[str]) -> set[CodeType]:
     return found
 
 
+def codes_of(kind: type) -> Iterator[CodeType]:
+    """The code of all methods of a class that a forward may reach, torch's own aside."""
+    for base in kind.__mro__:
+        if not base.__module__.startswith("torch."):
+            for name, value in vars(base).items():
+                code = None if name in _NOT_IN_FORWARD else _code_of(value)
+                if code is not None:
+                    yield from _within(code)
+
+
+def _within(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _within(inner)
+
+
 def _code_of(value: Any) -> CodeType | None:
     """The code of a method or property, under its decorators."""
     function = value.fget if isinstance(value, property) else value

@@ -7,7 +7,6 @@ in Python" (MLSys 2022).
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,18 +15,18 @@ from torch import fx, nn
 from torch.fx.proxy import TraceError as ProxyTraceError
 
 from slapo.errors import TraceError
+from slapo.graph.trace.absent_parts import Parts, Place, first_difference
 from slapo.graph.trace.contract import CallContract
 from slapo.graph.trace.generators import generators_kept, refuse_seeds
 from slapo.graph.trace.leaves import IsLeaf
+from slapo.graph.trace.left_behind import Leavings, may_leave
 from slapo.graph.trace.module import TracedModule
 from slapo.graph.trace.names import spare_self
-from slapo.graph.trace.nodes import called_name
 from slapo.graph.trace.questions import RefusingTracer
 from slapo.graph.trace.regions import refuse_regions
 from slapo.graph.trace.state import ModuleState
 from slapo.graph.trace.versions import Version, all_versions
 
-_ADDRESS = re.compile(r"0x[0-9a-f]+")
 _STARS: dict[Any, str] = {
     inspect.Parameter.VAR_POSITIONAL: "*",
     inspect.Parameter.VAR_KEYWORD: "**",
@@ -43,10 +42,21 @@ class SymbolicTracer(RefusingTracer):
         Which modules become ``call_module`` nodes.
     concrete_args
         Forward parameter -> value; all others become proxies.
+    absent
+        See :class:`slapo.graph.trace.absent_parts.Parts`.
+    leavings
+        Marks what leaves may leave behind.
     """
 
-    def __init__(self, is_leaf: IsLeaf, concrete_args: Mapping[str, Any]) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        is_leaf: IsLeaf,
+        concrete_args: Mapping[str, Any],
+        absent: frozenset[int] = frozenset(),
+        leavings: Leavings | None = None,
+    ) -> None:
+        super().__init__(absent)
+        self.leavings, self.may_leave = leavings, False
         self._is_leaf = is_leaf
         self._values = dict(concrete_args)
         self._tensor_names: dict[int, str] = {}
@@ -57,6 +67,14 @@ class SymbolicTracer(RefusingTracer):
         tensors = [*root.named_parameters(), *root.named_buffers()]
         self._tensor_names = {id(t): name for name, t in reversed(tensors)}
         return super().trace(root)
+
+    def run(self, root: nn.Module) -> fx.Graph:
+        """The same; nothing is left behind."""
+        try:
+            return self.trace(root)
+        finally:
+            if self.leavings is not None:
+                self.leavings.undo()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Opaque or not, by the rule given at construction."""
@@ -74,7 +92,12 @@ class SymbolicTracer(RefusingTracer):
         path = self.path_of_module(m)
         if not self._is_leaf(m, path):
             self.entered.add(path)
-        return super().call_module(m, body, args, kwargs)
+            return super().call_module(m, body, args, kwargs)
+        result = super().call_module(m, body, args, kwargs)
+        if self.leavings is not None:
+            self.leavings.leave(m, (args, kwargs))
+        self.may_leave = self.may_leave or may_leave(m, (args, kwargs))
+        return result
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """Parameters and buffers become ``get_attr`` nodes, found by identity."""
@@ -164,9 +187,7 @@ def trace_symbolically(
 
     def trace(without: frozenset[str]) -> Version:
         constants = {**concrete, **dict.fromkeys(without)}
-        tracer = SymbolicTracer(is_leaf, constants)
-        graph = _trace_once(module, tracer)
-        _check_repeated(graph, _trace_once(module, SymbolicTracer(is_leaf, constants)))
+        graph, tracer = _trace_checked(module, is_leaf, constants)
         contract = CallContract(constants, frozenset(optional) - without)
         return Version(graph, contract, {}, frozenset(tracer.entered))
 
@@ -179,7 +200,7 @@ def _trace_once(module: nn.Module, tracer: SymbolicTracer) -> fx.Graph:
     try:
         with generators_kept() as check_generators, refuse_regions():
             with refuse_seeds():
-                graph = tracer.trace(module)
+                graph = tracer.run(module)
             check_generators()
         if tracer.refusal is not None:
             raise tracer.refusal  # the forward has caught it
@@ -191,23 +212,65 @@ def _trace_once(module: nn.Module, tracer: SymbolicTracer) -> fx.Graph:
         state.restore()
 
 
-def _check_repeated(first: fx.Graph, second: fx.Graph) -> None:
-    """Refuse a forward that is not the same each time: its numbers would be constants of a graph.
+def _trace_checked(
+    module: nn.Module, is_leaf: IsLeaf, constants: Mapping[str, Any]
+) -> tuple[fx.Graph, SymbolicTracer]:
+    """The graph of a forward that does the same in each run, whatever leaves return."""
+    tracer = SymbolicTracer(is_leaf, constants)
+    graph = _trace_once(module, tracer)
+    parts = tracer.parts
+    unused = parts.unused()
+    found = _difference(module, graph, parts, SymbolicTracer(is_leaf, constants, unused))
+    if found is not None and _difference(module, graph, parts, SymbolicTracer(is_leaf, constants)):
+        raise TraceError(
+            f"two runs of the forward differ, {found[0]} and {found[1]}: it draws random numbers, "
+            "or reads a clock or a counter, outside of a tensor operation; make the module that "
+            "does so a leaf"
+        )
+    if found is not None:
+        _refuse_asking(*(parts.taken[number].place for number in unused))
+    for number in parts.used_at_each_place():
+        other = SymbolicTracer(is_leaf, constants, frozenset({number}))
+        try:
+            asks = _difference(module, graph, parts, other) is not None
+        except TraceError:
+            continue  # it needs the part, as the original does
+        if asks:
+            _refuse_asking(parts.taken[number].place)
+    if tracer.may_leave:
+        _check_unread(module, graph, parts, SymbolicTracer(is_leaf, constants, leavings=Leavings()))
+    return graph, tracer
 
-    It may read a clock, or a generator of its own, which nothing else here can see.
-    """
-    for one, other in zip(first.nodes, second.nodes, strict=False):
-        if _spelled(one) != _spelled(other):
-            raise TraceError(
-                f"two runs of the forward differ, {_spelled(one)} and {_spelled(other)}: it draws "
-                "random numbers, or reads a clock or a counter, outside of a tensor operation; "
-                "make the module that does so a leaf"
-            )
+
+def _check_unread(
+    module: nn.Module, graph: fx.Graph, parts: Parts, marking: SymbolicTracer
+) -> None:
+    try:
+        reads = _difference(module, graph, parts, marking) is not None
+    except TraceError:
+        reads = True
+    if reads:
+        raise TraceError(
+            "the forward reads what a child sets or fills when it is called, an attribute of it or "
+            'a list or dict that it is given; use tracer="huggingface", or name the module that '
+            "does so in leaf_modules"
+        )
 
 
-def _spelled(node: fx.Node) -> str:
-    """A node in words; objects may lie elsewhere in another run."""
-    return _ADDRESS.sub("", f"{called_name(node) or node.target}{node.args}{node.kwargs or ''}")
+def _difference(
+    module: nn.Module, graph: fx.Graph, parts: Parts, other: SymbolicTracer
+) -> tuple[str, str] | None:
+    """Where another run differs from the first, the parts that are absent there aside."""
+    return first_difference(graph, _trace_once(module, other), parts.nodes(other.parts.absent))
+
+
+def _refuse_asking(*places: Place) -> None:
+    where = ", ".join(dict.fromkeys(f"{place.filename}:{place.line}" for place in places))
+    raise TraceError(
+        f"the forward asks whether a part of what a child returns is None (taken at {where}), "
+        'which this tracer cannot answer for every call; use tracer="huggingface", or name the '
+        "module that does so in leaf_modules"
+    )
 
 
 def _explain(error: Exception) -> str:
