@@ -303,9 +303,10 @@ class TracedModule(fx.GraphModule):
         """A graph has attributes such as the number of heads built in."""
         at: str | None = None
         module: nn.Module | None = None
+        shown = self.__dict__.get("_shown", self)
         for path, name, traced in contract.attributes:
             if path != at:
-                at, module = path, _module_at(self, path)
+                at, module = path, _module_at(shown, path)
             if module is None or is_kept(module, name, traced):
                 continue
             now = value_of(module, name)
@@ -348,15 +349,21 @@ class TracedModule(fx.GraphModule):
         super().__delattr__(name)
 
     def _check_built_in(self, name: str, value: Any) -> None:
-        contract = self.__dict__.get("contract")
-        for path, attribute, traced in contract.attributes if contract is not None else ():
-            if not path and attribute == name and differs(traced, value):
-                place, new, was = told(traced, value)
-                change = "deleting it" if value is ABSENT else f"setting it to {new}"
-                raise SlapoError(
-                    f"{self._label}: its graph was traced with {name}{place} = {was}, {change} "
-                    "would change nothing; set it before the trace"
-                )
+        """Refuse a value that none of the graphs has; ``train`` may set one for each mode."""
+        if "contract" not in self.__dict__:
+            return
+        owners = self.graphs if self.__dict__.get("_variants") else (self,)
+        traced = [
+            next((t for p, n, t in each.contract.attributes if not p and n == name), value)
+            for each in owners
+        ]
+        if all(differs(each, value) for each in traced):
+            place, new, was = told(traced[0], value)
+            change = "deleting it" if value is ABSENT else f"setting it to {new}"
+            raise SlapoError(
+                f"{self._label}: its graph was traced with {name}{place} = {was}, {change} "
+                "would change nothing; set it before the trace"
+            )
 
     @property
     def _label(self) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from slapo.errors import TraceError
-from slapo.graph.trace.attributes import attributes_read
+from slapo.graph.trace.attributes import Attribute, attributes_read
 from slapo.graph.trace.contract import CallContract, Guard
 from slapo.graph.trace.guards import SizeGuard, UnlessNone
 from slapo.graph.trace.leaves import check_modes, depends_on_mode
@@ -42,6 +42,8 @@ class Version:
         Paths of the modules whose operations are in the graph.
     reads_mode
         False when the graph is known to be the same in train and in eval mode.
+    attributes
+        What the code read of the modules, in the mode of the trace.
     """
 
     graph: fx.Graph
@@ -49,6 +51,7 @@ class Version:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     entered: frozenset[str] = frozenset()
     reads_mode: bool = True
+    attributes: tuple[Attribute, ...] = ()
 
 
 #: Traces the module as it is, the named parameters None.
@@ -72,7 +75,7 @@ def all_versions(module: nn.Module, trace: Trace, optional: list[str]) -> Traced
     TraceError
         If the trace fails in the module's present mode with all its arguments.
     """
-    trace = _naming_constants(module, trace)
+    trace = _noting_state(module, trace)
     nothing: frozenset[str] = frozenset()
     base, *others = _both_modes(module, trace, nothing)
     serves_both = not others
@@ -96,8 +99,8 @@ def all_versions(module: nn.Module, trace: Trace, optional: list[str]) -> Traced
     return assemble(module, base, others)
 
 
-def _naming_constants(module: nn.Module, trace: Trace) -> Trace:
-    """`trace`, but tensors that graphs have built in are called alike in all of them.
+def _noting_state(module: nn.Module, trace: Trace) -> Trace:
+    """`trace`, with the attributes read, and one name for each tensor that graphs have built in.
 
     Each capture counts its own, and the graphs of a module share its state.
     """
@@ -117,6 +120,7 @@ def _naming_constants(module: nn.Module, trace: Trace) -> Trace:
         for node in version.graph.find_nodes(op="get_attr"):
             node.target = renamed.get(str(node.target), node.target)
         version.constants = {renamed[old]: t for old, t in version.constants.items()}
+        version.attributes = attributes_read(module, version.entered)
         return version
 
     return named
@@ -150,8 +154,7 @@ def assemble(module: nn.Module, base: Version, others: list[Version]) -> TracedM
 def _as_module(module: nn.Module, version: Version) -> TracedModule:
     mode_matters = depends_on_mode(version.graph, version.contract.training)
     inlined = tuple(sorted(version.entered)) if mode_matters else ()
-    used = attributes_read(module, version.entered)
-    contract = replace(version.contract, inlined=inlined, attributes=used)
+    contract = replace(version.contract, inlined=inlined, attributes=version.attributes)
     return TracedModule.from_graph(module, version.graph, contract, version.constants)
 
 
@@ -168,6 +171,8 @@ def _both_modes(module: nn.Module, trace: Trace, without: frozenset[str]) -> lis
             other = None
     alike = other is not None and same_limits(here, other)
     if other is not None and alike and merge_modes(here.graph, other.graph, module.training):
+        same = {(path, name): value for path, name, value in other.attributes}
+        here.attributes = tuple(a for a in here.attributes if same.get(a[:2]) == a[2])
         return [here]
     here.contract = replace(here.contract, training=module.training)
     if other is None:
