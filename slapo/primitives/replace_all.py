@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from slapo.graph.trace.module import TracedModule
 from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.replace import replace_module
@@ -83,8 +82,7 @@ def _outermost(sch: Node, cls: type[nn.Module]) -> list[Node]:
     while pending:
         node = pending.pop()
         module = innermost(node.mod)
-        origin = module.origin if isinstance(module, TracedModule) else type(module)
-        if issubclass(origin, cls):
+        if isinstance(module, cls):
             found.setdefault(id(module), node)
         else:
             pending.extend(reversed(node.child.values()))

@@ -367,3 +367,24 @@ def test_a_plain_tensor_may_be_moved(tracer: str) -> None:
     gm = traced(Weighing(), tracer).double()
     assert torch.equal(gm(X.double()), X.double() * 2)
     assert gm(X.double()).dtype == torch.float64
+
+
+class FromSomewhere(nn.Module):
+    """Traced modules have an attribute of this name as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.origin = nn.Linear(4, 4), "somewhere"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_a_child_may_have_an_origin_of_its_own(flatten: bool) -> None:
+    module = nn.Sequential(FromSomewhere(), nn.ReLU())
+    x = torch.rand(3, 4)
+    expected = module(x)
+    sch = slapo.create_schedule(module)
+    assert sch.trace(flatten=flatten)
+    torch.testing.assert_close(sch.mod(x), expected)

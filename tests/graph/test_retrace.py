@@ -17,12 +17,17 @@ X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
 MASK = torch.zeros(2, 5, 5)
 
 
-class Attends(nn.Module):
-    """Without a mask it attends to the past."""
+class HasTensors(nn.Module):
+    """Plain tensors beside a layer: neither parameters nor buffers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(8, 8)
+        self.two, self.three = torch.full((8,), 2.0), torch.full((8,), 3.0)
+
+
+class Attends(HasTensors):
+    """Without a mask it attends to the past."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         y = self.fc(x)
@@ -31,11 +36,7 @@ class Attends(nn.Module):
         return F.scaled_dot_product_attention(y, y, y, is_causal=True)
 
 
-class ByMode(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-
+class ByMode(HasTensors):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         y = self.fc(x)
         return y.relu() if self.training else y.sigmoid()
@@ -89,15 +90,6 @@ def test_a_traced_child_keeps_its_graphs_in_a_flat_trace(
     assert sch.trace(tracer=second, flatten=True, example_inputs=example(second))
     assert isinstance(sch["child"].mod, TracedModule)
     assert_alike(sch.mod, reference)
-
-
-class HasTensors(nn.Module):
-    """Plain tensors: neither parameters nor buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-        self.two, self.three = torch.full((8,), 2.0), torch.full((8,), 3.0)
 
 
 class ByMask(HasTensors):

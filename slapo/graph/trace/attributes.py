@@ -9,8 +9,9 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
+from slapo.graph.trace.contract import short
 from slapo.graph.trace.reads import Chain, Reads, reads_of
 from slapo.wrapper import innermost
 
@@ -144,7 +145,9 @@ def _inside(holder: Any) -> Mapping[Any, Any]:
 
 def kind_of_module(module: nn.Module) -> type[nn.Module]:
     """The class of a module; for a traced one, that of its original."""
-    origin: type[nn.Module] | None = module.__dict__.get("origin")
+    origin: type[nn.Module] | None = None
+    if isinstance(module, fx.GraphModule):  # others may call anything their origin
+        origin = module.__dict__.get("origin")
     return type(module) if origin is None else origin
 
 
@@ -227,13 +230,5 @@ def told(traced: Any, now: Any) -> tuple[str, str, str]:
         assert changed is not None, "asked for a difference only"
         key, was, is_now = changed
         place = f"[{key!r}]" if isinstance(now, (dict, list)) else f".{key}"
-        return place, _short(is_now), _short(was)
-    return "", _short(now), _short(traced)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, nn.Module):
-        return f"a {type(value).__name__}"
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return repr(value)
+        return place, short(is_now), short(was)
+    return "", short(now), short(traced)

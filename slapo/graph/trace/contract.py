@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from slapo.errors import SlapoError
 
@@ -139,7 +139,7 @@ def argument_problem(contract: CallContract, bound: Mapping[str, Any]) -> str | 
     ]
     if wrong:
         told = "; ".join(
-            f"argument {name!r} is {_short(given)}, but the module was traced with {_short(traced)}"
+            f"argument {name!r} is {short(given)}, but the module was traced with {short(traced)}"
             for name, given, traced in wrong
         )
         return f"{told}; {_remedy(wrong[0][1])}"
@@ -206,7 +206,10 @@ def same_value(given: Any, traced: Any) -> bool:
     return type(given) is type(traced) and bool(given == traced)
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value in a few words."""
+    if isinstance(value, nn.Module):
+        return f"a {type(value).__name__}"
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     text = repr(value)

@@ -7,7 +7,7 @@ forward is run again with a marker in all such places. If it does the same then,
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch import nn
 from slapo.graph.trace.attributes import kind_of_module
 from slapo.graph.trace.leaves import is_torch_leaf
 from slapo.graph.trace.reads import codes_of
+from slapo.graph.trace.state import CONTAINERS, refill
 
-_CONTAINERS = (list, dict, set)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class _Marker:
@@ -28,58 +29,44 @@ class _Marker:
 
 
 class Leavings:
-    """Puts markers where the leaves of one run may leave something."""
+    """Puts markers where the leaves of one run may leave something.
+
+    Those in attributes are put back with the state of the module that is traced.
+    """
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._filled: list[tuple[Any, Any]] = []
 
-    def leave(self, leaf: nn.Module, arguments: Any) -> None:
+    def leave(self, leaf: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Do as a call of a leaf might."""
-        for module, name in _attributes_set(leaf):
-            self._mark_attribute(module, name)
-        for container in _containers_in(arguments):
-            self._fill(container)
+        for place in _places(leaf, args, kwargs):
+            if isinstance(place, tuple):
+                module, name = place
+                module.__dict__[name] = _Marker()
+                continue
+            self._filled.append((place, place.copy()))
+            if isinstance(place, dict):
+                place.update({**dict.fromkeys(place, _Marker()), _Marker(): _Marker()})
+            elif isinstance(place, list):
+                place.append(_Marker())
+            else:
+                place.add(_Marker())
 
     def undo(self) -> None:
-        """Take all markers away again."""
-        while self._undo:
-            self._undo.pop()()
-
-    def _mark_attribute(self, module: nn.Module, name: str) -> None:
-        state = vars(module)
-        if name in state:
-            value = state[name]
-            self._undo.append(lambda: state.__setitem__(name, value))
-        else:
-            self._undo.append(lambda: state.pop(name, None) and None)
-        state[name] = _Marker()
-
-    def _fill(self, container: Any) -> None:
-        before = container.copy()
-
-        def refill() -> None:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(before)
-
-        self._undo.append(refill)
-        if isinstance(container, dict):
-            container.update({**dict.fromkeys(before, _Marker()), _Marker(): _Marker()})
-        elif isinstance(container, list):
-            container.append(_Marker())
-        else:
-            container.add(_Marker())
+        """Empty the containers of markers."""
+        for container, before in reversed(self._filled):
+            refill(container, before)
 
 
-def may_leave(leaf: nn.Module, arguments: Any) -> bool:
-    """Whether there is anything that a leaf may leave something in."""
-    found = (*_attributes_set(leaf), *_containers_in(arguments))
-    return bool(found)
+def may_leave(leaf: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether there is anything that a call of a leaf may leave something in."""
+    return next(_places(leaf, args, kwargs), None) is not None
 
 
-def _attributes_set(leaf: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Modules at or below a leaf, and the attributes that their code sets when it is called.
+def _places(leaf: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Modules at or below a leaf with an attribute that their code sets, containers it is given.
 
-    A list of theirs that it names may be appended to.
+    A list of theirs that their code names may be appended to.
     """
     if is_torch_leaf(leaf):
         return
@@ -87,17 +74,18 @@ def _attributes_set(leaf: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         if not is_torch_leaf(module):
             kind: Any = kind_of_module(module)
             stored, named = _names(kind)
-            filled = {n for n, v in vars(module).items() if isinstance(v, _CONTAINERS)}
-            names = (stored | (named & filled)) - vars(nn.Module()).keys()
+            filled = {n for n, v in vars(module).items() if isinstance(v, CONTAINERS)}
+            names = (stored | (named & filled)) - _OF_EVERY_MODULE
             yield from ((module, name) for name in sorted(names))
+    for value in (*args, *kwargs.values()):
+        yield from _containers_in(value)
 
 
 def _containers_in(value: Any) -> Iterator[Any]:
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, CONTAINERS):
         yield value
-    inner = value.values() if isinstance(value, dict) else value
-    if isinstance(value, (tuple, *_CONTAINERS)):
-        for each in list(inner):
+    if isinstance(value, (tuple, *CONTAINERS)):
+        for each in list(value.values() if isinstance(value, dict) else value):
             yield from _containers_in(each)
 
 

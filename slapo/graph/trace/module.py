@@ -17,6 +17,7 @@ from slapo.graph.trace.attributes import (
     differs,
     is_kept,
     is_same_tensor,
+    kind_of_module,
     tensors_held,
     told,
     value_of,
@@ -135,9 +136,8 @@ class TracedModule(fx.GraphModule):
         TraceError
             If `root` has a method or attribute under a name that a graph has another use for.
         """
-        is_traced = isinstance(root, TracedModule)
-        origin = root.origin if isinstance(root, TracedModule) else type(root)
-        if not is_traced:
+        origin = kind_of_module(root)
+        if not isinstance(root, TracedModule):
             _check_names(cls, root)
         module = cls(nn.Module(), fx.Graph(), origin.__name__)
         for slot in _MODULE_STATE:
@@ -239,7 +239,7 @@ class TracedModule(fx.GraphModule):
 
         Its code in another graph would serve them like all others.
         """
-        return not self.contract.is_trivial or len(self.graphs) > 1
+        return not self.contract.is_trivial or bool(self.__dict__.get("_variants"))
 
     def _lend(self, variant: TracedModule) -> None:
         """Whatever has become of this module's state is the variant's too."""
@@ -352,10 +352,9 @@ class TracedModule(fx.GraphModule):
         """Refuse a value that none of the graphs has; ``train`` may set one for each mode."""
         if "contract" not in self.__dict__:
             return
-        owners = self.graphs if self.__dict__.get("_variants") else (self,)
         traced = [
             next((t for p, n, t in each.contract.attributes if not p and n == name), value)
-            for each in owners
+            for each in self.graphs
         ]
         if all(differs(each, value) for each in traced):
             place, new, was = told(traced[0], value)

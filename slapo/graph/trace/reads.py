@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType
@@ -57,33 +57,37 @@ def reads_of(kinds: frozenset[type]) -> Reads:
                 names.update(_names_in(code))
     chains, asked = {}, {}
     for kind, codes in reached.items():
-        found = [step for code in codes for step in _steps(code, code.co_varnames[:1])]
+        found = [
+            step
+            for code in codes
+            for inner in _within(code)
+            for step in _steps(inner, code.co_varnames[:1])
+        ]
         chains[kind] = frozenset(chain for chain, _ in found)
         asked[kind] = frozenset(chain for chain, is_asked in found if is_asked)
     return Reads(frozenset(names), chains, asked)
 
 
 def _reached(kind: type, names: set[str]) -> set[CodeType]:
-    found = set()
-    for base in kind.__mro__:
-        if base.__module__ != nn.Module.__module__:
-            for name, value in vars(base).items():
-                is_operator = name.startswith("__") and name not in _NOT_IN_FORWARD
-                if is_operator or (name in names and name not in _NOT_IN_FORWARD):
-                    code = _code_of(value)
-                    if code is not None:
-                        found.add(code)
-    return found
+    bases = (base for base in kind.__mro__ if base.__module__ != nn.Module.__module__)
+    methods = _methods(bases)
+    return {code for name, code in methods if name.startswith("__") or name in names}
 
 
 def codes_of(kind: type) -> Iterator[CodeType]:
     """The code of all methods of a class that a forward may reach, torch's own aside."""
-    for base in kind.__mro__:
-        if not base.__module__.startswith("torch."):
-            for name, value in vars(base).items():
-                code = None if name in _NOT_IN_FORWARD else _code_of(value)
-                if code is not None:
-                    yield from _within(code)
+    bases = (base for base in kind.__mro__ if not base.__module__.startswith("torch."))
+    for _, code in _methods(bases):
+        yield from _within(code)
+
+
+def _methods(bases: Iterable[type]) -> Iterator[tuple[str, CodeType]]:
+    """The methods that classes define, constructors and the like aside."""
+    for base in bases:
+        for name, value in vars(base).items():
+            code = None if name in _NOT_IN_FORWARD else _code_of(value)
+            if code is not None:
+                yield name, code
 
 
 def _within(code: CodeType) -> Iterator[CodeType]:
@@ -104,12 +108,9 @@ def _code_of(value: Any) -> CodeType | None:
 
 def _names_in(code: CodeType) -> Iterator[str]:
     """The names that a code uses, functions and comprehensions within it included."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names_in(inner)
-        elif isinstance(inner, str) and inner.isidentifier():
-            yield inner
+    for each in _within(code):
+        yield from each.co_names
+        yield from (c for c in each.co_consts if isinstance(c, str) and c.isidentifier())
 
 
 def _steps(code: CodeType, me: tuple[str, ...]) -> Iterator[tuple[Chain, bool]]:
@@ -131,6 +132,3 @@ def _steps(code: CodeType, me: tuple[str, ...]) -> Iterator[tuple[Chain, bool]]:
                 yield (*chain, step.argval), False
             chain = None
             function = step.argval if step.opname == "LOAD_GLOBAL" else ""
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _steps(inner, me)

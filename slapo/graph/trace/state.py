@@ -16,7 +16,7 @@ from torch import fx, nn
 from slapo.errors import TraceError
 
 _SLOTS = ("_parameters", "_buffers", "_modules")
-_CONTAINERS = (list, dict, set)
+CONTAINERS = (list, dict, set)
 _VALUES = (bool, int, float, complex, str, type(None))
 _MISSING = object()
 
@@ -73,7 +73,7 @@ class ModuleState:
             id(value): value
             for _, _, attributes, _ in self._saved
             for name, value in attributes.items()
-            if isinstance(value, _CONTAINERS) and name not in _SLOTS
+            if isinstance(value, CONTAINERS) and name not in _SLOTS
         }
         self._held = [(value, value.copy()) for value in held.values()]
         self._configs = [(config, dict(vars(config))) for config in _configs(root)]
@@ -97,7 +97,7 @@ class ModuleState:
                     now.update(content)
         for value, before in self._held:
             if not _same_items(value, before):
-                _refill(value, before)
+                refill(value, before)
 
     def check_unchanged(self) -> None:
         """Refuse a forward that changes an attribute of a module in any way.
@@ -131,7 +131,7 @@ class ModuleState:
         now = {**vars(module), **module._parameters, **module._buffers}
         for name in [n for n in (*now, *before.keys() - now.keys()) if n not in _SLOTS]:
             value, old = now.get(name, _MISSING), before.get(name, _MISSING)
-            if isinstance(value, _CONTAINERS) and value is old:
+            if isinstance(value, CONTAINERS) and value is old:
                 yield name, value
             elif value is not old:
                 equal = type(value) is type(old) and type(value) in _VALUES and value == old
@@ -145,7 +145,8 @@ def _configs(root: nn.Module) -> list[Any]:
     return list({id(each): each for each in held if hasattr(each, "__dict__")}.values())
 
 
-def _refill(container: Any, content: Any) -> None:
+def refill(container: Any, content: Any) -> None:
+    """Give a list, dict or set these contents, and no others."""
     container.clear()
     if isinstance(container, list):
         container.extend(content)

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.fx.proxy import TraceError as ProxyTraceError
 
 from slapo.errors import TraceError
-from slapo.graph.trace.absent_parts import Parts, Place, first_difference
+from slapo.graph.trace.absent_parts import Place, first_difference
 from slapo.graph.trace.contract import CallContract
 from slapo.graph.trace.generators import generators_kept, refuse_seeds
 from slapo.graph.trace.leaves import IsLeaf
@@ -27,6 +27,11 @@ from slapo.graph.trace.regions import refuse_regions
 from slapo.graph.trace.state import ModuleState
 from slapo.graph.trace.versions import Version, all_versions
 
+_READS = (
+    "the forward reads what a child sets or fills when it is called, an attribute of it or a list "
+    'or dict that it is given; use tracer="huggingface", or name the module that does so in '
+    "leaf_modules"
+)
 _STARS: dict[Any, str] = {
     inspect.Parameter.VAR_POSITIONAL: "*",
     inspect.Parameter.VAR_KEYWORD: "**",
@@ -68,14 +73,6 @@ class SymbolicTracer(RefusingTracer):
         self._tensor_names = {id(t): name for name, t in reversed(tensors)}
         return super().trace(root)
 
-    def run(self, root: nn.Module) -> fx.Graph:
-        """The same; nothing is left behind."""
-        try:
-            return self.trace(root)
-        finally:
-            if self.leavings is not None:
-                self.leavings.undo()
-
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Opaque or not, by the rule given at construction."""
         return self._is_leaf(m, module_qualified_name)
@@ -95,8 +92,8 @@ class SymbolicTracer(RefusingTracer):
             return super().call_module(m, body, args, kwargs)
         result = super().call_module(m, body, args, kwargs)
         if self.leavings is not None:
-            self.leavings.leave(m, (args, kwargs))
-        self.may_leave = self.may_leave or may_leave(m, (args, kwargs))
+            self.leavings.leave(m, args, kwargs)
+        self.may_leave = self.may_leave or may_leave(m, args, kwargs)
         return result
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
@@ -200,68 +197,64 @@ def _trace_once(module: nn.Module, tracer: SymbolicTracer) -> fx.Graph:
     try:
         with generators_kept() as check_generators, refuse_regions():
             with refuse_seeds():
-                graph = tracer.run(module)
+                graph = tracer.trace(module)
             check_generators()
         if tracer.refusal is not None:
             raise tracer.refusal  # the forward has caught it
-        state.check_unchanged()
+        if tracer.leavings is None:
+            state.check_unchanged()
         return graph
     except Exception as error:
         raise TraceError(_explain(error)) from error
     finally:
+        if tracer.leavings is not None:
+            tracer.leavings.undo()
         state.restore()
 
 
 def _trace_checked(
     module: nn.Module, is_leaf: IsLeaf, constants: Mapping[str, Any]
 ) -> tuple[fx.Graph, SymbolicTracer]:
-    """The graph of a forward that does the same in each run, whatever leaves return."""
+    """The graph of a forward that does the same in each run, whatever leaves do."""
     tracer = SymbolicTracer(is_leaf, constants)
     graph = _trace_once(module, tracer)
-    parts = tracer.parts
-    unused = parts.unused()
-    found = _difference(module, graph, parts, SymbolicTracer(is_leaf, constants, unused))
-    if found is not None and _difference(module, graph, parts, SymbolicTracer(is_leaf, constants)):
+    parts, unused = tracer.parts, tracer.parts.unused()
+
+    def difference(
+        absent: frozenset[int] = frozenset(), leavings: Leavings | None = None
+    ) -> tuple[str, str] | None:
+        other = SymbolicTracer(is_leaf, constants, absent, leavings)
+        return first_difference(graph, _trace_once(module, other), parts.nodes(absent))
+
+    def differs(absent: frozenset[int], leavings: Leavings | None = None) -> bool:
+        try:
+            return difference(absent, leavings) is not None
+        except TraceError:
+            return True
+
+    # All that should not matter at once; only where it does, one by one.
+    if differs(unused, Leavings() if tracer.may_leave else None):
+        _check_repeated(difference())
+        if differs(unused):
+            _refuse_asking(*(parts.taken[number].place for number in unused))
+        raise TraceError(_READS)
+    for number in parts.used_at_each_place():
+        try:
+            asks = difference(frozenset({number})) is not None
+        except TraceError:
+            continue  # it needs the part, as the original does
+        if asks:
+            _refuse_asking(parts.taken[number].place)
+    return graph, tracer
+
+
+def _check_repeated(found: tuple[str, str] | None) -> None:
+    if found is not None:
         raise TraceError(
             f"two runs of the forward differ, {found[0]} and {found[1]}: it draws random numbers, "
             "or reads a clock or a counter, outside of a tensor operation; make the module that "
             "does so a leaf"
         )
-    if found is not None:
-        _refuse_asking(*(parts.taken[number].place for number in unused))
-    for number in parts.used_at_each_place():
-        other = SymbolicTracer(is_leaf, constants, frozenset({number}))
-        try:
-            asks = _difference(module, graph, parts, other) is not None
-        except TraceError:
-            continue  # it needs the part, as the original does
-        if asks:
-            _refuse_asking(parts.taken[number].place)
-    if tracer.may_leave:
-        _check_unread(module, graph, parts, SymbolicTracer(is_leaf, constants, leavings=Leavings()))
-    return graph, tracer
-
-
-def _check_unread(
-    module: nn.Module, graph: fx.Graph, parts: Parts, marking: SymbolicTracer
-) -> None:
-    try:
-        reads = _difference(module, graph, parts, marking) is not None
-    except TraceError:
-        reads = True
-    if reads:
-        raise TraceError(
-            "the forward reads what a child sets or fills when it is called, an attribute of it or "
-            'a list or dict that it is given; use tracer="huggingface", or name the module that '
-            "does so in leaf_modules"
-        )
-
-
-def _difference(
-    module: nn.Module, graph: fx.Graph, parts: Parts, other: SymbolicTracer
-) -> tuple[str, str] | None:
-    """Where another run differs from the first, the parts that are absent there aside."""
-    return first_difference(graph, _trace_once(module, other), parts.nodes(other.parts.absent))
 
 
 def _refuse_asking(*places: Place) -> None:
