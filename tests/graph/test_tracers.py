@@ -735,6 +735,26 @@ def test_proxies_refuse_a_forward_that_differs_from_run_to_run(number: Any) -> N
     assert sch.mod is module
 
 
+@pytest.mark.parametrize("draws_in_training", [True, False])
+def test_proxies_refuse_the_mode_that_differs_from_run_to_run(draws_in_training: bool) -> None:
+    """The two modes answer for each other only where they do the same."""
+
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
+        drawn = time.perf_counter() if module.training is draws_in_training else 1.0
+        return x * drawn
+
+    module = Asking(forward).train(not draws_in_training)
+    sch = slapo.create_schedule(module)
+    assert sch.trace()
+    assert torch.equal(sch.mod(X), X)
+    sch.mod.train(draws_in_training)
+    with pytest.raises(slapo.SlapoError, match="mode"):
+        sch.mod(X)
+    sch = slapo.create_schedule(Asking(forward).train(draws_in_training))
+    with pytest.warns(UserWarning, match="two runs of the forward differ"):
+        assert not sch.trace()
+
+
 def test_what_a_leaf_does_to_generators_is_undone() -> None:
     """A capture runs leaves to see what they return."""
     module = nn.Sequential(Asking(lambda module, x: seeds(x)), nn.Linear(4, 4))

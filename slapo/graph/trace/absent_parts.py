@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Set
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
@@ -102,7 +103,7 @@ def may_have_none(node: fx.Node, key: Any) -> bool:
 
 
 def first_difference(
-    first: fx.Graph, second: fx.Graph, absent: set[fx.Node]
+    first: fx.Graph, second: fx.Graph, absent: Set[fx.Node] = frozenset()
 ) -> tuple[str, str] | None:
     """Where two runs differ, the second of which has None for some values of the first."""
     same: dict[fx.Node, fx.Node] = {}

@@ -143,17 +143,15 @@ class _AskedAttribute(fx.proxy.Attribute):
 # --- who asks ------------------------------------------------------------------------------------
 def _asker(frame: FrameType | None) -> FrameType | None:
     """The frame of a forward that asks; None where torch or this library does for itself."""
-    while frame is not None and _asks_for_caller(frame.f_code):
+    while frame is not None:
+        name, filename = frame.f_code.co_name, frame.f_code.co_filename
+        if filename.startswith(_MACHINERY):
+            if name not in _ASK_FOR_CALLER:
+                return None
+        elif name != "__instancecheck__" and not filename.endswith(_CHECKERS):
+            return frame
         frame = frame.f_back
-    if frame is None or frame.f_code.co_filename.startswith(_MACHINERY):
-        return None
-    return frame
-
-
-def _asks_for_caller(code: CodeType) -> bool:
-    if code.co_filename.startswith(_MACHINERY):
-        return code.co_name in _ASK_FOR_CALLER
-    return code.co_name == "__instancecheck__" or code.co_filename.endswith(_CHECKERS)
+    return None
 
 
 def _asks_kind(frame: FrameType) -> bool:

@@ -75,7 +75,8 @@ class ModuleState:
             for name, value in attributes.items()
             if isinstance(value, CONTAINERS) and name not in _SLOTS
         }
-        self._held = [(value, value.copy()) for value in held.values()]
+        # Most are dicts of hooks, and empty.
+        self._held = [(value, value.copy() if value else ()) for value in held.values()]
         self._configs = [(config, dict(vars(config))) for config in _configs(root)]
 
     def restore(self) -> None:
@@ -121,22 +122,15 @@ class ModuleState:
             if isinstance(module, fx.GraphModule):
                 continue  # its graph changes no attribute; it notes when it compiles
             before = {**attributes, **slots["_parameters"], **slots["_buffers"]}
-            for name, value in self._changed(module, before):
-                if value is before.get(name) and _same_items(value, before_of[id(value)]):
-                    continue
-                yield path, name
-
-    def _changed(self, module: nn.Module, before: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Attributes that are not what they were, or may have got other contents."""
-        now = {**vars(module), **module._parameters, **module._buffers}
-        for name in [n for n in (*now, *before.keys() - now.keys()) if n not in _SLOTS]:
-            value, old = now.get(name, _MISSING), before.get(name, _MISSING)
-            if isinstance(value, CONTAINERS) and value is old:
-                yield name, value
-            elif value is not old:
-                equal = type(value) is type(old) and type(value) in _VALUES and value == old
-                if not equal and not _is_computed_once(module, name, value):
-                    yield name, value
+            now = {**vars(module), **module._parameters, **module._buffers}
+            for name in [n for n in (*now, *before.keys() - now.keys()) if n not in _SLOTS]:
+                value, old = now.get(name, _MISSING), before.get(name, _MISSING)
+                if value is not old:
+                    equal = type(value) is type(old) and type(value) in _VALUES and value == old
+                    if not equal and not _is_computed_once(module, name, value):
+                        yield path, name
+                elif isinstance(value, CONTAINERS) and not _same_items(value, before_of[id(value)]):
+                    yield path, name
 
 
 def _configs(root: nn.Module) -> list[Any]:
@@ -156,8 +150,8 @@ def refill(container: Any, content: Any) -> None:
 
 def _same_items(now: Any, before: Any) -> bool:
     """Whether two lists, dicts or sets hold the same objects."""
-    if len(now) != len(before):
-        return False
+    if not now or len(now) != len(before):
+        return len(now) == len(before)
     if isinstance(now, dict):
         return all(k in before and before[k] is v for k, v in now.items())
     pairs = zip(now, before, strict=True)

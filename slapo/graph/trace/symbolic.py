@@ -184,9 +184,9 @@ def trace_symbolically(
 
     def trace(without: frozenset[str]) -> Version:
         constants = {**concrete, **dict.fromkeys(without)}
-        graph, tracer = _trace_checked(module, is_leaf, constants)
+        graph, tracer, repeat = _trace_checked(module, is_leaf, constants)
         contract = CallContract(constants, frozenset(optional) - without)
-        return Version(graph, contract, {}, frozenset(tracer.entered))
+        return Version(graph, contract, {}, frozenset(tracer.entered), repeat=repeat)
 
     return all_versions(module, trace, optional)
 
@@ -214,8 +214,12 @@ def _trace_once(module: nn.Module, tracer: SymbolicTracer) -> fx.Graph:
 
 def _trace_checked(
     module: nn.Module, is_leaf: IsLeaf, constants: Mapping[str, Any]
-) -> tuple[fx.Graph, SymbolicTracer]:
-    """The graph of a forward that does the same in each run, whatever leaves do."""
+) -> tuple[fx.Graph, SymbolicTracer, Callable[[], None] | None]:
+    """The graph of a forward that does the same in each run, whatever leaves do.
+
+    Where leaves can do nothing that matters, only a repeated run remains to be made, by the caller:
+    that of the other mode serves as well.
+    """
     tracer = SymbolicTracer(is_leaf, constants)
     graph = _trace_once(module, tracer)
     parts, unused = tracer.parts, tracer.parts.unused()
@@ -232,9 +236,14 @@ def _trace_checked(
         except TraceError:
             return True
 
+    def repeat() -> None:
+        _check_repeated(difference())
+
+    if not parts.taken and not tracer.may_leave:
+        return graph, tracer, repeat
     # All that should not matter at once; only where it does, one by one.
     if differs(unused, Leavings() if tracer.may_leave else None):
-        _check_repeated(difference())
+        repeat()
         if differs(unused):
             _refuse_asking(*(parts.taken[number].place for number in unused))
         raise TraceError(_READS)
@@ -245,7 +254,7 @@ def _trace_checked(
             continue  # it needs the part, as the original does
         if asks:
             _refuse_asking(parts.taken[number].place)
-    return graph, tracer
+    return graph, tracer, None
 
 
 def _check_repeated(found: tuple[str, str] | None) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from slapo.errors import TraceError
+from slapo.graph.trace.absent_parts import first_difference
 from slapo.graph.trace.attributes import Attribute, attributes_read
 from slapo.graph.trace.contract import CallContract, Guard
 from slapo.graph.trace.guards import SizeGuard, UnlessNone
@@ -44,6 +45,9 @@ class Version:
         False when the graph is known to be the same in train and in eval mode.
     attributes
         What the code read of the modules, in the mode of the trace.
+    repeat
+        Refuses, by a TraceError, a forward that does something else in a second run, in the mode
+        of the trace; None where that is known.
     """
 
     graph: fx.Graph
@@ -52,6 +56,7 @@ class Version:
     entered: frozenset[str] = frozenset()
     reads_mode: bool = True
     attributes: tuple[Attribute, ...] = ()
+    repeat: Callable[[], None] | None = None
 
 
 #: Traces the module as it is, the named parameters None.
@@ -164,11 +169,17 @@ def _both_modes(module: nn.Module, trace: Trace, without: frozenset[str]) -> lis
     here = trace(without)
     if not here.reads_mode and mode_is_a_flag(module):
         return [here]
+    agree = False
     with other_mode(module):
         try:
             other = trace(without)
+            agree = _agree(here, other)
+            if not agree:
+                _repeat(other)
         except TraceError:
             other = None
+    if not agree:
+        _repeat(here)
     alike = other is not None and same_limits(here, other)
     if other is not None and alike and merge_modes(here.graph, other.graph, module.training):
         same = {(path, name): value for path, name, value in other.attributes}
@@ -179,6 +190,18 @@ def _both_modes(module: nn.Module, trace: Trace, without: frozenset[str]) -> lis
         return [here]
     other.contract = replace(other.contract, training=not module.training)
     return [here, other]
+
+
+def _agree(one: Version, other: Version) -> bool:
+    """Whether two runs show of each other that they are no accident."""
+    if one.repeat is None and other.repeat is None:
+        return True
+    return first_difference(one.graph, other.graph) is None
+
+
+def _repeat(version: Version) -> None:
+    if version.repeat is not None:
+        version.repeat()
 
 
 def same_limits(one: Version, other: Version) -> bool:
