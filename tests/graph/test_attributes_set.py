@@ -275,6 +275,85 @@ def test_what_is_changed_behind_a_traced_module_is_seen_at_the_call(
     assert where in str(error.value)
 
 
+# --- what lies deeper ----------------------------------------------------------------------------
+GAIN = 2.0
+
+
+def amplified(module: Any, x: Tensor) -> Tensor:
+    return _scaled(x, module.strength)
+
+
+def _scaled(x: Tensor, by: float) -> Tensor:
+    return x * by * GAIN
+
+
+class Deep(nn.Module):
+    """Reads what lies in containers and configurations, in globals and through functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.strength, self.window = nn.Linear(8, 8), 2.0, (2.0, 3.0)
+        self.masks, self.kept, self.factors = [torch.ones(8)], {"shift": torch.ones(8)}, [1.0, 2.0]
+        self.config, self.names = Config(), {"a", "b"}
+        self.config.rope, self.config.inner = {"full": {"theta": 2.0}}, Config()  # type: ignore
+
+    def forward(self, x: Tensor) -> Tensor:
+        config: Any = self.config
+        y = amplified(self, self.fc(x)) * self.masks[0] + self.kept["shift"]
+        for factor in self.factors:
+            y = y * factor
+        y = y * config.rope["full"]["theta"] * config.inner.scale * self.window[0]
+        y = y * len(self.names)
+        return y * 2 if self.fc.weight.requires_grad else y
+
+
+@TRACERS
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda gm: gm.masks.__setitem__(0, torch.zeros(8)), "masks[0]"),
+        (lambda gm: gm.kept.update(shift=torch.zeros(8)), "kept['shift']"),
+        (lambda gm: gm.factors.append(3.0), "factors"),
+        (lambda gm: gm.names.add("c"), "names"),
+        (lambda gm: gm.config.rope["full"].update(theta=3.0), "config.rope['full']['theta']"),
+        (lambda gm: gm.config.rope.clear(), "config.rope"),
+        (lambda gm: setattr(gm.config.inner, "scale", 3.0), "config.inner.scale"),
+        (lambda gm: gm.__dict__.update(strength=3.0), "strength"),
+        (lambda gm: gm.__dict__.update(window=(3.0, 3.0)), "window[0]"),
+        (lambda gm: gm.fc.weight.requires_grad_(False), "fc.weight"),
+    ],
+)
+def test_what_is_changed_deep_inside_is_seen_at_the_call(
+    change: Callable[[Any], object], where: str, tracer: str
+) -> None:
+    gm = traced(Deep(), tracer)
+    assert torch.equal(gm(X), copy.deepcopy(gm)(X))
+    change(gm)
+    with pytest.raises(slapo.SlapoError, match="before the trace") as error:
+        gm(X)
+    assert where in str(error.value)
+
+
+@TRACERS
+def test_a_global_that_a_forward_reads_may_not_change(
+    tracer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gm = traced(Deep(), tracer)
+    gm(X)
+    monkeypatch.setitem(globals(), "GAIN", 3.0)
+    with pytest.raises(slapo.SlapoError, match=r"global 'GAIN' .* is 3\.0, .* with 2\.0"):
+        gm(X)
+
+
+@TRACERS
+def test_tensors_in_containers_may_be_changed_in_place(tracer: str) -> None:
+    gm, ref = traced(Deep(), tracer), Deep()
+    ref.load_state_dict(gm.state_dict())
+    for module in (gm, ref):
+        module.masks[0].mul_(3)
+    assert torch.equal(gm(X), ref(X))
+
+
 @TRACERS
 def test_attributes_that_no_forward_reads_may_be_set(tracer: str) -> None:
     gm = traced(Settled(), tracer).eval()

@@ -2,54 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from slapo.graph.trace.contents import ABSENT, FIXED, PLAIN, Contents, Known, contents_of
 from slapo.graph.trace.contract import short
 from slapo.graph.trace.reads import Chain, Reads, reads_of
 from slapo.wrapper import innermost
 
-_PLAIN = (bool, int, float, str)
-#: Values that are what they are, besides numbers and strings.
-_FIXED = (torch.dtype, torch.device, Enum, FunctionType, BuiltinFunctionType, type)
+#: What every module has; rewrites change it, and know what they do.
+OF_EVERY_MODULE = frozenset(dir(nn.Module())) | {"training"}
 _SLOTS = ("_parameters", "_buffers", "_modules")
-#: A graph holds no caches, whatever the configuration says.
-_WITHOUT_EFFECT = frozenset({"use_cache"})
-
-
-class Known(Enum):
-    """What is known of an attribute that has no value to compare."""
-
-    ABSENT = "missing"
-    TENSOR = "a parameter or buffer"
-
-    def __repr__(self) -> str:
-        return self.value
-
-
-ABSENT = Known.ABSENT
-
-
-@dataclass(frozen=True)
-class Contents:
-    """Plain values in a dictionary, list or configuration."""
-
-    items: tuple[tuple[Any, Any], ...]
-
-    def changed(self, holder: Any) -> tuple[Any, Any, Any] | None:
-        """Key, value then and value now of one that differs."""
-        inside = _inside(holder)
-        for key, traced in self.items:
-            now = inside.get(key, ABSENT)
-            if now is not traced and (type(now) is not type(traced) or now != traced):
-                return key, traced, now
-        return None
 
 
 @dataclass(frozen=True)
@@ -60,6 +28,16 @@ class Kind:
 
     def __repr__(self) -> str:
         return f"a {self.kind.__name__}"
+
+
+@dataclass(frozen=True)
+class Trains:
+    """Whether a parameter requires a gradient, which the code asks."""
+
+    requires_grad: bool
+
+    def __repr__(self) -> str:
+        return "one that requires " + ("a gradient" if self.requires_grad else "no gradient")
 
 
 #: Path of a module, name of its attribute, and what it was in the trace.
@@ -76,7 +54,7 @@ def attributes_read(root: nn.Module, entered: Collection[str]) -> tuple[Attribut
     found = _Found(reads)
     for path, module in modules.items():
         for name, value in vars(module).items():
-            if type(value) in _PLAIN and name in reads.names:
+            if type(value) in PLAIN and name in reads.names:
                 found.add(path, name, value)
         for chain in sorted(reads.chains[kind_of_module(module)]):
             found.follow(module, path, chain)
@@ -86,6 +64,19 @@ def attributes_read(root: nn.Module, entered: Collection[str]) -> tuple[Attribut
     return tuple((path, name, value) for (path, name), value in known)
 
 
+def globals_read(root: nn.Module, entered: Collection[str]) -> tuple[Attribute, ...]:
+    """The plain values of Python modules that this code reads: home, name and value."""
+    kinds = map(kind_of_module, (root.get_submodule(path) for path in ("", *entered)))
+    places = sorted(reads_of(frozenset(kinds)).globals)
+    known = ((home, name, global_value(home, name)) for home, name in places)
+    return tuple(each for each in known if type(each[2]) in PLAIN)
+
+
+def global_value(home: str, name: str) -> Any:
+    """What a Python module has under a name."""
+    return vars(sys.modules[home]).get(name, ABSENT) if home in sys.modules else ABSENT
+
+
 class _Found:
     def __init__(self, reads: Reads) -> None:
         self.reads = reads
@@ -93,7 +84,7 @@ class _Found:
         self._holders: set[int] = set()
 
     def add(self, path: str, name: str, value: Any) -> None:
-        if not hasattr(nn.Module, name) and name != "training":
+        if name not in OF_EVERY_MODULE:
             self.known.setdefault((path, name), value)
 
     def follow(self, module: nn.Module, path: str, chain: Chain, asks_kind: bool = False) -> None:
@@ -107,40 +98,21 @@ class _Found:
             elif asks_kind:
                 self.add(path, name, Kind(kind_of_module(innermost(value))))
         elif isinstance(value, torch.Tensor):
-            if name not in vars(module):
+            if rest == ["requires_grad"]:
+                self.known[path, name] = Trains(value.requires_grad)
+            elif name not in vars(module):
                 self.add(path, name, Known.TENSOR)
-        elif value is None or value is ABSENT or type(value) in _PLAIN:
+        elif value is None or value is ABSENT or type(value) in PLAIN:
             self.add(path, name, value)
         elif name not in vars(module):
             return  # a method
-        elif isinstance(value, _FIXED):
+        elif isinstance(value, FIXED):
             self.add(path, name, value)
         elif id(value) not in self._holders:
             self._holders.add(id(value))  # children have the configuration of the whole
-            items = self._plain_items(value)
-            if items:
-                self.add(path, name, Contents(items))
-
-    def _plain_items(self, holder: Any) -> tuple[tuple[Any, Any], ...]:
-        return tuple(
-            (key, value)
-            for key, value in _inside(holder).items()
-            if (type(value) in _PLAIN or value is None)
-            and (not isinstance(key, str) or key in self.reads.names - _WITHOUT_EFFECT)
-        )
-
-
-def _inside(holder: Any) -> Mapping[Any, Any]:
-    """The entries of a dictionary or list, the attributes of anything else."""
-    if type(holder) is dict:
-        return holder
-    if type(holder) is list:
-        return dict(enumerate(holder))
-    try:  # configurations of Transformers look every attribute up in Python
-        state: Mapping[Any, Any] = object.__getattribute__(holder, "__dict__")
-    except AttributeError:
-        return {}
-    return state
+            contents = contents_of(value, self.reads.names)
+            if contents is not None:
+                self.add(path, name, contents)
 
 
 def kind_of_module(module: nn.Module) -> type[nn.Module]:
@@ -192,26 +164,48 @@ def differs(traced: Any, now: Any) -> bool:
         return isinstance(now, nn.Module) and not isinstance(innermost(now), traced.kind)
     if traced is Known.TENSOR:
         return now is None
+    if type(traced) is Trains:
+        return getattr(now, "requires_grad", None) is not traced.requires_grad
     if traced is None or traced is ABSENT:
         return True
-    if type(now) not in _PLAIN and type(now) is not type(traced):
+    if type(now) not in PLAIN and type(now) is not type(traced):
         return True
     return bool(now != traced)
 
 
-#: Path and name of an attribute -> name of the buffer that holds its tensor, and the tensor.
-Held = dict[tuple[str, str], tuple[str, torch.Tensor]]
+#: Path of a module, name of an attribute, keys in it -> the graph's buffer, and the tensor.
+Held = dict[tuple[Any, ...], tuple[str, torch.Tensor]]
 
 
 def tensors_held(root: nn.Module, constants: Mapping[str, torch.Tensor]) -> Held:
-    """The plain attributes of modules whose tensors a graph has as buffers of its own."""
+    """The attributes of modules, and entries in them, that a graph has as buffers of its own."""
     names = {id(tensor): name for name, tensor in constants.items()}
     return {
-        (path, name): (names[id(value)], value)
+        (path, *place): (names[id(tensor)], tensor)
         for path, module in root.named_modules()
         for name, value in (vars(module).items() if names else ())
-        if id(value) in names
+        for place, tensor in _tensors_in(value, (name,))
+        if id(tensor) in names
     }
+
+
+def _tensors_in(value: Any, place: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(value, torch.Tensor):
+        yield place, value
+    elif isinstance(value, (dict, list, tuple)) and place[0] not in _SLOTS:
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors_in(each, (*place, key))
+
+
+def tensor_at(module: nn.Module, place: tuple[Any, ...]) -> Any:
+    """What is now at such a place; None where there is none any more."""
+    value: Any = module.__dict__
+    try:
+        for key in place:
+            value = value[key]
+    except (LookupError, TypeError):
+        return None
+    return value
 
 
 def is_same_tensor(now: Any, held: torch.Tensor) -> bool:
@@ -228,7 +222,8 @@ def told(traced: Any, now: Any) -> tuple[str, str, str]:
     if type(traced) is Contents:
         changed = traced.changed(now)
         assert changed is not None, "asked for a difference only"
-        key, was, is_now = changed
-        place = f"[{key!r}]" if isinstance(now, (dict, list)) else f".{key}"
+        place, was, is_now = changed
         return place, short(is_now), short(was)
+    if type(traced) is Trains and isinstance(now, torch.Tensor):
+        now = Trains(now.requires_grad)
     return "", short(now), short(traced)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -53,6 +54,8 @@ class CallContract:
         State of the process that the traced code asked for, and what it was: see :data:`STATES`.
     attributes
         Path, name and value of plain attributes that the traced code may have read.
+    globals
+        The same of plain values of Python modules.
     """
 
     concrete: Mapping[str, Any] = field(default_factory=dict)
@@ -63,6 +66,7 @@ class CallContract:
     inlined: tuple[str, ...] = ()
     states: Mapping[str, Any] = field(default_factory=dict)
     attributes: tuple[tuple[str, str, Any], ...] = ()
+    globals: tuple[tuple[str, str, Any], ...] = ()
 
     @property
     def is_trivial(self) -> bool:
@@ -76,6 +80,7 @@ class CallContract:
             or self.inlined
             or self.states
             or self.attributes
+            or self.globals
         )
 
 
@@ -101,6 +106,14 @@ def state_problem(contract: CallContract) -> str | None:
             return (
                 f"its code depends on {title}, which was {traced or 'off'} in the trace and is "
                 f"{now or 'off'} now; trace it as it will run"
+            )
+    for home, name, traced in contract.globals:
+        module = sys.modules.get(home)
+        now = traced if module is None else vars(module).get(name, traced)
+        if now is not traced and now != traced:
+            return (
+                f"global {name!r} of {home} is {short(now)}, but the graph was traced with "
+                f"{short(traced)}; set it before the trace"
             )
     return None
 

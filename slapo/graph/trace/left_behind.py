@@ -13,12 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from slapo.graph.trace.attributes import kind_of_module
+from slapo.graph.trace.attributes import OF_EVERY_MODULE, kind_of_module
 from slapo.graph.trace.leaves import is_torch_leaf
 from slapo.graph.trace.reads import codes_of
 from slapo.graph.trace.state import CONTAINERS, refill
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class _Marker:
@@ -75,7 +73,7 @@ def _places(leaf: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
             kind: Any = kind_of_module(module)
             stored, named = _names(kind)
             filled = {n for n, v in vars(module).items() if isinstance(v, CONTAINERS)}
-            names = (stored | (named & filled)) - _OF_EVERY_MODULE
+            names = (stored | (named & filled)) - OF_EVERY_MODULE
             yield from ((module, name) for name in sorted(names))
     for value in (*args, *kwargs.values()):
         yield from _containers_in(value)

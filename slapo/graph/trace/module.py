@@ -18,6 +18,7 @@ from slapo.graph.trace.attributes import (
     is_kept,
     is_same_tensor,
     kind_of_module,
+    tensor_at,
     tensors_held,
     told,
     value_of,
@@ -322,16 +323,18 @@ class TracedModule(fx.GraphModule):
     def _tensor_problem(self) -> str | None:
         """Plain tensors are buffers of a graph that was recorded; the attributes stay as well."""
         held: Held = self.__dict__.get("_held", {})
-        for (path, name), (constant, tensor) in held.items():
+        for (path, *place), (constant, tensor) in held.items():
             module = _module_at(self.__dict__.get("_shown", self), path)
-            now = tensor if module is None else module.__dict__.get(name, tensor)
+            now = tensor if module is None else tensor_at(module, tuple(place))
             if now is tensor:
                 continue
             buffer = self._buffers.get(constant)
             if buffer is not None and is_same_tensor(now, buffer):
-                held[path, name] = constant, now
+                held[(path, *place)] = constant, now
                 continue
+            name, *keys = place
             where = f"{path}.{name}" if path else name
+            where += "".join(f"[{key!r}]" for key in keys)
             return (
                 f"attribute {where!r} is another tensor, but the graph was recorded with the one "
                 "it had; set it before the trace, or make it a buffer"

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -33,28 +33,36 @@ class Reads:
         Class of a module -> what its code reads starting at ``self``.
     asked
         The same, for what the code asks the class of.
+    globals
+        Names of Python modules, and those that the code reads there.
     """
 
     names: frozenset[str]
     chains: Mapping[type, frozenset[Chain]]
     asked: Mapping[type, frozenset[Chain]]
+    globals: frozenset[tuple[str, str]]
 
 
 @lru_cache(maxsize=256)
 def reads_of(kinds: frozenset[type]) -> Reads:
     """What the forwards of modules of these classes read that may call one another's methods.
 
-    A method counts as reached when something reached has its name; operators always do.
+    A method counts as reached when something reached has its name; operators always do. So do the
+    functions beside them that they name.
     """
     names: set[str] = {"forward"}
     reached: dict[type, set[CodeType]] = defaultdict(set)
+    helpers: dict[FunctionType, set[str]] = {}
     seen = -1
     while len(names) != seen:
         seen = len(names)
         for kind in kinds:
-            for code in _reached(kind, names) - reached[kind]:
-                reached[kind].add(code)
-                names.update(_names_in(code))
+            for function in _reached(kind, names):
+                if function.__code__ in reached[kind]:
+                    continue
+                reached[kind].add(function.__code__)
+                for each in _with_helpers(function, helpers):
+                    names.update(_names_in(each.__code__))
     chains, asked = {}, {}
     for kind, codes in reached.items():
         found = [
@@ -65,29 +73,57 @@ def reads_of(kinds: frozenset[type]) -> Reads:
         ]
         chains[kind] = frozenset(chain for chain, _ in found)
         asked[kind] = frozenset(chain for chain, is_asked in found if is_asked)
-    return Reads(frozenset(names), chains, asked)
+    homes = {f: f.__globals__.get("__name__", "") for f in helpers}
+    read = {(homes[f], name) for f, used in helpers.items() for name in used}
+    # Such as whether a warning was given: the code is meant to go another way the next time.
+    read -= {(homes[f], name) for f in helpers for name in _globals_in(f.__code__, "STORE_GLOBAL")}
+    return Reads(frozenset(names), chains, asked, frozenset(read))
 
 
-def _reached(kind: type, names: set[str]) -> set[CodeType]:
+def _reached(kind: type, names: set[str]) -> list[FunctionType]:
     bases = (base for base in kind.__mro__ if base.__module__ != nn.Module.__module__)
     methods = _methods(bases)
-    return {code for name, code in methods if name.startswith("__") or name in names}
+    return [each for name, each in methods if name.startswith("__") or name in names]
+
+
+def _with_helpers(
+    function: FunctionType, known: dict[FunctionType, set[str]]
+) -> Iterator[FunctionType]:
+    """A function and those that it names in its Python module, and so on; torch's own aside.
+
+    `known` gets each function with the global names that it reads.
+    """
+    if function in known:
+        return
+    scope = function.__globals__
+    known[function] = {name for name in _globals_in(function.__code__) if name in scope}
+    yield function
+    for name in sorted(known[function]):
+        helper = _function_of(scope[name])
+        if helper is not None and not (helper.__module__ or "").startswith("torch."):
+            yield from _with_helpers(helper, known)
+
+
+@lru_cache(maxsize=4096)
+def _globals_in(code: CodeType, operation: str = "LOAD_GLOBAL") -> frozenset[str]:
+    steps = (step for each in _within(code) for step in dis.get_instructions(each))
+    return frozenset(step.argval for step in steps if step.opname == operation)
 
 
 def codes_of(kind: type) -> Iterator[CodeType]:
     """The code of all methods of a class that a forward may reach, torch's own aside."""
     bases = (base for base in kind.__mro__ if not base.__module__.startswith("torch."))
-    for _, code in _methods(bases):
-        yield from _within(code)
+    for _, method in _methods(bases):
+        yield from _within(method.__code__)
 
 
-def _methods(bases: Iterable[type]) -> Iterator[tuple[str, CodeType]]:
+def _methods(bases: Iterable[type]) -> Iterator[tuple[str, FunctionType]]:
     """The methods that classes define, constructors and the like aside."""
     for base in bases:
         for name, value in vars(base).items():
-            code = None if name in _NOT_IN_FORWARD else _code_of(value)
-            if code is not None:
-                yield name, code
+            function = None if name in _NOT_IN_FORWARD else _function_of(value)
+            if function is not None:
+                yield name, function
 
 
 def _within(code: CodeType) -> Iterator[CodeType]:
@@ -97,13 +133,14 @@ def _within(code: CodeType) -> Iterator[CodeType]:
             yield from _within(inner)
 
 
-def _code_of(value: Any) -> CodeType | None:
-    """The code of a method or property, under its decorators."""
+def _function_of(value: Any) -> FunctionType | None:
+    """A function, method or property as it was written, under its decorators."""
     function = value.fget if isinstance(value, property) else value
-    if not callable(function):
+    if not callable(function) or isinstance(function, type):
         return None
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return code if isinstance(code, CodeType) else None
+    function = inspect.unwrap(function)
+    function = getattr(function, "__func__", function)
+    return function if isinstance(function, FunctionType) else None
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

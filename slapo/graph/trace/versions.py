@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from slapo.errors import TraceError
 from slapo.graph.trace.absent_parts import first_difference
-from slapo.graph.trace.attributes import Attribute, attributes_read
+from slapo.graph.trace.attributes import Attribute, attributes_read, globals_read
 from slapo.graph.trace.contract import CallContract, Guard
 from slapo.graph.trace.guards import SizeGuard, UnlessNone
 from slapo.graph.trace.leaves import check_modes, depends_on_mode
@@ -45,6 +45,8 @@ class Version:
         False when the graph is known to be the same in train and in eval mode.
     attributes
         What the code read of the modules, in the mode of the trace.
+    globals
+        What it read of Python modules.
     repeat
         Refuses, by a TraceError, a forward that does something else in a second run, in the mode
         of the trace; None where that is known.
@@ -56,6 +58,7 @@ class Version:
     entered: frozenset[str] = frozenset()
     reads_mode: bool = True
     attributes: tuple[Attribute, ...] = ()
+    globals: tuple[Attribute, ...] = ()
     repeat: Callable[[], None] | None = None
 
 
@@ -126,6 +129,7 @@ def _noting_state(module: nn.Module, trace: Trace) -> Trace:
             node.target = renamed.get(str(node.target), node.target)
         version.constants = {renamed[old]: t for old, t in version.constants.items()}
         version.attributes = attributes_read(module, version.entered)
+        version.globals = globals_read(module, version.entered)
         return version
 
     return named
@@ -159,7 +163,12 @@ def assemble(module: nn.Module, base: Version, others: list[Version]) -> TracedM
 def _as_module(module: nn.Module, version: Version) -> TracedModule:
     mode_matters = depends_on_mode(version.graph, version.contract.training)
     inlined = tuple(sorted(version.entered)) if mode_matters else ()
-    contract = replace(version.contract, inlined=inlined, attributes=version.attributes)
+    contract = replace(
+        version.contract,
+        inlined=inlined,
+        attributes=version.attributes,
+        globals=version.globals,
+    )
     return TracedModule.from_graph(module, version.graph, contract, version.constants)
 
 
