@@ -334,11 +334,22 @@ def test_what_is_changed_deep_inside_is_seen_at_the_call(
     assert where in str(error.value)
 
 
+class Calls(nn.Module):
+    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.body = nn.Linear(8, 8), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
 @TRACERS
+@pytest.mark.parametrize("held", [False, True])
 def test_a_global_that_a_forward_reads_may_not_change(
-    tracer: str, monkeypatch: pytest.MonkeyPatch
+    held: bool, tracer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gm = traced(Deep(), tracer)
+    by_function = Calls(lambda self, x: self.fc(x) * GAIN)
+    gm = traced(by_function if held else Deep(), tracer)
     gm(X)
     monkeypatch.setitem(globals(), "GAIN", 3.0)
     with pytest.raises(slapo.SlapoError, match=r"global 'GAIN' .* is 3\.0, .* with 2\.0"):

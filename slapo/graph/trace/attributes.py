@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def attributes_read(root: nn.Module, entered: Collection[str]) -> tuple[Attribut
     A graph has their values built in, whichever tracer made it.
     """
     modules = {path: root.get_submodule(path) for path in ("", *sorted(entered))}
-    reads = reads_of(frozenset(map(kind_of_module, modules.values())))
+    reads = reads_in(modules.values())
     found = _Found(reads)
     for path, module in modules.items():
         for name, value in vars(module).items():
@@ -64,10 +65,15 @@ def attributes_read(root: nn.Module, entered: Collection[str]) -> tuple[Attribut
     return tuple((path, name, value) for (path, name), value in known)
 
 
+def reads_in(modules: Collection[nn.Module]) -> Reads:
+    """What the code of these modules reads, and that of the functions that they hold."""
+    held = [v for m in modules for v in vars(m).values() if isinstance(v, FunctionType)]
+    return reads_of(frozenset(map(kind_of_module, modules)), held)
+
+
 def globals_read(root: nn.Module, entered: Collection[str]) -> tuple[Attribute, ...]:
     """The plain values of Python modules that this code reads: home, name and value."""
-    kinds = map(kind_of_module, (root.get_submodule(path) for path in ("", *entered)))
-    places = sorted(reads_of(frozenset(kinds)).globals)
+    places = sorted(reads_in([root.get_submodule(path) for path in ("", *entered)]).globals)
     known = ((home, name, global_value(home, name)) for home, name in places)
     return tuple(each for each in known if type(each[2]) in PLAIN)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FunctionType
@@ -43,16 +43,28 @@ class Reads:
     globals: frozenset[tuple[str, str]]
 
 
-@lru_cache(maxsize=256)
-def reads_of(kinds: frozenset[type]) -> Reads:
+def reads_of(kinds: frozenset[type], functions: Collection[FunctionType] = ()) -> Reads:
     """What the forwards of modules of these classes read that may call one another's methods.
 
     A method counts as reached when something reached has its name; operators always do. So do the
-    functions beside them that they name.
+    functions beside them that they name, and `functions`, which the modules hold.
     """
+    # What is kept would keep the values that functions are closed over.
+    return _reads(kinds, functions) if functions else _reads_of_classes(kinds)
+
+
+@lru_cache(maxsize=256)
+def _reads_of_classes(kinds: frozenset[type]) -> Reads:
+    return _reads(kinds, ())
+
+
+def _reads(kinds: frozenset[type], functions: Collection[FunctionType]) -> Reads:
     names: set[str] = {"forward"}
     reached: dict[type, set[CodeType]] = defaultdict(set)
     helpers: dict[FunctionType, set[str]] = {}
+    for function in functions:
+        for each in _with_helpers(function, helpers):
+            names.update(_names_in(each.__code__))
     seen = -1
     while len(names) != seen:
         seen = len(names)
