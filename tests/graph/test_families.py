@@ -194,3 +194,24 @@ def test_results_that_transformers_keeps_are_not_those_of_a_trace() -> None:
     sch = slapo.create_schedule(model)
     assert sch["beit.layers.0"].trace(flatten=True, tracer="huggingface")
     assert torch.equal(sch.mod(**inputs).logits, expected(**inputs).logits)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_layer_serves_positions_of_each_sample_and_generation(name: str) -> None:
+    """As with padding on the left, where positions are not the same for all samples."""
+    family = FAMILIES[name]
+    model: Any = family.build()
+    expected: Any = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    path, _ = next(each_layer(model, family))
+    assert sch[path].trace(flatten=True, tracer="huggingface")
+    ids = family.inputs(3, 9, False)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for given in ({"position_ids": positions}, {"position_ids": positions, "attention_mask": mask}):
+        here, there = ({**given, "input_ids": ids, "use_cache": False} for _ in range(2))
+        assert torch.equal(sch.mod(**here).logits, expected(**there).logits)
+    options = {"max_new_tokens": 3, "do_sample": False, "use_cache": False, "pad_token_id": 0}
+    drawn = [m.generate(ids, attention_mask=mask, **options) for m in (model, expected)]
+    assert torch.equal(*drawn)

@@ -194,3 +194,63 @@ def test_a_cache_asked_for_by_the_config_alone_is_not_made() -> None:
         torch.testing.assert_close(whole.mod(input_ids=ids, **call).logits, logits)
     for call, logits in pairs[1:]:
         torch.testing.assert_close(layer.mod(input_ids=ids, **call).logits, logits)
+
+
+# --- batches of one ------------------------------------------------------------------------------
+class Positioned(nn.Module):
+    """Adds what may be the same for all samples, as Llama's layers do."""
+
+    def __init__(self, asks: bool = False) -> None:
+        super().__init__()
+        self.fc, self.asks = nn.Linear(8, 8), asks
+
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.fc(x).view(x.size(0), x.size(1), 2, 4) * positions.unsqueeze(2)
+        y = y.reshape(x.size(0), x.size(1), -1)
+        if self.asks and positions.size(0) > 1:
+            y = y + 1
+        return y if mask is None else y * mask
+
+
+def positions_of(batch: int, length: int) -> Tensor:
+    return torch.randn(batch, length, 4, generator=torch.Generator().manual_seed(batch))
+
+
+@pytest.mark.parametrize("traced_with", [1, 3])
+def test_what_is_the_same_for_all_samples_may_be_given_for_each(traced_with: int) -> None:
+    module = Positioned()
+    sch = slapo.create_schedule(copy.deepcopy(module))
+    example = torch.randn(3, 5, 8), positions_of(traced_with, 5), torch.ones(3, 5, 1)
+    assert sch.trace(tracer="huggingface", flatten=True, example_inputs=example)
+    for batch, length in ((2, 7), (1, 4), (5, 2)):
+        x, mask = torch.randn(batch, length, 8), torch.rand(batch, length, 1)
+        for given in {traced_with, batch} - ({1} if traced_with > 1 and batch > 1 else set()):
+            positions = positions_of(batch if given > 1 else 1, length)
+            for rest in ((), (mask,)):
+                assert torch.equal(sch.mod(x, positions, *rest), module(x, positions, *rest))
+
+
+def test_a_batch_of_one_in_the_example_is_no_limit() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    sch = slapo.create_schedule(copy.deepcopy(module))
+    assert sch.trace(tracer="huggingface", flatten=True, example_inputs=torch.randn(1, 5, 8))
+    x = torch.randn(4, 3, 8)
+    assert torch.equal(sch.mod(x), module(x))
+
+
+def test_code_that_asks_for_a_batch_of_one_keeps_its_limit() -> None:
+    module = Positioned(asks=True)
+    sch = slapo.create_schedule(copy.deepcopy(module))
+    x, one, all_of_them = torch.randn(3, 5, 8), positions_of(1, 5), positions_of(3, 5)
+    assert sch.trace(tracer="huggingface", flatten=True, example_inputs=(x, one))
+    assert torch.equal(sch.mod(x, one), module(x, one))
+    with pytest.raises(slapo.SlapoError, match=r"positions\.size\(0\) == 1"):
+        sch.mod(x, all_of_them)
+
+
+def test_the_error_is_of_the_graph_that_comes_closest() -> None:
+    sch = slapo.create_schedule(Positioned(asks=True))
+    example = torch.randn(3, 5, 8), positions_of(1, 5), torch.ones(3, 5, 1)
+    assert sch.trace(tracer="huggingface", flatten=True, example_inputs=example)
+    with pytest.raises(slapo.SlapoError, match=r"only while positions\.size\(0\) == 1"):
+        sch.mod(torch.randn(3, 5, 8), positions_of(3, 5))

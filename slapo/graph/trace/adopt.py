@@ -281,12 +281,19 @@ class Adoption:
 
     def _size(self, symbol: sympy.Symbol) -> fx.Node:
         if symbol not in self._nodes:
-            if symbol not in self._sizes:
-                raise TraceError(f"the size {symbol} follows from no argument")
-            size = self._sizes[symbol]
+            size = self._first_place(symbol)
             self._nodes[symbol] = self.graph.call_method("size", (self._at(size.path), size.dim))
             self._nodes[symbol].meta[KIND] = "value"
         return self._nodes[symbol]
+
+    def _first_place(self, symbol: sympy.Symbol) -> Size:
+        """Of the sizes that are equal in every call, the first: two captures take the same one."""
+        same = self.shape_env.replace(symbol)
+        places = [size for s, size in self._sizes.items() if self.shape_env.replace(s) == same]
+        if not places:
+            raise TraceError(f"the size {symbol} follows from no argument")
+        order = list(self.example.call.signature.parameters)
+        return min(places, key=lambda size: (order.index(size.path[0]), str(size.path), size.dim))
 
     def _arithmetic(self, name: str, operands: list[Any]) -> Any:
         node = self.graph.call_function(OPERATIONS[name], tuple(operands))

@@ -288,6 +288,8 @@ def _configured() -> Iterator[_Notes]:
         "suppress_errors": False,
         "ignore_logging_functions": _logging_functions(),
         "allow_rnn": True,
+        # With symbols for sizes, making an entry takes as long as running the operation.
+        "fake_tensor_cache_enabled": False,
     }
     with ExitStack() as stack:
         stack.enter_context(dynamo_config.patch(**settings))

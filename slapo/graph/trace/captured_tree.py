@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from typing import Any
 
 from torch import fx, nn
 
 from slapo.errors import TraceError
+from slapo.graph.trace.batches import demands_one, serve_both, with_batch
 from slapo.graph.trace.call import BoundCall
 from slapo.graph.trace.capture import Capture, Reached, capture
 from slapo.graph.trace.leaf_outputs import CapturedForm
@@ -169,7 +171,14 @@ class _Captures:
             given = call.with_arguments(changed) if without else inputs
             captured = capture(module, *given, is_leaf=self.is_leaf, outputs=self._outputs)
             self._note(path, captured)
-            return _version(captured)
+            version = _version(captured)
+            # Rare combinations of missing masks are not worth twice the time.
+            if len(without) < 2 and demands_one(version.contract):
+                with contextlib.suppress(TraceError):  # then it stays with sizes of 1
+                    wide = with_batch(given)
+                    again = capture(module, *wide, is_leaf=self.is_leaf, outputs=self._outputs)
+                    serve_both(version, _version(again))
+            return version
 
         return all_versions(module, once, maybe_none(module, arguments))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx, nn
@@ -137,10 +137,17 @@ def check_arguments(contract: CallContract, bound: Mapping[str, Any], label: str
     """
     problem = argument_problem(contract, bound)
     if problem is not None:
-        raise SlapoError(f"{label}: {problem}")
+        raise SlapoError(f"{label}: {problem.text}")
 
 
-def argument_problem(contract: CallContract, bound: Mapping[str, Any]) -> str | None:
+class Problem(NamedTuple):
+    """Why a graph does not hold for a call, and how far the call was from one that it holds for."""
+
+    text: str
+    distance: int = 3
+
+
+def argument_problem(contract: CallContract, bound: Mapping[str, Any]) -> Problem | None:
     """What is wrong with the arguments of a call, and the remedy; None if nothing is.
 
     All constants that differ are told at once.
@@ -155,19 +162,21 @@ def argument_problem(contract: CallContract, bound: Mapping[str, Any]) -> str | 
             f"argument {name!r} is {short(given)}, but the module was traced with {short(traced)}"
             for name, given, traced in wrong
         )
-        return f"{told}; {_remedy(wrong[0][1])}"
+        return Problem(f"{told}; {_remedy([given for _, given, _ in wrong])}", 2)
     if bound.get("use_cache") and "use_cache" not in contract.concrete:
-        return NO_CACHE
+        return Problem(NO_CACHE, 2)
     missing = [name for name in sorted(contract.never_none) if bound.get(name) is None]
     if missing:
         are = "is" if len(missing) == 1 else "are"
-        return (
+        return Problem(
             f"argument {', '.join(map(repr, missing))} {are} None, but the module was traced for "
-            "tensors there; trace it with example_inputs= as you call it"
+            "tensors there; trace it with example_inputs= as you call it",
+            1,
         )
     for guard in contract.size_guards:
         if not guard.holds(bound):
-            return f"the trace holds only while {guard.text}; trace again with inputs like these"
+            told = f"the trace holds only while {guard.text}; trace again with inputs like these"
+            return Problem(told, 0)
     return None
 
 
@@ -229,7 +238,7 @@ def short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _remedy(given: Any) -> str:
-    if type(given).__name__.endswith("Cache"):
+def _remedy(given: Iterable[Any]) -> str:
+    if any(type(value).__name__.endswith("Cache") for value in given):
         return NO_CACHE
     return "trace it with example_inputs= as you call it"

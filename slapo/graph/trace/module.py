@@ -25,6 +25,7 @@ from slapo.graph.trace.attributes import (
 )
 from slapo.graph.trace.contract import (
     CallContract,
+    Problem,
     argument_problem,
     bind_arguments,
     parameter_kinds,
@@ -263,15 +264,17 @@ class TracedModule(fx.GraphModule):
             return self
         for variant in self.__dict__.get("_variants", ()):
             self._lend(variant)
-            if variant._problem(args, kwargs) is None:
+            found = variant._problem(args, kwargs)
+            if found is None:
                 return variant
-        raise SlapoError(f"{self._label}: {problem}")
+            problem = min(problem, found, key=lambda each: each.distance)
+        raise SlapoError(f"{self._label}: {problem.text}")
 
-    def _problem(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    def _problem(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem | None:
         contract = self.contract
         problem = self._mode_problem(contract) or state_problem(contract)
         if problem is not None:
-            return problem
+            return Problem(problem)
         if self._stale:
             self.compile_now()
         return argument_problem(contract, bind_arguments(self._kinds, args, kwargs))
