@@ -32,11 +32,12 @@ from slapo.graph.trace.leaf_calls import call_leaf
 from slapo.graph.trace.leaf_outputs import CapturedForm
 from slapo.graph.trace.names import spare_self
 from slapo.graph.trace.region_calls import Regions
-from slapo.graph.trace.shape_env import CaptureShapeEnv
+from slapo.graph.trace.shape_env import CaptureShapeEnv, Decision, Origin
 from slapo.graph.trace.targets import checked
 from slapo.graph.trace.trees import KIND, has_tensor, kind_of, map_leaves, parts
 from slapo.graph.trace.watch import Watch, states_read
 
+_SQUEEZES = frozenset({"squeeze", "squeeze_"})
 _DROPPED = frozenset({torch._C._log_api_usage_once})
 
 
@@ -193,11 +194,26 @@ class Adoption:
                 return  # the body of a higher-order operator, whose call is refused
             self._copies[node] = value
             return
+        if getattr(target, "__name__", target) in _SQUEEZES:
+            self._keep_dimensions(node)
         function = checked(target)
         args, kwargs = self._argument(node.args), self._argument(node.kwargs)
         new = self.graph.create_node(node.op, function, args, kwargs)
         new.meta[KIND] = kind_of(node.meta.get("example_value"))
         self._copies[node] = new
+
+    def _keep_dimensions(self, squeeze: fx.Node) -> None:
+        """Sizes that are squeezed if they are 1 stay larger.
+
+        Python does not ask the shape engine how many dimensions a result has, and goes by it.
+        """
+        shape = squeeze.args[0].meta["example_value"].shape  # type: ignore[union-attr]
+        asked = [*squeeze.args[1:], *squeeze.kwargs.values()]
+        dims = torch.utils._pytree.tree_leaves(asked) if asked else range(len(shape))
+        for dim in dims:
+            if isinstance(dim, int) and isinstance(shape[dim], torch.SymInt):
+                larger = sympy.Gt(shape[dim].node.expr, 1)
+                self.shape_env.decisions.append(Decision(larger, sympy.true, Origin.OWN))
 
     def _is_leaf_call(self, value: Any) -> bool:
         return (
@@ -402,7 +418,7 @@ class Adoption:
         by_dtype = self._inputs_among(self.watch.steering)
         by_grad = self._inputs_among(self.watch.grad_asked)
         states: dict[str, Any] = {}
-        if "grad" in asked or None in by_grad:
+        if "grad" in asked or None in by_grad or self.watch.enables_grad:
             states["grad"] = True
         if "autocast" in asked or None in by_dtype:
             states["autocast"] = ()
@@ -443,13 +459,9 @@ class Adoption:
                 "above reads it; return the value, or trace with flatten=True"
             )
 
-    def reads_mode(self, entered: frozenset[str]) -> bool:
+    def reads_mode(self) -> bool:
         """Whether the forward has asked for ``training``."""
-        paths = {*entered, ""}
-        return any(
-            name.endswith(".training") and _module_path(name.removesuffix(".training")) in paths
-            for name in self._guarded
-        )
+        return any(name.endswith(".training") for name in self._guarded)
 
     @cached_property
     def _guarded(self) -> set[str]:

@@ -41,6 +41,10 @@ class Trains:
         return "one that requires " + ("a gradient" if self.requires_grad else "no gradient")
 
 
+#: The attribute that says whether a module is in train mode.
+MODE = "training"
+
+
 #: Path of a module, name of its attribute, and what it was in the trace.
 Attribute = tuple[str, str, Any]
 
@@ -59,6 +63,9 @@ def attributes_read(root: nn.Module, entered: Collection[str]) -> tuple[Attribut
                 found.add(path, name, value)
         for chain in sorted(reads.chains[kind_of_module(module)]):
             found.follow(module, path, chain)
+        for chain in sorted(reads.of_any):
+            if value_of(module, chain[0]) is not ABSENT:
+                found.follow(module, path, chain)
         for chain in sorted(reads.asked[kind_of_module(module)]):
             found.follow(module, path, chain, asks_kind=True)
     known = sorted(found.known.items(), key=lambda item: item[0][0])
@@ -96,6 +103,8 @@ class _Found:
     def follow(self, module: nn.Module, path: str, chain: Chain, asks_kind: bool = False) -> None:
         """Note what stands at the end of a chain, if that is something to compare."""
         name, *rest = chain
+        if name == MODE and path:
+            self.known[path, name] = module.training
         value = value_of(module, name)
         if isinstance(value, nn.Module):
             if rest:

@@ -178,7 +178,7 @@ def capture(
         adoption.constants,
         calls.child_inputs,
         inlined,
-        calls.mode_matters or adoption.reads_mode(inlined),
+        calls.mode_matters or adoption.reads_mode(),
         adoption.form(),
     )
 

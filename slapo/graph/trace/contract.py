@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -95,6 +95,23 @@ STATES: dict[str, tuple[Callable[[], Any], str]] = {
     "grad": (torch.is_grad_enabled, "whether gradients are recorded"),
     "autocast": (autocast_state, "torch.autocast"),
 }
+
+
+#: Names by which Python asks for the state that steers operations.
+_STATE_NAMES = {
+    "grad": frozenset({"is_grad_enabled", "is_inference_mode_enabled"}),
+    "autocast": frozenset(
+        {
+            *("is_autocast_enabled", "is_autocast_cpu_enabled", "is_autocast_available"),
+            *("get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype"),
+        }
+    ),
+}
+
+
+def states_among(names: Set[str]) -> frozenset[str]:
+    """The states that code with these names in it asks for."""
+    return frozenset(state for state, words in _STATE_NAMES.items() if names & words)
 
 
 def state_problem(contract: CallContract) -> str | None:

@@ -33,6 +33,8 @@ class Reads:
         Class of a module -> what its code reads starting at ``self``.
     asked
         The same, for what the code asks the class of.
+    of_any
+        The same as `chains`, for functions that may be given any of the modules.
     globals
         Names of Python modules, and those that the code reads there.
     """
@@ -40,6 +42,7 @@ class Reads:
     names: frozenset[str]
     chains: Mapping[type, frozenset[Chain]]
     asked: Mapping[type, frozenset[Chain]]
+    of_any: frozenset[Chain]
     globals: frozenset[tuple[str, str]]
 
 
@@ -77,19 +80,22 @@ def _reads(kinds: frozenset[type], functions: Collection[FunctionType]) -> Reads
                     names.update(_names_in(each.__code__))
     chains, asked = {}, {}
     for kind, codes in reached.items():
-        found = [
-            step
-            for code in codes
-            for inner in _within(code)
-            for step in _steps(inner, code.co_varnames[:1])
-        ]
+        found = [step for code in codes for step in _steps_in(code)]
         chains[kind] = frozenset(chain for chain, _ in found)
         asked[kind] = frozenset(chain for chain, is_asked in found if is_asked)
     homes = {f: f.__globals__.get("__name__", "") for f in helpers}
     read = {(homes[f], name) for f, used in helpers.items() for name in used}
     # Such as whether a warning was given: the code is meant to go another way the next time.
     read -= {(homes[f], name) for f in helpers for name in _globals_in(f.__code__, "STORE_GLOBAL")}
-    return Reads(frozenset(names), chains, asked, frozenset(read))
+    methods = {code for codes in reached.values() for code in codes}
+    beside = (f.__code__ for f in helpers if f.__code__ not in methods)
+    of_any = frozenset(chain for code in beside for chain, _ in _steps_in(code))
+    return Reads(frozenset(names), chains, asked, of_any, frozenset(read))
+
+
+def _steps_in(code: CodeType) -> Iterator[tuple[Chain, bool]]:
+    for inner in _within(code):
+        yield from _steps(inner, code.co_varnames[:1])
 
 
 def _reached(kind: type, names: set[str]) -> list[FunctionType]:

@@ -16,7 +16,8 @@ from torch.fx.proxy import TraceError as ProxyTraceError
 
 from slapo.errors import TraceError
 from slapo.graph.trace.absent_parts import Place, first_difference
-from slapo.graph.trace.contract import CallContract
+from slapo.graph.trace.attributes import reads_in
+from slapo.graph.trace.contract import STATES, CallContract, states_among
 from slapo.graph.trace.generators import generators_kept, refuse_seeds
 from slapo.graph.trace.leaves import IsLeaf
 from slapo.graph.trace.left_behind import Leavings, may_leave
@@ -185,7 +186,13 @@ def trace_symbolically(
     def trace(without: frozenset[str]) -> Version:
         constants = {**concrete, **dict.fromkeys(without)}
         graph, tracer, repeat = _trace_checked(module, is_leaf, constants)
-        contract = CallContract(constants, frozenset(optional) - without)
+        entered = [module.get_submodule(path) for path in ("", *tracer.entered)]
+        asked = states_among(reads_in(entered).names)
+        contract = CallContract(
+            constants,
+            frozenset(optional) - without,
+            states={name: STATES[name][0]() for name in asked},
+        )
         return Version(graph, contract, {}, frozenset(tracer.entered), repeat=repeat)
 
     return all_versions(module, trace, optional)

@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from slapo.errors import TraceError
 from slapo.graph.trace.absent_parts import first_difference
-from slapo.graph.trace.attributes import Attribute, attributes_read, globals_read
+from slapo.graph.trace.attributes import MODE, Attribute, attributes_read, globals_read
 from slapo.graph.trace.contract import CallContract, Guard
 from slapo.graph.trace.guards import SizeGuard, UnlessNone
 from slapo.graph.trace.leaves import check_modes, depends_on_mode
@@ -47,6 +47,8 @@ class Version:
         What the code read of the modules, in the mode of the trace.
     globals
         What it read of Python modules.
+    follow_mode
+        Paths of children whose mode the code read, and that had the mode of the root.
     repeat
         Refuses, by a TraceError, a forward that does something else in a second run, in the mode
         of the trace; None where that is known.
@@ -59,6 +61,7 @@ class Version:
     reads_mode: bool = True
     attributes: tuple[Attribute, ...] = ()
     globals: tuple[Attribute, ...] = ()
+    follow_mode: frozenset[str] = frozenset()
     repeat: Callable[[], None] | None = None
 
 
@@ -162,7 +165,7 @@ def assemble(module: nn.Module, base: Version, others: list[Version]) -> TracedM
 
 def _as_module(module: nn.Module, version: Version) -> TracedModule:
     mode_matters = depends_on_mode(version.graph, version.contract.training)
-    inlined = tuple(sorted(version.entered)) if mode_matters else ()
+    inlined = tuple(sorted(version.follow_mode | version.entered)) if mode_matters else ()
     contract = replace(
         version.contract,
         inlined=inlined,
@@ -192,7 +195,10 @@ def _both_modes(module: nn.Module, trace: Trace, without: frozenset[str]) -> lis
     alike = other is not None and same_limits(here, other)
     if other is not None and alike and merge_modes(here.graph, other.graph, module.training):
         same = {(path, name): value for path, name, value in other.attributes}
-        here.attributes = tuple(a for a in here.attributes if same.get(a[:2]) == a[2])
+        kept = tuple(a for a in here.attributes if same.get(a[:2]) == a[2])
+        modes = {path for path, name, _ in here.attributes if name == MODE}
+        here.follow_mode = frozenset(modes - {path for path, name, _ in kept if name == MODE})
+        here.attributes = kept
         return [here]
     here.contract = replace(here.contract, training=module.training)
     if other is None:

@@ -19,9 +19,12 @@ from torch import fx
 from torch._dynamo import output_graph
 from torch._dynamo.symbolic_convert import InstructionTranslator, compare_op_handlers
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.ctx_manager import GradModeVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from slapo.errors import TraceError
+from slapo.graph.trace.contract import states_among
 
 #: Questions about how a tensor lies in memory: a captured answer is that of the example.
 _LAYOUT = frozenset({"is_contiguous", "stride", "storage_offset"})
@@ -30,6 +33,9 @@ _IDENTITY = (
     "the forward asks whether two tensors are one object, which a graph cannot tell for other "
     "calls; make the module a leaf: leaf_modules=[...] or an attribute traceable = False"
 )
+
+
+_KINDS_OF_NUMBER = (torch.is_floating_point, torch.is_complex)
 
 
 @dataclass
@@ -44,17 +50,22 @@ class Watch:
         Nodes of the tensors by whose dtype Python has decided.
     grad_asked
         Nodes of the tensors of which Python has asked whether they require a gradient.
+    enables_grad
+        Whether the forward switches gradients on where they are on, of which dynamo makes no node.
     """
 
     effects: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     steering: set[fx.Node] = field(default_factory=set)
     grad_asked: set[fx.Node] = field(default_factory=set)
+    enables_grad: bool = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within the block dynamo tells what it meets."""
         outer, asked = self, TensorVariable.method_attr_requires_grad
         called = TensorVariable.call_method
+        switched = GradModeVariable._call_func
+        called_function = TorchInGraphFunctionVariable.call_function
 
         def dtype(variable: TensorVariable, tx: Any) -> Any:
             return (
@@ -69,6 +80,24 @@ class Watch:
         def requires_grad(variable: TensorVariable, tx: Any) -> Any:
             outer.grad_asked.add(variable.as_proxy().node)
             return asked(variable, tx)
+
+        def kind_of_number(ask: Any) -> Any:
+            def asking(variable: TensorVariable, tx: Any, *args: Any) -> Any:
+                outer.steering.add(variable.as_proxy().node)
+                return ask(variable, tx, *args)
+
+            return asking
+
+        def call_function(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            if function.value in _KINDS_OF_NUMBER:
+                outer.steering.update(
+                    v.as_proxy().node for v in args if isinstance(v, TensorVariable)
+                )
+            return called_function(function, tx, args, kwargs)
+
+        def switch(variable: GradModeVariable, tx: Any, values: Any) -> None:
+            outer.enables_grad |= bool(values[0]) and torch.is_grad_enabled()
+            switched(variable, tx, values)
 
         def call_method(variable: TensorVariable, tx: Any, name: str, *args: Any) -> Any:
             if name in _LAYOUT and not tx.f_code.co_filename.startswith(_TORCH):
@@ -85,6 +114,11 @@ class Watch:
             enter(mock.patch.object(TensorVariable, "method_attr_device", device))
             enter(mock.patch.object(TensorVariable, "method_attr_requires_grad", requires_grad))
             enter(mock.patch.object(TensorVariable, "call_method", call_method))
+            enter(mock.patch.object(GradModeVariable, "_call_func", switch))
+            for name in ("method_is_floating_point", "method_is_complex"):
+                asking = kind_of_number(getattr(TensorVariable, name))
+                enter(mock.patch.object(TensorVariable, name, asking))
+            enter(mock.patch.object(TorchInGraphFunctionVariable, "call_function", call_function))
             enter(mock.patch.dict(compare_op_handlers, _comparing(compare_op_handlers)))
             where = output_graph.OutputGraph
             enter(mock.patch.object(where, "get_replayed_side_effect_source_refs", effects))
@@ -200,18 +234,6 @@ def _is_harmless(where: str, names: tuple[str, ...]) -> bool:
     return notes_kind or where.endswith(("_active_collector", ".COLLECTOR"))  # one, two names
 
 
-#: Names by which Python asks for the state that steers operations.
-_STATE_NAMES = {
-    "grad": frozenset({"is_grad_enabled", "is_inference_mode_enabled"}),
-    "autocast": frozenset(
-        {
-            *("is_autocast_enabled", "is_autocast_cpu_enabled", "is_autocast_available"),
-            *("get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype"),
-        }
-    ),
-}
-
-
 def states_read(codes: list[CodeType]) -> frozenset[str]:
     """Which of ``"grad"`` and ``"autocast"`` the captured code asks for.
 
@@ -219,4 +241,4 @@ def states_read(codes: list[CodeType]) -> frozenset[str]:
     the state of the capture for a constant.
     """
     names = {name for c in codes if not c.co_filename.startswith(_TORCH) for name in c.co_names}
-    return frozenset(state for state, words in _STATE_NAMES.items() if names & words)
+    return states_among(names)
