@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -353,6 +354,161 @@ def test_a_global_that_a_forward_reads_may_not_change(
     gm(X)
     monkeypatch.setitem(globals(), "GAIN", 3.0)
     with pytest.raises(slapo.SlapoError, match=r"global 'GAIN' .* is 3\.0, .* with 2\.0"):
+        gm(X)
+
+
+class Defaults:
+    scale = 2.0
+
+
+class Aliased:
+    """As configs of Transformers look attributes up."""
+
+    attribute_map = {"width": "n"}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.n = 2.0
+
+    def __getattribute__(self, name: str) -> Any:
+        aliases = super().__getattribute__("attribute_map")
+        return super().__getattribute__(aliases.get(name, name))
+
+
+class Stored:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+class Computed:
+    def __init__(self) -> None:
+        self.half = 1.0
+
+    @property
+    def scale(self) -> float:
+        return self.half * 2
+
+
+@TRACERS
+@pytest.mark.parametrize(
+    ("config", "name", "set_name"),
+    [
+        (Defaults, "scale", "scale"),
+        (Aliased, "width", "n"),
+        (Stored, "scale", "scale"),
+        (Computed, "scale", "half"),
+    ],
+)
+def test_configs_that_look_their_values_up(
+    config: type, name: str, set_name: str, tracer: str
+) -> None:
+    bodies = {
+        "scale": lambda self, x: self.fc(x) * self.config.scale,
+        "width": lambda self, x: self.fc(x) * self.config.width,
+    }
+    module = Calls(bodies[name])
+    module.config = config()
+    gm = traced(module, tracer)
+    gm(X)
+    setattr(gm.config, set_name, 5.0)
+    with pytest.raises(slapo.SlapoError, match=rf"config\.{name}.* is (5|10)\.0"):
+        gm(X)
+
+
+SETTINGS = types.ModuleType("settings")
+SETTINGS.gain = 2.0  # type: ignore[attr-defined]
+
+
+@TRACERS
+def test_globals_of_modules_and_classes_may_not_change(
+    tracer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gm = traced(Calls(lambda self, x: self.fc(x) * SETTINGS.gain * Defaults.scale), tracer)
+    gm(X)
+    for owner, name in ((SETTINGS, "gain"), (Defaults, "scale")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, 3.0)
+            with pytest.raises(slapo.SlapoError, match=rf"{name}' .* is 3\.0, .* with 2\.0"):
+                gm(X)
+    gm(X)
+
+
+def doubled_if_it_trains(module: Any, x: Tensor) -> Tensor:
+    trains = any(p.requires_grad for p in module.parameters())
+    return x * 2 if trains else x
+
+
+@TRACERS
+def test_whether_any_parameter_trains(tracer: str) -> None:
+    gm = traced(Calls(doubled_if_it_trains), tracer)
+    gm(X)
+    gm.requires_grad_(False)
+    with pytest.raises(slapo.SlapoError, match=r"requires no gradient, .* requires a gradient"):
+        gm(X)
+
+
+# --- children ------------------------------------------------------------------------------------
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.layers = nn.Linear(8, 8), nn.ModuleList([Twice(), Twice()])
+        self.chain, self.table = nn.Sequential(Twice()), nn.ModuleDict({"a": Twice()})
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(8))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        for layer in (*self.layers, *self.table.values()):
+            y = layer(y)
+        for scale in self.scales:
+            y = y * scale
+        return self.chain(y)
+
+
+@TRACERS
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda gm: gm.layers.append(Twice()), "layers"),
+        (lambda gm: gm.table.update({"b": Twice()}), "table"),
+        (lambda gm: gm.scales.append(nn.Parameter(torch.zeros(8))), "scales"),
+        (lambda gm: gm.layers.__delitem__(1), "layers"),
+    ],
+)
+def test_containers_of_children_keep_their_entries(
+    change: Callable[[Any], object], where: str, flatten: bool, tracer: str
+) -> None:
+    gm = traced(Layers(), tracer, flatten=flatten)
+    gm(X)
+    change(gm)
+    with pytest.raises(slapo.SlapoError, match=f"{where}.*before the trace"):
+        gm(X)
+
+
+@TRACERS
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda gm: gm.layers[0].register_forward_hook(lambda m, i, o: o * 3), "layers.0"),
+        (lambda gm: gm.layers[0].register_forward_pre_hook(lambda m, i: None), "layers.0"),
+        (lambda gm: gm.chain.register_full_backward_hook(lambda m, i, o: None), "chain"),
+        (lambda gm: gm.layers.__setitem__(0, nn.ReLU()), "layers.0"),
+        (lambda gm: setattr(gm, "chain", nn.Sequential(nn.ReLU())), "chain"),
+    ],
+)
+def test_modules_that_are_part_of_the_graph_stay_what_they_were(
+    change: Callable[[Any], object], where: str, tracer: str
+) -> None:
+    gm = traced(Layers(), tracer, flatten=True)
+    gm(X)
+    change(gm)
+    with pytest.raises(slapo.SlapoError, match=f"{where}.*before the trace"):
         gm(X)
 
 

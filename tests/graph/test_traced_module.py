@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -278,3 +279,43 @@ def test_dtype_of_a_recorded_graph_is_checked() -> None:
     sch.mod.double()
     with pytest.raises(slapo.SlapoError, match=r"float32 parameters, they are now torch.float64"):
         sch.mod(X.double())
+
+
+# --- copies of a module with several graphs ------------------------------------------------------
+class ByMode(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.fc(x).relu() if self.training else self.fc(x) * scale
+
+
+@pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
+def test_copies_keep_graphs_and_limits(tracer: str) -> None:
+    x = torch.randn(3, 4)
+    sch = slapo.create_schedule(ByMode())
+    assert sch.trace(tracer=tracer, example_inputs=x)
+    module = sch.mod.eval()
+    copies = [copy.copy(module), module._replicate_for_data_parallel()]
+    for other in copies:
+        assert type(other) is not type(module)
+        assert torch.equal(other(x), module(x))
+        assert torch.equal(other.train()(x), module.fc(x).relu())
+        assert not module.training
+        with pytest.raises(slapo.SlapoError, match="scale"):
+            other(x, scale=2.0)
+    assert copies[0].fc is module.fc
+
+
+@pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
+def test_a_forward_that_is_set_acts(tracer: str) -> None:
+    x = torch.randn(3, 4)
+    sch = slapo.create_schedule(ByMode())
+    assert sch.trace(tracer=tracer, example_inputs=x)
+    module: Any = sch.mod
+    module.forward = lambda x: x * 100
+    for training in (True, False):
+        assert torch.equal(module.train(training)(x), x * 100)
+    del module.forward
+    assert torch.equal(module.eval()(x), module.fc(x))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import fx, nn
 
 from slapo.graph.trace.contents import ABSENT, FIXED, PLAIN, Contents, Known, contents_of
 from slapo.graph.trace.contract import short
-from slapo.graph.trace.reads import Chain, Reads, reads_of
+from slapo.graph.trace.reads import Chain, Reads, global_value, reads_of
 from slapo.wrapper import innermost
 
 #: What every module has; rewrites change it, and know what they do.
@@ -22,13 +21,75 @@ _SLOTS = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True)
-class Kind:
-    """The class of a child that the code asks about."""
+class Child:
+    """What the code, or the graph, goes by of a child.
 
-    kind: type
+    Parameters
+    ----------
+    asked
+        The class that the code asks about.
+    inlined
+        The class whose forward is part of the graph.
+    hooks
+        The hooks of such a child.
+    entries
+        What a list or dictionary of children has.
+    """
+
+    asked: type | None = None
+    inlined: type | None = None
+    hooks: tuple[int, ...] = ()
+    entries: tuple[str, ...] | None = None
+
+    @classmethod
+    def part(cls, module: nn.Module) -> Child:
+        """Of a child whose forward is part of the graph."""
+        return cls(inlined=kind_of_module(module), hooks=_hooks_of(module))
+
+    def differs(self, now: nn.Module) -> bool:
+        """Whether a child is not what it was."""
+        if self.asked is not None and not isinstance(now, self.asked):
+            return True
+        if self.inlined is not None and (
+            kind_of_module(now) is not self.inlined or _hooks_of(now) != self.hooks
+        ):
+            return True
+        return self.entries is not None and _entries_of(now) != self.entries
+
+    def told_of(self, now: nn.Module) -> Child:
+        """The same of another child, to tell the difference by."""
+        return Child(
+            self.asked and kind_of_module(now),
+            self.inlined and kind_of_module(now),
+            _hooks_of(now) if self.inlined else (),
+            None if self.entries is None else _entries_of(now),
+        )
 
     def __repr__(self) -> str:
-        return f"a {self.kind.__name__}"
+        kind = self.inlined or self.asked
+        words = [f"a {kind.__name__}"] if kind else []
+        words += [f"{len(self.hooks)} hooks"] if self.inlined else []
+        words += [] if self.entries is None else [f"entries {list(self.entries)}"]
+        return " with ".join(words)
+
+
+_HOOKS = (*("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),)
+#: Containers that forwards loop over.
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
+
+
+def _hooks_of(module: nn.Module) -> tuple[int, ...]:
+    """The numbers of the hooks; those that collect outputs in Transformers do nothing else."""
+    return tuple(
+        number
+        for slot in _HOOKS
+        for number, hook in (module.__dict__.get(slot) or {}).items()
+        if not str(getattr(hook, "__module__", "")).startswith("transformers.")
+    )
+
+
+def _entries_of(module: nn.Module) -> tuple[str, ...]:
+    return (*module._modules, *module._parameters)
 
 
 @dataclass(frozen=True)
@@ -41,6 +102,7 @@ class Trains:
         return "one that requires " + ("a gradient" if self.requires_grad else "no gradient")
 
 
+_ALL_PARAMETERS = frozenset({"parameters", "named_parameters"})
 #: The attribute that says whether a module is in train mode.
 MODE = "training"
 
@@ -68,6 +130,13 @@ def attributes_read(root: nn.Module, entered: Collection[str]) -> tuple[Attribut
                 found.follow(module, path, chain)
         for chain in sorted(reads.asked[kind_of_module(module)]):
             found.follow(module, path, chain, asks_kind=True)
+        if path:
+            above, _, name = path.rpartition(".")
+            found.note(above, name, Child.part(innermost(module)))
+    if "requires_grad" in reads.names and not _ALL_PARAMETERS.isdisjoint(reads.names):
+        for full, parameter in root.named_parameters():
+            above, _, name = full.rpartition(".")
+            found.known[above, name] = Trains(parameter.requires_grad)
     known = sorted(found.known.items(), key=lambda item: item[0][0])
     return tuple((path, name, value) for (path, name), value in known)
 
@@ -85,11 +154,6 @@ def globals_read(root: nn.Module, entered: Collection[str]) -> tuple[Attribute, 
     return tuple(each for each in known if type(each[2]) in PLAIN)
 
 
-def global_value(home: str, name: str) -> Any:
-    """What a Python module has under a name."""
-    return vars(sys.modules[home]).get(name, ABSENT) if home in sys.modules else ABSENT
-
-
 class _Found:
     def __init__(self, reads: Reads) -> None:
         self.reads = reads
@@ -100,6 +164,14 @@ class _Found:
         if name not in OF_EVERY_MODULE:
             self.known.setdefault((path, name), value)
 
+    def note(self, path: str, name: str, child: Child) -> None:
+        """Note more of a child."""
+        known = self.known.get((path, name))
+        if isinstance(known, Child):
+            more = {k: v for k, v in vars(child).items() if v not in (None, ())}
+            child = replace(known, **more)
+        self.known[path, name] = child
+
     def follow(self, module: nn.Module, path: str, chain: Chain, asks_kind: bool = False) -> None:
         """Note what stands at the end of a chain, if that is something to compare."""
         name, *rest = chain
@@ -107,11 +179,13 @@ class _Found:
             self.known[path, name] = module.training
         value = value_of(module, name)
         if isinstance(value, nn.Module):
+            if isinstance(innermost(value), _LISTS):
+                self.note(path, name, Child(entries=_entries_of(innermost(value))))
             if rest:
                 below = f"{path}.{name}" if path else name
                 self.follow(innermost(value), below, tuple(rest), asks_kind)
             elif asks_kind:
-                self.add(path, name, Kind(kind_of_module(innermost(value))))
+                self.note(path, name, Child(asked=kind_of_module(innermost(value))))
         elif isinstance(value, torch.Tensor):
             if rest == ["requires_grad"]:
                 self.known[path, name] = Trains(value.requires_grad)
@@ -175,8 +249,8 @@ def differs(traced: Any, now: Any) -> bool:
         return False
     if type(traced) is Contents:
         return traced.changed(now) is not None
-    if type(traced) is Kind:
-        return isinstance(now, nn.Module) and not isinstance(innermost(now), traced.kind)
+    if type(traced) is Child:
+        return isinstance(now, nn.Module) and traced.differs(innermost(now))
     if traced is Known.TENSOR:
         return now is None
     if type(traced) is Trains:
@@ -239,6 +313,8 @@ def told(traced: Any, now: Any) -> tuple[str, str, str]:
         assert changed is not None, "asked for a difference only"
         place, was, is_now = changed
         return place, short(is_now), short(was)
+    if type(traced) is Child and isinstance(now, nn.Module):
+        now = traced.told_of(innermost(now))
     if type(traced) is Trains and isinstance(now, torch.Tensor):
         now = Trains(now.requires_grad)
     return "", short(now), short(traced)

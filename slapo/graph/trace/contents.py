@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
@@ -65,7 +66,7 @@ class Contents:
         """Where in a holder something differs, what it was and what it is now."""
         inside = _inside(holder)
         for key, traced in self.items:
-            now = inside.get(key, ABSENT)
+            now = _entry(holder, inside, key)
             if now is traced:
                 continue
             if type(traced) is Contents:
@@ -96,6 +97,7 @@ def contents_of(holder: Any, names: Set[str], depth: int = 1) -> Contents | None
             deeper = contents_of(value, names, depth + 1)
             if deeper is not None:
                 items.append((key, deeper))
+    items += [] if is_container else _looked_up(holder, names - inside.keys())
     if not items and not is_container:
         return None
     return Contents(tuple(items), len(inside) if is_container else None)
@@ -114,6 +116,35 @@ def _inside(holder: Any) -> Mapping[Any, Any]:
     except AttributeError:
         return {}
     return state
+
+
+def _entry(holder: Any, inside: Mapping[Any, Any], key: Any) -> Any:
+    """What stands under a key, or what an object computes for the name of an attribute."""
+    if key in inside:
+        return inside[key]
+    if isinstance(holder, _CONTAINERS) or not isinstance(key, str):
+        return ABSENT
+    try:
+        return getattr(holder, key, ABSENT)
+    except Exception:  # it is code of others that runs here
+        return ABSENT
+
+
+def _looked_up(holder: Any, names: Set[str]) -> list[tuple[str, Any]]:
+    """Plain values that an object does not hold under their names.
+
+    Such as defaults of its class, properties, slots, and what configurations of Transformers know
+    under another name.
+    """
+    aliases = _entry(holder, {}, "attribute_map")
+    known = {*dir(type(holder)), *(aliases if isinstance(aliases, dict) else ())}
+    found = []
+    for name in sorted((names & known) - _WITHOUT_EFFECT):
+        with warnings.catch_warnings(record=True) as told:
+            value = _entry(holder, {}, name)
+        if not told and (value is None or type(value) in PLAIN):
+            found.append((name, value))
+    return found
 
 
 def _place(holder: Any, key: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -11,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from slapo.errors import SlapoError
+from slapo.graph.trace.reads import global_value
 
 
 class Guard(Protocol):
@@ -80,7 +80,7 @@ class CallContract:
             or self.inlined
             or self.states
             or self.attributes
-            or self.globals
+            or len(self.globals) > 0
         )
 
 
@@ -125,8 +125,7 @@ def state_problem(contract: CallContract) -> str | None:
                 f"{now or 'off'} now; trace it as it will run"
             )
     for home, name, traced in contract.globals:
-        module = sys.modules.get(home)
-        now = traced if module is None else vars(module).get(name, traced)
+        now = global_value(home, name, traced)
         if now is not traced and now != traced:
             return (
                 f"global {name!r} of {home} is {short(now)}, but the graph was traced with "

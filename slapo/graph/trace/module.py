@@ -252,7 +252,8 @@ class TracedModule(fx.GraphModule):
     # --- calls -------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Check the call against the contract, then run hooks and the graph that serves it."""
-        if self.contract.is_trivial and not self.__dict__.get("_held"):
+        state = self.__dict__
+        if "forward" in state or (self.contract.is_trivial and not state.get("_held")):
             return nn.Module.__call__(self, *args, **kwargs)
         module = self._serving(args, kwargs)
         return nn.Module.__call__(module, *args, **kwargs)
@@ -391,6 +392,20 @@ class TracedModule(fx.GraphModule):
             new.graph = copy.deepcopy(self._graph)
         _become(new, self.origin)
         return new
+
+    def __copy__(self) -> TracedModule:
+        """The same parameters and children, and graphs of its own."""
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_graph", "_code", "_shown")}
+        state |= {slot: state[slot].copy() for slot in _MODULE_STATE}
+        state["_variants"] = tuple(copy.copy(variant) for variant in state.get("_variants", ()))
+        return _rebuild(_kind_of(self), type(self).__name__, state, copy.deepcopy(self._graph))
+
+    def _replicate_for_data_parallel(self) -> TracedModule:
+        """As ``nn.DataParallel`` wants it: without parameters, which it sets as attributes."""
+        replica = copy.copy(self)
+        replica.__dict__["_parameters"] = {}
+        replica.__dict__["_is_replica"] = True
+        return replica
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {k: v for k, v in self.__dict__.items() if k not in ("_graph", "_code", "_shown")}

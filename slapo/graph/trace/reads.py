@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dis
-import inspect
+import itertools
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -114,18 +115,32 @@ def _with_helpers(
     if function in known:
         return
     scope = function.__globals__
-    known[function] = {name for name in _globals_in(function.__code__) if name in scope}
+    named = {name for name in _globals_in(function.__code__) if name in scope}
+    deeper = {name for name in _attributes_in(function.__code__) if name.partition(".")[0] in named}
+    known[function] = named | deeper
     yield function
-    for name in sorted(known[function]):
-        helper = _function_of(scope[name])
-        if helper is not None and not (helper.__module__ or "").startswith("torch."):
-            yield from _with_helpers(helper, known)
+    for name in sorted(named):
+        for helper in _functions_of(scope[name]):
+            if not (helper.__module__ or "").startswith("torch."):
+                yield from _with_helpers(helper, known)
 
 
 @lru_cache(maxsize=4096)
 def _globals_in(code: CodeType, operation: str = "LOAD_GLOBAL") -> frozenset[str]:
     steps = (step for each in _within(code) for step in dis.get_instructions(each))
     return frozenset(step.argval for step in steps if step.opname == operation)
+
+
+@lru_cache(maxsize=4096)
+def _attributes_in(code: CodeType) -> frozenset[str]:
+    """``settings.gain``: attributes of globals."""
+    found = set()
+    for each in _within(code):
+        steps = list(dis.get_instructions(each))
+        for step, after in itertools.pairwise(steps):
+            if step.opname == "LOAD_GLOBAL" and after.opname == "LOAD_ATTR":
+                found.add(f"{step.argval}.{after.argval}")
+    return frozenset(found)
 
 
 def codes_of(kind: type) -> Iterator[CodeType]:
@@ -139,9 +154,8 @@ def _methods(bases: Iterable[type]) -> Iterator[tuple[str, FunctionType]]:
     """The methods that classes define, constructors and the like aside."""
     for base in bases:
         for name, value in vars(base).items():
-            function = None if name in _NOT_IN_FORWARD else _function_of(value)
-            if function is not None:
-                yield name, function
+            if name not in _NOT_IN_FORWARD:
+                yield from ((name, function) for function in _functions_of(value))
 
 
 def _within(code: CodeType) -> Iterator[CodeType]:
@@ -151,14 +165,29 @@ def _within(code: CodeType) -> Iterator[CodeType]:
             yield from _within(inner)
 
 
-def _function_of(value: Any) -> FunctionType | None:
-    """A function, method or property as it was written, under its decorators."""
+def _functions_of(value: Any) -> Iterator[FunctionType]:
+    """A function, method or property as it was written, and its decorators."""
     function = value.fget if isinstance(value, property) else value
-    if not callable(function) or isinstance(function, type):
-        return None
-    function = inspect.unwrap(function)
-    function = getattr(function, "__func__", function)
-    return function if isinstance(function, FunctionType) else None
+    while callable(function) and not isinstance(function, type):
+        function = getattr(function, "__func__", function)
+        if isinstance(function, FunctionType):
+            yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def global_value(home: str, name: str, default: Any = None) -> Any:
+    """What a Python module has under a name, or what a module or class there has.
+
+    None where that is nothing; `default` if the module is not imported.
+    """
+    if home not in sys.modules:
+        return default
+    value: Any = sys.modules[home]
+    for part in name.split("."):
+        if not isinstance(value, (ModuleType, type)):
+            return None
+        value = getattr(value, part, None)
+    return value
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
