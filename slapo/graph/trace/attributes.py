@@ -80,10 +80,12 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.Para
 
 def _hooks_of(module: nn.Module) -> tuple[int, ...]:
     """The numbers of the hooks; those that collect outputs in Transformers do nothing else."""
+    state = module.__dict__
+    held = [state[slot] for slot in _HOOKS if state.get(slot)]
     return tuple(
         number
-        for slot in _HOOKS
-        for number, hook in (module.__dict__.get(slot) or {}).items()
+        for hooks in held
+        for number, hook in hooks.items()
         if not str(getattr(hook, "__module__", "")).startswith("transformers.")
     )
 

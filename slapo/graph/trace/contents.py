@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -104,14 +104,19 @@ def contents_of(holder: Any, names: Set[str], depth: int = 1) -> Contents | None
 
 
 def _inside(holder: Any) -> Mapping[Any, Any]:
-    """The entries of a container, the attributes of anything else."""
-    if isinstance(holder, dict):
-        return holder
-    if isinstance(holder, (list, tuple)):
+    """The entries of a container, the attributes of anything else.
+
+    By its type: ``isinstance`` asks the object as well, and configurations of Transformers look
+    every attribute up in Python.
+    """
+    kind = type(holder)
+    if issubclass(kind, dict):
+        return cast("Mapping[Any, Any]", holder)
+    if issubclass(kind, (list, tuple)):
         return dict(enumerate(holder))
-    if isinstance(holder, (set, frozenset)):
+    if issubclass(kind, (set, frozenset)):
         return dict.fromkeys(holder, True)
-    try:  # configurations of Transformers look every attribute up in Python
+    try:
         state: Mapping[Any, Any] = object.__getattribute__(holder, "__dict__")
     except AttributeError:
         return {}
@@ -122,7 +127,7 @@ def _entry(holder: Any, inside: Mapping[Any, Any], key: Any) -> Any:
     """What stands under a key, or what an object computes for the name of an attribute."""
     if key in inside:
         return inside[key]
-    if isinstance(holder, _CONTAINERS) or not isinstance(key, str):
+    if issubclass(type(holder), _CONTAINERS) or type(key) is not str:
         return ABSENT
     try:
         return getattr(holder, key, ABSENT)

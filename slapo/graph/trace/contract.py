@@ -71,17 +71,11 @@ class CallContract:
     @property
     def is_trivial(self) -> bool:
         """True when every call is allowed."""
-        return not (
-            self.concrete
-            or self.never_none
-            or self.size_guards
-            or self.training is not None
-            or self.dtype is not None
-            or self.inlined
-            or self.states
-            or self.attributes
-            or len(self.globals) > 0
+        limits = (
+            *(self.concrete, self.never_none, self.size_guards, self.inlined),
+            *(self.states, self.attributes, self.globals),
         )
+        return self.training is None and self.dtype is None and not any(map(len, limits))
 
 
 def autocast_state() -> tuple[Any, ...]:
