@@ -124,13 +124,14 @@ def _trace_with_proxies(
     try:
         return trace_symbolic_tree(module, recursive, flatten, leaf_modules, given[0])
     except TraceError as error:
-        try:
-            result = _capture(sch, "huggingface", recursive, flatten, leaf_modules, given)
-        except TraceError as other:
-            raise TraceError(f"{error}; and by a capture: {other}") from error
-        where = repr(sch.path) if sch.path else "the root"
-        logger.info('%s was traced as by tracer="huggingface": %s', where, error)
-        return result
+        reason = error
+    try:  # not within the other block, whose error has nothing to do with what fails here
+        result = _capture(sch, "huggingface", recursive, flatten, leaf_modules, given)
+    except TraceError as other:
+        raise TraceError(f"{reason}; and by a capture: {other}") from reason
+    where = repr(sch.path) if sch.path else "the root"
+    logger.info('%s was traced as by tracer="huggingface": %s', where, reason)
+    return result
 
 
 def _capture(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import random
 import time
@@ -806,3 +807,64 @@ def test_a_leaf_called_before_an_entered_model_collects_its_outputs() -> None:
         concrete_args={"use_cache": False},
     )
     torch.testing.assert_close(sch.mod(**other).logits, expected)
+
+
+# --- what a refusal says -------------------------------------------------------------------------
+def test_a_tensor_of_a_closure_is_no_change_of_an_attribute() -> None:
+    twice = torch.tensor(2.0)
+    module = Asking(lambda module, x: x * twice)
+    sch = slapo.create_schedule(module)
+    with pytest.warns(UserWarning, match="neither a parameter nor a buffer"):
+        assert not sch.trace()
+    assert "_tensor_constant0" not in vars(module)
+    assert sch.trace(example_inputs=X)
+    assert torch.equal(sch.mod(X), X * 2)
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, *xs: Tensor) -> Tensor:
+        return self.fc(sum(xs))
+
+
+def test_any_number_of_arguments_needs_an_example() -> None:
+    sch = slapo.create_schedule(Sums())
+    with pytest.warns(UserWarning, match="any number of arguments.*pass example_inputs"):
+        assert not sch.trace()
+    assert sch.trace(example_inputs=(X, X))
+    assert torch.equal(sch.mod(X, X), sch.mod.fc(X + X))
+    with pytest.raises(slapo.SlapoError, match="entries"):
+        sch.mod(X)
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    @functools.cached_property
+    def total(self) -> float:
+        return float(self.fc.weight.sum())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.total
+
+
+def test_each_tracer_tells_its_own_reason() -> None:
+    sch = slapo.create_schedule(Remembers())
+    with pytest.warns(UserWarning, match="by a capture") as told:
+        assert not sch.trace(example_inputs=X)
+    _, _, capture = str(told[0].message).partition("by a capture")
+    assert "Proxy" not in capture
+
+
+def test_named_results_of_torch_stay_named() -> None:
+    module = Asking(lambda module, x: module.fc(x).max(-1))
+    expected = module(X)
+    sch = slapo.create_schedule(module)
+    assert sch.trace(tracer="huggingface", example_inputs=X)
+    assert torch.equal(sch.mod(X).values, expected.values)
+    assert torch.equal(sch.mod(X).indices, expected.indices)

@@ -336,6 +336,8 @@ class Adoption:
             return self._container(type(value), (entries,), {})
         if isinstance(value, (tuple, list)):
             items = [self._structure(v) for v in value]
+            if type(value).__module__ == "torch.return_types":  # to fx a tuple like others
+                return self._container(type(value), (tuple(items),), {})
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if type(value).__name__.endswith("Cache"):
             raise TraceError(CACHE_REFUSED)

@@ -244,6 +244,8 @@ def short(value: Any) -> str:
         return f"a {type(value).__name__}"
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
+    if type(value) in (tuple, list) and any(isinstance(v, torch.Tensor) for v in value):
+        return f"a {type(value).__name__} of {len(value)}: {', '.join(map(short, value))}"
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

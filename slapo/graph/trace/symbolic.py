@@ -149,6 +149,8 @@ def baked_arguments(
     ------
     ValueError
         If `concrete_args` names no parameter of the module's forward.
+    TraceError
+        If the forward takes ``*args`` and nothing else.
     """
     given = dict(concrete_args or {})
     parameters = inspect.signature(module.forward).parameters
@@ -159,6 +161,12 @@ def baked_arguments(
             f"its parameters are {list(parameters)}"
         )
     optional = []
+    takes_any = [p.kind for p in parameters.values()] == [inspect.Parameter.VAR_POSITIONAL]
+    if takes_any and not given:
+        raise TraceError(
+            f"{type(module).__name__}.forward takes any number of arguments, and nothing says how "
+            "many; pass example_inputs"
+        )
     for name, parameter in parameters.items():
         if parameter.kind in _STARS:
             given.setdefault(name, () if _STARS[parameter.kind] == "*" else {})
@@ -209,6 +217,7 @@ def _trace_once(module: nn.Module, tracer: SymbolicTracer) -> fx.Graph:
         if tracer.refusal is not None:
             raise tracer.refusal  # the forward has caught it
         if tracer.leavings is None:
+            _check_tensors(module)
             state.check_unchanged()
         return graph
     except Exception as error:
@@ -217,6 +226,15 @@ def _trace_once(module: nn.Module, tracer: SymbolicTracer) -> fx.Graph:
         if tracer.leavings is not None:
             tracer.leavings.undo()
         state.restore()
+
+
+def _check_tensors(module: nn.Module) -> None:
+    """Fx keeps tensors from elsewhere in attributes of the module."""
+    if any(name.startswith("_tensor_constant") for name in vars(module)):
+        raise TraceError(
+            "the forward uses a tensor that is neither a parameter nor a buffer of the module; "
+            'register it as a buffer, or use tracer="huggingface"'
+        )
 
 
 def _trace_checked(
