@@ -73,20 +73,22 @@ class Child:
         return " with ".join(words)
 
 
-_HOOKS = (*("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Their hooks collect outputs, or gather the parameters of the module, which a graph asks for too.
+_NO_CHANGE_BY = ("transformers.", "deepspeed.", "torch.distributed.")
 #: Containers that forwards loop over.
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 
 
 def _hooks_of(module: nn.Module) -> tuple[int, ...]:
-    """The numbers of the hooks; those that collect outputs in Transformers do nothing else."""
+    """The numbers of the hooks that may change what the module computes."""
     state = module.__dict__
     held = [state[slot] for slot in _HOOKS if state.get(slot)]
     return tuple(
         number
         for hooks in held
         for number, hook in hooks.items()
-        if not str(getattr(hook, "__module__", "")).startswith("transformers.")
+        if not str(getattr(hook, "__module__", "")).startswith(_NO_CHANGE_BY)
     )
 
 
