@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -143,8 +144,15 @@ def cut(sch: slapo.Schedule, model: str, layers: int) -> None:
 
 
 def peak_megabytes() -> float:
-    """Largest resident memory of this process until now."""
+    """Largest resident memory of this process until now.
+
+    On Linux ``getrusage`` starts from the memory of the process that has started this one.
+    """
     gc.collect()
+    status = Path("/proc/self/status")
+    if status.exists():
+        peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(peak.split()[1]) / 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
