@@ -10,8 +10,7 @@ from slapo.graph.rewrite.subgraph import subgraph_inputs
 from slapo.graph.trace.contract import CallContract
 from slapo.graph.trace.module import TracedModule
 from slapo.graph.trace.names import spare_self
-
-_SHARED = ("_parameters", "_buffers", "_modules")
+from slapo.graph.trace.state import SLOTS
 
 
 class Subgraph(nn.Module):
@@ -30,7 +29,7 @@ def subgraph_view(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> TracedModule:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(copies[nodes[-1]])
     view = TracedModule.from_graph(Subgraph(), graph, CallContract())
-    for slot in _SHARED:
+    for slot in SLOTS:
         view.__dict__[slot] = gm.__dict__[slot]
     view.training = gm.training
     return view

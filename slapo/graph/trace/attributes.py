@@ -13,11 +13,12 @@ from torch import fx, nn
 from slapo.graph.trace.contents import ABSENT, FIXED, PLAIN, Contents, Known, contents_of
 from slapo.graph.trace.contract import short
 from slapo.graph.trace.reads import Chain, Reads, global_value, reads_of
+from slapo.graph.trace.state import SLOTS
+from slapo.hooks import COMPUTING
 from slapo.wrapper import innermost
 
 #: What every module has; rewrites change it, and know what they do.
-OF_EVERY_MODULE = frozenset(dir(nn.Module())) | {"training"}
-_SLOTS = ("_parameters", "_buffers", "_modules")
+OF_EVERY_MODULE = frozenset(dir(nn.Module()))
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,6 @@ class Child:
         return " with ".join(words)
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Their hooks collect outputs, or gather the parameters of the module, which a graph asks for too.
 _NO_CHANGE_BY = ("transformers.", "deepspeed.", "torch.distributed.")
 #: Containers that forwards loop over.
@@ -83,7 +83,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.Para
 def _hooks_of(module: nn.Module) -> tuple[int, ...]:
     """The numbers of the hooks that may change what the module computes."""
     state = module.__dict__
-    held = [state[slot] for slot in _HOOKS if state.get(slot)]
+    held = [state[slot] for slot in COMPUTING if state.get(slot)]
     return tuple(
         number
         for hooks in held
@@ -115,15 +115,23 @@ MODE = "training"
 Attribute = tuple[str, str, Any]
 
 
-def attributes_read(root: nn.Module, entered: Collection[str]) -> tuple[Attribute, ...]:
-    """The attributes that the code of these modules reads, with what they are.
+def reads_in(root: nn.Module, entered: Collection[str]) -> Reads:
+    """What the code of a module and of these below reads, and of the functions that they hold."""
+    modules = [root.get_submodule(path) for path in ("", *entered)]
+    held = [v for m in modules for v in vars(m).values() if isinstance(v, FunctionType)]
+    return reads_of(frozenset(map(kind_of_module, modules)), held)
+
+
+def attributes_read(
+    root: nn.Module, entered: Collection[str], reads: Reads
+) -> tuple[Attribute, ...]:
+    """The attributes of these modules that their code reads, with what they are.
 
     A graph has their values built in, whichever tracer made it.
     """
-    modules = {path: root.get_submodule(path) for path in ("", *sorted(entered))}
-    reads = reads_in(modules.values())
     found = _Found(reads)
-    for path, module in modules.items():
+    for path in ("", *sorted(entered)):
+        module = root.get_submodule(path)
         for name, value in vars(module).items():
             if type(value) in PLAIN and name in reads.names:
                 found.add(path, name, value)
@@ -145,16 +153,9 @@ def attributes_read(root: nn.Module, entered: Collection[str]) -> tuple[Attribut
     return tuple((path, name, value) for (path, name), value in known)
 
 
-def reads_in(modules: Collection[nn.Module]) -> Reads:
-    """What the code of these modules reads, and that of the functions that they hold."""
-    held = [v for m in modules for v in vars(m).values() if isinstance(v, FunctionType)]
-    return reads_of(frozenset(map(kind_of_module, modules)), held)
-
-
-def globals_read(root: nn.Module, entered: Collection[str]) -> tuple[Attribute, ...]:
-    """The plain values of Python modules that this code reads: home, name and value."""
-    places = sorted(reads_in([root.get_submodule(path) for path in ("", *entered)]).globals)
-    known = ((home, name, global_value(home, name)) for home, name in places)
+def globals_read(reads: Reads) -> tuple[Attribute, ...]:
+    """The plain values of Python modules among what is read: home, name and value."""
+    known = ((home, name, global_value(home, name)) for home, name in sorted(reads.globals))
     return tuple(each for each in known if type(each[2]) in PLAIN)
 
 
@@ -238,7 +239,7 @@ def value_of(module: nn.Module, name: str) -> Any:
     state = module.__dict__
     if name in state:
         return state[name]
-    for slot in _SLOTS:
+    for slot in SLOTS:
         if name in state[slot]:
             return state[slot][name]
     inner = innermost(module)
@@ -266,15 +267,15 @@ def differs(traced: Any, now: Any) -> bool:
     return bool(now != traced)
 
 
-#: Path of a module, name of an attribute, keys in it -> the graph's buffer, and the tensor.
-Held = dict[tuple[Any, ...], tuple[str, torch.Tensor]]
+#: Path of a module; name of an attribute, and keys in it -> the graph's buffer, and the tensor.
+Held = dict[tuple[str, tuple[Any, ...]], tuple[str, torch.Tensor]]
 
 
 def tensors_held(root: nn.Module, constants: Mapping[str, torch.Tensor]) -> Held:
     """The attributes of modules, and entries in them, that a graph has as buffers of its own."""
     names = {id(tensor): name for name, tensor in constants.items()}
     return {
-        (path, *place): (names[id(tensor)], tensor)
+        (path, place): (names[id(tensor)], tensor)
         for path, module in root.named_modules()
         for name, value in (vars(module).items() if names else ())
         for place, tensor in _tensors_in(value, (name,))
@@ -285,7 +286,7 @@ def tensors_held(root: nn.Module, constants: Mapping[str, torch.Tensor]) -> Held
 def _tensors_in(value: Any, place: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
     if isinstance(value, torch.Tensor):
         yield place, value
-    elif isinstance(value, (dict, list, tuple)) and place[0] not in _SLOTS:
+    elif isinstance(value, (dict, list, tuple)) and place[0] not in SLOTS:
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _tensors_in(each, (*place, key))
 

@@ -31,6 +31,7 @@ from slapo.graph.trace.contract import (
     parameter_kinds,
     state_problem,
 )
+from slapo.graph.trace.state import SLOTS
 
 
 class _CompileAtAccess:
@@ -61,10 +62,9 @@ class _Eagerly:
         return getattr(stand_in, self.name)
 
 
-_MODULE_STATE = ("_parameters", "_buffers", "_modules")
 #: What the variants of a traced module share with it.
 _LENT = (
-    *_MODULE_STATE,
+    *SLOTS,
     "_non_persistent_buffers_set",
     "training",
     "_forward_hooks",
@@ -142,7 +142,7 @@ class TracedModule(fx.GraphModule):
         if not isinstance(root, TracedModule):
             _check_names(cls, root)
         module = cls(nn.Module(), fx.Graph(), origin.__name__)
-        for slot in _MODULE_STATE:
+        for slot in SLOTS:
             module.__dict__[slot] = root.__dict__[slot].copy()
         module._non_persistent_buffers_set = set(root._non_persistent_buffers_set)
         for name, value in root.__dict__.items():
@@ -327,14 +327,14 @@ class TracedModule(fx.GraphModule):
     def _tensor_problem(self) -> str | None:
         """Plain tensors are buffers of a graph that was recorded; the attributes stay as well."""
         held: Held = self.__dict__.get("_held", {})
-        for (path, *place), (constant, tensor) in held.items():
+        for (path, place), (constant, tensor) in held.items():
             module = _module_at(self.__dict__.get("_shown", self), path)
-            now = tensor if module is None else tensor_at(module, tuple(place))
+            now = tensor if module is None else tensor_at(module, place)
             if now is tensor:
                 continue
             buffer = self._buffers.get(constant)
             if buffer is not None and is_same_tensor(now, buffer):
-                held[(path, *place)] = constant, now
+                held[path, place] = constant, now
                 continue
             name, *keys = place
             where = f"{path}.{name}" if path else name
@@ -395,8 +395,8 @@ class TracedModule(fx.GraphModule):
 
     def __copy__(self) -> TracedModule:
         """The same parameters and children, and graphs of its own."""
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_graph", "_code", "_shown")}
-        state |= {slot: state[slot].copy() for slot in _MODULE_STATE}
+        state = self._state_but_graph()
+        state |= {slot: state[slot].copy() for slot in SLOTS}
         state["_variants"] = tuple(copy.copy(variant) for variant in state.get("_variants", ()))
         return _rebuild(_kind_of(self), type(self).__name__, state, copy.deepcopy(self._graph))
 
@@ -408,8 +408,12 @@ class TracedModule(fx.GraphModule):
         return replica
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_graph", "_code", "_shown")}
+        state = self._state_but_graph()
         return _rebuild, (_kind_of(self), type(self).__name__, state, self._graph)
+
+    def _state_but_graph(self) -> dict[str, Any]:
+        own = ("_graph", "_code", "_shown")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
 
 def _kind_of(module: TracedModule) -> type[TracedModule]:
@@ -438,7 +442,7 @@ def _check_names(kind: type[TracedModule], root: nn.Module) -> None:
     """Refuse a module that uses names of its own which a traced module has to itself."""
     reserved = _names_of(kind, fx.GraphModule) - _SHARED_METHODS
     methods = _names_of(type(root), nn.Module) & reserved
-    state = set(vars(root)).union(*(vars(root)[slot] for slot in _MODULE_STATE))
+    state = set(vars(root)).union(*(vars(root)[slot] for slot in SLOTS))
     for name in sorted(methods | (state & (reserved | _OWN_STATE))):
         what = "has a method or attribute" if name != "__call__" else "defines"
         raise TraceError(

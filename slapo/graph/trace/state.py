@@ -15,7 +15,8 @@ from torch import fx, nn
 
 from slapo.errors import TraceError
 
-_SLOTS = ("_parameters", "_buffers", "_modules")
+#: Where a module holds what is registered with it.
+SLOTS = ("_parameters", "_buffers", "_modules")
 CONTAINERS = (list, dict, set)
 _VALUES = (bool, int, float, complex, str, type(None))
 _MISSING = object()
@@ -65,7 +66,7 @@ class ModuleState:
 
     def __init__(self, root: nn.Module) -> None:
         self._saved = [
-            (path, module, dict(vars(module)), {s: dict(vars(module)[s]) for s in _SLOTS})
+            (path, module, dict(vars(module)), {s: dict(vars(module)[s]) for s in SLOTS})
             for path, module in root.named_modules()
             if not isinstance(module, torch.jit.ScriptModule)  # its state lies in C++
         ]
@@ -73,7 +74,7 @@ class ModuleState:
             id(value): value
             for _, _, attributes, _ in self._saved
             for name, value in attributes.items()
-            if isinstance(value, CONTAINERS) and name not in _SLOTS
+            if isinstance(value, CONTAINERS) and name not in SLOTS
         }
         # Most are dicts of hooks, and empty.
         self._held = [(value, value.copy() if value else ()) for value in held.values()]
@@ -123,7 +124,7 @@ class ModuleState:
                 continue  # its graph changes no attribute; it notes when it compiles
             before = {**attributes, **slots["_parameters"], **slots["_buffers"]}
             now = {**vars(module), **module._parameters, **module._buffers}
-            for name in [n for n in (*now, *before.keys() - now.keys()) if n not in _SLOTS]:
+            for name in [n for n in (*now, *before.keys() - now.keys()) if n not in SLOTS]:
                 value, old = now.get(name, _MISSING), before.get(name, _MISSING)
                 if value is not old:
                     equal = type(value) is type(old) and type(value) in _VALUES and value == old

@@ -194,8 +194,7 @@ def trace_symbolically(
     def trace(without: frozenset[str]) -> Version:
         constants = {**concrete, **dict.fromkeys(without)}
         graph, tracer, repeat = _trace_checked(module, is_leaf, constants)
-        entered = [module.get_submodule(path) for path in ("", *tracer.entered)]
-        asked = states_among(reads_in(entered).names)
+        asked = states_among(reads_in(module, tracer.entered).names)
         contract = CallContract(
             constants,
             frozenset(optional) - without,

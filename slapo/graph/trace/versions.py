@@ -19,12 +19,13 @@ from torch import fx, nn
 
 from slapo.errors import TraceError
 from slapo.graph.trace.absent_parts import first_difference
-from slapo.graph.trace.attributes import MODE, Attribute, attributes_read, globals_read
+from slapo.graph.trace.attributes import MODE, Attribute, attributes_read, globals_read, reads_in
 from slapo.graph.trace.contract import CallContract, Guard
 from slapo.graph.trace.guards import SizeGuard, UnlessNone
 from slapo.graph.trace.leaves import check_modes, depends_on_mode
 from slapo.graph.trace.modes import TWIN, merge_modes, other_mode, same_without
 from slapo.graph.trace.module import TracedModule
+from slapo.graph.trace.state import SLOTS
 
 _MOST_GRAPHS = 64
 #: More than this many masks are not tried in every combination.
@@ -131,8 +132,9 @@ def _noting_state(module: nn.Module, trace: Trace) -> Trace:
         for node in version.graph.find_nodes(op="get_attr"):
             node.target = renamed.get(str(node.target), node.target)
         version.constants = {renamed[old]: t for old, t in version.constants.items()}
-        version.attributes = attributes_read(module, version.entered)
-        version.globals = globals_read(module, version.entered)
+        reads = reads_in(module, version.entered)
+        version.attributes = attributes_read(module, version.entered, reads)
+        version.globals = globals_read(reads)
         return version
 
     return named
@@ -243,7 +245,7 @@ def mode_is_a_flag(root: nn.Module) -> bool:
 
 def _attributes_but_mode(module: nn.Module) -> dict[str, Any]:
     state = vars(module)
-    slots = [state.get(slot, {}) for slot in ("_parameters", "_buffers", "_modules")]
+    slots = [state.get(slot, {}) for slot in SLOTS]
     return {**state, **slots[0], **slots[1], **slots[2], "training": None}
 
 

@@ -28,14 +28,13 @@ from slapo.graph.trace.contract import states_among
 
 #: Questions about how a tensor lies in memory: a captured answer is that of the example.
 _LAYOUT = frozenset({"is_contiguous", "stride", "storage_offset"})
+#: Questions about the dtype of a tensor, as methods and as functions of torch.
+_KINDS_OF_NUMBER = {name: getattr(torch, name) for name in ("is_floating_point", "is_complex")}
 _TORCH = torch.__file__.rpartition("/")[0]
 _IDENTITY = (
     "the forward asks whether two tensors are one object, which a graph cannot tell for other "
     "calls; make the module a leaf: leaf_modules=[...] or an attribute traceable = False"
 )
-
-
-_KINDS_OF_NUMBER = (torch.is_floating_point, torch.is_complex)
 
 
 @dataclass
@@ -81,15 +80,8 @@ class Watch:
             outer.grad_asked.add(variable.as_proxy().node)
             return asked(variable, tx)
 
-        def kind_of_number(ask: Any) -> Any:
-            def asking(variable: TensorVariable, tx: Any, *args: Any) -> Any:
-                outer.steering.add(variable.as_proxy().node)
-                return ask(variable, tx, *args)
-
-            return asking
-
         def call_function(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            if function.value in _KINDS_OF_NUMBER:
+            if function.value in _KINDS_OF_NUMBER.values():
                 outer.steering.update(
                     v.as_proxy().node for v in args if isinstance(v, TensorVariable)
                 )
@@ -102,6 +94,8 @@ class Watch:
         def call_method(variable: TensorVariable, tx: Any, name: str, *args: Any) -> Any:
             if name in _LAYOUT and not tx.f_code.co_filename.startswith(_TORCH):
                 _refuse_layout(name)
+            if name in _KINDS_OF_NUMBER:
+                outer.steering.add(variable.as_proxy().node)
             return called(variable, tx, name, *args)
 
         def effects(graph: Any, **_: Any) -> list[str]:
@@ -115,9 +109,6 @@ class Watch:
             enter(mock.patch.object(TensorVariable, "method_attr_requires_grad", requires_grad))
             enter(mock.patch.object(TensorVariable, "call_method", call_method))
             enter(mock.patch.object(GradModeVariable, "_call_func", switch))
-            for name in ("method_is_floating_point", "method_is_complex"):
-                asking = kind_of_number(getattr(TensorVariable, name))
-                enter(mock.patch.object(TensorVariable, name, asking))
             enter(mock.patch.object(TorchInGraphFunctionVariable, "call_function", call_function))
             enter(mock.patch.dict(compare_op_handlers, _comparing(compare_op_handlers)))
             where = output_graph.OutputGraph
