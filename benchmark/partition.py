@@ -9,11 +9,9 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch import nn
 import slapo
 from benchmark.measure import Progress, Result, Target, timed
 from slapo.pipeline import generate_pipeline_partition
+from slapo.utils.report import report_memory
 
 SIZES = {"gpt2": (12, 24, 48, 96), "llama_70b": (12, 24, 48, 80)}
 STAGES = 4
@@ -144,17 +143,12 @@ def cut(sch: slapo.Schedule, model: str, layers: int) -> None:
 
 
 def peak_megabytes() -> float:
-    """Largest resident memory of this process until now.
-
-    On Linux ``getrusage`` starts from the memory of the process that has started this one.
-    """
+    """Largest resident memory of this process until now."""
     gc.collect()
-    status = Path("/proc/self/status")
-    if status.exists():
-        peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(peak.split()[1]) / 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+    peak = report_memory(ranks=()).peak_rss
+    if peak is None:
+        raise RuntimeError("this platform does not tell the memory of a process")
+    return peak / 2**20
 
 
 def _row(model: str, layers: int, found: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Runtimes that a schedule can be lowered to, as plug-ins."""
+"""Runtimes that a schedule can be lowered to, as plug-ins.
 
-from slapo.framework_dialect.deepspeed.runtime import DeepSpeedRuntime
-from slapo.framework_dialect.megatron.runtime import MegatronRuntime
-from slapo.framework_dialect.pytorch.runtime import TorchRuntime
+Those that Slapo ships are imported when a schedule is built for them: :func:`get_dialect_cls`.
+"""
+
 from slapo.framework_dialect.registry import (
     get_dialect_cls,
     register_framework_dialect,
@@ -10,12 +10,9 @@ from slapo.framework_dialect.registry import (
 from slapo.framework_dialect.runtime import Engine, Lowering, Runtime
 
 __all__ = [
-    "DeepSpeedRuntime",
     "Engine",
     "Lowering",
-    "MegatronRuntime",
     "Runtime",
-    "TorchRuntime",
     "get_dialect_cls",
     "register_framework_dialect",
 ]

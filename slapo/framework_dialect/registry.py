@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 C = TypeVar("C", bound=type)
 
-_DIALECTS: dict[tuple[str, str], type[Any]] = {}
+# Those of Slapo by name: they are imported when somebody builds for them.
+_DIALECTS: dict[tuple[str, str], type[Any] | str] = {
+    ("runtime", "deepspeed"): "slapo.framework_dialect.deepspeed.runtime:DeepSpeedRuntime",
+    ("runtime", "megatron"): "slapo.framework_dialect.megatron.runtime:MegatronRuntime",
+    ("runtime", "torch"): "slapo.framework_dialect.pytorch.runtime:TorchRuntime",
+}
 
 
 def register_framework_dialect(target: str, kind: str = "runtime") -> Callable[[C], C]:
@@ -40,7 +46,7 @@ def register_framework_dialect(target: str, kind: str = "runtime") -> Callable[[
 
     def register(cls: C) -> C:
         if (kind, target) in _DIALECTS:
-            taken = _DIALECTS[kind, target].__name__
+            taken = get_dialect_cls(kind, target).__name__
             raise ValueError(f"{kind} {target!r} is taken by {taken}; choose another name")
         _DIALECTS[kind, target] = cls
         return cls
@@ -63,4 +69,6 @@ def get_dialect_cls(kind: str, target: str) -> type[Any]:
             f"no {kind} is registered for target {target!r}; known are {known}, and target=None "
             "builds the plain module"
         )
+    if isinstance(found, str):
+        found = _DIALECTS[kind, target] = resolve_name(found)
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -111,23 +110,29 @@ def _accelerator(device: torch.device | str | int | None) -> torch.device | None
 
 def _rss() -> int | None:
     """Return the resident memory of this process; only Linux tells without another package."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return _of_linux("VmRSS")
 
 
 def _peak_rss() -> int | None:
+    peak = _of_linux("VmHWM")
+    if peak is not None:
+        return peak  # what getrusage tells there begins at the peak of the process that forked
     try:
         import resource
     except ImportError:  # Windows
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform == "darwin":
-        return peak
-    # Everywhere but on macOS in kilobytes.
-    return peak * 1024
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _of_linux(field: str) -> int | None:
+    """A size in bytes that the kernel tells of this process; None elsewhere."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    found = (line.split()[1] for line in lines if line.startswith(f"{field}:"))
+    return next((int(kilobytes) * 1024 for kilobytes in found), None)
 
 
 def _gib(size: int | None) -> str:

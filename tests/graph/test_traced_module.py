@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import slapo
 from slapo.graph.trace.leaves import default_is_leaf
@@ -299,13 +300,52 @@ def test_copies_keep_graphs_and_limits(tracer: str) -> None:
     module = sch.mod.eval()
     copies = [copy.copy(module), module._replicate_for_data_parallel()]
     for other in copies:
-        assert type(other) is not type(module)
         assert torch.equal(other(x), module(x))
         assert torch.equal(other.train()(x), module.fc(x).relu())
         assert not module.training
         with pytest.raises(slapo.SlapoError, match="scale"):
             other(x, scale=2.0)
     assert copies[0].fc is module.fc
+
+
+@pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
+def test_traced_modules_of_one_class_share_one(tracer: str) -> None:
+    """Python visits all subclasses of nn.Module in each trace by proxies: they may not grow."""
+    x = torch.randn(3, 4)
+
+    def trace(module: nn.Module) -> Any:
+        sch = slapo.create_schedule(module)
+        assert sch.trace(tracer=tracer, flatten=True, example_inputs=x)
+        return sch.mod
+
+    one, other = trace(ByMode()), trace(ByMode())
+    gc.collect()
+    before = len(fx.GraphModule.__subclasses__()), len(TracedModule.__subclasses__())
+    third = trace(ByMode())
+    rebuilt = [copy.deepcopy(one), copy.copy(one), pickle.loads(pickle.dumps(one))]
+    assert torch.equal(third(x), third.fc(x).relu())
+    gc.collect()
+    assert (len(fx.GraphModule.__subclasses__()), len(TracedModule.__subclasses__())) == before
+    assert {type(each) for each in (one, other, third, *rebuilt)} == {type(one)}
+    # Each has a code of its own all the same.
+    expected = other(x)
+    (output,) = (node for node in one.graph.nodes if node.op == "output")
+    with one.graph.inserting_before(output):
+        output.args = (one.graph.call_function(torch.neg, (output.args[0],)),)
+    one.recompile()
+    assert torch.equal(one(x), -one.fc(x).relu())
+    assert torch.equal(other(x), expected)
+    assert "neg" in one.code
+    assert "neg" not in other.code
+
+
+def test_checkpointing_by_transformers_is_refused_with_what_to_do() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2)
+    sch = slapo.create_schedule(transformers.BertModel(config))
+    assert sch["encoder.layer.0"].trace(tracer="huggingface", flatten=True)
+    with pytest.raises(slapo.SlapoError, match=r"by sch\[path\]\.checkpoint\(\) instead"):
+        sch.mod.activation_checkpointing_enable()
 
 
 @pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])

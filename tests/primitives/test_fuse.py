@@ -267,7 +267,7 @@ def unscriptable(x: Tensor, **kwargs: Any) -> Tensor:
 def with_variant(sch: Schedule) -> fx.GraphModule:
     """Give the traced root a second graph over its state; operations of one name are twins."""
     gm = sch.mod
-    other = type(gm).__mro__[1].from_graph(gm, copy.deepcopy(gm.graph), gm.contract)
+    other = type(gm).from_graph(gm, copy.deepcopy(gm.graph), gm.contract)
     for graph in (gm.graph, other.graph):
         for number, node in enumerate(graph.nodes):
             node.meta["slapo_twin"] = number

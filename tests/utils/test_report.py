@@ -1,5 +1,8 @@
 """Memory reports."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -37,6 +40,14 @@ def test_memory_that_grows_shows() -> None:
     assert before is not None
     assert after is not None
     assert after - before > 0.5 * block.nbytes
+
+
+def test_the_peak_is_that_of_this_process_alone() -> None:
+    block = torch.ones(2**28)  # 1 GiB, which a process that is started here does not have
+    code = "from slapo.utils.report import report_memory as r; m = r(); print(m.rss, m.peak_rss)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    rss, peak = map(int, done.stdout.split())
+    assert rss <= peak < block.nbytes
 
 
 def test_a_device_that_is_not_there() -> None:

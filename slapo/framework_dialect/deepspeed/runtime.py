@@ -21,7 +21,6 @@ from slapo.framework_dialect.deepspeed.initialize import (
 )
 from slapo.framework_dialect.deepspeed.package import check_installed, import_deepspeed
 from slapo.framework_dialect.deepspeed.plain import PlainOptions, lower_plain
-from slapo.framework_dialect.registry import register_framework_dialect
 from slapo.framework_dialect.runtime import (
     WATCH_SECONDS,
     LossFn,
@@ -35,7 +34,6 @@ from slapo.mesh import coordinate, extent, group_of
 from slapo.node import Node
 
 
-@register_framework_dialect("deepspeed")
 class DeepSpeedRuntime(Runtime):
     """``deepspeed.initialize``, with its ``PipelineModule`` where the schedule cuts stages.
 

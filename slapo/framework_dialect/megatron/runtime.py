@@ -8,7 +8,6 @@ from slapo.framework_dialect.agreement import same_on_all_ranks
 from slapo.framework_dialect.megatron.groups import initialize_groups
 from slapo.framework_dialect.megatron.optimizers import resolve
 from slapo.framework_dialect.megatron.package import check_device, check_installed
-from slapo.framework_dialect.registry import register_framework_dialect
 from slapo.framework_dialect.runtime import Lowering, Runtime, check_groups, check_stage_count
 from slapo.mesh import check_mesh, coordinate, extent
 from slapo.node import Node
@@ -25,7 +24,6 @@ _ALIKE = (
 )
 
 
-@register_framework_dialect("megatron")
 class MegatronRuntime(Runtime):
     """Megatron-Core: its process groups, 1F1B schedule, DDP and optimizers. It needs CUDA.
 

@@ -6,13 +6,11 @@ from typing import Any
 
 from slapo.framework_dialect.pytorch.options import TorchOptions
 from slapo.framework_dialect.pytorch.placement import schedule_named
-from slapo.framework_dialect.registry import register_framework_dialect
 from slapo.framework_dialect.runtime import Lowering, Runtime, check_groups, check_stage_count
 from slapo.mesh import coordinate, extent
 from slapo.node import Node
 
 
-@register_framework_dialect("torch")
 class TorchRuntime(Runtime):
     """PyTorch's own engine: ``torch.distributed.pipelining``, DDP and FSDP2.
 

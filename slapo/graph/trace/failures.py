@@ -138,7 +138,8 @@ def _module_of(frames: list[traceback.FrameSummary], root: nn.Module) -> str:
 def _lines_of(module: nn.Module) -> tuple[str, int, int]:
     if isinstance(module, torch.jit.ScriptModule):
         return "", 0, -1  # TorchScript has no lines of Python
-    code: Any = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    forward = vars(module).get("_forward", type(module).forward)  # traced ones have their own
+    code: Any = getattr(inspect.unwrap(forward), "__code__", None)
     if code is None:
         return "", 0, -1
     lines = [line for *_, line in code.co_lines() if line]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import fx, nn
+from torch.fx.graph_module import _forward_from_src
 
 from slapo.errors import SlapoError, TraceError
 from slapo.graph.trace.attributes import (
@@ -34,14 +36,15 @@ from slapo.graph.trace.contract import (
 from slapo.graph.trace.state import SLOTS
 
 
-class _CompileAtAccess:
-    """Class attribute ``forward`` of a stale :class:`TracedModule`: compiles, then steps aside."""
+class _CompiledForward:
+    """Class attribute ``forward`` of a :class:`TracedModule`: its graph's code, always current."""
 
     def __get__(self, module: TracedModule | None, owner: type) -> Any:
         if module is None:
             return self
-        module.compile_now()
-        return module.forward
+        if module.__dict__["_stale"]:
+            module.compile_now()
+        return module.__dict__["_forward"].__get__(module, owner)
 
 
 class _Eagerly:
@@ -83,6 +86,7 @@ _OWN_STATE = frozenset(
         "origin",
         "_graph",
         "_code",
+        "_forward",
         "_stale",
         "_kinds",
         "_together",
@@ -108,20 +112,29 @@ class TracedModule(fx.GraphModule):
     It is an object of the original's class, too: whatever that does of its own when it is
     trained, moved, saved, loaded or set attributes of, it does on.
 
-    Three things differ from ``fx.GraphModule``:
+    Four things differ from ``fx.GraphModule``:
 
     - Parameters, buffers (persistent or not), children and plain attributes of the original all
       stay, under the same names, used by the graph or not; so ``state_dict`` keys never change.
     - ``recompile()`` only marks the code as stale; code is generated at the next call, or when
       ``code`` or the signature is looked at. Rewriting N subgraphs compiles once.
     - A call outside the limits of the trace (:class:`CallContract`) is a :class:`SlapoError`.
+    - Traced modules of one class share a class. fx makes one for each graph, and whoever sets an
+      attribute of ``nn.Module``, as each symbolic trace does, has Python visit all of them.
     """
 
     contract: CallContract
     origin: type[nn.Module]
     _kinds: list[tuple[str, str]]
 
-    forward = _CompileAtAccess()
+    #: The class as written, which those that :func:`_class_for` makes derive from.
+    _kind: ClassVar[type[TracedModule]]
+
+    forward = _CompiledForward()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> TracedModule:
+        """An object of this class, which needs no class of its own: it keeps its code itself."""
+        return object.__new__(cls)
 
     @classmethod
     def from_graph(
@@ -141,7 +154,7 @@ class TracedModule(fx.GraphModule):
         origin = kind_of_module(root)
         if not isinstance(root, TracedModule):
             _check_names(cls, root)
-        module = cls(nn.Module(), fx.Graph(), origin.__name__)
+        module = _empty(cls, origin)
         for slot in SLOTS:
             module.__dict__[slot] = root.__dict__[slot].copy()
         module._non_persistent_buffers_set = set(root._non_persistent_buffers_set)
@@ -154,7 +167,6 @@ class TracedModule(fx.GraphModule):
         module.contract = contract
         module.origin = origin
         module.graph = graph
-        _become(module, origin)
         return module
 
     # --- lazy compilation --------------------------------------------------------------------
@@ -164,9 +176,6 @@ class TracedModule(fx.GraphModule):
         Who changes this graph alone makes it differ from those for other calls; they are dropped
         then, and such calls refused. Rewrites change all of them: :meth:`rewritten_together`.
         """
-        own = type(self)
-        if "forward" in vars(own):
-            del own.forward
         self.__dict__["_stale"] = True
         if not self.__dict__.get("_together"):
             self.__dict__["_variants"] = ()
@@ -182,15 +191,21 @@ class TracedModule(fx.GraphModule):
         finally:
             self.__dict__["_together"] = before
 
-    def compile_now(self) -> fx.graph.PythonCode:
-        """Check the graph and generate its Python code."""
+    def compile_now(self) -> None:
+        """Check the graph and generate its Python code.
+
+        fx would put the code into the class, and wrap ``__call__`` there to decorate errors.
+        """
         self._graph.lint()
-        self.__dict__["_kinds"] = parameter_kinds(self._graph)
-        code = super().recompile()
-        # fx wraps __call__ to decorate errors on stderr; ours must stay, it checks the contract.
-        del type(self).__call__
-        self.__dict__["_stale"] = False
-        return code
+        code = self._graph.python_code(root_module="self")
+        self.__dict__ |= {
+            "_kinds": parameter_kinds(self._graph),
+            "_code": code.src,
+            "_lineno_map": code._lineno_map,
+            "_prologue_start": code._prologue_start,
+            "_forward": _forward_from_src(code.src, code.globals),
+            "_stale": False,
+        }
 
     @property
     def is_stale(self) -> bool:
@@ -320,7 +335,7 @@ class TracedModule(fx.GraphModule):
                 where = f"{path}.{name}" if path else name
                 return (
                     f"attribute {where + place!r} is {is_now}, but the graph was traced with "
-                    f"{was}; set it before the trace"
+                    f"{was}; {_remedy(name)}"
                 )
         return None
 
@@ -368,7 +383,7 @@ class TracedModule(fx.GraphModule):
             change = "deleting it" if value is ABSENT else f"setting it to {new}"
             raise SlapoError(
                 f"{self._label}: its graph was traced with {name}{place} = {was}, {change} "
-                "would change nothing; set it before the trace"
+                f"would change nothing; {_remedy(name)}"
             )
 
     @property
@@ -377,20 +392,15 @@ class TracedModule(fx.GraphModule):
 
     # --- copies ------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
-        kind = _kind_of(self)
-        new = kind.__new__(kind)
+        new = object.__new__(type(self))
         memo[id(self)] = new
-        nn.Module.__init__(new)
-        type(new).__name__ = type(self).__name__
-        state = {
-            k: v for k, v in self.__dict__.items() if k not in ("_graph", "contract", "_shown")
-        }
+        kept = ("contract", "_graph", "_forward", "_shown")
+        state = {name: value for name, value in self.__dict__.items() if name not in kept}
         new.__dict__.update(copy.deepcopy(state, memo))
         new.__dict__["contract"] = self.contract  # immutable, and its values may not copy
         # The graph has its own memo: fx keeps nodes in it, which are no business of the caller's.
         with new.rewritten_together():
             new.graph = copy.deepcopy(self._graph)
-        _become(new, self.origin)
         return new
 
     def __copy__(self) -> TracedModule:
@@ -398,7 +408,7 @@ class TracedModule(fx.GraphModule):
         state = self._state_but_graph()
         state |= {slot: state[slot].copy() for slot in SLOTS}
         state["_variants"] = tuple(copy.copy(variant) for variant in state.get("_variants", ()))
-        return _rebuild(_kind_of(self), type(self).__name__, state, copy.deepcopy(self._graph))
+        return _rebuild(self._kind, state, copy.deepcopy(self._graph))
 
     def _replicate_for_data_parallel(self) -> TracedModule:
         """As ``nn.DataParallel`` wants it: without parameters, which it sets as attributes."""
@@ -409,27 +419,55 @@ class TracedModule(fx.GraphModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = self._state_but_graph()
-        return _rebuild, (_kind_of(self), type(self).__name__, state, self._graph)
+        return _rebuild, (self._kind, state, self._graph)
 
     def _state_but_graph(self) -> dict[str, Any]:
-        own = ("_graph", "_code", "_shown")
+        own = ("_graph", "_code", "_forward", "_shown")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
 
-def _kind_of(module: TracedModule) -> type[TracedModule]:
-    """The class as written; fx makes one of its own for each graph module."""
-    kind: type[TracedModule] = type(module).__mro__[1]
-    return kind
+#: (class as written, class of the original) -> class of its traced modules, while there are any.
+_CLASSES: WeakValueDictionary[tuple[type, type], type[TracedModule]] = WeakValueDictionary()
 
 
-def _rebuild(
-    kind: type[TracedModule], name: str, state: dict[str, Any], graph: fx.Graph
-) -> TracedModule:
-    module = kind(nn.Module(), fx.Graph(), name)
+def _class_for(kind: type[TracedModule], origin: type[nn.Module]) -> type[TracedModule]:
+    """The class of traced modules that stand in for objects of `origin`.
+
+    The original's class gets among its bases afterwards: behind ours, before ``nn.Module``. So
+    ``super()`` works in its methods, and no hook of it that waits for subclasses is run.
+    """
+    made = _CLASSES.get((kind, origin))
+    if made is not None:
+        return made
+    made = type(origin.__name__, (kind,), {"_kind": kind})
+    if not issubclass(made, origin):
+        try:
+            made.__bases__ = (kind, origin)
+        except TypeError as error:
+            raise TraceError(
+                f"a graph cannot stand in for an object of {origin.__name__}: {error}; make the "
+                "module a leaf"
+            ) from error
+    generate = getattr(origin, "generate", None)
+    if str(getattr(generate, "__module__", "")).startswith("transformers."):
+        made.generate = _Eagerly("generate")  # type: ignore[attr-defined]
+    _CLASSES[kind, origin] = made
+    return made
+
+
+def _empty(kind: type[TracedModule], origin: type[nn.Module]) -> TracedModule:
+    """A traced module without state, contract and operations."""
+    kind = getattr(kind, "_kind", kind)
+    module = kind(nn.Module(), fx.Graph(), kind.__name__)
+    module.__class__ = _class_for(kind, origin)  # only now: fx would call the original's __init__
+    return module
+
+
+def _rebuild(kind: type[TracedModule], state: dict[str, Any], graph: fx.Graph) -> TracedModule:
+    module = _empty(kind, state["origin"])
     module.__dict__.update(state)
     with module.rewritten_together():
         module.graph = graph
-    _become(module, state["origin"])
     return module
 
 
@@ -458,26 +496,10 @@ def _names_of(kind: type, top: type) -> set[str]:
     return {name for base in mro[:end] for name in vars(base)}
 
 
-def _become(module: TracedModule, origin: type[nn.Module]) -> None:
-    """Make a traced module an object of the original's class as well.
-
-    The class is made already, for this one object, and gets the original's among its bases: behind
-    ours, before ``nn.Module``. So ``super()`` works in its methods, and no hook of it that waits
-    for subclasses is run.
-    """
-    own = type(module)
-    if issubclass(own, origin):
-        return
-    try:
-        own.__bases__ = (*own.__bases__, origin)
-    except TypeError as error:
-        raise TraceError(
-            f"a graph cannot stand in for an object of {origin.__name__}: {error}; make the module "
-            "a leaf"
-        ) from error
-    generate = getattr(origin, "generate", None)
-    if str(getattr(generate, "__module__", "")).startswith("transformers."):
-        own.generate = _Eagerly("generate")  # type: ignore[attr-defined]
+def _remedy(attribute: str) -> str:
+    if "gradient_checkpointing" in attribute:  # of Transformers, whose layers ask for it
+        return "checkpoint its layers by sch[path].checkpoint() instead"
+    return "set it before the trace"
 
 
 def _mode(training: bool) -> str:
