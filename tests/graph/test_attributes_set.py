@@ -359,6 +359,19 @@ def test_a_global_that_a_forward_reads_may_not_change(
         gm(X)
 
 
+@TRACERS
+def test_a_function_that_a_forward_calls_may_not_be_bound_anew(
+    tracer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gm = traced(Deep(), tracer)
+    again = pickle.loads(pickle.dumps(gm))
+    assert torch.equal(again(X), gm(X))
+    monkeypatch.setitem(globals(), "_scaled", lambda x, by: x)
+    for each in (gm, again):
+        with pytest.raises(slapo.SlapoError, match=r"global '_scaled' .*<lambda>, .*_scaled;"):
+            each(X)
+
+
 class Defaults:
     scale = 2.0
 

@@ -154,9 +154,16 @@ def attributes_read(
 
 
 def globals_read(reads: Reads) -> tuple[Attribute, ...]:
-    """The plain values of Python modules among what is read: home, name and value."""
+    """The plain values and functions of Python modules among what is read: home, name and value."""
     known = ((home, name, global_value(home, name)) for home, name in sorted(reads.globals))
-    return tuple(each for each in known if type(each[2]) in PLAIN)
+    return tuple(each for each in known if type(each[2]) in PLAIN or _is_helper(each[2]))
+
+
+def _is_helper(value: Any) -> bool:
+    """Whether it is a function to compare by identity, which a copy in another process has too."""
+    if not isinstance(value, FunctionType) or (value.__module__ or "torch.").startswith("torch."):
+        return False
+    return global_value(value.__module__, value.__qualname__) is value
 
 
 class _Found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -242,6 +243,8 @@ def short(value: Any) -> str:
     """A value in a few words."""
     if isinstance(value, nn.Module):
         return f"a {type(value).__name__}"
+    if isinstance(value, FunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if type(value) in (tuple, list) and any(isinstance(v, torch.Tensor) for v in value):
