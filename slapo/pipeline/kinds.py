@@ -12,6 +12,7 @@ from torch import fx
 
 from slapo.graph.trace.modes import select_by_mode
 from slapo.graph.trace.region_calls import begins_region, ends_region
+from slapo.graph.trace.results import result_at
 
 #: ``"tensor"``: may be sent between stages; ``"value"``: sizes, dtypes, flags; ``"container"``: a
 #: tuple, list, dict or output object of tensors, as modules return them.
@@ -160,6 +161,6 @@ def _is_taken_apart(node: fx.Node) -> bool:
 
 def is_projection(node: fx.Node) -> bool:
     """``value[1]``, ``value["name"]`` or ``value.name``."""
-    if node.target is operator.getitem:
+    if node.target in (operator.getitem, result_at):
         return isinstance(node.args[1], (int, str))
     return node.target is getattr and node.args[1] not in _VALUE_ATTRIBUTES

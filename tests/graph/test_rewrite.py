@@ -580,7 +580,7 @@ def test_a_horizontal_rewrite_is_made_in_all_graphs():
     assert all(
         len(set(row) - {None}) == len([n for n in row if n is not None]) for row in numbers_of
     )
-    chain = [call, *named(graphs[0], "getitem getitem_1 mul")]
+    chain = [call, *named(graphs[0], "result_at result_at_1 mul")]
     product = Product(graphs[0].get_submodule("QK_0"))
     replace_vertical(graphs[0], chain, product)
     assert [targets(gm)[0] for gm in graphs] == ["Product_0", "Product_0"]

@@ -337,6 +337,30 @@ def test_horizontal_with_its_weights() -> None:
     torch.testing.assert_close(sch.mod(x), reference(x))
 
 
+@pytest.mark.parametrize(
+    ("new", "returned"),
+    [
+        (lambda: nn.Linear(4, 12), "one Tensor"),  # a batch of 2 would be taken for q and k
+        (lambda: lambda x: (x, x), "2 results"),
+        (lambda: lambda x: {"q": x}, "one dict"),
+    ],
+)
+def test_a_horizontal_replacement_returns_a_result_for_each(
+    new: Callable[[], Any], returned: str
+) -> None:
+    sch = slapo.create_schedule(Attention())
+    sch.replace(new(), sch.find("[qkv]$"), name="QKV")
+    with pytest.raises(slapo.SlapoError, match=f"tuple of 3 results.* it returned {returned}"):
+        sch.mod(torch.randn(4, 5, 4))
+
+
+def test_what_a_horizontal_replacement_returns_is_found_as_an_item() -> None:
+    sch = slapo.create_schedule(Attention())
+    sch.replace(PackedQkv(), sch.find("[qkv]$"), name="QKV")
+    assert len(sch.find(lambda x: slapo.call_module("QKV_0", x)[1])) == 1
+    assert not sch.find(lambda x: slapo.call_module("QKV_0", x)[3])
+
+
 def test_hooks_and_horizontal() -> None:
     sch = slapo.create_schedule(Attention())
     sch["k"].sync("fwd_post", lambda m, i, o: o)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from operator import getitem
 from typing import Any
 
 import torch.fx as fx
@@ -19,6 +18,7 @@ from slapo.graph.rewrite.subgraph import check_closed, in_order, subgraph_inputs
 from slapo.graph.trace.modes import TWIN
 from slapo.graph.trace.nodes import nodes_in
 from slapo.graph.trace.operator_effects import MARKS
+from slapo.graph.trace.results import result_at
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,8 @@ def _rewrite(plan: Plan, target: Any, number: int | None) -> fx.Node:
         call = graph.create_node(op, target, args, kwargs)
         if plan.call.side_by_side:
             for index, chain in enumerate(plan.chains):
-                _take_over(chain[-1], graph.call_function(getitem, (call, index)))
+                place = (call, index, len(plan.chains))
+                _take_over(chain[-1], graph.call_function(result_at, place))
         else:
             _take_over(plan.chains[0][-1], call)
     if number is not None:

@@ -6,13 +6,12 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
-from weakref import WeakValueDictionary
 
 import torch
 from torch import fx, nn
 from torch.fx.graph_module import _forward_from_src
 
-from slapo.errors import SlapoError, TraceError
+from slapo.errors import SlapoError
 from slapo.graph.trace.attributes import (
     ABSENT,
     Held,
@@ -25,6 +24,7 @@ from slapo.graph.trace.attributes import (
     told,
     value_of,
 )
+from slapo.graph.trace.classes import check_names, class_for
 from slapo.graph.trace.contract import (
     CallContract,
     Problem,
@@ -47,24 +47,6 @@ class _CompiledForward:
         return module.__dict__["_forward"].__get__(module, owner)
 
 
-class _Eagerly:
-    """Class attribute of a :class:`TracedModule`: a method that runs on the original's forward.
-
-    Hugging Face's ``generate`` calls the model with caches, which no graph holds. It gets an object
-    of the original class that shares the state, so its children are those of the schedule.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, module: TracedModule | None, owner: type) -> Any:
-        if module is None:
-            return self
-        stand_in = object.__new__(module.origin)
-        object.__setattr__(stand_in, "__dict__", module.__dict__)
-        return getattr(stand_in, self.name)
-
-
 #: What the variants of a traced module share with it.
 _LENT = (
     *SLOTS,
@@ -78,31 +60,6 @@ _LENT = (
     "_backward_hooks",
     "_backward_pre_hooks",
     "_is_full_backward_hook",
-)
-#: What a traced module keeps in attributes of its own.
-_OWN_STATE = frozenset(
-    {
-        "contract",
-        "origin",
-        "_graph",
-        "_code",
-        "_forward",
-        "_stale",
-        "_kinds",
-        "_together",
-        "_variants",
-        "_shown",
-        "_held",
-    }
-)
-#: Methods of ours that hand on to the original's, or that have no say in what a call computes.
-_SHARED_METHODS = frozenset(
-    {
-        *vars(object),
-        *("__dict__", "__weakref__", "__module__", "__annotations__", "__parameters__"),
-        *("__firstlineno__", "__static_attributes__", "__annotate__", "__annotations_cache__"),
-        *("__copy__", "__deepcopy__", "__reduce_package__", "forward"),
-    }
 )
 
 
@@ -127,7 +84,7 @@ class TracedModule(fx.GraphModule):
     origin: type[nn.Module]
     _kinds: list[tuple[str, str]]
 
-    #: The class as written, which those that :func:`_class_for` makes derive from.
+    #: The class as written, which those that :func:`class_for` makes derive from.
     _kind: ClassVar[type[TracedModule]]
 
     forward = _CompiledForward()
@@ -153,7 +110,7 @@ class TracedModule(fx.GraphModule):
         """
         origin = kind_of_module(root)
         if not isinstance(root, TracedModule):
-            _check_names(cls, root)
+            check_names(cls, root)
         module = _empty(cls, origin)
         for slot in SLOTS:
             module.__dict__[slot] = root.__dict__[slot].copy()
@@ -426,40 +383,11 @@ class TracedModule(fx.GraphModule):
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
 
-#: (class as written, class of the original) -> class of its traced modules, while there are any.
-_CLASSES: WeakValueDictionary[tuple[type, type], type[TracedModule]] = WeakValueDictionary()
-
-
-def _class_for(kind: type[TracedModule], origin: type[nn.Module]) -> type[TracedModule]:
-    """The class of traced modules that stand in for objects of `origin`.
-
-    The original's class gets among its bases afterwards: behind ours, before ``nn.Module``. So
-    ``super()`` works in its methods, and no hook of it that waits for subclasses is run.
-    """
-    made = _CLASSES.get((kind, origin))
-    if made is not None:
-        return made
-    made = type(origin.__name__, (kind,), {"_kind": kind})
-    if not issubclass(made, origin):
-        try:
-            made.__bases__ = (kind, origin)
-        except TypeError as error:
-            raise TraceError(
-                f"a graph cannot stand in for an object of {origin.__name__}: {error}; make the "
-                "module a leaf"
-            ) from error
-    generate = getattr(origin, "generate", None)
-    if str(getattr(generate, "__module__", "")).startswith("transformers."):
-        made.generate = _Eagerly("generate")  # type: ignore[attr-defined]
-    _CLASSES[kind, origin] = made
-    return made
-
-
 def _empty(kind: type[TracedModule], origin: type[nn.Module]) -> TracedModule:
     """A traced module without state, contract and operations."""
     kind = getattr(kind, "_kind", kind)
     module = kind(nn.Module(), fx.Graph(), kind.__name__)
-    module.__class__ = _class_for(kind, origin)  # only now: fx would call the original's __init__
+    module.__class__ = class_for(kind, origin)  # only now: fx would call the original's __init__
     return module
 
 
@@ -474,26 +402,6 @@ def _rebuild(kind: type[TracedModule], state: dict[str, Any], graph: fx.Graph) -
 def _is_traced(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a trace meets the module, of which it makes one call: that one will be checked."""
     return any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values()))
-
-
-def _check_names(kind: type[TracedModule], root: nn.Module) -> None:
-    """Refuse a module that uses names of its own which a traced module has to itself."""
-    reserved = _names_of(kind, fx.GraphModule) - _SHARED_METHODS
-    methods = _names_of(type(root), nn.Module) & reserved
-    state = set(vars(root)).union(*(vars(root)[slot] for slot in SLOTS))
-    for name in sorted(methods | (state & (reserved | _OWN_STATE))):
-        what = "has a method or attribute" if name != "__call__" else "defines"
-        raise TraceError(
-            f"{type(root).__name__} {what} {name!r}, which a traced module uses otherwise: it "
-            "would be lost; rename it or make the module a leaf"
-        )
-
-
-def _names_of(kind: type, top: type) -> set[str]:
-    """What a class and its bases define, from `top` on what they inherit aside."""
-    mro = kind.__mro__
-    end = mro.index(top) + (top is fx.GraphModule)
-    return {name for base in mro[:end] for name in vars(base)}
 
 
 def _remedy(attribute: str) -> str:

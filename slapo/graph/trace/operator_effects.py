@@ -47,7 +47,7 @@ _VIEWING = frozenset(  # their first operand
     (
         *("H", "T", "__getitem__", "align_as", "align_to", "bfloat16", "bool", "byte", "cdouble"),
         *("cfloat", "chalf", "char", "data", "double", "float", "getattr", "getitem", "half"),
-        *("int", "long", "pos", "refine_names", "rename", "short", "type", "type_as"),
+        *("int", "long", "pos", "refine_names", "rename", "result_at", "short", "type", "type_as"),
     )
 )
 _VIEWING_ALL = frozenset(

@@ -1,0 +1,33 @@
+"""What a call gives that stands for several subgraphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slapo.errors import SlapoError
+
+
+def result_at(results: Any, index: int, count: int) -> Any:
+    """One of the `count` results of a call; the operation that rewrites put into graphs for that.
+
+    A bare ``results[index]`` would take a row of a tensor for a result.
+
+    Raises
+    ------
+    SlapoError
+        If it did not return so many.
+
+    Examples
+    --------
+    >>> result_at(("query", "key", "value"), 1, 3)
+    'key'
+    """
+    if isinstance(results, (tuple, list)) and len(results) == count:
+        return results[index]
+    what = f"one {type(results).__name__}"
+    if isinstance(results, (tuple, list)):
+        what = f"{len(results)} results"
+    raise SlapoError(
+        f"a replacement of {count} subgraphs side by side has to return a tuple of {count} results, "
+        f"one for each in their order; it returned {what}"
+    )
