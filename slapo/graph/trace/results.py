@@ -28,6 +28,6 @@ def result_at(results: Any, index: int, count: int) -> Any:
     if isinstance(results, (tuple, list)):
         what = f"{len(results)} results"
     raise SlapoError(
-        f"a replacement of {count} subgraphs side by side has to return a tuple of {count} results, "
+        f"a replacement of {count} subgraphs side by side returns a tuple of {count} results, "
         f"one for each in their order; it returned {what}"
     )
