@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import re
 import types
@@ -359,17 +360,115 @@ def test_a_global_that_a_forward_reads_may_not_change(
         gm(X)
 
 
+def times(factor: float) -> Callable[[Tensor], Tensor]:
+    def scale(x: Tensor) -> Tensor:
+        return x * factor
+
+    return scale
+
+
+def helper(x: Tensor) -> Tensor:
+    return x * 5.0
+
+
+in_place_of_helper = lambda x: x * 3.0  # noqa: E731
+closed = times(2.0)
+with_a_factor = functools.partial(torch.mul, other=2.0)
+activation = torch.tanh
+
+
 @TRACERS
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("helper", lambda self, x: helper(self.fc(x))),
+        ("_scaled", amplified),
+        ("in_place_of_helper", lambda self, x: in_place_of_helper(self.fc(x))),
+        ("closed", lambda self, x: closed(self.fc(x))),
+        ("with_a_factor", lambda self, x: with_a_factor(self.fc(x))),
+        ("activation", lambda self, x: activation(self.fc(x))),
+    ],
+)
 def test_a_function_that_a_forward_calls_may_not_be_bound_anew(
+    name: str, body: Any, tracer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Calls(body)
+    module.strength = 2.0
+    gm = traced(module, tracer)
+    expected = module(X)
+    assert torch.equal(gm(X), expected)
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), name, times(7.0))
+        with pytest.raises(slapo.SlapoError, match=rf"global '{name}' of .*before the trace"):
+            gm(X)
+    assert torch.equal(gm(X), expected)
+
+
+@TRACERS
+def test_a_trace_under_a_patch_is_refused_when_that_has_ended(
     tracer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gm = traced(Deep(), tracer)
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "helper", lambda x: x * 7.0)
+        gm = traced(Calls(lambda self, x: helper(self.fc(x))), tracer)
+        gm(X)
+    with pytest.raises(slapo.SlapoError, match=r"is .*\.helper, .* with .*<lambda>"):
+        gm(X)
+
+
+class ByHelpers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return helper(in_place_of_helper(self.fc(x)))
+
+
+@TRACERS
+def test_a_pickle_keeps_the_functions_that_have_a_name(
+    tracer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gm = traced(ByHelpers(), tracer)
     again = pickle.loads(pickle.dumps(gm))
     assert torch.equal(again(X), gm(X))
-    monkeypatch.setitem(globals(), "_scaled", lambda x, by: x)
-    for each in (gm, again):
-        with pytest.raises(slapo.SlapoError, match=r"global '_scaled' .*<lambda>, .*_scaled;"):
-            each(X)
+    monkeypatch.setitem(globals(), "helper", times(5.0))
+    with pytest.raises(slapo.SlapoError, match="global 'helper'"):
+        again(X)
+
+
+class Gains(nn.Module):
+    gain = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    @classmethod
+    def twice(cls) -> float:
+        return 2 * cls.gain
+
+
+class ByClass(Gains):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.__class__.gain
+
+
+class ByClassMethod(Gains):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.twice()
+
+
+@TRACERS
+@pytest.mark.parametrize("kind", [ByClass, ByClassMethod])
+def test_attributes_that_a_class_is_asked_for_may_not_change(
+    kind: type[Gains], tracer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gm = traced(kind(), tracer)
+    gm(X)
+    monkeypatch.setattr(kind, "gain", 3.0)
+    with pytest.raises(slapo.SlapoError, match=r"'gain' is 3\.0, .* with 2\.0"):
+        gm(X)
 
 
 class Defaults:

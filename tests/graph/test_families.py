@@ -215,3 +215,27 @@ def test_a_layer_serves_positions_of_each_sample_and_generation(name: str) -> No
     options = {"max_new_tokens": 3, "do_sample": False, "use_cache": False, "pad_token_id": 0}
     drawn = [m.generate(ids, attention_mask=mask, **options) for m in (model, expected)]
     assert torch.equal(*drawn)
+
+
+def test_a_layer_serves_flags_that_nothing_in_it_reads() -> None:
+    """Models hand their flags on to all layers; hidden states are collected by hooks on these."""
+    settings = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    esm = transformers.EsmConfig(
+        **settings, vocab_size=99, intermediate_size=48, pad_token_id=1, mask_token_id=4
+    )
+    esm.position_embedding_type = "rotary"
+    bert = transformers.BertConfig(**settings, vocab_size=99, intermediate_size=48)
+    ids = torch.randint(5, 99, (2, 9))
+    for model, flags in (
+        (transformers.EsmModel(esm, add_pooling_layer=False), {}),  # asks for a cache by default
+        (transformers.BertModel(bert), {"output_hidden_states": True}),
+    ):
+        expected = model.eval()(ids, **flags)
+        sch = slapo.create_schedule(model)
+        assert sch["encoder.layer.0"].trace(flatten=True, tracer="huggingface")
+        got = model(ids, **flags)
+        torch.testing.assert_close(got.last_hidden_state, expected.last_hidden_state)
+        torch.testing.assert_close(got.hidden_states, expected.hidden_states)
+    # Attentions are collected from a module whose operations are part of the graph now.
+    with pytest.raises(slapo.SlapoError, match="'output_attentions': True"):
+        model(ids, output_attentions=True)

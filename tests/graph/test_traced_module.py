@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -274,15 +275,6 @@ def test_it_compiles_as_a_whole() -> None:
     assert torch.allclose(compiled(X), model(X))
 
 
-def test_dtype_of_a_recorded_graph_is_checked() -> None:
-    sch = slapo.create_schedule(Stack(1))
-    sch.trace(tracer="huggingface", flatten=True, example_inputs=torch.randn(3, 4))
-    sch.mod.double()
-    with pytest.raises(slapo.SlapoError, match=r"float32 parameters, they are now torch.float64"):
-        sch.mod(X.double())
-
-
-# --- copies of a module with several graphs ------------------------------------------------------
 class ByMode(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -292,6 +284,97 @@ class ByMode(nn.Module):
         return self.fc(x).relu() if self.training else self.fc(x) * scale
 
 
+class Breaks(nn.Module):
+    """A leaf that dynamo cannot have in one graph."""
+
+    traceable = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.leaf = nn.Linear(4, 4), Breaks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leaf(self.fc(x)).relu()
+
+
+class Layered(nn.Module):
+    def __init__(self, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def compile_each(model: Any) -> Any:
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    return model
+
+
+def compile_in_place(model: Any) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+def compile_apart(model: Any) -> Any:
+    for index in range(2):
+        model.layers[index] = torch.compile(model.layers[index], backend="eager")
+    return model
+
+
+def compile_hooked(model: Any) -> Any:
+    model.layers[0].register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    return torch.compile(model, backend="eager")
+
+
+@torch.no_grad()  # dynamo warns of gradients that it asks for behind a break
+@pytest.mark.parametrize("layer", [ByMode, Broken])
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize(
+    "compiled", [compile_each, compile_in_place, compile_apart, compile_hooked]
+)
+def test_dynamo_meets_traced_layers_in_any_way(
+    compiled: Callable[[Any], Any], called: bool, layer: type[nn.Module]
+) -> None:
+    torch._dynamo.reset()
+    model = Layered(layer)
+    expected = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    for index in range(2):
+        sch[f"layers.{index}"].trace()
+    if called:
+        model(X)
+    one = model.layers[0]
+    run = compiled(model)
+    torch.testing.assert_close(run(X), expected(X))
+    one.recompile()
+    torch.testing.assert_close(run(X), expected(X))
+    # What is edited after that acts.
+    (output,) = (node for node in one.graph.nodes if node.op == "output")
+    with one.rewritten_together(), one.graph.inserting_before(output):
+        output.args = (one.graph.call_function(torch.neg, (output.args[0],)),)
+        one.recompile()
+    torch.testing.assert_close(run(X), expected.layers[1](-expected.layers[0](X)))
+
+
+def test_dtype_of_a_recorded_graph_is_checked() -> None:
+    sch = slapo.create_schedule(Stack(1))
+    sch.trace(tracer="huggingface", flatten=True, example_inputs=torch.randn(3, 4))
+    sch.mod.double()
+    with pytest.raises(slapo.SlapoError, match=r"float32 parameters, they are now torch.float64"):
+        sch.mod(X.double())
+
+
+# --- copies of a module with several graphs ------------------------------------------------------
 @pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
 def test_copies_keep_graphs_and_limits(tracer: str) -> None:
     x = torch.randn(3, 4)

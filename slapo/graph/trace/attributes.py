@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import FunctionType
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from slapo.graph.trace.contents import ABSENT, FIXED, PLAIN, Contents, Known, contents_of
-from slapo.graph.trace.contract import short
+from slapo.graph.trace.contract import Bound, short
 from slapo.graph.trace.reads import Chain, Reads, global_value, reads_of
 from slapo.graph.trace.state import SLOTS
 from slapo.hooks import COMPUTING
@@ -106,6 +108,7 @@ class Trains:
         return "one that requires " + ("a gradient" if self.requires_grad else "no gradient")
 
 
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, partial)
 _ALL_PARAMETERS = frozenset({"parameters", "named_parameters"})
 #: The attribute that says whether a module is in train mode.
 MODE = "training"
@@ -155,15 +158,21 @@ def attributes_read(
 
 def globals_read(reads: Reads) -> tuple[Attribute, ...]:
     """The plain values and functions of Python modules among what is read: home, name and value."""
-    known = ((home, name, global_value(home, name)) for home, name in sorted(reads.globals))
-    return tuple(each for each in known if type(each[2]) in PLAIN or _is_helper(each[2]))
+    found = []
+    for home, name in sorted(reads.globals):
+        value = global_value(home, name)
+        if type(value) in PLAIN:
+            found.append((home, name, value))
+        elif isinstance(value, _FUNCTIONS) and not _stays(value, "." in name):
+            found.append((home, name, Bound(value)))
+    return tuple(found)
 
 
-def _is_helper(value: Any) -> bool:
-    """Whether it is a function to compare by identity, which a copy in another process has too."""
-    if not isinstance(value, FunctionType) or (value.__module__ or "torch.").startswith("torch."):
-        return False
-    return global_value(value.__module__, value.__qualname__) is value
+def _stays(function: Any, is_elsewhere: bool) -> bool:
+    """Whether nobody binds it anew: one of Python's own, and ``F.gelu``."""
+    package = (getattr(function, "__module__", None) or "torch").partition(".")[0]
+    own = not isinstance(function, partial) and package in sys.stdlib_module_names
+    return own or (is_elsewhere and package == "torch")
 
 
 class _Found:

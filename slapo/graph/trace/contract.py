@@ -57,6 +57,8 @@ class CallContract:
         Path, name and value of plain attributes that the traced code may have read.
     globals
         The same of plain values of Python modules.
+    unread
+        Entries of ``**kwargs`` that no code reads: they may be anything.
     """
 
     concrete: Mapping[str, Any] = field(default_factory=dict)
@@ -68,6 +70,7 @@ class CallContract:
     states: Mapping[str, Any] = field(default_factory=dict)
     attributes: tuple[tuple[str, str, Any], ...] = ()
     globals: tuple[tuple[str, str, Any], ...] = ()
+    unread: frozenset[str] = frozenset()
 
     @property
     def is_trivial(self) -> bool:
@@ -77,6 +80,23 @@ class CallContract:
             *(self.states, self.attributes, self.globals),
         )
         return self.training is None and self.dtype is None and not any(map(len, limits))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A function that code calls by the name of a global; compared by identity.
+
+    A copy in another process has the function that is found under its own name there. For others,
+    such as lambdas, there is nothing to compare then.
+    """
+
+    function: Callable[..., Any] | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        home = getattr(self.function, "__module__", None) or ""
+        name = getattr(self.function, "__qualname__", "")
+        is_found = global_value(home, name) is self.function
+        return Bound, (self.function if is_found else None,)
 
 
 def autocast_state() -> tuple[Any, ...]:
@@ -121,11 +141,18 @@ def state_problem(contract: CallContract) -> str | None:
             )
     for home, name, traced in contract.globals:
         now = global_value(home, name, traced)
-        if now is not traced and now != traced:
-            return (
-                f"global {name!r} of {home} is {short(now)}, but the graph was traced with "
-                f"{short(traced)}; set it before the trace"
-            )
+        if type(traced) is Bound:
+            if now is traced or now is traced.function or traced.function is None:
+                continue
+            traced = traced.function
+        elif now is traced or now == traced:
+            continue
+        is_now, was = short(now), short(traced)
+        is_now = f"another function {was}" if is_now == was else is_now
+        return (
+            f"global {name!r} of {home} is {is_now}, but the graph was traced with {was}; set it "
+            "before the trace"
+        )
     return None
 
 
@@ -163,6 +190,8 @@ def argument_problem(contract: CallContract, bound: Mapping[str, Any]) -> Proble
 
     All constants that differ are told at once.
     """
+    if contract.unread:
+        bound = {name: _that_counts(contract, name, value) for name, value in bound.items()}
     wrong = [
         (name, bound[name], traced)
         for name, traced in contract.concrete.items()
@@ -189,6 +218,13 @@ def argument_problem(contract: CallContract, bound: Mapping[str, Any]) -> Proble
             told = f"the trace holds only while {guard.text}; trace again with inputs like these"
             return Problem(told, 0)
     return None
+
+
+def _that_counts(contract: CallContract, name: str, value: Any) -> Any:
+    """A value without the entries of ``**kwargs`` that no code reads."""
+    if not isinstance(value, dict) or not isinstance(contract.concrete.get(name), dict):
+        return value
+    return {key: each for key, each in value.items() if key not in contract.unread}
 
 
 def parameter_kinds(graph: fx.Graph) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -34,18 +34,6 @@ from slapo.graph.trace.contract import (
     state_problem,
 )
 from slapo.graph.trace.state import SLOTS
-
-
-class _CompiledForward:
-    """Class attribute ``forward`` of a :class:`TracedModule`: its graph's code, always current."""
-
-    def __get__(self, module: TracedModule | None, owner: type) -> Any:
-        if module is None:
-            return self
-        if module.__dict__["_stale"]:
-            module.compile_now()
-        return module.__dict__["_forward"].__get__(module, owner)
-
 
 #: What the variants of a traced module share with it.
 _LENT = (
@@ -86,8 +74,6 @@ class TracedModule(fx.GraphModule):
 
     #: The class as written, which those that :func:`class_for` makes derive from.
     _kind: ClassVar[type[TracedModule]]
-
-    forward = _CompiledForward()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> TracedModule:
         """An object of this class, which needs no class of its own: it keeps its code itself."""
@@ -221,11 +207,38 @@ class TracedModule(fx.GraphModule):
             variant.__dict__[slot] = self.__dict__[slot]
         variant.__dict__["_shown"] = self
 
+    # A property, as dynamo knows those: a descriptor of our own it enters without end.
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The code of the graph, always that of the present one; or what has been put in place."""
+        state = self.__dict__
+        if "forward" in state:
+            return state["forward"]
+        if state["_stale"]:
+            self.compile_now()
+        return state["_forward"].__get__(self)
+
+    @forward.setter
+    def forward(self, function: Callable[..., Any]) -> None:
+        self.__dict__["forward"] = function
+
+    @forward.deleter
+    def forward(self) -> None:
+        if "forward" not in self.__dict__:
+            raise AttributeError("forward")
+        del self.__dict__["forward"]
+
     # --- calls -------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Check the call against the contract, then run hooks and the graph that serves it."""
         state = self.__dict__
-        if "forward" in state or (self.contract.is_trivial and not state.get("_held")):
+        if "forward" in state:
+            return nn.Module.__call__(self, *args, **kwargs)
+        # Here, not in what Module.compile() has dynamo interpret. When that meets a call of a graph
+        # module, it asks for its forward first, and so for its code.
+        if not torch.compiler.is_dynamo_compiling() and state["_stale"]:
+            self.compile_now()
+        if self.contract.is_trivial and not state.get("_held"):
             return nn.Module.__call__(self, *args, **kwargs)
         module = self._serving(args, kwargs)
         return nn.Module.__call__(module, *args, **kwargs)

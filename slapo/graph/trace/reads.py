@@ -150,6 +150,22 @@ def codes_of(kind: type) -> Iterator[CodeType]:
         yield from _within(method.__code__)
 
 
+#: Wraps forwards in what checkpoints a layer, and looks at flags for that.
+_AROUND_LAYERS = "transformers.modeling_layers"
+
+
+def mentions(kinds: frozenset[type], word: str) -> bool:
+    """Whether the code of classes has a word: as an attribute, argument, variable or key."""
+    bases = {base for kind in kinds for base in kind.__mro__ if base not in nn.Module.__mro__}
+    own = (f for _, f in _methods(bases) if f.__globals__.get("__name__") != _AROUND_LAYERS)
+    return any(_has(code, word) for method in own for code in _within(method.__code__))
+
+
+def _has(code: CodeType, name: str) -> bool:
+    words = (*code.co_names, *code.co_varnames, *code.co_consts)
+    return any(name in word if isinstance(word, tuple) else name == word for word in words)
+
+
 def _methods(bases: Iterable[type]) -> Iterator[tuple[str, FunctionType]]:
     """The methods that classes define, constructors and the like aside."""
     for base in bases:
@@ -168,6 +184,7 @@ def _within(code: CodeType) -> Iterator[CodeType]:
 def _functions_of(value: Any) -> Iterator[FunctionType]:
     """A function, method or property as it was written, and its decorators."""
     function = value.fget if isinstance(value, property) else value
+    function = getattr(function, "__func__", function)  # class methods cannot be called as such
     while callable(function) and not isinstance(function, type):
         function = getattr(function, "__func__", function)
         if isinstance(function, FunctionType):
@@ -208,7 +225,8 @@ def _steps(code: CodeType, me: tuple[str, ...]) -> Iterator[tuple[Chain, bool]]:
             loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
             chain = [] if loaded[-1:] == me else None
         elif chain is not None and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            chain.append(step.argval)
+            if chain or step.argval != "__class__":  # its attributes are the object's as well
+                chain.append(step.argval)
         else:
             if chain:
                 yield tuple(chain), function in ("isinstance", "type")

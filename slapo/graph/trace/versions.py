@@ -19,12 +19,20 @@ from torch import fx, nn
 
 from slapo.errors import TraceError
 from slapo.graph.trace.absent_parts import first_difference
-from slapo.graph.trace.attributes import MODE, Attribute, attributes_read, globals_read, reads_in
+from slapo.graph.trace.attributes import (
+    MODE,
+    Attribute,
+    attributes_read,
+    globals_read,
+    kind_of_module,
+    reads_in,
+)
 from slapo.graph.trace.contract import CallContract, Guard
 from slapo.graph.trace.guards import SizeGuard, UnlessNone
 from slapo.graph.trace.leaves import check_modes, depends_on_mode
 from slapo.graph.trace.modes import TWIN, merge_modes, other_mode, same_without
 from slapo.graph.trace.module import TracedModule
+from slapo.graph.trace.reads import mentions
 from slapo.graph.trace.state import SLOTS
 
 _MOST_GRAPHS = 64
@@ -48,6 +56,8 @@ class Version:
         What the code read of the modules, in the mode of the trace.
     globals
         What it read of Python modules.
+    unread
+        Entries of ``**kwargs`` that no code of the module, or below, reads.
     follow_mode
         Paths of children whose mode the code read, and that had the mode of the root.
     repeat
@@ -62,6 +72,7 @@ class Version:
     reads_mode: bool = True
     attributes: tuple[Attribute, ...] = ()
     globals: tuple[Attribute, ...] = ()
+    unread: frozenset[str] = frozenset()
     follow_mode: frozenset[str] = frozenset()
     repeat: Callable[[], None] | None = None
 
@@ -135,9 +146,20 @@ def _noting_state(module: nn.Module, trace: Trace) -> Trace:
         reads = reads_in(module, version.entered)
         version.attributes = attributes_read(module, version.entered, reads)
         version.globals = globals_read(reads)
+        if any(str(n.target).startswith("**") for n in version.graph.find_nodes(op="placeholder")):
+            version.unread = _unread_in(module)
         return version
 
     return named
+
+
+#: What models of Transformers act on by themselves, by hooks and caches, and hand on to all layers.
+_HANDED_ON = frozenset({"output_hidden_states", "use_cache"})
+
+
+def _unread_in(module: nn.Module) -> frozenset[str]:
+    kinds = frozenset(kind_of_module(each) for each in module.modules())
+    return frozenset(word for word in _HANDED_ON if not mentions(kinds, word))
 
 
 def _versions_without(module: nn.Module, trace: Trace, names: Collection[str]) -> list[Version]:
@@ -173,6 +195,7 @@ def _as_module(module: nn.Module, version: Version) -> TracedModule:
         inlined=inlined,
         attributes=version.attributes,
         globals=version.globals,
+        unread=version.unread,
     )
     return TracedModule.from_graph(module, version.graph, contract, version.constants)
 
