@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import slapo
 from slapo.graph.trace.module import TracedModule
@@ -239,3 +242,28 @@ def test_a_layer_serves_flags_that_nothing_in_it_reads() -> None:
     # Attentions are collected from a module whose operations are part of the graph now.
     with pytest.raises(slapo.SlapoError, match="'output_attentions': True"):
         model(ids, output_attentions=True)
+
+
+@pytest.fixture
+def process_group() -> Any:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_a_traced_layer_is_sharded_by_fsdp(flatten: bool, process_group: None) -> None:
+    """It makes a class of the layer's, and Transformers wraps the forward of each class it sees."""
+    family = FAMILIES["bert"]
+    model = family.build()
+    expected = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    path, _ = next(each_layer(model, family))
+    assert sch[path].trace(flatten=flatten, tracer="huggingface")
+    mesh = dist.init_device_mesh("cpu", (1,))
+    fully_shard(sch[path].mod, mesh=mesh)
+    for _, inputs in cases(False, family, ((2, 7),)):
+        (got, sharded), (wanted, grads) = run(model, inputs), run(expected, inputs)
+        torch.testing.assert_close(got, wanted)
+        whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in sharded.items()}
+        torch.testing.assert_close(whole, grads)

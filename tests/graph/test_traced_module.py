@@ -421,6 +421,7 @@ def test_traced_modules_of_one_class_share_one(tracer: str) -> None:
     one.recompile()
     assert torch.equal(one(x), -one.fc(x).relu())
     assert torch.equal(other(x), expected)
+    assert torch.equal(type(one).forward(other, x), expected)
     assert "neg" in one.code
     assert "neg" not in other.code
 

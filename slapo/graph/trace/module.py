@@ -51,6 +51,17 @@ _LENT = (
 )
 
 
+class _Forward(property):
+    """What an object has as ``forward`` and a class as a function of the object, as methods are.
+
+    A property, as dynamo knows those: a descriptor of our own it would enter without end.
+    """
+
+    def __call__(self, module: TracedModule, *args: Any, **kwargs: Any) -> Any:
+        """``super().forward``, and classes that wrap the one of the class they derive from."""
+        return self.__get__(module)(*args, **kwargs)
+
+
 class TracedModule(fx.GraphModule):
     """An ``fx.GraphModule`` that keeps all of its original and compiles only when used.
 
@@ -207,9 +218,7 @@ class TracedModule(fx.GraphModule):
             variant.__dict__[slot] = self.__dict__[slot]
         variant.__dict__["_shown"] = self
 
-    # A property, as dynamo knows those: a descriptor of our own it enters without end.
-    @property
-    def forward(self) -> Callable[..., Any]:
+    def _code_or_what_was_set(self) -> Callable[..., Any]:
         """The code of the graph, always that of the present one; or what has been put in place."""
         state = self.__dict__
         if "forward" in state:
@@ -218,15 +227,15 @@ class TracedModule(fx.GraphModule):
             self.compile_now()
         return state["_forward"].__get__(self)
 
-    @forward.setter
-    def forward(self, function: Callable[..., Any]) -> None:
+    def _set_forward(self, function: Callable[..., Any]) -> None:
         self.__dict__["forward"] = function
 
-    @forward.deleter
-    def forward(self) -> None:
+    def _delete_forward(self) -> None:
         if "forward" not in self.__dict__:
             raise AttributeError("forward")
         del self.__dict__["forward"]
+
+    forward = _Forward(_code_or_what_was_set, _set_forward, _delete_forward)
 
     # --- calls -------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -225,8 +225,9 @@ def _steps(code: CodeType, me: tuple[str, ...]) -> Iterator[tuple[Chain, bool]]:
             loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
             chain = [] if loaded[-1:] == me else None
         elif chain is not None and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            if chain or step.argval != "__class__":  # its attributes are the object's as well
-                chain.append(step.argval)
+            if chain == ["__class__"] and not step.argval.startswith("__"):
+                chain.clear()  # attributes of the class are the object's as well
+            chain.append(step.argval)
         else:
             if chain:
                 yield tuple(chain), function in ("isinstance", "type")
