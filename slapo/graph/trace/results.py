@@ -22,11 +22,10 @@ def result_at(results: Any, index: int, count: int) -> Any:
     >>> result_at(("query", "key", "value"), 1, 3)
     'key'
     """
-    if isinstance(results, (tuple, list)) and len(results) == count:
+    are_several = isinstance(results, (tuple, list))
+    if are_several and len(results) == count:
         return results[index]
-    what = f"one {type(results).__name__}"
-    if isinstance(results, (tuple, list)):
-        what = f"{len(results)} results"
+    what = f"{len(results)} results" if are_several else f"one {type(results).__name__}"
     raise SlapoError(
         f"a replacement of {count} subgraphs side by side returns a tuple of {count} results, "
         f"one for each in their order; it returned {what}"
