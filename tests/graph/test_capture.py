@@ -28,7 +28,7 @@ from slapo.graph.trace.capture import Capture, capture
 from slapo.graph.trace.examples import example_inputs
 from slapo.graph.trace.module import TracedModule
 from slapo.graph.trace.trees import leaves, tensors
-from tests.graph.zoo import FAMILIES, each_layer
+from tests.graph.zoo import FAMILIES, checkpoint_layers, each_layer
 
 SIZES = ((2, 21), (5, 7), (1, 9), (4, 4))
 
@@ -833,7 +833,7 @@ def test_cache_objects_are_refused() -> None:
 def test_checkpointed_layers_of_transformers_are_leaves_or_refused() -> None:
     family = FAMILIES["llama"]
     model = family.build().train()
-    model.activation_checkpointing_enable()
+    checkpoint_layers(model)
     inputs = family.inputs(3, 13, True)
     traced = trace(model, is_leaf=family.is_leaf, **inputs, use_cache=False).train()
     assert_equal_runs(model, traced, family.inputs(2, 7, True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import inspect
 import pickle
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 
 import slapo
@@ -428,11 +430,64 @@ def test_traced_modules_of_one_class_share_one(tracer: str) -> None:
 
 def test_checkpointing_by_transformers_is_refused_with_what_to_do() -> None:
     transformers = pytest.importorskip("transformers")
+    from tests.graph.zoo import checkpoint_layers
+
     config = transformers.BertConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2)
     sch = slapo.create_schedule(transformers.BertModel(config))
     assert sch["encoder.layer.0"].trace(tracer="huggingface", flatten=True)
     with pytest.raises(slapo.SlapoError, match=r"by sch\[path\]\.checkpoint\(\) instead"):
-        sch.mod.activation_checkpointing_enable()
+        checkpoint_layers(sch.mod)
+
+
+class GradientCheckpointingLayer(nn.Module):
+    """As that of Transformers before 5.23, in which a layer checkpoints its own calls."""
+
+    gradient_checkpointing = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.gradient_checkpointing and self.training:
+            function = functools.partial(super().__call__, **kwargs)
+            return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+        return super().__call__(*args, **kwargs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).relu()
+
+
+@pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
+def test_a_layer_that_could_checkpoint_itself_is_traced(tracer: str) -> None:
+    x = torch.randn(3, 4)
+    layer = GradientCheckpointingLayer()
+    expected = layer(x)
+    sch = slapo.create_schedule(layer)
+    assert sch.trace(tracer=tracer, example_inputs=x)
+    module: Any = sch.mod
+    torch.testing.assert_close(module(x), expected)
+    module.gradient_checkpointing = False
+    with pytest.raises(slapo.SlapoError, match=r"by sch\[path\]\.checkpoint\(\) instead"):
+        module.gradient_checkpointing = True
+        module(x)
+
+
+@pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
+def test_a_layer_that_checkpoints_itself_is_refused(tracer: str) -> None:
+    layer = GradientCheckpointingLayer()
+    layer.gradient_checkpointing = True
+    sch = slapo.create_schedule(layer)
+    with pytest.warns(UserWarning, match="defines '__call__'"):
+        assert not sch.trace(tracer=tracer, example_inputs=torch.randn(3, 4))
+
+
+def test_the_signature_of_the_forward_is_that_of_the_graph() -> None:
+    """Trainers read there which columns of a data set the model takes."""
+    sch = slapo.create_schedule(ByMode())
+    assert sch.trace(tracer="huggingface", example_inputs=torch.randn(3, 4))
+    assert list(inspect.signature(sch.mod.forward).parameters) == ["x", "scale"]
+    assert inspect.signature(sch.mod.forward).parameters["scale"].default == 1.0
 
 
 @pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])

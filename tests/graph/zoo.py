@@ -22,6 +22,12 @@ MAX_LENGTH = 64
 LAYERS = 2
 
 
+def checkpoint_layers(model: Any) -> None:
+    """Have a model of Transformers checkpoint its layers; 5.23 has renamed the method."""
+    name = "activation_checkpointing_enable"
+    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")()
+
+
 @dataclass(frozen=True)
 class Family:
     """How to build one model, and where its parts are.

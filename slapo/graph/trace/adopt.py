@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import inspect
 import operator
@@ -122,7 +123,8 @@ class Adoption:
         environment = self.output.graph_capture_output.get_runtime_env()
         backend = self.output.backend_input
         name = backend.backend_id if backend is not None else "slapo_no_graph"
-        names = dict(self.output.graph_capture_output.f_globals)
+        # Torch before 2.13 looks for the names of builtins there too.
+        names = {**vars(builtins), **self.output.graph_capture_output.f_globals}
         run = environment.forward_callable(name, compiled, extra_globals=names)
         return run(self.root, self.example.args, self.example.kwargs)
 

@@ -20,6 +20,7 @@ _OWN_STATE = frozenset(
         "_graph",
         "_code",
         "_forward",
+        "_signature",
         "_stale",
         "_kinds",
         "_together",
@@ -97,6 +98,8 @@ def check_names(kind: type[fx.GraphModule], root: nn.Module) -> None:
     """
     reserved = _names_of(kind, fx.GraphModule) - _SHARED_METHODS
     methods = _names_of(type(root), nn.Module) & reserved
+    if _only_checkpoints(root):
+        methods -= {"__call__"}
     state = set(vars(root)).union(*(vars(root)[slot] for slot in SLOTS))
     for name in sorted(methods | (state & (reserved | _OWN_STATE))):
         what = "has a method or attribute" if name != "__call__" else "defines"
@@ -104,6 +107,17 @@ def check_names(kind: type[fx.GraphModule], root: nn.Module) -> None:
             f"{type(root).__name__} {what} {name!r}, which a traced module uses otherwise: it "
             "would be lost; rename it or make the module a leaf"
         )
+
+
+def _only_checkpoints(root: nn.Module) -> bool:
+    """True where a layer's own ``__call__`` is that of Transformers, and calls the forward.
+
+    Before 5.23 it checkpoints a layer there. Its code is among what a forward may reach, so whether
+    it does is an attribute that cannot be set afterwards.
+    """
+    home = getattr(type(root).__call__, "__qualname__", "")
+    checkpoints = getattr(root, "gradient_checkpointing", True)
+    return home == "GradientCheckpointingLayer.__call__" and not checkpoints
 
 
 def _names_of(kind: type, top: type) -> set[str]:

@@ -28,7 +28,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
-    has_guarding_hint,
 )
 
 from slapo.errors import TraceError
@@ -465,7 +464,7 @@ def _values_concealed(module: nn.Module, mode: FakeTensorMode | None) -> Iterato
 
 def _is_data_dependent(tensor: torch.Tensor) -> bool:
     sizes = [size for size in tensor.shape if isinstance(size, torch.SymInt)]
-    return any(not has_guarding_hint(size) for size in sizes)
+    return any(not size.node.has_hint() for size in sizes)
 
 
 def _cannot_be_faked(error: Exception) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -152,12 +153,15 @@ class TracedModule(fx.GraphModule):
         """
         self._graph.lint()
         code = self._graph.python_code(root_module="self")
+        forward = _forward_from_src(code.src, code.globals)
+        signature = inspect.signature(forward)
         self.__dict__ |= {
             "_kinds": parameter_kinds(self._graph),
             "_code": code.src,
             "_lineno_map": code._lineno_map,
             "_prologue_start": code._prologue_start,
-            "_forward": _forward_from_src(code.src, code.globals),
+            "_forward": forward,
+            "_signature": signature.replace(parameters=[*signature.parameters.values()][1:]),
             "_stale": False,
         }
 
@@ -225,7 +229,15 @@ class TracedModule(fx.GraphModule):
             return state["forward"]
         if state["_stale"]:
             self.compile_now()
-        return state["_forward"].__get__(self)
+        function = state["_forward"]
+
+        # Bound by hand: before torch 2.13 dynamo knows no other way that gives the same
+        # instructions when it comes here once more, with code that is no longer stale.
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return function(self, *args, **kwargs)
+
+        forward.__signature__ = state["_signature"]  # type: ignore[attr-defined]
+        return forward
 
     def _set_forward(self, function: Callable[..., Any]) -> None:
         self.__dict__["forward"] = function

@@ -217,8 +217,9 @@ def _facts(node: fx.Node) -> _Facts:
 
 @lru_cache(maxsize=4096)
 def _facts_by_name(name: str) -> _Facts:
-    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    return _Facts() if packet is None else _facts_of_operator(packet)
+    found = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    # Names such as "__lt__" may find what every object has.
+    return _facts_of_operator(found) if isinstance(found, OpOverloadPacket) else _Facts()
 
 
 @lru_cache(maxsize=4096)

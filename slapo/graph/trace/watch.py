@@ -65,6 +65,7 @@ class Watch:
         called = TensorVariable.call_method
         switched = GradModeVariable._call_func
         called_function = TorchInGraphFunctionVariable.call_function
+        made = output_graph.OutputGraph.codegen_suffix
 
         def dtype(variable: TensorVariable, tx: Any) -> Any:
             return (
@@ -98,9 +99,9 @@ class Watch:
                 outer.steering.add(variable.as_proxy().node)
             return called(variable, tx, name, *args)
 
-        def effects(graph: Any, **_: Any) -> list[str]:
+        def suffix(graph: Any, *args: Any, **kwargs: Any) -> None:
             outer.effects += _effects(graph)
-            return []
+            made(graph, *args, **kwargs)
 
         with ExitStack() as stack:
             enter = stack.enter_context
@@ -111,8 +112,7 @@ class Watch:
             enter(mock.patch.object(GradModeVariable, "_call_func", switch))
             enter(mock.patch.object(TorchInGraphFunctionVariable, "call_function", call_function))
             enter(mock.patch.dict(compare_op_handlers, _comparing(compare_op_handlers)))
-            where = output_graph.OutputGraph
-            enter(mock.patch.object(where, "get_replayed_side_effect_source_refs", effects))
+            enter(mock.patch.object(output_graph.OutputGraph, "codegen_suffix", suffix))
             yield
 
     def check_effects(self) -> None:
