@@ -439,6 +439,36 @@ def test_checkpointing_by_transformers_is_refused_with_what_to_do() -> None:
         checkpoint_layers(sch.mod)
 
 
+class Chooses(nn.Module):
+    def forward(self, x: Tensor, kind: Any = 1, *rest: Tensor, **more: Any) -> Tensor:
+        if x.requires_grad or x.dtype == torch.float64 or kind is True or rest:
+            return x * 3
+        return x * more["pair"][0] * kind
+
+
+def test_a_call_like_the_last_is_let_through_and_no_other() -> None:
+    sch = slapo.create_schedule(Chooses())
+    x, pair = torch.ones(3, 4), (torch.ones(4), torch.ones(2))
+    assert sch.trace(tracer="huggingface", example_inputs={"x": x, "pair": pair})
+    module: Any = sch.mod
+    others: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((x.double(),), {"pair": pair}),
+        ((x.clone().requires_grad_(),), {"pair": pair}),
+        ((x[0],), {"pair": pair}),
+        ((x, True), {"pair": pair}),
+        ((x, 1, x), {"pair": pair}),
+        ((x,), {"pair": (*pair, x)}),
+        ((x,), {"pair": pair, "third": x}),
+    ]
+    for args, kwargs in others:
+        for _ in range(2):
+            assert torch.equal(module(x, pair=pair), x)
+        with pytest.raises(slapo.SlapoError):
+            module(*args, **kwargs)
+        with pytest.raises(slapo.SlapoError):
+            module(*args, **kwargs)
+
+
 class GradientCheckpointingLayer(nn.Module):
     """As that of Transformers before 5.23, in which a layer checkpoints its own calls."""
 

@@ -27,6 +27,7 @@ _OWN_STATE = frozenset(
         "_variants",
         "_shown",
         "_held",
+        "_passed",
     }
 )
 #: Methods of ours that hand on to the original's, or that have no say in what a call computes.

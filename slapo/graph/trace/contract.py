@@ -59,6 +59,8 @@ class CallContract:
         The same of plain values of Python modules.
     unread
         Entries of ``**kwargs`` that no code reads: they may be anything.
+    is_trivial
+        True when every call is allowed.
     """
 
     concrete: Mapping[str, Any] = field(default_factory=dict)
@@ -71,15 +73,15 @@ class CallContract:
     attributes: tuple[tuple[str, str, Any], ...] = ()
     globals: tuple[tuple[str, str, Any], ...] = ()
     unread: frozenset[str] = frozenset()
+    is_trivial: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def is_trivial(self) -> bool:
-        """True when every call is allowed."""
+    def __post_init__(self) -> None:
         limits = (
             *(self.concrete, self.never_none, self.size_guards, self.inlined),
             *(self.states, self.attributes, self.globals),
         )
-        return self.training is None and self.dtype is None and not any(map(len, limits))
+        is_trivial = self.training is None and self.dtype is None and not any(map(len, limits))
+        object.__setattr__(self, "is_trivial", is_trivial)
 
 
 @dataclass(frozen=True)
@@ -218,6 +220,34 @@ def argument_problem(contract: CallContract, bound: Mapping[str, Any]) -> Proble
             told = f"the trace holds only while {guard.text}; trace again with inputs like these"
             return Problem(told, 0)
     return None
+
+
+def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """All that :func:`argument_problem` can depend on: calls with equal keys fare alike.
+
+    None for arguments such as caches or subclasses of tensors, which only a look at them can tell.
+    """
+    try:
+        return tuple(map(_key, args)), tuple(kwargs), tuple(map(_key, kwargs.values()))
+    except TypeError:
+        return None
+
+
+def _key(value: Any) -> Any:
+    kind = type(value)
+    if kind in _TENSORS:
+        return value.shape, value.dtype, value.requires_grad
+    if value is None or kind in _NUMBERS:
+        return kind, value  # the kind too, as True == 1
+    if kind is dict:
+        return kind, tuple(value), tuple(map(_key, value.values()))
+    if kind is tuple or kind is list:
+        return kind, tuple(map(_key, value))
+    raise TypeError(kind)
+
+
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_NUMBERS = frozenset({bool, int, float, str})
 
 
 def _that_counts(contract: CallContract, name: str, value: Any) -> Any:

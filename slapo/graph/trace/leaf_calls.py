@@ -463,7 +463,7 @@ def _values_concealed(module: nn.Module, mode: FakeTensorMode | None) -> Iterato
 
 
 def _is_data_dependent(tensor: torch.Tensor) -> bool:
-    sizes = [size for size in tensor.shape if isinstance(size, torch.SymInt)]
+    sizes: list[Any] = [size for size in tensor.shape if isinstance(size, torch.SymInt)]
     return any(not size.node.has_hint() for size in sizes)
 
 

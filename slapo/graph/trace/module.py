@@ -31,6 +31,7 @@ from slapo.graph.trace.contract import (
     Problem,
     argument_problem,
     bind_arguments,
+    call_key,
     parameter_kinds,
     state_problem,
 )
@@ -284,7 +285,17 @@ class TracedModule(fx.GraphModule):
             return Problem(problem)
         if self._stale:
             self.compile_now()
-        return argument_problem(contract, bind_arguments(self._kinds, args, kwargs))
+        kinds, state = self._kinds, self.__dict__
+        if torch.compiler.is_dynamo_compiling():
+            return argument_problem(contract, bind_arguments(kinds, args, kwargs))
+        # In training one call is like the last. The kinds are others when the code is.
+        key = call_key(args, kwargs)
+        passed = state.get("_passed")
+        if passed is not None and passed[0] is contract and passed[1] is kinds and passed[2] == key:
+            return None
+        found = argument_problem(contract, bind_arguments(kinds, args, kwargs))
+        state["_passed"] = (contract, kinds, key) if found is None and key is not None else None
+        return found
 
     def _mode_problem(self, contract: CallContract) -> str | None:
         if contract.training is not None and contract.training != self.training:
@@ -385,8 +396,8 @@ class TracedModule(fx.GraphModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
         new = object.__new__(type(self))
         memo[id(self)] = new
-        kept = ("contract", "_graph", "_forward", "_shown")
-        state = {name: value for name, value in self.__dict__.items() if name not in kept}
+        state = self._state_but_graph()
+        state.pop("contract")
         new.__dict__.update(copy.deepcopy(state, memo))
         new.__dict__["contract"] = self.contract  # immutable, and its values may not copy
         # The graph has its own memo: fx keeps nodes in it, which are no business of the caller's.
@@ -413,7 +424,7 @@ class TracedModule(fx.GraphModule):
         return _rebuild, (self._kind, state, self._graph)
 
     def _state_but_graph(self) -> dict[str, Any]:
-        own = ("_graph", "_code", "_forward", "_shown")
+        own = ("_graph", "_code", "_forward", "_signature", "_passed", "_shown")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
 
@@ -466,5 +477,8 @@ def _first_float_dtype(module: nn.Module) -> torch.dtype | None:
     for parameter in module._parameters.values():
         if parameter is not None and parameter.dtype.is_floating_point:
             return parameter.dtype
-    found = (_first_float_dtype(child) for child in module._modules.values() if child is not None)
-    return next((dtype for dtype in found if dtype is not None), None)
+    for child in module._modules.values():
+        dtype = None if child is None else _first_float_dtype(child)
+        if dtype is not None:
+            return dtype
+    return None

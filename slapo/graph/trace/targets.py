@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
@@ -20,7 +20,7 @@ COLLECTIVE_REFUSED = (
     "wrap the collective in an autograd.Function, which a graph can hold"
 )
 #: Methods that leave no trace in a graph.
-_REFUSED = {
+TRACELESS_METHODS = {
     "register_hook": "registers a hook on a tensor",
     "register_post_accumulate_grad_hook": "registers a hook on a tensor",
     "backward": "runs a backward pass",
@@ -43,8 +43,8 @@ def checked(target: Any) -> Any:
             raise TraceError(CHECKPOINT_REFUSED)
         return FunctionApply(function)
     name = getattr(target, "__name__", str(target))
-    if name in _REFUSED:
-        raise TraceError(f"the forward {_REFUSED[name]}, which a graph cannot hold; make it a leaf")
+    if name in TRACELESS_METHODS:
+        refuse_traceless(name)
     if isinstance(target, torch._ops.HigherOrderOperator):
         if "checkpoint" in name:
             raise TraceError(CHECKPOINT_REFUSED)
@@ -54,3 +54,9 @@ def checked(target: Any) -> Any:
         raise TraceError(COLLECTIVE_REFUSED.format(name))
     check_target(target)
     return target
+
+
+def refuse_traceless(name: str) -> NoReturn:
+    """Refuse a method that leaves no trace in a graph."""
+    what = TRACELESS_METHODS[name]
+    raise TraceError(f"the forward {what}, which a graph cannot hold; make it a leaf")

@@ -25,6 +25,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from slapo.errors import TraceError
 from slapo.graph.trace.contract import states_among
+from slapo.graph.trace.targets import TRACELESS_METHODS, refuse_traceless
 
 #: Questions about how a tensor lies in memory: a captured answer is that of the example.
 _LAYOUT = frozenset({"is_contiguous", "stride", "storage_offset"})
@@ -95,6 +96,8 @@ class Watch:
         def call_method(variable: TensorVariable, tx: Any, name: str, *args: Any) -> Any:
             if name in _LAYOUT and not tx.f_code.co_filename.startswith(_TORCH):
                 _refuse_layout(name)
+            if name in TRACELESS_METHODS:
+                refuse_traceless(name)
             if name in _KINDS_OF_NUMBER:
                 outer.steering.add(variable.as_proxy().node)
             return called(variable, tx, name, *args)
