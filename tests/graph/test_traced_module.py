@@ -469,6 +469,22 @@ def test_a_call_like_the_last_is_let_through_and_no_other() -> None:
             module(*args, **kwargs)
 
 
+class Weighs(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x * 2 if mask is not None and mask.sum() > 0 else x
+
+
+def test_a_tensor_that_was_a_constant_is_that_tensor_alone() -> None:
+    """Another one with its shape is not like it: the code has read the values."""
+    x, mask = torch.ones(3, 4), torch.ones(3, 4)
+    sch = slapo.create_schedule(Weighs())
+    assert sch.trace(concrete_args={"mask": mask})
+    module: Any = sch.mod
+    assert torch.equal(module(x, mask), x * 2)
+    with pytest.raises(slapo.SlapoError, match="argument 'mask' is a tensor"):
+        module(x, torch.zeros(3, 4))
+
+
 class GradientCheckpointingLayer(nn.Module):
     """As that of Transformers before 5.23, in which a layer checkpoints its own calls."""
 

@@ -61,6 +61,8 @@ class CallContract:
         Entries of ``**kwargs`` that no code reads: they may be anything.
     is_trivial
         True when every call is allowed.
+    knows_tensors
+        True when a constant is a tensor: it is known by itself, not by what :func:`call_key` tells.
     """
 
     concrete: Mapping[str, Any] = field(default_factory=dict)
@@ -74,6 +76,7 @@ class CallContract:
     globals: tuple[tuple[str, str, Any], ...] = ()
     unread: frozenset[str] = frozenset()
     is_trivial: bool = field(init=False, repr=False, compare=False)
+    knows_tensors: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         limits = (
@@ -82,6 +85,7 @@ class CallContract:
         )
         is_trivial = self.training is None and self.dtype is None and not any(map(len, limits))
         object.__setattr__(self, "is_trivial", is_trivial)
+        object.__setattr__(self, "knows_tensors", _has_tensors(self.concrete))
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,8 @@ def argument_problem(contract: CallContract, bound: Mapping[str, Any]) -> Proble
 def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """All that :func:`argument_problem` can depend on: calls with equal keys fare alike.
 
-    None for arguments such as caches or subclasses of tensors, which only a look at them can tell.
+    Unless a constant is a tensor. None for arguments such as caches or subclasses of tensors, which
+    only a look at them can tell.
     """
     try:
         return tuple(map(_key, args)), tuple(kwargs), tuple(map(_key, kwargs.values()))
@@ -248,6 +253,14 @@ def _key(value: Any) -> Any:
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _NUMBERS = frozenset({bool, int, float, str})
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_tensors, value))
+    return isinstance(value, torch.Tensor)
 
 
 def _that_counts(contract: CallContract, name: str, value: Any) -> Any:

@@ -286,7 +286,7 @@ class TracedModule(fx.GraphModule):
         if self._stale:
             self.compile_now()
         kinds, state = self._kinds, self.__dict__
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() or contract.knows_tensors:
             return argument_problem(contract, bind_arguments(kinds, args, kwargs))
         # In training one call is like the last. The kinds are others when the code is.
         key = call_key(args, kwargs)
