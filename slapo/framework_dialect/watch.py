@@ -108,12 +108,15 @@ class JobWatch(Watch):
     """Looks after the other ranks of a job; made by :func:`start_watch`."""
 
     def __init__(
-        self, store: dist.Store, generation: int, rank: int, peers: list[Peer], seconds: float
+        self, store: dist.Store, generation: int, mesh: DeviceMesh | None, seconds: float
     ) -> None:
         # Holds the server, where it is in this process, as long as there is somebody to talk to.
         self._store = store
-        self._rank, self._peers, self.seconds = rank, peers, seconds
+        self._rank, self.seconds = dist.get_rank(), seconds
+        # Connected before the ranks meet: a rank that dies after that leaves nobody waiting for a
+        # connection to a store that is gone, which takes minutes to be given up.
         self._main, self._own = (Bulletin(store, generation) for _ in range(2))
+        self._peers = peers = _roster(mesh)
         self._pid = os.getpid()
         self._steps = Steps()
         self._suspicious = self._closing = self._warned = False
@@ -122,7 +125,7 @@ class JobWatch(Watch):
         self._raised: float | None = None
         self._stop = threading.Event()
         self._tick = min(_TICK, seconds / 4)
-        self._lookout = Lookout(peers, rank, self._own, self._tick)
+        self._lookout = Lookout(peers, self._rank, self._own, self._tick)
         self._looks = 0
         self._store_silence = Silence(self._tick)
         # Two threads, as the store may not answer at all when its host has lost power.
@@ -331,7 +334,7 @@ def start_watch(mesh: DeviceMesh | None = None, seconds: float | None = 30.0) ->
     if _current is not None:
         _current.close()
     _generation += 1
-    _current = JobWatch(store, _generation, dist.get_rank(), _roster(mesh), seconds)
+    _current = JobWatch(store, _generation, mesh, seconds)
     return _current
 
 

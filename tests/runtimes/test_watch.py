@@ -119,6 +119,18 @@ def store_keeper_killed(rank: int) -> None:
         time.sleep(60)
 
 
+def store_keeper_killed_as_others_connect(rank: int) -> None:
+    """Another is slow to connect to the store, which must be there until it has."""
+    connect = peers.Bulletin.__init__
+
+    def slowly(*args: Any) -> None:
+        time.sleep(3 if rank == 1 else 0)
+        connect(*args)
+
+    peers.Bulletin.__init__ = slowly  # type: ignore[method-assign]
+    store_keeper_killed(rank)
+
+
 def raises_in_step(rank: int) -> None:
     watch, tensor = start()
     for step in range(1000):
@@ -251,8 +263,11 @@ def test_a_rank_that_dies_between_steps(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_the_rank_that_keeps_the_store_is_named_too(tmp_path: Path) -> None:
-    outcome = run_job(tmp_path, store_keeper_killed)
+@pytest.mark.parametrize("job", [store_keeper_killed, store_keeper_killed_as_others_connect])
+def test_the_rank_that_keeps_the_store_is_named_too(
+    tmp_path: Path, job: Callable[[int], None]
+) -> None:
+    outcome = run_job(tmp_path, job)
     assert outcome.codes == [-signal.SIGKILL, 1, 1]
     for rank in (1, 2):
         assert "rank 0 (pp 0, dp 0, tp 0) died" in outcome.texts[rank]
