@@ -1,9 +1,8 @@
 """Whether a scheduled model without a changed kernel trains as fast as the original.
 
 The original, a copy of it and scheduled models take steps in turn (A B C A B C ...), so what else
-runs on the machine disturbs all alike. Where its tensors lie makes a model up to two per cent
-faster or slower than an equal one, in all rounds; so the reference is the mean of the original and
-its copy.
+runs on the machine disturbs all alike. Of two equal models one came out up to two per cent
+slower in a run; so the reference is the mean of the original and its copy.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def run(quick: bool, progress: Progress) -> Result:
         for name in forms:
             row = _row(case, name, times, rounds)
             result.rows.append(row)
-            progress(f"{case}, {name}: {row['cpu_ratio']:.4f} of the original's CPU time")
+            progress(f"{case}, {name}: {row['cpu_ratio']:.4f} of the CPU time of the original and its copy")
             if name not in ("original", "copy"):
                 result.targets.append(Target(f"{case}, {name}", row["cpu_ratio"], LIMIT))
     return result

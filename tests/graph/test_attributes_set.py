@@ -577,9 +577,7 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.fc(x)
-        for layer in self.layers:
-            y = layer(y)
-        for layer in self.table.values():
+        for layer in (*self.layers, *self.table.values()):
             y = layer(y)
         for scale in self.scales:
             y = y * scale
