@@ -45,7 +45,7 @@ def run(quick: bool, progress: Progress) -> Result:
         for name in forms:
             row = _row(case, name, times, rounds)
             result.rows.append(row)
-            progress(f"{case}, {name}: {row['cpu_ratio']:.4f} of the CPU time of the original and its copy")
+            progress(f"{case}, {name}: {row['cpu_ratio']:.4f} of the unscheduled CPU time")
             if name not in ("original", "copy"):
                 result.targets.append(Target(f"{case}, {name}", row["cpu_ratio"], LIMIT))
     return result
