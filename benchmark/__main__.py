@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmark import (
+    engines,
     families,
     import_time,
     matching,
@@ -28,6 +29,7 @@ BENCHMARKS: dict[str, Callable[[bool, Progress], Result]] = {
     "step_time": step_time.run,
     "partition": partition.run,
     "pipeline": pipeline.run,
+    "engines": engines.run,
 }
 
 #: Draw a picture from the CSV file of a benchmark.

@@ -151,7 +151,6 @@ def _engine(case: Case, mesh: Any) -> Any:
         micro_batches=case.micro_batches,
         pipeline_schedule=case.schedule,
         check_batches=False,  # the step alone is measured
-        watch=None,
     )[0]
 
 

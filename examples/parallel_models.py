@@ -110,15 +110,26 @@ class Family:
         inputs = {name: tokens[name] for name in ("input_ids", "attention_mask")}
         if self.encodes:
             # The decoder reads the text one token late: it says the encoder's input again.
-            inputs["decoder_input_ids"] = F.pad(tokens["labels"], (1, -1))
+            inputs["decoder_input_ids"] = F.pad(tokens["labels"].clamp(min=0), (1, -1))
         return inputs, tokens["labels"]
 
     def loss(self, output: Any, labels: Tensor) -> Tensor:
         """Mean cross entropy; of the next token for models that predict it."""
+        total, count = self.token_loss(output, labels)
+        return total / count
+
+    def token_loss(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """What an engine takes: the sum over tokens, and how many have a label.
+
+        Micro-batches and replicas hold other numbers of them, so that the mean of means is not
+        the mean.
+        """
         logits = output.logits
         if not (self.masked or self.encodes):
             logits, labels = logits[:, :-1], labels[:, 1:]
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        flat = logits.flatten(0, 1).float()
+        total = F.cross_entropy(flat, labels.flatten(), reduction="sum")
+        return total, (labels != -100).sum()
 
 
 # --- models --------------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ def main() -> None:
     """Schedule, build, train."""
     args = parse()
     mesh = slapo.init_mesh(pp=args.pp, dp=args.dp, tp=args.tp, device=args.device)
-    pp, dp, tp = (mesh.get_local_rank(name) for name in ("pp", "dp", "tp"))
     family = FAMILIES[args.model]
     sizes = Sizes(args.hidden, args.layers, args.heads, args.length, dropout=args.dropout)
 
@@ -49,11 +48,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     with slapo.init_empty_weights(enable=args.meta):
         model = family.build(sizes).train()
-    slapo.set_random_seed(args.seed, dp_rank=dp, pp_rank=pp, tp_rank=tp)
-    if args.target == "megatron":
-        # Its parameters are of this type themselves, and a trace holds for one type only.
-        model.to(DTYPES[args.dtype])
-
+    slapo.set_random_seed(args.seed, mesh=mesh)
     sch = slapo.create_schedule(model, group=mesh["tp"])
     stages = args.pp * (2 if args.schedule in LOOPED else 1)
     schedule(sch, family, stages, args.checkpoint_ratio)
@@ -61,14 +56,14 @@ def main() -> None:
         sch,
         target=args.target,
         mesh=mesh,
-        loss_fn=family.loss,
+        loss_fn=family.token_loss,
         optimizer=functools.partial(torch.optim.AdamW, lr=args.lr, weight_decay=0.0),
         micro_batches=args.micro_batches,
         clip_grad_norm=args.clip,
         dtype=DTYPES[args.dtype],
         **target_options(args),
     )
-    train(engine, batches(family, args, dp), args)
+    train(engine, batches(family, args, mesh.get_local_rank("dp")), args)
     dist.barrier()
     dist.destroy_process_group()
 

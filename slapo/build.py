@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo.agreement import all_ranks_or_none, gathered, has_peers, on_every_rank
 from slapo.errors import SlapoError
 from slapo.framework_dialect import Lowering, Runtime, get_dialect_cls
-from slapo.framework_dialect.agreement import all_ranks_or_none, gathered, has_peers
 from slapo.graph.trace.module import TracedModule
 from slapo.pipeline import PipelinedModule, generate_pipeline_partition
 from slapo.pipeline.partition import cut_nodes
@@ -19,10 +19,10 @@ from slapo.schedule import Schedule
 from slapo.sharding.layout import inner_layout_of
 from slapo.sharding.partial import has_bias
 from slapo.sharding.shards import shards_of
+from slapo.sharding.tags import apply_tags
 from slapo.sharding.vocab import is_masked
 from slapo.snapshot import restored_on_error
 from slapo.weights.materialize import has_meta_tensors, materialize
-from slapo.weights.tags import apply_tags
 from slapo.weights.ties import check_ties
 from slapo.wrapper import innermost
 
@@ -50,10 +50,26 @@ def build(
         How to create parameters on ``meta``: True for the model's own initialisation, a callable
         ``fn(module)`` or ``fn(module, path)``, or False to leave them.
     **kwargs
-        For the runtime. All take ``mesh`` (from :func:`slapo.init_mesh`), ``loss_fn(output,
-        target)``, ``optimizer(parameters)``, ``micro_batches``, ``clip_grad_norm``,
-        ``lr_scheduler(optimizer)``, ``dtype`` and ``watch``; see
-        :class:`slapo.framework_dialect.runtime.TrainingOptions` and the guide on runtimes.
+        For the runtime; a name that it does not know is an error with the nearest one.
+
+        Every target takes ``mesh`` (from :func:`slapo.init_mesh`), ``loss_fn(output, target)``
+        (the mean of a micro-batch, or ``(sum, count)``), ``optimizer(parameters)`` (or
+        ``optimizer(named_parameters)``), ``micro_batches``, ``clip_grad_norm``,
+        ``lr_scheduler(optimizer)``, ``dtype``, ``nonfinite``, ``check_batches`` and
+        ``sync_replicated``.
+
+        ``"torch"``: also ``pipeline_schedule`` (``"1f1b"``, ``"gpipe"``, ``"interleaved_1f1b"``,
+        ``"zero_bubble"``, ``"zbv"``), ``data_parallel`` (``"ddp"``, ``"fsdp"``), ``shard_size``
+        (HSDP), ``data_parallel_options``, ``autocast`` and ``compile``.
+
+        ``"deepspeed"``: also ``zero`` (0 to 3) and ``config``; or, without a mesh, ``config`` and
+        ``topology``, to get DeepSpeed's own engine.
+
+        ``"megatron"``: also ``distributed_optimizer``, ``overlap_grad_reduce`` and
+        ``data_parallel_options``.
+
+        What each means is told by :class:`slapo.framework_dialect.options.TrainingOptions`, by the
+        options of the target and by the guide on runtimes.
 
     Returns
     -------
@@ -84,6 +100,7 @@ def build(
     dialect = get_dialect_cls("runtime", target)
     what = f"build(target={target!r})"
     runtime = all_ranks_or_none(what, lambda: dialect(sch, **kwargs))
+    _check_same_options(what, runtime.described())
     check_same_schedule(sch, everywhere=True)
     lowering = all_ranks_or_none(what, lambda: _prepare(sch, runtime))
     model = lowering.model
@@ -94,6 +111,22 @@ def build(
     finally:
         if isinstance(model, PipelinedModule):
             model.forget_whole()
+
+
+def _check_same_options(what: str, described: dict[str, Any]) -> None:
+    """Ranks that differ in one of them wait for each other, or train different models."""
+    if not has_peers():
+        return
+    every = gathered(described, None)
+    for rank, other in enumerate(every):
+        name = next((n for n in every[0] if n not in other or other[n] != every[0][n]), None)
+        if name is not None:
+            raise on_every_rank(
+                SlapoError(
+                    f"{what}: {name} differs between ranks: {every[0][name]!r} on rank 0, "
+                    f"{other.get(name)!r} on rank {rank}; pass the same on every rank"
+                )
+            )
 
 
 def _build_module(sch: Schedule, init_weights: bool | Callable[..., Any], kwargs: Any) -> nn.Module:
@@ -139,6 +172,8 @@ def _share_out(sch: Schedule, pipelined: PipelinedModule, runtime: Runtime) -> L
 def _fill(sch: Schedule, lowering: Lowering, init_weights: bool | Callable[..., Any]) -> None:
     """Create this rank's parameters and let go of the others'."""
     pipelined = lowering.pipelined
+    named = [*lowering.module.named_parameters(), *lowering.module.named_buffers()]
+    lowering.created = frozenset(name for name, tensor in named if tensor.is_meta)
     if pipelined is None:
         _fill_module(sch, init_weights)
         return

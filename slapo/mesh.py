@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from slapo.agreement import all_ranks_or_none, same_on_all_ranks
 from slapo.errors import SlapoError
-from slapo.framework_dialect.agreement import all_ranks_or_none, same_on_all_ranks
 
 # From the slowest links to the fastest: tensor-parallel peers are neighbours, on one machine.
 DIMS = ("pp", "dp", "tp")
 
 
 def init_mesh(
-    pp: int = 1, dp: int = 1, tp: int = 1, device: str | torch.device | None = None
+    pp: int = 1,
+    dp: int = 1,
+    tp: int = 1,
+    device: str | torch.device | None = None,
+    timeout: float | timedelta | None = None,
 ) -> DeviceMesh:
     """Arrange the processes of the job in a grid of pipeline, data and tensor parallelism.
 
@@ -32,6 +38,9 @@ def init_mesh(
     device
         Type of the devices that the model runs on, such as ``"cpu"`` or ``"cuda"``. None is that
         of the process group if it is up, else the accelerator where there is one, else the CPU.
+    timeout
+        Seconds after which a rank that waits for others raises, for all groups of the job. None
+        keeps that of the process group: torch's default is 30 minutes (gloo) or 10 (NCCL).
 
     Returns
     -------
@@ -41,8 +50,9 @@ def init_mesh(
     Raises
     ------
     ValueError
-        If the sizes are not positive integers or their product is not the number of processes, or
-        if the process group has no backend for the device. On every rank.
+        If the sizes are not positive integers or their product is not the number of processes, if
+        the process group has no backend for the device, or the timeout is not positive. On every
+        rank.
     SlapoError
         If ranks pass different arguments, or the launcher's environment is incomplete.
 
@@ -55,16 +65,71 @@ def init_mesh(
     was_up = _is_up()
     wanted = None if device is None else torch.device(device)
     if not was_up:
-        _start(wanted or _best_device())
+        _start(wanted or _best_device(), timeout)
     try:
-        kind = all_ranks_or_none("init_mesh", lambda: _check_arguments(pp, dp, tp, wanted))
-        same_on_all_ranks("init_mesh: (pp, dp, tp, device)", (pp, dp, tp, kind))
+        kind = all_ranks_or_none("init_mesh", lambda: _check_arguments(pp, dp, tp, wanted, timeout))
+        same_on_all_ranks("init_mesh: (pp, dp, tp, device, timeout)", (pp, dp, tp, kind, timeout))
     except (TypeError, ValueError, SlapoError):
         if not was_up:
             dist.destroy_process_group()
         raise
     _select_device(kind)
-    return init_device_mesh(kind, (pp, dp, tp), mesh_dim_names=DIMS)
+    return _make_mesh(kind, (pp, dp, tp), None if timeout is None else _as_timedelta(timeout))
+
+
+def _make_mesh(kind: str, sizes: tuple[int, int, int], timeout: timedelta | None) -> DeviceMesh:
+    if timeout is None:
+        return init_device_mesh(kind, sizes, mesh_dim_names=DIMS)
+    _set_timeout(timeout)
+    # Of its own accord torch gives new groups its default, and messages between two ranks keep the
+    # timeout that their group was made with.
+    ranks = torch.arange(dist.get_world_size()).view(sizes)
+    groups = []
+    for dim in range(len(DIMS)):
+        columns = ranks.movedim(dim, -1).flatten(0, -2).tolist()
+        made = [dist.new_group(column, timeout=timeout) for column in columns]
+        groups.append(next(g for g, c in zip(made, columns, strict=True) if dist.get_rank() in c))
+    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=DIMS)
+
+
+def timeout_of_job() -> timedelta:
+    """How long ranks wait for each other: what groups that are made later should have too.
+
+    Examples
+    --------
+    >>> _ = init_mesh(device="cpu", timeout=60)
+    >>> timeout_of_job().total_seconds()
+    60.0
+    """
+    world = dist.distributed_c10d._get_default_group()
+    backend = world._get_backend(torch.device(next(iter(_backends()))))
+    # Torch's fake group, which waits for nobody, has no options.
+    options = getattr(backend, "options", None)
+    return options._timeout if options else dist.default_pg_timeout
+
+
+def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """A group of some ranks, with the timeout of the job. A collective of the world.
+
+    Parameters
+    ----------
+    ranks
+        Global ranks; all ranks of the job pass the same.
+
+    Returns
+    -------
+    ProcessGroup or None
+        None on ranks outside.
+
+    Examples
+    --------
+    >>> _ = init_mesh(device="cpu")
+    >>> new_group([0]).size()
+    1
+    """
+    group = dist.new_group(list(ranks), timeout=timeout_of_job())
+    # A rank outside gets a placeholder that is no group.
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
@@ -104,39 +169,6 @@ def check_mesh(mesh: DeviceMesh) -> None:
             f"{dist.get_world_size()} processes; make it by slapo.init_mesh(pp=, dp=, tp=)"
         )
     _check_backend(mesh.device_type, "mesh")
-
-
-def coordinate(mesh: DeviceMesh, dim: str) -> int:
-    """This rank's place along a dimension of the mesh.
-
-    Examples
-    --------
-    >>> coordinate(init_mesh(device="cpu"), "pp")
-    0
-    """
-    return mesh.get_local_rank(dim)
-
-
-def extent(mesh: DeviceMesh, dim: str) -> int:
-    """Number of ranks along a dimension of the mesh.
-
-    Examples
-    --------
-    >>> extent(init_mesh(device="cpu"), "tp")
-    1
-    """
-    return mesh.size(DIMS.index(dim))
-
-
-def group_of(mesh: DeviceMesh, dim: str) -> dist.ProcessGroup:
-    """The process group of this rank along a dimension of the mesh.
-
-    Examples
-    --------
-    >>> group_of(init_mesh(device="cpu"), "dp").size()
-    1
-    """
-    return mesh.get_group(dim)
 
 
 def describe_rank(mesh: DeviceMesh, rank: int) -> str:
@@ -187,7 +219,7 @@ def _best_device() -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def _start(device: torch.device) -> None:
+def _start(device: torch.device, timeout: float | timedelta | None) -> None:
     """Start ``torch.distributed`` for models on ``device``."""
     if not dist.is_available():
         raise SlapoError("init_mesh: this build of torch has no torch.distributed; install another")
@@ -203,7 +235,9 @@ def _start(device: torch.device) -> None:
             "all four, or none of them to run one process alone"
         )
     _select_device(device.type)
-    dist.init_process_group(backend)
+    # Checked later, on all ranks at once.
+    at_first = None if timeout is None else max(_as_timedelta(timeout), timedelta(seconds=1))
+    dist.init_process_group(backend, timeout=at_first)
 
 
 def _backend_for(kind: str) -> str:
@@ -225,8 +259,16 @@ def _select_device(kind: str) -> None:
     torch.accelerator.set_device_index(index)
 
 
-def _check_arguments(pp: int, dp: int, tp: int, device: torch.device | None) -> str:
+def _check_arguments(
+    pp: int,
+    dp: int,
+    tp: int,
+    device: torch.device | None,
+    timeout: float | timedelta | None,
+) -> str:
     """Check what a user passed against the process group; return the type of device."""
+    if timeout is not None and not _as_timedelta(timeout) > timedelta(0):
+        raise ValueError(f"init_mesh: timeout is {timeout!r}; pass seconds above 0, or None")
     sizes = dict(zip(DIMS, (pp, dp, tp), strict=True))
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -235,6 +277,17 @@ def _check_arguments(pp: int, dp: int, tp: int, device: torch.device | None) -> 
     kind = _device_of_backend() if device is None else device.type
     _check_backend(kind, "init_mesh")
     return kind
+
+
+def _set_timeout(timeout: timedelta) -> None:
+    """Of the world, which may have been there before."""
+    # Private only by its name: torch documents it, and has no other way; for gloo and NCCL alone.
+    if dist.get_backend() != "fake":
+        dist.distributed_c10d._set_pg_timeout(timeout)
+
+
+def _as_timedelta(timeout: float | timedelta) -> timedelta:
+    return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
 
 
 def _check_world(sizes: dict[str, int], world: int) -> None:

@@ -21,6 +21,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from slapo.errors import SlapoError
 
@@ -258,11 +259,13 @@ def set_random_seed(
     pp_rank: int | None = None,
     tp_rank: int | None = None,
     always_enable_tp_seed: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> None:
     """Seed Python, NumPy and torch, and start the tracker's tensor-parallel state.
 
     The seed moves by 100 per pipeline stage and by 10 per data-parallel rank, and is the same on
-    all ranks of a tensor-parallel group.
+    all ranks of a tensor-parallel group. From ten replicas on, seeds of two stages would meet so:
+    with `mesh`, the distance of stages is larger then.
 
     Parameters
     ----------
@@ -273,11 +276,13 @@ def set_random_seed(
     always_enable_tp_seed : bool
         Make torch's default state differ between tensor-parallel ranks too. Python and NumPy, which
         choose data, stay alike on them.
+    mesh : DeviceMesh, optional
+        From :func:`slapo.init_mesh`, in place of the three ranks.
 
     Raises
     ------
     ValueError
-        If a rank is negative.
+        If a rank is negative, or ranks are given beside a mesh.
     SlapoError
         If called inside a block of the tracker's :meth:`~RNGTracker.fork`.
 
@@ -288,12 +293,17 @@ def set_random_seed(
     2223
     """
     global _is_seed_set
-    pp, dp, tp = (
-        _check_rank(name, rank)
-        for name, rank in (("pp_rank", pp_rank), ("dp_rank", dp_rank), ("tp_rank", tp_rank))
-    )
+    given = {"pp_rank": pp_rank, "dp_rank": dp_rank, "tp_rank": tp_rank}
+    stage_distance = 100
+    if mesh is not None:
+        beside = [name for name, rank in given.items() if rank is not None]
+        if beside:
+            raise ValueError(f"set_random_seed: mesh has the ranks; leave out {beside}")
+        given = {f"{dim}_rank": mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp")}
+        stage_distance = max(stage_distance, 10 * mesh["dp"].size())
+    pp, dp, tp = (_check_rank(name, rank) for name, rank in given.items())
     _tracker.reset()
-    shared_seed = seed + 100 * pp + 10 * dp
+    shared_seed = seed + stage_distance * pp + 10 * dp
     random.seed(shared_seed)
     _seed_numpy(shared_seed)
     # Two seeds of its own for each tensor-parallel rank: odd multiples for the tracker's state,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -132,3 +133,14 @@ def _bare_table(rank: int, world_size: int) -> str:
 def test_a_table_without_a_mask_is_refused() -> None:
     for message in run_distributed(_bare_table, 2):
         assert 'add sch["0"].sync("fwd_post", "all_reduce")' in message
+
+
+def test_the_help_of_build_tells_the_options_of_every_target() -> None:
+    from slapo.framework_dialect.deepspeed.runtime import DeepSpeedOptions
+    from slapo.framework_dialect.megatron.options import MegatronOptions
+    from slapo.framework_dialect.pytorch.options import TorchOptions
+
+    text = slapo.build.__doc__ or ""
+    for options in (TorchOptions, DeepSpeedOptions, MegatronOptions):
+        for field in dataclasses.fields(options):
+            assert f"``{field.name}" in text, (options.__name__, field.name)

@@ -14,13 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from slapo.errors import SlapoError
 from slapo.mesh import (
     check_mesh,
-    coordinate,
     current_device,
     describe_rank,
     device_of_world,
-    extent,
-    group_of,
     init_mesh,
+    new_group,
 )
 from tests.distributed import run_distributed
 
@@ -45,9 +43,28 @@ def test_a_single_process_is_a_world_of_one() -> None:
     assert dist.get_world_size() == 1
     assert dist.get_backend() == "gloo"
     tensor = torch.ones(2)
-    dist.all_reduce(tensor, group=group_of(mesh, "tp"))
+    dist.all_reduce(tensor, group=mesh.get_group("tp"))
     assert tensor.tolist() == [1.0, 1.0]
     check_mesh(mesh)
+
+
+def timeouts(rank: int, world_size: int) -> list[float]:
+    """Of the world, of the mesh's groups, and of one that is made later."""
+    mesh = init_mesh(pp=2, dp=1, tp=1, device="cpu", timeout=45)
+    later = new_group([0, 1])
+    groups = [dist.group.WORLD, *(mesh.get_group(dim) for dim in ("pp", "dp", "tp")), later]
+    return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
+
+
+@pytest.mark.distributed
+def test_all_groups_have_the_timeout() -> None:
+    assert run_distributed(timeouts, 2) == [[45.0] * 5] * 2
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0])
+def test_a_timeout_is_positive(timeout: float) -> None:
+    with pytest.raises(ValueError, match="pass seconds above 0"):
+        init_mesh(device="cpu", timeout=timeout)
 
 
 def test_the_process_group_is_used_again() -> None:
@@ -106,18 +123,18 @@ def test_under_the_fake_process_group() -> None:
 
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
     mesh = init_mesh(pp=4, dp=4, tp=4, device="cpu")
-    assert [coordinate(mesh, dim) for dim in ("pp", "dp", "tp")] == [0, 1, 1]
+    assert [mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp")] == [0, 1, 1]
     check_mesh(mesh)
 
 
 def grid(rank: int, world_size: int) -> dict[str, Any]:
     mesh = init_mesh(pp=2, dp=2, tp=2)
     return {
-        "place": [coordinate(mesh, dim) for dim in ("pp", "dp", "tp")],
-        "tp": dist.get_process_group_ranks(group_of(mesh, "tp")),
-        "pp": dist.get_process_group_ranks(group_of(mesh, "pp")),
+        "place": [mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp")],
+        "tp": dist.get_process_group_ranks(mesh.get_group("tp")),
+        "pp": dist.get_process_group_ranks(mesh.get_group("pp")),
         "name": describe_rank(mesh, rank),
-        "extent": extent(mesh, "dp"),
+        "extent": mesh["dp"].size(),
     }
 
 
@@ -153,7 +170,7 @@ def test_errors_come_on_every_rank() -> None:
     assert mixed[0].startswith("SlapoError: init_mesh failed on rank 1 with ValueError")
     other = run_distributed(complaint, 2, [{"pp": 2}, {"tp": 2}])
     assert other[0] == other[1]
-    assert "(2, 1, 1, 'cpu') on rank 0, (1, 1, 2, 'cpu') on rank 1" in other[0]
+    assert "(2, 1, 1, 'cpu', None) on rank 0, (1, 1, 2, 'cpu', None) on rank 1" in other[0]
 
 
 def from_environment(rank: int, world_size: int, port: int) -> Any:
@@ -161,7 +178,7 @@ def from_environment(rank: int, world_size: int, port: int) -> Any:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT=str(port), LOCAL_RANK=str(rank))
     mesh = init_mesh(tp=2, device="cpu")
-    return coordinate(mesh, "tp"), isinstance(mesh, DeviceMesh)
+    return mesh.get_local_rank("tp"), isinstance(mesh, DeviceMesh)
 
 
 @pytest.mark.distributed

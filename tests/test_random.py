@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -216,3 +217,32 @@ def test_the_accelerator_has_a_state_of_its_own() -> None:
         assert torch.equal(torch.rand(4, device=device), inside)
     assert torch.equal(torch.rand(4, device=device), outside)
     assert not torch.equal(inside, outside)
+
+
+class _Mesh:
+    """Of 24 replicas, as one rank sees it."""
+
+    def __init__(self, pp: int, dp: int, tp: int) -> None:
+        self.place = {"pp": pp, "dp": dp, "tp": tp}
+
+    def get_local_rank(self, dim: str) -> int:
+        return self.place[dim]
+
+    def __getitem__(self, dim: str) -> Any:
+        return self
+
+    def size(self) -> int:
+        return 24
+
+
+def test_seeds_of_a_mesh_never_meet() -> None:
+    """From ten replicas on, the published distances make two ranks draw alike."""
+
+    seeds = set()
+    for pp in range(3):
+        for dp in range(24):
+            set_random_seed(5, mesh=_Mesh(pp, dp, 0))  # type: ignore[arg-type]
+            seeds.add(torch.initial_seed())
+    assert len(seeds) == 72
+    with pytest.raises(ValueError, match=r"mesh has the ranks; leave out \['dp_rank'\]"):
+        set_random_seed(5, dp_rank=1, mesh=_Mesh(0, 1, 0))  # type: ignore[arg-type]

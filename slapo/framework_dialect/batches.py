@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from slapo.agreement import checksum, communication_device, gathered, on_every_rank
 from slapo.errors import SlapoError
+from slapo.mesh import new_group
 
 _EXPECTED = (
     "(inputs, targets), where inputs is a tensor, a tuple of positional arguments or a dict of "
@@ -18,9 +22,9 @@ _EXPECTED = (
 )
 
 
-@dataclass
-class MicroBatch:
-    """One call of the model, and what its output is compared with.
+@dataclass(frozen=True)
+class Batch:
+    """One or more samples: arguments of the model, and what its output is compared with.
 
     Attributes
     ----------
@@ -33,6 +37,158 @@ class MicroBatch:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     targets: Any
+
+    @classmethod
+    def of(cls, batch: Any, device: torch.device | str) -> Batch:
+        """Take apart what a data loader yields, on a device.
+
+        Parameters
+        ----------
+        batch
+            ``(inputs, targets)``. Inputs: a tensor, a tuple or list of positional arguments, or a
+            mapping of keyword arguments. Targets: any nest of tensors, or None.
+        device
+            Where its tensors go; without a copy where they are there already.
+
+        Raises
+        ------
+        TypeError
+            If the batch is no pair, or a keyword is no string.
+
+        Examples
+        --------
+        >>> Batch.of(({"x": torch.ones(2), "n": 3}, None), "cpu").kwargs
+        {'x': tensor([1., 1.]), 'n': 3}
+        """
+        inputs, targets = _pair(batch)
+        args, kwargs = _arguments(inputs)
+        moved = [_moved(nest, device) for nest in (args, kwargs, targets)]
+        return cls(moved[0], moved[1], moved[2])
+
+    def cast(self, dtype: torch.dtype | None) -> Batch:
+        """Arguments of floating point in another dtype; None leaves them.
+
+        Examples
+        --------
+        >>> Batch((torch.ones(1),), {}, None).cast(torch.bfloat16).args
+        (tensor([1.], dtype=torch.bfloat16),)
+        """
+        if dtype is None:
+            return self
+
+        def cast(leaf: Any) -> Any:
+            is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+            return leaf.to(dtype) if is_float else leaf
+
+        args, kwargs = pytree.tree_map(cast, (self.args, self.kwargs))
+        return Batch(args, kwargs, self.targets)
+
+    def sizes(self) -> dict[str, int]:
+        """First size of each tensor, by where it lies in the batch."""
+        whole = {"inputs": self.kwargs or self.args, "targets": self.targets}
+        return {
+            name + pytree.keystr(path): leaf.shape[0]
+            for name, nest in whole.items()
+            for path, leaf in pytree.tree_flatten_with_path(nest)[0]
+            if isinstance(leaf, Tensor) and leaf.dim()
+        }
+
+    def size(self, needed: int) -> int:
+        """Number of samples.
+
+        Parameters
+        ----------
+        needed
+            Number of micro-batches that the batch is cut in, for messages.
+
+        Raises
+        ------
+        ValueError
+            If there is no tensor to count, or tensors differ in their first size.
+
+        Examples
+        --------
+        >>> Batch((torch.ones(6, 2),), {}, None).size(3)
+        6
+        """
+        leaves = pytree.tree_leaves((self.args, self.kwargs, self.targets))
+        found = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+        if len(found) == 1:
+            return found.pop()
+        if not found:
+            raise ValueError(
+                f"the batch has no tensor to cut in {needed} micro-batches; pass tensors, or "
+                "micro_batches=1"
+            )
+        raise ValueError(
+            f"the tensors of the batch differ in their first size ({_listed(self.sizes())}), which "
+            "is the one that is cut in micro-batches; expand all of them to the batch size"
+        )
+
+    def part(self, start: int, length: int) -> Batch:
+        """Some of the samples, as views; tensors without dimensions and other values stay.
+
+        Examples
+        --------
+        >>> Batch((torch.arange(6),), {"n": 1}, None).part(2, 2)
+        Batch(args=(tensor([2, 3]),), kwargs={'n': 1}, targets=None)
+        """
+
+        def take(leaf: Any) -> Any:
+            has_samples = isinstance(leaf, Tensor) and leaf.dim()
+            return leaf.narrow(0, start, length) if has_samples else leaf
+
+        return Batch(*pytree.tree_map(take, (self.args, self.kwargs, self.targets)))
+
+    def cut(self, micro_batches: int) -> list[Batch]:
+        """Equal parts.
+
+        Raises
+        ------
+        ValueError
+            If the samples cannot be cut in so many.
+
+        Examples
+        --------
+        >>> [part.args for part in Batch((torch.arange(4),), {}, None).cut(2)]
+        [(tensor([0, 1]),), (tensor([2, 3]),)]
+        """
+        if micro_batches == 1:
+            return [self]
+        length = self.part_size(micro_batches)
+        return [self.part(k * length, length) for k in range(micro_batches)]
+
+    def part_size(self, micro_batches: int) -> int:
+        """Samples of each of equal parts. See `cut`."""
+        size = self.size(micro_batches)
+        if size % micro_batches or not size:
+            raise ValueError(
+                f"a batch of {size} samples is not divisible by micro_batches={micro_batches} "
+                f"({_listed(self.sizes())}); change either, or drop the last batch of the data "
+                "(drop_last=True)"
+            )
+        return size // micro_batches
+
+    def cut_unevenly(self, micro_batches: int) -> list[tuple[Batch, int]]:
+        """Batches that are cut in equal parts one after the other, and in how many.
+
+        Any number of samples can be cut so: a last part may be smaller than the others.
+
+        Examples
+        --------
+        >>> batch = Batch((torch.arange(7),), {}, None)
+        >>> [(part.args, count) for part, count in batch.cut_unevenly(3)]
+        [((tensor([0, 1, 2, 3, 4, 5]),), 2), ((tensor([6]),), 1)]
+        """
+        if micro_batches == 1:
+            return [(self, 1)]
+        size = self.size(micro_batches)
+        if size % micro_batches == 0 and size:
+            return [(self, micro_batches)]
+        length = max(1, -(-size // micro_batches))
+        full, rest = divmod(size, length)
+        parts = [(self.part(0, full * length), full)] if full else []
+        return parts + ([(self.part(full * length, rest), 1)] if rest or not full else [])
 
 
 def next_batch(data_iter: Iterator[Any]) -> Any:
@@ -75,58 +231,139 @@ def next_batch(data_iter: Iterator[Any]) -> Any:
         ) from None
 
 
-def split_batch(batch: Any, micro_batches: int) -> list[MicroBatch]:
-    """Cut a batch in equal parts along the first dimension of its tensors.
+class BatchCheck:
+    """Refuses batches that differ among the ranks that must have the same one.
+
+    The pipeline and tensor-parallel ranks of one data-parallel coordinate work on one batch, and
+    get it by loading it each. Where their loaders have drifted apart, training goes on with a model
+    that nobody meant. The ranks compare shapes, types and a checksum of the bytes, in one small
+    collective of theirs.
 
     Parameters
     ----------
-    batch
-        ``(inputs, targets)``. Inputs: a tensor, a tuple or list of positional arguments, or a
-        mapping of keyword arguments. Targets: any nest of tensors, or None.
-    micro_batches
-        Number of parts.
+    mesh
+        Of the dimensions pp, dp and tp. Making one is a collective of the world.
+    """
 
-    Returns
-    -------
-    list of MicroBatch
-        Their tensors are views. Tensors without dimensions and all other values are in every one.
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self._dp = mesh.get_local_rank("dp")
+        self.ranks: list[int] = mesh.mesh[:, self._dp].flatten().tolist()
+        self.group = _group_of_columns(mesh)
 
-    Raises
-    ------
-    TypeError
-        If the batch is no pair, or a keyword is no string.
-    ValueError
-        If tensors differ in their first size, or it is not divisible.
+    def check(self, what: str, batch: Batch | None, error: Exception | None) -> None:
+        """Compare; a collective of the ranks that share a batch.
+
+        Parameters
+        ----------
+        what
+            What is being done, for messages.
+        batch, error
+            This rank's batch, or why it has none.
+
+        Raises
+        ------
+        Exception
+            The error.
+        SlapoError
+            On all of these ranks, if one has no batch, or another one than the first.
+        """
+        if self.group is None:
+            if error is not None:
+                raise error
+            return
+        digest = (0, 0, 0) if batch is None else (1, *batch_digest(batch))
+        if not self._is_alike(digest):
+            self._refuse(what, batch, digest, error)
+
+    def _is_alike(self, digest: tuple[int, int, int]) -> bool:
+        # The largest and, by its negative, the smallest: in one collective.
+        both = torch.tensor([digest, [-number for number in digest]], dtype=torch.int64)
+        both = both.to(communication_device(self.group))
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
+        largest, smallest = both.tolist()
+        return largest[0] == 1 and largest == [-number for number in smallest]
+
+    def _refuse(
+        self, what: str, batch: Batch | None, digest: tuple[int, int, int], error: Exception | None
+    ) -> None:
+        told = (digest, describe_batch(batch), f"{type(error).__name__}: {error}")
+        found = gathered(told, self.group)
+        if error is not None:
+            raise self._of_all(error)
+        failed = [
+            (rank, text) for rank, (d, _, text) in zip(self.ranks, found, strict=True) if not d[0]
+        ]
+        if failed:
+            raise self._of_all(
+                SlapoError(f"{what} failed on rank {failed[0][0]} with {failed[0][1]}")
+            )
+        first = found[0]
+        rank, other = next(
+            (r, f) for r, f in zip(self.ranks, found, strict=True) if f[0] != first[0]
+        )
+        how = "with other contents" if other[0][1] == first[0][1] else f"of {other[1]}"
+        raise self._of_all(
+            SlapoError(
+                f"{what}: ranks {self.ranks[0]} and {rank} share data-parallel coordinate "
+                f"{self._dp} and got different batches: {first[1]} on rank {self.ranks[0]}, one "
+                f"{how} on rank {rank}; seed and shard the data by mesh.get_local_rank('dp'), so "
+                "that the pp and tp ranks of one coordinate read the same"
+            )
+        )
+
+    def _of_all(self, error: Exception) -> Exception:
+        """Other replicas, where there are some, do not know of it."""
+        return on_every_rank(error) if self.mesh.shape[1] == 1 else error
+
+
+def _group_of_columns(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The ranks of this data-parallel coordinate; None where there is but one."""
+    pp, dp, tp = mesh.shape
+    if pp == 1 or tp == 1:
+        return None if pp == tp == 1 else mesh.get_group("pp" if tp == 1 else "tp")
+    made = [new_group(mesh.mesh[:, d].flatten().tolist()) for d in range(dp)]
+    return next(group for group in made if group is not None)
+
+
+def batch_digest(batch: Any) -> tuple[int, int]:
+    """Two numbers that tell batches apart: one of their form, one of their tensors' bytes.
 
     Examples
     --------
-    >>> parts = split_batch((torch.arange(6).view(3, 2), torch.arange(3)), 3)
-    >>> parts[1].args, parts[1].targets
-    ((tensor([[2, 3]]),), tensor([1]))
+    >>> batch_digest(torch.tensor([1, 2])) == batch_digest(torch.tensor([2, 1]))
+    False
     """
-    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"micro_batches is {micro_batches!r}; pass a whole number from 1 up")
-    inputs, targets = _pair(batch)
-    args, kwargs = _arguments(inputs)
-    whole = {"inputs": kwargs or args, "targets": targets}
-    part = _part_size(_sizes(whole), micro_batches) if micro_batches > 1 else None
-    if part is None:
-        return [MicroBatch(args, kwargs, targets)]
-    return [
-        MicroBatch(*(_map(_taker(k * part, part), nest) for nest in (args, kwargs, targets)))
-        for k in range(micro_batches)
-    ]
+    form = 0
+    for byte in describe_batch(batch).encode():
+        form = (form * 1_000_003 + byte) % 2**61
+    sums = [checksum(leaf) for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
+    content = 0
+    for value in torch.stack([s.cpu() for s in sums]).tolist() if sums else ():
+        content = (content * 1_000_003 + value) % 2**61
+    return form, content
 
 
-def move_batch(batch: Any, device: torch.device | str) -> Any:
-    """Move the tensors of a batch to a device; without a copy where they are there already.
+def describe_batch(batch: Any) -> str:
+    """Shapes and types of a batch, for people.
 
     Examples
     --------
-    >>> move_batch({"x": torch.ones(2), "n": 3}, "cpu")
-    {'x': tensor([1., 1.]), 'n': 3}
+    >>> describe_batch((torch.zeros(2, 3), None))
+    'float32(2, 3), None'
     """
-    return _map(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    return ", ".join(_describe_leaf(leaf) for leaf in _leaves(batch))
+
+
+def _leaves(batch: Any) -> list[Any]:
+    nest = (batch.args, batch.kwargs, batch.targets) if isinstance(batch, Batch) else batch
+    return pytree.tree_leaves(nest)
+
+
+def _describe_leaf(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{tuple(leaf.shape)}"
+    return repr(leaf) if leaf is None or isinstance(leaf, (bool, int, str)) else type(leaf).__name__
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
@@ -155,48 +392,16 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (), dict(inputs)
 
 
-def _sizes(whole: dict[str, Any]) -> dict[str, int]:
-    """First size of each tensor, by where it lies in the batch."""
-    return {
-        name + pytree.keystr(path): leaf.shape[0]
-        for name, nest in whole.items()
-        for path, leaf in pytree.tree_flatten_with_path(_map(lambda tensor: tensor, nest))[0]
-        if isinstance(leaf, Tensor) and leaf.dim()
-    }
-
-
-def _part_size(sizes: dict[str, int], micro_batches: int) -> int:
-    shown = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-    if not sizes:
-        raise ValueError(
-            f"the batch has no tensor to cut in {micro_batches} micro-batches; pass tensors, or "
-            "micro_batches=1"
-        )
-    if len(set(sizes.values())) > 1:
-        raise ValueError(
-            f"the tensors of the batch differ in their first size ({shown}), which is the one that "
-            "is cut in micro-batches; expand all of them to the batch size"
-        )
-    size = next(iter(sizes.values()))
-    if size % micro_batches or not size:
-        raise ValueError(
-            f"a batch of {size} samples is not divisible by micro_batches={micro_batches} "
-            f"({shown}); change either, or drop the last batch of the data (drop_last=True)"
-        )
-    return size // micro_batches
-
-
-def _taker(start: int, length: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that takes these rows of a tensor."""
-    return lambda tensor: tensor.narrow(0, start, length) if tensor.dim() else tensor
-
-
-def _map(fn: Callable[[Tensor], Tensor], nest: Any) -> Any:
-    """Apply ``fn`` to the tensors of a nest; mappings that torch does not know become dicts."""
+def _moved(nest: Any, device: torch.device | str) -> Any:
+    """Tensors on a device; mappings that torch does not know become dicts, which it looks into."""
 
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return fn(leaf)
-        return _map(fn, dict(leaf)) if isinstance(leaf, Mapping) else leaf
+            return leaf.to(device, non_blocking=True)
+        return _moved(dict(leaf), device) if isinstance(leaf, Mapping) else leaf
 
     return pytree.tree_map(visit, nest)
+
+
+def _listed(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name}: {size}" for name, size in sizes.items())

@@ -16,21 +16,19 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
-from slapo.errors import SlapoError
-from slapo.framework_dialect.agreement import same_on_all_ranks
 from slapo.framework_dialect.buckets import (
     Bucket,
     by_kind,
     distinct,
     is_sharded,
     local_part,
+    reduced_in,
     share_out,
     sum_of_squares,
 )
-from slapo.mesh import coordinate, current_device, device_of_world, extent
+from slapo.mesh import device_of_world
 
 # As DDP has it: large enough for full bandwidth, small enough to overlap copies with traffic.
 BUCKET_BYTES = 25 * 2**20
@@ -40,19 +38,22 @@ _IN_FLIGHT = 2
 
 
 @torch.no_grad()
-def average_gradients(
+def reduce_gradients(
     params: Iterable[Parameter],
     group: dist.ProcessGroup | None,
+    mean: bool = True,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
-    """Replace each gradient by its mean over the ranks of a group.
+    """Replace each gradient by its mean, or its sum, over the ranks of a group.
 
     Parameters
     ----------
     params
-        Ordinary parameters (no DTensors), in the same order on all ranks.
+        In the same order on all ranks.
     group
-        The data-parallel ranks; None for a world of one.
+        The ranks; None for a world of one.
+    mean
+        Whether the sum is divided by their number.
     bucket_bytes
         Gradients travel together in buffers of about this size.
 
@@ -60,120 +61,49 @@ def average_gradients(
     --------
     >>> weight = Parameter(torch.ones(2))
     >>> weight.grad = torch.tensor([1.0, 2.0])
-    >>> average_gradients([weight], group=None)
+    >>> reduce_gradients([weight], group=None)
     >>> weight.grad
     tensor([1., 2.])
     """
     if group is None or group.size() == 1:
         return
+    divisor = group.size() if mean else 1
     under_way: deque[Bucket] = deque()
     for bucket in share_out(_trained(params), bucket_bytes):
         if len(under_way) == _IN_FLIGHT:
-            under_way.popleft().finish(group.size())
+            under_way.popleft().finish(divisor)
         bucket.start(group)
         under_way.append(bucket)
     for bucket in under_way:
-        bucket.finish(group.size())
+        bucket.finish(divisor)
 
 
-class TiedGradients:
-    """Parameters that are one in the model and several in the run.
+@torch.no_grad()
+def sum_copies(copies: Sequence[Parameter], group: dist.ProcessGroup | None) -> None:
+    """Give every copy of a tied parameter the sum of the gradients of all of them.
 
     Parameters
     ----------
     copies
-        For each tie, the distinct parameters of this rank that stand for it. The order of ties is
-        the same on all ranks, also where a rank has only some of them.
-    groups
-        For each tie, the group of the ranks that hold it; None if all copies are on this rank.
-
-    Raises
-    ------
-    ValueError
-        If a tie has no copy, copies of different shapes, or no group entry.
+        The distinct parameters of this rank that stand for one of the model.
+    group
+        The ranks that hold it; None if all copies are on this rank.
 
     Examples
     --------
     >>> first, second = Parameter(torch.ones(2)), Parameter(torch.ones(2))
     >>> first.grad = torch.tensor([1.0, 2.0])
-    >>> TiedGradients([[first, second]], [None]).reduce()
+    >>> sum_copies([first, second], None)
     >>> second.grad
     tensor([1., 2.])
     """
-
-    def __init__(
-        self, copies: Sequence[Sequence[Parameter]], groups: Sequence[dist.ProcessGroup | None]
-    ) -> None:
-        if len(copies) != len(groups):
-            raise ValueError(f"{len(copies)} ties and {len(groups)} groups; pass one for each")
-        for number, same in enumerate(copies):
-            shapes = {tuple(param.shape) for param in same}
-            if len(shapes) != 1:
-                raise ValueError(
-                    f"tie {number} has parameters of the shapes {sorted(shapes)}; pass at least "
-                    "one, and all of one shape"
-                )
-        self.copies = [distinct(same) for same in copies]
-        self.groups = list(groups)
-
-    @torch.no_grad()
-    def reduce(self) -> None:
-        """Give every copy the sum of the gradients of all copies, on all ranks."""
-        for same, group in zip(self.copies, self.groups, strict=True):
-            first = _add_up(same)
-            if group is not None and group.size() > 1:
-                bucket = Bucket([first])
-                bucket.start(group)
-                bucket.finish()
-            for other in same[1:]:
-                _set_gradient(other, first.grad)
-
-    @torch.no_grad()
-    def broadcast_values(self) -> None:
-        """Give every copy the values of the first one, on the first rank of its group."""
-        for same, group in zip(self.copies, self.groups, strict=True):
-            values = local_part(same[0].detach())
-            if group is not None and group.size() > 1:
-                dense = values.contiguous()
-                dist.broadcast(dense, src=dist.get_global_rank(group, 0), group=group)
-                values.copy_(dense)
-            for other in same[1:]:
-                local_part(other.detach()).copy_(values)
-
-
-def new_tie_groups(rank_sets: Sequence[Iterable[int]]) -> list[dist.ProcessGroup | None]:
-    """Create a process group for each set of ranks.
-
-    Parameters
-    ----------
-    rank_sets
-        Global ranks. A collective of the world: all ranks pass the same sets in the same order,
-        also those of which they are no member.
-
-    Returns
-    -------
-    list of ProcessGroup or None
-        None for sets of one rank and for those without this rank. Equal sets share a group.
-
-    Raises
-    ------
-    SlapoError
-        If ranks pass different sets.
-
-    Examples
-    --------
-    >>> new_tie_groups([[0]])
-    [None]
-    """
-    sets = [tuple(sorted(set(ranks))) for ranks in rank_sets]
-    same_on_all_ranks("the ranks that share tied parameters", sets)
-    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-    for ranks in sets:
-        if ranks not in made:
-            group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
-            # A rank outside gets a placeholder that is no group.
-            made[ranks] = group if isinstance(group, dist.ProcessGroup) else None
-    return [made[ranks] for ranks in sets]
+    first = _add_up(copies)
+    if group is not None and group.size() > 1:
+        bucket = Bucket([first])
+        bucket.start(group)
+        bucket.finish()
+    for other in copies[1:]:
+        _set_gradient(other, first.grad)
 
 
 def is_tensor_parallel(param: Tensor) -> bool:
@@ -243,81 +173,47 @@ def global_norm(
 
 
 @torch.no_grad()
-def clip_gradients(params: Iterable[Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scale gradients down so that their norm is at most ``max_norm``.
+def scale_gradients(params: Iterable[Parameter], factor: Tensor) -> None:
+    """Multiply gradients by one number.
 
     Parameters
     ----------
     params
         This rank's.
-    max_norm
-        The largest norm to let through.
-    norm
-        What :func:`global_norm` has returned: the scale is the same on all ranks.
+    factor
+        Without dimensions; the same on all ranks. It is not read here: that would make the host
+        wait for the device.
 
     Examples
     --------
     >>> weight = Parameter(torch.ones(2))
     >>> weight.grad = torch.tensor([3.0, 4.0])
-    >>> clip_gradients([weight], 1.0, global_norm([weight]))
+    >>> scale_gradients([weight], clip_factor(global_norm([weight]), 1.0))
     >>> weight.grad
     tensor([0.6000, 0.8000])
     """
     grads = [local_part(param.grad) for param in distinct(params) if param.grad is not None]
-    # The small number is that of torch.nn.utils.clip_grad_norm_. No branch: reading the norm would
-    # make the host wait for the device.
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for _, same in by_kind(grads):
-        torch._foreach_mul_(same, scale.to(same[0].device))
+    for dtype, same in by_kind(grads):
+        torch._foreach_mul_(same, factor.to(same[0].device, reduced_in(dtype)))
 
 
-@torch.no_grad()
-def mean_loss(loss: Tensor | None, mesh: DeviceMesh, last: int = -1) -> Tensor:
-    """Tell every rank of a mesh the loss of the last stages, averaged over replicas.
-
-    Parameters
-    ----------
-    loss
-        Mean over the micro-batches of this rank: a tensor of one element on ranks of the last
-        pipeline stage, anything elsewhere.
-    mesh
-        Of the dimensions pp, dp and tp.
-    last
-        Coordinate along pp of the ranks that run the last stage.
-
-    Returns
-    -------
-    Tensor
-        Without dimensions, float32, the same on every rank.
-
-    Raises
-    ------
-    SlapoError
-        If a rank of the last stage has no loss.
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What brings a gradient's norm down to at most ``max_norm``.
 
     Examples
     --------
-    >>> from slapo.mesh import init_mesh
-    >>> mean_loss(torch.tensor(0.5), init_mesh(device="cpu"))
-    tensor(0.5000)
+    >>> clip_factor(torch.tensor(4.0), 1.0)
+    tensor(0.2500)
     """
-    is_last = coordinate(mesh, "pp") == last % extent(mesh, "pp")
-    if is_last and loss is None:
-        raise SlapoError("a rank of the last pipeline stage has no loss; its loss_fn was not run")
-    mean = torch.zeros((), device=current_device(mesh))
-    if is_last and loss is not None and coordinate(mesh, "tp") == 0:
-        mean += loss.detach().reshape(()) / extent(mesh, "dp")
-    # One collective of the world, after which no rank can differ in a last bit.
-    if dist.get_world_size() > 1:
-        dist.all_reduce(mean)
-    return mean
+    # The small number is that of torch.nn.utils.clip_grad_norm_.
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _trained(params: Iterable[Parameter]) -> list[Parameter]:
     return [param for param in distinct(params) if param.requires_grad]
 
 
-def _add_up(same: list[Parameter]) -> Parameter:
+def _add_up(same: Sequence[Parameter]) -> Parameter:
     """Sum the gradients of this rank's copies in the first."""
     first = same[0]
     for other in same[1:]:

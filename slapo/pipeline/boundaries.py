@@ -92,12 +92,14 @@ class ShapeProbe:
         Holds real or ``meta`` tensors.
     device
         Where the stage runs.
+    half
+        What parameters are cast to when the stage runs; None if they are not.
     """
 
-    def __init__(self, stage: Stage, device: torch.device) -> None:
+    def __init__(self, stage: Stage, device: torch.device, half: torch.dtype | None = None) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode  # half a second, for engines only
 
-        self.stage, self.device = stage, device
+        self.stage, self.device, self.half = stage, device, half
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         fakes: dict[int, Tensor] = {}
         self._tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
@@ -110,9 +112,17 @@ class ShapeProbe:
         if tensor is None:
             return None
         if id(tensor) not in fakes:
-            on_device = tensor.to("meta") if tensor.is_meta else tensor
-            fakes[id(tensor)] = self.mode.from_tensor(on_device)
+            fake: Tensor = self.mode.from_tensor(tensor)
+            if self.half is not None and isinstance(tensor, nn.Parameter):
+                fake = self._in_half(fake)
+            fakes[id(tensor)] = fake
         return fakes[id(tensor)]
+
+    def _in_half(self, fake: Tensor) -> Tensor:
+        if not fake.is_floating_point():
+            return fake
+        with self.mode:
+            return nn.Parameter(fake.detach().to(self.half), fake.requires_grad)
 
     def _zeros(self, value: Any, made: dict[int, Any]) -> Any:
         """A real tensor for a fake one; other entries of the tables as they are."""
@@ -132,7 +142,7 @@ class ShapeProbe:
             If it cannot run on such tensors.
         """
         try:
-            with self._tensors_concealed(), no_results_kept(), self.mode:
+            with self._as_probed(), self.mode:
                 sent = self._sent(received, autocast, TensorMeta.empty)
         except Exception:
             # Modules that look at values (experts that pick their tokens) need real ones.
@@ -149,8 +159,7 @@ class ShapeProbe:
         devices = [] if self.device.type == "cpu" else [self.device]
         try:
             with (
-                self._tensors_concealed(real=True),
-                no_results_kept(),
+                self._as_probed(real=True),
                 torch.random.fork_rng(devices, device_type=self.device.type),
             ):
                 return self._sent(received, autocast, TensorMeta.zeros)
@@ -171,6 +180,16 @@ class ShapeProbe:
         with torch.enable_grad(), autocasting(self.device, autocast):
             sent = self.stage(*inputs)
         return sent if self.stage.sent else ()
+
+    @contextmanager
+    def _as_probed(self, real: bool = False) -> Iterator[None]:
+        """Without the stage's tensors, without what it keeps, without compiled code."""
+        with (
+            self._tensors_concealed(real),
+            no_results_kept(),
+            torch.compiler.set_stance("force_eager"),
+        ):
+            yield
 
     @contextmanager
     def _tensors_concealed(self, real: bool = False) -> Iterator[None]:

@@ -48,10 +48,21 @@ class PipelineInputs:
         SlapoError
             If the call is outside of what the trace holds for, or an input is no tensor.
         """
-        bound = bind_arguments(self._kinds, args, dict(kwargs))
-        check_arguments(self._contract, bound, self._label)
+        check_arguments(
+            self._contract, bind_arguments(self._kinds, args, dict(kwargs)), self._label
+        )
+        return self.take(args, kwargs)
+
+    def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """The tensors, in order, of a call that was looked at, or of many such calls together.
+
+        Raises
+        ------
+        SlapoError
+            If an input is no tensor.
+        """
         self._check_names(args, kwargs)
-        given = {**self._defaults, **bound}
+        given = {**self._defaults, **bind_arguments(self._kinds, args, dict(kwargs))}
         missing = [name for name in self.names if not isinstance(given.get(name), Tensor)]
         if missing:
             shown = {name: type(given[name]).__name__ for name in missing if name in given}

@@ -6,7 +6,7 @@ from typing import Any
 
 from slapo.node import Node
 from slapo.primitives.base import Primitive
-from slapo.weights.tags import apply_tags
+from slapo.sharding.tags import apply_tags
 from slapo.wrapper import innermost
 
 

@@ -26,8 +26,8 @@ from slapo.primitives.subgraphs import (
 from slapo.primitives.wrapping import check_called, check_module
 from slapo.sharding.layout import move_syncs
 from slapo.sharding.shards import shards_of
+from slapo.sharding.tags import apply_tags
 from slapo.weights.provenance import Source, inherit_weights
-from slapo.weights.tags import apply_tags
 from slapo.weights.ties import TiePlan
 from slapo.wrapper import innermost, replace_innermost
 

@@ -12,7 +12,7 @@ from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called
 from slapo.sharding.shards import ShardPlan, shards_of, share_slice
 from slapo.sharding.slicing import make_spec
-from slapo.weights.tags import apply_tags
+from slapo.sharding.tags import apply_tags
 from slapo.weights.ties import owner_of
 from slapo.wrapper import innermost
 

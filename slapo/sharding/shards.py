@@ -13,8 +13,8 @@ from slapo.sharding.layout import Layout, check_syncs, inner_layout_of, set_layo
 from slapo.sharding.partial import check_deferrable, defer_bias, has_bias
 from slapo.sharding.rules import Effect, effect_of
 from slapo.sharding.slicing import ShardSpec, make_spec
+from slapo.sharding.tags import new_parameter
 from slapo.sharding.vocab import check_maskable, mask_vocabulary
-from slapo.weights.tags import new_parameter
 
 #: Ops that turn a partial sum into something whole.
 REDUCTIONS = ("all_reduce", "reduce_scatter")

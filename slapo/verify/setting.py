@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from slapo.random import TENSOR_PARALLEL, get_rng_tracker
 from slapo.schedule import Schedule
+from slapo.sharding.tags import apply_tags, tags_of
 from slapo.verify.tensors import places, tensors_in
-from slapo.weights.tags import apply_tags, tags_of
 from slapo.wrapper import innermost
 
 SEED = 20131

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from slapo.sharding.shards import shards_of
 from slapo.sharding.slicing import ShardSpec
-from slapo.weights.tags import apply_tags, new_parameter
+from slapo.sharding.tags import apply_tags, new_parameter
 from slapo.wrapper import innermost
 
 #: Largest difference allowed, relative to the largest value: rounding that another order of

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo.errors import SlapoError
 from slapo.sharding.shards import full_sizes_of, shards_of
-from slapo.weights.tags import apply_tags, new_parameter, tags_of
+from slapo.sharding.tags import apply_tags, new_parameter, tags_of
 from slapo.wrapper import innermost
 
 #: Fills the tensors of one module in place.

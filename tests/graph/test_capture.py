@@ -208,7 +208,7 @@ def test_contract_names_what_the_graph_has_built_in() -> None:
         "kwargs": {},
     }
     assert contract.never_none == {"input_ids", "attention_mask"}
-    assert (contract.training, contract.dtype) == (None, torch.float32)
+    assert (contract.training, contract.dtype) == (None, None)
     traced = as_module(model, recorded)
     with pytest.raises(SlapoError, match="labels"):
         traced(**inputs, labels=inputs["input_ids"])

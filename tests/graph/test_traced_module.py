@@ -368,8 +368,28 @@ def test_dynamo_meets_traced_layers_in_any_way(
     torch.testing.assert_close(run(X), expected.layers[1](-expected.layers[0](X)))
 
 
-def test_dtype_of_a_recorded_graph_is_checked() -> None:
+class _Decides(nn.Module):
+    """Takes another path in float64; what it decides by is no input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        return y * 2 if y.dtype == torch.float64 else y
+
+
+def test_a_graph_follows_the_dtype_of_parameters() -> None:
     sch = slapo.create_schedule(Stack(1))
+    expected = copy.deepcopy(sch.mod).double()
+    sch.trace(tracer="huggingface", flatten=True, example_inputs=torch.randn(3, 4))
+    sch.mod.double()
+    assert torch.equal(sch.mod(X.double()), expected(X.double()))
+
+
+def test_a_graph_that_python_chose_by_dtype_holds_for_that_dtype() -> None:
+    sch = slapo.create_schedule(_Decides())
     sch.trace(tracer="huggingface", flatten=True, example_inputs=torch.randn(3, 4))
     sch.mod.double()
     with pytest.raises(slapo.SlapoError, match=r"float32 parameters, they are now torch.float64"):

@@ -70,7 +70,7 @@ def test_a_sequence_parallel_tag_that_was_rolled_back_does_nothing(pair: None) -
         sch.select("*").annotate("weight", "sequence_parallel", True)
     assert not hasattr(model[0].weight, "sequence_parallel")
     sums: list[Tensor] = []
-    import slapo.weights.tags as tags
+    import slapo.sharding.tags as tags
 
     original = tags.reduce_from_group
     tags.reduce_from_group = lambda grad, group: sums.append(grad) or grad

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
-from slapo.mesh import coordinate
 
 VOCABULARY, SIZE, LENGTH, BATCH, MICRO_BATCHES = 24, 8, 5, 8, 4
 
@@ -71,11 +70,15 @@ def data(steps: int = 6, seed: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def make(
-    target: str, layout: tuple[int, int, int], stages: int | None = None, **options: Any
+    target: str,
+    layout: tuple[int, int, int],
+    stages: int | None = None,
+    seed: int = 0,
+    **options: Any,
 ) -> Any:
     """The engine of a model in a layout, with as many stages as pipeline ranks."""
     mesh = slapo.init_mesh(*layout, device="cpu")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sch = slapo.create_schedule(Model().train(), group=mesh["tp"])
     if sch.world_size > 1:
         for block in sch.select("h.*"):
@@ -141,7 +144,7 @@ def learn(
     if options.pop("halve", False):
         options["lr_scheduler"] = halving
     engine, optimizer = make(target, layout, **options)
-    dp = coordinate(engine.mesh, "dp")
+    dp = engine.mesh.get_local_rank("dp")
     part = BATCH // layout[1]
     batches = (tuple(t[dp * part : (dp + 1) * part] for t in batch) for batch in data())
     losses = [engine.train_batch(batches) for _ in range(3)]

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import slapo
 import slapo.framework_dialect.deepspeed.runtime  # registers the target
-from slapo.mesh import coordinate, extent
 
 VOCAB, HIDDEN, BLOCKS = 16, 8, 4
 
@@ -108,13 +107,13 @@ def cut(sch: Any, stages: int) -> None:
 def scheduled(mesh: DeviceMesh, model: nn.Module, late: bool = False) -> Any:
     """The model's schedule for a mesh; `late`: two stages, the second with the head alone."""
     sch = slapo.create_schedule(model, group=mesh["tp"])
-    if extent(mesh, "tp") > 1:
+    if mesh["tp"].size() > 1:
         shard(sch)
     if late:
         sch.trace_until("")
         sch[f"blocks.{BLOCKS - 1}"].cut_pipeline_stage()
     else:
-        cut(sch, extent(mesh, "pp"))
+        cut(sch, mesh["pp"].size())
     return sch
 
 
@@ -189,7 +188,7 @@ def split(batch: Any, count: int) -> list[Any]:
 def state_error(state: dict[str, Tensor], reference: nn.Module, mesh: DeviceMesh) -> float:
     """Largest difference of this rank's tensors from the reference's."""
     whole = reference.state_dict()
-    tp, place = extent(mesh, "tp"), coordinate(mesh, "tp")
+    tp, place = mesh["tp"].size(), mesh.get_local_rank("tp")
     errors = []
     for name, tensor in state.items():
         wanted = whole[name].float()

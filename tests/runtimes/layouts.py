@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import slapo
 from examples.parallel_models import FAMILIES, Family, Sizes, schedule
-from slapo.mesh import coordinate
 from slapo.sharding.shards import shards_of
 from slapo.wrapper import innermost
 
@@ -26,15 +25,20 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
 
 
-def batches(family: Family, seed: int = 5) -> list[tuple[dict[str, Tensor], Tensor]]:
-    """One whole batch for each step."""
+def batches(
+    family: Family, seed: int = 5, uneven: bool = False
+) -> list[tuple[dict[str, Tensor], Tensor]]:
+    """One whole batch for each step; `uneven`: from sample to sample, fewer tokens have labels."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(STEPS):
         ids = torch.randint(1, SIZES.vocabulary, (BATCH, LENGTH), generator=generator)
         mask = torch.ones_like(ids)
         mask[1, -2:] = 0
-        found.append(family.batch({"input_ids": ids, "attention_mask": mask, "labels": ids}))
+        labels = ids.clone()
+        for sample in range(BATCH if uneven else 0):
+            labels[sample, LENGTH - 2 * sample :] = -100
+        found.append(family.batch({"input_ids": ids, "attention_mask": mask, "labels": labels}))
     return found
 
 
@@ -56,7 +60,7 @@ def train_alone(name: str) -> tuple[list[float], dict[str, Tensor]]:
     family, model = FAMILIES[name], model_of(name)
     optimizer = sgd(list(model.parameters()))
     losses = []
-    for inputs, targets in batches(family):
+    for inputs, targets in batches(family, uneven=True):
         loss = family.loss(model(**inputs), targets)
         loss.backward()
         optimizer.step()
@@ -71,7 +75,7 @@ def train_laid_out(
     """Losses of all steps, and the engine after them."""
     family = FAMILIES[name]
     mesh = slapo.init_mesh(*layout, device="cpu")
-    place = {dim: coordinate(mesh, dim) for dim in ("pp", "dp", "tp")}
+    place = {dim: mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp")}
     sch = slapo.create_schedule(model_of(name, dropout), group=mesh["tp"])
     looped = options.get("pipeline_schedule") in ("interleaved_1f1b", "zero_bubble", "zbv")
     stages = layout[0] * (2 if looped else 1)
@@ -80,13 +84,13 @@ def train_laid_out(
         sch,
         target=target,
         mesh=mesh,
-        loss_fn=family.loss,
+        loss_fn=family.token_loss,
         optimizer=sgd,
         micro_batches=MICRO_BATCHES,
         **options,
     )
     slapo.set_random_seed(11, **{f"{dim}_rank": rank for dim, rank in place.items()})
-    data = (rows(batch, place["dp"], layout[1]) for batch in batches(family))
+    data = (rows(batch, place["dp"], layout[1]) for batch in batches(family, uneven=True))
     return [engine.train_batch(data).item() for _ in range(STEPS)], engine
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import slapo
 from examples.parallel_models import FAMILIES, schedule
-from slapo.mesh import coordinate
 from slapo.pipeline import generate_pipeline_partition
 from tests.runtimes import layouts
 from tests.runtimes.layouts import MICRO_BATCHES, STEPS, batches, largest_difference, model_of, rows
@@ -132,13 +131,13 @@ def start(
     sch = slapo.create_schedule(model or model_of(name), group=mesh["tp"])
     schedule(sch, family, layout[0])
     given = {
-        "loss_fn": family.loss,
+        "loss_fn": family.token_loss,
         "optimizer": layouts.sgd,
         "micro_batches": MICRO_BATCHES,
         **options,
     }
     engine, optimizer = slapo.build(sch, target="megatron", mesh=mesh, **given)
-    return engine, optimizer, coordinate(mesh, "dp")
+    return engine, optimizer, mesh.get_local_rank("dp")
 
 
 def train_case(case: Case, layout: Layout, alone: Alone) -> dict[str, float]:

@@ -8,15 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slapo.agreement import all_ranks_or_none, is_on_every_rank, same_on_all_ranks
 from slapo.errors import SlapoError
-from slapo.framework_dialect.agreement import (
-    all_ranks_or_none,
-    batch_digest,
-    is_on_every_rank,
-    same_batch,
-    same_on_all_ranks,
-)
-from slapo.mesh import group_of, init_mesh
+from slapo.framework_dialect.batches import Batch, BatchCheck, batch_digest
+from slapo.mesh import init_mesh
 from tests.distributed import run_distributed
 
 
@@ -52,7 +47,7 @@ def test_all_ranks_or_none() -> None:
 
 
 def compare(rank: int, world_size: int, values: list[Any], dim: str) -> tuple[str, str, bool]:
-    group = group_of(init_mesh(dp=2, tp=2), dim) if dim else None
+    group = init_mesh(dp=2, tp=2).get_group(dim) if dim else None
     return outcome(lambda: same_on_all_ranks("micro_batches", values[rank], group))
 
 
@@ -70,31 +65,32 @@ def test_same_on_all_ranks() -> None:
 
 def load_batches(rank: int, world_size: int, batches: list[Any]) -> tuple[str, str, bool]:
     mesh = init_mesh(pp=2, dp=2)
-
-    def load() -> Any:
-        if isinstance(batches[rank], Exception):
-            raise batches[rank]
-        return batches[rank]
-
-    return outcome(lambda: same_batch("train_batch", load, mesh))
+    check = BatchCheck(mesh)
+    mine = batches[rank]
+    failed = isinstance(mine, Exception)
+    batch = None if failed else Batch((mine,), {}, ())
+    return outcome(lambda: check.check("train_batch", batch, mine if failed else None))
 
 
 @pytest.mark.distributed
-def test_same_batch() -> None:
+def test_ranks_that_share_a_batch_have_the_same() -> None:
     nan = torch.tensor([1.0, float("nan")])
     other = torch.tensor([float("nan"), 1.0])
     # Ranks 0 and 2 share a data-parallel coordinate, and so do 1 and 3.
     fine = run_distributed(load_batches, 4, [nan, other, nan, other])
     assert {r[0] for r in fine} == {"result"}
     contents = run_distributed(load_batches, 4, [nan, other, nan, nan])
-    assert {r[0] for r in contents} == {"SlapoError"}
-    assert "ranks 1 and 3 share data-parallel coordinate 1" in contents[0][1]
-    assert "float32(2,) on rank 1, one with other contents on rank 3" in contents[0][1]
+    assert [r[0] for r in contents] == ["result", "SlapoError"] * 2
+    assert "ranks 1 and 3 share data-parallel coordinate 1" in contents[1][1]
+    assert "float32(2,) on rank 1, one with other contents on rank 3" in contents[1][1]
     shapes = run_distributed(load_batches, 4, [nan, nan, nan[:1], nan])
-    assert "float32(2,) on rank 0, one of float32(1,) on rank 2" in shapes[3][1]
+    assert [r[0] for r in shapes] == ["SlapoError", "result"] * 2
+    assert "float32(2,) on rank 0, one of float32(1,) on rank 2" in shapes[2][1]
     empty = run_distributed(load_batches, 4, [nan, nan, nan, SlapoError("no further batch")])
-    assert empty[3] == ("SlapoError", "no further batch", True)
-    assert empty[0][1] == "train_batch failed on rank 3 with SlapoError: no further batch"
+    # The other replica does not know: this is no error of all ranks.
+    assert empty[3] == ("SlapoError", "no further batch", False)
+    assert empty[1][1] == "train_batch failed on rank 3 with SlapoError: no further batch"
+    assert empty[0][0] == empty[2][0] == "result"
 
 
 def test_alone_everything_passes() -> None:

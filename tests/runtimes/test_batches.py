@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from slapo.errors import SlapoError
-from slapo.framework_dialect.batches import move_batch, next_batch, split_batch
+from slapo.framework_dialect.batches import Batch, next_batch
+
+
+def split_batch(batch: Any, micro_batches: int) -> list[Batch]:
+    return Batch.of(batch, "cpu").cut(micro_batches)
 
 
 def rows(n: int) -> torch.Tensor:
@@ -52,12 +56,6 @@ def test_one_micro_batch_is_the_batch() -> None:
     inputs = {"x": rows(3), "broadcast": rows(1)}
     (part,) = split_batch((inputs, None), 1)
     assert part.kwargs["x"] is inputs["x"]
-
-
-@pytest.mark.parametrize("count", [0, -2, 1.5, True, None])
-def test_micro_batches_is_a_positive_integer(count: Any) -> None:
-    with pytest.raises(ValueError, match="pass a whole number from 1 up"):
-        split_batch((rows(4), None), count)
 
 
 def test_not_divisible() -> None:
@@ -120,10 +118,39 @@ def test_what_is_no_iterator(wrong: Any, remedy: str) -> None:
         next_batch(wrong)
 
 
-def test_move_batch() -> None:
-    batch = (UserDict(x=rows(2)), [torch.ones(1), "text"])
-    moved = move_batch(batch, "meta")
-    assert moved[0]["x"].is_meta
-    assert moved[1][0].is_meta
-    assert moved[1][1] == "text"
-    assert move_batch(batch, "cpu")[1][0] is batch[1][0]
+def test_tensors_move_to_the_device() -> None:
+    inputs, targets = UserDict(x=rows(2)), [torch.ones(1), "text"]
+    moved = Batch.of((inputs, targets), "meta")
+    assert moved.kwargs["x"].is_meta
+    assert moved.targets[0].is_meta
+    assert moved.targets[1] == "text"
+    assert Batch.of((inputs, targets), "cpu").targets[0] is targets[0]
+
+
+@pytest.mark.parametrize(
+    ("samples", "micro_batches", "expected"),
+    [
+        (6, 3, [(6, 3)]),
+        (7, 3, [(6, 2), (1, 1)]),
+        (5, 4, [(4, 2), (1, 1)]),
+        (2, 4, [(2, 2)]),
+        (1, 4, [(1, 1)]),
+        (5, 1, [(5, 1)]),
+    ],
+)
+def test_any_number_of_samples_can_be_evaluated(
+    samples: int, micro_batches: int, expected: list[tuple[int, int]]
+) -> None:
+    batch = Batch.of((rows(samples), torch.arange(samples)), "cpu")
+    found = batch.cut_unevenly(micro_batches)
+    assert [(part.args[0].shape[0], count) for part, count in found] == expected
+    assert torch.equal(torch.cat([part.targets for part, _ in found]), torch.arange(samples))
+
+
+def test_arguments_are_cast_and_targets_are_not() -> None:
+    batch = Batch.of((({"a": torch.ones(2), "n": torch.arange(2)},), torch.ones(2)), "cpu")
+    cast = batch.cast(torch.bfloat16)
+    assert cast.args[0]["a"].dtype == torch.bfloat16
+    assert cast.args[0]["n"].dtype == torch.int64
+    assert cast.targets.dtype == torch.float32
+    assert batch.cast(None) is batch

@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 
 import slapo
 from examples.parallel_models import FAMILIES, Family, schedule
-from slapo.framework_dialect.batches import split_batch
+from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.pytorch.placement import schedule_named
 from slapo.pipeline import PipelinedModule, generate_pipeline_partition
 from slapo.pipeline.boundaries import Boundary, ShapeProbe, describe_inputs, infer_boundaries
@@ -241,7 +241,7 @@ def boundaries_of(name: str, stages: int, micro_batches: int) -> tuple[Boundary,
     schedule(sch, family, stages)
     pipelined = generate_pipeline_partition(sch).mod
     assert isinstance(pipelined, PipelinedModule)
-    part = split_batch(batches(family)[0], micro_batches)[0]
+    part = Batch.of(batches(family)[0], "cpu").cut(micro_batches)[0]
     inputs = describe_inputs(pipelined.inputs.names, pipelined.bind(part.args, part.kwargs))
     probes = [ShapeProbe(stage, torch.device("cpu")) for stage in pipelined.stages]
     return infer_boundaries(stages, inputs, lambda index, received: probes[index].run(received))

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import slapo
-from slapo.mesh import coordinate
 from tests.distributed import run_distributed
 from tests.runtimes.deepspeed_models import (
     ADAMW,
@@ -73,11 +72,11 @@ def train(case: Case) -> dict[str, Any]:
         case.options.get("lr_scheduler"),
     )
     mesh = slapo.init_mesh(case.pp, case.dp, case.tp)
-    if coordinate(mesh, "dp"):
+    if mesh.get_local_rank("dp"):
         with torch.no_grad():  # replicas are made equal
             model.embed.weight.add_(1.0)
             model.temperature.add_(1.0)
-    if coordinate(mesh, "pp"):
+    if mesh.get_local_rank("pp"):
         with torch.no_grad():  # so are the tied weights of stages
             model.embed.weight.add_(1.0)
     engine, optimizer = slapo.build(
@@ -88,11 +87,12 @@ def train(case: Case) -> dict[str, Any]:
         optimizer=case.optimizer,
         micro_batches=MICRO_BATCHES,
         dtype=case.dtype,
+        sync_replicated=True,
         **case.options,
     )
     losses, evals = [], []
     for replicas in batches(case.dp, STEPS, size=2 * MICRO_BATCHES):
-        mine = replicas[coordinate(mesh, "dp")]
+        mine = replicas[mesh.get_local_rank("dp")]
         before = engine.eval_batch(iter([mine]))
         loss = engine.train_batch(iter([mine]))
         assert loss.shape == before.shape == ()

@@ -1,22 +1,48 @@
-"""Ranks that die or fail in the middle of training, in real engines with pipelines."""
+"""Ranks that are killed, raise or hang in the middle of training, and what the others say."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+import slapo
+from slapo.errors import SlapoError
+from slapo.framework_dialect.failures import failures_of
+from slapo.mesh import init_mesh
+from tests.distributed import run_distributed
 from tests.runtimes.contract import data, loss_fn, make
-from tests.runtimes.test_watch import run_job
+from tests.runtimes.jobs import WORLD, Outcome, environment, free_port, run_job
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
+#: Seconds until the others have ended: they look for who failed first, and Python ends.
+SOON = 15
 
-def train_until_killed(rank: int, target: str) -> None:
+
+def check_that_others_name(outcome: Outcome, failed: int, text: str) -> None:
+    name = f"rank {failed} (pp {failed}, dp 0, tp 0)"
+    for rank in set(range(WORLD)) - {failed}:
+        assert outcome.codes[rank] == 1, outcome.texts[rank]
+        assert f"SlapoError: {name} {text}" in outcome.texts[rank], outcome.texts[rank]
+        assert outcome.seconds[rank] - outcome.seconds[failed] < SOON
+
+
+# --- engines -------------------------------------------------------------------------------------
+def train_until_killed(target: str, rank: int) -> None:
     engine, _ = make(target, (3, 1, 1), stages=3)
     batches = data(steps=50)
     for step in range(50):
@@ -28,58 +54,235 @@ def train_until_killed(rank: int, target: str) -> None:
 class FailsLater:
     """A loss that fails at its 10th micro-batch, on the last stage's rank only."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, fails: bool = True) -> None:
+        self.count, self.fails = 0, fails
 
     def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
         self.count += 1
-        if self.count == 10:
+        if self.count == 10 and self.fails:
             raise ValueError("the loss is not to be had")
         return loss_fn(output, targets)
 
 
-def train_until_error(rank: int, target: str) -> None:
+def train_until_error(target: str, rank: int) -> None:
     engine, _ = make(target, (3, 1, 1), stages=3, loss_fn=FailsLater())
     batches = data(steps=50)
     for _ in range(50):
         engine.train_batch(batches)
 
 
-def torch_killed(rank: int) -> None:
-    train_until_killed(rank, "torch")
-
-
-def deepspeed_killed(rank: int) -> None:
-    train_until_killed(rank, "deepspeed")
-
-
-def torch_error(rank: int) -> None:
-    train_until_error(rank, "torch")
-
-
-def deepspeed_error(rank: int) -> None:
-    train_until_error(rank, "deepspeed")
-
-
-@pytest.mark.parametrize("job", [torch_killed, deepspeed_killed])
-def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path, job: Any) -> None:
-    if "deepspeed" in job.__name__:
+@pytest.mark.parametrize("target", ["torch", "deepspeed"])
+def test_a_rank_that_is_killed_is_named(tmp_path: Path, target: str) -> None:
+    if target == "deepspeed":
         pytest.importorskip("deepspeed")
-    outcome = run_job(tmp_path, job, limit=150)
+    outcome = run_job(tmp_path, partial(train_until_killed, target))
     assert outcome.codes[1] == -signal.SIGKILL
-    for rank in (0, 2):
-        assert outcome.codes[rank] not in (0, None), outcome.texts[rank]
-        assert "rank 1 (pp 1, dp 0, tp 0)" in outcome.texts[rank]
-        assert outcome.seconds[rank] - outcome.seconds[1] < 20
+    check_that_others_name(outcome, 1, "died without a word")
 
 
-@pytest.mark.parametrize("job", [torch_error, deepspeed_error])
-def test_a_rank_that_raises_ends_the_job(tmp_path: Path, job: Any) -> None:
-    if "deepspeed" in job.__name__:
+@pytest.mark.parametrize("target", ["torch", "deepspeed"])
+def test_a_rank_that_raises_is_named_with_its_error(tmp_path: Path, target: str) -> None:
+    if target == "deepspeed":
         pytest.importorskip("deepspeed")
-    outcome = run_job(tmp_path, job, limit=150)
-    assert all(code not in (0, None) for code in outcome.codes)
+    outcome = run_job(tmp_path, partial(train_until_error, target))
     assert "ValueError: the loss is not to be had" in outcome.texts[2]
-    for rank in (0, 1):
-        assert "rank 2 (pp 2, dp 0, tp 0)" in outcome.texts[rank]
-        assert "the loss is not to be had" in outcome.texts[rank]
+    check_that_others_name(outcome, 2, "failed with ValueError: the loss is not to be had")
+
+
+# --- without an engine ---------------------------------------------------------------------------
+def killed(rank: int) -> None:
+    failures = failures_of(init_mesh(pp=WORLD, device="cpu"))
+    for step in range(1000):
+        with failures.named():
+            if rank == 1 and step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.ones(1))
+
+
+def keeper_of_the_store_killed(rank: int) -> None:
+    failures = failures_of(init_mesh(pp=WORLD, device="cpu"))
+    for step in range(1000):
+        with failures.named():
+            if rank == 0 and step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.ones(1))
+
+
+def raises_between_steps(rank: int) -> None:
+    failures = failures_of(init_mesh(pp=WORLD, device="cpu"))
+    with failures.named():
+        dist.all_reduce(torch.ones(1))
+    if rank == 2:
+        raise KeyError("no such column")
+    with failures.named():
+        dist.recv(torch.ones(1), (rank + 1) % WORLD)
+
+
+def hangs(rank: int) -> None:
+    failures = failures_of(init_mesh(pp=WORLD, device="cpu", timeout=4))
+    with failures.named():
+        if rank == 1:
+            time.sleep(20)
+        dist.all_reduce(torch.ones(1))
+
+
+def meets_an_error_that_all_have(rank: int) -> None:
+    """Every rank raises by itself, at another time, and goes on; nobody is blamed later."""
+    failures = failures_of(init_mesh(pp=WORLD, device="cpu"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="bad batch"), failures.named():
+            time.sleep(0.3 * rank)
+            raise ValueError("bad batch")
+    with failures.named():
+        dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with failures.named():
+        dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("job", "failed", "text"),
+    [
+        (killed, 1, "died without a word"),
+        (raises_between_steps, 2, "failed with KeyError: 'no such column'"),
+        (meets_an_error_that_all_have, 1, "died without a word"),
+    ],
+)
+def test_the_first_to_fail_is_named(
+    tmp_path: Path, job: Callable[[int], None], failed: int, text: str
+) -> None:
+    check_that_others_name(run_job(tmp_path, job), failed, text)
+
+
+def test_the_keeper_of_the_store_is_named(tmp_path: Path) -> None:
+    outcome = run_job(tmp_path, keeper_of_the_store_killed)
+    for rank in (1, 2):
+        assert outcome.codes[rank] == 1
+        assert re.search(
+            r"SlapoError: rank 0 \(pp 0, dp 0, tp 0\)(, which keeps the store of the job, is gone| "
+            r"died without a word)",
+            outcome.texts[rank],
+        )
+        assert outcome.seconds[rank] - outcome.seconds[0] < SOON
+
+
+def test_a_rank_that_hangs_is_named_when_the_others_lose_patience(tmp_path: Path) -> None:
+    outcome = run_job(tmp_path, hangs, limit=60)
+    for rank in (0, 2):
+        assert outcome.codes[rank] == 1
+        assert "nothing was heard of rank 1 (pp 1, dp 0, tp 0), which may" in outcome.texts[rank]
+        assert outcome.seconds[rank] < 25
+
+
+def several_engines(rank: int, world_size: int) -> Any:
+    """Also with a store in a file, which no rank keeps."""
+    mesh = init_mesh(pp=world_size, device="cpu")
+    before = threading.active_count()
+    first, second = failures_of(mesh), failures_of(mesh)
+    with first.named(), second.named():
+        dist.all_reduce(torch.ones(1))
+    return first is second, threading.active_count() - before
+
+
+def test_engines_share_one_and_start_no_thread() -> None:
+    assert run_distributed(several_engines, 2) == [(True, 0)] * 2
+
+
+def one_fails(rank: int, world_size: int) -> tuple[str, str]:
+    engine, _ = make("torch", (1, 2, 1), loss_fn=FailsLater(fails=rank == 1))
+    batches = data(steps=9)
+    engine.train_batch(batches)
+    engine.train_batch(batches)
+    before = [p.detach().clone() for p in engine.parameters()]
+    texts = []
+    for _ in range(2):
+        with pytest.raises((ValueError, SlapoError)) as caught:
+            if rank == 0:
+                raise SlapoError("the other rank waits for nobody here")
+            engine.train_batch(batches)
+        texts.append(str(caught.value))
+    assert all(map(torch.equal, before, engine.parameters()))
+    return texts[0], texts[1]
+
+
+def test_no_further_step_is_taken_after_one_that_failed() -> None:
+    """DDP holds sums of the failed step: they would count in the next one."""
+    _, (first, second) = run_distributed(one_fails, 2)
+    assert first == "the loss is not to be had"
+    assert "a step before has failed with ValueError: the loss is not to be had" in second
+
+
+SCRIPT = """
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+import torch, torch.distributed as dist
+from slapo.framework_dialect.failures import failures_of
+from slapo.mesh import init_mesh
+torch.set_num_threads(1)
+failures = failures_of(init_mesh(dp=2, device="cpu", timeout=5))
+with failures.named():
+    dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 1 and {fault!r} == "raises":
+    {{}}["no such key"]
+if dist.get_rank() == 1 and {fault!r} == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if dist.get_rank() == 1 and {fault!r} == "hangs":
+    time.sleep(60)
+if {fault!r}:
+    with failures.named():
+        dist.recv(torch.ones(1), 0 if dist.get_rank() else 1)
+"""
+
+
+def start(folder: Path, fault: str, launcher: bool) -> list[subprocess.Popen[str]]:
+    """Two ordinary interpreters, by themselves or below torchrun."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT.format(root=str(Path(slapo.__file__).parents[1]), fault=fault))
+    settings = {"text": True, "stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+    if launcher:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        torchrun += ["--master-port", str(free_port())]
+        return [subprocess.Popen([*torchrun, str(script)], **settings)]  # type: ignore[call-overload]
+    port = free_port()
+    return [
+        subprocess.Popen(  # type: ignore[call-overload]
+            [sys.executable, str(script)],
+            env={**os.environ, **environment(rank, port, world=2)},
+            **settings,
+        )
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("raises", "rank 1 (pp 0, dp 1, tp 0) failed with KeyError: 'no such key'"),
+        ("killed", "rank 1 (pp 0, dp 1, tp 0) died without a word"),
+        ("hangs", "nothing was heard of rank 1 (pp 0, dp 1, tp 0)"),
+    ],
+)
+def test_ordinary_processes(tmp_path: Path, fault: str, text: str) -> None:
+    first, second = start(tmp_path, fault, launcher=False)
+    said = first.communicate(timeout=60)[1]
+    second.kill()
+    second.communicate()
+    assert first.returncode == 1
+    assert text in said
+
+
+@pytest.mark.parametrize("fault", ["raises", "killed"])
+def test_torchrun_ends_the_job_and_names_the_rank(tmp_path: Path, fault: str) -> None:
+    (job,) = start(tmp_path, fault, launcher=True)
+    said = job.communicate(timeout=90)[1]
+    assert job.returncode == 1
+    assert re.search(r"rank\s*: 1 \(local_rank: 1\)", said), said
+
+
+@pytest.mark.parametrize("launcher", [False, True], ids=["by hand", "torchrun"])
+def test_processes_without_a_fault_end_in_silence(tmp_path: Path, launcher: bool) -> None:
+    for process in start(tmp_path, "", launcher=launcher):
+        said = process.communicate(timeout=90)[1]
+        assert process.returncode == 0, said
+        assert "slapo" not in said

@@ -10,16 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from slapo.errors import SlapoError
 from slapo.framework_dialect.gradients import (
-    TiedGradients,
-    average_gradients,
-    clip_gradients,
+    clip_factor,
     global_norm,
-    mean_loss,
-    new_tie_groups,
+    reduce_gradients,
+    scale_gradients,
+    sum_copies,
 )
-from slapo.mesh import coordinate, group_of, init_mesh
+from slapo.mesh import init_mesh, new_group
 from tests.distributed import run_distributed
 
 NAMES = ("split0", "whole0", "split1", "whole1", "tied")
@@ -51,7 +49,7 @@ def slice_of(name: str, tensor: Tensor, tp: int, size: int) -> Tensor:
 def train(rank: int, world: int, sizes: dict[str, int], max_norm: float) -> dict[str, Any]:
     """One rank of two stages; each has the tied parameter."""
     mesh = init_mesh(**sizes)
-    pp, dp, tp = (coordinate(mesh, dim) for dim in ("pp", "dp", "tp"))
+    pp, dp, tp = (mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp"))
     params: dict[str, Parameter] = {}
     for name in (f"split{pp}", f"whole{pp}", "tied"):
         place = ("first", "last")[pp] if name == "tied" else "only"
@@ -60,23 +58,19 @@ def train(rank: int, world: int, sizes: dict[str, int], max_norm: float) -> dict
         params[name].grad = mine
         if name.startswith("split"):
             params[name].orig_shape = SHAPES[name]  # type: ignore[attr-defined]
-    rank_sets = mesh.mesh.flatten(1).t().tolist()
-    group = next(g for g in new_tie_groups(rank_sets) if g is not None)
-    ties = TiedGradients([[params["tied"]]], [group])
-    ties.broadcast_values()
-    ties.reduce()
-    average_gradients(params.values(), group_of(mesh, "dp"), bucket_bytes=80)
+    made = [new_group(ranks) for ranks in mesh.mesh.flatten(1).t().tolist()]
+    sum_copies([params["tied"]], next(group for group in made if group is not None))
+    reduce_gradients(params.values(), mesh.get_group("dp"), bucket_bytes=80)
     norm = global_norm(
         params.values(),
-        tp_group=group_of(mesh, "tp"),
-        pp_group=group_of(mesh, "pp"),
+        tp_group=mesh.get_group("tp"),
+        pp_group=mesh.get_group("pp"),
         counted=lambda param: pp == 0 or param is not params["tied"],
     )
-    clip_gradients(params.values(), max_norm, norm)
+    scale_gradients(params.values(), clip_factor(norm, max_norm))
     return {
         "grads": {name: param.grad for name, param in params.items()},
         "norm": norm,
-        "tied_value": float(params["tied"].detach().flatten()[0]),
         "place": (pp, dp, tp),
     }
 
@@ -100,9 +94,6 @@ def test_gradients_are_those_of_one_process(sizes: dict[str, int], max_norm: flo
         for name, grad in result["grads"].items():
             whole = slice_of(name, grads[name], result["place"][2], sizes["tp"])
             torch.testing.assert_close(grad, whole, rtol=1e-12, atol=1e-12)
-        # The first rank of the group that shares the parameter is in stage 0.
-        _, dp, tp = result["place"]
-        assert result["tied_value"] == dp * sizes["tp"] + tp
 
 
 def average_partly(rank: int, world: int, dtype: torch.dtype) -> list[Any]:
@@ -112,7 +103,7 @@ def average_partly(rank: int, world: int, dtype: torch.dtype) -> list[Any]:
     params[0].grad = torch.full((3,), 1.0 + rank, dtype=dtype)
     if rank == 1:
         params[1].grad = torch.full((3,), 6.0, dtype=dtype)
-    average_gradients(params, dist.group.WORLD, bucket_bytes=16)
+    reduce_gradients(params, dist.group.WORLD, bucket_bytes=16)
     return [None if p.grad is None else p.grad.tolist() for p in params]
 
 
@@ -127,7 +118,7 @@ def average_small(rank: int, world: int) -> float:
     param = Parameter(torch.zeros(1, dtype=torch.bfloat16))
     # In bfloat16 256 + 1 is 256 again, so that its sum would be 256 for any number of ones.
     param.grad = torch.tensor([256.0 if rank == 0 else 1.0], dtype=torch.bfloat16)
-    average_gradients([param], dist.group.WORLD)
+    reduce_gradients([param], dist.group.WORLD)
     assert param.grad is not None
     return float(param.grad)
 
@@ -140,18 +131,19 @@ def test_half_precision_is_added_in_float32() -> None:
 
 def reduce_ties(rank: int, world: int) -> list[Any]:
     """Two ties: the first on all ranks and twice on rank 0, the second on rank 2 alone."""
-    (group,) = new_tie_groups([[2, 0, 1]])
+    group = new_group([0, 1, 2])
     shared = [Parameter(torch.zeros(2)) for _ in range(2 if rank == 0 else 1)]
     if rank == 0:
         shared[0].grad, shared[1].grad = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
     if rank == 1:
         shared[0].grad = torch.tensor([100.0, 200.0])
+    sum_copies(shared, group)
     own = [Parameter(torch.zeros(2)) for _ in range(2)] if rank == 2 else []
     if own:
         own[1].grad = torch.tensor([5.0, 6.0])
-    ties = TiedGradients([shared, own] if own else [shared], [group, None] if own else [group])
-    ties.reduce()
-    return [[p.grad.tolist() for p in params if p.grad is not None] for params in ties.copies]
+        sum_copies(own, None)
+    ties = [shared, own] if own else [shared]
+    return [[p.grad.tolist() for p in params if p.grad is not None] for params in ties]
 
 
 @pytest.mark.distributed
@@ -166,37 +158,15 @@ def test_ties_with_several_copies_and_missing_gradients() -> None:
 
 def test_copies_on_one_rank_keep_gradients_of_their_own() -> None:
     first, second = Parameter(torch.zeros(2)), Parameter(torch.ones(2))
-    ties = TiedGradients([[first, second, first]], [None])
-    ties.reduce()
+    sum_copies([first, second], None)
     assert first.grad is None
     assert second.grad is None
     second.grad = torch.tensor([3.0, 4.0])
-    ties.reduce()
+    sum_copies([first, second], None)
     assert first.grad is not None
     assert first.grad is not second.grad
-    clip_gradients([first, second], 1.0, torch.tensor(5.0))
+    scale_gradients([first, second], clip_factor(torch.tensor(5.0), 1.0))
     torch.testing.assert_close(first.grad, torch.tensor([0.6, 0.8]))
-    ties.broadcast_values()
-    assert second.tolist() == [0.0, 0.0]
-
-
-def test_ties_that_make_no_sense() -> None:
-    with pytest.raises(ValueError, match="1 ties and 0 groups"):
-        TiedGradients([[Parameter(torch.ones(2))]], [])
-    with pytest.raises(ValueError, match=r"tie 0 has parameters of the shapes \[\(2,\), \(3,\)\]"):
-        TiedGradients([[Parameter(torch.ones(2)), Parameter(torch.ones(3))]], [None])
-
-
-def other_sets(rank: int, world: int) -> str:
-    with pytest.raises(SlapoError) as error:
-        new_tie_groups([[0, rank]])
-    return str(error.value)
-
-
-@pytest.mark.distributed
-def test_tie_groups_must_be_the_same_on_all_ranks() -> None:
-    texts = run_distributed(other_sets, 2)
-    assert "[(0,)] on rank 0, [(0, 1)] on rank 1" in texts[1]
 
 
 def fsdp(rank: int, world: int) -> dict[str, Any]:
@@ -204,24 +174,24 @@ def fsdp(rank: int, world: int) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_mesh(pp=2, dp=2)
-    pp, dp = coordinate(mesh, "pp"), coordinate(mesh, "dp")
+    pp, dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     torch.manual_seed(pp)
     stage = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5, bias=False)).double()
     fully_shard(stage, mesh=mesh["dp"])
     tied = stage[1].weight
-    groups = new_tie_groups(mesh.mesh.flatten(1).t().tolist())
-    ties = TiedGradients([[tied]], [groups[dp]])
-    ties.broadcast_values()
+    groups = [new_group(ranks) for ranks in mesh.mesh.flatten(1).t().tolist()]
+    with torch.no_grad():
+        tied.copy_(torch.full_like(tied, 0.25))
     x = torch.arange(6.0, dtype=torch.float64).view(2, 3) + dp
     stage(x).square().mean().backward()
-    ties.reduce()
+    sum_copies([tied], groups[dp])
     norm = global_norm(
         stage.parameters(),
-        pp_group=group_of(mesh, "pp"),
-        shard_group=group_of(mesh, "dp"),
+        pp_group=mesh.get_group("pp"),
+        shard_group=mesh.get_group("dp"),
         counted=lambda param: pp == 0 or param is not tied,
     )
-    clip_gradients(stage.parameters(), 0.5, norm)
+    scale_gradients(stage.parameters(), clip_factor(norm, 0.5))
     return {
         "norm": float(norm),
         "grads": [p.grad.full_tensor() for p in stage.parameters() if p.grad is not None],
@@ -236,6 +206,7 @@ def test_sharded_data_parallel_gradients() -> None:
         torch.manual_seed(pp)
         stages.append(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5, bias=False)).double())
     stages[1][1].weight = stages[0][1].weight
+    nn.init.constant_(stages[0][1].weight, 0.25)
     data = [torch.arange(6.0, dtype=torch.float64).view(2, 3) + dp for dp in range(2)]
     torch.stack([stage(x).square().mean() / 2 for x in data for stage in stages]).sum().backward()
     norm = nn.utils.clip_grad_norm_(nn.ModuleList(stages).parameters(), 0.5)
@@ -252,25 +223,3 @@ def test_norm_without_gradients_and_of_mixed_types() -> None:
     params[0].grad = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
     params[1].grad = torch.tensor([2.0, 4.0])
     assert float(global_norm([*params, params[0]])) == pytest.approx(5.0, abs=1e-6)
-
-
-def losses(rank: int, world: int) -> Any:
-    mesh = init_mesh(pp=2, dp=2)
-    pp, dp = coordinate(mesh, "pp"), coordinate(mesh, "dp")
-    # Stages before the last may hold anything.
-    loss = torch.tensor([1.0 + dp], dtype=torch.bfloat16) if pp else torch.tensor(99.0) * dp
-    mean = mean_loss(loss if pp or dp else None, mesh)
-    assert mean.shape == ()
-    assert mean.dtype == torch.float32
-    return float(mean)
-
-
-@pytest.mark.distributed
-def test_mean_loss() -> None:
-    assert run_distributed(losses, 4) == [1.5] * 4
-
-
-def test_the_last_stage_has_a_loss() -> None:
-    with pytest.raises(SlapoError, match="no loss"):
-        mean_loss(None, init_mesh(device="cpu"))
-    dist.destroy_process_group()

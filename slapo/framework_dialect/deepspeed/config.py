@@ -28,32 +28,6 @@ _NEVER = 10**9
 
 
 @dataclass(frozen=True)
-class Request:
-    """Arguments of build; None where the user left the choice to the configuration.
-
-    Parameters
-    ----------
-    micro_batches
-        Number of micro-batches of a batch.
-    zero
-        ZeRO stage, 0 to 3.
-    dtype
-        Type of the parameters that the model computes with.
-    clip_grad_norm
-        Largest norm of the gradient.
-    has_optimizer, has_lr_scheduler
-        Whether the user passes one.
-    """
-
-    micro_batches: int | None = None
-    zero: int | None = None
-    dtype: torch.dtype | None = None
-    clip_grad_norm: float | None = None
-    has_optimizer: bool = False
-    has_lr_scheduler: bool = False
-
-
-@dataclass(frozen=True)
 class Layout:
     """Where the model runs: ranks along each dimension, and the type of device."""
 
@@ -134,10 +108,19 @@ def _read(path: Path) -> Config:
     return loaded
 
 
-def merge(config: Config, request: Request, layout: Layout) -> Settings:
+def merge(config: Config, given: Mapping[str, Any], layout: Layout) -> Settings:
     """Join a configuration with the arguments of build.
 
     Entries with the value ``"auto"`` count as absent where an argument of build says the same.
+
+    Parameters
+    ----------
+    config
+        The user's.
+    given
+        Arguments of build by name. What is None or missing is left to the configuration.
+    layout
+        Where the model runs.
 
     Raises
     ------
@@ -146,17 +129,18 @@ def merge(config: Config, request: Request, layout: Layout) -> Settings:
 
     Examples
     --------
-    >>> settings = merge({}, Request(micro_batches=4), Layout(2, 1, 1, "cpu"))
+    >>> settings = merge({}, {"micro_batches": 4}, Layout(2, 1, 1, "cpu"))
     >>> settings.config["gradient_accumulation_steps"]
     4
     """
     merged = copy.deepcopy(config)
-    has_optimizer = _merge_optimizer(merged, request, layout.device)
-    dtype = _merge_dtype(merged, request.dtype, layout.device)
-    zero = _merge_zero(merged, request.zero, dtype, has_optimizer)
+    has_optimizer = _merge_optimizer(merged, given, layout.device)
+    dtype = _merge_dtype(merged, given.get("dtype"), layout.device)
+    zero = _merge_zero(merged, given.get("zero"), dtype, has_optimizer)
     check_zero(zero, layout.pp)
-    _merge_entry(merged, "gradient_accumulation_steps", request.micro_batches, "micro_batches", 1)
-    _merge_entry(merged, "gradient_clipping", request.clip_grad_norm, "clip_grad_norm", 0.0)
+    count, clip = given.get("micro_batches"), given.get("clip_grad_norm")
+    _merge_entry(merged, "gradient_accumulation_steps", count, "micro_batches", 1)
+    _merge_entry(merged, "gradient_clipping", clip, "clip_grad_norm", 0.0)
     micro_batches = _whole_number(merged, "gradient_accumulation_steps")
     size = _merge_sizes(merged, micro_batches, layout.dp)
     fix_entries(merged, layout)
@@ -274,16 +258,13 @@ def _merge_sizes(config: Config, micro_batches: int, dp: int) -> int | None:
     return known
 
 
-def _merge_optimizer(config: Config, request: Request, device: str) -> bool:
+def _merge_optimizer(config: Config, given: Mapping[str, Any], device: str) -> bool:
     """Whether there is one."""
-    for key, given, name in (
-        ("optimizer", request.has_optimizer, "optimizer"),
-        ("scheduler", request.has_lr_scheduler, "lr_scheduler"),
-    ):
-        if given and config.get(key) is not None:
+    for key, name in (("optimizer", "optimizer"), ("scheduler", "lr_scheduler")):
+        if given.get(name) is not None and config.get(key) is not None:
             kind = config[key].get("type") if isinstance(config[key], Mapping) else config[key]
             raise _contradiction(key, kind, f"{name}= is passed too")
-    if request.has_optimizer:
+    if given.get("optimizer") is not None:
         config.setdefault("zero_allow_untested_optimizer", True)
         return True
     use_torch_adam(config, device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,17 +11,14 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from slapo.errors import SlapoError
-from slapo.framework_dialect.batches import MicroBatch
+from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.deepspeed.config import Settings
 from slapo.framework_dialect.deepspeed.package import quiet_warnings
-from slapo.framework_dialect.gradients import mean_loss
-from slapo.framework_dialect.runtime import (
-    Engine,
-    LossFn,
-    Lowering,
-    TrainingOptions,
-    one_number,
-)
+from slapo.framework_dialect.engine import Engine
+from slapo.framework_dialect.gradients import scale_gradients
+from slapo.framework_dialect.options import TrainingOptions
+from slapo.framework_dialect.precision import HALVES
+from slapo.framework_dialect.runtime import Lowering
 
 
 class Labels:
@@ -27,17 +26,6 @@ class Labels:
 
     def __init__(self, targets: Any) -> None:
         self.targets = targets
-
-
-def loss_of_labels(loss_fn: LossFn) -> LossFn:
-    """`loss_fn` for :class:`Labels`, in float32: losses are added up, and bfloat16 is coarse.
-
-    Examples
-    --------
-    >>> loss_of_labels(lambda output, target: output - target)(torch.tensor(3), Labels(1))
-    tensor(2.)
-    """
-    return lambda output, labels: one_number(loss_fn(output, labels.targets))
 
 
 class DeepSpeedEngine(Engine):
@@ -49,14 +37,21 @@ class DeepSpeedEngine(Engine):
         DeepSpeed's own.
     """
 
-    def __init__(
-        self, engine: Any, lowering: Lowering, options: TrainingOptions, settings: Settings
-    ) -> None:
-        super().__init__(lowering, options)
-        self.engine, self.settings = engine, settings
-        self.optimizer = engine.optimizer if settings.has_optimizer else None
+    #: DeepSpeed's own, once it is there
+    engine: Any = None
 
-    def _check_call(self, part: MicroBatch) -> None:
+    def __init__(self, lowering: Lowering, options: TrainingOptions, settings: Settings) -> None:
+        super().__init__(lowering, options)
+        self.settings = settings
+        self._cast_inputs_to = settings.dtype if settings.dtype in HALVES else None
+
+    def drive(self, engine: Any) -> None:
+        """Take DeepSpeed's engine, which is made with this one's loss."""
+        self.engine = engine
+        self.optimizer = engine.optimizer if self.settings.has_optimizer else None
+        self.scheduler = engine.lr_scheduler
+
+    def _check_call(self, part: Batch) -> None:
         super()._check_call(part)
         fixed = self.settings.micro_batch_size
         leaves = pytree.tree_leaves((part.args, part.kwargs))
@@ -69,67 +64,116 @@ class DeepSpeedEngine(Engine):
                 "batches may have any size"
             )
 
+    @contextmanager
+    def _scaled(self, scale: Tensor | None) -> Iterator[None]:
+        """A step of DeepSpeed's optimizer on gradients that are multiplied by a number."""
+        optimizer = self.engine.optimizer
+        if scale is None:
+            yield
+        elif hasattr(optimizer, "fp32_groups_gradients_flat"):
+            for flat in optimizer.fp32_groups_gradients_flat:
+                flat.mul_(scale.to(flat.dtype))
+            yield
+        elif hasattr(optimizer, "loss_scaler"):
+            # Shares of gradients lie in its buffers, and it divides them by a scale of the loss.
+            own = optimizer.custom_loss_scaler, optimizer.external_loss_scale
+            wanted = optimizer.loss_scale / float(scale)
+            optimizer.custom_loss_scaler, optimizer.external_loss_scale = True, wanted
+            try:
+                yield
+            finally:
+                optimizer.custom_loss_scaler, optimizer.external_loss_scale = own
+        else:
+            scale_gradients(self.parameters(), scale)
+            yield
+
+    def _take_norm(self) -> None:
+        if self.options.clip_grad_norm is not None:
+            norm = self.engine.get_global_grad_norm()
+            self.grad_norm = None if norm is None else torch.as_tensor(norm, device=self.device)
+
+    def _renew_masters(self) -> None:
+        refresh = getattr(self.engine.optimizer, "refresh_fp32_params", None)
+        if refresh is not None:
+            refresh()
+
 
 class ZeroEngine(DeepSpeedEngine):
     """``DeepSpeedEngine`` without pipeline: ZeRO 0 to 3."""
-
-    _unused_backwards = 0
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's tensors by their names in the model; under ZeRO-3 a collective."""
         if self.settings.zero < 3:
             return super().state_dict()
-        import deepspeed  # optional package
-
-        with quiet_warnings(), deepspeed.zero.GatheredParameters(list(self.parameters())):
+        with self._gathered():
             return {name: t.detach().clone() for name, t in super().state_dict().items()}
 
-    def _train(self, micro_batches: list[MicroBatch]) -> Tensor:
-        self._refuse_pending()
-        total = torch.zeros((), device=self.device)
-        for number, part in enumerate(micro_batches, 1):
-            self._set_boundary(number == len(micro_batches))
-            loss = self._loss(part)
-            total += loss.detach()
-            with quiet_warnings():
-                self.engine.backward(loss)
-                self.engine.step()
-        return mean_loss(total / len(micro_batches), self.mesh)
+    def load_state_dict(self, state: Any, strict: bool = True) -> None:
+        """See :meth:`Engine.load_state_dict`; under ZeRO-3 a collective."""
+        if self.settings.zero < 3:
+            super().load_state_dict(state, strict)
+            return
+        from deepspeed.utils import safe_set_full_fp32_param  # optional package
 
-    def _eval(self, micro_batches: list[MicroBatch]) -> Tensor:
-        losses = [self._loss(part) for part in micro_batches]
-        return mean_loss(torch.stack(losses).mean(), self.mesh)
+        with self._gathered(writes=True):
+            self.lowering.load_state_dict(state, strict)
+            values = {name: p.detach().clone() for name, p in self.module.named_parameters()}
+        if self.optimizer is not None:
+            for name, parameter in self.module.named_parameters():
+                safe_set_full_fp32_param(parameter, values[name].float())
 
-    def _loss(self, part: MicroBatch) -> Tensor:
-        assert self.options.loss_fn is not None, "checked when the batch was loaded"
-        output = self._run(*part.args, **part.kwargs)
-        return self._loss_of(output, part.targets)
+    @contextmanager
+    def _gathered(self, writes: bool = False) -> Iterator[None]:
+        import deepspeed  # optional package
+
+        parameters = list(self.parameters())
+        rank = 0 if writes else None
+        with quiet_warnings(), deepspeed.zero.GatheredParameters(parameters, modifier_rank=rank):
+            yield
+
+    def _forward_backward(self, batch: Batch) -> None:
+        parts = batch.cut(self.options.micro_batches)
+        for number, part in enumerate(parts, 1):
+            self._set_boundary(number == len(parts))
+            self._go_back(self._loss(part))
+            if number < len(parts):
+                with quiet_warnings():
+                    self.engine.step()
+
+    def _optimizer_step(self, scale: Tensor | None) -> None:
+        with quiet_warnings(), self._scaled(scale):
+            self.engine.step()
+        self._take_norm()
+
+    def _evaluate(self, batch: Batch, parts: int) -> None:
+        for part in batch.cut(parts):
+            self._loss(part)
+
+    def _loss(self, part: Batch) -> Tensor:
+        return self._loss_of(self._run(*part.args, **part.kwargs), part.targets)
+
+    def _go_back(self, loss: Tensor) -> None:
+        # The loss of a micro-batch is its part of the whole already.
+        with quiet_warnings():
+            self.engine.backward(loss, scale_wrt_gas=False)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         self._set_boundary(True)
-        return self._run(*args, **kwargs)
+        part = Batch(args, kwargs, None).cast(self._cast_inputs_to)
+        return self._run(*part.args, **part.kwargs)
 
     def _backward(self, loss: Tensor) -> None:
-        if self.settings.zero:
-            self._refuse_pending()
-        self._set_boundary(True)
-        # Micro-batches are those of train_batch; here the caller's loss is the whole.
-        with quiet_warnings():
-            self.engine.backward(loss, scale_wrt_gas=False)
-        self._unused_backwards += 1
-
-    def _step(self) -> None:
-        with quiet_warnings():
-            self.engine.step()
-        self._unused_backwards = 0
-
-    def _refuse_pending(self) -> None:
-        if self._unused_backwards:
+        if self._backwards and self.settings.zero:
             raise SlapoError(
                 "deepspeed: a backward() before has not been followed by step(), and ZeRO stage "
                 f"{self.settings.zero} reduces gradients in backward; call step() after each, or "
                 "use train_batch, which cuts the batch in micro_batches"
             )
+        self._set_boundary(True)
+        self._go_back(loss)
+
+    def _step(self) -> None:
+        self._optimizer_step(None)
 
     def _set_boundary(self, is_last: bool) -> None:
         """Say whether gradients are reduced in this backward, and used in the step after it."""
@@ -149,24 +193,52 @@ class PipeEngine(DeepSpeedEngine):
 
     _form: Any = None
 
-    def _train(self, micro_batches: list[MicroBatch]) -> Tensor:
-        with quiet_warnings():
-            loss: Tensor = self.engine.train_batch(self._data(micro_batches))
-        return loss.reshape(())
+    def drive(self, engine: Any) -> None:
+        """See :meth:`DeepSpeedEngine.drive`."""
+        super().drive(engine)
+        engine.around_step = self._around_step
 
-    def _eval(self, micro_batches: list[MicroBatch]) -> Tensor:
-        with quiet_warnings():
-            loss: Tensor = self.engine.eval_batch(self._data(micro_batches))
-        return loss.reshape(())
+    def loss_of_labels(self, output: Any, labels: Labels) -> Tensor:
+        """DeepSpeed's loss function; it divides by the number of micro-batches."""
+        loss = self._loss_of(output, labels.targets)
+        return loss * self.settings.micro_batches if torch.is_grad_enabled() else loss
 
-    def _data(self, micro_batches: list[MicroBatch]) -> Any:
+    def _train(self, batch: Batch) -> Tensor:
+        with quiet_warnings():
+            self.engine.train_batch(self._data(batch, self.settings.micro_batches))
+        self._take_norm()
+        return self._loss
+
+    @contextmanager
+    def _around_step(self) -> Iterator[None]:
+        """The step of DeepSpeed's optimizer, when all gradients are there."""
+        self._loss, scale = self._mean_loss()
+        with self._scaled(scale):
+            yield
+
+    def _forward_backward(self, batch: Batch) -> None:
+        raise NotImplementedError  # DeepSpeed's engine does it all at once
+
+    _optimizer_step = _forward_backward  # type: ignore[assignment]
+
+    def _evaluate(self, batch: Batch, parts: int) -> None:
+        with quiet_warnings():
+            self.engine.eval_batch(
+                self._data(batch, parts),
+                reduce_output=None,
+                bcast_loss=False,
+                num_micro_batches=parts,
+            )
+
+    def _data(self, batch: Batch, parts: int) -> Any:
         """Micro-batches as DeepSpeed takes them: tensors of the first stage, and labels."""
         model = self.lowering.pipelined
         assert model is not None, "lowered as a pipeline"
-        inputs = [model.bind(part.args, part.kwargs) for part in micro_batches]
+        cut = batch.cut(parts)
+        inputs = [model.inputs.take(part.args, part.kwargs) for part in cut]
         form = [(tensor.shape, tensor.dtype) for tensor in inputs[0]]
         if form != self._form:
             self.engine.reset_activation_shape()
             self._form = form
-        labels = [Labels(part.targets) for part in micro_batches]
+        labels = [Labels(part.targets) for part in cut]
         return iter(list(zip(inputs, labels, strict=True)))

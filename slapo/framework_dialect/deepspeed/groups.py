@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from slapo.framework_dialect.gradients import is_tensor_parallel
-from slapo.mesh import coordinate, extent, group_of
 
 
 class MeshUnit:
@@ -32,15 +31,15 @@ class MeshUnit:
 
     def get_model_parallel_rank(self) -> int:
         """Rank among those that share out the model."""
-        return coordinate(self.mesh, "tp")
+        return self.mesh.get_local_rank("tp")
 
     def get_model_parallel_world_size(self) -> int:
         """Number of ranks that share out the model."""
-        return extent(self.mesh, "tp")
+        return self.mesh.shape[2]
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
         """Ranks that share out the model."""
-        return group_of(self.mesh, "tp")
+        return self.mesh.get_group("tp")
 
     # Without pipeline, tensor parallelism is all the model parallelism there is.
     get_tensor_model_parallel_rank = get_model_parallel_rank
@@ -50,41 +49,27 @@ class MeshUnit:
 
     def get_data_parallel_rank(self) -> int:
         """Rank among the replicas."""
-        return coordinate(self.mesh, "dp")
+        return self.mesh.get_local_rank("dp")
 
     def get_data_parallel_world_size(self) -> int:
         """Number of replicas."""
-        return extent(self.mesh, "dp")
+        return self.mesh.shape[1]
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         """The replicas."""
-        return group_of(self.mesh, "dp")
+        return self.mesh.get_group("dp")
 
     def get_data_parallel_group_ranks(self) -> list[int]:
         """Global ranks of the replicas."""
-        return dist.get_process_group_ranks(group_of(self.mesh, "dp"))
+        return dist.get_process_group_ranks(self.mesh.get_group("dp"))
 
 
 def topology_of(mesh: DeviceMesh) -> Any:
     """The mesh as DeepSpeed's topology: both number the ranks by pp, then dp, then tp."""
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology  # optional package
 
-    return PipeModelDataParallelTopology(
-        num_pp=extent(mesh, "pp"), num_mp=extent(mesh, "tp"), num_dp=extent(mesh, "dp")
-    )
-
-
-def ranks_of_stages(topology: Any, stages: tuple[int, ...]) -> list[list[int]]:
-    """For every place within a stage, the ranks of some stages that stand there.
-
-    Parameters
-    ----------
-    topology
-        DeepSpeed's.
-    stages
-        Numbers of the stages.
-    """
-    return [[column[stage] for stage in stages] for column in topology.get_axis_comm_lists("pipe")]
+    pp, dp, tp = mesh.shape
+    return PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp)
 
 
 def mark_sharded(module: nn.Module) -> None:

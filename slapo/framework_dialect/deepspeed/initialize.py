@@ -3,104 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from slapo.errors import SlapoError
-from slapo.framework_dialect.agreement import all_ranks_or_none
-from slapo.framework_dialect.deepspeed.config import Config, Settings
+from slapo.framework_dialect.deepspeed.config import Config
 from slapo.framework_dialect.deepspeed.package import quiet
 from slapo.framework_dialect.deepspeed.wire import tensors_in
-from slapo.framework_dialect.gradients import clip_gradients, global_norm
-from slapo.graph.trace.module import TracedModule
-
-OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
+from slapo.framework_dialect.gradients import clip_factor, global_norm, scale_gradients
+from slapo.framework_dialect.optimizers import trainable
 
 
-def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that an optimizer gets.
-
-    Examples
-    --------
-    >>> len(trainable(nn.Linear(2, 2)))
-    2
-    """
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def make_optimizer(factory: OptimizerFactory | Optimizer | None, module: nn.Module) -> Any:
-    """The user's optimizer over this rank's parameters; None if the config describes it.
-
-    A collective: if a rank cannot make its own, all ranks raise.
-
-    Raises
-    ------
-    TypeError
-        If `factory` cannot be called or returns no optimizer.
-    SlapoError
-        If this rank has no parameter to train.
-
-    Examples
-    --------
-    >>> type(make_optimizer(torch.optim.SGD, nn.Linear(2, 2)))
-    <class 'torch.optim.sgd.SGD'>
-    """
-    return all_ranks_or_none("make the optimizer", lambda: _make_optimizer(factory, module))
-
-
-def check_parameters(module: nn.Module, settings: Settings) -> None:
-    """Refuse a model that DeepSpeed cannot share out, or that was traced for another dtype.
+def check_parameters(module: nn.Module, zero: int) -> None:
+    """Refuse parameters that DeepSpeed cannot share out.
 
     Raises
     ------
     ValueError
-        Naming the parameters.
-    SlapoError
-        Naming the traced module.
+        Naming them.
 
     Examples
     --------
-    >>> from slapo.framework_dialect.deepspeed.config import Layout, Request, merge
-    >>> check_parameters(nn.Linear(2, 2), merge({}, Request(), Layout(1, 1, 1, "cpu")))
+    >>> check_parameters(nn.Linear(2, 2), zero=3)
     """
     scalars = [name for name, p in module.named_parameters() if p.dim() == 0]
-    if settings.zero == 3 and scalars:
+    if zero == 3 and scalars:
         raise ValueError(
             f"deepspeed: ZeRO stage 3 cannot share out parameters without dimensions: {scalars}; "
             "give them the shape (1,), or pass zero=2"
         )
-    if settings.dtype is torch.float32:
-        return
-    for path, child in module.named_modules():
-        traced = child.contract.dtype if isinstance(child, TracedModule) else None
-        if traced not in (None, settings.dtype):
-            raise SlapoError(
-                f"deepspeed: dtype={settings.dtype}, and {path or 'the model'!r} was traced with "
-                f"parameters in {traced}; convert the model before it is traced"
-            )
-
-
-def _make_optimizer(factory: OptimizerFactory | Optimizer | None, module: nn.Module) -> Any:
-    parameters = trainable(module)
-    if not parameters:
-        raise SlapoError(
-            "deepspeed: no parameter on this rank needs a gradient, and DeepSpeed's optimizers "
-            "want at least one on every rank; cut the stages so that each trains something"
-        )
-    if factory is None or isinstance(factory, Optimizer):
-        return factory
-    made = factory(parameters)
-    if not isinstance(made, Optimizer):
-        raise TypeError(
-            f"deepspeed: optimizer= returned a {type(made).__name__}; pass a callable from a list "
-            "of parameters to a torch.optim.Optimizer"
-        )
-    return made
 
 
 def initialize(
@@ -140,7 +74,7 @@ def initialize(
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
-            model_parameters=trainable(model),
+            model_parameters=[p for _, p in trainable(model)],
             lr_scheduler=lr_scheduler,
             mpu=mpu,
             config=config,
@@ -182,7 +116,7 @@ def clip_by_whole_norm(engine: Any) -> None:
         pp_group=stages() if stages else None,
         counted=lambda p: not getattr(p, "ds_pipe_replicated", False),
     )
-    clip_gradients(parameters, engine.gradient_clipping(), norm)
+    scale_gradients(parameters, clip_factor(norm, engine.gradient_clipping()))
     engine._global_grad_norm = norm
 
 

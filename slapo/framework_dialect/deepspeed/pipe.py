@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from slapo.framework_dialect.deepspeed.wire import (
     from_numbers,
     to_numbers,
 )
+from slapo.framework_dialect.ties import SharedParameter
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -36,9 +38,8 @@ class StagePipeline(PipelineModule):
         DeepSpeed's.
     loss_fn
         From the last stage's output and the labels to the loss.
-    ties
-        Parameters of this rank that other stages share, each with the group of the ranks that hold
-        it, in one order on all ranks.
+    shared
+        Parameters of this rank that other stages hold too, in one order on all ranks.
 
     Attributes
     ----------
@@ -54,7 +55,7 @@ class StagePipeline(PipelineModule):
         n_stages: int,
         topology: Any,
         loss_fn: LossFn,
-        ties: Sequence[tuple[nn.Parameter, dist.ProcessGroup]],
+        shared: Sequence[SharedParameter],
     ) -> None:
         layers = [layer if index == layer.index else nn.Identity() for index in range(n_stages)]
         super().__init__(
@@ -64,10 +65,13 @@ class StagePipeline(PipelineModule):
             partition_method="uniform",
         )
         self.layer = layer
-        self._ties = list(ties)
-        for parameter, group in self._ties:
-            # The gradient's norm counts it once.
-            parameter.ds_pipe_replicated = group.rank() > 0  # type: ignore[attr-defined]
+        self._ties: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        for one in shared:
+            (parameter,) = one.copies
+            if parameter.requires_grad and one.group is not None:
+                self._ties.append((parameter, one.group))
+                # The gradient's norm counts it once.
+                parameter.ds_pipe_replicated = not one.is_counted  # type: ignore[attr-defined]
 
     def train(self, mode: bool = True) -> StagePipeline:
         """Set the mode, unless it is kept."""
@@ -89,6 +93,9 @@ class StagePipelineEngine(PipelineEngine):
 
     #: from a micro-batch's inputs to the first stage's tensors; None if they are these already
     bind: Callable[[Any], tuple[Tensor, ...]] | None = None
+
+    #: a context for the optimizer's step, entered when all gradients are there
+    around_step: Callable[[], AbstractContextManager[None]] | None = None
 
     @classmethod
     def adopt(cls, engine: PipelineEngine) -> StagePipelineEngine:
@@ -131,6 +138,14 @@ class StagePipelineEngine(PipelineEngine):
         """Expect micro-batches of another form from here on."""
         super().reset_activation_shape()
         self.layer.forget()
+
+    def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
+        with nullcontext() if self.around_step is None else self.around_step():
+            super()._exec_optimizer_step(lr_kwargs)
+
+    def _aggregate_total_loss(self) -> Any:
+        # Whoever acts around the step has told all ranks the loss.
+        return None if self.around_step is not None else super()._aggregate_total_loss()
 
     def _next_batch(self) -> Any:
         batch = super()._next_batch()
@@ -179,6 +194,7 @@ class StagePipelineEngine(PipelineEngine):
         **PipelineEngine._INSTRUCTION_MAP,
         schedule.SendGrad: _exec_send_grads,
         schedule.BackwardPass: _exec_backward_pass,
+        schedule.OptimizerStep: _exec_optimizer_step,
     }
 
 

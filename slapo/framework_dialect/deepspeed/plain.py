@@ -6,16 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slapo.errors import SlapoError
 from slapo.framework_dialect.deepspeed import config as configs
 from slapo.framework_dialect.deepspeed.groups import mark_sharded
-from slapo.framework_dialect.deepspeed.initialize import initialize, make_optimizer
+from slapo.framework_dialect.deepspeed.initialize import initialize
 from slapo.framework_dialect.deepspeed.package import import_deepspeed, quiet
 from slapo.framework_dialect.gradients import is_tensor_parallel
+from slapo.framework_dialect.optimizers import make_optimizer, trainable
+from slapo.framework_dialect.replicas import share_values
 from slapo.framework_dialect.runtime import Lowering
+from slapo.framework_dialect.ties import shared_parameters
 from slapo.mesh import device_of_world
 
 
@@ -33,23 +37,30 @@ class PlainOptions:
         Ranks along each dimension.
     stage
         Number of this rank's pipeline stage.
+    loss_fn, optimizer, lr_scheduler
+        As ``deepspeed.initialize`` and ``PipelineModule`` take them.
     """
 
     topology: Any
     config: configs.Config
     layout: configs.Layout
     stage: int
+    loss_fn: Any
+    optimizer: Any
+    lr_scheduler: Any
 
     @classmethod
-    def check(
-        cls,
-        sch: Any,
-        topology: Any,
-        config: configs.Config,
-        request: configs.Request,
-        loss_fn: Any,
-    ) -> PlainOptions:
+    def check(cls, sch: Any, config: configs.Config, given: Mapping[str, Any]) -> PlainOptions:
         """Refuse what cannot work.
+
+        Parameters
+        ----------
+        sch
+            The root schedule.
+        config
+            The user's, loaded.
+        given
+            Arguments of build by name.
 
         Raises
         ------
@@ -58,7 +69,8 @@ class PlainOptions:
         SlapoError
             If ``torch.distributed`` is not up.
         """
-        _check_arguments(config, request)
+        _check_arguments(config, given)
+        topology, loss_fn = given.get("topology"), given.get("loss_fn")
         if not (dist.is_available() and dist.is_initialized()):
             raise SlapoError(
                 "deepspeed: torch.distributed is not initialised; call "
@@ -74,12 +86,11 @@ class PlainOptions:
         configs.fix_entries(config, layout)
         configs.use_torch_adam(config, layout.device)
         place = topology.get_coord(dist.get_rank()) if topology is not None else None
-        return cls(topology, config, layout, getattr(place, "pipe", 0))
+        others = (loss_fn, given.get("optimizer"), given.get("lr_scheduler"))
+        return cls(topology, config, layout, getattr(place, "pipe", 0), *others)
 
 
-def lower_plain(
-    lowering: Lowering, options: PlainOptions, loss_fn: Any, optimizer: Any, lr_scheduler: Any
-) -> tuple[Any, Any]:
+def lower_plain(lowering: Lowering, options: PlainOptions) -> tuple[Any, Any]:
     """DeepSpeed's own engine and optimizer.
 
     Parameters
@@ -88,26 +99,33 @@ def lower_plain(
         The checked and materialised model.
     options
         Of the script.
-    loss_fn, optimizer, lr_scheduler
-        As ``deepspeed.initialize`` and ``PipelineModule`` take them.
     """
     deepspeed = import_deepspeed(options.layout.device)
     mark_sharded(lowering.model)
+    columns: list[list[int]] = []
+    if lowering.n_stages > 1:
+        columns = options.topology.get_axis_comm_lists("pipe")
+    shared = shared_parameters(lowering, columns)
     if lowering.n_stages > 1:
         # Imports DeepSpeed.
         from slapo.framework_dialect.deepspeed.stages import make_pipeline
 
-        model: Any = make_pipeline(lowering, options.topology, loss_fn)
+        model: Any = make_pipeline(lowering, options.topology, options.loss_fn, shared)
         mpu, grid = None, model.mpu()
     else:
         model, mpu = lowering.model, _grid(options)
         grid = mpu
+    tp, dp = grid.get_slice_parallel_group(), grid.get_data_parallel_group()
+    share_values(lowering.module, {"tp": tp, "dp": dp}, shared, lowering.created)
+    optimizer = options.optimizer
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = make_optimizer(optimizer, trainable(model), device_of_world())
     engine = initialize(
         deepspeed,
         model,
         options.config,
-        optimizer=make_optimizer(optimizer, model),
-        lr_scheduler=lr_scheduler,
+        optimizer=optimizer,
+        lr_scheduler=options.lr_scheduler,
         mpu=mpu,
         dp_group=grid.get_data_parallel_group(),
     )
@@ -143,7 +161,7 @@ def _grid(options: PlainOptions) -> Any:
         return PipelineParallelGrid(topology=topology)
 
 
-def _check_arguments(config: configs.Config, request: configs.Request) -> None:
+def _check_arguments(config: configs.Config, given: Mapping[str, Any]) -> None:
     if not config:
         raise ValueError(
             "deepspeed: pass mesh=slapo.init_mesh(pp=, dp=, tp=); or config=, and topology= for a "
@@ -156,7 +174,7 @@ def _check_arguments(config: configs.Config, request: configs.Request) -> None:
         "clip_grad_norm": "gradient_clipping",
     }
     for name, entry in entries.items():
-        if getattr(request, name) is not None:
+        if given.get(name) is not None:
             raise ValueError(
                 f"deepspeed: {name}= goes with mesh=; without one, write {entry} in the config"
             )

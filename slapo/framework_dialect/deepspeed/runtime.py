@@ -3,35 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from slapo.framework_dialect.agreement import all_ranks_or_none, same_on_all_ranks
+from slapo.agreement import all_ranks_or_none
+from slapo.errors import SlapoError
 from slapo.framework_dialect.deepspeed import config as configs
 from slapo.framework_dialect.deepspeed.groups import MeshUnit, mark_sharded, topology_of
-from slapo.framework_dialect.deepspeed.initialize import (
-    check_parameters,
-    initialize,
-    make_optimizer,
-)
+from slapo.framework_dialect.deepspeed.initialize import check_parameters, initialize
 from slapo.framework_dialect.deepspeed.package import check_installed, import_deepspeed
 from slapo.framework_dialect.deepspeed.plain import PlainOptions, lower_plain
-from slapo.framework_dialect.runtime import (
-    WATCH_SECONDS,
-    LossFn,
-    Lowering,
-    Runtime,
-    TrainingOptions,
-    check_groups,
-    check_stage_count,
-)
-from slapo.mesh import coordinate, extent, group_of
+from slapo.framework_dialect.optimizers import make_optimizer, trainable
+from slapo.framework_dialect.options import TrainingOptions, check_names
+from slapo.framework_dialect.precision import HALVES, check_traces
+from slapo.framework_dialect.replicas import groups_of, share_values
+from slapo.framework_dialect.runtime import Lowering, Runtime, check_groups, check_stage_count
+from slapo.framework_dialect.ties import SharedParameter, shared_parameters
+from slapo.mesh import current_device
 from slapo.node import Node
+
+
+@dataclass(frozen=True)
+class DeepSpeedOptions(TrainingOptions):
+    """What ``build(sch, target="deepspeed", ...)`` takes, beside :class:`TrainingOptions`.
+
+    Parameters
+    ----------
+    config
+        DeepSpeed's configuration: a dict, which is not changed, or the path of a JSON file.
+        Arguments given to build need not be in it, and must not contradict it.
+    zero
+        ZeRO stage: 0 to 3, at most 1 with a pipeline. By default 0, and 1 in half precision.
+    topology
+        DeepSpeed's, such as ``PipeModelDataParallelTopology``; in place of a mesh, to get
+        DeepSpeed's own engine.
+    """
+
+    config: Mapping[str, Any] | str | Path | None = None
+    zero: int | None = None
+    topology: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.topology is not None:
+            raise ValueError("deepspeed: mesh= and topology= say the same; pass one of them")
+        if self.nonfinite == "error":
+            raise ValueError(
+                'deepspeed: nonfinite="error" would have to look at gradients that DeepSpeed '
+                'shares out before its step; pass "step", or "skip" in half precision'
+            )
 
 
 class DeepSpeedRuntime(Runtime):
@@ -39,129 +62,113 @@ class DeepSpeedRuntime(Runtime):
 
     With ``mesh=``, the engine has the interface of all runtimes, and DeepSpeed's own is its
     attribute ``engine``. Without, ``config=`` and for a pipeline ``topology=`` give DeepSpeed's own
-    engine and optimizer, as scripts written for DeepSpeed expect them.
-
-    Parameters
-    ----------
-    sch
-        The root schedule.
-    mesh
-        What :func:`slapo.init_mesh` returns.
-    topology
-        DeepSpeed's, such as ``PipeModelDataParallelTopology``; instead of `mesh`.
-    config
-        DeepSpeed's configuration: a dict, which is not changed, or the path of a JSON file.
-        Arguments given here need not be in it, and must not contradict it.
-    loss_fn
-        ``loss_fn(output, targets)``: the mean loss of a micro-batch.
-    optimizer
-        Callable from a list of parameters to a torch optimizer. None if the config has one.
-    micro_batches
-        Number of micro-batches of a batch; 1 unless the config says otherwise.
-    zero
-        ZeRO stage: 0 to 3, at most 1 with a pipeline. By default 0, and 1 in half precision.
-    dtype
-        ``torch.float32``, ``torch.bfloat16`` or, on accelerators, ``torch.float16``.
-    clip_grad_norm
-        Largest norm of the whole gradient.
-    lr_scheduler
-        Callable from the optimizer to a learning-rate scheduler.
-    watch, check_batches
-        See :class:`slapo.framework_dialect.runtime.TrainingOptions`.
+    engine and optimizer, as scripts written for DeepSpeed expect them. Options are those of
+    :class:`DeepSpeedOptions`.
     """
 
-    def __init__(
-        self,
-        sch: Node,
-        *,
-        mesh: DeviceMesh | None = None,
-        topology: Any = None,
-        config: Mapping[str, Any] | str | Path | None = None,
-        loss_fn: LossFn | None = None,
-        optimizer: Any = None,
-        micro_batches: int | None = None,
-        zero: int | None = None,
-        dtype: torch.dtype | None = None,
-        clip_grad_norm: float | None = None,
-        lr_scheduler: Any = None,
-        watch: float | None = WATCH_SECONDS,
-        check_batches: bool = True,
-    ) -> None:
+    def __init__(self, sch: Node, **options: Any) -> None:
         check_installed()
-        self.mesh, self.optimizer, self.lr_scheduler = mesh, optimizer, lr_scheduler
-        loaded = configs.load(config)
-        request = configs.Request(
-            *(micro_batches, zero, dtype, clip_grad_norm),
-            has_optimizer=optimizer is not None,
-            has_lr_scheduler=lr_scheduler is not None,
-        )
-        if mesh is None:
-            self.loss_fn = loss_fn
-            self.plain = PlainOptions.check(sch, topology, loaded, request, loss_fn)
+        check_names("deepspeed", options, [field.name for field in fields(DeepSpeedOptions)])
+        loaded = configs.load(options.get("config"))
+        self.plain: PlainOptions | None = None
+        if options.get("mesh") is None:
+            self.plain = PlainOptions.check(sch, loaded, options)
             return
-        if topology is not None:
-            raise ValueError("deepspeed: mesh= and topology= say the same; pass one of them")
-        self.options = TrainingOptions(
-            *(mesh, loss_fn, optimizer, micro_batches or 1, clip_grad_norm, lr_scheduler),
-            watch=watch,
-            check_batches=check_batches,
-        )
+        given = {name: value for name, value in options.items() if value is not None}
+        self.options = DeepSpeedOptions.of("deepspeed", given)
+        mesh = self.options.mesh
         check_groups(sch, mesh)
-        self.settings = configs.merge(loaded, request, _layout(mesh))
-        self.options = replace(self.options, micro_batches=self.settings.micro_batches)
+        pp, dp, tp = mesh.shape
+        layout = configs.Layout(pp, dp, tp, mesh.device_type)
+        self.settings = configs.merge(loaded, given, layout)
+        self.options = replace(
+            self.options,
+            config=self.settings.config,
+            micro_batches=self.settings.micro_batches,
+            clip_grad_norm=self.settings.clip_grad_norm or None,
+            dtype=self.settings.dtype,
+        )
+
+    def described(self) -> dict[str, Any]:
+        """The options, which must be alike on all ranks."""
+        return {} if self.plain is not None else self.options.described()
 
     def stages_of_this_rank(self, n_stages: int) -> tuple[int, ...]:
         """The one stage of this rank's place in the pipeline."""
-        pp = self.plain.layout.pp if self.mesh is None else extent(self.mesh, "pp")
-        check_stage_count(n_stages, pp)
-        return (self.plain.stage if self.mesh is None else coordinate(self.mesh, "pp"),)
+        if self.plain is not None:
+            check_stage_count(n_stages, self.plain.layout.pp)
+            return (self.plain.stage,)
+        check_stage_count(n_stages, self.options.mesh.shape[0])
+        return (self.options.mesh.get_local_rank("pp"),)
 
     def lower(self, lowering: Lowering) -> tuple[Any, Any]:
         """The engine and DeepSpeed's optimizer."""
-        if self.mesh is None:
-            return lower_plain(
-                lowering, self.plain, self.loss_fn, self.optimizer, self.lr_scheduler
-            )
-        all_ranks_or_none("deepspeed", lambda: check_parameters(lowering.module, self.settings))
-        same_on_all_ranks("deepspeed: the config", self.settings.config)
-        deepspeed = import_deepspeed(self.mesh.device_type)
+        if self.plain is not None:
+            return lower_plain(lowering, self.plain)
+        mesh = self.options.mesh
+        all_ranks_or_none("deepspeed", lambda: self._check(lowering.module))
+        shared = shared_parameters(lowering, mesh.mesh.flatten(1).t().tolist())
+        share_values(
+            lowering.module,
+            groups_of(mesh),
+            shared,
+            lowering.created,
+            self.options.sync_replicated,
+        )
+        deepspeed = import_deepspeed(mesh.device_type)
         mark_sharded(lowering.module)
         lower = self._lower_pipeline if lowering.n_stages > 1 else self._lower_whole
-        engine = lower(deepspeed, lowering, self.mesh)
+        engine = lower(deepspeed, lowering, shared)
         return engine, engine.optimizer
 
-    def _lower_whole(self, deepspeed: Any, lowering: Lowering, mesh: DeviceMesh) -> Any:
+    def _check(self, module: nn.Module) -> None:
+        zero = self.settings.zero
+        check_parameters(module, zero)
+        if zero and self.settings.has_optimizer and not trainable(module):
+            raise SlapoError(
+                f"deepspeed: no parameter on this rank needs a gradient, and ZeRO stage {zero} "
+                "wants at least one on every rank; pass zero=0, or cut the stages so that each "
+                "trains something"
+            )
+        half = self.settings.dtype if self.settings.dtype in HALVES else None
+        check_traces(module, half)
+
+    def _lower_whole(
+        self, deepspeed: Any, lowering: Lowering, shared: list[SharedParameter]
+    ) -> Any:
         from slapo.framework_dialect.deepspeed.engine import ZeroEngine
 
-        engine = self._initialize(deepspeed, lowering.model, MeshUnit(mesh), mesh)
-        return ZeroEngine(engine, lowering, self.options, self.settings)
+        engine = ZeroEngine(lowering, self.options, self.settings)
+        engine.drive(self._initialize(deepspeed, lowering.model, MeshUnit(self.options.mesh)))
+        return engine
 
-    def _lower_pipeline(self, deepspeed: Any, lowering: Lowering, mesh: DeviceMesh) -> Any:
+    def _lower_pipeline(
+        self, deepspeed: Any, lowering: Lowering, shared: list[SharedParameter]
+    ) -> Any:
         # Some of these import DeepSpeed, which may be absent until here.
-        from slapo.framework_dialect.deepspeed.engine import PipeEngine, loss_of_labels
+        from slapo.framework_dialect.deepspeed.engine import PipeEngine
         from slapo.framework_dialect.deepspeed.pipe import StagePipelineEngine
         from slapo.framework_dialect.deepspeed.stages import make_pipeline
 
-        assert self.options.loss_fn is not None, "checked"
+        engine = PipeEngine(lowering, self.options, self.settings)
+        topology = topology_of(self.options.mesh)
         pipeline = make_pipeline(
-            lowering, topology_of(mesh), loss_of_labels(self.options.loss_fn), keeps_modes=True
+            lowering, topology, engine.loss_of_labels, shared, keeps_modes=True
         )
-        engine = StagePipelineEngine.adopt(self._initialize(deepspeed, pipeline, None, mesh))
-        return PipeEngine(engine, lowering, self.options, self.settings)
+        engine.drive(StagePipelineEngine.adopt(self._initialize(deepspeed, pipeline, None)))
+        return engine
 
-    def _initialize(self, deepspeed: Any, model: nn.Module, mpu: Any, mesh: DeviceMesh) -> Any:
-        wants_optimizer = self.settings.has_optimizer
+    def _initialize(self, deepspeed: Any, model: nn.Module, mpu: Any) -> Any:
+        optimizer = None
+        if self.options.optimizer is not None:
+            device = current_device(self.options.mesh)
+            optimizer = make_optimizer(self.options.optimizer, trainable(model), device)
         return initialize(
             deepspeed,
             model,
             self.settings.config,
-            optimizer=make_optimizer(self.optimizer, model) if wants_optimizer else None,
-            lr_scheduler=self.lr_scheduler,
+            optimizer=optimizer,
+            lr_scheduler=self.options.lr_scheduler,
             mpu=mpu,
-            dp_group=group_of(mesh, "dp"),
+            dp_group=self.options.mesh.get_group("dp"),
         )
-
-
-def _layout(mesh: DeviceMesh) -> configs.Layout:
-    pp, dp, tp = (extent(mesh, dim) for dim in ("pp", "dp", "tp"))
-    return configs.Layout(pp, dp, tp, mesh.device_type)

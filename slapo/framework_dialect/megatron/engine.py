@@ -9,23 +9,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import Tensor
 
+from slapo.agreement import all_ranks_or_none
 from slapo.errors import SlapoError
-from slapo.framework_dialect.agreement import all_ranks_or_none
-from slapo.framework_dialect.batches import MicroBatch
-from slapo.framework_dialect.gradients import TiedGradients, mean_loss
-from slapo.framework_dialect.megatron.groups import mark_sharded, tied_parameters
+from slapo.framework_dialect.batches import Batch
+from slapo.framework_dialect.engine import Engine
+from slapo.framework_dialect.megatron.groups import mark_sharded, mark_shared
 from slapo.framework_dialect.megatron.optimizers import make_optimizer, torch_optimizer
 from slapo.framework_dialect.megatron.options import MegatronOptions
 from slapo.framework_dialect.megatron.package import megatron_core, quiet
 from slapo.framework_dialect.megatron.stages import ModelChunk
 from slapo.framework_dialect.megatron.wire import WIRE_DTYPE, Manifest, anchored
-from slapo.framework_dialect.pytorch.data_parallel import broadcast_values
-from slapo.framework_dialect.runtime import Engine, Lowering
-from slapo.graph.trace.module import TracedModule
-from slapo.mesh import coordinate, extent, group_of
+from slapo.framework_dialect.optimizers import make_scheduler, trainable
+from slapo.framework_dialect.precision import check_traces
+from slapo.framework_dialect.replicas import groups_of, share_values
+from slapo.framework_dialect.runtime import Lowering
+from slapo.framework_dialect.ties import shared_parameters
 from slapo.pipeline.boundaries import Boundary, ShapeProbe, describe_inputs, infer_boundaries
 
 # Where Megatron-Core's DDP adds up gradients.
@@ -40,27 +40,30 @@ class MegatronEngine(Engine):
     model : megatron.core.distributed.DistributedDataParallel
     config : megatron.core.transformer.TransformerConfig
         What Megatron-Core's schedules read.
-    grad_norm : Tensor or None
-        The norm of the whole model's gradient at the last step; None unless Megatron-Core took it.
-    scheduler
-        What ``lr_scheduler`` returned.
     """
 
     options: MegatronOptions
 
     def __init__(self, lowering: Lowering, options: MegatronOptions) -> None:
         super().__init__(lowering, options)
+        self._cast_inputs_to = options.half
+        columns = self.mesh.mesh.flatten(1).t().tolist()
+        self._shared = shared_parameters(lowering, columns)
+        share_values(
+            self.module,
+            groups_of(self.mesh),
+            self._shared,
+            lowering.created,
+            options.sync_replicated,
+        )
         all_ranks_or_none("megatron", self._check_precision)
         self.module.to(self.device, options.half)
         self._probes = {i: ShapeProbe(s, self.device) for i, s in lowering.stages.items()}
         self._boundaries: dict[Boundary, tuple[Boundary, ...]] = {}
         mark_sharded(self.module)
-        self._ties = tied_parameters(lowering, self.mesh)
-        self._share_values()
+        mark_shared(self._shared)
         self.config = self._make_config()
         self.model = self._wrap()
-        self.grad_norm: Tensor | None = None
-        self.scheduler: Any = None
         self._is_proven = not options.overlap_grad_reduce
         # Only where needed: to filter warnings makes Python show a user's own once more.
         self._quietly: Callable[[], AbstractContextManager[None]]
@@ -71,34 +74,16 @@ class MegatronEngine(Engine):
     # --- set-up ------------------------------------------------------------------------------
     def _check_precision(self) -> None:
         half = self.options.half
-        if half is not None:
-            self._check_traces(half)
-            return
+        check_traces(self.module, half)
         for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and parameter.dtype != torch.float32:
+            if half is None and parameter.requires_grad and parameter.dtype != torch.float32:
                 raise SlapoError(
                     f"{name} is {parameter.dtype}, and megatron trains a model of torch.float32; "
                     "pass dtype=, or model.float() before the schedule"
                 )
 
-    def _check_traces(self, half: torch.dtype) -> None:
-        """A graph may hold for the dtype only that parameters had when it was recorded."""
-        for name, module in self.module.named_modules():
-            traced = module.contract.dtype if isinstance(module, TracedModule) else None
-            if traced not in (None, half):
-                raise SlapoError(
-                    f"{name or 'the stage'} was traced with parameters of {traced}, and is to run "
-                    f"with {half}; convert the model by model.to({half}) before it is traced"
-                )
-
-    def _share_values(self) -> None:
-        """One value for each parameter: over the stages that tie it, then over replicas."""
-        ties = [([parameter], group) for parameter, group in self._ties]
-        TiedGradients([copies for copies, _ in ties], [g for _, g in ties]).broadcast_values()
-        broadcast_values(self.module, group_of(self.mesh, "dp"))
-
     def _make_config(self) -> Any:
-        half, tp = self.options.half, extent(self.mesh, "tp")
+        half, tp = self.options.half, self.mesh.shape[2]
         return megatron_core().transformer.TransformerConfig(
             # The schedules ask for the form of a transformer and do not use it.
             num_layers=self.lowering.n_stages,
@@ -137,32 +122,25 @@ class MegatronEngine(Engine):
 
     def _make_optimizer(self) -> None:
         with quiet():
-            self.optimizer = make_optimizer(self.options, self.model)
+            named = trainable(self.module)
+            self.optimizer = make_optimizer(self.options, self.model, named, self.device)
         if self.options.half is torch.float16:
             self.config.grad_scale_func = self.optimizer.scale_loss
-        make_scheduler = self.options.lr_scheduler
-        if make_scheduler is not None:
+        if self.options.lr_scheduler is not None:
             inner = torch_optimizer(self.optimizer)
-            self.scheduler = all_ranks_or_none(
-                "lr_scheduler", lambda: None if inner is None else make_scheduler(inner)
-            )
+            self.scheduler = make_scheduler(self.options.lr_scheduler, inner)
 
     # --- steps -------------------------------------------------------------------------------
-    def _train(self, micro_batches: list[MicroBatch]) -> Tensor:
-        losses = self._run(micro_batches, train=True)
+    def _forward_backward(self, batch: Batch) -> None:
+        self._run(batch, self.options.micro_batches, train=True)
         self._check_overlap()
-        self._optimizer_step()
-        return self._mean(losses)
 
-    def _eval(self, micro_batches: list[MicroBatch]) -> Tensor:
-        return self._mean(self._run(micro_batches, train=False))
+    def _evaluate(self, batch: Batch, parts: int) -> None:
+        self._run(batch, parts, train=False)
 
-    def _mean(self, losses: list[Tensor]) -> Tensor:
-        return mean_loss(torch.stack(losses).mean() if losses else None, self.mesh)
-
-    def _run(self, micro_batches: list[MicroBatch], train: bool) -> list[Tensor]:
-        """All micro-batches through the schedule; their losses where the last stage is."""
-        parts, extra = [self._cast(part) for part in micro_batches], {}
+    def _run(self, batch: Batch, count: int, train: bool) -> None:
+        """All micro-batches through the schedule."""
+        parts, extra = batch.cut(count), {}
         if self.lowering.pipelined is not None:
             parts = self._bind(parts)
             extra["adjust_tensor_shapes_fn"] = self._shapes
@@ -170,7 +148,7 @@ class MegatronEngine(Engine):
             pp_size=self.lowering.n_stages
         )
         with self._quietly():
-            losses: list[Tensor] = run(
+            run(
                 forward_step_func=self._forward_step,
                 data_iterator=iter(parts),
                 model=self.model,
@@ -182,43 +160,26 @@ class MegatronEngine(Engine):
                 **extra,
             )
         self.chunk.anchor = None
-        return losses
 
-    def _forward_step(self, parts: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
+    def _forward_step(self, parts: Iterator[Batch], model: Any) -> tuple[Any, Any]:
         """Megatron-Core's forward step: an output, and what makes a loss of it."""
         part = next(parts)
         output = model(part)
         return output, partial(self._loss, part.targets, self.chunk.anchor)
 
     def _loss(self, targets: Any, anchor: Tensor | None, output: Any) -> tuple[Tensor, Tensor]:
-        """The loss to go back from and the one to report; the schedule divides the first one."""
-        loss = self._loss_of(output, targets)
+        """The loss to go back from and one to report; the schedule divides the first one."""
+        loss = self._loss_of(output, targets) * self.options.micro_batches
         return anchored(loss, anchor), loss.detach().clone()
 
-    def _cast(self, part: MicroBatch) -> MicroBatch:
-        """Floating-point inputs in the parameters' dtype, as those of half precision want them."""
-        half = self.options.half
-        if half is None:
-            return part
-
-        def cast(value: Any) -> Any:
-            is_float = isinstance(value, Tensor) and value.is_floating_point()
-            return value.to(half) if is_float else value
-
-        args, kwargs = pytree.tree_map(cast, (part.args, part.kwargs))
-        return MicroBatch(args, kwargs, part.targets)
-
     # --- what crosses boundaries ---------------------------------------------------------------
-    def _bind(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    def _bind(self, parts: list[Batch]) -> list[Batch]:
         """Micro-batches as the first stage takes them; boundaries prepared for their form."""
         pipelined = self.lowering.pipelined
         assert pipelined is not None, "asked before"
-        bound = [pipelined.bind(part.args, part.kwargs) for part in micro_batches]
+        bound = [pipelined.inputs.take(part.args, part.kwargs) for part in parts]
         self._expect(describe_inputs(pipelined.inputs.names, bound[0]))
-        return [
-            MicroBatch(args, {}, part.targets)
-            for args, part in zip(bound, micro_batches, strict=True)
-        ]
+        return [Batch(args, {}, part.targets) for args, part in zip(bound, parts, strict=True)]
 
     def _expect(self, inputs: Boundary) -> None:
         if inputs not in self._boundaries:
@@ -226,10 +187,10 @@ class MegatronEngine(Engine):
                 self.lowering.n_stages,
                 inputs,
                 lambda index, received: self._probes[index].run(received),
-                group_of(self.mesh, "pp"),
+                self.mesh.get_group("pp"),
                 lambda index: index,
             )
-        boundaries, here = self._boundaries[inputs], coordinate(self.mesh, "pp")
+        boundaries, here = self._boundaries[inputs], self.mesh.get_local_rank("pp")
         self.chunk.arriving = Manifest(boundaries[here])
         last = here == self.lowering.n_stages - 1
         self.chunk.leaving = None if last else Manifest(boundaries[here + 1])
@@ -244,9 +205,10 @@ class MegatronEngine(Engine):
     def _finalize(self, models: list[Any], *args: Any, **kwargs: Any) -> None:
         """What the schedule does last: the mean over replicas, then the sum over ties."""
         megatron_core().distributed.finalize_model_grads(models, *args, **kwargs)
-        for parameter, group in self._ties:
+        for shared in self._shared:
+            (parameter,) = shared.copies
             if parameter.requires_grad:
-                dist.all_reduce(getattr(parameter, _GRADIENT), group=group)
+                dist.all_reduce(getattr(parameter, _GRADIENT), group=shared.group)
 
     def _check_overlap(self) -> None:
         """Megatron-Core counts gradients at the first step, and goes by that later."""
@@ -269,7 +231,9 @@ class MegatronEngine(Engine):
                 "False before build"
             )
 
-    def _optimizer_step(self) -> None:
+    def _optimizer_step(self, scale: Tensor | None) -> None:
+        if scale is not None:
+            self.model.scale_gradients(scale.float())
         with self._quietly():
             has_stepped, norm, _ = self.optimizer.step()
         self.grad_norm = None if norm is None else torch.tensor(float(norm), device=self.device)
@@ -279,9 +243,13 @@ class MegatronEngine(Engine):
         if self.scheduler is not None and has_stepped:
             self.scheduler.step()
 
+    def _renew_masters(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
+
     # --- as a module -------------------------------------------------------------------------
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        return self.chunk(self._cast(MicroBatch(args, kwargs, None)))
+        return self.chunk(Batch(args, kwargs, None).cast(self._cast_inputs_to))
 
     def _backward(self, loss: Tensor) -> None:
         scale = self.config.grad_scale_func
@@ -294,4 +262,4 @@ class MegatronEngine(Engine):
             if self.options.overlap_grad_reduce:
                 self.model.start_grad_sync()
             self._finalize([self.model])
-        self._optimizer_step()
+        self._optimizer_step(None)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from slapo.agreement import all_ranks_or_none
 from slapo.errors import SlapoError
-from slapo.framework_dialect.agreement import all_ranks_or_none
-from slapo.framework_dialect.gradients import is_tensor_parallel, new_tie_groups
+from slapo.framework_dialect.gradients import is_tensor_parallel
 from slapo.framework_dialect.megatron.package import megatron_core
-from slapo.framework_dialect.runtime import Lowering
-from slapo.mesh import coordinate, extent, group_of
+from slapo.framework_dialect.ties import SharedParameter
 from slapo.sharding.shards import shards_of
 from slapo.wrapper import innermost
 
@@ -34,8 +34,8 @@ def initialize_groups(mesh: DeviceMesh) -> None:
         parallel_state.destroy_model_parallel()
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=extent(mesh, "tp"),
-            pipeline_model_parallel_size=extent(mesh, "pp"),
+            tensor_model_parallel_size=mesh.shape[2],
+            pipeline_model_parallel_size=mesh.shape[0],
             create_gloo_process_groups=False,
         )
     all_ranks_or_none("megatron", lambda: _check_groups(mesh))
@@ -60,7 +60,7 @@ def _check_groups(mesh: DeviceMesh) -> None:
     }
     for dim, group in theirs.items():
         found = dist.get_process_group_ranks(group)
-        wanted = dist.get_process_group_ranks(group_of(mesh, dim))
+        wanted = dist.get_process_group_ranks(mesh.get_group(dim))
         if found != wanted:
             sizes = {name: group.size() for name, group in theirs.items()}
             raise SlapoError(
@@ -95,26 +95,12 @@ def mark_sharded(module: nn.Module) -> None:
         marks.partition_stride = blocks.get(id(parameter), 1)
 
 
-def tied_parameters(
-    lowering: Lowering, mesh: DeviceMesh
-) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-    """This rank's parameters that other stages share, each with the ranks that hold it.
+def mark_shared(shared: Sequence[SharedParameter]) -> None:
+    """Tell Megatron-Core which parameters other stages hold too.
 
-    They get Megatron-Core's marks: ``shared`` on all but the first stage's, which alone counts in a
-    norm, and ``shared_embedding``, by which the distributed optimizer cuts it alike on all stages.
-    A collective of the world.
+    It marks with ``shared`` those that count elsewhere in a norm, and with ``shared_embedding``
+    those that the distributed optimizer has to cut alike on all stages.
     """
-    found = []
-    here = coordinate(mesh, "pp")
-    for tie in lowering.ties:
-        columns = mesh.mesh[list(tie.stages)].flatten(1).t().tolist()
-        groups = new_tie_groups(columns)
-        if here not in tie.stages:
-            continue
-        parameter = lowering.stages[here].get_parameter(dict(tie.members)[here])
-        marks: Any = parameter
-        marks.shared, marks.shared_embedding = here != tie.owner, True
-        mine = next(g for g, ranks in zip(groups, columns, strict=True) if dist.get_rank() in ranks)
-        assert mine is not None, "a tie is of two stages at least"
-        found.append((parameter, mine))
-    return found
+    for one in shared:
+        marks: Any = one.copies[0]
+        marks.shared, marks.shared_embedding = not one.is_counted, True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from slapo.errors import SlapoError
-from slapo.framework_dialect.agreement import all_ranks_or_none
 from slapo.framework_dialect.megatron.options import MegatronOptions
 from slapo.framework_dialect.megatron.package import megatron_core
+from slapo.framework_dialect.optimizers import make_optimizer as make_torch_optimizer
 
 _HALF_FIELDS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -47,7 +47,7 @@ def resolve(options: Mapping[str, Any]) -> MegatronOptions:
     given = dict(options)
     config = given.get("optimizer")
     if not isinstance(config, megatron_core().optimizer.OptimizerConfig):
-        checked = MegatronOptions(**given)
+        checked = MegatronOptions.of("megatron", given)
         if checked.distributed_optimizer:
             raise ValueError(
                 "distributed_optimizer=True shares out the state of Megatron-Core's own Adam; pass "
@@ -56,7 +56,7 @@ def resolve(options: Mapping[str, Any]) -> MegatronOptions:
             )
         return checked
     # Not a callable, which all other options are checked with.
-    checked = MegatronOptions(**{**given, "optimizer": Configured(config)})
+    checked = MegatronOptions.of("megatron", {**given, "optimizer": Configured(config)})
     complete = _complete(config, checked)
     return replace(
         checked,
@@ -114,7 +114,12 @@ def _refuse_fields(config: Any) -> None:
         raise ValueError("the OptimizerConfig has no learning rate; pass OptimizerConfig(lr=...)")
 
 
-def make_optimizer(options: MegatronOptions, model: Any) -> Any:
+def make_optimizer(
+    options: MegatronOptions,
+    model: Any,
+    named: Sequence[tuple[str, nn.Parameter]],
+    device: torch.device,
+) -> Any:
     """Megatron-Core's optimizer for a model under its DDP. A collective of the world.
 
     Parameters
@@ -123,26 +128,18 @@ def make_optimizer(options: MegatronOptions, model: Any) -> Any:
         With an optimizer.
     model
         Megatron-Core's ``DistributedDataParallel``.
+    named
+        Parameters that are trained, with their names in the model.
+    device
+        Theirs.
     """
     if isinstance(options.optimizer, Configured):
         return options.optimizer(model)
-    wrapped = [p for p in model.parameters() if p.requires_grad]
-    inner = all_ranks_or_none("optimizer", lambda: _call(options.optimizer, wrapped))
-    return _drive(inner, options)
+    assert options.optimizer is not None, "asked before"
+    return _drive(make_torch_optimizer(options.optimizer, named, device), options)
 
 
-def _call(make: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:
-    """None for a stage with nothing to train, for which torch makes no optimizer."""
-    optimizer = make(parameters) if parameters else None
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer(parameters) returned a {type(optimizer).__name__}; it must be a "
-            "torch.optim.Optimizer, or pass megatron.core.optimizer.OptimizerConfig"
-        )
-    return optimizer
-
-
-def _drive(inner: torch.optim.Optimizer | None, options: MegatronOptions) -> Any:
+def _drive(inner: torch.optim.Optimizer, options: MegatronOptions) -> Any:
     """Megatron-Core's optimizer around one of torch."""
     core, half = megatron_core(), options.half
     config = core.optimizer.OptimizerConfig(

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from slapo.framework_dialect.runtime import TrainingOptions
-
-_HALVES = (torch.bfloat16, torch.float16)
+from slapo.framework_dialect.options import TrainingOptions
+from slapo.framework_dialect.precision import HALVES, check_dtype
 
 #: Fields of Megatron-Core's ``DistributedDataParallelConfig`` that may be given.
 DATA_PARALLEL_FIELDS = (
@@ -36,9 +35,6 @@ class MegatronOptions(TrainingOptions):
         With an ``OptimizerConfig``, None leaves its ``clip_grad``, which is 1.0 by default.
     lr_scheduler
         ``lr_scheduler(optimizer)`` gets the torch optimizer inside of Megatron-Core's.
-    dtype
-        ``torch.bfloat16`` or ``torch.float16``: parameters and buffers are cast, and the optimizer
-        keeps parameters of float32. ``torch.float16`` scales the loss. None: the model is float32.
     distributed_optimizer
         Share out the optimizer's state over the data-parallel ranks; with an ``OptimizerConfig`` of
         Adam only.
@@ -49,17 +45,19 @@ class MegatronOptions(TrainingOptions):
         `DATA_PARALLEL_FIELDS`.
     """
 
-    dtype: torch.dtype | None = None
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     data_parallel_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dtype not in (None, torch.float32, *_HALVES):
+        check_dtype(self.dtype, "megatron")
+        if self.nonfinite != "step" and not (
+            self.nonfinite == "skip" and self.dtype is torch.float16
+        ):
             raise ValueError(
-                f"dtype is {self.dtype}; target 'megatron' takes None, torch.float32, "
-                "torch.bfloat16 and torch.float16"
+                f'nonfinite is {self.nonfinite!r}; target "megatron" takes "step", and leaves out '
+                "steps with torch.float16 only"
             )
         unknown = sorted(set(self.data_parallel_options or ()) - set(DATA_PARALLEL_FIELDS))
         if unknown:
@@ -72,4 +70,4 @@ class MegatronOptions(TrainingOptions):
     @property
     def half(self) -> torch.dtype | None:
         """The dtype of parameters in half precision; None for float32."""
-        return self.dtype if self.dtype in _HALVES else None
+        return self.dtype if self.dtype in HALVES else None

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slapo.framework_dialect.batches import MicroBatch
+from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.megatron.package import megatron_core
 from slapo.framework_dialect.megatron.wire import Manifest, pack, unpack
 
@@ -47,7 +47,7 @@ class ModelChunk(nn.Module):
         """Take what the schedule received; None in the first stage."""
         self._received = received[0] if isinstance(received, list) else received
 
-    def forward(self, batch: MicroBatch) -> Any:
+    def forward(self, batch: Batch) -> Any:
         """The model's output in the last stage; before it, a buffer to send.
 
         Parameters
@@ -61,7 +61,7 @@ class ModelChunk(nn.Module):
         assert self.leaving is not None, "told before the schedule ran"
         return pack(self.leaving, output, self.anchor)
 
-    def _run(self, batch: MicroBatch) -> Any:
+    def _run(self, batch: Batch) -> Any:
         if self.pre_process:
             return self.part(*batch.args, **batch.kwargs)
         assert self.arriving is not None, "told before the schedule ran"

@@ -1,4 +1,4 @@
-"""Data parallelism: DDP, FSDP2, or a mean of gradients after a pipeline's backward."""
+"""Data parallelism by DDP, or by FSDP2: shares of parameters, replicas of shares, or both."""
 
 from __future__ import annotations
 
@@ -8,27 +8,38 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from slapo.errors import SlapoError
-from slapo.mesh import extent, group_of
-from slapo.weights.tags import SEQUENCE_PARALLEL, tags_of
+from slapo.sharding.tags import SEQUENCE_PARALLEL, tags_of
 
 
 def fsdp_units(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that FSDP2 gathers one at a time: the items of lists, outermost first.
+    """The modules that FSDP2 gathers one at a time, outermost first.
 
-    In a stage they are found by their numbers, since lists became plain modules there.
+    These are the items of lists, and siblings of one class that are made of others, such as
+    ``block1`` and ``block2``, where there are no lists in them.
     """
-    for name, child in module.named_children():
-        if name.isdigit() and any(True for _ in child.parameters()):
+    children = [child for child in module.children() if any(True for _ in child.parameters())]
+    if _is_list(module):
+        yield from children
+        return
+    classes = Counter(type(child) for child in children)
+    for child in children:
+        inner = list(fsdp_units(child))
+        if not inner and classes[type(child)] > 1 and any(True for _ in child.children()):
             yield child
-        else:
-            yield from fsdp_units(child)
+        yield from inner
+
+
+def _is_list(module: nn.Module) -> bool:
+    # In a stage lists became plain modules, whose children have numbers for names.
+    names = [name for name, _ in module.named_children()]
+    numbered = bool(names) and all(name.isdigit() for name in names)
+    return numbered or isinstance(module, nn.ModuleDict)
 
 
 def _untied(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
@@ -42,29 +53,86 @@ def _untied(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
     return [u for u, ids in zip(units, within, strict=True) if all(places[i] == 1 for i in ids)]
 
 
-def shard_parameters(module: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]) -> None:
-    """Share out the parameters over the data-parallel ranks (FSDP2), in place.
+def shard_mesh(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
+    """The data-parallel ranks as replicas of shards. A collective of the world.
 
-    What parameters carry (tags, ``orig_shape``) goes over to the new ones.
+    Parameters
+    ----------
+    mesh
+        Of the dimensions pp, dp and tp.
+    shard_size
+        Neighbours that share out parameters. All of dp: no replicas, and one dimension.
+    """
+    pp, dp, tp = mesh.shape
+    if shard_size == dp:
+        return mesh["dp"]
+    sizes, names = (pp, dp // shard_size, shard_size, tp), ("pp", "replicate", "shard", "tp")
+    whole = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=names)
+    return whole["replicate", "shard"]
+
+
+def refuse_sharded(module: nn.Module) -> None:
+    """Refuse a model that FSDP2 holds already.
+
+    Raises
+    ------
+    SlapoError
+        Saying so.
     """
     if any(isinstance(m, FSDPModule) for m in module.modules()):
         raise SlapoError(
-            'this model was built with data_parallel="fsdp" before; create a new model and schedule'
+            'this model was built with data_parallel="fsdp", or in half precision, before; create '
+            "a new model and schedule"
+        )
+
+
+def shard_parameters(
+    module: nn.Module,
+    over: DeviceMesh,
+    options: Mapping[str, Any],
+    half: torch.dtype | None = None,
+) -> None:
+    """Share out the parameters over data-parallel ranks (FSDP2), in place.
+
+    What parameters carry (tags, ``orig_shape``) goes over to the new ones.
+
+    Parameters
+    ----------
+    over
+        One dimension of shards, or two: replicas and shards.
+    half
+        What the model computes in; parameters and sums of gradients are of float32 then.
+    """
+    given = dict(options)
+    if half is not None:
+        widen(module)
+        # Inputs are cast where they enter the model: what stages and layers pass on, they mean.
+        given.setdefault(
+            "mp_policy",
+            MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False),
         )
     carried = {n: tags_of(p) for n, p in module.named_parameters(remove_duplicate=False)}
-    over = mesh["dp"]
     for unit in _untied(module, list(dict.fromkeys(fsdp_units(module)))):
-        fully_shard(unit, mesh=over, **options)
-    fully_shard(module, mesh=over, **options)
+        fully_shard(unit, mesh=over, **given)
+    fully_shard(module, mesh=over, **given)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         parameter.__dict__.update(carried[name])
 
 
+def widen(module: nn.Module) -> None:
+    """Parameters of half precision become float32: what an optimizer's small steps need."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+
+
 def replicate(module: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]) -> nn.Module:
     """The module under DDP; the module itself where there is one replica only."""
-    if extent(mesh, "dp") == 1 or not any(p.requires_grad for p in module.parameters()):
+    if mesh.shape[1] == 1 or not any(p.requires_grad for p in module.parameters()):
         return module
-    return DistributedDataParallel(module, process_group=group_of(mesh, "dp"), **options)
+    # The values were compared before.
+    chosen = {"init_sync": False, **options}
+    return DistributedDataParallel(module, process_group=mesh.get_group("dp"), **chosen)
 
 
 def without_sync(module: nn.Module) -> AbstractContextManager[Any]:
@@ -83,20 +151,6 @@ class _WithoutSync(AbstractContextManager[None]):
 
     def __exit__(self, *_: Any) -> None:
         self.module.set_requires_gradient_sync(True)
-
-
-@torch.no_grad()
-def broadcast_values(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make parameters and buffers those of the group's first rank."""
-    source = dist.get_global_rank(group, 0)
-    seen: set[int] = set()
-    for tensor in (*module.parameters(), *module.buffers()):
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            value = tensor.detach().contiguous()
-            dist.broadcast(value, source, group=group)
-            if value.data_ptr() != tensor.data_ptr():
-                tensor.copy_(value)
 
 
 def sequence_parallel_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -2,95 +2,153 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slapo.agreement import all_ranks_or_none
 from slapo.errors import SlapoError
-from slapo.framework_dialect.agreement import all_ranks_or_none
-from slapo.framework_dialect.batches import MicroBatch
+from slapo.framework_dialect.batches import Batch
+from slapo.framework_dialect.engine import Engine
 from slapo.framework_dialect.gradients import (
-    TiedGradients,
-    clip_gradients,
+    clip_factor,
     global_norm,
-    mean_loss,
+    reduce_gradients,
+    scale_gradients,
 )
+from slapo.framework_dialect.optimizers import make_optimizer, make_scheduler, trainable
+from slapo.framework_dialect.precision import LossScale, check_traces, half_of, inverse
 from slapo.framework_dialect.pytorch.data_parallel import (
+    refuse_sharded,
     replicate,
     sequence_parallel_parameters,
+    shard_mesh,
     shard_parameters,
     without_sync,
 )
 from slapo.framework_dialect.pytorch.options import TorchOptions
-from slapo.framework_dialect.runtime import Engine, Lowering
-from slapo.mesh import group_of
+from slapo.framework_dialect.replicas import groups_of, share_values
+from slapo.framework_dialect.runtime import Lowering
+from slapo.framework_dialect.ties import shared_parameters
 from slapo.pipeline.boundaries import autocasting
 
 
 class TorchEngineBase(Engine):
-    """Optimizer step with clipping over all ranks."""
+    """The optimizer's step, after scaling and clipping over all ranks."""
 
     options: TorchOptions
 
     def __init__(self, lowering: Lowering, options: TorchOptions) -> None:
         super().__init__(lowering, options)
+        all_ranks_or_none("build", lambda: refuse_sharded(self.module))
         self.module.to(self.device)
-        #: the norm of the whole model's gradient at the last step; None unless it is clipped
-        self.grad_norm: Tensor | None = None
-        self.scheduler: Any = None
-        self._partial_sums: TiedGradients | None = None
+        columns = self.mesh.mesh.flatten(1).t().tolist()
+        self._shared = shared_parameters(lowering, columns, self._rank_of)
+        share_values(
+            self.module,
+            groups_of(self.mesh),
+            self._shared,
+            lowering.created,
+            options.sync_replicated,
+        )
+        #: what the model computes in while the optimizer works in float32; None for one dtype
+        self.half = half_of(self.module, options.dtype)
+        check_traces(self.module, self.half)
+        self._loss_scale = LossScale() if self.half is torch.float16 else None
+        self._cast_inputs_to = self.half
+        #: over which FSDP2 shares out parameters; None without it
+        self.sharding = None
+        if options.data_parallel == "fsdp" or self.half is not None:
+            # Without shares, FSDP2 keeps the float32 copies of parameters all the same.
+            everything = self.mesh.shape[1] if options.data_parallel == "fsdp" else 1
+            self.sharding = shard_mesh(self.mesh, options.shard_size or everything)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP2 shares out the parameters."""
-        return self.options.data_parallel == "fsdp"
+        """Whether FSDP2 holds the parameters."""
+        return self.sharding is not None
 
     def _make_optimizer(self) -> None:
         """Once parameters are what they stay."""
-        # The user's functions may fail on one rank only, where they see other parameters.
-        all_ranks_or_none("the optimizer", self._call_factories)
-
-    def _call_factories(self) -> None:
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
-        if not parameters:  # a stage that trains nothing, and optimizers that want something
-            parameters = [nn.Parameter(torch.zeros(0, device=self.device))]
+        self._partial_sums = self._find_partial_sums()
         if self.options.optimizer is not None:
-            self.optimizer = self.options.optimizer(parameters)
-        if self.options.lr_scheduler is not None:
-            self.scheduler = self.options.lr_scheduler(self.optimizer)
+            named = trainable(self.module)
+            self.optimizer = make_optimizer(self.options.optimizer, named, self.device)
+            self.scheduler = make_scheduler(self.options.lr_scheduler, self.optimizer)
 
-    def _sum_sequence_parallel(self) -> None:
+    def _find_partial_sums(self) -> list[nn.Parameter]:
         """FSDP2 puts other tensors in place of those that carry the summing hook."""
-        group = self.lowering.tp_group
-        if not self.is_sharded or group is None or group.size() == 1:
-            return
-        if self._partial_sums is None:
-            partial = sequence_parallel_parameters(self.module)
-            self._partial_sums = TiedGradients([[p] for p in partial], [group] * len(partial))
-        self._partial_sums.reduce()
+        return sequence_parallel_parameters(self.module) if self.is_sharded else []
+
+    def _rank_of(self, stage: int) -> int:
+        """Where along the pipeline a stage runs."""
+        return stage
 
     def _is_counted(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter counts here in the norm of the whole model's gradient."""
         return True
 
-    def _optimizer_step(self) -> None:
-        self._sum_sequence_parallel()
-        limit = self.options.clip_grad_norm
-        if limit is not None:
-            parameters = list(self.module.parameters())
-            self.grad_norm = global_norm(
-                parameters,
-                tp_group=self.lowering.tp_group,
-                pp_group=group_of(self.mesh, "pp"),
-                shard_group=group_of(self.mesh, "dp") if self.is_sharded else None,
-                counted=self._is_counted,
-            )
-            clip_gradients(parameters, limit, self.grad_norm)
-        self.optimizer.step()
+    def _loss_of(self, output: Any, targets: Any) -> Tensor:
+        loss = super()._loss_of(output, targets)
+        scaled = self._loss_scale is not None and torch.is_grad_enabled()
+        return loss * self._loss_scale.value if scaled else loss  # type: ignore[union-attr]
+
+    def _optimizer_step(self, scale: Tensor | None) -> None:
+        self._reduce_gradients()
+        parameters = list(self.module.parameters())
+        if self._loss_scale is not None:
+            back = inverse(self._loss_scale.value, self.device)
+            scale = back if scale is None else scale * back
+        scale = self._clip(parameters, scale)
+        if scale is not None:
+            scale_gradients(parameters, scale)
+        is_finite = self._is_finite()
+        if is_finite:
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.scheduler is not None:
+        if is_finite and self.scheduler is not None:
             self.scheduler.step()
+
+    def _reduce_gradients(self) -> None:
+        """What is still partial after the backward."""
+        reduce_gradients(self._partial_sums, self.lowering.tp_group, mean=False)
+
+    def _clip(self, parameters: list[nn.Parameter], scale: Tensor | None) -> Tensor | None:
+        """Take the norm where it is wanted; returns what gradients are to be multiplied by."""
+        limit = self.options.clip_grad_norm
+        if limit is None and self._loss_scale is None and self.options.nonfinite == "step":
+            return scale
+        norm = global_norm(
+            parameters,
+            tp_group=self.lowering.tp_group,
+            pp_group=self.mesh.get_group("pp"),
+            shard_group=None if self.sharding is None else self.sharding.get_group(-1),
+            counted=self._is_counted,
+        )
+        self.grad_norm = norm if scale is None else norm * scale
+        if limit is None or limit == float("inf"):
+            return scale
+        clip = clip_factor(self.grad_norm, limit)
+        return clip if scale is None else scale * clip
+
+    def _is_finite(self) -> bool:
+        """Whether the optimizer may step; the same on every rank."""
+        if self._loss_scale is None and self.options.nonfinite == "step":
+            return True
+        assert self.grad_norm is not None, "taken for this"
+        is_finite = bool(self.grad_norm.isfinite())
+        if self._loss_scale is not None:
+            self._loss_scale.update(is_finite)
+        if not is_finite and self.options.nonfinite == "error":
+            self._nonfinite = str(float(self.grad_norm))
+        return is_finite
+
+    def _compile(self, part: nn.Module) -> None:
+        chosen = self.options.compile
+        if chosen:
+            part.compile(**(chosen if isinstance(chosen, Mapping) else {}))
 
 
 class TorchEngine(TorchEngineBase):
@@ -101,53 +159,56 @@ class TorchEngine(TorchEngineBase):
         extra = dict(options.data_parallel_options or {})
         #: what is called: the model, under DDP where there are replicas
         self.runner: nn.Module = self.module
-        if self.is_sharded:
-            shard_parameters(self.module, self.mesh, extra)
+        self._compile(self.module)
+        if self.sharding is not None:
+            shard_parameters(self.module, self.sharding, extra, self.half)
         else:
             self.runner = replicate(self.module, self.mesh, extra)
         self._make_optimizer()
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
+        batch = Batch(args, kwargs, None).cast(self._cast_inputs_to)
         with autocasting(self.device, self.options.autocast):
-            return self.runner(*args, **kwargs)
+            return self._explained(lambda: self.runner(*batch.args, **batch.kwargs))
 
     def _backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def _explained(self, error: RuntimeError) -> Exception:
-        if "finished reduction in the prior iteration" not in str(error):
-            return error
-        return SlapoError(
-            "DDP misses gradients of parameters that the model did not use; build with "
-            'data_parallel_options={"find_unused_parameters": True}, or freeze them'
-        )
+        (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
 
     def _step(self) -> None:
-        self._optimizer_step()
+        self._optimizer_step(None)
 
-    def _train(self, micro_batches: list[MicroBatch]) -> Tensor:
-        total = torch.zeros((), device=self.device)
-        *first, last = micro_batches
-        with without_sync(self.runner):
-            for part in first:
-                total += self._forward_backward(part, len(micro_batches))
-        total += self._forward_backward(last, len(micro_batches))
-        self._optimizer_step()
-        return mean_loss(total, self.mesh)
+    def _explained(self, run: Callable[[], Any]) -> Any:
+        try:
+            return run()
+        except RuntimeError as error:
+            if "finished reduction in the prior iteration" not in str(error):
+                raise
+            raise SlapoError(
+                "DDP misses gradients of parameters that the model did not use; build with "
+                'data_parallel_options={"find_unused_parameters": True}, or freeze them'
+            ) from None
 
-    def _forward_backward(self, part: MicroBatch, count: int) -> Tensor:
-        loss = self._loss(part) / count
-        loss.backward()
-        return loss.detach().float()
+    def _forward_backward(self, batch: Batch) -> None:
+        *first, last = batch.cut(self.options.micro_batches)
+        if first:
+            with without_sync(self.runner):
+                for part in first:
+                    self._loss(part).backward()
+        self._loss(last).backward()
 
-    def _eval(self, micro_batches: list[MicroBatch]) -> Tensor:
-        losses = [self._loss(part).detach().float() for part in micro_batches]
-        return mean_loss(torch.stack(losses).mean(), self.mesh)
+    def _evaluate(self, batch: Batch, parts: int) -> None:
+        for part in batch.cut(parts):
+            self._loss(part)
 
-    def _loss(self, part: MicroBatch) -> Tensor:
+    def _loss(self, part: Batch) -> Tensor:
         with autocasting(self.device, self.options.autocast):
-            try:
-                output = self.runner(*part.args, **part.kwargs)
-            except RuntimeError as error:
-                raise self._explained(error) from None
+            output = self._explained(lambda: self.runner(*part.args, **part.kwargs))
             return self._loss_of(output, part.targets)
+
+    def _discard_gradients(self) -> bool:
+        # DDP and FSDP2 keep sums of their own, and count what is still to come.
+        if self.runner is not self.module or self.sharding is not None:
+            return False
+        for parameter in self.parameters():
+            parameter.grad = None
+        return True

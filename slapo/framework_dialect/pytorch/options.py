@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from slapo.framework_dialect.options import TrainingOptions
+from slapo.framework_dialect.precision import HALVES, check_dtype
 from slapo.framework_dialect.pytorch.placement import schedule_named
-from slapo.framework_dialect.runtime import TrainingOptions
 
 DATA_PARALLEL = ("ddp", "fsdp")
 
@@ -24,32 +25,48 @@ class TorchOptions(TrainingOptions):
         ``"1f1b"``, ``"gpipe"``, ``"interleaved_1f1b"``, ``"zero_bubble"`` or ``"zbv"``.
     data_parallel
         ``"ddp"``: every rank holds all parameters. ``"fsdp"``: FSDP2, each holds a share.
+    shard_size
+        With ``"fsdp"``: the number of neighbouring data-parallel ranks that share out the
+        parameters, and of which there are replicas (HSDP). None: all of them.
     data_parallel_options
         For ``DistributedDataParallel`` or ``fully_shard``.
-    dtype
-        ``torch.bfloat16``: matrix products and the like run in it (``torch.autocast``), parameters
-        and the optimizer stay as they are. None: as the model is.
+    autocast
+        A dtype for ``torch.autocast`` around the model and the loss; parameters stay as they are.
+    compile
+        ``True``, or options of ``torch.compile``: the model, or each stage of it, is compiled.
     """
 
     pipeline_schedule: str = "1f1b"
     data_parallel: str = "ddp"
+    shard_size: int | None = None
     data_parallel_options: Mapping[str, Any] | None = None
-    dtype: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+    compile: bool | Mapping[str, Any] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         schedule_named(self.pipeline_schedule)
+        check_dtype(self.dtype, "torch")
         if self.data_parallel not in DATA_PARALLEL:
             raise ValueError(
                 f"data_parallel is {self.data_parallel!r}; known are {list(DATA_PARALLEL)}"
             )
-        if self.dtype not in (None, torch.float32, torch.bfloat16):
+        if self.autocast not in (None, *HALVES):
             raise ValueError(
-                f"dtype is {self.dtype}; target 'torch' takes None, torch.float32 and "
-                "torch.bfloat16. For torch.float16, which needs loss scaling, use 'deepspeed'"
+                f"autocast is {self.autocast}; pass torch.bfloat16, torch.float16 or None"
             )
+        if self.autocast is not None and self.dtype in HALVES:
+            raise ValueError(
+                f"autocast={self.autocast} and dtype={self.dtype} both choose what the model "
+                "computes in; pass one of them"
+            )
+        self._check_shard_size()
 
-    @property
-    def autocast(self) -> torch.dtype | None:
-        """The dtype of ``torch.autocast``; None for none."""
-        return None if self.dtype is torch.float32 else self.dtype
+    def _check_shard_size(self) -> None:
+        size, dp = self.shard_size, self.mesh.shape[1]
+        if size is None:
+            return
+        if self.data_parallel != "fsdp":
+            raise ValueError(f'shard_size={size} goes with data_parallel="fsdp"; pass that too')
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1 or dp % size:
+            raise ValueError(f"shard_size is {size!r}; pass a divisor of the mesh's dp={dp}")

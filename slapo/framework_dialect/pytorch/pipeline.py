@@ -7,25 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from slapo.errors import SlapoError
-from slapo.framework_dialect.batches import MicroBatch
-from slapo.framework_dialect.gradients import (
-    TiedGradients,
-    average_gradients,
-    mean_loss,
-    new_tie_groups,
-)
-from slapo.framework_dialect.pytorch.data_parallel import broadcast_values, shard_parameters
+from slapo.framework_dialect.batches import Batch
+from slapo.framework_dialect.gradients import reduce_gradients, sum_copies
+from slapo.framework_dialect.pytorch.data_parallel import shard_parameters
 from slapo.framework_dialect.pytorch.engine import TorchEngineBase
 from slapo.framework_dialect.pytorch.options import TorchOptions
 from slapo.framework_dialect.pytorch.placement import schedule_named
 from slapo.framework_dialect.runtime import Lowering
-from slapo.mesh import coordinate, extent, group_of
 from slapo.pipeline import Stage
 from slapo.pipeline.boundaries import (
     Boundary,
@@ -56,17 +49,21 @@ class StageRunner(nn.Module):
     ) -> None:
         super().__init__()
         self.stage = stage
+        #: of the next micro-batch: a stage gets them in order
+        self.number = 0
         self._own_outputs = own_outputs
         self._loss_of, self._device, self._autocast = loss_of, device, autocast
 
-    def forward(self, *received: Tensor, number: Tensor) -> Any:
-        """Run micro-batch `number`."""
+    def forward(self, *received: Tensor) -> Any:
+        """Run the next micro-batch."""
+        number, self.number = self.number, self.number + 1
         if self._own_outputs:
             received = tuple(map(_ContiguousGradient.apply, received))
         with autocasting(self._device, self._autocast):
             output = self.stage(*received)
             if self._loss_of is not None:
-                return torch.stack([self._loss_of(output, int(number)).reshape(())])
+                # No view: FSDP2 and split backwards put hooks on what a stage returns.
+                return torch.stack([self._loss_of(output, number)])
         sent = tuple(tensor.contiguous() for tensor in output)
         return tuple(map(_owned, sent)) if self._own_outputs else sent
 
@@ -111,29 +108,25 @@ class TorchPipelineEngine(TorchEngineBase):
     """Pipeline stages, each replicated or sharded over the data-parallel ranks."""
 
     def __init__(self, lowering: Lowering, options: TorchOptions) -> None:
-        super().__init__(lowering, options)
         self.schedule = schedule_named(options.pipeline_schedule)
-        self._targets: list[Any] = []
+        self._pp = options.mesh.shape[0]
+        self.last_pp_rank = self._rank_of(lowering.n_stages - 1)
+        super().__init__(lowering, options)
+        self._targets: Callable[[int], Any] = lambda number: None
         self._runs: OrderedDict[Any, Any] = OrderedDict()
         self._known_boundaries: dict[Boundary, tuple[Boundary, ...]] = {}
         self._check_sharding()
         # Before FSDP2 comes: the probes remember the modules without it.
-        self._probes = {i: ShapeProbe(s, self.device) for i, s in lowering.stages.items()}
+        self._probes = {
+            i: ShapeProbe(s, self.device, self.half) for i, s in lowering.stages.items()
+        }
+        for stage in lowering.stages.values():
+            self._compile(stage)
         self.runners = {i: self._make_runner(s) for i, s in lowering.stages.items()}
-        self._ties = self._make_ties()
-        self._ties.broadcast_values()
+        self._uncounted = {
+            id(copy) for shared in self._shared for copy in shared.copies[int(shared.is_counted) :]
+        }
         self._make_optimizer()
-
-    def _check_call(self, part: MicroBatch) -> None:
-        pipelined = self.lowering.pipelined
-        assert pipelined is not None, "this engine runs pipelines only"
-        bound = zip(pipelined.inputs.names, pipelined.bind(part.args, part.kwargs), strict=True)
-        flat = [name for name, tensor in bound if not tensor.dim()]
-        if flat:
-            raise ValueError(
-                f"inputs {flat} have no dimensions, and a pipeline cuts all of its inputs along "
-                "the first; expand them to the size of the batch"
-            )
 
     # --- set-up ------------------------------------------------------------------------------
     def _check_sharding(self) -> None:
@@ -158,85 +151,78 @@ class TorchPipelineEngine(TorchEngineBase):
 
     def _make_runner(self, stage: Stage) -> StageRunner:
         is_last = stage.index == self.lowering.n_stages - 1
+        own = self.schedule.splits_backward or self.is_sharded
         loss_of = self._micro_batch_loss if is_last else None
-        split = self.schedule.splits_backward
-        own = split or self.is_sharded
         runner = StageRunner(stage, loss_of, self.device, self.options.autocast, own)
-        if not self.is_sharded:
-            broadcast_values(stage, group_of(self.mesh, "dp"))
+        if self.sharding is None:
             return runner
-        extra = dict(self.options.data_parallel_options or {})
-        if split:
-            # Gathered again between the two halves of a backward, it computes wrong gradients.
+        # Gathered once a step: gathered anew for every micro-batch they would travel more than all
+        # else, and between the two halves of a split backward they give wrong gradients.
+        extra = {"reshard_after_forward": False, **(self.options.data_parallel_options or {})}
+        if self.schedule.splits_backward:
             extra["reshard_after_forward"] = False
         # The runner, not the stage: there the pipeline looks for it, to put off the reduction.
-        shard_parameters(runner, self.mesh, extra)
+        shard_parameters(runner, self.sharding, extra, self.half)
         return runner
 
-    def _make_ties(self) -> TiedGradients:
-        """A group for each tie and each (dp, tp) coordinate; made by all ranks in one order."""
-        pp = extent(self.mesh, "pp")
-        here = dist.get_rank()
-        copies: list[list[nn.Parameter]] = []
-        groups: list[dist.ProcessGroup | None] = []
-        self._uncounted: set[int] = set()
-        for tie in self.lowering.ties:
-            places = sorted({self.schedule.rank_of(stage, pp) for stage in tie.stages})
-            sets = self.mesh.mesh[places].flatten(1).t().tolist()
-            mine = next((i for i, ranks in enumerate(sets) if here in ranks), None)
-            made = new_tie_groups(sets)
-            if mine is None:
-                continue
-            held = [(s, name) for s, name in tie.members if s in self.lowering.stages]
-            local = [self.lowering.stages[s].get_parameter(name) for s, name in held]
-            copies.append(local)
-            groups.append(made[mine])
-            first = self.schedule.rank_of(tie.owner, pp) == coordinate(self.mesh, "pp")
-            self._uncounted.update(id(p) for p in local if not (first and p is local[0]))
-        return TiedGradients(copies, groups)
+    def _rank_of(self, stage: int) -> int:
+        return self.schedule.rank_of(stage, self._pp)
 
     def _is_counted(self, parameter: nn.Parameter) -> bool:
         return id(parameter) not in self._uncounted
 
     # --- steps -------------------------------------------------------------------------------
-    def _train(self, micro_batches: list[MicroBatch]) -> Tensor:
-        total = self._run(micro_batches, train=True)
-        self._ties.reduce()
-        if not self.is_sharded:
-            average_gradients(self.module.parameters(), group_of(self.mesh, "dp"))
-        self._optimizer_step()
-        return self._mean(total)
-
-    def _eval(self, micro_batches: list[MicroBatch]) -> Tensor:
-        return self._mean(self._run(micro_batches, train=False))
-
-    def _mean(self, total: Tensor | None) -> Tensor:
-        last = self.schedule.rank_of(self.lowering.n_stages - 1, extent(self.mesh, "pp"))
-        return mean_loss(total, self.mesh, last)
-
-    def _run(self, micro_batches: list[MicroBatch], train: bool) -> Tensor | None:
-        """All micro-batches through this rank's stages; the mean loss where the last stage is."""
+    def _check_call(self, part: Batch) -> None:
         pipelined = self.lowering.pipelined
         assert pipelined is not None, "this engine runs pipelines only"
-        bound = [pipelined.bind(part.args, part.kwargs) for part in micro_batches]
-        inputs = describe_inputs(pipelined.inputs.names, bound[0])
-        run = self._run_for(inputs, train)
-        self._targets = [part.targets for part in micro_batches]
-        numbers = torch.arange(len(micro_batches))
-        arguments: tuple[Tensor, ...] = ()
-        if 0 in self.runners:
-            arguments = tuple(torch.cat(column) for column in zip(*bound, strict=True))
+        bound = zip(pipelined.inputs.names, pipelined.bind(part.args, part.kwargs), strict=True)
+        flat = [name for name, tensor in bound if not tensor.dim()]
+        if flat:
+            raise ValueError(
+                f"inputs {flat} have no dimensions, and a pipeline cuts all of its inputs along "
+                "the first; expand them to the size of the batch"
+            )
+
+    def _forward_backward(self, batch: Batch) -> None:
+        self._run(batch, self.options.micro_batches, train=True)
+
+    def _evaluate(self, batch: Batch, parts: int) -> None:
+        if self.schedule.evaluates(parts, self._pp):
+            self._run(batch, parts, train=False)
+            return
+        for part in batch.cut(parts):
+            self._run(part, 1, train=False)
+
+    def _reduce_gradients(self) -> None:
+        for shared in self._shared:
+            sum_copies(shared.copies, shared.group)
+        if not self.is_sharded:
+            reduce_gradients(self.module.parameters(), self.mesh.get_group("dp"))
+        super()._reduce_gradients()
+
+    def _run(self, batch: Batch, parts: int, train: bool) -> None:
+        """All micro-batches through this rank's stages."""
+        pipelined = self.lowering.pipelined
+        assert pipelined is not None, "this engine runs pipelines only"
+        tensors = pipelined.inputs.take(batch.args, batch.kwargs)
+        length = tensors[0].shape[0] // parts if tensors else 0
+        first = tuple(tensor[:length] for tensor in tensors)
+        run = self._run_for(describe_inputs(pipelined.inputs.names, first), parts, train)
+        targets = Batch((), {}, batch.targets)
+        self._targets = lambda number: targets.part(number * length, length).targets
+        for runner in self.runners.values():
+            runner.number = 0
         losses: list[Tensor] = []
+        arguments = tensors if 0 in self.runners else ()
         try:
             step = run.step if train else run.eval
             single = isinstance(run, PipelineScheduleSingle)
             extra = {"return_outputs": False} if train and single else {}
-            step(*arguments, target=numbers, losses=losses, number=numbers, **extra)
+            step(*arguments, target=torch.arange(parts), losses=losses, **extra)
         except RuntimeError as error:
             raise self._explained(error) from None
         finally:
-            self._targets = []
-        return torch.stack([loss.detach().float() for loss in losses]).sum() if losses else None
+            self._targets = lambda number: None
 
     def _explained(self, error: RuntimeError) -> BaseException:
         """The pipeline wraps what a stage raises, and shows the tensors instead."""
@@ -252,38 +238,38 @@ class TorchPipelineEngine(TorchEngineBase):
         return error
 
     def _micro_batch_loss(self, output: Any, number: int) -> Tensor:
-        loss = self._loss_of(output, self._targets[number])
-        return loss / self.options.micro_batches
+        return self._loss_of(output, self._targets(number))
 
     # --- one torch schedule for each shape of micro-batch --------------------------------------
-    def _run_for(self, inputs: Boundary, train: bool) -> Any:
-        key = (inputs, train)
+    def _run_for(self, inputs: Boundary, parts: int, train: bool) -> Any:
+        key = (inputs, parts, train)
         if inputs not in self._known_boundaries:
             self._known_boundaries[inputs] = self._boundaries(inputs)
         if key not in self._runs:
-            self._runs[key] = self._make_run(self._known_boundaries[inputs], train)
+            self._runs[key] = self._make_run(self._known_boundaries[inputs], parts, train)
             if len(self._runs) > _RUNS_KEPT:  # each holds buffers for all of its micro-batches
                 self._runs.popitem(last=False)
         self._runs.move_to_end(key)
         return self._runs[key]
 
     def _boundaries(self, inputs: Boundary) -> tuple[Boundary, ...]:
-        pp = extent(self.mesh, "pp")
         return infer_boundaries(
             self.lowering.n_stages,
             inputs,
             lambda index, received: self._probes[index].run(received, self.options.autocast),
-            group_of(self.mesh, "pp"),
-            lambda index: self.schedule.rank_of(index, pp),
+            self.mesh.get_group("pp"),
+            self._rank_of,
         )
 
-    def _make_run(self, boundaries: tuple[Boundary, ...], train: bool) -> Any:
+    def _make_run(self, boundaries: tuple[Boundary, ...], parts: int, train: bool) -> Any:
         stages = [self._make_stage(index, boundaries, train) for index in self.runners]
         cls: Any = getattr(pipelining, self.schedule.cls)
         single = issubclass(cls, PipelineScheduleSingle)
+        if single and not train:
+            cls = pipelining.ScheduleGPipe  # the same order, for any number of micro-batches
         return cls(
             stages[0] if single else stages,
-            n_microbatches=self.options.micro_batches,
+            n_microbatches=parts,
             loss_fn=lambda loss, number: loss,
             scale_grads=False,
         )
@@ -303,5 +289,5 @@ class TorchPipelineEngine(TorchEngineBase):
             self.device,
             input_args=tuple(meta.empty(self.device) for meta in boundaries[index]),
             output_args=sent,
-            group=group_of(self.mesh, "pp"),
+            group=self.mesh.get_group("pp"),
         )

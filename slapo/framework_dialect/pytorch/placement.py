@@ -47,6 +47,12 @@ class PipelineSchedule:
         """The stages that a rank runs, in order."""
         return tuple(i for i in range(n_stages) if self.rank_of(i, pp) == rank)
 
+    def evaluates(self, micro_batches: int, pp: int) -> bool:
+        """Whether so many micro-batches can be evaluated in one run."""
+        if self.stages_per_rank == 1:
+            return True
+        return micro_batches % max(1, micro_batches // pp) == 0
+
     def check(self, name: str, n_stages: int, pp: int, micro_batches: int) -> None:
         """Refuse what the schedule cannot run.
 

@@ -7,7 +7,6 @@ from typing import Any
 from slapo.framework_dialect.pytorch.options import TorchOptions
 from slapo.framework_dialect.pytorch.placement import schedule_named
 from slapo.framework_dialect.runtime import Lowering, Runtime, check_groups, check_stage_count
-from slapo.mesh import coordinate, extent
 from slapo.node import Node
 
 
@@ -18,24 +17,23 @@ class TorchRuntime(Runtime):
     """
 
     def __init__(self, sch: Node, **options: Any) -> None:
-        if "mesh" not in options:
-            raise TypeError(
-                "target 'torch' needs mesh=; pass slapo.init_mesh(pp=, dp=, tp=), also for one "
-                "process"
-            )
-        self.options = TorchOptions(**options)
+        self.options = TorchOptions.of("torch", options)
         check_groups(sch, self.options.mesh)
+
+    def described(self) -> dict[str, Any]:
+        """The options, which must be alike on all ranks."""
+        return self.options.described()
 
     def stages_of_this_rank(self, n_stages: int) -> tuple[int, ...]:
         """As the pipeline schedule places them."""
         options = self.options
+        pp = options.mesh.shape[0]
         if n_stages == 1:
-            check_stage_count(1, extent(options.mesh, "pp"))
+            check_stage_count(1, pp)
             return (0,)
         schedule = schedule_named(options.pipeline_schedule)
-        pp = extent(options.mesh, "pp")
         schedule.check(options.pipeline_schedule, n_stages, pp, options.micro_batches)
-        return schedule.stages_of(coordinate(options.mesh, "pp"), n_stages, pp)
+        return schedule.stages_of(options.mesh.get_local_rank("pp"), n_stages, pp)
 
     def lower(self, lowering: Lowering) -> tuple[Any, Any]:
         """The engine and the optimizer."""

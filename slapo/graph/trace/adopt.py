@@ -399,7 +399,7 @@ class Adoption:
             frozenset(k for k, v in seen.items() if has_tensor(v)),
             tuple(guards + asked),
             None,
-            next((p.dtype for p in self.root.parameters() if p.is_floating_point()), None),
+            self._dtype(),
             (),
             states,
         )
@@ -414,6 +414,12 @@ class Adoption:
         if position < len(self.example.args):
             return f"L['args'][{position}]" in self._guarded
         return f"L['kwargs']['{name}']" in self._guarded or name not in self.example.kwargs
+
+    def _dtype(self) -> torch.dtype | None:
+        """That of the parameters, if Python decided by one that is not an input's."""
+        if None not in self._inputs_among(self.watch.steering):
+            return None
+        return next((p.dtype for p in self.root.parameters() if p.is_floating_point()), None)
 
     def _states(self) -> tuple[dict[str, Any], list[SizeGuard]]:
         """State of the process, and kinds of inputs, that Python decided by."""

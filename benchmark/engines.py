@@ -1,0 +1,300 @@
+"""What an engine adds to a step of the library that it drives: processor time of the main thread.
+
+A tiny GPT-2 in two pipeline stages, so that a step is mostly what libraries do around it. The bare
+side runs the same stages by torch.distributed.pipelining, and by DeepSpeed's PipelineEngine, as a
+script of its own would. Both sides take their steps in turns, in the same two processes.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import slapo
+from benchmark.measure import Progress, Result, Target
+from slapo.pipeline import Stage, generate_pipeline_partition
+
+ROUNDS, WARM_UP, STEPS = 60, 5, 4
+LIMIT = 1.03
+MICRO_BATCHES, BATCH, LENGTH, VOCABULARY = 4, 8, 32, 256
+TARGETS = ("torch", "deepspeed")
+
+Step = Callable[[], Any]
+
+
+def run(quick: bool, progress: Progress) -> Result:
+    """Medians over rounds, and the share by which the engine is above the bare library."""
+    result = Result()
+    for target in TARGETS:
+        rounds = 2 if quick else ROUNDS
+        by_rank = _job(target, rounds)
+        for rank, rounds_of_rank in enumerate(by_rank):
+            row = _row(target, rank, rounds_of_rank)
+            result.rows.append(row)
+            progress(
+                f"{target}, rank {rank}: {row['engine_ms']} ms, bare {row['bare_ms']} ms, "
+                f"ratio {row['ratio']}"
+            )
+            what = f"{target}, rank {rank}: main-thread CPU time over the bare library's"
+            result.targets.append(Target(what, row["ratio"], LIMIT))
+    return result
+
+
+def _row(target: str, rank: int, rounds: list[tuple[float, float]]) -> dict[str, Any]:
+    ratios = [engine / bare for bare, engine in rounds]
+    quartiles = quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return {
+        "target": target,
+        "rank": rank,
+        "rounds": len(rounds),
+        "steps_of_a_round": STEPS,
+        "bare_ms": round(1e3 * median(bare for bare, _ in rounds) / STEPS, 3),
+        "engine_ms": round(1e3 * median(engine for _, engine in rounds) / STEPS, 3),
+        "ratio": round(quartiles[1], 4),
+        "ratio_quarter": round(quartiles[0], 4),
+        "ratio_three_quarters": round(quartiles[2], 4),
+    }
+
+
+def _job(target: str, rounds: int) -> list[list[tuple[float, float]]]:
+    context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as scratch:
+        ranks = [
+            context.Process(
+                target=_rank_main,
+                args=(rank, target, rounds, f"{scratch}/store", writer),
+                daemon=True,
+            )
+            for rank in range(2)
+        ]
+        for process in ranks:
+            process.start()
+        writer.close()
+        try:
+            found: list[Any] = reader.recv()
+            for process in ranks:
+                process.join()
+        except EOFError:
+            raise RuntimeError("a rank ended without a result; see what it printed") from None
+        finally:
+            for process in ranks:
+                process.kill()
+    return found
+
+
+# --- ranks ---------------------------------------------------------------------------------------
+def _rank_main(rank: int, target: str, rounds: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    patience = timedelta(seconds=120)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=patience
+    )
+    mesh = slapo.init_mesh(pp=2, device="cpu")
+    bare = _bare_torch(mesh) if target == "torch" else _bare_deepspeed()
+    steps = {"bare": bare, "engine": _engine(target, mesh)}
+    times = []
+    for turn in range(WARM_UP + rounds):
+        names = list(steps) if turn % 2 else list(steps)[::-1]
+        found = {name: _thread_time(steps[name]) for name in names}
+        if turn >= WARM_UP:
+            times.append((found["bare"], found["engine"]))
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, times)
+    if rank == 0:
+        pipe.send(gathered)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _thread_time(step: Step) -> float:
+    dist.barrier()
+    start = time.thread_time()
+    for _ in range(STEPS):
+        step()
+    return time.thread_time() - start
+
+
+def _scheduled(group: Any) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel  # optional package
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=64,
+        n_layer=4,
+        n_head=4,
+        n_positions=LENGTH,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
+    sch = slapo.create_schedule(GPT2LMHeadModel(config).train(), group=group)
+    inputs = {"input_ids": torch.ones(2, LENGTH, dtype=torch.long)}
+    sch.trace_until("transformer", tracer="huggingface", example_inputs=inputs)
+    sch["transformer.h.1"].cut_pipeline_stage()
+    return sch
+
+
+def _data() -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator)
+    while True:
+        yield {"input_ids": ids}, ids
+
+
+def _loss(output: Any, labels: Tensor) -> Tensor:
+    logits = output.logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+_optimizer = functools.partial(torch.optim.SGD, lr=1e-3)
+
+
+def _engine(target: str, mesh: Any) -> Step:
+    """With all defaults."""
+    engine, _ = slapo.build(
+        _scheduled(mesh["tp"]),
+        target=target,
+        mesh=mesh,
+        loss_fn=_loss,
+        optimizer=_optimizer,
+        micro_batches=MICRO_BATCHES,
+    )
+    data = _data()
+    return lambda: engine.train_batch(data)
+
+
+def _stages() -> list[Stage]:
+    stages: list[Stage] = generate_pipeline_partition(_scheduled(None)).mod.stages
+    return stages
+
+
+def _bare_torch(mesh: Any) -> Step:
+    """As the tutorial of torch.distributed.pipelining has it; there are no replicas, so no DDP."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank, stages = dist.get_rank(), _stages()
+    ids = torch.ones(BATCH // MICRO_BATCHES, LENGTH, dtype=torch.long)
+    sent = tuple(t.detach() for t in stages[0](ids))
+    floats = tuple(t.requires_grad_(t.is_floating_point()) for t in sent)
+    with torch.no_grad():
+        output = stages[1](*sent).logits
+    received = ((ids,), floats)[rank]
+    passed = (floats, (output.detach().requires_grad_(),))[rank]
+
+    class Logits(torch.nn.Module):
+        def __init__(self, stage: torch.nn.Module) -> None:
+            super().__init__()
+            self.stage = stage
+
+        def forward(self, *tensors: Tensor) -> Tensor:
+            return self.stage(*tensors).logits
+
+    module = Logits(stages[1]) if rank else stages[0]
+    stage = PipelineStage(
+        module,
+        rank,
+        2,
+        torch.device("cpu"),
+        input_args=received,
+        output_args=passed,
+        group=mesh.get_group("pp"),
+    )
+
+    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_fn)
+    optimizer, data = _optimizer(module.parameters()), _data()
+
+    def step() -> None:
+        inputs, labels = next(data)
+        optimizer.zero_grad()
+        if rank == 0:
+            schedule.step(inputs["input_ids"])
+        else:
+            schedule.step(target=labels, losses=[])
+        optimizer.step()
+
+    return step
+
+
+def _bare_deepspeed() -> Step:
+    """A PipelineModule of the two stages, whose boundary it can carry: one tensor with gradient."""
+    from slapo.framework_dialect.deepspeed.package import import_deepspeed, quiet
+
+    deepspeed = import_deepspeed("cpu")
+    stages = _stages()
+
+    class First(torch.nn.Module):
+        """A mask and the like cross as integers, which DeepSpeed sends as they are."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.stage = stages[0]
+
+        def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
+            sent: tuple[Tensor, ...] = self.stage(ids)
+            return tuple(
+                t if t.requires_grad or not t.is_floating_point() else t.view(torch.int32)
+                for t in sent
+            )
+
+    class Last(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stage = stages[1]
+            ids = torch.ones(1, LENGTH, dtype=torch.long)
+            with torch.no_grad():
+                self.floats = [t.is_floating_point() for t in stages[0](ids)]
+
+        def forward(self, received: tuple[Tensor, ...]) -> Tensor:
+            tensors = [
+                t.view(torch.float32) if is_float and not t.is_floating_point() else t
+                for t, is_float in zip(received, self.floats, strict=True)
+            ]
+            return self.stage(*tensors).logits
+
+    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    with quiet():
+        module = deepspeed.pipe.PipelineModule(
+            [First(), Last()], num_stages=2, loss_fn=loss_fn, partition_method="uniform"
+        )
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=_optimizer(parameters),
+            model_parameters=parameters,
+            config={
+                "train_micro_batch_size_per_gpu": BATCH // MICRO_BATCHES,
+                "gradient_accumulation_steps": MICRO_BATCHES,
+                "steps_per_print": 10**9,
+                "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
+            },
+        )
+
+    def parts() -> Iterator[tuple[Tensor, Tensor]]:
+        for inputs, labels in _data():
+            yield from zip(
+                inputs["input_ids"].chunk(MICRO_BATCHES), labels.chunk(MICRO_BATCHES), strict=True
+            )
+
+    data = parts()
+    return lambda: engine.train_batch(data_iter=data)

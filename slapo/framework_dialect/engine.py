@@ -1,0 +1,360 @@
+"""What an engine is to its user: the same on every target."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo.agreement import on_every_rank
+from slapo.errors import SlapoError
+from slapo.framework_dialect.batches import Batch, BatchCheck, next_batch
+from slapo.framework_dialect.failures import failures_of
+from slapo.framework_dialect.losses import LossMean, LossTally
+from slapo.framework_dialect.options import TrainingOptions
+from slapo.framework_dialect.runtime import Lowering
+from slapo.logger import get_logger
+from slapo.mesh import DIMS, current_device
+
+logger = get_logger("slapo")
+
+
+class Engine(ABC):
+    """A model that trains. Every runtime's engine offers this, so scripts change the target only.
+
+    Attributes
+    ----------
+    module : nn.Module
+        What runs in this process: the model, or its stage or stages.
+    mesh : DeviceMesh
+    optimizer, scheduler : Any
+        None if none was asked for.
+    grad_norm : Tensor or None
+        The norm of the whole model's gradient at the last step, before it was clipped; None unless
+        ``clip_grad_norm`` asks for it (``math.inf`` to measure only).
+    step_count : int
+        Steps that the optimizer was asked for.
+    """
+
+    #: coordinate along pp of the ranks that run the last stage
+    last_pp_rank = -1
+
+    def __init__(self, lowering: Lowering, options: TrainingOptions) -> None:
+        self.lowering, self.options = lowering, options
+        self.mesh = options.mesh
+        self.device = current_device(options.mesh)
+        self.module = lowering.module
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        self.grad_norm: Tensor | None = None
+        self.step_count = 0
+        self._failures = failures_of(options.mesh)
+        self._batch_check = BatchCheck(options.mesh) if options.check_batches else None
+        self._loss_mean = LossMean(
+            options.mesh, self.device, self.last_pp_rank, options.dtype or self._dtype()
+        )
+        #: what arguments of floating point become, where the model computes in half precision
+        self._cast_inputs_to: torch.dtype | None = None
+        self._tally = LossTally()
+        self._weight: float | None = None
+        self._outputs: list[Any] | None = None
+        self._backwards = 0
+        self._failure: str | None = None
+        self._nonfinite: str | None = None
+
+    def _dtype(self) -> torch.dtype | None:
+        return next((p.dtype for p in self.module.parameters() if p.is_floating_point()), None)
+
+    # --- with a loss function ----------------------------------------------------------------
+    def train_batch(self, data_iter: Iterator[Any]) -> Tensor:
+        """One step on the next batch: forward, backward, optimizer.
+
+        Parameters
+        ----------
+        data_iter
+            Yields ``(inputs, targets)``: the batch of this data-parallel rank, the same on all of
+            its pipeline and tensor-parallel ranks. Inputs are a tensor, a tuple of positional
+            arguments or a dict of keyword arguments of the model; targets are what ``loss_fn``
+            takes. Both are cut along the first dimension in the micro-batches asked for.
+
+        Returns
+        -------
+        Tensor
+            The loss: 0-dim, float32, the same on every rank. The mean over micro-batches and
+            data-parallel ranks; of a ``loss_fn`` that counts, the quotient of both sums over these.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If the batch cannot be cut in micro-batches.
+        SlapoError
+            If ranks got different batches, the model was not traced for such inputs, or a step
+            before has failed and left something that cannot be taken back.
+        """
+        with self._failures.named():
+            self._check_ready("train_batch")
+            if self._backwards:
+                raise SlapoError(
+                    f"train_batch: {self._backwards} backward() before were not followed by "
+                    "step(), and their gradients would be added to this batch's; call step() first"
+                )
+            batch = self._load("train_batch", data_iter, cut_evenly=True)
+            self._set_training()
+            self._tally, self._weight = LossTally(self.options.micro_batches), None
+            with self._all_or_nothing():
+                loss = self._train(batch)
+            self._refuse_nonfinite()
+            self.step_count += 1
+            return loss
+
+    def _train(self, batch: Batch) -> Tensor:
+        self._forward_backward(batch)
+        loss, scale = self._mean_loss()
+        self._optimizer_step(scale)
+        return loss
+
+    def _mean_loss(self) -> tuple[Tensor, Tensor | None]:
+        """The loss of this step, and what gradients are to be multiplied by."""
+        return self._loss_mean.reduce(self._tally, self.options.is_checked(self.step_count))
+
+    def eval_batch(
+        self, data_iter: Iterator[Any], return_outputs: bool = False
+    ) -> Tensor | tuple[Tensor, list[Any]]:
+        """The loss on the next batch, in eval mode and without gradients.
+
+        Parameters
+        ----------
+        data_iter
+            See `train_batch`; a batch may have any number of samples here.
+        return_outputs
+            Whether to return what the model returned, too.
+
+        Returns
+        -------
+        loss : Tensor
+            As that of `train_batch`, with samples of equal weight.
+        outputs : list
+            If asked for: the model's output for each micro-batch, on the ranks that run the last
+            stage; empty on the others.
+        """
+        with self._failures.named():
+            batch = self._load("eval_batch", data_iter, cut_evenly=False)
+            self._tally, self._outputs = LossTally(), [] if return_outputs else None
+            try:
+                with self._evaluating(), torch.no_grad():
+                    for part, count in batch.cut_unevenly(self.options.micro_batches):
+                        self._weight = _samples(part) / count
+                        self._evaluate(part, count)
+                    loss, _ = self._mean_loss()
+                return loss if self._outputs is None else (loss, self._outputs)
+            finally:
+                self._outputs = None
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        modes = [(module, module.training) for module in self.module.modules()]
+        self.module.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    @abstractmethod
+    def _forward_backward(self, batch: Batch) -> None:
+        """Losses and gradients of a batch, in ``options.micro_batches`` parts."""
+
+    @abstractmethod
+    def _evaluate(self, batch: Batch, parts: int) -> None:
+        """Losses of a batch in equal parts."""
+
+    @abstractmethod
+    def _optimizer_step(self, scale: Tensor | None) -> None:
+        """Let the optimizer step on gradients that are to be multiplied by a number."""
+
+    def _load(self, what: str, data_iter: Iterator[Any], cut_evenly: bool) -> Batch:
+        """The next batch; whatever is wrong with it is an error on every rank that shares it."""
+        if self.options.loss_fn is None:
+            raise SlapoError(f"{what} needs a loss; build with loss_fn=")
+        batch, error = None, None
+        try:
+            batch = Batch.of(next_batch(data_iter), self.device).cast(self._cast_inputs_to)
+            count = self.options.micro_batches
+            if cut_evenly:
+                part = batch if count == 1 else batch.part(0, batch.part_size(count))
+            else:
+                whole, parts = batch.cut_unevenly(count)[0]
+                part = whole if parts == 1 else whole.part(0, whole.part_size(parts))
+            self._check_call(part)
+        except Exception as raised:
+            batch, error = None, raised
+        is_checked = self.options.is_checked(self.step_count)
+        if self._batch_check is not None and is_checked:
+            self._batch_check.check(what, batch, error)
+        elif error is not None:
+            raise error
+        assert batch is not None, "there was no error"
+        return batch
+
+    def _check_call(self, part: Batch) -> None:
+        if self.lowering.pipelined is not None:
+            self.lowering.pipelined.bind(part.args, part.kwargs)
+
+    def _loss_of(self, output: Any, targets: Any) -> Tensor:
+        """What to go backward from: the loss of a micro-batch, which counts in this step's."""
+        assert self.options.loss_fn is not None, "checked before the batch was loaded"
+        if self._outputs is not None:
+            self._outputs.append(output)
+        return self._tally.add(self.options.loss_fn(output, targets), self._weight)
+
+    def _set_training(self) -> None:
+        """A model that arrives in eval mode, as ``from_pretrained`` leaves it, is to train."""
+        parts: Sequence[nn.Module] = list(self.lowering.stages.values()) or [self.module]
+        if not all(part.training for part in parts):
+            logger.warning("train_batch puts the model, which is in eval mode, in train mode")
+            self.train()
+
+    # --- as a module -------------------------------------------------------------------------
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; not with pipeline stages."""
+        self._refuse_pipeline("a call of the engine")
+        with self._failures.named():
+            return self._call(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of the loss of a call; not with pipeline stages.
+
+        Several of them before a `step` add up their gradients.
+        """
+        self._refuse_pipeline("backward()")
+        with self._failures.named(), self._all_or_nothing():
+            self._backward(loss)
+        self._backwards += 1
+
+    def step(self) -> None:
+        """Let the optimizer step on the gradients of `backward`; not with pipeline stages."""
+        self._refuse_pipeline("step()")
+        with self._failures.named():
+            self._check_ready("step()")
+            self._backwards = 0
+            with self._all_or_nothing():
+                self._step()
+            self._refuse_nonfinite()
+            self.step_count += 1
+
+    # Engines for pipelines have none of these three; nothing calls them there.
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def _backward(self, loss: Tensor) -> None:
+        raise NotImplementedError
+
+    def _step(self) -> None:
+        raise NotImplementedError
+
+    def _refuse_pipeline(self, what: str) -> None:
+        if self.lowering.n_stages > 1:
+            raise SlapoError(
+                f"{what} would run one of {self.lowering.n_stages} pipeline stages; use "
+                "train_batch or eval_batch"
+            )
+
+    # --- failures ----------------------------------------------------------------------------
+    def _check_ready(self, what: str) -> None:
+        if self.optimizer is None:
+            raise SlapoError(f"{what} needs an optimizer; build with optimizer=")
+        if self._failure is not None:
+            raise SlapoError(
+                f"{what}: a step before has failed with {self._failure}, and gradients of parts of "
+                "it are left in this engine; build a new one, and load the state of the last step"
+            )
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """What a failed step leaves is taken back, or no further one is taken."""
+        try:
+            yield
+        except Exception as error:
+            if not self._discard_gradients():
+                self._failure = f"{type(error).__name__}: {str(error)[:200]}"
+            raise
+
+    def _refuse_nonfinite(self) -> None:
+        """A step that was left out, and whose gradients are gone, may be an error."""
+        text, self._nonfinite = self._nonfinite, None
+        if text is not None:
+            raise on_every_rank(
+                SlapoError(
+                    f"the norm of the gradient is {text} at step {self.step_count}; the parameters "
+                    "are those of before. Look at the batch and the learning rate, or pass "
+                    'nonfinite="skip"'
+                )
+            )
+
+    def _discard_gradients(self) -> bool:
+        """Forget what a failed step has computed; whether that is possible."""
+        return False
+
+    # --- state -------------------------------------------------------------------------------
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters."""
+        return self.module.parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's tensors by their names in the model."""
+        return self.lowering.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Put values in this rank's tensors, by their names in the model.
+
+        The optimizer goes on from them, also where it keeps copies in float32. Its own state is
+        that of before.
+
+        Parameters
+        ----------
+        state
+            As `state_dict` gives it on this rank; names of other stages are passed over.
+        strict
+            Whether every tensor needs a value, and every value a tensor.
+
+        Raises
+        ------
+        ValueError
+            If names or shapes do not fit; nothing is changed then.
+        """
+        self.lowering.load_state_dict(state, strict)
+        self._renew_masters()
+
+    def _renew_masters(self) -> None:  # noqa: B027  # most have none
+        """Copies of parameters that the optimizer keeps become those of the parameters."""
+
+    def train(self, mode: bool = True) -> Engine:
+        """Set the training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Set the eval mode."""
+        return self.train(False)
+
+    @property
+    def stage_indices(self) -> Sequence[int]:
+        """The stages of this rank; stage 0 alone without a pipeline."""
+        return tuple(self.lowering.stages) or (0,)
+
+    def __repr__(self) -> str:
+        place = {dim: self.mesh.get_local_rank(dim) for dim in DIMS}
+        return (
+            f"<{type(self).__name__} on mesh {tuple(self.mesh.shape)}, {place}, "
+            f"stages {list(self.stage_indices)} of {self.lowering.n_stages}>"
+        )
+
+
+def _samples(batch: Batch) -> int:
+    """What a batch weighs in an evaluation."""
+    sizes = set(batch.sizes().values())
+    return sizes.pop() if len(sizes) == 1 else 1

@@ -1,0 +1,176 @@
+"""Options that every runtime takes, checked before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from slapo.framework_dialect.optimizers import OptimizerFn
+from slapo.mesh import check_mesh
+
+#: ``loss_fn(output, targets)`` -> the mean over a micro-batch, or ``(sum, count)``.
+LossFn = Callable[[Any, Any], Any]
+
+#: Steps at the start that are checked, and the distance of those that are checked after them.
+CHECKED_STEPS, CHECK_EVERY = 3, 100
+
+NONFINITE = ("step", "skip", "error")
+
+Options = TypeVar("Options", bound="TrainingOptions")
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """What every runtime takes.
+
+    Parameters
+    ----------
+    mesh
+        From :func:`slapo.init_mesh`.
+    loss_fn
+        ``loss_fn(output, targets)`` -> the mean loss of a micro-batch, or ``(sum, count)``: the
+        loss of a batch is then the quotient of both sums over all micro-batches and replicas,
+        whatever each of them counts.
+    optimizer
+        ``optimizer(parameters)`` -> a torch optimizer; called with a list of parameters, or of
+        ``(name, parameter)`` if its first argument is called ``named_parameters``.
+    micro_batches
+        Number of equal parts that a batch is cut in.
+    clip_grad_norm
+        Largest norm of the whole model's gradient; ``math.inf`` measures it only. None: it is
+        neither measured nor clipped.
+    lr_scheduler
+        ``lr_scheduler(optimizer)`` -> what is stepped after each batch.
+    dtype
+        What the model computes in: ``torch.bfloat16`` or ``torch.float16``; the optimizer keeps
+        parameters of float32. None: that of the parameters.
+    nonfinite
+        What to do about a gradient that is infinite or not a number: ``"step"`` (nothing is looked
+        at), ``"skip"`` the optimizer's step, or ``"error"``. With ``torch.float16`` it is
+        ``"skip"``, and the scale of the loss is lowered.
+    check_batches
+        Compare the batches of ranks that must get the same one, at the first steps and at every
+        hundredth.
+    sync_replicated
+        Take the first rank's values of parameters that several ranks hold. False: they must be the
+        same when the engine is built.
+    """
+
+    mesh: DeviceMesh
+    loss_fn: LossFn | None = None
+    optimizer: OptimizerFn | None = None
+    micro_batches: int = 1
+    clip_grad_norm: float | None = None
+    lr_scheduler: Callable[[Any], Any] | None = None
+    dtype: torch.dtype | None = None
+    nonfinite: str = "step"
+    check_batches: bool = True
+    sync_replicated: bool = False
+
+    @classmethod
+    def of(cls: type[Options], target: str, given: Mapping[str, Any]) -> Options:
+        """The options that a user gave `build`.
+
+        Raises
+        ------
+        TypeError
+            If one is unknown, naming the nearest, or ``mesh`` is missing.
+        """
+        check_names(target, given, [field.name for field in fields(cls)])
+        if "mesh" not in given:
+            raise TypeError(
+                f"target {target!r} needs mesh=; pass slapo.init_mesh(pp=, dp=, tp=), also for one "
+                "process"
+            )
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        check_mesh(self.mesh)
+        count = self.micro_batches
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"micro_batches is {count!r}; pass a whole number from 1 up")
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                "optimizer is an Optimizer, but build changes which parameters there are; pass a "
+                "function that makes it, such as functools.partial(torch.optim.AdamW, lr=1e-4)"
+            )
+        for name in ("loss_fn", "optimizer", "lr_scheduler"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise TypeError(f"{name} is a {type(value).__name__}; {_CALLABLES[name]}")
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise ValueError(f"clip_grad_norm is {self.clip_grad_norm}; pass a number above 0")
+        if self.nonfinite not in NONFINITE:
+            raise ValueError(f"nonfinite is {self.nonfinite!r}; known are {list(NONFINITE)}")
+        if self.mesh.shape[0] > 1 and self.loss_fn is None:
+            raise ValueError(
+                "a pipeline needs a loss: pass loss_fn=f, where f(output, target) is the mean loss "
+                "of a micro-batch, or (sum, count)"
+            )
+        if self.lr_scheduler is not None and self.optimizer is None:
+            raise ValueError("lr_scheduler needs an optimizer; pass optimizer= too")
+
+    def described(self) -> dict[str, Any]:
+        """The options as plain data, alike on ranks that were given the same."""
+        return {field.name: _described(getattr(self, field.name)) for field in fields(self)}
+
+    @staticmethod
+    def is_checked(step: int) -> bool:
+        """Whether a step compares what must be alike on several ranks."""
+        return step < CHECKED_STEPS or step % CHECK_EVERY == 0
+
+
+_CALLABLES = {
+    "loss_fn": "pass a function of (output, target)",
+    "optimizer": "pass a function of a list of parameters, such as torch.optim.AdamW",
+    "lr_scheduler": "pass a function of an optimizer",
+}
+
+
+def check_names(target: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse options that a target does not have.
+
+    Raises
+    ------
+    TypeError
+        Naming the nearest one.
+
+    Examples
+    --------
+    >>> check_names("torch", {"micro_batch": 2}, ["mesh", "micro_batches"])
+    Traceback (most recent call last):
+        ...
+    TypeError: target 'torch' has no option 'micro_batch'; did you mean 'micro_batches'? \
+It takes ['mesh', 'micro_batches']
+    """
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}? It" if near else "it"
+            raise TypeError(f"target {target!r} has no option {name!r}; {hint} takes {list(known)}")
+
+
+def _described(value: Any) -> Any:
+    """Plain data that tells what a user can pass differently on two ranks by mistake."""
+    if isinstance(value, DeviceMesh):
+        return tuple(value.shape)
+    if isinstance(value, functools.partial):
+        return _described(value.func), _described(value.args), _described(value.keywords)
+    if isinstance(value, Mapping):
+        return {str(key): _described(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_described(entry) for entry in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return getattr(value, "__qualname__", None) or (
+        str(value) if isinstance(value, torch.dtype) else type(value).__qualname__
+    )

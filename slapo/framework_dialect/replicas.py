@@ -1,0 +1,119 @@
+"""Parameters that are one in the model and several in the job, compared before training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from slapo.agreement import all_ranks_or_none, checksum, communication_device, has_peers
+from slapo.errors import SlapoError
+from slapo.framework_dialect.gradients import is_tensor_parallel
+from slapo.framework_dialect.ties import SharedParameter
+
+
+@torch.no_grad()
+def share_values(
+    module: nn.Module,
+    groups: Mapping[str, dist.ProcessGroup | None],
+    shared: Sequence[SharedParameter] = (),
+    created: Collection[str] = (),
+    sync: bool = False,
+) -> None:
+    """Refuse replicas that hold other values, or make them equal. A collective of the world.
+
+    Data-parallel ranks hold the same tensors; tensor-parallel ranks the same of those that are not
+    sharded; stages the same of those that are tied. Models that are made from other seeds or files
+    train in silence into something that nobody meant, and FSDP would even put one model together
+    from parts of several.
+
+    Parameters
+    ----------
+    module
+        This rank's model or stages.
+    groups
+        Of this rank, by the dimensions ``"tp"`` and ``"dp"``.
+    shared
+        Parameters that several stages share.
+    created
+        Names of tensors that every rank has drawn by itself: these take the values of the first
+        rank.
+    sync
+        Whether all of them do, in place of being compared.
+
+    Raises
+    ------
+    SlapoError
+        On every rank, naming the first tensor that differs.
+    """
+    named = list(_tensors(module))
+    names = {id(tensor): name for name, tensor in named}
+    whole = [(name, tensor) for name, tensor in named if not is_tensor_parallel(tensor)]
+    ties = [(one.copies[0], one.group) for one in shared]
+    work: list[tuple[str, Sequence[tuple[str, Tensor]], dist.ProcessGroup | None]] = [
+        ("tensor-parallel ranks", whole, groups["tp"]),
+        # Before the replicas, which then take tied values from ranks that have them.
+        *(("stages", [(names[id(tensor)], tensor)], group) for tensor, group in ties),
+        ("data-parallel ranks", named, groups["dp"]),
+    ]
+    wrong: tuple[str, str] | None = None
+    for who, tensors, group in work:
+        if not has_peers(group) or group is None:
+            continue
+        for name, tensor in tensors:
+            if sync or name in created:
+                _broadcast(tensor, group)
+        if not sync:
+            differs = _first_difference(tensors, group)
+            wrong = wrong or (None if differs is None else (differs, who))
+    if not sync:
+        all_ranks_or_none("build", lambda: _refuse(wrong))
+
+
+def _refuse(wrong: tuple[str, str] | None) -> None:
+    if wrong is not None:
+        raise SlapoError(
+            f"{wrong[0]!r} has different values on {wrong[1]} that must hold the same; seed alike "
+            "before the model is made, load one checkpoint everywhere, or pass "
+            "sync_replicated=True to take the first rank's. A slice that shard() did not make says "
+            'so by sch[path].annotate(name, "orig_shape", shape_of_the_whole)'
+        )
+
+
+def _first_difference(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup) -> str | None:
+    if not named:
+        return None
+    sums = torch.stack([checksum(tensor).cpu() for _, tensor in named])
+    # The largest and, by its complement, the smallest: in one collective.
+    both = torch.stack([sums, ~sums]).to(communication_device(group))
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    differs = (both[0] != ~both[1]).nonzero()
+    return named[int(differs[0])][0] if len(differs) else None
+
+
+def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    value = tensor.detach().contiguous()
+    dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
+    if value.data_ptr() != tensor.data_ptr():
+        tensor.copy_(value)
+
+
+def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:
+    """The groups that `share_values` takes, of a mesh."""
+    return {dim: mesh.get_group(dim) for dim in ("tp", "dp")}
+
+
+def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Each tensor once, with its first name."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    tables: tuple[Callable[..., Iterable[tuple[str, Tensor]]], ...] = (
+        module.named_parameters,
+        module.named_buffers,
+    )
+    for table in tables:
+        for name, tensor in table():
+            found.setdefault(id(tensor), (name, tensor))
+    return found.values()
