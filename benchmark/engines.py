@@ -259,7 +259,7 @@ def _bare_deepspeed() -> Step:
         def __init__(self) -> None:
             super().__init__()
             self.stage = stages[1]
-            ids = torch.ones(1, LENGTH, dtype=torch.long)
+            ids = torch.ones(BATCH // MICRO_BATCHES, LENGTH, dtype=torch.long)
             with torch.no_grad():
                 self.floats = [t.is_floating_point() for t in stages[0](ids)]
 

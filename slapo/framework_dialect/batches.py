@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +62,11 @@ class Batch:
         """
         inputs, targets = _pair(batch)
         args, kwargs = _arguments(inputs)
-        moved = [_moved(nest, device) for nest in (args, kwargs, targets)]
-        return cls(moved[0], moved[1], moved[2])
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return cls(_map(move, args), _map(move, kwargs), _map(move, targets))
 
     def cast(self, dtype: torch.dtype | None) -> Batch:
         """Arguments of floating point in another dtype; None leaves them.
@@ -76,12 +79,10 @@ class Batch:
         if dtype is None:
             return self
 
-        def cast(leaf: Any) -> Any:
-            is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
-            return leaf.to(dtype) if is_float else leaf
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-        args, kwargs = pytree.tree_map(cast, (self.args, self.kwargs))
-        return Batch(args, kwargs, self.targets)
+        return Batch(_map(cast, self.args), _map(cast, self.kwargs), self.targets)
 
     def sizes(self) -> dict[str, int]:
         """First size of each tensor, by where it lies in the batch."""
@@ -111,8 +112,14 @@ class Batch:
         >>> Batch((torch.ones(6, 2),), {}, None).size(3)
         6
         """
-        leaves = pytree.tree_leaves((self.args, self.kwargs, self.targets))
-        found = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+        found: set[int] = set()
+
+        def count(tensor: Tensor) -> Tensor:
+            if tensor.dim():
+                found.add(tensor.shape[0])
+            return tensor
+
+        _map(count, (self.args, self.kwargs, self.targets))
         if len(found) == 1:
             return found.pop()
         if not found:
@@ -134,11 +141,10 @@ class Batch:
         Batch(args=(tensor([2, 3]),), kwargs={'n': 1}, targets=None)
         """
 
-        def take(leaf: Any) -> Any:
-            has_samples = isinstance(leaf, Tensor) and leaf.dim()
-            return leaf.narrow(0, start, length) if has_samples else leaf
+        def take(tensor: Tensor) -> Tensor:
+            return tensor.narrow(0, start, length) if tensor.dim() else tensor
 
-        return Batch(*pytree.tree_map(take, (self.args, self.kwargs, self.targets)))
+        return Batch(_map(take, self.args), _map(take, self.kwargs), _map(take, self.targets))
 
     def cut(self, micro_batches: int) -> list[Batch]:
         """Equal parts.
@@ -392,15 +398,22 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (), dict(inputs)
 
 
-def _moved(nest: Any, device: torch.device | str) -> Any:
-    """Tensors on a device; mappings that torch does not know become dicts, which it looks into."""
+def _map(fn: Callable[[Tensor], Tensor], nest: Any) -> Any:
+    """Apply ``fn`` to the tensors of a nest; mappings that torch does not know become dicts.
 
-    def visit(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.to(device, non_blocking=True)
-        return _moved(dict(leaf), device) if isinstance(leaf, Mapping) else leaf
-
-    return pytree.tree_map(visit, nest)
+    By hand for what nearly all batches are made of: this is done several times in a step.
+    """
+    if isinstance(nest, Tensor):
+        return fn(nest)
+    kind = type(nest)
+    if kind is tuple or kind is list:
+        return kind([_map(fn, item) for item in nest])
+    if kind is dict or (isinstance(nest, Mapping) and kind not in pytree.SUPPORTED_NODES):
+        return {key: _map(fn, item) for key, item in nest.items()}
+    if kind in pytree.SUPPORTED_NODES:
+        leaves, spec = pytree.tree_flatten(nest)
+        return pytree.tree_unflatten([_map(fn, leaf) for leaf in leaves], spec)
+    return nest
 
 
 def _listed(sizes: dict[str, int]) -> str:

@@ -163,15 +163,19 @@ class LossMean:
             every rank.
         """
         # A sum, a count and a mark for each tensor-parallel rank: none hides another's.
-        found = torch.zeros(self._tp, 3, dtype=self._wide, device=self._device)
+        rows: list[list[Any]] = [[0.0, 0.0, 0.0] for _ in range(self._tp)]
+        counts_here = isinstance(tally.count, Tensor)
+        if self._is_last:
+            rows[self._place] = [0.0, 0.0 if counts_here else tally.count, float(counts_here)]
+        found = torch.tensor(rows, dtype=self._wide, device=self._device)
         if self._is_last:
             if tally.total is None:
                 raise SlapoError(
                     "a rank of the last pipeline stage has no loss; its loss_fn was not run"
                 )
             found[self._place, 0] = tally.total
-            found[self._place, 1] = tally.count
-            found[self._place, 2] = float(bool(tally.counts))
+            if counts_here:
+                found[self._place, 1] = tally.count
         if self._has_peers:
             dist.all_reduce(found)
         # Without anything counted, the loss and all gradients are 0.

@@ -8,7 +8,7 @@ nothing, draws no random number and talks to no other rank; only the resulting s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,7 +207,9 @@ class ShapeProbe:
 
 
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> Any:
-    """``torch.autocast`` to `dtype`; nothing for None."""
+    """``torch.autocast`` to `dtype`; none at all for None."""
+    if dtype is None and not torch.is_autocast_enabled(device.type):
+        return nullcontext()
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
 
 

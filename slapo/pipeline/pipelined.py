@@ -39,6 +39,8 @@ class PipelineInputs:
         self._contract = root.contract
         self._defaults = {str(n.target): n.args[0] for n in placeholders if n.args}
         self._label = f"pipelined {root.origin.__name__}"
+        #: whether a call is judged by the values of tensors, and not by their forms alone
+        self.sees_values: bool = root.contract.knows_tensors
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """The tensors, in order.

@@ -73,6 +73,7 @@ class TorchEngineBase(Engine):
     def _make_optimizer(self) -> None:
         """Once parameters are what they stay."""
         self._partial_sums = self._find_partial_sums()
+        self._parameters = list(self.module.parameters())
         if self.options.optimizer is not None:
             named = trainable(self.module)
             self.optimizer = make_optimizer(self.options.optimizer, named, self.device)
@@ -97,7 +98,7 @@ class TorchEngineBase(Engine):
 
     def _optimizer_step(self, scale: Tensor | None) -> None:
         self._reduce_gradients()
-        parameters = list(self.module.parameters())
+        parameters = self._parameters
         if self._loss_scale is not None:
             back = inverse(self._loss_scale.value, self.device)
             scale = back if scale is None else scale * back

@@ -126,6 +126,7 @@ class TorchPipelineEngine(TorchEngineBase):
         self._uncounted = {
             id(copy) for shared in self._shared for copy in shared.copies[int(shared.is_counted) :]
         }
+        self._dp_group = self.mesh.get_group("dp")
         self._make_optimizer()
 
     # --- set-up ------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ class TorchPipelineEngine(TorchEngineBase):
         for shared in self._shared:
             sum_copies(shared.copies, shared.group)
         if not self.is_sharded:
-            reduce_gradients(self.module.parameters(), self.mesh.get_group("dp"))
+            reduce_gradients(self._parameters, self._dp_group)
         super()._reduce_gradients()
 
     def _run(self, batch: Batch, parts: int, train: bool) -> None:
