@@ -173,6 +173,11 @@ class LossMean:
                 raise SlapoError(
                     "a rank of the last pipeline stage has no loss; its loss_fn was not run"
                 )
+            if self.counts not in (None, counts_here):
+                raise ValueError(
+                    "loss_fn returned one number for a batch and (sum, count) for another; return "
+                    "the same for all: ranks without a loss go by what the first one was"
+                )
             found[self._place, 0] = tally.total
             if counts_here:
                 found[self._place, 1] = tally.count

@@ -46,7 +46,9 @@ def register_framework_dialect(target: str, kind: str = "runtime") -> Callable[[
 
     def register(cls: C) -> C:
         if (kind, target) in _DIALECTS:
-            taken = get_dialect_cls(kind, target).__name__
+            held = _DIALECTS[kind, target]
+            # Of one that was not asked for yet, the name alone: importing it takes seconds.
+            taken = held.rpartition(":")[2] if isinstance(held, str) else held.__name__
             raise ValueError(f"{kind} {target!r} is taken by {taken}; choose another name")
         _DIALECTS[kind, target] = cls
         return cls

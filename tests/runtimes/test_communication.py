@@ -26,6 +26,7 @@ from slapo.pipeline import PipelinedModule, generate_pipeline_partition
 from slapo.pipeline.boundaries import Boundary, ShapeProbe, describe_inputs, infer_boundaries
 from slapo.sharding.shards import shards_of
 from tests.distributed import run_distributed
+from tests.runtimes import contract
 from tests.runtimes.layouts import SIZES, batches, sgd
 
 Counts = dict[str, int]
@@ -311,3 +312,49 @@ def test_each_boundary_sends_its_tensors_once_and_their_gradients_back(pp: int) 
 @pytest.mark.parametrize("pipeline_schedule", ["interleaved_1f1b", "zbv"])
 def test_several_stages_on_a_rank_send_to_other_ranks_only(pipeline_schedule: str) -> None:
     check_messages(["llama"], 2, pipeline_schedule, 4)
+
+
+# --- steps ---------------------------------------------------------------------------------------
+def collectives_of_a_step(
+    rank: int, world_size: int, layout: tuple[int, int, int], options: dict[str, Any]
+) -> Counts:
+    """Those of one step, after the first ones, which compare more."""
+    engine, _ = contract.make("torch", layout, **options)
+    part = contract.BATCH // layout[1]
+    data = (tuple(t[:part] for t in batch) for batch in contract.data(6))
+    for _ in range(4):
+        engine.train_batch(data)
+    with Collectives() as collectives:
+        engine.train_batch(data)
+    counts = collectives.counts()
+    return {name: number for name, number in counts.items() if name not in ("send", "recv_")}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("layout", "options", "expected"),
+    [
+        # The loss, which train_batch returns; and the embedding that both stages hold.
+        ((2, 1, 1), {}, {"allreduce_": 2}),
+        # And the norm, over the stages.
+        ((2, 1, 1), {"clip_grad_norm": 1.0}, {"allreduce_": 3}),
+        # And the mean over replicas, in one bucket.
+        ((2, 2, 1), {}, {"allreduce_": 3}),
+        # Four times the least: two sums for each of four blocks, forward and backward.
+        ((1, 1, 2), {"micro_batches": 1}, {"allreduce_": 1 + 8}),
+        # Two blocks and what is around them: gathered once, for four micro-batches.
+        (
+            (2, 2, 1),
+            {"data_parallel": "fsdp"},
+            {"allreduce_": 2, "_allgather_base_": 3, "_reduce_scatter_base_": 3},
+        ),
+    ],
+    ids=str,
+)
+def test_a_step_has_no_collective_that_nobody_asked_for(
+    layout: tuple[int, int, int], options: dict[str, Any], expected: Counts
+) -> None:
+    world = layout[0] * layout[1] * layout[2]
+    for found in run_distributed(collectives_of_a_step, world, layout, options):
+        assert found == expected

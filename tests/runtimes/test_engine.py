@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.runtimes import engine_jobs
 from tests.runtimes.test_contract import RUNTIMES, run, target
@@ -103,3 +104,65 @@ def test_partial_sums_that_nobody_adds_are_an_error(target: str) -> None:
 def test_a_backward_without_its_step_is_an_error(target: str) -> None:
     (text,) = run(engine_jobs.forget_a_step, 1, target)
     assert "1 backward() before were not followed by step()" in text
+
+
+# --- target "torch" ------------------------------------------------------------------------------
+def test_replicas_of_shards() -> None:
+    """HSDP: two replicas of parameters that two ranks share out."""
+    options = {"data_parallel": "fsdp", "shard_size": 2, "micro_batches": 2}
+    losses, norms, state = engine_jobs.train_uneven_alone(engine_jobs.CLIP)
+    for found in run(engine_jobs.train_uneven, 4, "torch", (1, 4, 1), options):
+        assert found["losses"] == pytest.approx(losses, abs=1e-5)
+        assert found["norms"] == pytest.approx(norms, rel=1e-4)
+        for key, value in found["state"].items():
+            torch.testing.assert_close(value, state[key], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 1, 1)], ids=["dp", "pp"])
+def test_compiled_parts(layout: Any) -> None:
+    # That it is dynamo's graphs that run is seen; which compiler works on them is the user's.
+    options = {"compile": {"backend": "aot_eager"}}
+    losses, _, state = engine_jobs.train_uneven_alone(engine_jobs.CLIP)
+    for found in run(engine_jobs.train_uneven, 2, "torch", layout, options):
+        assert found["losses"] == pytest.approx(losses, abs=1e-5)
+        for key, value in found["state"].items():
+            torch.testing.assert_close(value, state[key], atol=1e-5, rtol=0)
+
+
+def test_what_fsdp_gathers_at_a_time() -> None:
+    from slapo.framework_dialect.pytorch.data_parallel import fsdp_units
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+    class Named(nn.Module):
+        """Blocks by name, as vision models have them, and layers of one class beside them."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.block1, self.block2 = Inner(), Inner()
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    class Stacks(nn.Module):
+        """Two stacks of one class: their layers, and not they, are gathered."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = Stack(), Stack()
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(block() for _ in range(2))
+
+    named, stacks = Named(), Stacks()
+    assert list(fsdp_units(named)) == [named.block1, named.block2]
+    assert list(fsdp_units(stacks)) == [*stacks.encoder.layers, *stacks.decoder.layers]
+    by_key = nn.ModuleDict({"a": block(), "b": block()})
+    assert list(fsdp_units(nn.ModuleList([by_key]))) == [by_key]
+    assert list(fsdp_units(by_key)) == list(by_key.values())

@@ -1,0 +1,100 @@
+"""Losses of a step: means, sums with counts, and what is neither."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from slapo.errors import SlapoError
+from slapo.framework_dialect.losses import LossMean, LossTally
+from slapo.mesh import init_mesh
+from tests.distributed import run_distributed
+
+CPU = torch.device("cpu")
+
+
+def test_means_weigh_the_same_unless_they_are_told_what() -> None:
+    tally = LossTally(4)
+    for value in (1.0, 2.0, 3.0, 6.0):
+        assert float(tally.add(torch.tensor([value]))) == value / 4
+    assert (float(tally.total or 0), tally.count, tally.counts) == (3.0, 1.0, False)
+    tally = LossTally()
+    tally.add(torch.tensor(2.0), weight=3)
+    tally.add(torch.tensor(6.0), weight=1)
+    assert (float(tally.total or 0), tally.count) == (12.0, 4.0)
+
+
+@pytest.mark.parametrize("count", [3, 3.0, torch.tensor(3), torch.tensor([3.0])])
+def test_sums_bring_their_counts(count: Any) -> None:
+    tally = LossTally(2)
+    assert float(tally.add((torch.tensor(6.0), count))) == 6.0
+    tally.add((torch.tensor(0.0), 0))
+    assert (float(tally.total or 0), float(tally.count), tally.counts) == (6.0, 3.0, True)
+    loss, scale = LossMean(init_mesh(device="cpu"), CPU).reduce(tally, check=True)
+    assert float(loss) == 2.0
+    assert scale is not None
+    assert float(scale) == pytest.approx(1 / 3)
+
+
+def test_nothing_that_counts_is_a_loss_of_zero() -> None:
+    tally = LossTally()
+    tally.add((torch.tensor(0.0), 0))
+    loss, scale = LossMean(init_mesh(device="cpu"), CPU).reduce(tally, check=True)
+    assert float(loss) == 0
+    assert scale is not None
+    assert scale.isfinite()
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (torch.ones(2), r"loss_fn returned \(2,\); it must return one number"),
+        (None, "loss_fn returned NoneType"),
+        ((torch.tensor(1.0), "many"), "a count of type str"),
+        ((torch.tensor(1.0), torch.ones(2)), r"a count of shape \(2,\)"),
+    ],
+)
+def test_what_is_no_loss(returned: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LossTally().add(returned)
+
+
+def test_a_loss_function_does_not_change_its_kind() -> None:
+    tally = LossTally(2)
+    tally.add(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="of the same batch"):
+        tally.add((torch.tensor(1.0), 1))
+    mean = LossMean(init_mesh(device="cpu"), CPU)
+    mean.reduce(tally, check=False)
+    counted = LossTally()
+    counted.add((torch.tensor(1.0), 1))
+    with pytest.raises(ValueError, match="one number for a batch and"):
+        mean.reduce(counted, check=False)
+
+
+def test_the_last_stage_has_a_loss() -> None:
+    with pytest.raises(SlapoError, match="no loss"):
+        LossMean(init_mesh(device="cpu"), CPU).reduce(LossTally(), check=False)
+
+
+def reduce(rank: int, world: int, apart: float) -> tuple[float, str]:
+    mesh = init_mesh(pp=2, tp=2)
+    tally = LossTally()
+    if mesh.get_local_rank("pp"):
+        tally.add(torch.tensor(1.0 + apart * mesh.get_local_rank("tp")))
+    try:
+        loss, scale = LossMean(mesh, CPU).reduce(tally, check=True)
+        assert scale is None
+        return float(loss), ""
+    except SlapoError as error:
+        return 0.0, str(error)
+
+
+@pytest.mark.distributed
+def test_every_rank_gets_the_mean_or_the_error() -> None:
+    assert run_distributed(reduce, 4, 0.0) == [(1.0, "")] * 4
+    assert run_distributed(reduce, 4, 1e-5) == [(1.0, "")] * 4
+    for _, text in run_distributed(reduce, 4, 0.1):
+        assert "different losses of the same batch: 1, 1.1; the schedule shards" in text
