@@ -27,9 +27,14 @@ COLUMNS = {
     "step_time": {"model", "form", "cpu_ms", "cpu_ratio", "wall_ratio"},
     "partition": {"model", "layers", "stages", "trace_cpu_s", "partition_cpu_s", "peak_mb"},
     "pipeline": {"schedule", "pp", "micro_batches", "bubble", "bubble_formula", "bubble_of_order"},
+    "engines": {"target", "rank", "bare_ms", "engine_ms", "ratio"},
 }
 # They start processes, or record a model of Transformers.
-SLOW = {"partition": [pytest.mark.slow], "pipeline": [pytest.mark.slow, pytest.mark.distributed]}
+SLOW = {
+    "partition": [pytest.mark.slow],
+    "pipeline": [pytest.mark.slow, pytest.mark.distributed],
+    "engines": [pytest.mark.slow, pytest.mark.distributed],
+}
 
 
 def _read(path: Path) -> list[dict[str, str]]:
@@ -43,8 +48,10 @@ def _read(path: Path) -> list[dict[str, str]]:
 def test_quick_run_writes_a_csv_file(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name == "partition":
+    if name in ("partition", "engines"):
         pytest.importorskip("transformers")
+    if name == "engines":
+        pytest.importorskip("deepspeed")
     if name == "step_time":  # recording a Transformers model takes seconds
         monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     main([name, "--quick", "--results", str(tmp_path)])
