@@ -243,8 +243,10 @@ class Engine(ABC):
         Several of them before a `step` add up their gradients.
         """
         self._refuse_pipeline("backward()")
-        with self._failures.named(), self._all_or_nothing():
-            self._backward(loss)
+        with self._failures.named():
+            self._check_backward()
+            with self._all_or_nothing():
+                self._backward(loss)
         self._backwards += 1
 
     def step(self) -> None:
@@ -261,6 +263,9 @@ class Engine(ABC):
     # Engines for pipelines have none of these three; nothing calls them there.
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
+
+    def _check_backward(self) -> None:  # noqa: B027  # most add up any number of them
+        """Refuse a backward that the library cannot add to the ones before."""
 
     def _backward(self, loss: Tensor) -> None:
         raise NotImplementedError

@@ -162,13 +162,15 @@ class ZeroEngine(DeepSpeedEngine):
         part = Batch(args, kwargs, None).cast(self._cast_inputs_to)
         return self._run(*part.args, **part.kwargs)
 
-    def _backward(self, loss: Tensor) -> None:
+    def _check_backward(self) -> None:
         if self._backwards and self.settings.zero:
             raise SlapoError(
                 "deepspeed: a backward() before has not been followed by step(), and ZeRO stage "
                 f"{self.settings.zero} reduces gradients in backward; call step() after each, or "
                 "use train_batch, which cuts the batch in micro_batches"
             )
+
+    def _backward(self, loss: Tensor) -> None:
         self._set_boundary(True)
         self._go_back(loss)
 
