@@ -8,8 +8,6 @@ script of its own would. Both sides take their steps in turns, in the same two p
 from __future__ import annotations
 
 import functools
-import multiprocessing
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -23,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import slapo
-from benchmark.measure import Progress, Result, Target
+from benchmark.measure import Progress, Result, Target, on_ranks
 from slapo.pipeline import Stage, generate_pipeline_partition
 
 ROUNDS, WARM_UP, STEPS = 60, 5, 4
@@ -39,7 +37,7 @@ def run(quick: bool, progress: Progress) -> Result:
     result = Result()
     for target in TARGETS:
         rounds = 2 if quick else ROUNDS
-        by_rank = _job(target, rounds)
+        by_rank = on_ranks(2, _rank_main, (target, rounds), progress)
         for rank, rounds_of_rank in enumerate(by_rank):
             row = _row(target, rank, rounds_of_rank)
             result.rows.append(row)
@@ -66,33 +64,6 @@ def _row(target: str, rank: int, rounds: list[tuple[float, float]]) -> dict[str,
         "ratio_quarter": round(quartiles[0], 4),
         "ratio_three_quarters": round(quartiles[2], 4),
     }
-
-
-def _job(target: str, rounds: int) -> list[list[tuple[float, float]]]:
-    context = multiprocessing.get_context("spawn")
-    reader, writer = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as scratch:
-        ranks = [
-            context.Process(
-                target=_rank_main,
-                args=(rank, target, rounds, f"{scratch}/store", writer),
-                daemon=True,
-            )
-            for rank in range(2)
-        ]
-        for process in ranks:
-            process.start()
-        writer.close()
-        try:
-            found: list[Any] = reader.recv()
-            for process in ranks:
-                process.join()
-        except EOFError:
-            raise RuntimeError("a rank ended without a result; see what it printed") from None
-        finally:
-            for process in ranks:
-                process.kill()
-    return found
 
 
 # --- ranks ---------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -75,3 +77,49 @@ def timed(run: Callable[[], T], collect: bool = True) -> tuple[Times, T]:
     wall, cpu = time.perf_counter(), time.process_time()
     value = run()
     return Times(time.process_time() - cpu, time.perf_counter() - wall), value
+
+
+def on_ranks(
+    world: int, main: Callable[..., None], arguments: tuple[Any, ...], say: Progress
+) -> Any:
+    """Run ``main(rank, *arguments, store, pipe)`` in so many processes.
+
+    Parameters
+    ----------
+    world
+        Number of processes.
+    main
+        A function at the top level of a module. `store` is the path of a file for a ``FileStore``;
+        through `pipe` rank 0 sends lines of text, which are shown, and at the end its result.
+    arguments
+        Passed on.
+    say
+        Gets the lines.
+
+    Returns
+    -------
+    The result.
+    """
+    context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as scratch:
+        ranks = [
+            context.Process(
+                target=main, args=(rank, *arguments, f"{scratch}/store", writer), daemon=True
+            )
+            for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        writer.close()
+        try:
+            while isinstance(message := reader.recv(), str):
+                say(message)
+            for process in ranks:
+                process.join()
+        except EOFError:
+            raise RuntimeError("a rank ended without a result; see what it printed") from None
+        finally:
+            for process in ranks:
+                process.kill()
+    return message

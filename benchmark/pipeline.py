@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import csv
 import importlib.util
-import multiprocessing
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from benchmark.measure import Progress, Result, Target
+from benchmark.measure import Progress, Result, Target, on_ranks
 from benchmark.pipeline_ranks import Case, rank_main
 
 ROUNDS, WARM_UP = 5, 1
@@ -91,7 +89,8 @@ def run(quick: bool, progress: Progress) -> Result:
             for m in micro_batches
             for name, kind in KINDS.items()
         ]
-        for case, (steps, span) in zip(cases, _job(cases, rounds, progress), strict=True):
+        found = on_ranks(pp, rank_main, (cases, rounds, WARM_UP), progress)
+        for case, (steps, span) in zip(cases, found, strict=True):
             row = _row(case, steps, span)
             result.rows.append(row)
             progress(_words(row))
@@ -101,36 +100,6 @@ def run(quick: bool, progress: Progress) -> Result:
                 what = f"{case.schedule}, pp={pp}, m={case.micro_batches}: bubble above its order's"
                 result.targets.append(Target(what, excess, ALLOWED))
     return result
-
-
-def _job(cases: list[Case], rounds: int, progress: Progress) -> list[Any]:
-    """Run a process for each rank; returns what rank 0 sends at the end."""
-    context = multiprocessing.get_context("spawn")
-    reader, writer = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as scratch:
-        ranks = [
-            context.Process(
-                target=rank_main,
-                args=(rank, cases, rounds, WARM_UP, f"{scratch}/store", writer),
-                daemon=True,
-            )
-            for rank in range(cases[0].pp)
-        ]
-        for process in ranks:
-            process.start()
-        writer.close()
-        try:
-            while isinstance(message := reader.recv(), str):
-                progress(message)
-            for process in ranks:
-                process.join()
-        except EOFError:
-            raise RuntimeError("a rank ended without a result; see what it printed") from None
-        finally:
-            for process in ranks:
-                process.kill()
-    found: list[Any] = message
-    return found
 
 
 def _row(case: Case, steps: list[tuple[float, float]], span: float | None) -> dict[str, Any]:
