@@ -82,7 +82,8 @@ def same_on_all_ranks(what: str, value: Any, group: dist.ProcessGroup | None = N
     what
         Name of the value, for the message.
     value
-        This rank's; it must be picklable and comparable by ``==``.
+        This rank's; it must be picklable and comparable by ``==``. Of a dict, the first entry that
+        differs is named.
     group
         The ranks that take part; None for the world.
 
@@ -102,10 +103,14 @@ def same_on_all_ranks(what: str, value: Any, group: dist.ProcessGroup | None = N
     if other is None:
         return
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    here, there = values[0], values[other]
+    if isinstance(here, dict) and isinstance(there, dict):
+        entry = next(e for e in {**here, **there} if e not in here or here[e] != there.get(e))
+        what, here, there = f"{what}: {entry}", here.get(entry), there.get(entry)
     raise on_every_rank(
         SlapoError(
-            f"{what} differs between ranks: {values[0]!r} on rank {ranks[0]}, {values[other]!r} on "
-            f"rank {ranks[other]}; pass the same on every rank"
+            f"{what} differs between ranks: {here!r} on rank {ranks[0]}, {there!r} on rank "
+            f"{ranks[other]}; pass the same on every rank"
         )
     )
 

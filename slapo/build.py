@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo.agreement import all_ranks_or_none, gathered, has_peers, on_every_rank
+from slapo.agreement import all_ranks_or_none, gathered, has_peers, same_on_all_ranks
 from slapo.errors import SlapoError
 from slapo.framework_dialect import Lowering, Runtime, get_dialect_cls
 from slapo.graph.trace.module import TracedModule
@@ -100,7 +100,7 @@ def build(
     dialect = get_dialect_cls("runtime", target)
     what = f"build(target={target!r})"
     runtime = all_ranks_or_none(what, lambda: dialect(sch, **kwargs))
-    _check_same_options(what, runtime.described())
+    same_on_all_ranks(what, runtime.described())
     check_same_schedule(sch, everywhere=True)
     lowering = all_ranks_or_none(what, lambda: _prepare(sch, runtime))
     model = lowering.model
@@ -111,22 +111,6 @@ def build(
     finally:
         if isinstance(model, PipelinedModule):
             model.forget_whole()
-
-
-def _check_same_options(what: str, described: dict[str, Any]) -> None:
-    """Ranks that differ in one of them wait for each other, or train different models."""
-    if not has_peers():
-        return
-    every = gathered(described, None)
-    for rank, other in enumerate(every):
-        name = next((n for n in every[0] if n not in other or other[n] != every[0][n]), None)
-        if name is not None:
-            raise on_every_rank(
-                SlapoError(
-                    f"{what}: {name} differs between ranks: {every[0][name]!r} on rank 0, "
-                    f"{other.get(name)!r} on rank {rank}; pass the same on every rank"
-                )
-            )
 
 
 def _build_module(sch: Schedule, init_weights: bool | Callable[..., Any], kwargs: Any) -> nn.Module:

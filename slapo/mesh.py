@@ -84,11 +84,9 @@ def _make_mesh(kind: str, sizes: tuple[int, int, int], timeout: timedelta | None
     # Of its own accord torch gives new groups its default, and messages between two ranks keep the
     # timeout that their group was made with.
     ranks = torch.arange(dist.get_world_size()).view(sizes)
-    groups = []
-    for dim in range(len(DIMS)):
-        columns = ranks.movedim(dim, -1).flatten(0, -2).tolist()
-        made = [dist.new_group(column, timeout=timeout) for column in columns]
-        groups.append(next(g for g, c in zip(made, columns, strict=True) if dist.get_rank() in c))
+    groups = [
+        group_among(ranks.movedim(dim, -1).flatten(0, -2).tolist()) for dim in range(len(DIMS))
+    ]
     return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=DIMS)
 
 
@@ -169,6 +167,19 @@ def check_mesh(mesh: DeviceMesh) -> None:
             f"{dist.get_world_size()} processes; make it by slapo.init_mesh(pp=, dp=, tp=)"
         )
     _check_backend(mesh.device_type, "mesh")
+
+
+def group_among(rank_sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Make a group of each set of ranks; returns that of this rank. A collective of the world.
+
+    Examples
+    --------
+    >>> _ = init_mesh(device="cpu")
+    >>> group_among([[0]]).size()
+    1
+    """
+    made = [new_group(ranks) for ranks in rank_sets]
+    return next(group for group in made if group is not None)
 
 
 def describe_rank(mesh: DeviceMesh, rank: int) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from slapo.agreement import checksum, communication_device, gathered, on_every_rank
 from slapo.errors import SlapoError
-from slapo.mesh import new_group
+from slapo.mesh import group_among
 
 _EXPECTED = (
     "(inputs, targets), where inputs is a tensor, a tuple of positional arguments or a dict of "
@@ -84,6 +84,17 @@ class Batch:
 
         return Batch(_map(cast, self.args), _map(cast, self.kwargs), self.targets)
 
+    def lengths(self) -> set[int]:
+        """First sizes of its tensors.
+
+        Examples
+        --------
+        >>> Batch((torch.ones(6, 2), torch.tensor(1.0)), {}, None).lengths()
+        {6}
+        """
+        leaves = _leaves(self)
+        return {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+
     def sizes(self) -> dict[str, int]:
         """First size of each tensor, by where it lies in the batch."""
         whole = {"inputs": self.kwargs or self.args, "targets": self.targets}
@@ -112,14 +123,7 @@ class Batch:
         >>> Batch((torch.ones(6, 2),), {}, None).size(3)
         6
         """
-        found: set[int] = set()
-
-        def count(tensor: Tensor) -> Tensor:
-            if tensor.dim():
-                found.add(tensor.shape[0])
-            return tensor
-
-        _map(count, (self.args, self.kwargs, self.targets))
+        found = self.lengths()
         if len(found) == 1:
             return found.pop()
         if not found:
@@ -328,8 +332,7 @@ def _group_of_columns(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     pp, dp, tp = mesh.shape
     if pp == 1 or tp == 1:
         return None if pp == tp == 1 else mesh.get_group("pp" if tp == 1 else "tp")
-    made = [new_group(mesh.mesh[:, d].flatten().tolist()) for d in range(dp)]
-    return next(group for group in made if group is not None)
+    return group_among([mesh.mesh[:, d].flatten().tolist() for d in range(dp)])
 
 
 def batch_digest(batch: Any) -> tuple[int, int]:

@@ -373,5 +373,5 @@ class Engine(ABC):
 
 def _samples(batch: Batch) -> int:
     """What a batch weighs in an evaluation."""
-    sizes = set(batch.sizes().values())
-    return sizes.pop() if len(sizes) == 1 else 1
+    lengths = batch.lengths()
+    return lengths.pop() if len(lengths) == 1 else 1

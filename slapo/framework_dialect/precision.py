@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from slapo.errors import SlapoError
 from slapo.graph.trace.module import TracedModule
@@ -100,14 +100,3 @@ class LossScale:
         self._steps += 1
         if self._steps == self.interval:
             self.value, self._steps = self.value * 2, 0
-
-
-def inverse(scale: float, device: torch.device) -> Tensor:
-    """What takes a scale back from gradients.
-
-    Examples
-    --------
-    >>> inverse(4.0, torch.device("cpu"))
-    tensor(0.2500)
-    """
-    return torch.tensor(1 / scale, device=device)

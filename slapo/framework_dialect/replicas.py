@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from slapo.agreement import all_ranks_or_none, checksum, communication_device, has_peers
 from slapo.errors import SlapoError
 from slapo.framework_dialect.gradients import is_tensor_parallel
-from slapo.framework_dialect.ties import SharedParameter
+from slapo.framework_dialect.runtime import Lowering
+from slapo.framework_dialect.ties import SharedParameter, shared_parameters
 
 
 @torch.no_grad()
@@ -101,9 +102,25 @@ def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
         tensor.copy_(value)
 
 
-def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:
-    """The groups that `share_values` takes, of a mesh."""
-    return {dim: mesh.get_group(dim) for dim in ("tp", "dp")}
+def share_over_mesh(
+    lowering: Lowering,
+    mesh: DeviceMesh,
+    sync: bool,
+    rank_of: Callable[[int], int] = lambda stage: stage,
+) -> list[SharedParameter]:
+    """`share_values` of what was lowered, over a mesh; returns what stages share.
+
+    Parameters
+    ----------
+    sync
+        See `share_values`.
+    rank_of
+        Stage -> its place along pp.
+    """
+    shared = shared_parameters(lowering, mesh.mesh.flatten(1).t().tolist(), rank_of)
+    groups = {dim: mesh.get_group(dim) for dim in ("tp", "dp")}
+    share_values(lowering.module, groups, shared, lowering.created, sync)
+    return shared
 
 
 def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:

@@ -17,7 +17,7 @@ from slapo.framework_dialect.gradients import (
     scale_gradients,
     sum_copies,
 )
-from slapo.mesh import init_mesh, new_group
+from slapo.mesh import group_among, init_mesh, new_group
 from tests.distributed import run_distributed
 
 NAMES = ("split0", "whole0", "split1", "whole1", "tied")
@@ -58,8 +58,7 @@ def train(rank: int, world: int, sizes: dict[str, int], max_norm: float) -> dict
         params[name].grad = mine
         if name.startswith("split"):
             params[name].orig_shape = SHAPES[name]  # type: ignore[attr-defined]
-    made = [new_group(ranks) for ranks in mesh.mesh.flatten(1).t().tolist()]
-    sum_copies([params["tied"]], next(group for group in made if group is not None))
+    sum_copies([params["tied"]], group_among(mesh.mesh.flatten(1).t().tolist()))
     reduce_gradients(params.values(), mesh.get_group("dp"), bucket_bytes=80)
     norm = global_norm(
         params.values(),
@@ -179,12 +178,12 @@ def fsdp(rank: int, world: int) -> dict[str, Any]:
     stage = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5, bias=False)).double()
     fully_shard(stage, mesh=mesh["dp"])
     tied = stage[1].weight
-    groups = [new_group(ranks) for ranks in mesh.mesh.flatten(1).t().tolist()]
+    group = group_among(mesh.mesh.flatten(1).t().tolist())
     with torch.no_grad():
         tied.copy_(torch.full_like(tied, 0.25))
     x = torch.arange(6.0, dtype=torch.float64).view(2, 3) + dp
     stage(x).square().mean().backward()
-    sum_copies([tied], groups[dp])
+    sum_copies([tied], group)
     norm = global_norm(
         stage.parameters(),
         pp_group=mesh.get_group("pp"),

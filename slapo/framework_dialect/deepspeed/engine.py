@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from slapo.errors import SlapoError
@@ -54,8 +53,7 @@ class DeepSpeedEngine(Engine):
     def _check_call(self, part: Batch) -> None:
         super()._check_call(part)
         fixed = self.settings.micro_batch_size
-        leaves = pytree.tree_leaves((part.args, part.kwargs))
-        sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+        sizes = Batch(part.args, part.kwargs, None).lengths()
         if fixed is not None and sizes and sizes != {fixed}:
             raise ValueError(
                 f"deepspeed: the config fixes micro-batches of {fixed} samples, and this batch, "

@@ -19,9 +19,9 @@ from slapo.framework_dialect.deepspeed.plain import PlainOptions, lower_plain
 from slapo.framework_dialect.optimizers import make_optimizer, trainable
 from slapo.framework_dialect.options import TrainingOptions, check_names
 from slapo.framework_dialect.precision import HALVES, check_traces
-from slapo.framework_dialect.replicas import groups_of, share_values
+from slapo.framework_dialect.replicas import share_over_mesh
 from slapo.framework_dialect.runtime import Lowering, Runtime, check_groups, check_stage_count
-from slapo.framework_dialect.ties import SharedParameter, shared_parameters
+from slapo.framework_dialect.ties import SharedParameter
 from slapo.mesh import current_device
 from slapo.node import Node
 
@@ -107,14 +107,7 @@ class DeepSpeedRuntime(Runtime):
             return lower_plain(lowering, self.plain)
         mesh = self.options.mesh
         all_ranks_or_none("deepspeed", lambda: self._check(lowering.module))
-        shared = shared_parameters(lowering, mesh.mesh.flatten(1).t().tolist())
-        share_values(
-            lowering.module,
-            groups_of(mesh),
-            shared,
-            lowering.created,
-            self.options.sync_replicated,
-        )
+        shared = share_over_mesh(lowering, mesh, self.options.sync_replicated)
         deepspeed = import_deepspeed(mesh.device_type)
         mark_sharded(lowering.module)
         lower = self._lower_pipeline if lowering.n_stages > 1 else self._lower_whole

@@ -23,9 +23,8 @@ from slapo.framework_dialect.megatron.stages import ModelChunk
 from slapo.framework_dialect.megatron.wire import WIRE_DTYPE, Manifest, anchored
 from slapo.framework_dialect.optimizers import make_scheduler, trainable
 from slapo.framework_dialect.precision import check_traces
-from slapo.framework_dialect.replicas import groups_of, share_values
+from slapo.framework_dialect.replicas import share_over_mesh
 from slapo.framework_dialect.runtime import Lowering
-from slapo.framework_dialect.ties import shared_parameters
 from slapo.pipeline.boundaries import Boundary, ShapeProbe, describe_inputs, infer_boundaries
 
 # Where Megatron-Core's DDP adds up gradients.
@@ -47,15 +46,7 @@ class MegatronEngine(Engine):
     def __init__(self, lowering: Lowering, options: MegatronOptions) -> None:
         super().__init__(lowering, options)
         self._cast_inputs_to = options.half
-        columns = self.mesh.mesh.flatten(1).t().tolist()
-        self._shared = shared_parameters(lowering, columns)
-        share_values(
-            self.module,
-            groups_of(self.mesh),
-            self._shared,
-            lowering.created,
-            options.sync_replicated,
-        )
+        self._shared = share_over_mesh(lowering, self.mesh, options.sync_replicated)
         all_ranks_or_none("megatron", self._check_precision)
         self.module.to(self.device, options.half)
         self._probes = {i: ShapeProbe(s, self.device) for i, s in lowering.stages.items()}

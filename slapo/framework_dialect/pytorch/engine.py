@@ -19,7 +19,7 @@ from slapo.framework_dialect.gradients import (
     scale_gradients,
 )
 from slapo.framework_dialect.optimizers import make_optimizer, make_scheduler, trainable
-from slapo.framework_dialect.precision import LossScale, check_traces, half_of, inverse
+from slapo.framework_dialect.precision import LossScale, check_traces, half_of
 from slapo.framework_dialect.pytorch.data_parallel import (
     refuse_sharded,
     replicate,
@@ -29,9 +29,8 @@ from slapo.framework_dialect.pytorch.data_parallel import (
     without_sync,
 )
 from slapo.framework_dialect.pytorch.options import TorchOptions
-from slapo.framework_dialect.replicas import groups_of, share_values
+from slapo.framework_dialect.replicas import share_over_mesh
 from slapo.framework_dialect.runtime import Lowering
-from slapo.framework_dialect.ties import shared_parameters
 from slapo.pipeline.boundaries import autocasting
 
 
@@ -44,15 +43,7 @@ class TorchEngineBase(Engine):
         super().__init__(lowering, options)
         all_ranks_or_none("build", lambda: refuse_sharded(self.module))
         self.module.to(self.device)
-        columns = self.mesh.mesh.flatten(1).t().tolist()
-        self._shared = shared_parameters(lowering, columns, self._rank_of)
-        share_values(
-            self.module,
-            groups_of(self.mesh),
-            self._shared,
-            lowering.created,
-            options.sync_replicated,
-        )
+        self._shared = share_over_mesh(lowering, self.mesh, options.sync_replicated, self._rank_of)
         #: what the model computes in while the optimizer works in float32; None for one dtype
         self.half = half_of(self.module, options.dtype)
         check_traces(self.module, self.half)
@@ -72,16 +63,13 @@ class TorchEngineBase(Engine):
 
     def _make_optimizer(self) -> None:
         """Once parameters are what they stay."""
-        self._partial_sums = self._find_partial_sums()
+        # FSDP2 puts other tensors in place of those that carry the summing hook.
+        self._partial_sums = sequence_parallel_parameters(self.module) if self.is_sharded else []
         self._parameters = list(self.module.parameters())
         if self.options.optimizer is not None:
             named = trainable(self.module)
             self.optimizer = make_optimizer(self.options.optimizer, named, self.device)
             self.scheduler = make_scheduler(self.options.lr_scheduler, self.optimizer)
-
-    def _find_partial_sums(self) -> list[nn.Parameter]:
-        """FSDP2 puts other tensors in place of those that carry the summing hook."""
-        return sequence_parallel_parameters(self.module) if self.is_sharded else []
 
     def _rank_of(self, stage: int) -> int:
         """Where along the pipeline a stage runs."""
@@ -100,7 +88,7 @@ class TorchEngineBase(Engine):
         self._reduce_gradients()
         parameters = self._parameters
         if self._loss_scale is not None:
-            back = inverse(self._loss_scale.value, self.device)
+            back = torch.tensor(1 / self._loss_scale.value, device=self.device)
             scale = back if scale is None else scale * back
         scale = self._clip(parameters, scale)
         if scale is not None:
