@@ -105,8 +105,9 @@ class TrainingOptions:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise TypeError(f"{name} is a {type(value).__name__}; {_CALLABLES[name]}")
-        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
-            raise ValueError(f"clip_grad_norm is {self.clip_grad_norm}; pass a number above 0")
+        limit = self.clip_grad_norm
+        if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
+            raise ValueError(f"clip_grad_norm is {limit!r}; pass a number above 0")
         if self.nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite is {self.nonfinite!r}; known are {list(NONFINITE)}")
         if self.mesh.shape[0] > 1 and self.loss_fn is None:

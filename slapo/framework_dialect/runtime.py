@@ -92,9 +92,11 @@ class Lowering:
         missing = [name for name in own if name not in state]
         unknown = [name for name in state if name not in own and name not in every]
         if strict and (missing or unknown):
+            lacks = f"lacks {missing[:5]}" if missing else ""
+            extra = f"has {unknown[:5]}, which the model does not" if unknown else ""
             raise ValueError(
-                f"the state dict lacks {missing[:5]} and has {unknown[:5]}, which the model does "
-                "not; pass strict=False to load what fits"
+                f"the state dict {' and '.join(filter(None, (lacks, extra)))}; pass strict=False "
+                "to load what fits"
             )
         pairs = [(name, tensor, state[name]) for name, tensor in own.items() if name in state]
         for name, tensor, value in pairs:

@@ -63,6 +63,7 @@ def _build(**options: Any) -> Any:
         ({"nonfinite": "hope"}, ValueError, r"known are \['step', 'skip', 'error'\]"),
         ({"micro_batch": 2}, TypeError, "did you mean 'micro_batches'"),
         ({"clip_grad_norm": 0.0}, ValueError, "pass a number above 0"),
+        ({"clip_grad_norm": "1"}, ValueError, "clip_grad_norm is '1'; pass a number above 0"),
         ({"lr_scheduler": print}, ValueError, "lr_scheduler needs an optimizer"),
         ({"pipeline_schedule": "x"}, ValueError, "unknown pipeline_schedule 'x'"),
     ],
@@ -70,6 +71,18 @@ def _build(**options: Any) -> Any:
 def test_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         _build(**options)
+
+
+def test_a_state_that_does_not_fit() -> None:
+    engine, _ = _build()
+    weight = torch.ones(2, 2)
+    with pytest.raises(ValueError, match=r"state dict lacks \['bias'\]; pass strict=False"):
+        engine.load_state_dict({"weight": weight})
+    assert not torch.equal(engine.state_dict()["weight"], weight)
+    with pytest.raises(ValueError, match=r"'weight' has the shape \(2, 2\) on this rank"):
+        engine.load_state_dict({"weight": torch.ones(3, 2)}, strict=False)
+    engine.load_state_dict({"weight": weight}, strict=False)
+    assert torch.equal(engine.state_dict()["weight"], weight)
 
 
 def test_a_mesh_is_needed() -> None:
