@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo.agreement import on_every_rank
+from slapo.agreement import all_ranks_or_none, on_every_rank
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch, BatchCheck, next_batch
 from slapo.framework_dialect.failures import failures_of
 from slapo.framework_dialect.losses import LossMean, LossTally
 from slapo.framework_dialect.options import TrainingOptions
+from slapo.framework_dialect.precision import check_traces
+from slapo.framework_dialect.replicas import share_over_mesh
 from slapo.framework_dialect.runtime import Lowering
 from slapo.graph.trace.contract import call_key
 from slapo.logger import get_logger
@@ -53,13 +55,15 @@ class Engine(ABC):
         self.scheduler: Any = None
         self.grad_norm: Tensor | None = None
         self.step_count = 0
+        all_ranks_or_none("build", self._check_model)
+        self.module.to(self.device, torch.float32 if options.dtype is torch.float32 else None)
+        #: parameters that stages share
+        self.shared = share_over_mesh(lowering, self.mesh, options.sync_replicated, self._rank_of)
         self._failures = failures_of(options.mesh)
         self._batch_check = BatchCheck(options.mesh) if options.check_batches else None
         self._loss_mean = LossMean(
-            options.mesh, self.device, self.last_pp_rank, options.dtype or self._dtype()
+            options.mesh, self.device, self.last_pp_rank, options.half or self._dtype()
         )
-        #: what arguments of floating point become, where the model computes in half precision
-        self._cast_inputs_to: torch.dtype | None = None
         self._tally = LossTally()
         self._weight: float | None = None
         self._outputs: list[Any] | None = None
@@ -67,6 +71,14 @@ class Engine(ABC):
         self._form_before: Any = None
         self._failure: str | None = None
         self._nonfinite: str | None = None
+
+    def _check_model(self) -> None:
+        """Refuse what cannot be trained as it is."""
+        check_traces(self.module, self.options.dtype)
+
+    def _rank_of(self, stage: int) -> int:
+        """Where along the pipeline a stage runs."""
+        return stage
 
     def _dtype(self) -> torch.dtype | None:
         return next((p.dtype for p in self.module.parameters() if p.is_floating_point()), None)
@@ -184,7 +196,7 @@ class Engine(ABC):
             raise SlapoError(f"{what} needs a loss; build with loss_fn=")
         batch, error = None, None
         try:
-            batch = Batch.of(next_batch(data_iter), self.device).cast(self._cast_inputs_to)
+            batch = Batch.of(next_batch(data_iter), self.device).cast(self.options.half)
             self._check_form(batch, cut_evenly)
         except Exception as raised:
             batch, error = None, raised

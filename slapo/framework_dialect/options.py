@@ -5,14 +5,15 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from slapo.framework_dialect.optimizers import OptimizerFn
+from slapo.framework_dialect.precision import HALVES, half_of
 from slapo.mesh import check_mesh
 
 #: ``loss_fn(output, targets)`` -> the mean over a micro-batch, or ``(sum, count)``.
@@ -50,7 +51,8 @@ class TrainingOptions:
         ``lr_scheduler(optimizer)`` -> what is stepped after each batch.
     dtype
         What the model computes in: ``torch.bfloat16`` or ``torch.float16``; the optimizer keeps
-        parameters of float32. None: that of the parameters.
+        parameters of float32. ``torch.float32``: the model is converted to it. None: as the
+        parameters are.
     nonfinite
         What to do about a gradient that is infinite or not a number: ``"step"`` (nothing is looked
         at), ``"skip"`` the optimizer's step, or ``"error"``. With ``torch.float16`` it is
@@ -75,8 +77,8 @@ class TrainingOptions:
     sync_replicated: bool = False
 
     @classmethod
-    def of(cls: type[Options], target: str, given: Mapping[str, Any]) -> Options:
-        """The options that a user gave `build`.
+    def of(cls: type[Options], target: str, given: Mapping[str, Any], model: nn.Module) -> Options:
+        """The options that a user gave `build` for a model.
 
         Raises
         ------
@@ -89,7 +91,8 @@ class TrainingOptions:
                 f"target {target!r} needs mesh=; pass slapo.init_mesh(pp=, dp=, tp=), also for one "
                 "process"
             )
-        return cls(**given)
+        options = cls(**given)
+        return options if options.dtype else replace(options, dtype=half_of(model))
 
     def __post_init__(self) -> None:
         check_mesh(self.mesh)
@@ -108,6 +111,10 @@ class TrainingOptions:
         limit = self.clip_grad_norm
         if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
             raise ValueError(f"clip_grad_norm is {limit!r}; pass a number above 0")
+        if self.dtype not in (None, torch.float32, *HALVES):
+            raise ValueError(
+                f"dtype is {self.dtype}; pass torch.float32, torch.bfloat16, torch.float16 or None"
+            )
         if self.nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite is {self.nonfinite!r}; known are {list(NONFINITE)}")
         if self.mesh.shape[0] > 1 and self.loss_fn is None:
@@ -117,6 +124,11 @@ class TrainingOptions:
             )
         if self.lr_scheduler is not None and self.optimizer is None:
             raise ValueError("lr_scheduler needs an optimizer; pass optimizer= too")
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The half precision that the model computes in; None for none."""
+        return self.dtype if self.dtype in HALVES else None
 
     def described(self) -> dict[str, Any]:
         """The options as plain data, alike on ranks that were given the same."""

@@ -11,40 +11,19 @@ from slapo.graph.trace.module import TracedModule
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def half_of(module: nn.Module, dtype: torch.dtype | None) -> torch.dtype | None:
-    """The half precision that a model is to compute in; None for float32.
+def half_of(module: nn.Module) -> torch.dtype | None:
+    """The half precision of a model's parameters, as checkpoints are loaded; None without one.
 
-    A model whose parameters are of half precision already, as checkpoints are loaded, computes in
-    it when nothing else is asked for.
+    The model computes in it where nothing else is asked for, with an optimizer in float32 all the
+    same: small steps are lost in parameters of half precision.
 
     Examples
     --------
-    >>> half_of(nn.Linear(2, 2).bfloat16(), None)
+    >>> half_of(nn.Linear(2, 2).bfloat16())
     torch.bfloat16
     """
-    if dtype is None:
-        found = {p.dtype for p in module.parameters() if p.dtype in HALVES}
-        return found.pop() if len(found) == 1 else None
-    return dtype if dtype in HALVES else None
-
-
-def check_dtype(dtype: torch.dtype | None, target: str) -> None:
-    """Refuse what no engine computes in.
-
-    Raises
-    ------
-    ValueError
-        Naming what there is.
-
-    Examples
-    --------
-    >>> check_dtype(torch.bfloat16, "torch")
-    """
-    if dtype not in (None, torch.float32, *HALVES):
-        raise ValueError(
-            f"dtype is {dtype}; target {target!r} takes None, torch.float32, torch.bfloat16 and "
-            "torch.float16"
-        )
+    found = {p.dtype for p in module.parameters() if p.dtype in HALVES}
+    return found.pop() if len(found) == 1 else None
 
 
 def check_traces(module: nn.Module, dtype: torch.dtype | None) -> None:

@@ -75,8 +75,8 @@ class TensorMeta:
 Boundary = tuple[TensorMeta, ...]
 
 
-def describe_inputs(names: Sequence[str], tensors: Sequence[Tensor]) -> Boundary:
-    """What stage 0 receives."""
+def describe_tensors(names: Sequence[str], tensors: Sequence[Tensor]) -> Boundary:
+    """What crosses a boundary, such as what stage 0 receives."""
     return tuple(TensorMeta.of(name, t) for name, t in zip(names, tensors, strict=True))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
+from tests.runtimes.alone import Alone, compare, largest_difference, of_this_rank
 
 VOCABULARY, SIZE, LENGTH, BATCH, MICRO_BATCHES = 24, 8, 5, 8, 4
 
@@ -93,29 +95,10 @@ def make(
     return slapo.build(sch, target=target, mesh=mesh, **{**base, **options})
 
 
-def train_alone(steps: int, clip: float | None = None, halve: bool = False) -> tuple[Any, ...]:
-    """Losses, the loss of the next batch, and the state after `steps`."""
+def alone(**options: Any) -> Alone:
+    """The model that `make` schedules, in one process."""
     torch.manual_seed(0)
-    model = Model().train()
-    optimizer = sgd(list(model.parameters()))
-    scheduler = halving(optimizer) if halve else None
-    batches = data()
-    losses = []
-    for _ in range(steps):
-        ids, targets = next(batches)
-        loss = loss_fn(model(ids), targets)
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
-        losses.append(loss.item())
-    ids, targets = next(batches)
-    with torch.no_grad():
-        evaluated = loss_fn(model.eval()(ids), targets).item()
-    return losses, evaluated, model.state_dict()
+    return Alone(Model().train(), **{"loss_fn": loss_fn, "optimizer": sgd, **options})
 
 
 def prepare(setup: str | None) -> None:
@@ -139,53 +122,47 @@ def stand_in_for_cuda() -> None:
 def learn(
     rank: int, world: int, setup: str | None, target: str, layout: Any, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Three steps and an evaluation; ``halve`` asks for a learning-rate schedule."""
+    """Three steps and an evaluation."""
     prepare(setup)
-    if options.pop("halve", False):
-        options["lr_scheduler"] = halving
     engine, optimizer = make(target, layout, **options)
-    dp = engine.mesh.get_local_rank("dp")
-    part = BATCH // layout[1]
-    batches = (tuple(t[dp * part : (dp + 1) * part] for t in batch) for batch in data())
-    losses = [engine.train_batch(batches) for _ in range(3)]
+    batches, forms, losses = data(), [], []
+    train_batch = engine.train_batch
+
+    def noted(data_iter: Iterator[Any]) -> Tensor:
+        loss: Tensor = train_batch(data_iter)
+        forms.append((loss.dim(), loss.dtype, loss.requires_grad))
+        losses.append(loss.item())
+        return loss
+
+    engine.train_batch = noted
+    reference = alone(clip=options.get("clip_grad_norm"), lr_scheduler=options.get("lr_scheduler"))
+    found: dict[str, Any] = dict(compare(engine, reference, itertools.islice(batches, 3)))
     engine.train()
-    evaluated = engine.eval_batch(batches)
+    batch = next(batches)
+    evaluated = engine.eval_batch(iter([of_this_rank(engine.mesh, batch)]))
+    forms.append((evaluated.dim(), evaluated.dtype, evaluated.requires_grad))
     return {
-        "losses": [loss.item() for loss in losses],
-        "form": [(loss.dim(), loss.dtype, loss.requires_grad) for loss in (*losses, evaluated)],
-        "evaluated": evaluated.item(),
+        "apart": {**found, "evaluated": abs(evaluated.item() - reference.evaluate(batch)[0])},
+        "reported": [*losses, evaluated.item()],
+        "form": forms,
         "training": all(m.training for m in engine.module.modules()),
         "names": list(engine.state_dict()),
-        "whole": {
-            n: t.detach().clone()
-            for n, t in engine.state_dict().items()
-            if t.shape == Model().state_dict()[n].shape
-        },
         "optimizer": optimizer is engine.optimizer and optimizer is not None,
         "repr": repr(engine),
     }
 
 
-def call(rank: int, world: int, setup: str | None, target: str) -> tuple[list[float], float]:
+def call(rank: int, world: int, setup: str | None, target: str) -> dict[str, float]:
     """Without a pipeline: call, backward and step instead of train_batch."""
     prepare(setup)
     engine, _ = make(target, (1, 1, 1), micro_batches=1)
-    batches = data()
-    losses = []
-    for _ in range(3):
-        ids, targets = next(batches)
+    reference, apart = alone(), 0.0
+    for ids, targets in data(3):
         loss = loss_fn(engine(ids), targets)
         engine.backward(loss)
         engine.step()
-        losses.append(loss.item())
-    _, _, state = train_alone(3)
-    ours = engine.state_dict()
-    return losses, max((ours[n] - state[n]).abs().max().item() for n in state)
-
-
-def _batch(**changes: Any) -> Iterator[Any]:
-    ids, targets = next(data())
-    return iter([(changes.get("ids", ids), changes.get("targets", targets))])
+        apart = max(apart, abs(loss.item() - reference.step((ids, targets))))
+    return {"losses": apart, "state": largest_difference(engine, reference.state())}
 
 
 def _odd(engine: Any, rank: int) -> None:

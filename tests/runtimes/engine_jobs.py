@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import UserDict
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 import slapo
 from tests.runtimes import contract
+from tests.runtimes.alone import compare, largest_difference, of_this_rank
 from tests.runtimes.contract import BATCH, LENGTH, VOCABULARY, Model, make, prepare
 
 STEPS, CLIP = 4, 0.1
@@ -36,49 +36,22 @@ def uneven(steps: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
         yield ids, targets
 
 
-def train_uneven_alone(clip: float) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Losses, norms and parameters of one process that sees whole batches."""
-    torch.manual_seed(0)
-    model = Model().train()
-    optimizer = contract.sgd(list(model.parameters()))
-    losses, norms = [], []
-    for ids, targets in uneven():
-        total, count = counted(model(ids), targets)
-        (total / count).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append((total / count).item())
-    return losses, norms, copy.deepcopy(model.state_dict())
-
-
-def of_this_rank(engine: Any, batches: Iterator[Any]) -> Iterator[Any]:
-    dp, size = engine.mesh.get_local_rank("dp"), engine.mesh["dp"].size()
-    part = BATCH // size
-    for ids, targets in batches:
-        rows = slice(dp * part, (dp + 1) * part)
-        # As the tokenizers of Transformers return them: a mapping that is no dict.
-        yield UserDict(ids=ids[rows]), targets[rows]
+def as_tokenized(batch: Any) -> Any:
+    """As the tokenizers of Transformers return them: a mapping that is no dict."""
+    return UserDict(ids=batch[0]), batch[1]
 
 
 def train_uneven(
     rank: int, world: int, setup: str | None, target: str, layout: Any, options: dict[str, Any]
-) -> dict[str, Any]:
+) -> dict[str, float]:
+    """Clipped at every step, with losses that count."""
     prepare(setup)
     engine, _ = make(target, layout, loss_fn=counted, clip_grad_norm=CLIP, **options)
-    batches = of_this_rank(engine, uneven())
-    losses, norms = [], []
-    for _ in range(STEPS):
-        losses.append(engine.train_batch(batches).item())
-        norms.append(float(engine.grad_norm))
-    return {"losses": losses, "norms": norms, "state": _copied(engine), "steps": engine.step_count}
-
-
-def _copied(engine: Any) -> dict[str, Tensor]:
-    return {
-        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone()
-        for name, t in engine.state_dict().items()
-    }
+    alone = contract.alone(loss_fn=counted, clip=CLIP)
+    found = compare(engine, alone, uneven(), as_tokenized)
+    assert min(alone.norms) > CLIP
+    assert engine.step_count == STEPS
+    return found
 
 
 # --- the rest of the surface ---------------------------------------------------------------------
@@ -89,52 +62,27 @@ def no_decay_for_biases(named_parameters: list[tuple[str, nn.Parameter]]) -> tor
     return torch.optim.SGD([g for g in groups if g["params"]], lr=0.1)
 
 
-def train_groups_alone() -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = Model().train()
-    optimizer = no_decay_for_biases(list(model.named_parameters()))
-    for ids, targets in contract.data(2):
-        contract.loss_fn(model(ids), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
-
-
 def use_all(
     rank: int, world: int, setup: str | None, target: str, layout: Any, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Modes, norms, names, values in and out, evaluations of any size."""
     prepare(setup)
     found: dict[str, Any] = {}
-    engine, _ = make(
-        target, layout, optimizer=no_decay_for_biases, clip_grad_norm=math.inf, **options
-    )
-    start = _copied(engine)
+    given = {"optimizer": no_decay_for_biases, "clip_grad_norm": math.inf}
+    engine, _ = make(target, layout, **given, **options)
     engine.eval()
-    batches = contract.data(9)
-    dp, size = engine.mesh.get_local_rank("dp"), engine.mesh["dp"].size()
-    mine = slice(dp * BATCH // size, (dp + 1) * BATCH // size)
-    data = ((ids[mine], targets[mine]) for ids, targets in batches)
-    found["norms"] = []
-    for _ in range(2):
-        engine.train_batch(data)
-        found["norms"].append(float(engine.grad_norm))
+    start = {name: _whole(t).clone() for name, t in engine.state_dict().items()}
+    alone = contract.alone(optimizer=no_decay_for_biases, named=True)
+    found["apart"] = compare(engine, alone, contract.data(2))
     found["training"] = all(m.training for m in engine.module.modules())
-    found["state"], found["steps"] = _copied(engine), engine.step_count
 
-    # Back to the start: the same steps give the same again, so what the optimizer works on is back.
+    # Back to the start: a copy of the optimizer's own would go on from where it was.
     engine.load_state_dict(start)
-    found["loaded"] = _apart(_copied(engine), start)
-    engine.eval_batch(data)
-    # The last step, from the values that are loaded: a copy of its own would show.
-    torch.manual_seed(0)
-    alone = Model().train()
-    optimizer = no_decay_for_biases(list(alone.named_parameters()))
-    ids, targets = next(contract.data(1, seed=9))
-    contract.loss_fn(alone(ids), targets).backward()
-    optimizer.step()
-    engine.train_batch(iter([(ids[mine], targets[mine])]))
-    found["after loading"] = _apart(_copied(engine), alone.state_dict())
+    again = contract.alone(optimizer=no_decay_for_biases, named=True)
+    found["loaded"] = largest_difference(engine, again.state())
+    engine.eval_batch(iter([of_this_rank(engine.mesh, next(contract.data()))]))
+    found["after loading"] = compare(engine, again, contract.data(1, seed=9))
+    found["steps"] = engine.step_count
 
     # Evaluations of any number of samples.
     found["evaluated"] = []
@@ -142,11 +90,9 @@ def use_all(
         generator = torch.Generator().manual_seed(samples)
         ids, targets = torch.randint(0, VOCABULARY, (2, samples, LENGTH), generator=generator)
         loss, outputs = engine.eval_batch(iter([(ids, targets)]), return_outputs=True)
-        with torch.no_grad():
-            expected = alone.eval()(ids)
-        wanted = contract.loss_fn(expected, targets).item()
+        wanted, expected = again.evaluate((ids, targets))
         shown = torch.cat(outputs) if outputs else None
-        apart = 0.0 if shown is None else (shown.float() - expected).abs().max().item()
+        apart = 0.0 if shown is None else (shown - expected).abs().max().item()
         found["evaluated"].append((abs(loss.item() - wanted), apart, shown is not None))
     try:
         engine.load_state_dict({"nothing": torch.ones(1)})
@@ -155,16 +101,8 @@ def use_all(
     return found
 
 
-def _apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    return max((ours[n].float() - _part(theirs[n], ours[n])).abs().max().item() for n in ours)
-
-
-def _part(whole: Tensor, like: Tensor) -> Tensor:
-    """The slice of this tensor-parallel rank, of two."""
-    for axis, (size, wanted) in enumerate(zip(whole.shape, like.shape, strict=True)):
-        if size != wanted:
-            return whole.chunk(2, axis)[torch.distributed.get_rank() % 2]
-    return whole
+def _whole(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
 
 # --- what must be alike --------------------------------------------------------------------------
@@ -190,7 +128,7 @@ def differ(rank: int, world: int, setup: str | None, target: str, layout: Any) -
         found["whole"] = str(
             [
                 float(t.float().sum())
-                for n, t in _copied(engine).items()
+                for n, t in engine.state_dict().items()
                 if t.shape == Model().state_dict()[n].shape
             ]
         )

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 import slapo
 from examples.parallel_models import FAMILIES
 from tests.runtimes import layouts
-from tests.runtimes.layouts import batches, model_of, rows
-from tests.runtimes.megatron_cases import Layout, megatron_adam, megatron_sgd, start
+from tests.runtimes.layouts import batches, model_of
+from tests.runtimes.megatron_cases import Layout, megatron_adam, megatron_sgd
+
+start = partial(layouts.build, target="megatron")
 
 
 class Idle(nn.Module):
@@ -60,11 +62,11 @@ def refusals(layout: Layout) -> dict[str, str]:
         name: says(partial(start, **{"name": "gpt2", "layout": layout, **given}))
         for name, given in wrong.items()
     }
-    engine, _, _ = start("gpt2", layout, micro_batches=3)
-    batch = rows(batches(FAMILIES["gpt2"])[0], 0, 1)
+    engine = start("gpt2", layout=layout, micro_batches=3)
+    batch = batches(FAMILIES["gpt2"])[0]
     found["batch"] = says(lambda: engine.train_batch(iter([batch])))
     found["call"] = says(lambda: engine(**batch[0]))
-    engine, _, _ = start("gpt2", layout, optimizer=None)
+    engine = start("gpt2", layout=layout, optimizer=None)
     found["no optimizer"] = says(lambda: engine.train_batch(iter([batch])))
     return found
 
@@ -75,11 +77,11 @@ def group_faults(layout: Layout) -> dict[str, str]:
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout[0])
-    found = {"other": says(lambda: start("gpt2", layout))}
+    found = {"other": says(lambda: start("gpt2", layout=layout))}
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=layout[0])
     theirs = parallel_state.get_pipeline_model_parallel_group()
-    found["same"] = says(lambda: start("gpt2", layout))
+    found["same"] = says(lambda: start("gpt2", layout=layout))
     assert parallel_state.get_pipeline_model_parallel_group() is theirs
     return found
 
@@ -88,7 +90,7 @@ def restarted(layout: Layout) -> list[float]:
     """An engine of a job that is over, and one of the next; in a world of one."""
     losses = []
     for _ in range(2):
-        engine, _, _ = start("gpt2", layout)
+        engine = start("gpt2", layout=layout)
         losses.append(engine.train_batch(iter(batches(FAMILIES["gpt2"]))).item())
         torch.distributed.destroy_process_group()
         slapo.init_mesh(device="cpu")
@@ -112,7 +114,7 @@ def no_gradient(layout: Layout) -> str:
 
 def without_cuda(layout: Layout) -> dict[str, str]:
     """What this machine, or one without the package, says."""
-    found = {"cuda": says(lambda: start("gpt2", layout))}
+    found = {"cuda": says(lambda: start("gpt2", layout=layout))}
     with mock.patch("importlib.util.find_spec", return_value=None):
-        found["package"] = says(lambda: start("gpt2", layout))
+        found["package"] = says(lambda: start("gpt2", layout=layout))
     return found

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.runtimes import layouts, megatron_cases, megatron_faults
 from tests.runtimes.cuda_standin import cuda_on_cpu
-from tests.runtimes.megatron_cases import CASES, Alone, Layout, drive, train_case
+from tests.runtimes.megatron_cases import CASES, Layout, drive, train_case
 
 CHECKS: dict[str, Callable[..., Any]] = {
+    "by hand": lambda layout: [drive(layout, way) for way in (False, True)],
     "half": megatron_cases.half,
     "mixed": megatron_cases.mixed,
     "scaled": megatron_cases.scaled,
@@ -36,9 +36,7 @@ class Job:
     families
         Families to compare with their run in one process.
     cases
-        Those of `CASES`, with theirs.
-    by_hand
-        What to compare steps by hand with; None: there are none.
+        Those of `CASES` to compare with theirs.
     checks
         Names in `CHECKS`.
     before
@@ -46,31 +44,23 @@ class Job:
     """
 
     layout: Layout
-    families: dict[str, Any] = field(default_factory=dict)
-    cases: dict[str, Alone] = field(default_factory=dict)
-    by_hand: Alone | None = None
+    families: list[str] = field(default_factory=list)
+    cases: list[str] = field(default_factory=list)
     checks: list[str] = field(default_factory=list)
     before: bool = False
 
 
-def run(rank: int, world_size: int, pickled: bytes) -> dict[str, Any]:
-    """Name -> what came out, for all of a pickled job.
-
-    Pickled, since a process takes only so many tensors as arguments.
-    """
-    job: Job = pickle.loads(pickled)
+def run(rank: int, world_size: int, job: Job) -> dict[str, Any]:
+    """Name -> what came out, for all of a job."""
     found: dict[str, Any] = {}
     if job.before:
         found["without_cuda"] = megatron_faults.without_cuda(job.layout)
     with cuda_on_cpu():
-        families = list(job.families)
         found.update(
-            layouts.compare(rank, world_size, families, "megatron", job.layout, job.families, {})
+            layouts.compare_families(rank, world_size, job.families, "megatron", job.layout, {})
         )
-        for name, alone in job.cases.items():
-            found[name] = train_case(CASES[name], job.layout, alone)
-        if job.by_hand is not None:
-            found["by hand"] = [drive(job.layout, job.by_hand, way) for way in (False, True)]
+        for name in job.cases:
+            found[name] = train_case(CASES[name], job.layout)
         for name in job.checks:
             found[name] = CHECKS[name](job.layout)
     return found

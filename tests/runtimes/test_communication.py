@@ -23,7 +23,7 @@ from examples.parallel_models import FAMILIES, Family, schedule
 from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.pytorch.placement import schedule_named
 from slapo.pipeline import PipelinedModule, generate_pipeline_partition
-from slapo.pipeline.boundaries import Boundary, ShapeProbe, describe_inputs, infer_boundaries
+from slapo.pipeline.boundaries import Boundary, ShapeProbe, describe_tensors, infer_boundaries
 from slapo.sharding.shards import shards_of
 from tests.distributed import run_distributed
 from tests.runtimes import contract
@@ -243,7 +243,7 @@ def boundaries_of(name: str, stages: int, micro_batches: int) -> tuple[Boundary,
     pipelined = generate_pipeline_partition(sch).mod
     assert isinstance(pipelined, PipelinedModule)
     part = Batch.of(batches(family)[0], "cpu").cut(micro_batches)[0]
-    inputs = describe_inputs(pipelined.inputs.names, pipelined.bind(part.args, part.kwargs))
+    inputs = describe_tensors(pipelined.inputs.names, pipelined.bind(part.args, part.kwargs))
     probes = [ShapeProbe(stage, torch.device("cpu")) for stage in pipelined.stages]
     return infer_boundaries(stages, inputs, lambda index, received: probes[index].run(received))
 

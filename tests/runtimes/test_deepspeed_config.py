@@ -16,13 +16,15 @@ import slapo.framework_dialect.deepspeed.runtime  # registers the target
 from slapo.framework_dialect.deepspeed.config import Layout, Settings, load, merge
 from slapo.framework_dialect.deepspeed.package import check_installed
 from slapo.framework_dialect.deepspeed.wire import (
-    Parcel,
+    StageLayer,
     as_returned,
-    from_numbers,
     in_the_open,
+    pack,
+    room_for,
     tensors_in,
-    to_numbers,
+    unpack,
 )
+from slapo.pipeline.boundaries import TensorMeta
 
 CPU = Layout(1, 2, 1, "cpu")
 PIPE = Layout(2, 2, 1, "cpu")
@@ -50,7 +52,7 @@ def test_arguments_fill_the_config_in() -> None:
     assert (settings.micro_batches, settings.zero, settings.clip_grad_norm) == (3, 2, 0.5)
     assert settings.micro_batch_size is None
     assert settings.has_optimizer
-    assert settings.dtype is torch.float32
+    assert settings.half is None
 
 
 def test_the_config_speaks_where_arguments_are_silent() -> None:
@@ -66,7 +68,7 @@ def test_the_config_speaks_where_arguments_are_silent() -> None:
     settings = merged(config)
     assert config == before
     assert (settings.micro_batches, settings.zero, settings.clip_grad_norm) == (4, 1, 2.0)
-    assert settings.dtype is torch.bfloat16
+    assert settings.half is torch.bfloat16
     assert settings.micro_batch_size == 3
     assert settings.config["train_micro_batch_size_per_gpu"] == 3
     assert settings.config["steps_per_print"] == 5
@@ -140,7 +142,6 @@ def test_adam_of_the_config_is_not_compiled_on_a_cpu() -> None:
         ({"managed_gradient_accumulation": False}, {}, ["managed_gradient_accumulation=False"]),
         ({}, {"dtype": torch.bfloat16, "zero": 0}, ["ZeRO stage 0", "zero=1"]),
         ({}, {"dtype": torch.float16}, ["float16", "CPU"]),
-        ({}, {"dtype": torch.int8}, ["torch.int8"]),
         ({}, {"zero": 4}, ["4"]),
         ({}, {"zero": 1, "optimizer": None}, ["ZeRO stage 1", "optimizer="]),
         ({"gradient_accumulation_steps": 0}, {}, ["micro_batches is 0"]),
@@ -229,26 +230,48 @@ def test_something_to_run_on_is_needed(monkeypatch: Any) -> None:
     ],
 )
 def test_tensors_without_gradient_travel_as_bytes(tensor: torch.Tensor) -> None:
-    parcel = Parcel.of(tensor)
-    packed = parcel.pack(tensor)
+    meta = TensorMeta.of("x", tensor)
+    packed = pack(meta, tensor)
     assert packed.dtype is torch.uint8
     assert packed.dim() == 1
-    assert (packed.shape, packed.dtype) == (parcel.buffer(torch.device("cpu")).shape, torch.uint8)
-    arrived = from_numbers(to_numbers((parcel,)))[0].unpack(packed.clone())
+    assert (packed.shape, packed.dtype) == (room_for(meta, torch.device("cpu")).shape, torch.uint8)
+    arrived = unpack(meta, packed.clone())
     assert arrived.dtype is tensor.dtype
     assert torch.equal(arrived, tensor)
 
 
 def test_tensors_with_gradient_travel_as_they_are() -> None:
     tensor = torch.randn(2, 3, requires_grad=True).t()
-    parcel = Parcel.of(tensor)
-    packed = parcel.pack(tensor)
+    meta = TensorMeta.of("x", tensor)
+    packed = pack(meta, tensor)
+    room = room_for(meta, torch.device("cpu"))
+    assert (room.shape, room.dtype, room.requires_grad) == (tensor.shape, tensor.dtype, False)
     assert packed.is_contiguous()
     assert packed.requires_grad
     assert torch.equal(packed, tensor)
-    assert parcel.unpack(packed) is packed
-    with pytest.raises(slapo.SlapoError, match="complex64"):
-        Parcel.of(torch.randn(2, dtype=torch.complex64, requires_grad=True))
+    assert unpack(meta, packed) is packed
+
+
+class ComplexStage(nn.Module):
+    index, sent = 0, ("spectrum",)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (torch.complex(x, x),)
+
+
+def test_complex_gradients_do_not_cross() -> None:
+    layer = StageLayer(ComplexStage(), n_stages=2)  # type: ignore[arg-type]
+    (packed,) = layer(torch.ones(2))
+    assert packed.dtype is torch.uint8
+    with pytest.raises(slapo.SlapoError, match=r"'spectrum'.*complex64.*cut the stage elsewhere"):
+        layer(torch.ones(2, requires_grad=True))
+
+
+def test_a_boundary_keeps_its_form() -> None:
+    layer = StageLayer(ComplexStage(), n_stages=2)  # type: ignore[arg-type]
+    layer(torch.ones(2))
+    with pytest.raises(slapo.SlapoError, match=r"stage 0 sends .*\(3,\).* and has told"):
+        layer(torch.ones(3))
 
 
 def test_outputs_of_any_class_are_looked_into() -> None:

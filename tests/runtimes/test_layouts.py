@@ -7,51 +7,41 @@ losses of size 1 to 4.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 pytest.importorskip("transformers")
 
 from examples.parallel_models import FAMILIES
 from tests.distributed import RankFailure, run_distributed
-from tests.runtimes.layouts import compare, train_alone, train_twice
+from tests.runtimes.layouts import compare_families, train_twice
 
 LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
 TOLERANCE = 2e-5
+#: Gradients of these models are of norm 1 and more at every step.
+CLIP = 0.1
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[str, tuple[list[float], dict[str, Tensor]]]:
-    return {name: train_alone(name) for name in FAMILIES}
-
-
-def check(layout: Any, target: str, alone: Any, without: str = "", **options: Any) -> None:
-    world = layout[0] * layout[1] * layout[2]
+def check(layout: Any, target: str, without: str = "", **options: Any) -> None:
     names = [name for name in FAMILIES if name != without]
     for found in run_distributed(
-        compare, world, names, target, layout, alone, options, timeout=280
+        compare_families, prod(layout), names, target, layout, options, timeout=280
     ):
         assert list(found) == names
-        for name, (losses, parameters) in found.items():
-            assert losses < TOLERANCE, (name, losses)
-            assert parameters < TOLERANCE, (name, parameters)
+        for name, apart in found.items():
+            assert max(apart.values()) < TOLERANCE, (name, apart)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "x".join(map(str, layout)))
 @pytest.mark.parametrize("target", ["torch", "deepspeed"])
-def test_training_equals_one_process(target: str, layout: Any, alone: Any) -> None:
+def test_training_equals_one_process(target: str, layout: Any) -> None:
     if target == "deepspeed":
         pytest.importorskip("deepspeed")
-    check(layout, target, alone)
-
-
-def test_alone_learns(alone: dict[str, tuple[list[float], dict[str, Tensor]]]) -> None:
-    for name, (losses, _) in alone.items():
-        assert losses[-1] != losses[0], name
+    check(layout, target, clip_grad_norm=CLIP)
 
 
 # T5's blocks hand on the position bias as a view; nothing writes to it.
@@ -65,22 +55,23 @@ def test_alone_learns(alone: dict[str, tuple[list[float], dict[str, Tensor]]]) -
         {"pipeline_schedule": "zero_bubble"},
         {"pipeline_schedule": "zbv"},
         {"pipeline_schedule": "gpipe", "data_parallel": "fsdp", "checkpoint_ratio": 0.5},
-        {"data_parallel": "fsdp", "clip_grad_norm": 1e6},
+        {"data_parallel": "fsdp", "clip_grad_norm": CLIP},
+        {"data_parallel": "fsdp", "shard_size": 1, "clip_grad_norm": CLIP},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
-def test_torch_schedules_and_sharding(options: dict[str, Any], alone: Any) -> None:
+def test_torch_schedules_and_sharding(options: dict[str, Any]) -> None:
     # torch cannot split the backward of a stage with an embedding of its own, as T5's decoder has.
     split = options.get("pipeline_schedule") in ("zero_bubble", "zbv")
-    check((2, 2, 1), "torch", alone, without="t5" if split else "", **options)
+    check((2, 2, 1), "torch", without="t5" if split else "", **options)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_backward_that_cannot_be_split(alone: Any) -> None:
+def test_a_backward_that_cannot_be_split() -> None:
     options = {"pipeline_schedule": "zbv"}
     with pytest.raises(RankFailure, match=r"'zbv' splits the backward of a stage in two"):
-        run_distributed(compare, 2, ["t5"], "torch", (2, 1, 1), alone, options, timeout=120)
+        run_distributed(compare_families, 2, ["t5"], "torch", (2, 1, 1), options, timeout=120)
 
 
 @pytest.mark.slow
@@ -91,5 +82,4 @@ def test_dropout_repeats(target: str) -> None:
         pytest.importorskip("deepspeed")
     names = list(FAMILIES)
     for found in run_distributed(train_twice, 4, names, target, (2, 1, 2), timeout=280):
-        for name, (_, equal) in found.items():
-            assert equal, name
+        assert list(found.values()) == [True] * len(names), found

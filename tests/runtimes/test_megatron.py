@@ -5,7 +5,6 @@ The tolerance is that of :mod:`tests.runtimes.test_layouts`.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from importlib.util import find_spec
 from math import prod
@@ -18,7 +17,7 @@ pytest.importorskip("transformers")
 from examples.parallel_models import FAMILIES
 from tests.distributed import run_distributed
 from tests.runtimes import layouts
-from tests.runtimes.megatron_cases import CASES, Alone, Case, Layout, train_alone
+from tests.runtimes.megatron_cases import CASES, Layout
 from tests.runtimes.megatron_jobs import CHECKS, Job, run
 
 pytestmark = [
@@ -41,41 +40,30 @@ TASKS: dict[Layout, list[str]] = {
 
 
 def start(job: Job) -> list[dict[str, Any]]:
-    return run_distributed(run, prod(job.layout), pickle.dumps(job), timeout=280)
+    return run_distributed(run, prod(job.layout), job, timeout=280)
 
 
 # --- what came out of a rank ---------------------------------------------------------------------
-def check_family(found: tuple[float, float]) -> None:
-    losses, parameters = found
-    assert losses < TOLERANCE
-    assert parameters < TOLERANCE
-
-
 def check_case(found: dict[str, float]) -> None:
-    assert found["loss"] < TOLERANCE
-    assert found["parameters"] < TOLERANCE
-    # Norms are taken in float32, and their squares summed over ranks.
-    assert found["norm"] < 1e-5
+    assert max(found.values()) < TOLERANCE
 
 
 def check_by_hand(found: list[dict[str, float]]) -> None:
     for way in found:
-        assert way["loss"] < TOLERANCE
-        assert way["parameters"] < TOLERANCE
+        check_case(way)
 
 
 def check_half(found: dict[str, Any]) -> None:
     """To the bit: the same numbers are added up in the same order."""
-    assert found["loss"] < 1e-6  # a mean of two micro-batches, in float32
-    assert found["parameters"] == 0.0
+    assert found["losses"] < 1e-6  # a mean of two micro-batches, in float32
+    assert found["state"] == 0.0
     assert [str(dtype) for dtype in found["dtypes"]] == ["torch.bfloat16"]
     assert found["kind"] == "Float16OptimizerWithFloat16Params"
 
 
-def check_mixed(found: list[float]) -> None:
-    alone = train_alone(CASES["distributed"]).losses
+def check_mixed(found: float) -> None:
     # Logits of size 1 have errors of 2**-9, and losses are means over some 60 of them.
-    assert max(abs(a - b) for a, b in zip(found, alone, strict=True)) < 2e-3
+    assert found < 2e-3
 
 
 def check_scaled(found: dict[str, Any]) -> None:
@@ -109,8 +97,7 @@ def check_no_gradient(found: str) -> None:
 
 
 CHECKED: dict[str, Callable[[Any], None]] = {
-    **dict.fromkeys(FAMILIES, check_family),
-    **dict.fromkeys(CASES, check_case),
+    **dict.fromkeys([*FAMILIES, *CASES], check_case),
     "by hand": check_by_hand,
     "half": check_half,
     "mixed": check_mixed,
@@ -129,18 +116,9 @@ def shown(layout: Layout) -> str:
 @pytest.mark.parametrize("layout", TASKS, ids=shown)
 def test_training_equals_one_process(layout: Layout) -> None:
     tasks = TASKS[layout]
-    cases: dict[str, Alone] = {name: train_alone(CASES[name]) for name in tasks if name in CASES}
-    for name, alone in cases.items():
-        clip = CASES[name].clip
-        assert clip is None or min(alone.norms) > clip, "each step is clipped"
-    job = Job(
-        layout,
-        {name: layouts.train_alone(name) for name in FAMILIES},
-        cases,
-        train_alone(Case()) if "by hand" in tasks else None,
-        [name for name in tasks if name in CHECKS],
-    )
-    for found in start(job):
+    cases = [name for name in tasks if name in CASES]
+    checks = [name for name in tasks if name in CHECKS]
+    for found in start(Job(layout, list(FAMILIES), cases, checks)):
         assert sorted(found) == sorted([*FAMILIES, *tasks])
         for name, result in found.items():
             CHECKED[name](result)
@@ -159,7 +137,7 @@ MESSAGES = {
     "rate": "ValueError: the OptimizerConfig has no learning rate",
     "gather": "ValueError: the OptimizerConfig has ['overlap_param_gather']",
     "contradiction": "ValueError: the OptimizerConfig is for torch.bfloat16 and dtype is torch.fl",
-    "dtype": "ValueError: dtype is torch.float64; target 'megatron' takes",
+    "dtype": "ValueError: dtype is torch.float64; pass torch.float32",
     "fields": "ValueError: data_parallel_options has ['overlap_param_gather']",
     "loss": "ValueError: a pipeline needs a loss",
     "differing": "micro_batches differs between ranks: 1 on rank 0, 2 on rank 1",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import slapo
 from slapo.framework_dialect.pytorch.placement import SCHEDULES, schedule_named
-from slapo.pipeline.boundaries import ShapeProbe, TensorMeta, describe_inputs, infer_boundaries
+from slapo.pipeline.boundaries import ShapeProbe, TensorMeta, describe_tensors, infer_boundaries
 from tests.distributed import run_distributed
 from tests.runtimes import contract
 
@@ -165,7 +165,7 @@ def test_probes_leave_no_trace() -> None:
     first, _ = _stages(Norm(), "drop")
     before = {n: t.clone() for n, t in first.state_dict().items()}
     state = torch.get_rng_state()
-    received = describe_inputs(("x",), (torch.ones(3, 4),))
+    received = describe_tensors(("x",), (torch.ones(3, 4),))
     sent = ShapeProbe(first, torch.device("cpu")).run(received)
     assert sent == (TensorMeta("drop", (3, 4), torch.float32, True),)
     assert sent[0].nbytes == 48
@@ -179,7 +179,7 @@ def test_probes_of_stages_that_look_at_values() -> None:
     first, _ = _stages(nn.Sequential(Picks(), nn.BatchNorm1d(4), nn.Linear(4, 4)), "1")
     state = torch.get_rng_state()
     before = {n: t.clone() for n, t in first.state_dict().items()}
-    received = describe_inputs(("input",), (torch.ones(3, 4),))
+    received = describe_tensors(("input",), (torch.ones(3, 4),))
     [sent] = ShapeProbe(first, torch.device("cpu")).run(received)
     assert (sent.shape, sent.requires_grad) == ((3, 4), True)
     assert torch.equal(state, torch.get_rng_state())
@@ -189,7 +189,7 @@ def test_probes_of_stages_that_look_at_values() -> None:
 def test_probes_say_why_a_stage_fails() -> None:
     first, _ = _stages(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "0")
     probe = ShapeProbe(first, torch.device("cpu"))
-    received = describe_inputs(("input",), (torch.ones(3, 5),))
+    received = describe_tensors(("input",), (torch.ones(3, 5),))
     with pytest.raises(slapo.SlapoError, match=r"stage 0 fails on inputs of .*\(3, 5\)"):
         infer_boundaries(2, received, lambda index, given: probe.run(given))
 

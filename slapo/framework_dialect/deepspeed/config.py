@@ -45,8 +45,8 @@ class Settings:
     ----------
     config
         A configuration for ``deepspeed.initialize``.
-    micro_batches, zero, dtype, clip_grad_norm
-        What holds; ``clip_grad_norm`` is 0 for none.
+    micro_batches, zero, half, clip_grad_norm
+        What holds; ``half`` is None for float32, ``clip_grad_norm`` is 0 for none.
     micro_batch_size
         The one that the user's configuration fixes, if it does.
     has_optimizer
@@ -56,7 +56,7 @@ class Settings:
     config: Config
     micro_batches: int
     zero: int
-    dtype: torch.dtype
+    half: torch.dtype | None
     clip_grad_norm: float
     micro_batch_size: int | None
     has_optimizer: bool
@@ -108,7 +108,12 @@ def _read(path: Path) -> Config:
     return loaded
 
 
-def merge(config: Config, given: Mapping[str, Any], layout: Layout) -> Settings:
+def merge(
+    config: Config,
+    given: Mapping[str, Any],
+    layout: Layout,
+    loaded_in: torch.dtype | None = None,
+) -> Settings:
     """Join a configuration with the arguments of build.
 
     Entries with the value ``"auto"`` count as absent where an argument of build says the same.
@@ -121,6 +126,8 @@ def merge(config: Config, given: Mapping[str, Any], layout: Layout) -> Settings:
         Arguments of build by name. What is None or missing is left to the configuration.
     layout
         Where the model runs.
+    loaded_in
+        Half precision of the model's parameters, which it computes in if nothing else is said.
 
     Raises
     ------
@@ -135,8 +142,8 @@ def merge(config: Config, given: Mapping[str, Any], layout: Layout) -> Settings:
     """
     merged = copy.deepcopy(config)
     has_optimizer = _merge_optimizer(merged, given, layout.device)
-    dtype = _merge_dtype(merged, given.get("dtype"), layout.device)
-    zero = _merge_zero(merged, given.get("zero"), dtype, has_optimizer)
+    half = _merge_dtype(merged, given.get("dtype"), loaded_in, layout.device)
+    zero = _merge_zero(merged, given.get("zero"), half, has_optimizer)
     check_zero(zero, layout.pp)
     count, clip = given.get("micro_batches"), given.get("clip_grad_norm")
     _merge_entry(merged, "gradient_accumulation_steps", count, "micro_batches", 1)
@@ -144,7 +151,7 @@ def merge(config: Config, given: Mapping[str, Any], layout: Layout) -> Settings:
     micro_batches = _whole_number(merged, "gradient_accumulation_steps")
     size = _merge_sizes(merged, micro_batches, layout.dp)
     fix_entries(merged, layout)
-    return Settings(merged, micro_batches, zero, dtype, _clip(merged), size, has_optimizer)
+    return Settings(merged, micro_batches, zero, half, _clip(merged), size, has_optimizer)
 
 
 def check_zero(zero: int, pp: int) -> None:
@@ -191,41 +198,43 @@ def fix_entries(config: Config, layout: Layout) -> None:
 
 
 # --- single entries ------------------------------------------------------------------------------
-def _merge_dtype(config: Config, wanted: torch.dtype | None, device: str) -> torch.dtype:
-    if wanted not in (None, torch.float32, *_PRECISIONS.values()):
-        raise ValueError(
-            f"deepspeed: dtype={wanted}; pass torch.float32, torch.bfloat16 or torch.float16"
-        )
+def _merge_dtype(
+    config: Config, wanted: torch.dtype | None, loaded_in: torch.dtype | None, device: str
+) -> torch.dtype | None:
+    """The half precision; None for float32."""
     sections = {name: _section(config, name, create=False) for name in _PRECISIONS}
     found = [name for name, section in sections.items() if section.get("enabled") is True]
     if len(found) > 1:
         raise ValueError("deepspeed: the config enables both bf16 and fp16; enable one")
-    dtype = wanted or (_PRECISIONS[found[0]] if found else torch.float32)
+    said = _PRECISIONS[found[0]] if found else loaded_in
+    dtype = wanted or said or torch.float32
     for name, precision in _PRECISIONS.items():
-        is_on, said = dtype is precision, sections[name].get("enabled", "auto")
-        if said not in ("auto", is_on):
-            raise _contradiction(f"{name}.enabled", said, f"dtype={dtype}")
-        if is_on or (said == "auto" and name in config):
+        is_on, entry = dtype is precision, sections[name].get("enabled", "auto")
+        if entry not in ("auto", is_on):
+            raise _contradiction(f"{name}.enabled", entry, f"the model computes in {dtype}")
+        if is_on or (entry == "auto" and name in config):
             _section(config, name)["enabled"] = is_on
     if dtype is torch.float16 and device == "cpu":
         raise ValueError(
-            "deepspeed: dtype=torch.float16 on a CPU, where DeepSpeed has no float16; pass "
-            "torch.bfloat16 or torch.float32"
+            "deepspeed: the model computes in torch.float16 on a CPU, where DeepSpeed has none; "
+            "pass dtype=torch.bfloat16 or torch.float32"
         )
     if dtype is torch.bfloat16:
         # Micro-batches and replicas would be added up in bfloat16, and lose small gradients.
         _section(config, "data_types").setdefault("grad_accum_dtype", "fp32")
         config.setdefault("communication_data_type", "fp32")
-    return dtype
+    return None if dtype is torch.float32 else dtype
 
 
-def _merge_zero(config: Config, wanted: int | None, dtype: torch.dtype, has_optimizer: bool) -> int:
-    half = dtype is not torch.float32 and has_optimizer
+def _merge_zero(
+    config: Config, wanted: int | None, half: torch.dtype | None, has_optimizer: bool
+) -> int:
+    copies = half is not None and has_optimizer
     section = _section(config, "zero_optimization")
-    _merge_entry(section, "stage", wanted, "zero", int(half), "zero_optimization.stage")
-    if half and section["stage"] == 0:
+    _merge_entry(section, "stage", wanted, "zero", int(copies), "zero_optimization.stage")
+    if copies and section["stage"] == 0:
         raise ValueError(
-            f"deepspeed: ZeRO stage 0 with {dtype}, for which DeepSpeed takes an extra optimizer "
+            f"deepspeed: ZeRO stage 0 with {half}, for which DeepSpeed takes an extra optimizer "
             "step at the start and adds micro-batches up in half precision; pass zero=1: the same "
             "training in less memory"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from torch import Tensor
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.deepspeed.config import Settings
+from slapo.framework_dialect.deepspeed.initialize import check_parameters, whole_norm
 from slapo.framework_dialect.deepspeed.package import quiet_warnings
 from slapo.framework_dialect.engine import Engine
 from slapo.framework_dialect.gradients import scale_gradients
+from slapo.framework_dialect.optimizers import trainable
 from slapo.framework_dialect.options import TrainingOptions
-from slapo.framework_dialect.precision import HALVES
 from slapo.framework_dialect.runtime import Lowering
 
 
@@ -40,15 +41,27 @@ class DeepSpeedEngine(Engine):
     engine: Any = None
 
     def __init__(self, lowering: Lowering, options: TrainingOptions, settings: Settings) -> None:
-        super().__init__(lowering, options)
         self.settings = settings
-        self._cast_inputs_to = settings.dtype if settings.dtype in HALVES else None
+        super().__init__(lowering, options)
 
     def drive(self, engine: Any) -> None:
         """Take DeepSpeed's engine, which is made with this one's loss."""
         self.engine = engine
         self.optimizer = engine.optimizer if self.settings.has_optimizer else None
         self.scheduler = engine.lr_scheduler
+        if self.options.nonfinite != "step" and hasattr(engine.optimizer, "check_grad_overflow"):
+            engine.optimizer.check_grad_overflow = True
+
+    def _check_model(self) -> None:
+        super()._check_model()
+        zero = self.settings.zero
+        check_parameters(self.module, zero)
+        if zero and self.settings.has_optimizer and not trainable(self.module):
+            raise SlapoError(
+                f"deepspeed: no parameter on this rank needs a gradient, and ZeRO stage {zero} "
+                "wants at least one on every rank; pass zero=0, or cut the stages so that each "
+                "trains something"
+            )
 
     def _check_call(self, part: Batch) -> None:
         super()._check_call(part)
@@ -84,6 +97,36 @@ class DeepSpeedEngine(Engine):
         else:
             scale_gradients(self.parameters(), scale)
             yield
+
+    @contextmanager
+    def _stepping(self, scale: Tensor | None) -> Iterator[None]:
+        """A step of DeepSpeed's optimizer, without effect where gradients say so."""
+        optimizer = self.engine.optimizer
+        with self._scaled(scale), self._left_out() if self._is_to_look() else nullcontext():
+            yield
+        if self.options.nonfinite == "error" and getattr(optimizer, "overflow", False):
+            self._nonfinite = "not finite"  # ZeRO has looked, and has left out the step
+
+    def _is_to_look(self) -> bool:
+        """Whether to leave out a step is for us to say: ZeRO does by itself."""
+        return self.options.nonfinite != "step" and not hasattr(self.engine.optimizer, "overflow")
+
+    @contextmanager
+    def _left_out(self) -> Iterator[None]:
+        norm, optimizer = whole_norm(self.engine), self.engine.optimizer
+        if norm.isfinite():
+            yield
+            return
+        if self.options.nonfinite == "error":
+            self._nonfinite = str(float(norm))
+        step = optimizer.step
+        # By its attribute DeepSpeed knows of a step left out, and does without the scheduler's.
+        optimizer.step, optimizer.overflow = lambda: None, True
+        try:
+            yield
+        finally:
+            optimizer.step = step
+            del optimizer.overflow
 
     def _take_norm(self) -> None:
         if self.options.clip_grad_norm is not None:
@@ -139,7 +182,7 @@ class ZeroEngine(DeepSpeedEngine):
                     self.engine.step()
 
     def _optimizer_step(self, scale: Tensor | None) -> None:
-        with quiet_warnings(), self._scaled(scale):
+        with quiet_warnings(), self._stepping(scale):
             self.engine.step()
         self._take_norm()
 
@@ -157,7 +200,7 @@ class ZeroEngine(DeepSpeedEngine):
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         self._set_boundary(True)
-        part = Batch(args, kwargs, None).cast(self._cast_inputs_to)
+        part = Batch(args, kwargs, None).cast(self.options.half)
         return self._run(*part.args, **part.kwargs)
 
     def _check_backward(self) -> None:
@@ -213,7 +256,7 @@ class PipeEngine(DeepSpeedEngine):
     def _around_step(self) -> Iterator[None]:
         """The step of DeepSpeed's optimizer, when all gradients are there."""
         self._loss, scale = self._mean_loss()
-        with self._scaled(scale):
+        with self._stepping(scale):
             yield
 
     def _forward_backward(self, batch: Batch) -> None:

@@ -102,22 +102,25 @@ def _look_into(engine: Any, output: Any) -> None:
         )
 
 
-def clip_by_whole_norm(engine: Any) -> None:
-    """Clip the gradients of an engine without ZeRO by the norm of the whole model's.
+def whole_norm(engine: Any) -> Tensor:
+    """Norm of the whole model's gradient, of an engine without ZeRO.
 
     DeepSpeed's own leaves out replicated parameters of all stages but the first, counts tied ones
     in every stage, and fails on parameters without dimensions.
     """
-    parameters = list(engine.module.parameters())
     stages = getattr(engine.mpu, "get_pipe_parallel_group", None)
-    norm = global_norm(
-        parameters,
+    return global_norm(
+        engine.module.parameters(),
         tp_group=engine.mpu.get_slice_parallel_group(),
         pp_group=stages() if stages else None,
         counted=lambda p: not getattr(p, "ds_pipe_replicated", False),
     )
-    scale_gradients(parameters, clip_factor(norm, engine.gradient_clipping()))
-    engine._global_grad_norm = norm
+
+
+def clip_by_whole_norm(engine: Any) -> None:
+    """Clip the gradients of an engine without ZeRO by that norm."""
+    engine._global_grad_norm = norm = whole_norm(engine)
+    scale_gradients(engine.module.parameters(), clip_factor(norm, engine.gradient_clipping()))
 
 
 def undo_first_step(optimizer: Any) -> None:

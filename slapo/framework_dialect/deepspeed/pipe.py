@@ -14,12 +14,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
-from slapo.framework_dialect.deepspeed.wire import (
-    StageLayer,
-    as_returned,
-    from_numbers,
-    to_numbers,
-)
+from slapo.framework_dialect.deepspeed.package import quiet
+from slapo.framework_dialect.deepspeed.wire import StageLayer, as_returned, room_for
+from slapo.framework_dialect.runtime import Lowering
 from slapo.framework_dialect.ties import SharedParameter
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -30,20 +27,15 @@ class StagePipeline(PipelineModule):
 
     Parameters
     ----------
-    layer
-        This rank's stage.
-    n_stages
-        Number of stages.
+    lowering
+        With one stage of this rank.
     topology
         DeepSpeed's.
     loss_fn
         From the last stage's output and the labels to the loss.
     shared
         Parameters of this rank that other stages hold too, in one order on all ranks.
-
-    Attributes
-    ----------
-    keeps_modes : bool
+    keeps_modes
         Whether DeepSpeed's engine is kept from setting train mode for each batch.
     """
 
@@ -51,20 +43,24 @@ class StagePipeline(PipelineModule):
 
     def __init__(
         self,
-        layer: StageLayer,
-        n_stages: int,
+        lowering: Lowering,
         topology: Any,
         loss_fn: LossFn,
         shared: Sequence[SharedParameter],
+        keeps_modes: bool = False,
     ) -> None:
-        layers = [layer if index == layer.index else nn.Identity() for index in range(n_stages)]
-        super().__init__(
-            layers,
-            topology=topology,
-            loss_fn=lambda output, labels: loss_fn(as_returned(output), labels),
-            partition_method="uniform",
-        )
-        self.layer = layer
+        (stage,) = lowering.stages.values()
+        layer = StageLayer(stage, lowering.n_stages)
+        layers: list[nn.Module] = [nn.Identity() for _ in range(lowering.n_stages)]
+        layers[stage.index] = layer
+        with quiet():
+            super().__init__(
+                layers,
+                topology=topology,
+                loss_fn=lambda output, labels: loss_fn(as_returned(output), labels),
+                partition_method="uniform",
+            )
+        self.layer, self.keeps_modes = layer, keeps_modes
         self._ties: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         for one in shared:
             (parameter,) = one.copies
@@ -155,18 +151,15 @@ class StagePipelineEngine(PipelineEngine):
 
     # --- what crosses boundaries -----------------------------------------------------------------
     def _send_tensor_meta(self, buffer: tuple[Tensor, ...], recv_stage: int) -> None:
-        assert self.layer.leaving is not None, "the forward has run"
-        numbers = to_numbers(self.layer.leaving)
-        for content in ([len(numbers)], numbers):
-            p2p.send(torch.tensor(content, device=self.device), recv_stage)
+        there = self.grid.stage_to_global(stage_id=recv_stage)
+        dist.send_object_list([self.layer.leaving], there, device=self.device)
 
     def _recv_tensor_meta(self, send_stage: int) -> tuple[Tensor, ...]:
-        length = torch.empty(1, dtype=torch.int64, device=self.device)
-        p2p.recv(length, send_stage)
-        numbers = torch.empty(int(length.item()), dtype=torch.int64, device=self.device)
-        p2p.recv(numbers, send_stage)
-        self.layer.arriving = from_numbers(numbers.tolist())
-        return tuple(parcel.buffer(self.device) for parcel in self.layer.arriving)
+        told: list[Any] = [None]
+        there = self.grid.stage_to_global(stage_id=send_stage)
+        dist.recv_object_list(told, there, device=self.device)
+        self.layer.arriving = told[0]
+        return tuple(room_for(meta, self.device) for meta in told[0])
 
     def _exec_send_grads(self, buffer_id: int) -> None:
         # A stage may use an input in a way that passes no gradient on.

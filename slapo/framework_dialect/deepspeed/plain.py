@@ -107,10 +107,9 @@ def lower_plain(lowering: Lowering, options: PlainOptions) -> tuple[Any, Any]:
         columns = options.topology.get_axis_comm_lists("pipe")
     shared = shared_parameters(lowering, columns)
     if lowering.n_stages > 1:
-        # Imports DeepSpeed.
-        from slapo.framework_dialect.deepspeed.stages import make_pipeline
+        from slapo.framework_dialect.deepspeed.pipe import StagePipeline  # imports DeepSpeed
 
-        model: Any = make_pipeline(lowering, options.topology, options.loss_fn, shared)
+        model: Any = StagePipeline(lowering, options.topology, options.loss_fn, shared)
         mpu, grid = None, model.mpu()
     else:
         model, mpu = lowering.model, _grid(options)

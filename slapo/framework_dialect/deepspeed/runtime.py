@@ -9,19 +9,16 @@ from typing import Any
 
 from torch import nn
 
-from slapo.agreement import all_ranks_or_none
-from slapo.errors import SlapoError
 from slapo.framework_dialect.deepspeed import config as configs
+from slapo.framework_dialect.deepspeed.engine import PipeEngine, ZeroEngine
 from slapo.framework_dialect.deepspeed.groups import MeshUnit, mark_sharded, topology_of
-from slapo.framework_dialect.deepspeed.initialize import check_parameters, initialize
+from slapo.framework_dialect.deepspeed.initialize import initialize
 from slapo.framework_dialect.deepspeed.package import check_installed, import_deepspeed
 from slapo.framework_dialect.deepspeed.plain import PlainOptions, lower_plain
 from slapo.framework_dialect.optimizers import make_optimizer, trainable
 from slapo.framework_dialect.options import TrainingOptions, check_names
-from slapo.framework_dialect.precision import HALVES, check_traces
-from slapo.framework_dialect.replicas import share_over_mesh
+from slapo.framework_dialect.precision import half_of
 from slapo.framework_dialect.runtime import Lowering, Runtime, check_groups, check_stage_count
-from slapo.framework_dialect.ties import SharedParameter
 from slapo.mesh import current_device
 from slapo.node import Node
 
@@ -50,11 +47,6 @@ class DeepSpeedOptions(TrainingOptions):
         super().__post_init__()
         if self.topology is not None:
             raise ValueError("deepspeed: mesh= and topology= say the same; pass one of them")
-        if self.nonfinite == "error":
-            raise ValueError(
-                'deepspeed: nonfinite="error" would have to look at gradients that DeepSpeed '
-                'shares out before its step; pass "step", or "skip" in half precision'
-            )
 
 
 class DeepSpeedRuntime(Runtime):
@@ -75,18 +67,19 @@ class DeepSpeedRuntime(Runtime):
             self.plain = PlainOptions.check(sch, loaded, options)
             return
         given = {name: value for name, value in options.items() if value is not None}
-        self.options = DeepSpeedOptions.of("deepspeed", given)
+        self.options = DeepSpeedOptions.of("deepspeed", given, sch.mod)
         mesh = self.options.mesh
         check_groups(sch, mesh)
         pp, dp, tp = mesh.shape
         layout = configs.Layout(pp, dp, tp, mesh.device_type)
-        self.settings = configs.merge(loaded, given, layout)
+        self.settings = configs.merge(loaded, given, layout, half_of(sch.mod))
         self.options = replace(
             self.options,
             config=self.settings.config,
             micro_batches=self.settings.micro_batches,
             clip_grad_norm=self.settings.clip_grad_norm or None,
-            dtype=self.settings.dtype,
+            # Without a half precision, parameters are as they were unless another was asked for.
+            dtype=self.settings.half or given.get("dtype"),
         )
 
     def described(self) -> dict[str, Any]:
@@ -106,52 +99,24 @@ class DeepSpeedRuntime(Runtime):
         if self.plain is not None:
             return lower_plain(lowering, self.plain)
         mesh = self.options.mesh
-        all_ranks_or_none("deepspeed", lambda: self._check(lowering.module))
-        shared = share_over_mesh(lowering, mesh, self.options.sync_replicated)
         deepspeed = import_deepspeed(mesh.device_type)
-        mark_sharded(lowering.module)
-        lower = self._lower_pipeline if lowering.n_stages > 1 else self._lower_whole
-        engine = lower(deepspeed, lowering, shared)
-        return engine, engine.optimizer
-
-    def _check(self, module: nn.Module) -> None:
-        zero = self.settings.zero
-        check_parameters(module, zero)
-        if zero and self.settings.has_optimizer and not trainable(module):
-            raise SlapoError(
-                f"deepspeed: no parameter on this rank needs a gradient, and ZeRO stage {zero} "
-                "wants at least one on every rank; pass zero=0, or cut the stages so that each "
-                "trains something"
-            )
-        half = self.settings.dtype if self.settings.dtype in HALVES else None
-        check_traces(module, half)
-
-    def _lower_whole(
-        self, deepspeed: Any, lowering: Lowering, shared: list[SharedParameter]
-    ) -> Any:
-        from slapo.framework_dialect.deepspeed.engine import ZeroEngine
-
-        engine = ZeroEngine(lowering, self.options, self.settings)
-        engine.drive(self._initialize(deepspeed, lowering.model, MeshUnit(self.options.mesh)))
-        return engine
-
-    def _lower_pipeline(
-        self, deepspeed: Any, lowering: Lowering, shared: list[SharedParameter]
-    ) -> Any:
-        # Some of these import DeepSpeed, which may be absent until here.
-        from slapo.framework_dialect.deepspeed.engine import PipeEngine
-        from slapo.framework_dialect.deepspeed.pipe import StagePipelineEngine
-        from slapo.framework_dialect.deepspeed.stages import make_pipeline
+        engine: Any
+        if lowering.n_stages == 1:
+            engine = ZeroEngine(lowering, self.options, self.settings)
+            engine.drive(self._initialize(deepspeed, lowering.model, MeshUnit(mesh)))
+            return engine, engine.optimizer
+        # Imports DeepSpeed's pipeline.
+        from slapo.framework_dialect.deepspeed.pipe import StagePipeline, StagePipelineEngine
 
         engine = PipeEngine(lowering, self.options, self.settings)
-        topology = topology_of(self.options.mesh)
-        pipeline = make_pipeline(
-            lowering, topology, engine.loss_of_labels, shared, keeps_modes=True
+        pipeline = StagePipeline(
+            lowering, topology_of(mesh), engine.loss_of_labels, engine.shared, keeps_modes=True
         )
         engine.drive(StagePipelineEngine.adopt(self._initialize(deepspeed, pipeline, None)))
-        return engine
+        return engine, engine.optimizer
 
     def _initialize(self, deepspeed: Any, model: nn.Module, mpu: Any) -> Any:
+        mark_sharded(model)
         optimizer = None
         if self.options.optimizer is not None:
             device = current_device(self.options.mesh)

@@ -7,101 +7,32 @@ are made, and told to the next stage with their shapes, once for each form of ba
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slapo.errors import SlapoError
-
-_DTYPES = (
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128, torch.bool),
-    *(torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-)
+from slapo.pipeline import Stage
+from slapo.pipeline.boundaries import Boundary, TensorMeta, describe_tensors
 
 
-@dataclass(frozen=True)
-class Parcel:
-    """One tensor of a boundary.
-
-    Parameters
-    ----------
-    shape, dtype
-        The tensor's own.
-    has_gradient
-        Whether its gradient comes back. If not, it travels as bytes.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    has_gradient: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Parcel:
-        """What to say about a tensor that a stage sends."""
-        parcel = cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-        if parcel.has_gradient and not tensor.is_floating_point():
-            raise SlapoError(
-                f"a tensor of {tensor.dtype} and shape {parcel.shape} needs a gradient and crosses "
-                "a stage boundary, where DeepSpeed sends those of real numbers only; cut the stage "
-                "elsewhere"
-            )
-        return parcel
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        """The tensor as it travels."""
-        tensor = tensor.contiguous()
-        return tensor if self.has_gradient else tensor.detach().flatten().view(torch.uint8)
-
-    def unpack(self, tensor: Tensor) -> Tensor:
-        """The tensor that was packed."""
-        return tensor if self.has_gradient else tensor.view(self.dtype).view(self.shape)
-
-    def buffer(self, device: torch.device) -> Tensor:
-        """Room for what travels."""
-        if self.has_gradient:
-            return torch.empty(self.shape, dtype=self.dtype, device=device)
-        size = torch.Size(self.shape).numel() * self.dtype.itemsize
-        return torch.empty(size, dtype=torch.uint8, device=device)
+def pack(meta: TensorMeta, tensor: Tensor) -> Tensor:
+    """A tensor as it travels: as bytes, unless a gradient comes back."""
+    tensor = tensor.contiguous()
+    return tensor if meta.requires_grad else tensor.detach().flatten().view(torch.uint8)
 
 
-def to_numbers(parcels: tuple[Parcel, ...]) -> list[int]:
-    """Describe parcels in whole numbers, to be sent ahead of them.
-
-    Examples
-    --------
-    >>> to_numbers((Parcel((2, 3), torch.float32, True),))
-    [0, 1, 2, 2, 3]
-    """
-    return [
-        number
-        for parcel in parcels
-        for number in (
-            _DTYPES.index(parcel.dtype),
-            int(parcel.has_gradient),
-            len(parcel.shape),
-            *parcel.shape,
-        )
-    ]
+def unpack(meta: TensorMeta, tensor: Tensor) -> Tensor:
+    """Undo `pack`."""
+    return tensor if meta.requires_grad else tensor.view(meta.dtype).view(meta.shape)
 
 
-def from_numbers(numbers: list[int]) -> tuple[Parcel, ...]:
-    """Undo :func:`to_numbers`.
-
-    Examples
-    --------
-    >>> from_numbers([0, 1, 2, 2, 3])
-    (Parcel(shape=(2, 3), dtype=torch.float32, has_gradient=True),)
-    """
-    parcels, rest = [], list(numbers)
-    while rest:
-        dtype, has_gradient, dims, *rest = rest
-        parcels.append(Parcel(tuple(rest[:dims]), _DTYPES[dtype], bool(has_gradient)))
-        rest = rest[dims:]
-    return tuple(parcels)
+def room_for(meta: TensorMeta, device: torch.device) -> Tensor:
+    """Memory for what travels."""
+    if meta.requires_grad:
+        return meta.empty(device).detach()
+    return torch.empty(meta.nbytes, dtype=torch.uint8, device=device)
 
 
 class StageLayer(nn.Module):
@@ -111,46 +42,51 @@ class StageLayer(nn.Module):
     ----------
     stage
         Takes and returns tensors; the last one returns anything.
-    index, n_stages
-        Which stage it is.
+    n_stages
+        Number of stages.
 
     Attributes
     ----------
-    arriving, leaving : tuple of Parcel, or None
+    arriving, leaving : Boundary or None
         What the boundaries before and after it carry; None until it is known.
     """
 
-    def __init__(self, stage: nn.Module, index: int, n_stages: int) -> None:
+    def __init__(self, stage: Stage, n_stages: int) -> None:
         super().__init__()
         self.stage = stage
-        self.index = index
-        self.is_first, self.is_last = index == 0, index == n_stages - 1
+        self.is_last = stage.index == n_stages - 1
         self.forget()
 
     def forget(self) -> None:
         """Expect boundaries of another form."""
-        self.arriving: tuple[Parcel, ...] | None = None
-        self.leaving: tuple[Parcel, ...] | None = None
+        self.arriving: Boundary | None = None
+        self.leaving: Boundary | None = None
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Any:
         """Unpack, run the stage, pack."""
         tensors = (inputs,) if isinstance(inputs, Tensor) else inputs
-        if not self.is_first:
+        if self.stage.index > 0:
             assert self.arriving is not None, "told before the tensors came"
-            tensors = tuple(p.unpack(t) for p, t in zip(self.arriving, tensors, strict=True))
+            tensors = tuple(map(unpack, self.arriving, tensors))
         output = self.stage(*tensors)
         return in_the_open(output) if self.is_last else self._pack(output)
 
     def _pack(self, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        parcels = tuple(Parcel.of(tensor) for tensor in output)
-        if self.leaving is None:
-            self.leaving = parcels
-        if parcels != self.leaving:
+        sent = describe_tensors(self.stage.sent, output)
+        odd = [m for m in sent if m.requires_grad and not m.dtype.is_floating_point]
+        if odd:
             raise SlapoError(
-                f"stage {self.index} sends {parcels}, and has told the next one that it sends "
+                f"{odd[0]} needs a gradient and crosses a stage boundary, where DeepSpeed sends "
+                "gradients of real numbers only; cut the stage elsewhere"
+            )
+        if self.leaving is None:
+            self.leaving = sent
+        if sent != self.leaving:
+            raise SlapoError(
+                f"stage {self.stage.index} sends {sent}, and has told the next one that it sends "
                 f"{self.leaving}; all micro-batches of a batch must have one form"
             )
-        return tuple(p.pack(tensor) for p, tensor in zip(parcels, output, strict=True))
+        return tuple(map(pack, sent, output))
 
 
 class Wrapped(tuple[Any, ...]):

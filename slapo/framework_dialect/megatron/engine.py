@@ -22,10 +22,8 @@ from slapo.framework_dialect.megatron.package import megatron_core, quiet
 from slapo.framework_dialect.megatron.stages import ModelChunk
 from slapo.framework_dialect.megatron.wire import WIRE_DTYPE, Manifest, anchored
 from slapo.framework_dialect.optimizers import make_scheduler, trainable
-from slapo.framework_dialect.precision import check_traces
-from slapo.framework_dialect.replicas import share_over_mesh
 from slapo.framework_dialect.runtime import Lowering
-from slapo.pipeline.boundaries import Boundary, ShapeProbe, describe_inputs, infer_boundaries
+from slapo.pipeline.boundaries import Boundary, ShapeProbe, describe_tensors, infer_boundaries
 
 # Where Megatron-Core's DDP adds up gradients.
 _GRADIENT = "main_grad"
@@ -45,14 +43,11 @@ class MegatronEngine(Engine):
 
     def __init__(self, lowering: Lowering, options: MegatronOptions) -> None:
         super().__init__(lowering, options)
-        self._cast_inputs_to = options.half
-        self._shared = share_over_mesh(lowering, self.mesh, options.sync_replicated)
-        all_ranks_or_none("megatron", self._check_precision)
-        self.module.to(self.device, options.half)
+        self.module.to(options.half)
         self._probes = {i: ShapeProbe(s, self.device) for i, s in lowering.stages.items()}
         self._boundaries: dict[Boundary, tuple[Boundary, ...]] = {}
         mark_sharded(self.module)
-        mark_shared(self._shared)
+        mark_shared(self.shared)
         self.config = self._make_config()
         self.model = self._wrap()
         self._is_proven = not options.overlap_grad_reduce
@@ -63,14 +58,14 @@ class MegatronEngine(Engine):
             self._make_optimizer()
 
     # --- set-up ------------------------------------------------------------------------------
-    def _check_precision(self) -> None:
-        half = self.options.half
-        check_traces(self.module, half)
+    def _check_model(self) -> None:
+        super()._check_model()
         for name, parameter in self.module.named_parameters():
-            if half is None and parameter.requires_grad and parameter.dtype != torch.float32:
+            odd = parameter.requires_grad and parameter.dtype != torch.float32
+            if self.options.dtype is None and odd:
                 raise SlapoError(
                     f"{name} is {parameter.dtype}, and megatron trains a model of torch.float32; "
-                    "pass dtype=, or model.float() before the schedule"
+                    "pass dtype="
                 )
 
     def _make_config(self) -> Any:
@@ -169,7 +164,7 @@ class MegatronEngine(Engine):
         pipelined = self.lowering.pipelined
         assert pipelined is not None, "asked before"
         bound = [pipelined.inputs.take(part.args, part.kwargs) for part in parts]
-        self._expect(describe_inputs(pipelined.inputs.names, bound[0]))
+        self._expect(describe_tensors(pipelined.inputs.names, bound[0]))
         return [Batch(args, {}, part.targets) for args, part in zip(bound, parts, strict=True)]
 
     def _expect(self, inputs: Boundary) -> None:
@@ -196,7 +191,7 @@ class MegatronEngine(Engine):
     def _finalize(self, models: list[Any], *args: Any, **kwargs: Any) -> None:
         """What the schedule does last: the mean over replicas, then the sum over ties."""
         megatron_core().distributed.finalize_model_grads(models, *args, **kwargs)
-        for shared in self._shared:
+        for shared in self.shared:
             (parameter,) = shared.copies
             if parameter.requires_grad:
                 dist.all_reduce(getattr(parameter, _GRADIENT), group=shared.group)
@@ -225,14 +220,32 @@ class MegatronEngine(Engine):
     def _optimizer_step(self, scale: Tensor | None) -> None:
         if scale is not None:
             self.model.scale_gradients(scale.float())
-        with self._quietly():
-            has_stepped, norm, _ = self.optimizer.step()
-        self.grad_norm = None if norm is None else torch.tensor(float(norm), device=self.device)
+        has_stepped, norm = False, None
+        if self._is_finite():
+            with self._quietly():
+                has_stepped, norm, _ = self.optimizer.step()
+        if not has_stepped and self.options.nonfinite == "error":
+            self._nonfinite = "not finite"
+        # Without a limit it is 0, as nothing was measured.
+        if norm is not None and self.options.clip_grad_norm is not None:
+            self.grad_norm = torch.tensor(float(norm), device=self.device)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         # A step is left out where scaled gradients of float16 were too large.
         if self.scheduler is not None and has_stepped:
             self.scheduler.step()
+
+    def _is_finite(self) -> bool:
+        """Whether all gradients are, where that was asked for and Megatron-Core does not look."""
+        if self.options.nonfinite == "step" or self.options.half is torch.float16:
+            return True
+        # What the distributed optimizer reduces elsewhere is in these buffers too, not yet reduced.
+        buffers = [b.grad_data for b in (*self.model.buffers, *self.model.expert_parallel_buffers)]
+        found = torch.zeros((), device=self.device)
+        for buffer in buffers:
+            found += ~buffer.isfinite().all()
+        dist.all_reduce(found)
+        return not found
 
     def _renew_masters(self) -> None:
         if self.optimizer is not None:
@@ -240,7 +253,7 @@ class MegatronEngine(Engine):
 
     # --- as a module -------------------------------------------------------------------------
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        return self.chunk(Batch(args, kwargs, None).cast(self._cast_inputs_to))
+        return self.chunk(Batch(args, kwargs, None).cast(self.options.half))
 
     def _backward(self, loss: Tensor) -> None:
         scale = self.config.grad_scale_func

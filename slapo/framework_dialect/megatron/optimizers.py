@@ -36,8 +36,8 @@ class Configured:
         return make(self.config, [model], use_gloo_process_groups=False)
 
 
-def resolve(options: Mapping[str, Any]) -> MegatronOptions:
-    """The options of build, of which an ``OptimizerConfig`` may have said some.
+def resolve(options: Mapping[str, Any], model: nn.Module) -> MegatronOptions:
+    """The options of build for a model, of which an ``OptimizerConfig`` may have said some.
 
     Raises
     ------
@@ -47,7 +47,7 @@ def resolve(options: Mapping[str, Any]) -> MegatronOptions:
     given = dict(options)
     config = given.get("optimizer")
     if not isinstance(config, megatron_core().optimizer.OptimizerConfig):
-        checked = MegatronOptions.of("megatron", given)
+        checked = MegatronOptions.of("megatron", given, model)
         if checked.distributed_optimizer:
             raise ValueError(
                 "distributed_optimizer=True shares out the state of Megatron-Core's own Adam; pass "
@@ -55,13 +55,13 @@ def resolve(options: Mapping[str, Any]) -> MegatronOptions:
                 f"{_name(config)}, or leave it out"
             )
         return checked
+    given["dtype"] = _agreed_dtype(config, given.get("dtype"))
     # Not a callable, which all other options are checked with.
-    checked = MegatronOptions.of("megatron", {**given, "optimizer": Configured(config)})
+    checked = MegatronOptions.of("megatron", {**given, "optimizer": Configured(config)}, model)
     complete = _complete(config, checked)
     return replace(
         checked,
         optimizer=Configured(complete),
-        dtype=_half_of(complete) or checked.dtype,
         distributed_optimizer=complete.use_distributed_optimizer,
         clip_grad_norm=complete.clip_grad or None,
     )
@@ -71,8 +71,13 @@ def _name(optimizer: Any) -> str:
     return getattr(optimizer, "__name__", None) or type(optimizer).__name__
 
 
-def _half_of(config: Any) -> torch.dtype | None:
-    return next((dtype for name, dtype in _HALF_FIELDS.items() if getattr(config, name)), None)
+def _agreed_dtype(config: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+    half = next((half for name, half in _HALF_FIELDS.items() if getattr(config, name)), None)
+    if half is not None and dtype not in (None, half):
+        raise ValueError(
+            f"the OptimizerConfig is for {half} and dtype is {dtype}; pass one of them"
+        )
+    return half or dtype
 
 
 def _complete(config: Any, options: MegatronOptions) -> Any:
@@ -87,15 +92,9 @@ def _complete(config: Any, options: MegatronOptions) -> Any:
             "megatron's distributed optimizer is for Adam only, and the OptimizerConfig has "
             f"optimizer={complete.optimizer!r}; change it, or leave out the distributed optimizer"
         )
-    half = _half_of(config)
-    if half is not None and options.dtype not in (None, half):
-        raise ValueError(
-            f"the OptimizerConfig is for {half} and dtype is {options.dtype}; pass one of them"
-        )
-    half = half or options.half
     for name, dtype in _HALF_FIELDS.items():
-        setattr(complete, name, half is dtype)
-    complete.params_dtype = half or torch.float32
+        setattr(complete, name, options.half is dtype)
+    complete.params_dtype = options.half or torch.float32
     return complete
 
 

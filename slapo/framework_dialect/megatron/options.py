@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from slapo.framework_dialect.options import TrainingOptions
-from slapo.framework_dialect.precision import HALVES, check_dtype
 
 #: Fields of Megatron-Core's ``DistributedDataParallelConfig`` that may be given.
 DATA_PARALLEL_FIELDS = (
@@ -51,14 +48,6 @@ class MegatronOptions(TrainingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_dtype(self.dtype, "megatron")
-        if self.nonfinite != "step" and not (
-            self.nonfinite == "skip" and self.dtype is torch.float16
-        ):
-            raise ValueError(
-                f'nonfinite is {self.nonfinite!r}; target "megatron" takes "step", and leaves out '
-                "steps with torch.float16 only"
-            )
         unknown = sorted(set(self.data_parallel_options or ()) - set(DATA_PARALLEL_FIELDS))
         if unknown:
             raise ValueError(
@@ -66,8 +55,3 @@ class MegatronOptions(TrainingOptions):
                 f"{list(DATA_PARALLEL_FIELDS)}, and overlap_grad_reduce= and "
                 "distributed_optimizer= as arguments of build"
             )
-
-    @property
-    def half(self) -> torch.dtype | None:
-        """The dtype of parameters in half precision; None for float32."""
-        return self.dtype if self.dtype in HALVES else None

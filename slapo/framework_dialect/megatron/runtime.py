@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from slapo.framework_dialect.megatron.groups import initialize_groups
 from slapo.framework_dialect.megatron.optimizers import resolve
 from slapo.framework_dialect.megatron.package import check_device, check_installed
-from slapo.framework_dialect.precision import half_of
 from slapo.framework_dialect.runtime import Lowering, Runtime, check_groups, check_stage_count
 from slapo.mesh import check_mesh
 from slapo.node import Node
@@ -25,7 +23,7 @@ class MegatronRuntime(Runtime):
         if "mesh" in options:
             check_mesh(options["mesh"])
             check_device(options["mesh"])
-        self.options = resolve(options)
+        self.options = resolve(options, sch.mod)
         check_groups(sch, self.options.mesh)
 
     def described(self) -> dict[str, Any]:
@@ -44,7 +42,5 @@ class MegatronRuntime(Runtime):
         from slapo.framework_dialect.megatron.engine import MegatronEngine
 
         initialize_groups(self.options.mesh)
-        half = half_of(lowering.module, self.options.dtype)
-        options = self.options if half is None else replace(self.options, dtype=half)
-        engine = MegatronEngine(lowering, options)
+        engine = MegatronEngine(lowering, self.options)
         return engine, engine.optimizer

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo.agreement import all_ranks_or_none
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.engine import Engine
@@ -19,7 +18,7 @@ from slapo.framework_dialect.gradients import (
     scale_gradients,
 )
 from slapo.framework_dialect.optimizers import make_optimizer, make_scheduler, trainable
-from slapo.framework_dialect.precision import LossScale, check_traces, half_of
+from slapo.framework_dialect.precision import LossScale
 from slapo.framework_dialect.pytorch.data_parallel import (
     refuse_sharded,
     replicate,
@@ -29,7 +28,6 @@ from slapo.framework_dialect.pytorch.data_parallel import (
     without_sync,
 )
 from slapo.framework_dialect.pytorch.options import TorchOptions
-from slapo.framework_dialect.replicas import share_over_mesh
 from slapo.framework_dialect.runtime import Lowering
 from slapo.pipeline.boundaries import autocasting
 
@@ -41,20 +39,17 @@ class TorchEngineBase(Engine):
 
     def __init__(self, lowering: Lowering, options: TorchOptions) -> None:
         super().__init__(lowering, options)
-        all_ranks_or_none("build", lambda: refuse_sharded(self.module))
-        self.module.to(self.device)
-        self._shared = share_over_mesh(lowering, self.mesh, options.sync_replicated, self._rank_of)
-        #: what the model computes in while the optimizer works in float32; None for one dtype
-        self.half = half_of(self.module, options.dtype)
-        check_traces(self.module, self.half)
-        self._loss_scale = LossScale() if self.half is torch.float16 else None
-        self._cast_inputs_to = self.half
+        self._loss_scale = LossScale() if options.half is torch.float16 else None
         #: over which FSDP2 shares out parameters; None without it
         self.sharding = None
-        if options.data_parallel == "fsdp" or self.half is not None:
+        if options.data_parallel == "fsdp" or options.half is not None:
             # Without shares, FSDP2 keeps the float32 copies of parameters all the same.
             everything = self.mesh.shape[1] if options.data_parallel == "fsdp" else 1
             self.sharding = shard_mesh(self.mesh, options.shard_size or everything)
+
+    def _check_model(self) -> None:
+        refuse_sharded(self.module)
+        super()._check_model()
 
     @property
     def is_sharded(self) -> bool:
@@ -70,10 +65,6 @@ class TorchEngineBase(Engine):
             named = trainable(self.module)
             self.optimizer = make_optimizer(self.options.optimizer, named, self.device)
             self.scheduler = make_scheduler(self.options.lr_scheduler, self.optimizer)
-
-    def _rank_of(self, stage: int) -> int:
-        """Where along the pipeline a stage runs."""
-        return stage
 
     def _is_counted(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter counts here in the norm of the whole model's gradient."""
@@ -150,13 +141,13 @@ class TorchEngine(TorchEngineBase):
         self.runner: nn.Module = self.module
         self._compile(self.module)
         if self.sharding is not None:
-            shard_parameters(self.module, self.sharding, extra, self.half)
+            shard_parameters(self.module, self.sharding, extra, options.half)
         else:
             self.runner = replicate(self.module, self.mesh, extra)
         self._make_optimizer()
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        batch = Batch(args, kwargs, None).cast(self._cast_inputs_to)
+        batch = Batch(args, kwargs, None).cast(self.options.half)
         with autocasting(self.device, self.options.autocast):
             return self._explained(lambda: self.runner(*batch.args, **batch.kwargs))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from slapo.framework_dialect.options import TrainingOptions
-from slapo.framework_dialect.precision import HALVES, check_dtype
+from slapo.framework_dialect.precision import HALVES
 from slapo.framework_dialect.pytorch.placement import schedule_named
 
 DATA_PARALLEL = ("ddp", "fsdp")
@@ -46,7 +46,6 @@ class TorchOptions(TrainingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         schedule_named(self.pipeline_schedule)
-        check_dtype(self.dtype, "torch")
         if self.data_parallel not in DATA_PARALLEL:
             raise ValueError(
                 f"data_parallel is {self.data_parallel!r}; known are {list(DATA_PARALLEL)}"
@@ -55,10 +54,10 @@ class TorchOptions(TrainingOptions):
             raise ValueError(
                 f"autocast is {self.autocast}; pass torch.bfloat16, torch.float16 or None"
             )
-        if self.autocast is not None and self.dtype in HALVES:
+        if self.autocast is not None and self.half is not None:
             raise ValueError(
-                f"autocast={self.autocast} and dtype={self.dtype} both choose what the model "
-                "computes in; pass one of them"
+                f"autocast={self.autocast} is for a model of torch.float32, and this one computes "
+                f"in {self.half} (by dtype=, or as it was loaded); leave out autocast"
             )
         self._check_shard_size()
 

@@ -24,7 +24,7 @@ from slapo.pipeline.boundaries import (
     Boundary,
     ShapeProbe,
     autocasting,
-    describe_inputs,
+    describe_tensors,
     infer_boundaries,
 )
 
@@ -118,13 +118,13 @@ class TorchPipelineEngine(TorchEngineBase):
         self._check_sharding()
         # Before FSDP2 comes: the probes remember the modules without it.
         self._probes = {
-            i: ShapeProbe(s, self.device, self.half) for i, s in lowering.stages.items()
+            i: ShapeProbe(s, self.device, options.half) for i, s in lowering.stages.items()
         }
         for stage in lowering.stages.values():
             self._compile(stage)
         self.runners = {i: self._make_runner(s) for i, s in lowering.stages.items()}
         self._uncounted = {
-            id(copy) for shared in self._shared for copy in shared.copies[int(shared.is_counted) :]
+            id(copy) for shared in self.shared for copy in shared.copies[int(shared.is_counted) :]
         }
         self._dp_group = self.mesh.get_group("dp")
         self._make_optimizer()
@@ -163,7 +163,7 @@ class TorchPipelineEngine(TorchEngineBase):
         if self.schedule.splits_backward:
             extra["reshard_after_forward"] = False
         # The runner, not the stage: there the pipeline looks for it, to put off the reduction.
-        shard_parameters(runner, self.sharding, extra, self.half)
+        shard_parameters(runner, self.sharding, extra, self.options.half)
         return runner
 
     def _rank_of(self, stage: int) -> int:
@@ -195,7 +195,7 @@ class TorchPipelineEngine(TorchEngineBase):
             self._run(part, 1, train=False)
 
     def _reduce_gradients(self) -> None:
-        for shared in self._shared:
+        for shared in self.shared:
             sum_copies(shared.copies, shared.group)
         if not self.is_sharded:
             reduce_gradients(self._parameters, self._dp_group)
@@ -208,7 +208,7 @@ class TorchPipelineEngine(TorchEngineBase):
         tensors = pipelined.inputs.take(batch.args, batch.kwargs)
         length = tensors[0].shape[0] // parts if tensors else 0
         first = tuple(tensor[:length] for tensor in tensors)
-        run = self._run_for(describe_inputs(pipelined.inputs.names, first), parts, train)
+        run = self._run_for(describe_tensors(pipelined.inputs.names, first), parts, train)
         targets = Batch((), {}, batch.targets)
         self._targets = lambda number: targets.part(number * length, length).targets
         for runner in self.runners.values():

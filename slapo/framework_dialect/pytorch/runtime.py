@@ -17,7 +17,7 @@ class TorchRuntime(Runtime):
     """
 
     def __init__(self, sch: Node, **options: Any) -> None:
-        self.options = TorchOptions.of("torch", options)
+        self.options = TorchOptions.of("torch", options, sch.mod)
         check_groups(sch, self.options.mesh)
 
     def described(self) -> dict[str, Any]:
