@@ -1,6 +1,5 @@
 """A small model with everything that is hard to send from stage to stage, and its reference."""
 
-import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import slapo
 import slapo.framework_dialect.deepspeed.runtime  # registers the target
+from tests.runtimes.alone import Alone
 
 VOCAB, HIDDEN, BLOCKS = 16, 8, 4
 
@@ -117,84 +117,21 @@ def scheduled(mesh: DeviceMesh, model: nn.Module, late: bool = False) -> Any:
     return sch
 
 
-def batches(dp: int, steps: int, size: int = 4) -> list[list[Any]]:
-    """For each step a batch for each replica; sequences get longer halfway."""
+def batches(dp: int, steps: int, size: int = 4) -> list[Any]:
+    """For each step the batch of all replicas, each with `size` of it; sequences get longer."""
     generator = torch.Generator().manual_seed(1)
 
     def one(length: int) -> Any:
-        shape = (size, length)
+        shape = (dp * size, length)
         ids = torch.randint(0, VOCAB, shape, generator=generator)
         flags = torch.rand(shape, generator=generator) > 0.7
         labels = torch.randint(0, VOCAB, shape, generator=generator)
         weight = torch.rand(shape, generator=generator) + 0.5
         return (ids, flags), {"labels": labels, "more": [weight]}
 
-    return [[one(5 if step < steps // 2 else 7) for _ in range(dp)] for step in range(steps)]
+    return [one(5 if step < steps // 2 else 7) for step in range(steps)]
 
 
-class Reference:
-    """The same training on one process, in bfloat16 with float32 copies if asked for."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        micro_batches: int,
-        clip: float | None = None,
-        dtype: torch.dtype = torch.float32,
-        lr_scheduler: Any = None,
-    ) -> None:
-        self.model = copy.deepcopy(model)
-        for parameter in self.model.parameters():
-            parameter.data = parameter.data.to(dtype)
-        self.params = [p for p in self.model.parameters() if p.requires_grad]
-        self.masters = [nn.Parameter(p.detach().float().clone()) for p in self.params]
-        self.optimizer = optimizer(self.masters)
-        self.scheduler = lr_scheduler(self.optimizer) if lr_scheduler else None
-        self.micro_batches, self.clip = micro_batches, clip
-
-    def step(self, replicas: list[Any]) -> float:
-        sums = [torch.zeros_like(master) for master in self.masters]
-        total = 0.0
-        parts = [part for batch in replicas for part in split(batch, self.micro_batches)]
-        for inputs, targets in parts:
-            loss = loss_fn(self.model(*inputs), targets).float()
-            (loss / self.micro_batches).backward()
-            total += loss.item()
-            for added, param in zip(sums, self.params, strict=True):
-                if param.grad is not None:
-                    added += param.grad.float()
-                param.grad = None
-        for master, added in zip(self.masters, sums, strict=True):
-            master.grad = added / len(replicas)
-        if self.clip:
-            self.norm = nn.utils.clip_grad_norm_(self.masters, self.clip)
-            assert self.norm > self.clip, "the test is about gradients that are clipped"
-        self.optimizer.step()
-        if self.scheduler:
-            self.scheduler.step()
-        for param, master in zip(self.params, self.masters, strict=True):
-            param.data.copy_(master.data)
-        return total / len(parts)
-
-
-def split(batch: Any, count: int) -> list[Any]:
-    (ids, flags), targets = batch
-    labels, (weight,) = targets["labels"], targets["more"]
-    pieces = [t.chunk(count) for t in (ids, flags, labels, weight)]
-    return [((i, f), {"labels": y, "more": [w]}) for i, f, y, w in zip(*pieces, strict=True)]
-
-
-def state_error(state: dict[str, Tensor], reference: nn.Module, mesh: DeviceMesh) -> float:
-    """Largest difference of this rank's tensors from the reference's."""
-    whole = reference.state_dict()
-    tp, place = mesh["tp"].size(), mesh.get_local_rank("tp")
-    errors = []
-    for name, tensor in state.items():
-        wanted = whole[name].float()
-        for axis, size in enumerate(tensor.shape):
-            if wanted.shape[axis] != size:
-                wanted = wanted.chunk(tp, axis)[place]
-        assert tensor.shape == wanted.shape, name
-        errors.append((tensor.float() - wanted).abs().max().item())
-    return max(errors)
+def alone(model: nn.Module, optimizer: Any = SGD, parts: int = 1, **options: Any) -> Alone:
+    """The model in one process."""
+    return Alone(model, loss_fn, optimizer, parts=parts, **options)

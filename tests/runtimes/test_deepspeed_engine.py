@@ -1,5 +1,6 @@
 """The engine of target "deepspeed" beyond plain training, and what goes wrong on all ranks."""
 
+import copy
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,17 +10,17 @@ from torch import Tensor, nn
 
 import slapo
 from tests.distributed import run_distributed
+from tests.runtimes.alone import compare, largest_difference, of_this_rank
 from tests.runtimes.deepspeed_models import (
     SGD,
     Block,
     Model,
     OpaqueModel,
-    Reference,
+    alone,
     batches,
     cut,
     loss_fn,
     scheduled,
-    state_error,
 )
 
 pytestmark = [
@@ -46,39 +47,31 @@ def refused(mesh: Any, model: nn.Module, **options: Any) -> str:
 # --- without pipeline ----------------------------------------------------------------------------
 def call_backward_step(mesh: Any, zero: int, model: nn.Module) -> dict[str, Any]:
     """Drive the engine by hand: each step is one update, whatever micro_batches is."""
-    inner = model.model if isinstance(model, OpaqueModel) else model
-    reference = Reference(inner, SGD, 1)
+    reference = alone(model, parts=2)
     engine, _ = build(mesh, model, zero=zero)
     errors = []
-    for replicas in batches(2, 3):
-        inputs, targets = replicas[mesh.get_local_rank("dp")]
+    for batch in batches(2, 3):
+        inputs, targets = of_this_rank(mesh, batch)
         loss = loss_fn(engine(*inputs), targets)
         engine.backward(loss)
         engine.step()
         mean = loss.detach().clone()
         torch.distributed.all_reduce(mean)
-        errors.append(abs(mean.item() / 2 - reference.step(replicas)))
-    state = {name.removeprefix("model."): t for name, t in engine.state_dict().items()}
-    return {"losses": max(errors), "state": state_error(state, reference.model, mesh)}
+        errors.append(abs(mean.item() / 2 - reference.step(batch)))
+    return {"losses": max(errors), "state": largest_difference(engine, reference.state())}
 
 
 def opaque_bfloat16(mesh: Any) -> float:
     """Gradients of one micro-batch must not stay for the next."""
     model = OpaqueModel()
-    reference = Reference(model.model, SGD, 2, dtype=torch.bfloat16)
+    reference = alone(copy.deepcopy(model).bfloat16(), parts=4)
     engine, _ = build(mesh, model, dtype=torch.bfloat16)
-    return max(
-        abs(
-            engine.train_batch(iter([replicas[mesh.get_local_rank("dp")]])).item()
-            - reference.step(replicas)
-        )
-        for replicas in batches(2, 3)
-    )
+    return compare(engine, reference, batches(2, 3))["losses"]
 
 
 def two_backwards(mesh: Any, zero: int) -> str:
     engine, _ = build(mesh, Model(), zero=zero)
-    inputs, targets = batches(2, 1)[0][0]
+    inputs, targets = batches(1, 1)[0]
     engine.backward(loss_fn(engine(*inputs), targets))
     try:
         engine.backward(loss_fn(engine(*inputs), targets))
@@ -100,18 +93,15 @@ def by_config(mesh: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Model()
     adam = lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.01)  # noqa: E731
-    reference = Reference(model, adam, 2, clip=0.3)
+    reference = alone(model, adam, 4, clip=0.3)
     engine, optimizer = build(mesh, model, optimizer=None, micro_batches=None, config=config)
-    errors = []
-    for replicas in batches(2, 3):
-        loss = engine.train_batch(iter([replicas[mesh.get_local_rank("dp")]]))
-        errors.append(abs(loss.item() - reference.step(replicas)))
+    apart = compare(engine, reference, batches(2, 3))
     try:
-        engine.train_batch(iter([batches(2, 1, size=6)[0][0]]))
+        engine.train_batch(iter([batches(1, 1, size=6)[0]]))
     except ValueError as error:
         message = str(error)
     return {
-        "losses": max(errors),
+        "losses": apart["losses"],
         "optimizer": type(optimizer).__name__,
         "unchanged": str(config) == before,
         "size": message,
@@ -121,10 +111,10 @@ def by_config(mesh: Any) -> dict[str, Any]:
 def without_optimizer(mesh: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Model()
-    replicas = batches(2, 1)[0]
-    wanted = Reference(model, SGD, 2).step(replicas)
+    (batch,) = batches(2, 1)
+    wanted = alone(model, parts=4).step(batch)
     engine, optimizer = build(mesh, model, optimizer=None)
-    mine = replicas[mesh.get_local_rank("dp")]
+    mine = of_this_rank(mesh, batch)
     loss = engine.eval_batch(iter([mine])).item()
     with pytest.raises(slapo.SlapoError, match="optimizer="):
         engine.train_batch(iter([mine]))
@@ -218,16 +208,10 @@ class Dropping(nn.Module):
 
 
 def trained(mesh: Any, model: nn.Module, **options: Any) -> dict[str, Any]:
-    reference = Reference(model, SGD, 2)
-    reference.model.train(model.training)
+    reference = alone(model, parts=2)
     engine, _ = build(mesh, model, **options)
-    errors = [
-        abs(engine.train_batch(iter(replicas)).item() - reference.step(replicas))
-        for replicas in batches(1, 3)
-    ]
-    modes = {module.training for module in engine.module.modules()}
-    state = state_error(engine.state_dict(), reference.model, mesh)
-    return {"losses": max(errors), "state": state, "modes": modes}
+    found = compare(engine, reference, batches(1, 3))
+    return {**found, "modes": {module.training for module in engine.module.modules()}}
 
 
 def seeded() -> nn.Module:
@@ -239,11 +223,11 @@ def seeded() -> nn.Module:
 def in_turns(mesh: Any) -> float:
     """Two engines alive at one time."""
     models = [seeded(), seeded()]
-    references = [Reference(model, SGD, 2) for model in models]
+    references = [alone(model, parts=2) for model in models]
     engines = [build(mesh, model)[0] for model in models]
     return max(
-        abs(engine.train_batch(iter(replicas)).item() - reference.step(replicas))
-        for replicas in batches(1, 2)
+        abs(engine.train_batch(iter([batch])).item() - reference.step(batch))
+        for batch in batches(1, 2)
         for engine, reference in zip(engines, references, strict=True)
     )
 
@@ -254,13 +238,13 @@ def backward_walks(mesh: Any) -> int:
     walks: list[Tensor] = []
     if mesh.get_local_rank("pp") == 0:
         engine.module.get_parameter("embed.weight").register_hook(walks.append)
-    engine.train_batch(iter(batches(1, 1)[0]))
+    engine.train_batch(iter(batches(1, 1)))
     return len(walks)
 
 
 def refused_calls(mesh: Any) -> list[str]:
     engine, _ = build(mesh, Model())
-    inputs, targets = batches(1, 1)[0][0]
+    inputs, targets = batches(1, 1)[0]
     messages = []
     for call in (
         lambda: engine(*inputs),

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import slapo
 from tests.distributed import run_distributed
-from tests.runtimes.deepspeed_models import SGD, Model, Reference, batches, cut, loss_fn, shard
+from tests.runtimes.alone import cut as cut_batch
+from tests.runtimes.deepspeed_models import SGD, Model, alone, batches, cut, loss_fn, shard
 
 pytestmark = [
     pytest.mark.distributed,
@@ -55,7 +56,7 @@ def pipeline(rank: int, world: int) -> dict[str, Any]:
     topology = PipeModelDataParallelTopology(num_pp=3, num_mp=1, num_dp=1)
     torch.manual_seed(0)
     model = Model()
-    reference = Reference(model, SGD, 2, clip=0.3)
+    reference = alone(model, parts=2, clip=0.3)
     sch = slapo.create_schedule(model, group=dist.new_subgroups(1)[0])
     cut(sch, 3)
     config = copy.deepcopy(CONFIG)
@@ -69,7 +70,7 @@ def pipeline(rank: int, world: int) -> dict[str, Any]:
     )
     losses, evals, logits = [], [], None
     for batch in batches(1, 2, size=4):
-        data = micro_batches(batch[0], 2)
+        data = micro_batches(batch, 2)
         value, logits = engine.eval_batch(iter(data), return_logits=True)
         loss = engine.train_batch(data_iter=iter(data))
         wanted = reference.step(batch)
@@ -123,22 +124,22 @@ def whole(config: dict[str, Any], topology: Any, tp: int) -> float:
     if config.get("zero_optimization", {}).get("stage") == 3:
         model.temperature = nn.Parameter(model.temperature.detach().reshape(1))
     dtype = torch.bfloat16 if "bf16" in config else torch.float32
-    reference = Reference(model, torch.optim.AdamW, 1, clip=0.3, dtype=dtype)
+    dp = dist.get_world_size() // tp
+    reference = alone(copy.deepcopy(model).to(dtype), torch.optim.AdamW, dp, clip=0.3)
     group = dist.group.WORLD if tp > 1 else None
     sch = slapo.create_schedule(model, group=group)
     if tp > 1:
         shard(sch)
     engine, _ = slapo.build(sch, target="deepspeed", config=config, topology=topology)
     errors = []
-    dp = dist.get_world_size() // tp
-    for replicas in batches(dp, 3):
-        inputs, targets = replicas[dist.get_rank() if dp > 1 else 0]
+    for batch in batches(dp, 3):
+        inputs, targets = cut_batch(batch, dp)[dist.get_rank() if dp > 1 else 0]
         loss = loss_fn(engine(*inputs), targets)
         engine.backward(loss)
         engine.step()
         mean = loss.detach().float()
         dist.all_reduce(mean)
-        errors.append(abs(mean.item() / 2 - reference.step(replicas)))
+        errors.append(abs(mean.item() / 2 - reference.step(batch)))
     return max(errors)
 
 
