@@ -74,7 +74,12 @@ def all_ranks_or_none(
     return result  # type: ignore[return-value]  # there was no error
 
 
-def same_on_all_ranks(what: str, value: Any, group: dist.ProcessGroup | None = None) -> None:
+def same_on_all_ranks(
+    what: str,
+    value: Any,
+    group: dist.ProcessGroup | None = None,
+    remedy: str = "pass the same on every rank",
+) -> None:
     """Refuse, on every rank, values that differ between ranks.
 
     Parameters
@@ -86,6 +91,8 @@ def same_on_all_ranks(what: str, value: Any, group: dist.ProcessGroup | None = N
         differs is named.
     group
         The ranks that take part; None for the world.
+    remedy
+        What to do about it, for the message.
 
     Raises
     ------
@@ -107,12 +114,11 @@ def same_on_all_ranks(what: str, value: Any, group: dist.ProcessGroup | None = N
     if isinstance(here, dict) and isinstance(there, dict):
         entry = next(e for e in {**here, **there} if e not in here or here[e] != there.get(e))
         what, here, there = f"{what}: {entry}", here.get(entry), there.get(entry)
-    raise on_every_rank(
-        SlapoError(
-            f"{what} differs between ranks: {here!r} on rank {ranks[0]}, {there!r} on rank "
-            f"{ranks[other]}; pass the same on every rank"
-        )
+    error = SlapoError(
+        f"{what} differs between ranks: {here!r} on rank {ranks[0]}, {there!r} on rank "
+        f"{ranks[other]}; {remedy}"
     )
+    raise _raised_by(group, error)
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -215,9 +221,16 @@ def _raise_everywhere(what: str, error: Exception | None, group: dist.ProcessGro
     """Raise this rank's own error, or one that tells of the other ranks'."""
     texts = gathered(f"{type(error).__name__}: {error}" if error else None, group)
     if error is not None:
-        raise on_every_rank(error)
+        raise _raised_by(group, error)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     failed = {rank: text for rank, text in zip(ranks, texts, strict=True) if text is not None}
     first = next(iter(failed))
     others = f" (and on {len(failed) - 1} more: {list(failed)[1:]})" if len(failed) > 1 else ""
-    raise on_every_rank(SlapoError(f"{what} failed on rank {first}{others} with {failed[first]}"))
+    text = f"{what} failed on rank {first}{others} with {failed[first]}"
+    raise _raised_by(group, SlapoError(text))
+
+
+def _raised_by(group: dist.ProcessGroup | None, error: Exception) -> Exception:
+    """Mark an error of all ranks of a group, unless there are others that do not know of it."""
+    everybody = group is None or group.size() == dist.get_world_size()
+    return on_every_rank(error) if everybody else error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -80,7 +82,7 @@ def init_mesh(
 def _make_mesh(kind: str, sizes: tuple[int, int, int], timeout: timedelta | None) -> DeviceMesh:
     if timeout is None:
         return init_device_mesh(kind, sizes, mesh_dim_names=DIMS)
-    _set_timeout(timeout)
+    set_timeout(timeout)
     # Of its own accord torch gives new groups its default, and messages between two ranks keep the
     # timeout that their group was made with.
     ranks = torch.arange(dist.get_world_size()).view(sizes)
@@ -104,6 +106,19 @@ def timeout_of_job() -> timedelta:
     # Torch's fake group, which waits for nobody, has no options.
     options = getattr(backend, "options", None)
     return options._timeout if options else dist.default_pg_timeout
+
+
+def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """Give a timeout to a group that is there; None for the world.
+
+    Examples
+    --------
+    >>> _ = init_mesh(device="cpu")
+    >>> set_timeout(timedelta(minutes=1))
+    """
+    # Private only by its name: torch documents it, and has no other way; for gloo and NCCL alone.
+    if dist.get_backend() != "fake":
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
@@ -239,6 +254,7 @@ def _start(device: torch.device, timeout: float | timedelta | None) -> None:
     if not given:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
+    atexit.register(_end)
     missing = sorted({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - set(os.environ))
     if missing:
         raise SlapoError(
@@ -290,11 +306,15 @@ def _check_arguments(
     return kind
 
 
-def _set_timeout(timeout: timedelta) -> None:
-    """Of the world, which may have been there before."""
-    # Private only by its name: torch documents it, and has no other way; for gloo and NCCL alone.
-    if dist.get_backend() != "fake":
-        dist.distributed_c10d._set_pg_timeout(timeout)
+def _end() -> None:
+    """End what `_start` began, as a process ends that nothing has failed in.
+
+    Threads of gloo that are left running then abort it now and then: its launcher would take a job
+    that is done for one that has failed. A process that fails may leave collectives unfinished,
+    for which this would wait.
+    """
+    if _is_up() and getattr(sys, "last_value", None) is None:
+        dist.destroy_process_group()
 
 
 def _as_timedelta(timeout: float | timedelta) -> timedelta:

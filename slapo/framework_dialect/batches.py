@@ -12,7 +12,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo.agreement import checksum, communication_device, gathered, on_every_rank
+from slapo.agreement import (
+    all_ranks_or_none,
+    checksum,
+    communication_device,
+    same_on_all_ranks,
+)
 from slapo.errors import SlapoError
 from slapo.mesh import group_among
 
@@ -256,9 +261,7 @@ class BatchCheck:
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
         self._dp = mesh.get_local_rank("dp")
-        self.ranks: list[int] = mesh.mesh[:, self._dp].flatten().tolist()
         self.group = _group_of_columns(mesh)
 
     def check(self, what: str, batch: Batch | None, error: Exception | None) -> None:
@@ -284,7 +287,10 @@ class BatchCheck:
             return
         digest = (0, 0, 0) if batch is None else (1, *batch_digest(batch))
         if not self._is_alike(digest):
-            self._refuse(what, batch, digest, error)
+            all_ranks_or_none(what, lambda: _raise(error), self.group)
+            told = f"{describe_batch(batch)} of checksum {digest[2]:x}"
+            where = f"{what}: the batch of data-parallel coordinate {self._dp}"
+            same_on_all_ranks(where, told, self.group, _HOW_TO_SHARE)
 
     def _is_alike(self, digest: tuple[int, int, int]) -> bool:
         # The largest and, by its negative, the smallest: in one collective.
@@ -294,37 +300,16 @@ class BatchCheck:
         largest, smallest = both.tolist()
         return largest[0] == 1 and largest == [-number for number in smallest]
 
-    def _refuse(
-        self, what: str, batch: Batch | None, digest: tuple[int, int, int], error: Exception | None
-    ) -> None:
-        told = (digest, describe_batch(batch), f"{type(error).__name__}: {error}")
-        found = gathered(told, self.group)
-        if error is not None:
-            raise self._of_all(error)
-        failed = [
-            (rank, text) for rank, (d, _, text) in zip(self.ranks, found, strict=True) if not d[0]
-        ]
-        if failed:
-            raise self._of_all(
-                SlapoError(f"{what} failed on rank {failed[0][0]} with {failed[0][1]}")
-            )
-        first = found[0]
-        rank, other = next(
-            (r, f) for r, f in zip(self.ranks, found, strict=True) if f[0] != first[0]
-        )
-        how = "with other contents" if other[0][1] == first[0][1] else f"of {other[1]}"
-        raise self._of_all(
-            SlapoError(
-                f"{what}: ranks {self.ranks[0]} and {rank} share data-parallel coordinate "
-                f"{self._dp} and got different batches: {first[1]} on rank {self.ranks[0]}, one "
-                f"{how} on rank {rank}; seed and shard the data by mesh.get_local_rank('dp'), so "
-                "that the pp and tp ranks of one coordinate read the same"
-            )
-        )
 
-    def _of_all(self, error: Exception) -> Exception:
-        """Other replicas, where there are some, do not know of it."""
-        return on_every_rank(error) if self.mesh.shape[1] == 1 else error
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+_HOW_TO_SHARE = (
+    "seed and shard the data by mesh.get_local_rank('dp'), so that the pp and tp ranks of one "
+    "coordinate read the same"
+)
 
 
 def _group_of_columns(mesh: DeviceMesh) -> dist.ProcessGroup | None:

@@ -14,7 +14,7 @@ from slapo.agreement import all_ranks_or_none, on_every_rank
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch, BatchCheck, next_batch
 from slapo.framework_dialect.failures import failures_of
-from slapo.framework_dialect.losses import LossMean, LossTally
+from slapo.framework_dialect.losses import LossMean, LossTally, MeanLoss
 from slapo.framework_dialect.options import TrainingOptions
 from slapo.framework_dialect.precision import check_traces
 from slapo.framework_dialect.replicas import share_over_mesh
@@ -127,13 +127,13 @@ class Engine(ABC):
 
     def _train(self, batch: Batch) -> Tensor:
         self._forward_backward(batch)
-        loss, scale = self._mean_loss()
-        self._optimizer_step(scale)
-        return loss
+        mean = self._begin_mean()
+        self._optimizer_step(mean.scale())
+        return mean.loss()
 
-    def _mean_loss(self) -> tuple[Tensor, Tensor | None]:
+    def _begin_mean(self) -> MeanLoss:
         """The loss of this step, and what gradients are to be multiplied by."""
-        return self._loss_mean.reduce(self._tally, self.options.is_checked(self.step_count))
+        return self._loss_mean.begin(self._tally, self.options.is_checked(self.step_count))
 
     def eval_batch(
         self, data_iter: Iterator[Any], return_outputs: bool = False
@@ -163,7 +163,7 @@ class Engine(ABC):
                     for part, count in batch.cut_unevenly(self.options.micro_batches):
                         self._weight = _samples(part) / count
                         self._evaluate(part, count)
-                    loss, _ = self._mean_loss()
+                    loss = self._begin_mean().loss()
                 return loss if self._outputs is None else (loss, self._outputs)
             finally:
                 self._outputs = None

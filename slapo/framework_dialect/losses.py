@@ -26,8 +26,8 @@ class LossTally:
     Parameters
     ----------
     parts
-        Number of micro-batches of the step; in an evaluation 1, where `add` is told what each
-        weighs.
+        Number of micro-batches of the step, which weigh the same; None in an evaluation, where
+        `add` is told what each weighs.
 
     Examples
     --------
@@ -38,9 +38,9 @@ class LossTally:
     (1.5, 1.0)
     """
 
-    def __init__(self, parts: int = 1) -> None:
+    def __init__(self, parts: int | None = None) -> None:
         self.parts = parts
-        self.total: Tensor | None = None
+        self._losses: list[Tensor] = []
         self.count: Tensor | float = 0.0
         #: whether the loss function counts; None before it was called
         self.counts: bool | None = None
@@ -77,10 +77,26 @@ class LossTally:
             self.count = self.count + _as_count(count, loss.device)
         else:
             loss = one_number(returned)
-            loss = loss / self.parts if weight is None else loss * weight
-            self.count += 1 / self.parts if weight is None else weight
-        self.total = loss.detach() if self.total is None else self.total + loss.detach()
+            share = 1 / (self.parts or 1) if weight is None else weight
+            loss = loss * share
+            self.count += share
+        self._losses.append(loss.detach())
         return loss
+
+    @property
+    def total(self) -> Tensor:
+        """Sum of what was added.
+
+        Raises
+        ------
+        SlapoError
+            If nothing was.
+        """
+        if not self._losses:
+            raise SlapoError(
+                "a rank of the last pipeline stage has no loss; its loss_fn was not run"
+            )
+        return torch.stack(self._losses).sum()
 
 
 def one_number(loss: Any) -> Tensor:
@@ -102,7 +118,9 @@ def one_number(loss: Any) -> Tensor:
             f"loss_fn returned {shown}; it must return one number, the mean over a micro-batch, or "
             "(sum, count) of what the mean is over"
         )
-    return loss.reshape(()).float()
+    # Each of these is a node of its own in the backward pass.
+    loss = loss.reshape(()) if loss.dim() else loss
+    return loss.float()
 
 
 class LossMean:
@@ -138,8 +156,8 @@ class LossMean:
         #: whether the loss function counts; None before this rank knows
         self.counts: bool | None = None
 
-    def reduce(self, tally: LossTally, check: bool) -> tuple[Tensor, Tensor | None]:
-        """Tell every rank. A collective of the world: the only one that a step needs for it.
+    def begin(self, tally: LossTally, check: bool) -> MeanLoss:
+        """Begin to tell every rank. A collective of the world: the only one a step needs for it.
 
         Parameters
         ----------
@@ -148,49 +166,61 @@ class LossMean:
         check
             Whether to compare the losses of tensor-parallel ranks, which must be the same.
 
-        Returns
-        -------
-        loss
-            Without dimensions, float32, the same on every rank.
-        scale
-            What gradients are to be multiplied by, where they are those of sums, averaged over
-            replicas; None where they are those of means.
-
         Raises
         ------
-        SlapoError
-            If a rank of the last stage has no loss, or tensor-parallel ranks have other losses. On
-            every rank.
+        SlapoError, ValueError
+            If this rank of the last stage has no loss, or one of another kind than before.
         """
-        # A sum, a count and a mark for each tensor-parallel rank: none hides another's.
-        rows: list[list[Any]] = [[0.0, 0.0, 0.0] for _ in range(self._tp)]
-        counts_here = isinstance(tally.count, Tensor)
+        found = self._told_of_parts(tally) if self._is_short(tally) else self._told(tally)
+        work = dist.all_reduce(found, async_op=True) if self._has_peers else None
+        return MeanLoss(self, found, work, check and self._tp > 1)
+
+    def _is_short(self, tally: LossTally) -> bool:
+        """Whether all know what a sum is to be divided by: the number of replicas."""
+        return self.counts is False and tally.parts is not None
+
+    def _told_of_parts(self, tally: LossTally) -> Tensor:
+        """What this rank adds: its sum, in the place of its tensor-parallel rank."""
+        if self._tp == 1:
+            return self._total(tally) if self._is_last else torch.zeros((), device=self._device)
+        found = torch.zeros(self._tp, device=self._device)
         if self._is_last:
-            rows[self._place] = [0.0, 0.0 if counts_here else tally.count, float(counts_here)]
-        found = torch.tensor(rows, dtype=self._wide, device=self._device)
+            found[self._place] = self._total(tally)
+        return found
+
+    def _told(self, tally: LossTally) -> Tensor:
+        """A row for each tensor-parallel rank, so that none hides another's: sum, count, mark."""
+        found = torch.zeros(self._tp, 3, dtype=self._wide, device=self._device)
         if self._is_last:
-            if tally.total is None:
-                raise SlapoError(
-                    "a rank of the last pipeline stage has no loss; its loss_fn was not run"
-                )
-            if self.counts not in (None, counts_here):
-                raise ValueError(
-                    "loss_fn returned one number for a batch and (sum, count) for another; return "
-                    "the same for all: ranks without a loss go by what the first one was"
-                )
-            found[self._place, 0] = tally.total
-            if counts_here:
-                found[self._place, 1] = tally.count
-        if self._has_peers:
-            dist.all_reduce(found)
-        # Without anything counted, the loss and all gradients are 0.
-        counts = torch.where(found[:, 1] == 0, 1, found[:, 1])
-        means = found[:, 0] / counts
-        if self.counts is None:
-            self.counts = bool(found[0, 2].item())
-        if check and self._tp > 1:
+            own = found[self._place]
+            own[0] = self._total(tally)
+            own[1], own[2] = tally.count, float(bool(tally.counts))
+        return found
+
+    def _total(self, tally: LossTally) -> Tensor:
+        total = tally.total
+        if self.counts not in (None, tally.counts):
+            raise ValueError(
+                "loss_fn returned one number for a batch and (sum, count) for another; return "
+                "the same for all: ranks without a loss go by what the first one was"
+            )
+        return total
+
+    def read(self, found: Tensor, check: bool) -> tuple[Tensor, Tensor | None]:
+        """What `begin` comes to, when all ranks have told theirs."""
+        scale = None
+        if found.dim() < 2:
+            means = found if self._dp == 1 else found / self._dp
+        else:
+            # Without anything counted, the loss and all gradients are 0.
+            counts = torch.where(found[:, 1] == 0, 1, found[:, 1])
+            means, scale = found[:, 0] / counts, self._dp / counts[0]
+            if self.counts is None:
+                self.counts = bool(found[0, 2].item())
+            scale = scale if self.counts else None
+        if check:
             self._compare(means.tolist())
-        return means[0].float(), self._dp / counts[0] if self.counts else None
+        return (means[0] if means.dim() else means).float(), scale
 
     def _compare(self, means: list[float]) -> None:
         low, high = min(means), max(means)
@@ -204,6 +234,40 @@ class LossMean:
                     "finds the module"
                 )
             )
+
+
+class MeanLoss:
+    """The mean of a step's losses while it is on its way; see :meth:`LossMean.begin`."""
+
+    def __init__(self, mean: LossMean, found: Tensor, work: Any, check: bool) -> None:
+        self._mean, self._found, self._work, self._check = mean, found, work, check
+        self._read: tuple[Tensor, Tensor | None] | None = None
+
+    def scale(self) -> Tensor | None:
+        """What gradients are to be multiplied by, to be asked for before the optimizer's step.
+
+        Where they are those of sums, averaged over replicas; None where they are those of means,
+        which is not waited for: the optimizer's step hides the way.
+
+        Raises
+        ------
+        SlapoError
+            On every rank, if tensor-parallel ranks were to be compared and have other losses.
+        """
+        if self._found.dim() < 2 and not self._check:
+            return None
+        return self._wait()[1]
+
+    def loss(self) -> Tensor:
+        """Without dimensions, float32, the same on every rank."""
+        return self._wait()[0]
+
+    def _wait(self) -> tuple[Tensor, Tensor | None]:
+        if self._read is None:
+            if self._work is not None:
+                self._work.wait()
+            self._read = self._mean.read(self._found, self._check)
+        return self._read
 
 
 def _as_count(count: Any, device: torch.device) -> Tensor:

@@ -199,6 +199,8 @@ def _called(engine: Any, rank: int) -> None:
     engine(next(data())[0])
 
 
+_OTHER = "the batch of data-parallel coordinate 0 differs between ranks: int64(8, 5), int64(8, 5)"
+
 #: Mistake with a pipeline of two ranks -> part of the message on each of them.
 MISTAKES: dict[Callable[[Any, int], None], tuple[str, str]] = {
     _odd: ("not divisible by micro_batches=4", "not divisible by micro_batches=4"),
@@ -206,7 +208,7 @@ MISTAKES: dict[Callable[[Any, int], None], tuple[str, str]] = {
     _no_iterator: ("is a list and no iterator", "is a list and no iterator"),
     _ended: ("data_iter has no further batch", "data_iter has no further batch"),
     _ended_on_one: ("data_iter has no further batch", "failed on rank 0"),
-    _other_batch: ("got different batches", "got different batches"),
+    _other_batch: (_OTHER, _OTHER),
     _unknown_argument: ("unexpected arguments ['tokens']", "unexpected arguments ['tokens']"),
     _called: ("use train_batch or eval_batch", "use train_batch or eval_batch"),
 }

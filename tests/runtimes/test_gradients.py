@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+import slapo
 from slapo.framework_dialect.gradients import (
     clip_factor,
     global_norm,
@@ -19,6 +20,8 @@ from slapo.framework_dialect.gradients import (
 )
 from slapo.mesh import group_among, init_mesh, new_group
 from tests.distributed import run_distributed
+from tests.runtimes import contract
+from tests.runtimes.alone import Alone
 
 NAMES = ("split0", "whole0", "split1", "whole1", "tied")
 SHAPES = {"split0": (6, 5), "whole0": (7,), "split1": (4, 3, 2), "whole1": (3, 3), "tied": (5, 2)}
@@ -222,3 +225,70 @@ def test_norm_without_gradients_and_of_mixed_types() -> None:
     params[0].grad = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
     params[1].grad = torch.tensor([2.0, 4.0])
     assert float(global_norm([*params, params[0]])) == pytest.approx(5.0, abs=1e-6)
+
+
+class SumOverRanks(torch.autograd.Function):
+    """A sum of parts, each of which has the gradient of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor) -> Tensor:
+        whole = part.clone()
+        dist.all_reduce(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class OwnSlice(nn.Module):
+    """A layer that its author has sharded by hand: each rank holds some of the rows."""
+
+    def __init__(self, rows: Tensor, bias: Tensor, sums: bool) -> None:
+        super().__init__()
+        self.weight, self.bias, self.sums = nn.Parameter(rows), nn.Parameter(bias), sums
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = torch.nn.functional.linear(x, self.weight).square().sum()
+        whole = SumOverRanks.apply(part) if self.sums else part
+        return whole + self.bias.square().sum()
+
+
+def train_own_slice(rank: int, world: int, clip: float) -> tuple[str, dict[str, float]]:
+    """What build says without the annotation, and differences to one process with it."""
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(4, 3, generator=generator), torch.randn(5, generator=generator)
+    batches = [(torch.randn(2, 3, generator=generator), None) for _ in range(3)]
+    mesh = init_mesh(tp=world, device="cpu")
+
+    def loss_fn(output: Tensor, _: Any) -> Tensor:
+        return output
+
+    def build(annotated: bool) -> Any:
+        model = nn.Sequential(OwnSlice(weight.chunk(world)[rank].clone(), bias.clone(), True))
+        sch = slapo.create_schedule(model, group=mesh["tp"])
+        if annotated:
+            sch["0"].annotate("weight", "orig_shape", weight.shape)
+        options = {"loss_fn": loss_fn, "optimizer": contract.sgd, "clip_grad_norm": clip}
+        return slapo.build(sch, target="torch", mesh=mesh, **options)[0]
+
+    with pytest.raises(slapo.SlapoError) as caught:
+        build(annotated=False)
+    engine = build(annotated=True)
+    whole = nn.Sequential(OwnSlice(weight, bias, False))
+    reference, apart = Alone(whole, loss_fn, contract.sgd, clip=clip), 0.0
+    for batch in batches:
+        loss = engine.train_batch(iter([batch])).item()
+        wanted = reference.step(batch)
+        apart = max(apart, abs(loss / wanted - 1))
+        apart = max(apart, abs(float(engine.grad_norm) / reference.norms[-1] - 1))
+    assert min(reference.norms) > clip
+    return str(caught.value), {"apart": apart}
+
+
+@pytest.mark.distributed
+def test_a_slice_that_a_user_has_made_counts_once_it_is_said_to_be_one() -> None:
+    for refusal, found in run_distributed(train_own_slice, 2, 0.5):
+        assert "'0.weight' has different values on tensor-parallel ranks" in refusal
+        assert 'annotate(name, "orig_shape", shape_of_the_whole)' in refusal
+        assert found["apart"] < 1e-5

@@ -19,11 +19,11 @@ def test_means_weigh_the_same_unless_they_are_told_what() -> None:
     tally = LossTally(4)
     for value in (1.0, 2.0, 3.0, 6.0):
         assert float(tally.add(torch.tensor([value]))) == value / 4
-    assert (float(tally.total or 0), tally.count, tally.counts) == (3.0, 1.0, False)
+    assert (float(tally.total), tally.count, tally.counts) == (3.0, 1.0, False)
     tally = LossTally()
     tally.add(torch.tensor(2.0), weight=3)
     tally.add(torch.tensor(6.0), weight=1)
-    assert (float(tally.total or 0), tally.count) == (12.0, 4.0)
+    assert (float(tally.total), tally.count) == (12.0, 4.0)
 
 
 @pytest.mark.parametrize("count", [3, 3.0, torch.tensor(3), torch.tensor([3.0])])
@@ -31,8 +31,9 @@ def test_sums_bring_their_counts(count: Any) -> None:
     tally = LossTally(2)
     assert float(tally.add((torch.tensor(6.0), count))) == 6.0
     tally.add((torch.tensor(0.0), 0))
-    assert (float(tally.total or 0), float(tally.count), tally.counts) == (6.0, 3.0, True)
-    loss, scale = LossMean(init_mesh(device="cpu"), CPU).reduce(tally, check=True)
+    assert (float(tally.total), float(tally.count), tally.counts) == (6.0, 3.0, True)
+    mean = LossMean(init_mesh(device="cpu"), CPU).begin(tally, check=True)
+    loss, scale = mean.loss(), mean.scale()
     assert float(loss) == 2.0
     assert scale is not None
     assert float(scale) == pytest.approx(1 / 3)
@@ -41,7 +42,8 @@ def test_sums_bring_their_counts(count: Any) -> None:
 def test_nothing_that_counts_is_a_loss_of_zero() -> None:
     tally = LossTally()
     tally.add((torch.tensor(0.0), 0))
-    loss, scale = LossMean(init_mesh(device="cpu"), CPU).reduce(tally, check=True)
+    mean = LossMean(init_mesh(device="cpu"), CPU).begin(tally, check=True)
+    loss, scale = mean.loss(), mean.scale()
     assert float(loss) == 0
     assert scale is not None
     assert scale.isfinite()
@@ -67,34 +69,45 @@ def test_a_loss_function_does_not_change_its_kind() -> None:
     with pytest.raises(ValueError, match="of the same batch"):
         tally.add((torch.tensor(1.0), 1))
     mean = LossMean(init_mesh(device="cpu"), CPU)
-    mean.reduce(tally, check=False)
+    mean.begin(tally, check=False).loss()
     counted = LossTally()
     counted.add((torch.tensor(1.0), 1))
     with pytest.raises(ValueError, match="one number for a batch and"):
-        mean.reduce(counted, check=False)
+        mean.begin(counted, check=False)
 
 
 def test_the_last_stage_has_a_loss() -> None:
     with pytest.raises(SlapoError, match="no loss"):
-        LossMean(init_mesh(device="cpu"), CPU).reduce(LossTally(), check=False)
+        LossMean(init_mesh(device="cpu"), CPU).begin(LossTally(), check=False)
 
 
-def reduce(rank: int, world: int, apart: float) -> tuple[float, str]:
+def reduce(rank: int, world: int, apart: float) -> list[Any]:
+    """Of three steps, of which the first and the last are checked, and of an evaluation."""
     mesh = init_mesh(pp=2, tp=2)
-    tally = LossTally()
-    if mesh.get_local_rank("pp"):
-        tally.add(torch.tensor(1.0 + apart * mesh.get_local_rank("tp")))
-    try:
-        loss, scale = LossMean(mesh, CPU).reduce(tally, check=True)
-        assert scale is None
-        return float(loss), ""
-    except SlapoError as error:
-        return 0.0, str(error)
+    mean, found = LossMean(mesh, CPU), []
+    for check, parts, weight in (
+        (True, 1, None),
+        (False, 1, None),
+        (True, 1, None),
+        (True, None, 3),
+    ):
+        tally = LossTally(parts)
+        if mesh.get_local_rank("pp"):
+            tally.add(torch.tensor(1.0 + apart * mesh.get_local_rank("tp")), weight)
+        told = mean.begin(tally, check)
+        try:
+            assert told.scale() is None
+            found.append(float(told.loss()))
+        except SlapoError as error:
+            found.append(str(error))
+    return found
 
 
 @pytest.mark.distributed
 def test_every_rank_gets_the_mean_or_the_error() -> None:
-    assert run_distributed(reduce, 4, 0.0) == [(1.0, "")] * 4
-    assert run_distributed(reduce, 4, 1e-5) == [(1.0, "")] * 4
-    for _, text in run_distributed(reduce, 4, 0.1):
-        assert "different losses of the same batch: 1, 1.1; the schedule shards" in text
+    assert run_distributed(reduce, 4, 0.0) == [[1.0] * 4] * 4
+    assert run_distributed(reduce, 4, 1e-5) == [[1.0] * 4] * 4
+    for first, unchecked, last, evaluated in run_distributed(reduce, 4, 0.1):
+        for text in (first, last, evaluated):
+            assert "different losses of the same batch: 1, 1.1; the schedule shards" in text
+        assert unchecked == 1.0

@@ -250,13 +250,13 @@ class PipeEngine(DeepSpeedEngine):
         with quiet_warnings():
             self.engine.train_batch(self._data(batch, self.settings.micro_batches))
         self._take_norm()
-        return self._loss
+        return self._mean.loss()
 
     @contextmanager
     def _around_step(self) -> Iterator[None]:
         """The step of DeepSpeed's optimizer, when all gradients are there."""
-        self._loss, scale = self._mean_loss()
-        with self._stepping(scale):
+        self._mean = self._begin_mean()
+        with self._stepping(self._mean.scale()):
             yield
 
     def _forward_backward(self, batch: Batch) -> None:

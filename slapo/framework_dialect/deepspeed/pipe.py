@@ -18,6 +18,7 @@ from slapo.framework_dialect.deepspeed.package import quiet
 from slapo.framework_dialect.deepspeed.wire import StageLayer, as_returned, room_for
 from slapo.framework_dialect.runtime import Lowering
 from slapo.framework_dialect.ties import SharedParameter
+from slapo.mesh import set_timeout, timeout_of_job
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -61,6 +62,9 @@ class StagePipeline(PipelineModule):
                 partition_method="uniform",
             )
         self.layer, self.keeps_modes = layer, keeps_modes
+        for group in vars(self._grid).values():
+            if isinstance(group, dist.ProcessGroup):
+                set_timeout(timeout_of_job(), group)
         self._ties: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         for one in shared:
             (parameter,) = one.copies

@@ -14,6 +14,7 @@ from slapo.errors import SlapoError
 from slapo.framework_dialect.gradients import is_tensor_parallel
 from slapo.framework_dialect.megatron.package import megatron_core
 from slapo.framework_dialect.ties import SharedParameter
+from slapo.mesh import timeout_of_job
 from slapo.sharding.shards import shards_of
 from slapo.wrapper import innermost
 
@@ -37,6 +38,7 @@ def initialize_groups(mesh: DeviceMesh) -> None:
             tensor_model_parallel_size=mesh.shape[2],
             pipeline_model_parallel_size=mesh.shape[0],
             create_gloo_process_groups=False,
+            distributed_timeout_minutes=timeout_of_job().total_seconds() / 60,
         )
     all_ranks_or_none("megatron", lambda: _check_groups(mesh))
 

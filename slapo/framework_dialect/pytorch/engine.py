@@ -93,7 +93,8 @@ class TorchEngineBase(Engine):
 
     def _reduce_gradients(self) -> None:
         """What is still partial after the backward."""
-        reduce_gradients(self._partial_sums, self.lowering.tp_group, mean=False)
+        if self._partial_sums:
+            reduce_gradients(self._partial_sums, self.lowering.tp_group, mean=False)
 
     def _clip(self, parameters: list[nn.Parameter], scale: Tensor | None) -> Tensor | None:
         """Take the norm where it is wanted; returns what gradients are to be multiplied by."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,13 @@ from slapo.pipeline.boundaries import (
 
 #: Shapes of micro-batches for which a torch schedule is kept: of training and of evaluation.
 _RUNS_KEPT = 4
+
+
+def _cut_targets(targets: Any, parts: int, length: int) -> Sequence[Any]:
+    if parts > 1 and isinstance(targets, Tensor) and targets.dim():
+        return targets.split(length)
+    whole = Batch((), {}, targets)
+    return [whole.part(k * length, length).targets if parts > 1 else targets for k in range(parts)]
 
 
 class StageRunner(nn.Module):
@@ -62,8 +69,8 @@ class StageRunner(nn.Module):
         with autocasting(self._device, self._autocast):
             output = self.stage(*received)
             if self._loss_of is not None:
-                # No view: FSDP2 and split backwards put hooks on what a stage returns.
-                return torch.stack([self._loss_of(output, number)])
+                loss = self._loss_of(output, number)
+                return torch.stack([loss]) if self._own_outputs else loss.reshape(1)
         sent = tuple(tensor.contiguous() for tensor in output)
         return tuple(map(_owned, sent)) if self._own_outputs else sent
 
@@ -112,7 +119,7 @@ class TorchPipelineEngine(TorchEngineBase):
         self._pp = options.mesh.shape[0]
         self.last_pp_rank = self._rank_of(lowering.n_stages - 1)
         super().__init__(lowering, options)
-        self._targets: Callable[[int], Any] = lambda number: None
+        self._targets: Sequence[Any] = ()
         self._runs: OrderedDict[Any, Any] = OrderedDict()
         self._known_boundaries: dict[Boundary, tuple[Boundary, ...]] = {}
         self._check_sharding()
@@ -126,7 +133,6 @@ class TorchPipelineEngine(TorchEngineBase):
         self._uncounted = {
             id(copy) for shared in self.shared for copy in shared.copies[int(shared.is_counted) :]
         }
-        self._dp_group = self.mesh.get_group("dp")
         self._make_optimizer()
 
     # --- set-up ------------------------------------------------------------------------------
@@ -197,8 +203,8 @@ class TorchPipelineEngine(TorchEngineBase):
     def _reduce_gradients(self) -> None:
         for shared in self.shared:
             sum_copies(shared.copies, shared.group)
-        if not self.is_sharded:
-            reduce_gradients(self._parameters, self._dp_group)
+        if not self.is_sharded and self.mesh.shape[1] > 1:
+            reduce_gradients(self._parameters, self.mesh.get_group("dp"))
         super()._reduce_gradients()
 
     def _run(self, batch: Batch, parts: int, train: bool) -> None:
@@ -209,8 +215,6 @@ class TorchPipelineEngine(TorchEngineBase):
         length = tensors[0].shape[0] // parts if tensors else 0
         first = tuple(tensor[:length] for tensor in tensors)
         run = self._run_for(describe_tensors(pipelined.inputs.names, first), parts, train)
-        targets = Batch((), {}, batch.targets)
-        self._targets = lambda number: targets.part(number * length, length).targets
         for runner in self.runners.values():
             runner.number = 0
         losses: list[Tensor] = []
@@ -218,12 +222,15 @@ class TorchPipelineEngine(TorchEngineBase):
         try:
             step = run.step if train else run.eval
             single = isinstance(run, PipelineScheduleSingle)
-            extra = {"return_outputs": False} if train and single else {}
-            step(*arguments, target=torch.arange(parts), losses=losses, **extra)
+            extra: dict[str, Any] = {"return_outputs": False} if train and single else {}
+            if self.lowering.n_stages - 1 in self.runners:
+                self._targets = _cut_targets(batch.targets, parts, length)
+                extra["target"] = torch.arange(parts)
+            step(*arguments, losses=losses, **extra)
         except RuntimeError as error:
             raise self._explained(error) from None
         finally:
-            self._targets = lambda number: None
+            self._targets = ()
 
     def _explained(self, error: RuntimeError) -> BaseException:
         """The pipeline wraps what a stage raises, and shows the tensors instead."""
@@ -239,7 +246,7 @@ class TorchPipelineEngine(TorchEngineBase):
         return error
 
     def _micro_batch_loss(self, output: Any, number: int) -> Tensor:
-        return self._loss_of(output, self._targets(number))
+        return self._loss_of(output, self._targets[number])
 
     # --- one torch schedule for each shape of micro-batch --------------------------------------
     def _run_for(self, inputs: Boundary, parts: int, train: bool) -> Any:
