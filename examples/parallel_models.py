@@ -72,12 +72,16 @@ class Layer:
         Modules that take a whole input into the split region: their input's gradient is summed.
     shared_out
         ``(module, attribute)``: numbers of heads, divided by the ranks.
+    forked
+        Modules with dropout between `columns` and `rows` and nowhere else: each rank has other
+        heads or neurons there, and draws other numbers for them.
     """
 
     columns: tuple[Split, ...]
     rows: tuple[Split, ...]
     inputs: tuple[str, ...]
     shared_out: tuple[tuple[str, str], ...] = ()
+    forked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,8 @@ def _gpt2(sizes: Sizes) -> nn.Module:
         n_positions=sizes.length,
         resid_pdrop=sizes.dropout,
         embd_pdrop=sizes.dropout,
-        attn_pdrop=sizes.dropout,
+        # Heads would draw one mask: this dropout lies in one module with that of the sum of all.
+        attn_pdrop=0.0,
         bos_token_id=0,
         eos_token_id=0,
         use_cache=False,
@@ -236,6 +241,7 @@ FAMILIES = {
                 ),
                 rows=(Split("attention.output.dense", 1), Split("output.dense", 1)),
                 inputs=("attention.self", "intermediate"),
+                forked=("attention.self",),
             )
         },
         containers=("bert.encoder",),
@@ -249,6 +255,7 @@ FAMILIES = {
                 rows=(_T5_SELF[1], _T5_ENCODER_MLP[1]),
                 inputs=(_T5_SELF[2][0], _T5_ENCODER_MLP[2]),
                 shared_out=(_T5_SELF[2],),
+                forked=(_T5_SELF[2][0], _T5_ENCODER_MLP[2]),
             ),
             "decoder.block": Layer(
                 columns=(*_T5_SELF[0], *_T5_CROSS[0], _T5_DECODER_MLP[0]),
@@ -262,6 +269,7 @@ FAMILIES = {
                     _T5_DECODER_MLP[2],
                 ),
                 shared_out=(_T5_SELF[2], _T5_CROSS[2]),
+                forked=(_T5_SELF[2][0], _T5_CROSS[2][0], _T5_DECODER_MLP[2]),
             ),
         },
         containers=("encoder", "decoder"),
@@ -278,6 +286,7 @@ FAMILIES = {
                 ),
                 rows=(Split("self_attn.o_proj", 1), Split("mlp.down_proj", 1)),
                 inputs=("self_attn", "mlp"),
+                forked=("self_attn",),
             )
         },
         containers=("model",),
@@ -292,7 +301,8 @@ def schedule(
     """Tensor parallelism, then checkpoints, then pipeline cuts.
 
     In this order because a checkpoint wraps what stands there in the end, and a trace for cuts
-    takes each layer as it is.
+    takes each layer as it is. Split dropout needs :func:`slapo.set_random_seed` before the first
+    step.
 
     Parameters
     ----------
@@ -331,6 +341,8 @@ def _split_layer(layer: slapo.Schedule, table: Layer) -> None:
     bias = "layer.0.SelfAttention.relative_attention_bias"  # T5's first layer: one row a head
     if bias in layer:
         layer[bias].shard("weight", axis=1)
+    for path in table.forked:
+        layer[path].fork_rng()
 
 
 def _layer_paths(sch: slapo.Schedule, family: Family) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ def build(
     stages = layout[0] * (2 if looped else 1)
     schedule(sch, family, stages, checkpoint_ratio=options.pop("checkpoint_ratio", 0.0))
     given = {"loss_fn": family.token_loss, "optimizer": sgd, "micro_batches": MICRO_BATCHES}
+    slapo.set_random_seed(11, mesh=mesh)
     return slapo.build(sch, target=target, mesh=mesh, **{**given, **options})[0]
 
 
@@ -93,7 +95,6 @@ def repeats(name: str, target: str, layout: tuple[int, int, int]) -> bool:
     runs = []
     for _ in range(2):
         engine = build(name, target, layout, model_of(name, dropout=0.1))
-        slapo.set_random_seed(11, mesh=engine.mesh)
         data = (of_this_rank(engine.mesh, batch) for batch in batches(FAMILIES[name]))
         losses = [engine.train_batch(data).item() for _ in range(STEPS)]
         runs.append((losses, engine.state_dict()))
@@ -106,3 +107,22 @@ def train_twice(
 ) -> dict[str, bool]:
     """Model -> whether a second run with the same seed is equal."""
     return {name: repeats(name, target, layout) for name in names}
+
+
+def masks(rank: int, world_size: int) -> list[tuple[int, int]]:
+    """Of T5 over two ranks, within split blocks and after them: masks, and those both draw."""
+    engine = build("t5", "torch", (1, 1, world_size), model_of("t5", dropout=0.5))
+    drawn: list[list[Tensor]] = [[], []]
+    for path, module in engine.module.named_modules():
+        if path.endswith(("DenseReluDense.dropout", "DenseReluDense.mod.dropout")):
+            module.register_forward_hook(lambda m, i, output: drawn[0].append(output != 0))
+        if re.search(r"layer\.\d\.dropout$", path):
+            module.register_forward_hook(lambda m, i, output: drawn[1].append(output != 0))
+    engine.train_batch(iter(batches(FAMILIES["t5"])))
+    return [(len(found), sum(map(_is_alike, found))) for found in drawn]
+
+
+def _is_alike(mask: Tensor) -> bool:
+    both = [torch.empty_like(mask.float()) for _ in range(2)]
+    torch.distributed.all_gather(both, mask.float())
+    return torch.equal(*both)

@@ -97,6 +97,7 @@ def _count(
     family: Family, layers: int, by_tokens: bool
 ) -> tuple[Counter[str], Counter[str], float]:
     inputs, targets = batches(family)[0]
+    slapo.set_random_seed(1, tp_rank=torch.distributed.get_rank())  # which fork_rng() needs
     expected = model_of(family, layers)
     family.loss(expected(**inputs), targets).backward()
     sch = slapo.create_schedule(model_of(family, layers), group=torch.distributed.group.WORLD)
@@ -216,6 +217,7 @@ def messages_of(
     for name in names:
         family = FAMILIES[name]
         mesh = slapo.init_mesh(pp=world_size, dp=1, tp=1, device="cpu")
+        slapo.set_random_seed(1, mesh=mesh)
         sch = slapo.create_schedule(model_of(family, SIZES.layers), group=mesh["tp"])
         schedule(sch, family, stages)
         engine, _ = slapo.build(

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 from examples.parallel_models import FAMILIES
 from tests.distributed import RankFailure, run_distributed
-from tests.runtimes.layouts import compare_families, train_twice
+from tests.runtimes.layouts import MICRO_BATCHES, SIZES, compare_families, masks, train_twice
 
 LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
 TOLERANCE = 2e-5
@@ -83,3 +83,11 @@ def test_dropout_repeats(target: str) -> None:
     names = list(FAMILIES)
     for found in run_distributed(train_twice, 4, names, target, (2, 1, 2), timeout=280):
         assert list(found.values()) == [True] * len(names), found
+
+
+@pytest.mark.distributed
+def test_split_dropout_draws_other_numbers_on_each_rank() -> None:
+    for within, after in run_distributed(masks, 2):
+        assert within == (MICRO_BATCHES * SIZES.layers, 0)
+        # Each layer ends two or three blocks.
+        assert after[0] == after[1] > MICRO_BATCHES * SIZES.layers
