@@ -55,8 +55,9 @@ class TrainingOptions:
         parameters are.
     nonfinite
         What to do about a gradient that is infinite or not a number: ``"step"`` (nothing is looked
-        at), ``"skip"`` the optimizer's step, or ``"error"``. With ``torch.float16`` it is
-        ``"skip"``, and the scale of the loss is lowered.
+        at), ``"skip"`` the optimizer's step and the scheduler's, or ``"error"``. With
+        ``torch.float16`` such steps are skipped at least, and the scale of the loss is lowered;
+        DeepSpeed's ZeRO skips them always.
     check_batches
         Compare the batches of ranks that must get the same one, at the first steps and at every
         hundredth.

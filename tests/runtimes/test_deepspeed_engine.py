@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import slapo
@@ -318,3 +319,15 @@ def test_with_pipeline() -> None:
         assert "loss_fn" in errors["loss_fn"]
         assert "4 stages" in errors["stages"]
         assert "pp=2" in errors["stages"]
+
+
+def timeouts(rank: int, world: int) -> set[float]:
+    mesh = slapo.init_mesh(pp=2, timeout=50)
+    engine, _ = build(mesh, Model())
+    groups = [g for g in vars(engine.engine.grid).values() if isinstance(g, dist.ProcessGroup)]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return {backend.options._timeout.total_seconds() for backend in backends}
+
+
+def test_groups_of_deepspeed_have_the_timeout_of_the_job() -> None:
+    assert run_distributed(timeouts, 2) == [{50.0}] * 2
