@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -17,6 +19,9 @@ from slapo.errors import SlapoError
 
 # From the slowest links to the fastest: tensor-parallel peers are neighbours, on one machine.
 DIMS = ("pp", "dp", "tp")
+
+# For which a rank that is done waits for the others.
+_LAST_SECONDS = 5.0
 
 
 def init_mesh(
@@ -309,12 +314,19 @@ def _check_arguments(
 def _end() -> None:
     """End what `_start` began, as a process ends that nothing has failed in.
 
-    Threads of gloo that are left running then abort it now and then: its launcher would take a job
-    that is done for one that has failed. A process that fails may leave collectives unfinished,
-    for which this would wait.
+    Threads of gloo whose peers go before them abort the process now and then: its launcher would
+    take a job that is done for one that has failed. So ranks wait for each other, but not long: one
+    that is still in a collective has to learn that this one is gone.
     """
-    if _is_up() and getattr(sys, "last_value", None) is None:
-        dist.destroy_process_group()
+    if not _is_up() or getattr(sys, "last_value", None) is not None:
+        return
+    with suppress(RuntimeError):  # of a store that is gone with its keeper
+        store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
+        store.set(f"slapo/ends/{dist.get_rank()}", "")
+        deadline = time.monotonic() + _LAST_SECONDS
+        while time.monotonic() < deadline and not store.check([f"slapo/ends/{r}" for r in ranks]):
+            time.sleep(0.02)
+    dist.destroy_process_group()
 
 
 def _as_timedelta(timeout: float | timedelta) -> timedelta:

@@ -8,9 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo.agreement import all_ranks_or_none, on_every_rank
+from slapo.agreement import (
+    all_ranks_or_none,
+    communication_device,
+    has_peers,
+    on_every_rank,
+)
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch, BatchCheck, next_batch
 from slapo.framework_dialect.failures import failures_of
@@ -67,6 +73,10 @@ class Engine(ABC):
         self._tally = LossTally()
         self._weight: float | None = None
         self._outputs: list[Any] | None = None
+        #: replicas that gather parameters from each other in each forward; None where none do
+        self._gathering_group: dist.ProcessGroup | None = None
+        #: whether a forward is run for these only
+        self._is_idle = False
         self._backwards = 0
         self._form_before: Any = None
         self._failure: str | None = None
@@ -160,13 +170,29 @@ class Engine(ABC):
             self._tally, self._outputs = LossTally(), [] if return_outputs else None
             try:
                 with self._evaluating(), torch.no_grad():
-                    for part, count in batch.cut_unevenly(self.options.micro_batches):
+                    cuts = batch.cut_unevenly(self.options.micro_batches)
+                    for part, count in cuts:
                         self._weight = _samples(part) / count
                         self._evaluate(part, count)
+                    self._run_along(cuts)
                     loss = self._begin_mean().loss()
                 return loss if self._outputs is None else (loss, self._outputs)
             finally:
-                self._outputs = None
+                self._outputs, self._is_idle = None, False
+
+    def _run_along(self, cuts: list[tuple[Batch, int]]) -> None:
+        """Go on as long as other replicas have micro-batches: they gather parameters from here."""
+        group = self._gathering_group
+        if not has_peers(group):
+            return
+        here = sum(count for _, count in cuts)
+        most = torch.tensor(here, device=communication_device(group))
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        part, count = cuts[-1]
+        part = part if count == 1 else part.part(0, part.part_size(count))
+        self._is_idle = True
+        for _ in range(int(most) - here):
+            self._evaluate(part, 1)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -231,6 +257,8 @@ class Engine(ABC):
     def _loss_of(self, output: Any, targets: Any) -> Tensor:
         """What to go backward from: the loss of a micro-batch, which counts in this step's."""
         assert self.options.loss_fn is not None, "checked before the batch was loaded"
+        if self._is_idle:
+            return torch.zeros((), device=self.device)
         if self._outputs is not None:
             self._outputs.append(output)
         return self._tally.add(self.options.loss_fn(output, targets), self._weight)
@@ -266,6 +294,10 @@ class Engine(ABC):
         self._refuse_pipeline("step()")
         with self._failures.named():
             self._check_ready("step()")
+            if not self._backwards:
+                raise SlapoError(
+                    "step() has no gradients to go by; call engine.backward(loss) before it"
+                )
             self._backwards = 0
             with self._all_or_nothing():
                 self._step()
@@ -307,7 +339,8 @@ class Engine(ABC):
         """What a failed step leaves is taken back, or no further one is taken."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # as a key that interrupts
+            self._backwards = 0
             if not self._discard_gradients():
                 self._failure = f"{type(error).__name__}: {str(error)[:200]}"
             raise

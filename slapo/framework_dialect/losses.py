@@ -150,7 +150,7 @@ class LossMean:
         self._place = mesh.get_local_rank("tp")
         self._has_peers = has_peers()
         self._device = device
-        self._spread = _SPREAD[dtype or torch.float32]
+        self._spread = _SPREAD.get(dtype or torch.float32, 1e-3)
         # Apple's accelerator has no float64.
         self._wide = torch.float32 if device.type == "mps" else torch.float64
         #: whether the loss function counts; None before this rank knows
@@ -212,7 +212,7 @@ class LossMean:
         if found.dim() < 2:
             means = found if self._dp == 1 else found / self._dp
         else:
-            # Without anything counted, the loss and all gradients are 0.
+            # Where nothing counts, sums are 0 and stay that.
             counts = torch.where(found[:, 1] == 0, 1, found[:, 1])
             means, scale = found[:, 0] / counts, self._dp / counts[0]
             if self.counts is None:

@@ -88,9 +88,56 @@ def _wants_names(factory: OptimizerFn) -> bool:
 def make_scheduler(factory: Callable[[Any], Any] | None, optimizer: Any) -> Any:
     """The user's scheduler; None without one. A collective of the world.
 
+    Raises
+    ------
+    TypeError
+        If it is none that is stepped without arguments.
+
     Examples
     --------
     >>> make_scheduler(None, optimizer=None) is None
     True
     """
-    return all_ranks_or_none("lr_scheduler", lambda: factory and factory(optimizer))
+    return all_ranks_or_none("lr_scheduler", lambda: _make_scheduler(factory, optimizer))
+
+
+def _make_scheduler(factory: Callable[[Any], Any] | None, optimizer: Any) -> Any:
+    if factory is None:
+        return None
+    scheduler = factory(optimizer)
+    check_scheduler(scheduler)
+    return scheduler
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Refuse what cannot be stepped after each batch.
+
+    Raises
+    ------
+    TypeError
+        Saying why.
+
+    Examples
+    --------
+    >>> check_scheduler(None)
+    Traceback (most recent call last):
+        ...
+    TypeError: lr_scheduler(optimizer) returned a NoneType; it must return a scheduler with step()
+    """
+    if not callable(getattr(scheduler, "step", None)):
+        raise TypeError(
+            f"lr_scheduler(optimizer) returned a {type(scheduler).__name__}; it must return a "
+            "scheduler with step()"
+        )
+    needed = [
+        parameter.name
+        for parameter in inspect.signature(scheduler.step).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if needed:
+        raise TypeError(
+            f"{type(scheduler).__name__}.step() needs {needed}, and the engine steps schedulers "
+            "without arguments; leave out lr_scheduler, make this one around engine.optimizer, and "
+            "step it yourself"
+        )

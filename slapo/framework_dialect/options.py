@@ -110,7 +110,8 @@ class TrainingOptions:
             if value is not None and not callable(value):
                 raise TypeError(f"{name} is a {type(value).__name__}; {_CALLABLES[name]}")
         limit = self.clip_grad_norm
-        if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
+        is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+        if limit is not None and not (is_number and limit > 0):
             raise ValueError(f"clip_grad_norm is {limit!r}; pass a number above 0")
         if self.dtype not in (None, torch.float32, *HALVES):
             raise ValueError(
@@ -123,8 +124,14 @@ class TrainingOptions:
                 "a pipeline needs a loss: pass loss_fn=f, where f(output, target) is the mean loss "
                 "of a micro-batch, or (sum, count)"
             )
-        if self.lr_scheduler is not None and self.optimizer is None:
+        for name in ("check_batches", "sync_replicated"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; pass True or False")
+        if self.lr_scheduler is not None and not self._has_optimizer():
             raise ValueError("lr_scheduler needs an optimizer; pass optimizer= too")
+
+    def _has_optimizer(self) -> bool:
+        return self.optimizer is not None
 
     @property
     def half(self) -> torch.dtype | None:

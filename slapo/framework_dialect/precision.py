@@ -21,9 +21,21 @@ def half_of(module: nn.Module) -> torch.dtype | None:
     --------
     >>> half_of(nn.Linear(2, 2).bfloat16())
     torch.bfloat16
+
+    Raises
+    ------
+    SlapoError
+        If parameters that are trained differ.
     """
-    found = {p.dtype for p in module.parameters() if p.dtype in HALVES}
-    return found.pop() if len(found) == 1 else None
+    floating = [p for p in module.parameters() if p.is_floating_point()]
+    # A frozen part may be of another dtype, as below adapters.
+    found = {p.dtype for p in floating if p.requires_grad} or {p.dtype for p in floating}
+    if len(found) > 1 and found & set(HALVES):
+        raise SlapoError(
+            f"parameters are of {', '.join(sorted(map(str, found)))}; say by dtype= what the model "
+            "computes in"
+        )
+    return next((dtype for dtype in found if dtype in HALVES), None)
 
 
 def check_traces(module: nn.Module, dtype: torch.dtype | None) -> None:

@@ -100,14 +100,22 @@ class Lowering:
             )
         pairs = [(name, tensor, state[name]) for name, tensor in own.items() if name in state]
         for name, tensor, value in pairs:
+            if not isinstance(tensor, Tensor):
+                continue
+            if not isinstance(value, Tensor):
+                raise ValueError(f"the state dict's {name!r} is a {type(value).__name__}")
             if tuple(value.shape) != tuple(tensor.shape):
                 raise ValueError(
                     f"{name!r} has the shape {tuple(tensor.shape)} on this rank, and the state "
                     f"dict's is {tuple(value.shape)}; pass this rank's part, as "
                     "engine.state_dict() gives it"
                 )
-        for _, tensor, value in pairs:
-            _put(tensor, value)
+        for name, tensor, value in pairs:
+            if isinstance(tensor, Tensor):
+                _put(tensor, value)
+            else:  # of a module with state of its own
+                path = name.rpartition(".")[0]
+                self.model.get_submodule(path).set_extra_state(value)
 
 
 def _put(tensor: Tensor, value: Tensor) -> None:

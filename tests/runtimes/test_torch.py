@@ -55,9 +55,9 @@ def _build(**options: Any) -> Any:
     ("options", "error", "message"),
     [
         ({"data_parallel": "zero"}, ValueError, r"known are \['ddp', 'fsdp'\]"),
-        ({"dtype": torch.int8}, ValueError, "takes None, torch.float32, torch.bfloat16"),
+        ({"dtype": torch.int8}, ValueError, "pass torch.float32, torch.bfloat16"),
         ({"autocast": torch.float32}, ValueError, "pass torch.bfloat16, torch.float16 or None"),
-        ({"autocast": torch.bfloat16, "dtype": torch.float16}, ValueError, "pass one of them"),
+        ({"autocast": torch.bfloat16, "dtype": torch.float16}, ValueError, "leave out auto"),
         ({"shard_size": 1}, ValueError, 'goes with data_parallel="fsdp"'),
         ({"shard_size": 3, "data_parallel": "fsdp"}, ValueError, "a divisor of the mesh's dp=1"),
         ({"nonfinite": "hope"}, ValueError, r"known are \['step', 'skip', 'error'\]"),
@@ -306,7 +306,7 @@ def _half(rank: int, world: int) -> tuple[list[float], torch.dtype]:
 
 @pytest.mark.distributed
 def test_mixed_precision() -> None:
-    losses, _, _ = contract.train_alone(3)
+    losses = contract.alone().train(contract.data(3)).losses
     for found, dtype in run_distributed(_half, 2):
         assert dtype is torch.float32  # the optimizer's
         assert found == pytest.approx(losses, rel=3e-2)  # bfloat16 keeps 8 bits

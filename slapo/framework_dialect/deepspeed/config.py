@@ -108,12 +108,7 @@ def _read(path: Path) -> Config:
     return loaded
 
 
-def merge(
-    config: Config,
-    given: Mapping[str, Any],
-    layout: Layout,
-    loaded_in: torch.dtype | None = None,
-) -> Settings:
+def merge(config: Config, given: Mapping[str, Any], layout: Layout) -> Settings:
     """Join a configuration with the arguments of build.
 
     Entries with the value ``"auto"`` count as absent where an argument of build says the same.
@@ -126,8 +121,6 @@ def merge(
         Arguments of build by name. What is None or missing is left to the configuration.
     layout
         Where the model runs.
-    loaded_in
-        Half precision of the model's parameters, which it computes in if nothing else is said.
 
     Raises
     ------
@@ -142,7 +135,7 @@ def merge(
     """
     merged = copy.deepcopy(config)
     has_optimizer = _merge_optimizer(merged, given, layout.device)
-    half = _merge_dtype(merged, given.get("dtype"), loaded_in, layout.device)
+    half = _merge_dtype(merged, given.get("dtype"), layout.device)
     zero = _merge_zero(merged, given.get("zero"), half, has_optimizer)
     check_zero(zero, layout.pp)
     count, clip = given.get("micro_batches"), given.get("clip_grad_norm")
@@ -198,16 +191,25 @@ def fix_entries(config: Config, layout: Layout) -> None:
 
 
 # --- single entries ------------------------------------------------------------------------------
-def _merge_dtype(
-    config: Config, wanted: torch.dtype | None, loaded_in: torch.dtype | None, device: str
-) -> torch.dtype | None:
-    """The half precision; None for float32."""
+def precision_of(config: Config) -> torch.dtype | None:
+    """The half precision that a configuration enables; None if none.
+
+    Examples
+    --------
+    >>> precision_of({"bf16": {"enabled": True}})
+    torch.bfloat16
+    """
     sections = {name: _section(config, name, create=False) for name in _PRECISIONS}
     found = [name for name, section in sections.items() if section.get("enabled") is True]
     if len(found) > 1:
         raise ValueError("deepspeed: the config enables both bf16 and fp16; enable one")
-    said = _PRECISIONS[found[0]] if found else loaded_in
-    dtype = wanted or said or torch.float32
+    return _PRECISIONS[found[0]] if found else None
+
+
+def _merge_dtype(config: Config, wanted: torch.dtype | None, device: str) -> torch.dtype | None:
+    """The half precision; None for float32."""
+    sections = {name: _section(config, name, create=False) for name in _PRECISIONS}
+    dtype = wanted or precision_of(config) or torch.float32
     for name, precision in _PRECISIONS.items():
         is_on, entry = dtype is precision, sections[name].get("enabled", "auto")
         if entry not in ("auto", is_on):

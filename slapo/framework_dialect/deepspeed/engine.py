@@ -49,6 +49,8 @@ class DeepSpeedEngine(Engine):
         self.engine = engine
         self.optimizer = engine.optimizer if self.settings.has_optimizer else None
         self.scheduler = engine.lr_scheduler
+        if self.settings.zero == 3:
+            self._gathering_group = self.mesh.get_group("dp")
         if self.options.nonfinite != "step" and hasattr(engine.optimizer, "check_grad_overflow"):
             engine.optimizer.check_grad_overflow = True
 

@@ -14,7 +14,7 @@ from slapo.framework_dialect.deepspeed.config import Config
 from slapo.framework_dialect.deepspeed.package import quiet
 from slapo.framework_dialect.deepspeed.wire import tensors_in
 from slapo.framework_dialect.gradients import clip_factor, global_norm, scale_gradients
-from slapo.framework_dialect.optimizers import trainable
+from slapo.framework_dialect.optimizers import check_scheduler, trainable
 
 
 def check_parameters(module: nn.Module, zero: int) -> None:
@@ -79,6 +79,8 @@ def initialize(
             mpu=mpu,
             config=config,
         )
+    if engine.lr_scheduler is not None and lr_scheduler is not None:
+        check_scheduler(engine.lr_scheduler)
     undo_first_step(engine.optimizer)
     engine.clip_fp32_gradients = lambda: clip_by_whole_norm(engine)
     if mpu is not None:

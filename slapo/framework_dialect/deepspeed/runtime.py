@@ -17,7 +17,6 @@ from slapo.framework_dialect.deepspeed.package import check_installed, import_de
 from slapo.framework_dialect.deepspeed.plain import PlainOptions, lower_plain
 from slapo.framework_dialect.optimizers import make_optimizer, trainable
 from slapo.framework_dialect.options import TrainingOptions, check_names
-from slapo.framework_dialect.precision import half_of
 from slapo.framework_dialect.runtime import Lowering, Runtime, check_groups, check_stage_count
 from slapo.mesh import current_device
 from slapo.node import Node
@@ -48,6 +47,10 @@ class DeepSpeedOptions(TrainingOptions):
         if self.topology is not None:
             raise ValueError("deepspeed: mesh= and topology= say the same; pass one of them")
 
+    def _has_optimizer(self) -> bool:
+        config = self.config if isinstance(self.config, Mapping) else {}
+        return super()._has_optimizer() or config.get("optimizer") is not None
+
 
 class DeepSpeedRuntime(Runtime):
     """``deepspeed.initialize``, with its ``PipelineModule`` where the schedule cuts stages.
@@ -67,19 +70,20 @@ class DeepSpeedRuntime(Runtime):
             self.plain = PlainOptions.check(sch, loaded, options)
             return
         given = {name: value for name, value in options.items() if value is not None}
+        given["config"] = loaded
+        given.setdefault("dtype", configs.precision_of(loaded))
         self.options = DeepSpeedOptions.of("deepspeed", given, sch.mod)
         mesh = self.options.mesh
         check_groups(sch, mesh)
         pp, dp, tp = mesh.shape
         layout = configs.Layout(pp, dp, tp, mesh.device_type)
-        self.settings = configs.merge(loaded, given, layout, half_of(sch.mod))
+        given["dtype"] = self.options.dtype
+        self.settings = configs.merge(loaded, given, layout)
         self.options = replace(
             self.options,
             config=self.settings.config,
             micro_batches=self.settings.micro_batches,
             clip_grad_norm=self.settings.clip_grad_norm or None,
-            # Without a half precision, parameters are as they were unless another was asked for.
-            dtype=self.settings.half or given.get("dtype"),
         )
 
     def described(self) -> dict[str, Any]:

@@ -43,7 +43,10 @@ class MegatronEngine(Engine):
 
     def __init__(self, lowering: Lowering, options: MegatronOptions) -> None:
         super().__init__(lowering, options)
-        self.module.to(options.half)
+        if options.half is not None:
+            for parameter in self.module.parameters():  # and not buffers, such as of positions
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(options.half)
         self._probes = {i: ShapeProbe(s, self.device) for i, s in lowering.stages.items()}
         self._boundaries: dict[Boundary, tuple[Boundary, ...]] = {}
         mark_sharded(self.module)

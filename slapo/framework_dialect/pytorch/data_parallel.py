@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from slapo.errors import SlapoError
+from slapo.framework_dialect.options import check_names
+from slapo.mesh import set_timeout, timeout_of_job
 from slapo.sharding.tags import SEQUENCE_PARALLEL, tags_of
 
 
@@ -68,7 +71,49 @@ def shard_mesh(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
         return mesh["dp"]
     sizes, names = (pp, dp // shard_size, shard_size, tp), ("pp", "replicate", "shard", "tp")
     whole = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=names)
+    for name in names:
+        set_timeout(timeout_of_job(), whole.get_group(name))
     return whole["replicate", "shard"]
+
+
+def check_parallel_options(given: Mapping[str, Any], sharded: bool | None) -> None:
+    """Refuse names that nothing would be done with.
+
+    Parameters
+    ----------
+    sharded
+        Whether they are for ``fully_shard``; None if for nobody: pipelines do without DDP.
+
+    Raises
+    ------
+    TypeError
+        Naming the nearest.
+
+    Examples
+    --------
+    >>> check_parallel_options({"find_unused_parameters": True}, sharded=False)
+    """
+    if not given:
+        return
+    if sharded is None:
+        raise TypeError(
+            f"data_parallel_options has {sorted(given)}, and in a pipeline gradients are averaged "
+            'without DDP; leave it out, or pass data_parallel="fsdp"'
+        )
+    taker = fully_shard if sharded else DistributedDataParallel.__init__
+    known = sorted(set(inspect.signature(taker).parameters) - _OURS)
+    check_names(f"torch: data_parallel_options of {_TAKERS[sharded]}", given, known)
+
+
+_OURS = {"self", "module", "mesh", "process_group", "device_ids", "output_device"}
+_TAKERS = {True: "fully_shard", False: "DistributedDataParallel"}
+
+
+def drop_gathered(module: nn.Module) -> None:
+    """Have FSDP2 gather parameters anew before it uses them next."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def refuse_sharded(module: nn.Module) -> None:

@@ -20,6 +20,8 @@ from slapo.framework_dialect.gradients import (
 from slapo.framework_dialect.optimizers import make_optimizer, make_scheduler, trainable
 from slapo.framework_dialect.precision import LossScale
 from slapo.framework_dialect.pytorch.data_parallel import (
+    check_parallel_options,
+    drop_gathered,
     refuse_sharded,
     replicate,
     sequence_parallel_parameters,
@@ -39,13 +41,18 @@ class TorchEngineBase(Engine):
 
     def __init__(self, lowering: Lowering, options: TorchOptions) -> None:
         super().__init__(lowering, options)
-        self._loss_scale = LossScale() if options.half is torch.float16 else None
+        scaled = torch.float16 in (options.half, options.autocast)
+        self._loss_scale = LossScale() if scaled else None
         #: over which FSDP2 shares out parameters; None without it
         self.sharding = None
         if options.data_parallel == "fsdp" or options.half is not None:
             # Without shares, FSDP2 keeps the float32 copies of parameters all the same.
             everything = self.mesh.shape[1] if options.data_parallel == "fsdp" else 1
             self.sharding = shard_mesh(self.mesh, options.shard_size or everything)
+            if self.sharding.size() > 1:
+                self._gathering_group = self.mesh.get_group("dp")
+        used = None if self.sharding is None and lowering.stages else self.sharding is not None
+        check_parallel_options(options.data_parallel_options or {}, used)
 
     def _check_model(self) -> None:
         refuse_sharded(self.module)
@@ -64,6 +71,9 @@ class TorchEngineBase(Engine):
         if self.options.optimizer is not None:
             named = trainable(self.module)
             self.optimizer = make_optimizer(self.options.optimizer, named, self.device)
+            stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+            #: whose gradients the optimizer's zero_grad() would leave
+            self._others = [p for _, p in named if id(p) not in stepped]
             self.scheduler = make_scheduler(self.options.lr_scheduler, self.optimizer)
 
     def _is_counted(self, parameter: nn.Parameter) -> bool:
@@ -86,10 +96,18 @@ class TorchEngineBase(Engine):
             scale_gradients(parameters, scale)
         is_finite = self._is_finite()
         if is_finite:
+            self._drop_gathered()
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self._others:
+            parameter.grad = None
         if is_finite and self.scheduler is not None:
             self.scheduler.step()
+
+    def _drop_gathered(self) -> None:
+        """Whole parameters that FSDP2 keeps after a forward without backward are not of now."""
+        if self.sharding is not None:
+            drop_gathered(self.module)
 
     def _reduce_gradients(self) -> None:
         """What is still partial after the backward."""
@@ -114,6 +132,9 @@ class TorchEngineBase(Engine):
         clip = clip_factor(self.grad_norm, limit)
         return clip if scale is None else scale * clip
 
+    def _renew_masters(self) -> None:
+        self._drop_gathered()
+
     def _is_finite(self) -> bool:
         """Whether the optimizer may step; the same on every rank."""
         if self._loss_scale is None and self.options.nonfinite == "step":
@@ -130,6 +151,12 @@ class TorchEngineBase(Engine):
         chosen = self.options.compile
         if chosen:
             part.compile(**(chosen if isinstance(chosen, Mapping) else {}))
+
+
+_UNUSED = (
+    "DDP misses gradients of parameters that the model did not use; build with "
+    'data_parallel_options={"find_unused_parameters": True}, or freeze them'
+)
 
 
 class TorchEngine(TorchEngineBase):
@@ -164,10 +191,15 @@ class TorchEngine(TorchEngineBase):
         except RuntimeError as error:
             if "finished reduction in the prior iteration" not in str(error):
                 raise
-            raise SlapoError(
-                "DDP misses gradients of parameters that the model did not use; build with "
-                'data_parallel_options={"find_unused_parameters": True}, or freeze them'
-            ) from None
+            raise SlapoError(_UNUSED) from None
+
+    def _reduce_gradients(self) -> None:
+        options = self.options.data_parallel_options or {}
+        if self.runner is not self.module and self.step_count == 0:
+            missed = [n for n, p in trainable(self.module) if p.grad is None]
+            if missed and not options.get("find_unused_parameters"):
+                raise SlapoError(f"{missed[:3]} got no gradient. {_UNUSED}")
+        super()._reduce_gradients()
 
     def _forward_backward(self, batch: Batch) -> None:
         *first, last = batch.cut(self.options.micro_batches)

@@ -50,6 +50,8 @@ class TorchOptions(TrainingOptions):
             raise ValueError(
                 f"data_parallel is {self.data_parallel!r}; known are {list(DATA_PARALLEL)}"
             )
+        if not isinstance(self.compile, (bool, Mapping)):
+            raise TypeError(f"compile is {self.compile!r}; pass True or options of torch.compile")
         if self.autocast not in (None, *HALVES):
             raise ValueError(
                 f"autocast is {self.autocast}; pass torch.bfloat16, torch.float16 or None"

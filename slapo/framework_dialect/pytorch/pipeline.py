@@ -133,6 +133,9 @@ class TorchPipelineEngine(TorchEngineBase):
         self._uncounted = {
             id(copy) for shared in self.shared for copy in shared.copies[int(shared.is_counted) :]
         }
+        dp = self.mesh.get_group("dp")
+        #: the ranks that hold the same stages, whose gradients are to be averaged here
+        self._replicas = None if self.is_sharded or dp.size() == 1 else dp
         self._make_optimizer()
 
     # --- set-up ------------------------------------------------------------------------------
@@ -203,8 +206,8 @@ class TorchPipelineEngine(TorchEngineBase):
     def _reduce_gradients(self) -> None:
         for shared in self.shared:
             sum_copies(shared.copies, shared.group)
-        if not self.is_sharded and self.mesh.shape[1] > 1:
-            reduce_gradients(self._parameters, self.mesh.get_group("dp"))
+        if self._replicas is not None:
+            reduce_gradients(self._parameters, self._replicas)
         super()._reduce_gradients()
 
     def _run(self, batch: Batch, parts: int, train: bool) -> None:
@@ -213,11 +216,17 @@ class TorchPipelineEngine(TorchEngineBase):
         assert pipelined is not None, "this engine runs pipelines only"
         tensors = pipelined.inputs.take(batch.args, batch.kwargs)
         length = tensors[0].shape[0] // parts if tensors else 0
-        first = tuple(tensor[:length] for tensor in tensors)
-        run = self._run_for(describe_tensors(pipelined.inputs.names, first), parts, train)
+        form = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)
+        run = self._runs.get((form, parts, train))
+        if run is None:
+            first = tuple(tensor[:length] for tensor in tensors)
+            run = self._make_run(describe_tensors(pipelined.inputs.names, first), parts, train)
+            self._runs[form, parts, train] = run
+            if len(self._runs) > _RUNS_KEPT:  # each holds buffers for all of its micro-batches
+                self._runs.popitem(last=False)
+        self._runs.move_to_end((form, parts, train))
         for runner in self.runners.values():
             runner.number = 0
-        losses: list[Tensor] = []
         arguments = tensors if 0 in self.runners else ()
         try:
             step = run.step if train else run.eval
@@ -225,8 +234,8 @@ class TorchPipelineEngine(TorchEngineBase):
             extra: dict[str, Any] = {"return_outputs": False} if train and single else {}
             if self.lowering.n_stages - 1 in self.runners:
                 self._targets = _cut_targets(batch.targets, parts, length)
-                extra["target"] = torch.arange(parts)
-            step(*arguments, losses=losses, **extra)
+                extra["target"] = run.numbers
+            step(*arguments, **extra)
         except RuntimeError as error:
             raise self._explained(error) from None
         finally:
@@ -249,17 +258,6 @@ class TorchPipelineEngine(TorchEngineBase):
         return self._loss_of(output, self._targets[number])
 
     # --- one torch schedule for each shape of micro-batch --------------------------------------
-    def _run_for(self, inputs: Boundary, parts: int, train: bool) -> Any:
-        key = (inputs, parts, train)
-        if inputs not in self._known_boundaries:
-            self._known_boundaries[inputs] = self._boundaries(inputs)
-        if key not in self._runs:
-            self._runs[key] = self._make_run(self._known_boundaries[inputs], parts, train)
-            if len(self._runs) > _RUNS_KEPT:  # each holds buffers for all of its micro-batches
-                self._runs.popitem(last=False)
-        self._runs.move_to_end(key)
-        return self._runs[key]
-
     def _boundaries(self, inputs: Boundary) -> tuple[Boundary, ...]:
         return infer_boundaries(
             self.lowering.n_stages,
@@ -269,18 +267,23 @@ class TorchPipelineEngine(TorchEngineBase):
             self._rank_of,
         )
 
-    def _make_run(self, boundaries: tuple[Boundary, ...], parts: int, train: bool) -> Any:
+    def _make_run(self, inputs: Boundary, parts: int, train: bool) -> Any:
+        if inputs not in self._known_boundaries:
+            self._known_boundaries[inputs] = self._boundaries(inputs)
+        boundaries = self._known_boundaries[inputs]
         stages = [self._make_stage(index, boundaries, train) for index in self.runners]
         cls: Any = getattr(pipelining, self.schedule.cls)
         single = issubclass(cls, PipelineScheduleSingle)
         if single and not train:
             cls = pipelining.ScheduleGPipe  # the same order, for any number of micro-batches
-        return cls(
+        run = cls(
             stages[0] if single else stages,
             n_microbatches=parts,
-            loss_fn=lambda loss, number: loss,
+            loss_fn=lambda loss, number: loss,  # it was found in the last stage
             scale_grads=False,
         )
+        run.numbers = torch.arange(parts)  # torch wants targets to cut
+        return run
 
     def _make_stage(self, index: int, boundaries: tuple[Boundary, ...], train: bool) -> Any:
         last = index == self.lowering.n_stages - 1

@@ -1,0 +1,360 @@
+"""What users do between steps, and options that nobody would read: right, or an error in words."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import slapo
+from slapo.framework_dialect.precision import half_of
+from tests.distributed import run_distributed
+from tests.runtimes import contract
+from tests.runtimes.alone import Alone
+from tests.runtimes.contract import data, loss_fn, make, prepare
+from tests.runtimes.test_contract import RUNTIMES, run, target
+
+__all__ = ["target"]
+
+SHARDED = [{}, {"dtype": torch.bfloat16}, {"data_parallel": "fsdp"}]
+
+
+# --- between backward and step -------------------------------------------------------------------
+@pytest.mark.parametrize("options", SHARDED, ids=str)
+def test_a_forward_between_backward_and_step_changes_nothing(options: dict[str, Any]) -> None:
+    """FSDP2 keeps what it has gathered for a backward that does not come."""
+    losses = []
+    for looks in (False, True):
+        engine, _ = make("torch", (1, 1, 1), micro_batches=1, **options)
+        found = []
+        for ids, targets in data(4):
+            loss = loss_fn(engine(ids), targets)
+            engine.backward(loss)
+            if looks:
+                engine.eval_batch(iter([(ids, targets)]))
+            engine.step()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("options", SHARDED, ids=str)
+def test_values_that_are_loaded_are_those_of_the_next_forward(options: dict[str, Any]) -> None:
+    engine, _ = make("torch", (1, 1, 1), **options)
+    start = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    batch = next(data())
+    first = engine.eval_batch(iter([batch])).item()
+    engine.train_batch(data())
+    assert engine.eval_batch(iter([batch])).item() != first
+    engine.load_state_dict(start)
+    assert engine.eval_batch(iter([batch])).item() == first
+
+
+def test_gradients_of_parameters_that_are_not_stepped_do_not_add_up() -> None:
+    def some(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters[2:], lr=0.0)
+
+    engine, _ = make("torch", (1, 1, 1), optimizer=some, clip_grad_norm=100.0)
+    batch = next(data())
+    norms = []
+    for _ in range(3):
+        engine.train_batch(iter([batch]))
+        norms.append(float(engine.grad_norm))
+    assert norms[0] == norms[1] == norms[2]
+
+
+def interrupted(rank: int, world: int, setup: str | None, target: str) -> str:
+    """A key that interrupts the second micro-batch; then training goes on, as far as it may."""
+    prepare(setup)
+    calls = [0]
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise KeyboardInterrupt
+        return loss_fn(output, targets)
+
+    engine, _ = make(target, (1, 1, 1), loss_fn=loss)
+    batch = next(data())
+    with pytest.raises(KeyboardInterrupt):
+        engine.train_batch(iter([batch]))
+    try:
+        engine.train_batch(iter([batch]))
+    except slapo.SlapoError as error:
+        return str(error)
+    alone = contract.alone()
+    alone.step(batch)
+    state = engine.state_dict()
+    apart = max((state[n] - t).abs().max().item() for n, t in alone.state().items())
+    return f"trained on, {'equal' if apart < 1e-6 else 'and leaked'}"
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_an_interrupted_step_does_not_leak_into_the_next(target: str) -> None:
+    (text,) = run(interrupted, 1, target)
+    assert text == "trained on, equal" or "a step before has failed with Keyboard" in text
+
+
+def idle_step(rank: int, world: int, setup: str | None, target: str) -> str:
+    prepare(setup)
+    engine, _ = make(target, (1, 1, 1), micro_batches=1)
+    engine.train_batch(data())
+    before = copy.deepcopy(engine.state_dict())
+    with pytest.raises(slapo.SlapoError) as caught:
+        engine.step()
+    assert engine.step_count == 1
+    assert all(torch.equal(before[n], t) for n, t in engine.state_dict().items())
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_step_without_a_backward_is_an_error(target: str) -> None:
+    assert "no gradients to go by; call engine.backward(loss)" in run(idle_step, 1, target)[0]
+
+
+def test_a_backward_that_failed_leaves_nothing_to_step_on() -> None:
+    engine, _ = make("torch", (1, 1, 1), micro_batches=1)
+    ids, targets = next(data())
+    engine.backward(loss_fn(engine(ids), targets))
+    with pytest.raises(RuntimeError):
+        engine.backward(torch.zeros(()))
+    with pytest.raises(slapo.SlapoError, match="no gradients"):
+        engine.step()
+
+
+# --- evaluations of unlike sizes -----------------------------------------------------------------
+def evaluate_unevenly(
+    rank: int, world: int, setup: str | None, target: str, options: dict[str, Any]
+) -> float:
+    """Ranks have 5 and 3 samples, which make 3 and 2 forwards."""
+    prepare(setup)
+    engine, _ = make(target, (1, 2, 1), **options)
+    ids, targets = next(data())
+    mine = slice(0, 5) if rank == 0 else slice(5, 8)
+    loss, outputs = engine.eval_batch(iter([(ids[mine], targets[mine])]), return_outputs=True)
+    assert sum(len(output) for output in outputs) == (5, 3)[rank]
+    wanted, _ = contract.alone().evaluate((ids, targets))
+    return abs(loss.item() - wanted)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("torch", {}), ("torch", {"data_parallel": "fsdp"}), ("deepspeed", {"zero": 3})],
+    ids=str,
+)
+def test_replicas_evaluate_any_numbers_of_samples(name: str, options: dict[str, Any]) -> None:
+    pytest.importorskip(RUNTIMES[name][1])
+    assert max(run(evaluate_unevenly, 2, name, options)) < 1e-5
+
+
+# --- options -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip_grad_norm": True}, "clip_grad_norm is True; pass a number"),
+        ({"check_batches": "no"}, "check_batches is 'no'; pass True or False"),
+        ({"sync_replicated": "no"}, "sync_replicated is 'no'; pass True or False"),
+        ({"compile": "yes"}, "compile is 'yes'; pass True or options"),
+        ({"lr_scheduler": lambda optimizer: None}, "returned a NoneType; it must return a sched"),
+        (
+            {"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
+            r"ReduceLROnPlateau.step\(\) needs \['metrics'\]",
+        ),
+        (
+            {"data_parallel_options": {"find_unused_parametrs": True}},
+            "did you mean 'find_unused_parameters'",
+        ),
+        (
+            {"data_parallel_options": {"find_unused_parameters": True}, "dtype": torch.bfloat16},
+            "data_parallel_options of fully_shard' has no option 'find_unused_parameters'",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_options_that_would_be_passed_over(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make("torch", (1, 1, 1), **options)
+
+
+def pipelined_options(rank: int, world: int) -> str:
+    with pytest.raises(TypeError) as caught:
+        make("torch", (2, 1, 1), data_parallel_options={"bucket_cap_mb": 1})
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_a_pipeline_has_no_use_for_options_of_ddp() -> None:
+    for text in run_distributed(pipelined_options, 2):
+        assert "['bucket_cap_mb'], and in a pipeline gradients are averaged without DDP" in text
+
+
+class WithUnused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def train_with_unused(rank: int, world: int) -> str:
+    mesh = slapo.init_mesh(dp=2, device="cpu")
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(WithUnused(), group=mesh["tp"])
+    given = {"loss_fn": nn.functional.mse_loss, "optimizer": contract.sgd}
+    engine, _ = slapo.build(sch, target="torch", mesh=mesh, **given)
+    before = copy.deepcopy(engine.state_dict())
+    batch = torch.randn(2, 3), torch.randn(2, 3)
+    with pytest.raises(slapo.SlapoError) as caught:
+        engine.train_batch(iter([batch]))
+    assert all(torch.equal(before[n], t) for n, t in engine.state_dict().items())
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_parameters_that_ddp_waits_for_are_named_before_the_first_step() -> None:
+    for text in run_distributed(train_with_unused, 2):
+        assert text.startswith("['unused.weight', 'unused.bias'] got no gradient. DDP misses")
+
+
+def hsdp_timeouts(rank: int, world: int) -> set[float]:
+    slapo.init_mesh(dp=2, device="cpu", timeout=50)
+    engine, _ = make("torch", (1, 2, 1), data_parallel="fsdp", shard_size=1)
+    groups = [engine.sharding.get_group(dim) for dim in range(2)]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return {backend.options._timeout.total_seconds() for backend in backends}
+
+
+@pytest.mark.distributed
+def test_groups_of_replicas_of_shards_have_the_timeout_of_the_job() -> None:
+    assert run_distributed(hsdp_timeouts, 2) == [{50.0}] * 2
+
+
+# --- dtypes --------------------------------------------------------------------------------------
+def test_models_of_several_dtypes() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+    with pytest.raises(slapo.SlapoError, match=r"torch.bfloat16, torch.float32; say by dtype="):
+        half_of(model)
+    model[1].requires_grad_(False)  # as a model below adapters
+    assert half_of(model) is None
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(True)
+    assert half_of(model) is torch.bfloat16
+
+
+def test_a_model_of_float64_trains() -> None:
+    mesh = slapo.init_mesh(device="cpu")
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3).double()
+    reference = Alone(copy.deepcopy(model).float(), nn.functional.mse_loss, contract.sgd)
+    sch = slapo.create_schedule(model, group=mesh["tp"])
+    given = {"loss_fn": nn.functional.mse_loss, "optimizer": contract.sgd}
+    engine, _ = slapo.build(sch, target="torch", mesh=mesh, **given)
+    batch = torch.ones(2, 3), torch.zeros(2, 3)
+    loss = engine.train_batch(iter([tuple(t.double() for t in batch)]))
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(reference.step(batch), abs=1e-6)
+
+
+def test_autocast_to_float16_scales_the_loss() -> None:
+    """Gradients of 1e-8 would be 0 in float16."""
+
+    def small(output: Tensor, targets: Tensor) -> Tensor:
+        return 1e-7 * loss_fn(output.float(), targets)
+
+    norms = []
+    for options in ({}, {"autocast": torch.float16}):
+        engine, _ = make("torch", (1, 1, 1), loss_fn=small, clip_grad_norm=1.0, **options)
+        engine.train_batch(data())
+        norms.append(float(engine.grad_norm))
+    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
+
+
+class Positions(nn.Module):
+    """A buffer whose numbers half precision cannot tell apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("positions", torch.arange(3000.0, 3004.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * torch.sin(self.positions).to(x.dtype))
+
+
+def buffers(rank: int, world: int, setup: str | None, target: str) -> torch.dtype:
+    prepare(setup)
+    mesh = slapo.init_mesh(device="cpu")
+    sch = slapo.create_schedule(Positions(), group=mesh["tp"])
+    given = {"loss_fn": nn.functional.mse_loss, "optimizer": contract.sgd}
+    engine, _ = slapo.build(sch, target=target, mesh=mesh, dtype=torch.bfloat16, **given)
+    engine.train_batch(iter([(torch.ones(2, 4), torch.ones(2, 4).bfloat16())]))
+    return engine.module.positions.dtype
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_buffers_keep_their_dtype(target: str) -> None:
+    assert run(buffers, 1, target) == [torch.float32]
+
+
+# --- state ---------------------------------------------------------------------------------------
+class Counts(nn.Module):
+    """Has state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(2, 2), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.linear(x)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_state_that_is_no_tensor() -> None:
+    mesh = slapo.init_mesh(device="cpu")
+    engine, _ = slapo.build(
+        slapo.create_schedule(nn.Sequential(Counts()), group=mesh["tp"]), target="torch", mesh=mesh
+    )
+    state = engine.state_dict()
+    engine(torch.ones(1, 2))
+    engine.load_state_dict({**state, "0._extra_state": {"count": 7}})
+    assert engine.module[0].count == 7
+    with pytest.raises(ValueError, match=r"'0.linear.bias' is a int"):
+        engine.load_state_dict({**state, "0.linear.bias": 3})
+
+
+def config_with_optimizer(rank: int, world: int) -> list[float]:
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    engine, _ = make(
+        "deepspeed",
+        (1, 1, 1),
+        optimizer=None,
+        config=config,
+        lr_scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5),
+    )
+    engine.train_batch(data())
+    dist.barrier()
+    return list(engine.scheduler.get_last_lr())
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_scheduler_of_an_optimizer_that_the_config_describes() -> None:
+    pytest.importorskip("deepspeed")
+    assert run_distributed(config_with_optimizer, 1) == [[0.05]]
