@@ -183,7 +183,7 @@ class Engine(ABC):
     def _run_along(self, cuts: list[tuple[Batch, int]]) -> None:
         """Go on as long as other replicas have micro-batches: they gather parameters from here."""
         group = self._gathering_group
-        if not has_peers(group):
+        if group is None or not has_peers(group):
             return
         here = sum(count for _, count in cuts)
         most = torch.tensor(here, device=communication_device(group))

@@ -129,6 +129,19 @@ def test_a_backward_that_failed_leaves_nothing_to_step_on() -> None:
         engine.step()
 
 
+def test_no_step_is_taken_after_one_whose_scheduler_failed() -> None:
+    """The optimizer has stepped, and nobody has counted it."""
+
+    def fails(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 - step))
+
+    engine, _ = make("torch", (1, 1, 1), lr_scheduler=fails)
+    with pytest.raises(ZeroDivisionError):
+        engine.train_batch(data())
+    with pytest.raises(slapo.SlapoError, match="a step before has failed with ZeroDivision"):
+        engine.train_batch(data())
+
+
 # --- evaluations of unlike sizes -----------------------------------------------------------------
 def evaluate_unevenly(
     rank: int, world: int, setup: str | None, target: str, options: dict[str, Any]

@@ -420,8 +420,10 @@ def test_a_failed_step_leaves_no_gradients() -> None:
 
     engine, _ = _build(loss_fn=loss_fn, optimizer=contract.sgd, micro_batches=2)
     targets = torch.tensor([[0.0, 0.0], [5.0, 5.0]])
+    engine.train_batch(iter([(torch.ones(2, 2), torch.zeros(2, 2))]))
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.train_batch(iter([(torch.ones(2, 2), targets)]))
+    engine.train_batch(iter([(torch.ones(2, 2), torch.zeros(2, 2))]))
     assert all(p.grad is None for p in engine.parameters())
 
 

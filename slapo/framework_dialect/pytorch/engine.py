@@ -63,6 +63,9 @@ class TorchEngineBase(Engine):
         """Whether FSDP2 holds the parameters."""
         return self.sharding is not None
 
+    #: whether the optimizer has stepped, in a step that is not over
+    _has_stepped = False
+
     def _make_optimizer(self) -> None:
         """Once parameters are what they stay."""
         # FSDP2 puts other tensors in place of those that carry the summing hook.
@@ -98,11 +101,13 @@ class TorchEngineBase(Engine):
         if is_finite:
             self._drop_gathered()
             self.optimizer.step()
+            self._has_stepped = True
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in self._others:
             parameter.grad = None
         if is_finite and self.scheduler is not None:
             self.scheduler.step()
+        self._has_stepped = False
 
     def _drop_gathered(self) -> None:
         """Whole parameters that FSDP2 keeps after a forward without backward are not of now."""
@@ -221,6 +226,8 @@ class TorchEngine(TorchEngineBase):
     def _discard_gradients(self) -> bool:
         # DDP and FSDP2 keep sums of their own, and count what is still to come.
         if self.runner is not self.module or self.sharding is not None:
+            return False
+        if self._has_stepped:  # and the scheduler has failed, which cannot be taken back
             return False
         for parameter in self.parameters():
             parameter.grad = None
