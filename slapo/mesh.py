@@ -321,11 +321,14 @@ def _end() -> None:
     if not _is_up() or getattr(sys, "last_value", None) is not None:
         return
     with suppress(RuntimeError):  # of a store that is gone with its keeper
-        store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
-        store.set(f"slapo/ends/{dist.get_rank()}", "")
-        deadline = time.monotonic() + _LAST_SECONDS
-        while time.monotonic() < deadline and not store.check([f"slapo/ends/{r}" for r in ranks]):
-            time.sleep(0.02)
+        store, deadline = (
+            dist.distributed_c10d._get_default_store(),
+            time.monotonic() + _LAST_SECONDS,
+        )
+        done = store.add("slapo/ends", 1)
+        while done < dist.get_world_size() and time.monotonic() < deadline:
+            time.sleep(0.05)
+            done = store.add("slapo/ends", 0)
     dist.destroy_process_group()
 
 

@@ -283,4 +283,6 @@ def _as_count(count: Any, device: torch.device) -> Tensor:
             f"loss_fn returned a count of type {type(count).__name__} in (sum, count); it must be "
             "a number"
         )
+    if not count >= 0:
+        raise ValueError(f"loss_fn returned a count of {count} in (sum, count); it is 0 or more")
     return torch.tensor(float(count), device=device)

@@ -110,12 +110,26 @@ class Lowering:
                     f"dict's is {tuple(value.shape)}; pass this rank's part, as "
                     "engine.state_dict() gives it"
                 )
+        _refuse_two_values(pairs)
         for name, tensor, value in pairs:
             if isinstance(tensor, Tensor):
                 _put(tensor, value)
             else:  # of a module with state of its own
                 path = name.rpartition(".")[0]
                 self.model.get_submodule(path).set_extra_state(value)
+
+
+def _refuse_two_values(pairs: list[tuple[str, Any, Any]]) -> None:
+    """Of tied tensors, which are one here."""
+    first: dict[tuple[int, torch.Size], tuple[str, Any]] = {}
+    for name, tensor, value in pairs:
+        if isinstance(tensor, Tensor) and not hasattr(tensor, "device_mesh") and tensor.numel():
+            other, known = first.setdefault((tensor.data_ptr(), tensor.shape), (name, value))
+            if known is not value and not torch.equal(known, value):
+                raise ValueError(
+                    f"{other!r} and {name!r} are one tensor in this model, and the state dict has "
+                    "two values for it; make them equal, or leave one out and pass strict=False"
+                )
 
 
 def _put(tensor: Tensor, value: Tensor) -> None:

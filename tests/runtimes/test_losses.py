@@ -55,6 +55,8 @@ def test_nothing_that_counts_is_a_loss_of_zero() -> None:
         (torch.ones(2), r"loss_fn returned \(2,\); it must return one number"),
         (None, "loss_fn returned NoneType"),
         ((torch.tensor(1.0), "many"), "a count of type str"),
+        ((torch.tensor(1.0), -1), "a count of -1"),
+        ((torch.tensor(1.0), float("nan")), "a count of nan"),
         ((torch.tensor(1.0), torch.ones(2)), r"a count of shape \(2,\)"),
     ],
 )

@@ -352,6 +352,15 @@ def test_state_that_is_no_tensor() -> None:
         engine.load_state_dict({**state, "0.linear.bias": 3})
 
 
+def test_two_values_for_tied_weights() -> None:
+    engine, _ = make("torch", (1, 1, 1))
+    state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    engine.load_state_dict(state)
+    state["head.weight"] += 1
+    with pytest.raises(ValueError, match=r"'emb.weight' and 'head.weight' are one tensor"):
+        engine.load_state_dict(state)
+
+
 def config_with_optimizer(rank: int, world: int) -> list[float]:
     config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
     engine, _ = make(
