@@ -199,7 +199,7 @@ def _called(engine: Any, rank: int) -> None:
     engine(next(data())[0])
 
 
-_OTHER = "the batch of data-parallel coordinate 0 differs between ranks: int64(8, 5), int64(8, 5)"
+_OTHER = "the batch of data-parallel coordinate 0 differs between ranks: 'int64(8, 5), int64(8, 5)"
 
 #: Mistake with a pipeline of two ranks -> part of the message on each of them.
 MISTAKES: dict[Callable[[Any, int], None], tuple[str, str]] = {
