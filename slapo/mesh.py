@@ -321,10 +321,8 @@ def _end() -> None:
     if not _is_up() or getattr(sys, "last_value", None) is not None:
         return
     with suppress(RuntimeError):  # of a store that is gone with its keeper
-        store, deadline = (
-            dist.distributed_c10d._get_default_store(),
-            time.monotonic() + _LAST_SECONDS,
-        )
+        store = dist.distributed_c10d._get_default_store()
+        deadline = time.monotonic() + _LAST_SECONDS
         done = store.add("slapo/ends", 1)
         while done < dist.get_world_size() and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -57,6 +57,21 @@ def check_traces(module: nn.Module, dtype: torch.dtype | None) -> None:
             )
 
 
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Give parameters of floating point another dtype; buffers, as of positions, keep theirs.
+
+    Examples
+    --------
+    >>> model = nn.BatchNorm1d(2)
+    >>> cast_parameters(model, torch.bfloat16)
+    >>> model.weight.dtype, model.running_mean.dtype
+    (torch.bfloat16, torch.float32)
+    """
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
 class LossScale:
     """A factor that keeps gradients of float16 from vanishing, lowered where they overflow.
 

@@ -170,13 +170,19 @@ def compare(
     return {**found, "state": largest_difference(engine, alone.state())}
 
 
+def whole(tensor: Any) -> Tensor:
+    """All of a tensor of which FSDP2 may hold a share here."""
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach()
+
+
 def largest_difference(engine: Any, expected: Mapping[str, Tensor]) -> float:
     """Of this rank's values from their parts of the expected ones."""
     specs, largest = _specs_of(engine), 0.0
     found = engine.state_dict()
     assert len(found) >= len(list(engine.lowering.module.parameters()))
     for name, value in found.items():
-        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        value = whole(value)
         part = specs[name].slice(expected[name]) if name in specs else expected[name]
         assert value.shape == part.shape, name
         if value.numel():

@@ -52,6 +52,17 @@ class Model(nn.Module):
         return self.head(self.mode(x))
 
 
+class WithUnused(nn.Module):
+    """A model with parameters that no loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
 def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), targets.flatten())
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import slapo
 from tests.runtimes import contract
-from tests.runtimes.alone import compare, largest_difference, of_this_rank
+from tests.runtimes.alone import compare, largest_difference, of_this_rank, whole
 from tests.runtimes.contract import BATCH, LENGTH, VOCABULARY, Model, make, prepare
 
 STEPS, CLIP = 4, 0.1
@@ -71,7 +71,7 @@ def use_all(
     given = {"optimizer": no_decay_for_biases, "clip_grad_norm": math.inf}
     engine, _ = make(target, layout, **given, **options)
     engine.eval()
-    start = {name: _whole(t).clone() for name, t in engine.state_dict().items()}
+    start = {name: whole(t).clone() for name, t in engine.state_dict().items()}
     alone = contract.alone(optimizer=no_decay_for_biases, named=True)
     found["apart"] = compare(engine, alone, contract.data(2))
     found["training"] = all(m.training for m in engine.module.modules())
@@ -99,10 +99,6 @@ def use_all(
     except ValueError as error:
         found["names"] = str(error)
     return found
-
-
-def _whole(tensor: Any) -> Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
 
 # --- what must be alike --------------------------------------------------------------------------

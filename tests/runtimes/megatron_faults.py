@@ -8,26 +8,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
 
 import slapo
 from examples.parallel_models import FAMILIES
 from tests.runtimes import layouts
+from tests.runtimes.contract import WithUnused
 from tests.runtimes.layouts import batches, model_of
 from tests.runtimes.megatron_cases import Layout, megatron_adam, megatron_sgd
 
 start = partial(layouts.build, target="megatron")
-
-
-class Idle(nn.Module):
-    """A model with a parameter that no loss depends on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(3, 1), nn.Linear(3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)
 
 
 def says(act: Callable[[], Any]) -> str:
@@ -100,7 +89,7 @@ def restarted(layout: Layout) -> list[float]:
 def no_gradient(layout: Layout) -> str:
     """Overlap, and a parameter without a gradient."""
     mesh = slapo.init_mesh(*layout, device="cpu")
-    sch = slapo.create_schedule(Idle(), group=mesh["tp"])
+    sch = slapo.create_schedule(WithUnused(), group=mesh["tp"])
     engine, _ = slapo.build(
         sch,
         target="megatron",

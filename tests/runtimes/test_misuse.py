@@ -16,7 +16,7 @@ from slapo.framework_dialect.precision import half_of
 from tests.distributed import run_distributed
 from tests.runtimes import contract
 from tests.runtimes.alone import Alone
-from tests.runtimes.contract import data, loss_fn, make, prepare
+from tests.runtimes.contract import WithUnused, data, loss_fn, make, prepare
 from tests.runtimes.test_contract import RUNTIMES, run, target
 
 __all__ = ["target"]
@@ -208,15 +208,6 @@ def pipelined_options(rank: int, world: int) -> str:
 def test_a_pipeline_has_no_use_for_options_of_ddp() -> None:
     for text in run_distributed(pipelined_options, 2):
         assert "['bucket_cap_mb'], and in a pipeline gradients are averaged without DDP" in text
-
-
-class WithUnused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)
 
 
 def train_with_unused(rank: int, world: int) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import slapo
 from tests.distributed import run_distributed
 from tests.runtimes import contract
-from tests.runtimes.alone import compare, of_this_rank
+from tests.runtimes.alone import compare, of_this_rank, whole
 from tests.runtimes.contract import MICRO_BATCHES, Model, data, make, prepare
 from tests.runtimes.test_contract import RUNTIMES, TOLERANCE, run, target
 
@@ -80,9 +80,9 @@ def small_steps(rank: int, world: int, setup: str | None, target: str) -> float:
         step = made.step
 
         def noted(*args: Any) -> Any:
-            before = [_whole(p).clone() for group in made.param_groups for p in group["params"]]
+            before = [whole(p).clone() for group in made.param_groups for p in group["params"]]
             result = step(*args)
-            after = [_whole(p) for group in made.param_groups for p in group["params"]]
+            after = [whole(p) for group in made.param_groups for p in group["params"]]
             moves = zip(before, after, strict=True)
             moved_by.append(torch.cat([(b != a).float().flatten() for b, a in moves]))
             return result
@@ -98,10 +98,6 @@ def small_steps(rank: int, world: int, setup: str | None, target: str) -> float:
         engine.train_batch(batches)
     assert len(moved_by) == 20
     return torch.stack(moved_by).mean().item()
-
-
-def _whole(parameter: Any) -> Tensor:
-    return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()
 
 
 @pytest.mark.distributed
@@ -223,10 +219,10 @@ def test_a_norm_that_is_measured_only() -> None:
 
 def test_the_scale_of_the_loss_comes_down_until_gradients_fit() -> None:
     engine = _build(dtype=torch.float16, loss_fn=lambda out, target: 50 * F.mse_loss(out, target))
-    before = _whole(engine.module.weight).clone()
+    before = whole(engine.module.weight).clone()
     engine.train_batch(_batch(30.0))
-    assert torch.equal(before, _whole(engine.module.weight))  # the step is left out
+    assert torch.equal(before, whole(engine.module.weight))  # the step is left out
     for _ in range(20):
         engine.train_batch(_batch(30.0))
-    assert not torch.equal(before, _whole(engine.module.weight))
-    assert _whole(engine.module.weight).dtype == torch.float32
+    assert not torch.equal(before, whole(engine.module.weight))
+    assert whole(engine.module.weight).dtype == torch.float32

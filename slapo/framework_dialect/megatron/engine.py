@@ -22,6 +22,7 @@ from slapo.framework_dialect.megatron.package import megatron_core, quiet
 from slapo.framework_dialect.megatron.stages import ModelChunk
 from slapo.framework_dialect.megatron.wire import WIRE_DTYPE, Manifest, anchored
 from slapo.framework_dialect.optimizers import make_scheduler, trainable
+from slapo.framework_dialect.precision import cast_parameters
 from slapo.framework_dialect.runtime import Lowering
 from slapo.pipeline.boundaries import Boundary, ShapeProbe, describe_tensors, infer_boundaries
 
@@ -44,9 +45,7 @@ class MegatronEngine(Engine):
     def __init__(self, lowering: Lowering, options: MegatronOptions) -> None:
         super().__init__(lowering, options)
         if options.half is not None:
-            for parameter in self.module.parameters():  # and not buffers, such as of positions
-                if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(options.half)
+            cast_parameters(self.module, options.half)
         self._probes = {i: ShapeProbe(s, self.device) for i, s in lowering.stages.items()}
         self._boundaries: dict[Boundary, tuple[Boundary, ...]] = {}
         mark_sharded(self.module)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slapo.errors import SlapoError
 from slapo.framework_dialect.options import check_names
+from slapo.framework_dialect.precision import cast_parameters
 from slapo.mesh import set_timeout, timeout_of_job
 from slapo.sharding.tags import SEQUENCE_PARALLEL, tags_of
 
@@ -150,7 +151,8 @@ def shard_parameters(
     """
     given = dict(options)
     if half is not None:
-        widen(module)
+        # An optimizer's small steps need it.
+        cast_parameters(module, torch.float32)
         # Inputs are cast where they enter the model: what stages and layers pass on, they mean.
         given.setdefault(
             "mp_policy",
@@ -162,13 +164,6 @@ def shard_parameters(
     fully_shard(module, mesh=over, **given)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         parameter.__dict__.update(carried[name])
-
-
-def widen(module: nn.Module) -> None:
-    """Parameters of half precision become float32: what an optimizer's small steps need."""
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.float()
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]) -> nn.Module:

@@ -33,10 +33,12 @@ _RUNS_KEPT = 4
 
 
 def _cut_targets(targets: Any, parts: int, length: int) -> Sequence[Any]:
-    if parts > 1 and isinstance(targets, Tensor) and targets.dim():
+    if parts == 1:
+        return [targets]
+    if isinstance(targets, Tensor) and targets.dim():
         return targets.split(length)
     whole = Batch((), {}, targets)
-    return [whole.part(k * length, length).targets if parts > 1 else targets for k in range(parts)]
+    return [whole.part(k * length, length).targets for k in range(parts)]
 
 
 class StageRunner(nn.Module):
