@@ -52,7 +52,7 @@ def test_arguments_fill_the_config_in() -> None:
     assert (settings.micro_batches, settings.zero, settings.clip_grad_norm) == (3, 2, 0.5)
     assert settings.micro_batch_size is None
     assert settings.has_optimizer
-    assert settings.half is None
+    assert not {"bf16", "fp16"} & set(config)
 
 
 def test_the_config_speaks_where_arguments_are_silent() -> None:
@@ -68,7 +68,7 @@ def test_the_config_speaks_where_arguments_are_silent() -> None:
     settings = merged(config)
     assert config == before
     assert (settings.micro_batches, settings.zero, settings.clip_grad_norm) == (4, 1, 2.0)
-    assert settings.half is torch.bfloat16
+    assert settings.config["data_types"]["grad_accum_dtype"] == "fp32"
     assert settings.micro_batch_size == 3
     assert settings.config["train_micro_batch_size_per_gpu"] == 3
     assert settings.config["steps_per_print"] == 5

@@ -55,6 +55,35 @@ def test_values_that_are_loaded_are_those_of_the_next_forward(options: dict[str,
     assert engine.eval_batch(iter([batch])).item() == first
 
 
+def load_after_evaluation(
+    rank: int, world: int, setup: str | None, target: str, options: dict[str, Any]
+) -> bool:
+    prepare(setup)
+    engine, _ = make(target, (2, 1, 1), **options)
+    start = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    batch = next(data())
+    first = engine.eval_batch(iter([batch])).item()
+    engine.train_batch(data())
+    assert engine.eval_batch(iter([batch])).item() != first
+    engine.load_state_dict(start)
+    return engine.eval_batch(iter([batch])).item() == first
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*(("torch", options) for options in SHARDED), ("deepspeed", {}), ("megatron", {})],
+    ids=str,
+)
+def test_values_that_are_loaded_in_stages_are_those_of_the_next_forward(
+    name: str, options: dict[str, Any]
+) -> None:
+    """With stages, FSDP2 holds what is around its layers in a module outside of the model."""
+    pytest.importorskip(RUNTIMES[name][1])
+    assert all(run(load_after_evaluation, 2, name, options))
+
+
 def test_gradients_of_parameters_that_are_not_stepped_do_not_add_up() -> None:
     def some(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters[2:], lr=0.0)

@@ -45,8 +45,8 @@ class Settings:
     ----------
     config
         A configuration for ``deepspeed.initialize``.
-    micro_batches, zero, half, clip_grad_norm
-        What holds; ``half`` is None for float32, ``clip_grad_norm`` is 0 for none.
+    micro_batches, zero, clip_grad_norm
+        What holds; ``clip_grad_norm`` is 0 for none.
     micro_batch_size
         The one that the user's configuration fixes, if it does.
     has_optimizer
@@ -56,7 +56,6 @@ class Settings:
     config: Config
     micro_batches: int
     zero: int
-    half: torch.dtype | None
     clip_grad_norm: float
     micro_batch_size: int | None
     has_optimizer: bool
@@ -144,7 +143,7 @@ def merge(config: Config, given: Mapping[str, Any], layout: Layout) -> Settings:
     micro_batches = _whole_number(merged, "gradient_accumulation_steps")
     size = _merge_sizes(merged, micro_batches, layout.dp)
     fix_entries(merged, layout)
-    return Settings(merged, micro_batches, zero, half, _clip(merged), size, has_optimizer)
+    return Settings(merged, micro_batches, zero, _clip(merged), size, has_optimizer)
 
 
 def check_zero(zero: int, pp: int) -> None:

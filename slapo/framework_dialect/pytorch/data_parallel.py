@@ -110,13 +110,6 @@ _OURS = {"self", "module", "mesh", "process_group", "device_ids", "output_device
 _TAKERS = {True: "fully_shard", False: "DistributedDataParallel"}
 
 
-def drop_gathered(module: nn.Module) -> None:
-    """Have FSDP2 gather parameters anew before it uses them next."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-
-
 def refuse_sharded(module: nn.Module) -> None:
     """Refuse a model that FSDP2 holds already.
 
@@ -137,7 +130,7 @@ def shard_parameters(
     over: DeviceMesh,
     options: Mapping[str, Any],
     half: torch.dtype | None = None,
-) -> None:
+) -> list[FSDPModule]:
     """Share out the parameters over data-parallel ranks (FSDP2), in place.
 
     What parameters carry (tags, ``orig_shape``) goes over to the new ones.
@@ -148,6 +141,11 @@ def shard_parameters(
         One dimension of shards, or two: replicas and shards.
     half
         What the model computes in; parameters and sums of gradients are of float32 then.
+
+    Returns
+    -------
+    list of FSDPModule
+        The modules whose parameters are gathered at one time, the outermost last.
     """
     given = dict(options)
     if half is not None:
@@ -159,11 +157,11 @@ def shard_parameters(
             MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False),
         )
     carried = {n: tags_of(p) for n, p in module.named_parameters(remove_duplicate=False)}
-    for unit in _untied(module, list(dict.fromkeys(fsdp_units(module)))):
-        fully_shard(unit, mesh=over, **given)
-    fully_shard(module, mesh=over, **given)
+    parts = [*_untied(module, list(dict.fromkeys(fsdp_units(module)))), module]
+    sharded = [fully_shard(part, mesh=over, **given) for part in parts]
     for name, parameter in module.named_parameters(remove_duplicate=False):
         parameter.__dict__.update(carried[name])
+    return sharded
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]) -> nn.Module:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
@@ -21,7 +22,6 @@ from slapo.framework_dialect.optimizers import make_optimizer, make_scheduler, t
 from slapo.framework_dialect.precision import LossScale
 from slapo.framework_dialect.pytorch.data_parallel import (
     check_parallel_options,
-    drop_gathered,
     refuse_sharded,
     replicate,
     sequence_parallel_parameters,
@@ -45,6 +45,7 @@ class TorchEngineBase(Engine):
         self._loss_scale = LossScale() if scaled else None
         #: over which FSDP2 shares out parameters; None without it
         self.sharding = None
+        self._sharded: list[FSDPModule] = []
         if options.data_parallel == "fsdp" or options.half is not None:
             # Without shares, FSDP2 keeps the float32 copies of parameters all the same.
             everything = self.mesh.shape[1] if options.data_parallel == "fsdp" else 1
@@ -109,10 +110,14 @@ class TorchEngineBase(Engine):
             self.scheduler.step()
         self._has_stepped = False
 
+    def _shard(self, module: nn.Module, options: Mapping[str, Any]) -> None:
+        assert self.sharding is not None, "asked before"
+        self._sharded += shard_parameters(module, self.sharding, options, self.options.half)
+
     def _drop_gathered(self) -> None:
         """Whole parameters that FSDP2 keeps after a forward without backward are not of now."""
-        if self.sharding is not None:
-            drop_gathered(self.module)
+        for part in self._sharded:
+            part.reshard()
 
     def _reduce_gradients(self) -> None:
         """What is still partial after the backward."""
@@ -174,7 +179,7 @@ class TorchEngine(TorchEngineBase):
         self.runner: nn.Module = self.module
         self._compile(self.module)
         if self.sharding is not None:
-            shard_parameters(self.module, self.sharding, extra, options.half)
+            self._shard(self.module, extra)
         else:
             self.runner = replicate(self.module, self.mesh, extra)
         self._make_optimizer()

@@ -14,7 +14,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.gradients import reduce_gradients, sum_copies
-from slapo.framework_dialect.pytorch.data_parallel import shard_parameters
 from slapo.framework_dialect.pytorch.engine import TorchEngineBase
 from slapo.framework_dialect.pytorch.options import TorchOptions
 from slapo.framework_dialect.pytorch.placement import schedule_named
@@ -174,7 +173,7 @@ class TorchPipelineEngine(TorchEngineBase):
         if self.schedule.splits_backward:
             extra["reshard_after_forward"] = False
         # The runner, not the stage: there the pipeline looks for it, to put off the reduction.
-        shard_parameters(runner, self.sharding, extra, self.options.half)
+        self._shard(runner, extra)
         return runner
 
     def _rank_of(self, stage: int) -> int:
