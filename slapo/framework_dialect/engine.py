@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from slapo.framework_dialect.batches import Batch, BatchCheck, next_batch
 from slapo.framework_dialect.failures import failures_of
 from slapo.framework_dialect.losses import LossMean, LossTally, MeanLoss
 from slapo.framework_dialect.options import TrainingOptions
-from slapo.framework_dialect.precision import check_traces
+from slapo.framework_dialect.precision import BuffersNamed, check_traces
 from slapo.framework_dialect.replicas import share_over_mesh
 from slapo.framework_dialect.runtime import Lowering
 from slapo.graph.trace.contract import call_key
@@ -66,6 +66,9 @@ class Engine(ABC):
         #: parameters that stages share
         self.shared = share_over_mesh(lowering, self.mesh, options.sync_replicated, self._rank_of)
         self._failures = failures_of(options.mesh)
+        self._explained_dtypes: AbstractContextManager[None] = nullcontext()
+        if options.half is not None:
+            self._explained_dtypes = BuffersNamed(self.module, options.half)
         self._batch_check = BatchCheck(options.mesh) if options.check_batches else None
         self._loss_mean = LossMean(
             options.mesh, self.device, self.last_pp_rank, options.half or self._dtype()
@@ -120,6 +123,7 @@ class Engine(ABC):
             before has failed and left something that cannot be taken back.
         """
         with self._failures.named():
+            self._refuse_autocast("train_batch")
             self._check_ready("train_batch")
             if self._backwards:
                 raise SlapoError(
@@ -129,7 +133,7 @@ class Engine(ABC):
             batch = self._load("train_batch", data_iter, cut_evenly=True)
             self._set_training()
             self._tally, self._weight = LossTally(self.options.micro_batches), None
-            with self._all_or_nothing():
+            with self._all_or_nothing(), self._explained_dtypes:
                 loss = self._train(batch)
             self._refuse_nonfinite()
             self.step_count += 1
@@ -165,7 +169,8 @@ class Engine(ABC):
             If asked for: the model's output for each micro-batch, on the ranks that run the last
             stage; empty on the others.
         """
-        with self._failures.named():
+        with self._failures.named(), self._explained_dtypes:
+            self._refuse_autocast("eval_batch")
             batch = self._load("eval_batch", data_iter, cut_evenly=False)
             self._tally, self._outputs = LossTally(), [] if return_outputs else None
             try:
@@ -261,7 +266,14 @@ class Engine(ABC):
             return torch.zeros((), device=self.device)
         if self._outputs is not None:
             self._outputs.append(output)
-        return self._tally.add(self.options.loss_fn(output, targets), self._weight)
+        loss = self._tally.add(self.options.loss_fn(output, targets), self._weight)
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ValueError(
+                "loss_fn returned a loss without a gradient, by which nothing can train; compute "
+                "it from the model's output, without detach() or item(), and see that some "
+                "parameter needs a gradient"
+            )
+        return loss
 
     def _set_training(self) -> None:
         """A model that arrives in eval mode, as ``from_pretrained`` leaves it, is to train."""
@@ -274,7 +286,7 @@ class Engine(ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; not with pipeline stages."""
         self._refuse_pipeline("a call of the engine")
-        with self._failures.named():
+        with self._failures.named(), self._explained_dtypes:
             return self._call(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
@@ -322,6 +334,14 @@ class Engine(ABC):
             raise SlapoError(
                 f"{what} would run one of {self.lowering.n_stages} pipeline stages; use "
                 "train_batch or eval_batch"
+            )
+
+    def _refuse_autocast(self, what: str) -> None:
+        """Of stages, losses and recomputations not all would run under a context of the user's."""
+        if torch.is_autocast_enabled(self.device.type):
+            raise SlapoError(
+                f"{what} was called inside of torch.autocast; call it outside, and say at build "
+                "what the model computes in: autocast= (target 'torch') or dtype="
             )
 
     # --- failures ----------------------------------------------------------------------------
@@ -417,6 +437,9 @@ class Engine(ABC):
 
 
 def _samples(batch: Batch) -> int:
-    """What a batch weighs in an evaluation."""
-    lengths = batch.lengths()
-    return lengths.pop() if len(lengths) == 1 else 1
+    """What a batch weighs in an evaluation: its targets tell, where inputs are of several sizes."""
+    for part in (Batch((), {}, batch.targets), batch):
+        lengths = part.lengths()
+        if len(lengths) == 1:
+            return lengths.pop()
+    return 1

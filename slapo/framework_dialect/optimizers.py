@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import Parameter
 
 from slapo.agreement import all_ranks_or_none
@@ -17,17 +16,6 @@ OptimizerFn = Callable[[list[Any]], Any]
 
 #: First argument of a function that wants names too.
 NAMED = "named_parameters"
-
-
-def trainable(module: nn.Module) -> list[tuple[str, Parameter]]:
-    """Parameters that an optimizer gets, each once, with their names.
-
-    Examples
-    --------
-    >>> [name for name, _ in trainable(nn.Linear(2, 2))]
-    ['weight', 'bias']
-    """
-    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
 
 
 def make_optimizer(
@@ -57,7 +45,7 @@ def make_optimizer(
     ...     biases = [p for name, p in named_parameters if name.endswith("bias")]
     ...     others = [p for name, p in named_parameters if not name.endswith("bias")]
     ...     return torch.optim.AdamW([{"params": others}, {"params": biases, "weight_decay": 0.0}])
-    >>> named = trainable(nn.Linear(2, 2))
+    >>> named = list(torch.nn.Linear(2, 2).named_parameters())
     >>> len(make_optimizer(no_decay_for_biases, named, torch.device("cpu")).param_groups)
     2
     """
@@ -74,7 +62,23 @@ def _make(
             f"optimizer(parameters) returned a {type(optimizer).__name__}; it must return a "
             "torch.optim.Optimizer"
         )
+    needed = _needed_arguments(optimizer.step)
+    if needed:
+        raise TypeError(
+            f"{type(optimizer).__name__}.step() needs {needed}: it computes the loss several times "
+            "in a step, and an engine does so once; pass another optimizer"
+        )
     return optimizer
+
+
+def _needed_arguments(function: Callable[..., Any]) -> list[str]:
+    """Parameters that a call has to give."""
+    return [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
 
 
 def _wants_names(factory: OptimizerFn) -> bool:
@@ -129,12 +133,7 @@ def check_scheduler(scheduler: Any) -> None:
             f"lr_scheduler(optimizer) returned a {type(scheduler).__name__}; it must return a "
             "scheduler with step()"
         )
-    needed = [
-        parameter.name
-        for parameter in inspect.signature(scheduler.step).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
+    needed = _needed_arguments(scheduler.step)
     if needed:
         raise TypeError(
             f"{type(scheduler).__name__}.step() needs {needed}, and the engine steps schedulers "

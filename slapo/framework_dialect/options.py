@@ -6,6 +6,7 @@ import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +42,8 @@ class TrainingOptions:
         whatever each of them counts.
     optimizer
         ``optimizer(parameters)`` -> a torch optimizer; called with a list of parameters, or of
-        ``(name, parameter)`` if its first argument is called ``named_parameters``.
+        ``(name, parameter)`` if its first argument is called ``named_parameters``, with the names
+        that the model has for them.
     micro_batches
         Number of equal parts that a batch is cut in.
     clip_grad_norm
@@ -51,8 +53,8 @@ class TrainingOptions:
         ``lr_scheduler(optimizer)`` -> what is stepped after each batch.
     dtype
         What the model computes in: ``torch.bfloat16`` or ``torch.float16``; the optimizer keeps
-        parameters of float32. ``torch.float32``: the model is converted to it. None: as the
-        parameters are.
+        parameters of float32, and buffers keep their dtype. ``torch.float32``: the model is
+        converted to it. None: as the parameters are.
     nonfinite
         What to do about a gradient that is infinite or not a number: ``"step"`` (nothing is looked
         at), ``"skip"`` the optimizer's step and the scheduler's, or ``"error"``. With
@@ -125,8 +127,7 @@ class TrainingOptions:
                 "of a micro-batch, or (sum, count)"
             )
         for name in ("check_batches", "sync_replicated"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} is {getattr(self, name)!r}; pass True or False")
+            check_flag(name, getattr(self, name))
         if self.lr_scheduler is not None and not self._has_optimizer():
             raise ValueError("lr_scheduler needs an optimizer; pass optimizer= too")
 
@@ -153,6 +154,17 @@ _CALLABLES = {
     "optimizer": "pass a function of a list of parameters, such as torch.optim.AdamW",
     "lr_scheduler": "pass a function of an optimizer",
 }
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False.
+
+    Examples
+    --------
+    >>> check_flag("check_batches", True)
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; pass True or False")
 
 
 def check_names(target: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -190,6 +202,8 @@ def _described(value: Any) -> Any:
         return [_described(entry) for entry in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, FunctionType) and (value.__defaults__ or value.__kwdefaults__):
+        return value.__qualname__, _described(value.__defaults__), _described(value.__kwdefaults__)
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return getattr(value, "__qualname__", None) or (

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import AbstractContextManager
+from types import TracebackType
+
 import torch
 from torch import nn
 
@@ -72,6 +76,45 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
+class BuffersNamed(AbstractContextManager[None]):
+    """Says, where a model computes with two dtypes, which of its buffers have kept their own.
+
+    Parameters
+    ----------
+    module
+        What runs inside.
+    half
+        What its parameters are of.
+    """
+
+    def __init__(self, module: nn.Module, half: torch.dtype) -> None:
+        self._module, self._half = module, half
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Raise in place of such an error."""
+        if not isinstance(error, RuntimeError) or not _TWO_DTYPES.search(str(error)):
+            return
+        buffers = self._module.named_buffers()
+        kept = [n for n, b in buffers if b.is_floating_point() and b.dtype != self._half]
+        if kept:
+            raise SlapoError(
+                f"{error}. The model computes in {self._half}, to which parameters and inputs are "
+                f"converted, and buffers are not: {kept[:5]}. Convert those that it computes with "
+                "before the schedule is made, or where they are used: x + self.table.to(x.dtype)"
+            ) from error
+
+
+_TWO_DTYPES = re.compile(r"same (d)?type|scalar type|dtype", re.IGNORECASE)
+
+#: Of the loss of a model in float16, to begin with.
+INITIAL_SCALE = 2.0**16
+
+
 class LossScale:
     """A factor that keeps gradients of float16 from vanishing, lowered where they overflow.
 
@@ -94,7 +137,7 @@ class LossScale:
     (None, None, 4.0)
     """
 
-    def __init__(self, value: float = 2.0**16, interval: int = 2000) -> None:
+    def __init__(self, value: float = INITIAL_SCALE, interval: int = 2000) -> None:
         self.value, self.interval = value, interval
         self._steps = 0
 

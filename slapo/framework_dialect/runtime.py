@@ -58,6 +58,25 @@ class Lowering:
         stages = list(self.stages.values())
         return stages[0] if len(stages) == 1 else nn.ModuleList(stages)
 
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        """What an optimizer gets: this rank's parameters, each once, by their names in the model.
+
+        Copies of one that stages share have one name, so that a rule by name treats them alike.
+        """
+        if self.pipelined is None:
+            named = list(self.model.named_parameters())
+        else:
+            named = [
+                (self.pipelined.first_name(index, name), parameter)
+                for index, stage in self.stages.items()
+                for name, parameter in stage.named_parameters()
+            ]
+        once: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, parameter in named:
+            if parameter.requires_grad:
+                once.setdefault(id(parameter), (name, parameter))
+        return list(once.values())
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's tensors by their names in the model."""
         if self.pipelined is None:

@@ -108,6 +108,8 @@ class PipelinedModule(nn.Module):
         for index, stage in enumerate(stages):
             self.add_module(f"submod_{index}", stage)
         self.ties: tuple[StageTie, ...] = analyze_tie_weights(stages)
+        #: place of a parameter -> the first name that the model has for it
+        self._first_names = self._name_parameters()
         self.inputs = PipelineInputs(root, stages[0].received)
         self.register_state_dict_post_hook(_to_original_names)
         self.register_load_state_dict_pre_hook(_to_stage_names)
@@ -145,6 +147,21 @@ class PipelinedModule(nn.Module):
         for stage in self.stages:
             values = stage(*values)
         return values
+
+    def _name_parameters(self) -> dict[tuple[int, str], str]:
+        stages = self.stages
+        first: dict[int, str] = {}
+        names: dict[tuple[int, str], str] = {}
+        for original, (index, local) in self._places.items():
+            path, _, leaf = local.rpartition(".")
+            parameter = stages[index].get_submodule(path)._parameters.get(leaf)
+            if parameter is not None:
+                names[index, local] = first.setdefault(id(parameter), original)
+        return names
+
+    def first_name(self, index: int, local: str) -> str:
+        """What ``named_parameters()`` of the model calls a parameter of a stage."""
+        return self._first_names.get((index, local), local)
 
     def original_names(self, index: int) -> dict[str, tuple[str, ...]]:
         """Name of a tensor in a stage -> its names in the model."""

@@ -72,15 +72,16 @@ class Alone:
         """The loss of a whole batch, after which parameters are the next ones."""
         pairs = [(p, self._masters[id(p)]) for _, p in self._trained()]
         for _, master in pairs:
-            master.grad = torch.zeros_like(master)
+            master.grad = None
         total = 0.0
         for inputs, targets in cut(batch, self.parts):
             loss = self._loss(inputs, targets) / self.parts
             loss.backward()
             total += loss.item()
             for parameter, master in pairs:
-                if parameter.grad is not None and master.grad is not None:
-                    master.grad += parameter.grad
+                if parameter.grad is not None:
+                    before = torch.zeros_like(master) if master.grad is None else master.grad
+                    master.grad = before + parameter.grad
                 parameter.grad = None
         trained = [master for _, master in pairs]
         self.norms.append(nn.utils.clip_grad_norm_(trained, self.clip).item())

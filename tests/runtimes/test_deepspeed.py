@@ -65,12 +65,12 @@ def model_of(case: Case) -> torch.nn.Module:
 def train(case: Case) -> dict[str, Any]:
     model = model_of(case)
     reference = alone(
-        # Rounded first, as DeepSpeed does it.
-        copy.deepcopy(model).to(case.dtype),
+        copy.deepcopy(model),
         case.optimizer,
         MICRO_BATCHES * case.dp,
         clip=case.options.get("clip_grad_norm"),
         lr_scheduler=case.options.get("lr_scheduler"),
+        dtype=case.dtype,
     )
     mesh = slapo.init_mesh(case.pp, case.dp, case.tp)
     if mesh.get_local_rank("dp"):

@@ -17,8 +17,8 @@ from slapo.framework_dialect.deepspeed.config import Layout, Settings, load, mer
 from slapo.framework_dialect.deepspeed.package import check_installed
 from slapo.framework_dialect.deepspeed.wire import (
     StageLayer,
-    as_returned,
-    in_the_open,
+    expose_tensors,
+    original_output,
     pack,
     room_for,
     tensors_in,
@@ -282,7 +282,7 @@ def test_outputs_of_any_class_are_looked_into() -> None:
 
     output = Output(torch.ones(1), {"a": [torch.zeros(2)]})
     assert [t.numel() for t in tensors_in(output)] == [1, 2]
-    opened = in_the_open(output)
+    opened = expose_tensors(output)
     assert isinstance(opened, tuple)
-    assert as_returned(opened) is output
-    assert in_the_open((1, 2)) == (1, 2) == as_returned((1, 2))
+    assert original_output(opened) is output
+    assert expose_tensors((1, 2)) == (1, 2) == original_output((1, 2))

@@ -65,7 +65,7 @@ def call_backward_step(mesh: Any, zero: int, model: nn.Module) -> dict[str, Any]
 def opaque_bfloat16(mesh: Any) -> float:
     """Gradients of one micro-batch must not stay for the next."""
     model = OpaqueModel()
-    reference = alone(copy.deepcopy(model).bfloat16(), parts=4)
+    reference = alone(copy.deepcopy(model), parts=4, dtype=torch.bfloat16)
     engine, _ = build(mesh, model, dtype=torch.bfloat16)
     return compare(engine, reference, batches(2, 3))["losses"]
 

@@ -185,3 +185,35 @@ def test_zero_and_tensor_parallelism_by_config() -> None:
         assert max(found["bf16"]) < 5e-3, found
         assert "ZeRO stage 1" in found["clip"]
         assert "bf16" in found["clip"]
+
+
+def refused_or_equal(rank: int, world: int) -> dict[str, str]:
+    """Replicas from other seeds, other configurations, and options that go with a mesh."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    found = {
+        "nonfinite": refused(config=CONFIG, optimizer=SGD, nonfinite="error"),
+        "check_batches": refused(config=CONFIG, optimizer=SGD, check_batches=False),
+        "sync": refused(config=CONFIG, optimizer=SGD, sync_replicated="yes"),
+        "config": refused(config={**CONFIG, "gradient_clipping": 0.1 + rank}, optimizer=SGD),
+    }
+    torch.manual_seed(rank)
+    sch = slapo.create_schedule(Model())
+    engine, _ = slapo.build(
+        sch, target="deepspeed", config=copy.deepcopy(CONFIG), optimizer=SGD, sync_replicated=True
+    )
+    sums = [p.detach().float().sum().item() for p in engine.module.parameters()]
+    return {**found, "sums": str(sums)}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_options_are_read_or_refused() -> None:
+    ranks = run_distributed(refused_or_equal, 2)
+    for found in ranks:
+        for name in ("nonfinite", "check_batches"):
+            assert f"deepspeed: {name}= goes with mesh=; DeepSpeed's own engine" in found[name]
+        assert found["sync"] == "sync_replicated is 'yes'; pass True or False"
+        assert "build(target='deepspeed'): config differs between ranks" in found["config"]
+        assert found["sums"] == ranks[0]["sums"]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slapo
+from slapo.framework_dialect.deepspeed.package import quiet_warnings
 from slapo.framework_dialect.precision import half_of
 from tests.distributed import run_distributed
 from tests.runtimes import contract
@@ -206,6 +207,14 @@ def test_replicas_evaluate_any_numbers_of_samples(name: str, options: dict[str, 
         ({"check_batches": "no"}, "check_batches is 'no'; pass True or False"),
         ({"sync_replicated": "no"}, "sync_replicated is 'no'; pass True or False"),
         ({"compile": "yes"}, "compile is 'yes'; pass True or options"),
+        (
+            {"optimizer": torch.optim.LBFGS},
+            r"LBFGS.step\(\) needs \['closure'\]: it computes",
+        ),
+        (
+            {"data_parallel_options": {"static_graph": True}},
+            "has static_graph, with which DDP cannot add up gradients of micro_batches=4",
+        ),
         ({"lr_scheduler": lambda optimizer: None}, "returned a NoneType; it must return a sched"),
         (
             {"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
@@ -225,6 +234,63 @@ def test_replicas_evaluate_any_numbers_of_samples(name: str, options: dict[str, 
 def test_options_that_would_be_passed_over(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         make("torch", (1, 1, 1), **options)
+
+
+def test_a_loss_without_a_gradient() -> None:
+    engine, _ = make("torch", (1, 1, 1), loss_fn=lambda output, targets: output.detach().mean())
+    assert engine.eval_batch(data()).item() != 0
+    with pytest.raises(ValueError, match="loss_fn returned a loss without a gradient"):
+        engine.train_batch(data())
+
+
+def test_steps_inside_of_autocast() -> None:
+    """Around a call by hand it does what it does around a module."""
+    engine, _ = make("torch", (1, 1, 1))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert engine(next(data())[0]).dtype == torch.bfloat16
+        for step in (engine.train_batch, engine.eval_batch):
+            with pytest.raises(slapo.SlapoError, match="was called inside of torch"):
+                step(data())
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.linear(x) * scale
+
+
+def evaluate_scaled(rank: int, world: int) -> float:
+    """6 and 2 samples, and an input that has one row for all of them."""
+    mesh = slapo.init_mesh(dp=2, device="cpu")
+    torch.manual_seed(0)
+    model = Scaled()
+    x, y, scale = torch.randn(8, 3), torch.randn(8, 3), torch.randn(1, 3)
+    expected = nn.functional.mse_loss(model(x, scale), y).item()
+    sch = slapo.create_schedule(model, group=mesh["tp"])
+    engine, _ = slapo.build(sch, target="torch", mesh=mesh, loss_fn=nn.functional.mse_loss)
+    mine = slice(0, 6) if rank == 0 else slice(6, 8)
+    return abs(engine.eval_batch(iter([((x[mine], scale), y[mine])])).item() - expected)
+
+
+@pytest.mark.distributed
+def test_replicas_weigh_by_their_targets_where_inputs_are_of_several_sizes() -> None:
+    assert max(run_distributed(evaluate_scaled, 2)) < 1e-6
+
+
+def other_default(rank: int, world: int) -> str:
+    with pytest.raises(slapo.SlapoError) as caught:
+        make("torch", (1, 2, 1), optimizer=lambda p, lr=0.1 * (1 + rank): torch.optim.SGD(p, lr))
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_defaults_of_functions_are_compared() -> None:
+    for text in run_distributed(other_default, 2):
+        assert "optimizer differs between ranks" in text
+        assert "[0.1], None) on rank 0" in text
 
 
 def pipelined_options(rank: int, world: int) -> str:
@@ -340,6 +406,112 @@ def test_buffers_keep_their_dtype(target: str) -> None:
     assert run(buffers, 1, target) == [torch.float32]
 
 
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x + self.table)
+
+
+def compute_with_buffers(rank: int, world: int, setup: str | None, target: str) -> str:
+    prepare(setup)
+    mesh = slapo.init_mesh(device="cpu")
+    given = {"loss_fn": nn.functional.mse_loss, "optimizer": contract.sgd, "micro_batches": 2}
+    batch = torch.ones(4, 4), torch.ones(4, 4).bfloat16()
+    sch = slapo.create_schedule(Table(), group=mesh["tp"])
+    engine, _ = slapo.build(sch, target=target, mesh=mesh, dtype=torch.bfloat16, **given)
+    texts = []
+    for run_it in (engine.eval_batch, engine.train_batch):
+        with pytest.raises(slapo.SlapoError) as caught:
+            run_it(iter([batch]))
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+    sch = slapo.create_schedule(Table().bfloat16(), group=mesh["tp"])
+    engine, _ = slapo.build(sch, target=target, mesh=mesh, **given)
+    engine.train_batch(iter([batch]))
+    return texts[0]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_buffers_that_the_model_computes_with_are_named(target: str) -> None:
+    (text,) = run(compute_with_buffers, 1, target)
+    assert "The model computes in torch.bfloat16" in text
+    assert "buffers are not: ['table']. Convert those" in text
+
+
+def masters(
+    rank: int, world: int, setup: str | None, target: str, layout: Any, options: dict[str, Any]
+) -> float:
+    """Differences of the optimizer's parameters from the model's, which bfloat16 would round."""
+    prepare(setup)
+    if target == "megatron" and options.pop("distributed_optimizer", False):
+        from tests.runtimes.megatron_cases import megatron_adam
+
+        options = {"optimizer": megatron_adam(), "distributed_optimizer": True}
+    torch.manual_seed(0)
+    exact = dict(contract.Model().named_parameters())
+    engine, _ = make(target, layout, dtype=torch.bfloat16, **options)
+    apart = 0.0
+    for name, parameter in engine.lowering.trainable():
+        wanted = exact[name].detach()
+        if target == "deepspeed":
+            from deepspeed.utils import safe_get_full_fp32_param
+
+            with quiet_warnings():
+                found = safe_get_full_fp32_param(parameter)
+        else:
+            found, flat = parameter.main_param, wanted.flatten()
+            if found is None:  # another replica has it
+                continue
+            if getattr(parameter, "main_param_sharded", False):  # some piece of it
+                starts = range(len(flat) - found.numel() + 1)
+                apart += not any(torch.equal(flat[s : s + found.numel()], found) for s in starts)
+                continue
+        apart = max(apart, (found - wanted).abs().max().item())
+    return apart
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layout", "options"),
+    [
+        ("deepspeed", (2, 1, 1), {}),
+        ("deepspeed", (1, 2, 1), {"zero": 1}),
+        ("deepspeed", (1, 2, 1), {"zero": 3}),
+        ("megatron", (2, 1, 1), {}),
+        ("megatron", (1, 2, 1), {"distributed_optimizer": True}),
+    ],
+    ids=str,
+)
+def test_optimizers_start_from_values_that_are_not_rounded(
+    name: str, layout: Any, options: dict[str, Any]
+) -> None:
+    pytest.importorskip(RUNTIMES[name][1])
+    assert max(run(masters, 2, name, layout, options)) == 0.0
+
+
+def step_in_float16(rank: int, world: int, setup: str | None, target: str) -> bool:
+    prepare(setup)
+    engine, _ = make(target, (1, 1, 1), dtype=torch.float16)
+    before = copy.deepcopy(engine.state_dict())
+    engine.train_batch(data())
+    return any(not torch.equal(before[n], t) for n, t in engine.state_dict().items())
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["torch", "megatron"])
+def test_the_first_step_in_float16_is_one(name: str) -> None:
+    """Megatron-Core's own scale to begin with takes 17 steps to come down."""
+    pytest.importorskip(RUNTIMES[name][1])
+    assert run(step_in_float16, 1, name) == [True]
+
+
 # --- state ---------------------------------------------------------------------------------------
 class Counts(nn.Module):
     """Has state that is no tensor."""
@@ -400,3 +572,43 @@ def config_with_optimizer(rank: int, world: int) -> list[float]:
 def test_a_scheduler_of_an_optimizer_that_the_config_describes() -> None:
     pytest.importorskip("deepspeed")
     assert run_distributed(config_with_optimizer, 1) == [[0.05]]
+
+
+def optimizer_state(rank: int, world: int, setup: str | None, target: str, options: Any) -> float:
+    """Two steps, the state in and out of another engine, and a third step on both."""
+    prepare(setup)
+    engines = [make(target, (1, 1, 1), optimizer=two_groups, **options)[0] for _ in range(2)]
+    batches = list(data(3))
+    engines[0].train_batch(iter(batches[:1]))
+    engines[0].train_batch(iter(batches[1:2]))
+    saved = copy.deepcopy(engines[0].optimizer.state_dict())
+    engines[1].load_state_dict(copy.deepcopy(engines[0].state_dict()))
+    engines[1].optimizer.load_state_dict(saved)
+    states = []
+    for engine in engines:
+        engine.train_batch(iter(batches[2:]))
+        states.append(engine.state_dict())
+    return max((states[0][n] - t).abs().max().item() for n, t in states[1].items())
+
+
+def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [{"params": parameters[:3], "lr": 0.1}, {"params": parameters[3:], "lr": 0.01}]
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("torch", {}),
+        ("torch", {"dtype": torch.bfloat16}),
+        ("deepspeed", {}),
+        ("megatron", {}),
+        ("megatron", {"dtype": torch.bfloat16}),
+    ],
+    ids=str,
+)
+def test_the_state_of_an_optimizer_out_and_in(name: str, options: dict[str, Any]) -> None:
+    pytest.importorskip(RUNTIMES[name][1])
+    assert run(optimizer_state, 1, name, options) == [0.0]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slapo.agreement import all_ranks_or_none, gathered
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.deepspeed.config import Settings
@@ -16,7 +17,6 @@ from slapo.framework_dialect.deepspeed.initialize import check_parameters, whole
 from slapo.framework_dialect.deepspeed.package import quiet_warnings
 from slapo.framework_dialect.engine import Engine
 from slapo.framework_dialect.gradients import scale_gradients
-from slapo.framework_dialect.optimizers import trainable
 from slapo.framework_dialect.options import TrainingOptions
 from slapo.framework_dialect.runtime import Lowering
 
@@ -40,6 +40,9 @@ class DeepSpeedEngine(Engine):
     #: DeepSpeed's own, once it is there
     engine: Any = None
 
+    #: names of parameters that have got gradients, in a step that compares them; else None
+    _with_gradient: set[str] | None = None
+
     def __init__(self, lowering: Lowering, options: TrainingOptions, settings: Settings) -> None:
         self.settings = settings
         super().__init__(lowering, options)
@@ -58,7 +61,7 @@ class DeepSpeedEngine(Engine):
         super()._check_model()
         zero = self.settings.zero
         check_parameters(self.module, zero)
-        if zero and self.settings.has_optimizer and not trainable(self.module):
+        if zero and self.settings.has_optimizer and not self.lowering.trainable():
             raise SlapoError(
                 f"deepspeed: no parameter on this rank needs a gradient, and ZeRO stage {zero} "
                 "wants at least one on every rank; pass zero=0, or cut the stages so that each "
@@ -76,6 +79,37 @@ class DeepSpeedEngine(Engine):
                 "train_batch_size and train_micro_batch_size_per_gpu out of the config, and "
                 "batches may have any size"
             )
+
+    @contextmanager
+    def _noting_gradients(self) -> Iterator[None]:
+        """Note which parameters get gradients, where replicas must agree, in steps that compare.
+
+        ZeRO 1 and 2 put the gradients that there are in one buffer, and add up buffers: replicas
+        that use different parameters, as of experts, would add one's gradient to another's.
+        """
+        adds_buffers = hasattr(self.engine.optimizer, "ipg_buckets")
+        if not (
+            adds_buffers and self.mesh.shape[1] > 1 and self.options.is_checked(self.step_count)
+        ):
+            yield
+            return
+        noted = self._with_gradient = set[str]()
+        handles = [
+            parameter.register_hook(lambda _, name=name: noted.add(name))
+            for name, parameter in self.lowering.trainable()
+        ]
+        try:
+            yield
+        finally:
+            self._with_gradient = None
+            for handle in handles:
+                handle.remove()
+
+    def _check_gradients(self) -> None:
+        if self._with_gradient is not None:
+            noted = gathered(self._with_gradient, self.mesh.get_group("dp"))
+            odd = sorted(set.union(*noted) - set.intersection(*noted))
+            all_ranks_or_none("train_batch", lambda: _refuse_unlike(odd, self.settings.zero))
 
     @contextmanager
     def _scaled(self, scale: Tensor | None) -> Iterator[None]:
@@ -103,6 +137,7 @@ class DeepSpeedEngine(Engine):
     @contextmanager
     def _stepping(self, scale: Tensor | None) -> Iterator[None]:
         """A step of DeepSpeed's optimizer, without effect where gradients say so."""
+        self._check_gradients()
         optimizer = self.engine.optimizer
         with self._scaled(scale), self._left_out() if self._is_to_look() else nullcontext():
             yield
@@ -141,6 +176,15 @@ class DeepSpeedEngine(Engine):
             refresh()
 
 
+def _refuse_unlike(odd: list[str], zero: int) -> None:
+    if odd:
+        raise SlapoError(
+            f"deepspeed: replicas use different parameters: {odd[:4]} got gradients on some of "
+            f"them only, and ZeRO stage {zero} would add these to other parameters' gradients; "
+            "pass zero=0, or target='torch'"
+        )
+
+
 class ZeroEngine(DeepSpeedEngine):
     """``DeepSpeedEngine`` without pipeline: ZeRO 0 to 3."""
 
@@ -173,6 +217,10 @@ class ZeroEngine(DeepSpeedEngine):
         rank = 0 if writes else None
         with quiet_warnings(), deepspeed.zero.GatheredParameters(parameters, modifier_rank=rank):
             yield
+
+    def _train(self, batch: Batch) -> Tensor:
+        with self._noting_gradients():
+            return super()._train(batch)
 
     def _forward_backward(self, batch: Batch) -> None:
         parts = batch.cut(self.options.micro_batches)
@@ -249,7 +297,7 @@ class PipeEngine(DeepSpeedEngine):
         return loss * self.settings.micro_batches if torch.is_grad_enabled() else loss
 
     def _train(self, batch: Batch) -> Tensor:
-        with quiet_warnings():
+        with quiet_warnings(), self._noting_gradients():
             self.engine.train_batch(self._data(batch, self.settings.micro_batches))
         self._take_norm()
         return self._mean.loss()

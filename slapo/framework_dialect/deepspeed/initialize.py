@@ -14,7 +14,7 @@ from slapo.framework_dialect.deepspeed.config import Config
 from slapo.framework_dialect.deepspeed.package import quiet
 from slapo.framework_dialect.deepspeed.wire import tensors_in
 from slapo.framework_dialect.gradients import clip_factor, global_norm, scale_gradients
-from slapo.framework_dialect.optimizers import check_scheduler, trainable
+from slapo.framework_dialect.optimizers import check_scheduler
 
 
 def check_parameters(module: nn.Module, zero: int) -> None:
@@ -74,7 +74,7 @@ def initialize(
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
-            model_parameters=[p for _, p in trainable(model)],
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
             lr_scheduler=lr_scheduler,
             mpu=mpu,
             config=config,

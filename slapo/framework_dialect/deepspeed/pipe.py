@@ -15,7 +15,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
 from slapo.framework_dialect.deepspeed.package import quiet
-from slapo.framework_dialect.deepspeed.wire import StageLayer, as_returned, room_for
+from slapo.framework_dialect.deepspeed.wire import StageLayer, original_output, room_for
 from slapo.framework_dialect.runtime import Lowering
 from slapo.framework_dialect.ties import SharedParameter
 from slapo.mesh import set_timeout, timeout_of_job
@@ -58,7 +58,7 @@ class StagePipeline(PipelineModule):
             super().__init__(
                 layers,
                 topology=topology,
-                loss_fn=lambda output, labels: loss_fn(as_returned(output), labels),
+                loss_fn=lambda output, labels: loss_fn(original_output(output), labels),
                 partition_method="uniform",
             )
         self.layer, self.keeps_modes = layer, keeps_modes

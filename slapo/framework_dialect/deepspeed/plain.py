@@ -16,7 +16,8 @@ from slapo.framework_dialect.deepspeed.groups import mark_sharded
 from slapo.framework_dialect.deepspeed.initialize import initialize
 from slapo.framework_dialect.deepspeed.package import import_deepspeed, quiet
 from slapo.framework_dialect.gradients import is_tensor_parallel
-from slapo.framework_dialect.optimizers import make_optimizer, trainable
+from slapo.framework_dialect.optimizers import make_optimizer
+from slapo.framework_dialect.options import check_flag
 from slapo.framework_dialect.replicas import share_values
 from slapo.framework_dialect.runtime import Lowering
 from slapo.framework_dialect.ties import shared_parameters
@@ -39,6 +40,8 @@ class PlainOptions:
         Number of this rank's pipeline stage.
     loss_fn, optimizer, lr_scheduler
         As ``deepspeed.initialize`` and ``PipelineModule`` take them.
+    sync_replicated
+        Whether replicas take the first one's values.
     """
 
     topology: Any
@@ -48,6 +51,11 @@ class PlainOptions:
     loss_fn: Any
     optimizer: Any
     lr_scheduler: Any
+    sync_replicated: bool = False
+
+    def described(self) -> dict[str, Any]:
+        """What must be alike on all ranks."""
+        return {"config": self.config, "sync_replicated": self.sync_replicated}
 
     @classmethod
     def check(cls, sch: Any, config: configs.Config, given: Mapping[str, Any]) -> PlainOptions:
@@ -87,7 +95,8 @@ class PlainOptions:
         configs.use_torch_adam(config, layout.device)
         place = topology.get_coord(dist.get_rank()) if topology is not None else None
         others = (loss_fn, given.get("optimizer"), given.get("lr_scheduler"))
-        return cls(topology, config, layout, getattr(place, "pipe", 0), *others)
+        sync = given.get("sync_replicated") or False
+        return cls(topology, config, layout, getattr(place, "pipe", 0), *others, sync)
 
 
 def lower_plain(lowering: Lowering, options: PlainOptions) -> tuple[Any, Any]:
@@ -115,10 +124,11 @@ def lower_plain(lowering: Lowering, options: PlainOptions) -> tuple[Any, Any]:
         model, mpu = lowering.model, _grid(options)
         grid = mpu
     tp, dp = grid.get_slice_parallel_group(), grid.get_data_parallel_group()
-    share_values(lowering.module, {"tp": tp, "dp": dp}, shared, lowering.created)
+    groups, sync = {"tp": tp, "dp": dp}, options.sync_replicated
+    share_values(lowering.module, groups, shared, lowering.created, sync)
     optimizer = options.optimizer
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = make_optimizer(optimizer, trainable(model), device_of_world())
+        optimizer = make_optimizer(optimizer, lowering.trainable(), device_of_world())
     engine = initialize(
         deepspeed,
         model,
@@ -177,6 +187,13 @@ def _check_arguments(config: configs.Config, given: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"deepspeed: {name}= goes with mesh=; without one, write {entry} in the config"
             )
+    for name in ("nonfinite", "check_batches"):
+        if given.get(name) is not None:
+            raise ValueError(
+                f"deepspeed: {name}= goes with mesh=; DeepSpeed's own engine has no such thing, "
+                "leave it out"
+            )
+    check_flag("sync_replicated", given.get("sync_replicated") or False)
 
 
 def _layout(sch: Any, topology: Any) -> configs.Layout:

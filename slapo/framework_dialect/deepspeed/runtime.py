@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from slapo.framework_dialect.deepspeed import config as configs
 from slapo.framework_dialect.deepspeed.engine import PipeEngine, ZeroEngine
@@ -15,7 +15,7 @@ from slapo.framework_dialect.deepspeed.groups import MeshUnit, mark_sharded, top
 from slapo.framework_dialect.deepspeed.initialize import initialize
 from slapo.framework_dialect.deepspeed.package import check_installed, import_deepspeed
 from slapo.framework_dialect.deepspeed.plain import PlainOptions, lower_plain
-from slapo.framework_dialect.optimizers import make_optimizer, trainable
+from slapo.framework_dialect.optimizers import make_optimizer
 from slapo.framework_dialect.options import TrainingOptions, check_names
 from slapo.framework_dialect.runtime import Lowering, Runtime, check_groups, check_stage_count
 from slapo.mesh import current_device
@@ -88,7 +88,7 @@ class DeepSpeedRuntime(Runtime):
 
     def described(self) -> dict[str, Any]:
         """The options, which must be alike on all ranks."""
-        return {} if self.plain is not None else self.options.described()
+        return self.options.described() if self.plain is None else self.plain.described()
 
     def stages_of_this_rank(self, n_stages: int) -> tuple[int, ...]:
         """The one stage of this rank's place in the pipeline."""
@@ -107,7 +107,7 @@ class DeepSpeedRuntime(Runtime):
         engine: Any
         if lowering.n_stages == 1:
             engine = ZeroEngine(lowering, self.options, self.settings)
-            engine.drive(self._initialize(deepspeed, lowering.model, MeshUnit(mesh)))
+            engine.drive(self._initialize(deepspeed, lowering, lowering.model, MeshUnit(mesh)))
             return engine, engine.optimizer
         # Imports DeepSpeed's pipeline.
         from slapo.framework_dialect.deepspeed.pipe import StagePipeline, StagePipelineEngine
@@ -116,16 +116,20 @@ class DeepSpeedRuntime(Runtime):
         pipeline = StagePipeline(
             lowering, topology_of(mesh), engine.loss_of_labels, engine.shared, keeps_modes=True
         )
-        engine.drive(StagePipelineEngine.adopt(self._initialize(deepspeed, pipeline, None)))
+        made = self._initialize(deepspeed, lowering, pipeline, None)
+        engine.drive(StagePipelineEngine.adopt(made))
         return engine, engine.optimizer
 
-    def _initialize(self, deepspeed: Any, model: nn.Module, mpu: Any) -> Any:
+    def _initialize(self, deepspeed: Any, lowering: Lowering, model: nn.Module, mpu: Any) -> Any:
         mark_sharded(model)
         optimizer = None
         if self.options.optimizer is not None:
             device = current_device(self.options.mesh)
-            optimizer = make_optimizer(self.options.optimizer, trainable(model), device)
-        return initialize(
+            optimizer = make_optimizer(self.options.optimizer, lowering.trainable(), device)
+        exact: dict[nn.Parameter, Tensor] = {}
+        if self.options.half is not None and optimizer is not None:
+            exact = {p: p.detach().float() for p in model.parameters() if p.requires_grad}
+        engine = initialize(
             deepspeed,
             model,
             self.settings.config,
@@ -134,3 +138,13 @@ class DeepSpeedRuntime(Runtime):
             mpu=mpu,
             dp_group=self.options.mesh.get_group("dp"),
         )
+        _set_masters(exact)
+        return engine
+
+
+def _set_masters(values: Mapping[nn.Parameter, Tensor]) -> None:
+    """DeepSpeed makes the optimizer's float32 parameters of those that it has rounded before."""
+    from deepspeed.utils import safe_set_full_fp32_param  # optional package
+
+    for parameter, value in values.items():
+        safe_set_full_fp32_param(parameter, value)

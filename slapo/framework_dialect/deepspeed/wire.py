@@ -69,7 +69,7 @@ class StageLayer(nn.Module):
             assert self.arriving is not None, "told before the tensors came"
             tensors = tuple(map(unpack, self.arriving, tensors))
         output = self.stage(*tensors)
-        return in_the_open(output) if self.is_last else self._pack(output)
+        return expose_tensors(output) if self.is_last else self._pack(output)
 
     def _pack(self, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         sent = describe_tensors(self.stage.sent, output)
@@ -89,13 +89,13 @@ class StageLayer(nn.Module):
         return tuple(map(pack, sent, output))
 
 
-class Wrapped(tuple[Any, ...]):
+class OutputWithTensors(tuple[Any, ...]):
     """An output that DeepSpeed does not look into, and the tensors in it."""
 
     __slots__ = ()
 
 
-def in_the_open(output: Any) -> Any:
+def expose_tensors(output: Any) -> Any:
     """An output whose tensors DeepSpeed finds: it prepares a backward by hooks on them.
 
     Examples
@@ -104,25 +104,25 @@ def in_the_open(output: Any) -> Any:
     >>> @dataclass
     ... class Output:
     ...     logits: Tensor
-    >>> in_the_open(Output(torch.ones(1)))[1]
+    >>> expose_tensors(Output(torch.ones(1)))[1]
     [tensor([1.])]
-    >>> in_the_open([1])
+    >>> expose_tensors([1])
     [1]
     """
     if isinstance(output, (Tensor, tuple, list, dict)):
         return output
-    return Wrapped((output, tensors_in(output)))
+    return OutputWithTensors((output, tensors_in(output)))
 
 
-def as_returned(output: Any) -> Any:
-    """Undo :func:`in_the_open`.
+def original_output(output: Any) -> Any:
+    """Undo :func:`expose_tensors`.
 
     Examples
     --------
-    >>> as_returned(in_the_open(3))
+    >>> original_output(expose_tensors(3))
     3
     """
-    return output[0] if isinstance(output, Wrapped) else output
+    return output[0] if isinstance(output, OutputWithTensors) else output
 
 
 def tensors_in(value: Any) -> list[Tensor]:

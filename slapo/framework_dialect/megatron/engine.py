@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from slapo.agreement import all_ranks_or_none
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.engine import Engine
 from slapo.framework_dialect.megatron.groups import mark_sharded, mark_shared
-from slapo.framework_dialect.megatron.optimizers import make_optimizer, torch_optimizer
+from slapo.framework_dialect.megatron.optimizers import make_optimizer, set_masters, torch_optimizer
 from slapo.framework_dialect.megatron.options import MegatronOptions
 from slapo.framework_dialect.megatron.package import megatron_core, quiet
 from slapo.framework_dialect.megatron.stages import ModelChunk
 from slapo.framework_dialect.megatron.wire import WIRE_DTYPE, Manifest, anchored
-from slapo.framework_dialect.optimizers import make_scheduler, trainable
+from slapo.framework_dialect.optimizers import make_scheduler
 from slapo.framework_dialect.precision import cast_parameters
 from slapo.framework_dialect.runtime import Lowering
 from slapo.pipeline.boundaries import Boundary, ShapeProbe, describe_tensors, infer_boundaries
@@ -44,7 +44,9 @@ class MegatronEngine(Engine):
 
     def __init__(self, lowering: Lowering, options: MegatronOptions) -> None:
         super().__init__(lowering, options)
+        exact: dict[nn.Parameter, Tensor] = {}
         if options.half is not None:
+            exact = {p: p.detach() for p in self.module.parameters()}
             cast_parameters(self.module, options.half)
         self._probes = {i: ShapeProbe(s, self.device) for i, s in lowering.stages.items()}
         self._boundaries: dict[Boundary, tuple[Boundary, ...]] = {}
@@ -58,6 +60,7 @@ class MegatronEngine(Engine):
         self._quietly = quiet if options.distributed_optimizer else nullcontext
         if options.optimizer is not None:
             self._make_optimizer()
+            set_masters(self.optimizer, exact)
 
     # --- set-up ------------------------------------------------------------------------------
     def _check_model(self) -> None:
@@ -110,7 +113,7 @@ class MegatronEngine(Engine):
 
     def _make_optimizer(self) -> None:
         with quiet():
-            named = trainable(self.module)
+            named = self.lowering.trainable()
             self.optimizer = make_optimizer(self.options, self.model, named, self.device)
         if self.options.half is torch.float16:
             self.config.grad_scale_func = self.optimizer.scale_loss

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slapo.errors import SlapoError
 from slapo.framework_dialect.megatron.options import MegatronOptions
 from slapo.framework_dialect.megatron.package import megatron_core
 from slapo.framework_dialect.optimizers import make_optimizer as make_torch_optimizer
+from slapo.framework_dialect.precision import INITIAL_SCALE
 
 _HALF_FIELDS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -144,6 +145,9 @@ def _drive(inner: torch.optim.Optimizer, options: MegatronOptions) -> Any:
     config = core.optimizer.OptimizerConfig(
         clip_grad=options.clip_grad_norm or 0.0,
         params_dtype=half or torch.float32,
+        # As on the other targets: with the defaults the first 17 steps are left out.
+        initial_loss_scale=INITIAL_SCALE,
+        hysteresis=1,
         **{name: half is dtype for name, dtype in _HALF_FIELDS.items()},
     )
     if half is None:
@@ -153,7 +157,32 @@ def _drive(inner: torch.optim.Optimizer, options: MegatronOptions) -> Any:
         optimizer = make(inner, config, _scaler(config), _leave)
     optimizer.grad_stats_parallel_group = core.parallel_state.get_model_parallel_group()
     optimizer.tp_group = core.parallel_state.get_tensor_model_parallel_group()
+    # When a state is loaded it looks for groups of its own making, by entries that torch's lack.
+    optimizer._filter_and_reorder_param_groups = lambda present, loaded: loaded
     return optimizer
+
+
+@torch.no_grad()
+def set_masters(optimizer: Any, values: Mapping[nn.Parameter, Tensor]) -> None:
+    """Put values in the float32 copies of parameters.
+
+    Parameters
+    ----------
+    optimizer
+        Megatron-Core's.
+    values
+        Parameter of the model -> its value.
+    """
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    for parameter, value in values.items():
+        master = getattr(parameter, "main_param", None)
+        if master is None:
+            continue
+        if getattr(parameter, "main_param_sharded", False):
+            (part,) = [p for p in parts if parameter in p.model_param_gbuf_map]
+            place = part._get_model_param_range_map(parameter)["param"]
+            value = value.flatten()[place.start : place.end]
+        master.copy_(value.view(master.shape))
 
 
 def _leave(*_: Any) -> None:

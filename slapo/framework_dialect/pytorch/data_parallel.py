@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -159,9 +160,38 @@ def shard_parameters(
     carried = {n: tags_of(p) for n, p in module.named_parameters(remove_duplicate=False)}
     parts = [*_untied(module, list(dict.fromkeys(fsdp_units(module)))), module]
     sharded = [fully_shard(part, mesh=over, **given) for part in parts]
+    _include_unused(sharded)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         parameter.__dict__.update(carried[name])
     return sharded
+
+
+def _include_unused(sharded: Sequence[FSDPModule]) -> None:
+    """Have parameters without a gradient take part in reductions, by one of zero.
+
+    Replicas may use different parameters, as of experts, and one's gradients would be added to
+    another's.
+    """
+    include = getattr(sharded[-1], "set_reduce_scatter_unused_params", None)
+    if include is None:  # older releases of torch
+        return
+    include(True)
+    for part in sharded:
+        groups: list[Any] = part._get_fsdp_state()._fsdp_param_groups
+        for group in groups:
+            group.post_backward = functools.partial(_post_backward, group, group.post_backward)
+
+
+def _post_backward(group: Any, reduce: Callable[..., None], *args: Any) -> None:
+    """Sums of micro-batches are of float32 in half precision; so are those of one, or of none."""
+    params = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    if group.reduce_grads and any(p.unsharded_accumulated_grad is not None for p in params):
+        for param in params:
+            whole = param._unsharded_param
+            if whole.requires_grad and param.unsharded_accumulated_grad is None:
+                grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
+                param.unsharded_accumulated_grad, whole.grad = grad.to(param.reduce_dtype), None
+    reduce(*args)
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]) -> nn.Module:

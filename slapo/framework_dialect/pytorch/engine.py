@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
@@ -18,7 +20,7 @@ from slapo.framework_dialect.gradients import (
     reduce_gradients,
     scale_gradients,
 )
-from slapo.framework_dialect.optimizers import make_optimizer, make_scheduler, trainable
+from slapo.framework_dialect.optimizers import make_optimizer, make_scheduler
 from slapo.framework_dialect.precision import LossScale
 from slapo.framework_dialect.pytorch.data_parallel import (
     check_parallel_options,
@@ -73,7 +75,7 @@ class TorchEngineBase(Engine):
         self._partial_sums = sequence_parallel_parameters(self.module) if self.is_sharded else []
         self._parameters = list(self.module.parameters())
         if self.options.optimizer is not None:
-            named = trainable(self.module)
+            named = self.lowering.trainable()
             self.optimizer = make_optimizer(self.options.optimizer, named, self.device)
             stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
             #: whose gradients the optimizer's zero_grad() would leave
@@ -164,7 +166,7 @@ class TorchEngineBase(Engine):
 
 
 _UNUSED = (
-    "DDP misses gradients of parameters that the model did not use; build with "
+    "DDP misses gradients of parameters that the last micro-batch did not use; build with "
     'data_parallel_options={"find_unused_parameters": True}, or freeze them'
 )
 
@@ -175,6 +177,11 @@ class TorchEngine(TorchEngineBase):
     def __init__(self, lowering: Lowering, options: TorchOptions) -> None:
         super().__init__(lowering, options)
         extra = dict(options.data_parallel_options or {})
+        if extra.get("static_graph") and options.micro_batches > 1:
+            raise TypeError(
+                f"data_parallel_options has static_graph, with which DDP cannot add up gradients "
+                f"of micro_batches={options.micro_batches}; leave it out, or pass micro_batches=1"
+            )
         #: what is called: the model, under DDP where there are replicas
         self.runner: nn.Module = self.module
         self._compile(self.module)
@@ -186,7 +193,9 @@ class TorchEngine(TorchEngineBase):
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         batch = Batch(args, kwargs, None).cast(self.options.half)
-        with autocasting(self.device, self.options.autocast):
+        chosen = self.options.autocast
+        # Without one, a context that the caller has entered holds.
+        with nullcontext() if chosen is None else autocasting(self.device, chosen):
             return self._explained(lambda: self.runner(*batch.args, **batch.kwargs))
 
     def _backward(self, loss: Tensor) -> None:
@@ -201,14 +210,14 @@ class TorchEngine(TorchEngineBase):
         except RuntimeError as error:
             if "finished reduction in the prior iteration" not in str(error):
                 raise
-            raise SlapoError(_UNUSED) from None
+            missed = [name for name, p in self.lowering.trainable() if p.grad is None]
+            named = f"{missed[:3]} got no gradient. " if missed else ""
+            raise SlapoError(named + _UNUSED) from None
 
     def _reduce_gradients(self) -> None:
-        options = self.options.data_parallel_options or {}
-        if self.runner is not self.module and self.step_count == 0:
-            missed = [n for n, p in trainable(self.module) if p.grad is None]
-            if missed and not options.get("find_unused_parameters"):
-                raise SlapoError(f"{missed[:3]} got no gradient. {_UNUSED}")
+        if isinstance(self.runner, DistributedDataParallel):
+            # By its name private, but documented for this: to be called after a backward.
+            self._explained(self.runner._check_reducer_finalized)
         super()._reduce_gradients()
 
     def _forward_backward(self, batch: Batch) -> None:

@@ -95,6 +95,48 @@ def _owned(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor._is_view() else tensor
 
 
+class TrainingStage(pipelining.PipelineStage):
+    """A stage that is trained, below stages that are not as well.
+
+    A split backward finds the parameters of a stage on the way from its outputs to what it has
+    received. Where nothing that was received needs a gradient there is no way, and torch would pass
+    all parameters over: the whole backward is then run at the time of its second half.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._put_off: dict[int, dict[str, Any]] = {}
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """The backward of a micro-batch, or its first half."""
+        splits = not (full_backward or self.is_first)
+        received = self.fwd_cache[bwd_chunk_id][1] if splits else ()
+        if not splits or any(isinstance(t, Tensor) and t.requires_grad for t in received):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            return
+        output, received = self.fwd_cache.pop(bwd_chunk_id)
+        self._put_off[bwd_chunk_id] = {
+            "stage_output": loss if self.is_last else output,
+            "output_grads": None if self.is_last else self._retrieve_recv_grads(bwd_chunk_id),
+            "input_values": received,
+        }
+        self.bwd_cache[bwd_chunk_id] = (None,) * len(received)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The second half."""
+        if bwd_chunk_id not in self._put_off:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            return
+        whole = self._put_off.pop(bwd_chunk_id)
+        self.backward_maybe_with_nosync("full", whole, last_backward=last_backward)
+
+
 class EvaluationStage(pipelining.PipelineStage):
     """A stage of a run without backward.
 
@@ -293,7 +335,7 @@ class TorchPipelineEngine(TorchEngineBase):
             if last
             else tuple(meta.empty(self.device) for meta in boundaries[index + 1])
         )
-        cls = pipelining.PipelineStage if train else EvaluationStage
+        cls = TrainingStage if train else EvaluationStage
         return cls(
             self.runners[index],
             index,
