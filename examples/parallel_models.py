@@ -69,7 +69,8 @@ class Layer:
     rows
         Layers whose input is split; their outputs are summed.
     inputs
-        Modules that take a whole input into the split region: their input's gradient is summed.
+        Modules that take whole inputs into the split region, whose gradients are summed; with the
+        names of these inputs where there are others too.
     shared_out
         ``(module, attribute)``: numbers of heads, divided by the ranks.
     forked
@@ -79,7 +80,7 @@ class Layer:
 
     columns: tuple[Split, ...]
     rows: tuple[Split, ...]
-    inputs: tuple[str, ...]
+    inputs: tuple[str | tuple[str, ...], ...]
     shared_out: tuple[tuple[str, str], ...] = ()
     forked: tuple[str, ...] = ()
 
@@ -253,7 +254,8 @@ FAMILIES = {
             "encoder.block": Layer(
                 columns=(*_T5_SELF[0], _T5_ENCODER_MLP[0]),
                 rows=(_T5_SELF[1], _T5_ENCODER_MLP[1]),
-                inputs=(_T5_SELF[2][0], _T5_ENCODER_MLP[2]),
+                # Attention takes a position bias as well, of which each rank has its heads'.
+                inputs=((_T5_SELF[2][0], "hidden_states"), _T5_ENCODER_MLP[2]),
                 shared_out=(_T5_SELF[2],),
                 forked=(_T5_SELF[2][0], _T5_ENCODER_MLP[2]),
             ),
@@ -262,10 +264,8 @@ FAMILIES = {
                 rows=(_T5_SELF[1], _T5_CROSS[1], _T5_DECODER_MLP[1]),
                 # Cross attention has two whole inputs: the decoder's, and the encoder's states.
                 inputs=(
-                    _T5_SELF[2][0],
-                    _T5_CROSS[2][0],
-                    _T5_CROSS[0][1].path,
-                    _T5_CROSS[0][2].path,
+                    (_T5_SELF[2][0], "hidden_states"),
+                    (_T5_CROSS[2][0], "hidden_states", "key_value_states"),
                     _T5_DECODER_MLP[2],
                 ),
                 shared_out=(_T5_SELF[2], _T5_CROSS[2]),
@@ -327,8 +327,9 @@ def schedule(
 
 
 def _split_layer(layer: slapo.Schedule, table: Layer) -> None:
-    for path in table.inputs:
-        layer[path].sync("bwd_post", "all_reduce")
+    for entry in table.inputs:
+        path, *names = (entry,) if isinstance(entry, str) else entry
+        layer[path].sync("bwd_post", "all_reduce", argument=names or None)
     for split in table.columns:
         node = layer[split.path].shard("weight", axis=split.axis, blocks=split.blocks)
         if getattr(node.mod, "bias", None) is not None:

@@ -13,6 +13,7 @@ Examples
 """
 
 from slapo.build import build
+from slapo.clip import clip_grad_norm_
 from slapo.errors import MissingPackageError, SlapoError, TraceError, VerificationError
 from slapo.logger import get_logger
 from slapo.mesh import init_mesh
@@ -44,6 +45,7 @@ __all__ = [
     "build",
     "call_module",
     "checkpoint",
+    "clip_grad_norm_",
     "create_schedule",
     "get_cuda_rng_tracker",
     "get_logger",

@@ -16,10 +16,10 @@ from slapo.pipeline import PipelinedModule, generate_pipeline_partition
 from slapo.pipeline.partition import cut_nodes
 from slapo.pipeline.pipelined import release
 from slapo.schedule import Schedule
-from slapo.sharding.layout import inner_layout_of
+from slapo.sharding.layout import Layout
 from slapo.sharding.partial import has_bias
-from slapo.sharding.shards import shards_of
-from slapo.sharding.tags import apply_tags
+from slapo.sharding.shards import REDUCTIONS
+from slapo.sharding.state import sharding_of
 from slapo.sharding.vocab import is_masked
 from slapo.snapshot import restored_on_error
 from slapo.weights.materialize import has_meta_tensors, materialize
@@ -217,10 +217,12 @@ def check_same_schedule(sch: Schedule, everywhere: bool = False) -> None:
     if len(set(digests)) == 1:
         return
     histories = gathered([str(r) for r in sch.history], group)
-    calls = gathered([r.call() for r in sch.history], group)
+    calls = gathered([(r.call(), r.identity) for r in sch.history], group)
     other = next(rank for rank, made in enumerate(calls) if made != calls[0])
     index = _first_difference(calls[0], calls[other])
     shown = [h[index] if index < len(h) else "nothing" for h in (histories[0], histories[other])]
+    if shown[0].partition("  #")[0] == shown[1].partition("  #")[0]:
+        shown[1] += ", where a module or function of that name is another one,"
     raise SlapoError(
         f"ranks applied different schedules: step {index} is {shown[0]} on rank 0 and {shown[1]} "
         f"on rank {other}; a schedule must be the same on every rank"
@@ -238,18 +240,47 @@ def check_shards(sch: Schedule) -> None:
         return
     for path, node in sch.named_schedules():
         module = innermost(node.mod)
-        specs, layout = shards_of(module), inner_layout_of(module)
+        state = sharding_of(module)
+        if state is None:
+            continue
+        specs, layout = state.specs, state.layout
+        if "bias" in specs and "weight" in module._parameters and "weight" not in specs:
+            raise SlapoError(
+                f"{path!r}: its bias is sharded and its weight is whole; shard the weight along "
+                f'the axis of its outputs too: sch["{path}"].shard("weight", axis=...)'
+            )
+        reduces = any(sync.mode == "fwd_post" and sync.op in REDUCTIONS for sync in state.syncs)
+        if specs and reduces and layout == Layout() and has_bias(module) and "bias" not in specs:
+            raise SlapoError(
+                f"{path!r}: nothing is known of {type(module).__name__}, whose output is reduced "
+                "and whose bias is whole: it may be added once per rank. Say how the class reacts "
+                "by slapo.sharding.register_shard_rule, or replace it by "
+                "slapo.op.LinearWithSyncFunc"
+            )
+        if reduces and not specs and _holds_only_wholes(module):
+            raise SlapoError(
+                f"{path!r}: fwd_post sums its output over the ranks, and no parameter in it is "
+                "sharded: each rank has the whole, which would be counted once per rank; leave "
+                "the sync out, or shard what is in it"
+            )
         splits_output = layout.output is not None and layout.output.kind == "shard"
         if "weight" in specs and splits_output and has_bias(module) and "bias" not in specs:
             raise SlapoError(
                 f"{path!r}: its weight is sharded along axis {specs['weight'].axis}, which splits "
                 f'the output, and its bias is whole; add sch["{path}"].shard("bias", axis=0)'
             )
-        if layout.vocabulary and not is_masked(module) and not node.mod._forward_pre_hooks:
+        by_hand = node.mod._forward_pre_hooks and node.mod._forward_hooks
+        if layout.vocabulary and not (is_masked(module) or by_hand):
             raise SlapoError(
                 f"{path!r}: its rows are spread over the ranks, and nothing masks the tokens of "
                 f'others; add sch["{path}"].sync("fwd_post", "all_reduce")'
             )
+
+
+def _holds_only_wholes(module: nn.Module) -> bool:
+    """Whether there are parameters, and none of them is a slice."""
+    slices = [getattr(p, "orig_shape", None) is not None for p in module.parameters()]
+    return bool(slices) and not any(slices)
 
 
 def _materialize(sch: Schedule, init_weights: bool | Callable[..., Any]) -> None:
@@ -270,7 +301,6 @@ def _compile_graphs(model: nn.Module) -> None:
 def _renew_tags(sch: Schedule) -> None:
     """Tags follow a parameter that the user replaced by hand."""
     for _, node in sch.named_schedules():
-        for name, tags in node.metadata.param_tags.items():
-            param = innermost(node.mod)._parameters.get(name)
-            if isinstance(param, torch.Tensor):
-                apply_tags(param, tags, sch.group)
+        state = sharding_of(innermost(node.mod))
+        if state is not None:
+            state.attach(innermost(node.mod))

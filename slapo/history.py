@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ class Record:
         ``file:line`` of the caller.
     positional
         How many of the arguments the caller gave without their names.
+    identity
+        What modules and functions among the arguments are, beyond their names: see `identify`.
     """
 
     path: str
@@ -40,6 +43,7 @@ class Record:
     arguments: Mapping[str, str]
     location: str
     positional: int = 0
+    identity: str = ""
 
     def __str__(self) -> str:
         return f"{self.call()}  # {self.location}"
@@ -52,7 +56,7 @@ class Record:
 
     def same_as(self, other: Record) -> bool:
         """Equal but for the location, which may differ between machines."""
-        return self.call() == other.call()
+        return (self.call(), self.identity) == (other.call(), other.identity)
 
     def as_written(self) -> str:
         """The primitive and its arguments as the caller wrote them, without the path."""
@@ -63,7 +67,7 @@ class Record:
 
 def digest(records: Iterable[Record]) -> str:
     """A fingerprint of what was applied, equal on every rank that applied the same."""
-    text = "\n".join(record.call() for record in records)
+    text = "\n".join(f"{record.call()} {record.identity}" for record in records)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -104,6 +108,44 @@ def describe(value: Any) -> str:
         return str(getattr(value, "__name__", type(value).__name__))
     text = repr(value)
     return text if " at 0x" not in text else type(value).__name__
+
+
+def identify(value: Any) -> str:
+    """What an argument is: the class and the configuration of a module, the code of a function.
+
+    The same on every rank that passes the same; of others, their text.
+
+    Examples
+    --------
+    >>> identify(nn.GELU()) == identify(nn.GELU(approximate="tanh"))
+    False
+    >>> identify(lambda x: x + 1) == identify(lambda x: x + 2)
+    False
+    """
+    parts: list[str] = []
+    _add_identity(value, parts)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16] if parts else ""
+
+
+def _add_identity(value: Any, parts: list[str]) -> None:
+    if isinstance(value, functools.partial):
+        value = [value.func, value.args, value.keywords]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, nn.Module):
+        for name, module in value.named_modules():
+            kind = type(module)
+            shown = "" if isinstance(module, fx.GraphModule) else module.extra_repr()
+            parts.append(f"{name}: {kind.__module__}.{kind.__qualname__}({shown})")
+    elif isinstance(value, (FunctionType, MethodType)):
+        code = value.__code__
+        parts.append(f"{value.__module__}.{value.__qualname__} {code.co_code.hex()}")
+        # Constants without code objects, whose text has an address.
+        plain = [c for c in code.co_consts if not isinstance(c, CodeType)]
+        parts.append(f"{plain} {code.co_names} {value.__defaults__}")
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for item in value:
+            _add_identity(item, parts)
 
 
 def _describe_sequence(value: Sequence[Any]) -> str:

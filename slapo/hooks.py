@@ -9,8 +9,8 @@ from torch import nn
 
 #: Attribute on a hook of ours that says which sync mode it stands for.
 MODE_ATTRIBUTE = "_slapo_mode"
-#: Forward hooks that a module calls by itself, between its product and its bias.
-REDUCERS = "_slapo_reducers"
+#: Where a module keeps what sharding has left on it: see :mod:`slapo.sharding.state`.
+SHARDING = "_slapo_sharding"
 
 _PRE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 _POST = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -61,7 +61,8 @@ def reducers_of(module: nn.Module) -> tuple[Callable[..., Any], ...]:
     """Hooks that `module`, or the module it wraps, calls before it adds its bias."""
     inner: Any = module
     while inner is not None:
-        found: tuple[Callable[..., Any], ...] = inner.__dict__.get(REDUCERS, ())
+        state = inner.__dict__.get(SHARDING)
+        found: tuple[Callable[..., Any], ...] = () if state is None else state.reducers
         if found:
             return found
         inner = inner.__dict__.get("mod")
@@ -85,10 +86,11 @@ def move_hooks(source: nn.Module, target: nn.Module) -> None:
 
 def move_reducers(source: nn.Module, target: nn.Module) -> None:
     """Turn the reductions within `source` into the first post-forward hooks of `target`."""
-    for hook in reversed(source.__dict__.get(REDUCERS, ())):
-        target.register_forward_hook(hook, prepend=True)
-    if REDUCERS in source.__dict__:
-        source.__dict__[REDUCERS] = ()
+    state = source.__dict__.get(SHARDING)
+    if state is not None:
+        for hook in reversed(state.reducers):
+            target.register_forward_hook(hook, prepend=True)
+        state.reducers = ()
 
 
 def move_input_hooks(source: nn.Module, target: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
+from slapo.errors import SlapoError
 from slapo.graph.trace.leaves import is_torch_leaf
 from slapo.history import Record, digest
 from slapo.weights.provenance import Source
@@ -151,9 +153,35 @@ class Node:
         node, pending = self, ""
         for part in path.split(".") if path else ():
             pending = f"{pending}.{part}" if pending else part
+            node.follow(pending)
             if pending in node.child:  # names of list items are joined: "layer.3"
                 node, pending = node.child[pending], ""
         return None if pending else node
+
+    def follow(self, name: str) -> None:
+        """See a module that the user has put in the place of a child, or has added."""
+        child, present = self.child.get(name), _slot(self.mod, name)
+        if child is None and (present is None or isinstance(present, nn.ModuleList)):
+            return
+        if child is None or present is not child.mod:
+            self.rebuild_children()
+
+    def check_live(self) -> None:
+        """Refuse to act on a module that is no part of the model any more.
+
+        Raises
+        ------
+        SlapoError
+            Naming the path.
+        """
+        node, parent = self, self.parent
+        while parent is not None:
+            if _slot(parent.mod, node.name) is not node.mod:
+                raise SlapoError(
+                    f"sch[{self.path!r}]: another module was put at {node.path!r} since this node "
+                    "was taken from the schedule; take it anew"
+                )
+            node, parent = parent, parent.parent
 
     def describe_unknown(self, path: str) -> str:
         """What to say of a path that does not exist."""
@@ -183,6 +211,8 @@ class Node:
     def named_schedules(self, prefix: str = "") -> Iterator[tuple[str, Self]]:
         """This node and all below it, with their paths from here, as ``named_modules`` does."""
         yield prefix, self
+        for name in list(self.child):
+            self.follow(name)
         for name, child in self.child.items():
             yield from child.named_schedules(f"{prefix}.{name}" if prefix else name)
 
@@ -198,6 +228,21 @@ class Node:
         """The module's name in the model; it differs from `path` where the root has a path."""
         top = self.get_top_schedule()
         return self.path[len(top.path) :].lstrip(".") if top.path else self.path
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """The same schedule over a copy of the model."""
+        if self.parent is not None:
+            raise SlapoError(
+                f"sch[{self.path!r}] is a part of a schedule, which has no copy of its own; copy "
+                "the root, and take the node from that"
+            )
+        state = self.state.copy()
+        state.nodes_of = {}
+        model = copy.deepcopy(self.mod, memo)
+        new = type(self)(model, self.name, self.path, None, self.group, state)
+        for (_, old), (_, node) in zip(self.named_schedules(), new.named_schedules(), strict=True):
+            node.metadata = old.metadata.copy()
+        return new
 
     @property
     def is_current(self) -> bool:
@@ -300,6 +345,15 @@ def children_of(module: nn.Module) -> dict[str, nn.Module]:
         elif child is not None:
             found[name] = child
     return found
+
+
+def _slot(parent: nn.Module, name: str) -> nn.Module | None:
+    """What the model has for a child now; None if it has nothing."""
+    try:
+        owner, last = child_slot(parent, name)
+        return owner._modules.get(last)
+    except (KeyError, AttributeError):
+        return None
 
 
 def child_slot(parent: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from slapo.graph.trace.module import TracedModule
 from slapo.node import Node
+from slapo.sharding.state import Sharding
 
 _CONTAINERS = (dict, set, list)
 
@@ -28,9 +30,9 @@ class _ModuleState:
             for owner in (module.graphs if isinstance(module, TracedModule) else ())
         ]
         self.tensors = [
-            (t, dict(t.__dict__))
+            (t, dict(t.__dict__), t.data)
             for t in (*module._parameters.values(), *module._buffers.values())
-            if t is not None
+            if t is not None and not is_lazy(t)
         ]
 
     def restore(self) -> None:
@@ -39,9 +41,11 @@ class _ModuleState:
         module.__dict__.clear()
         for key, value in self.attributes.items():
             module.__dict__[key] = self._refilled(key, value)
-        for tensor, attributes in self.tensors:
+        for tensor, attributes, data in self.tensors:
             tensor.__dict__.clear()
             tensor.__dict__.update(attributes)
+            if tensor.shape != data.shape:  # a shard keeps a slice in the same object
+                tensor.grad, tensor.data = None, data
         for owner, graph, before in self.graphs:
             if owner.graph is not graph or str(graph) != str(before):
                 with owner.rewritten_together():
@@ -61,6 +65,8 @@ class _ModuleState:
 
 
 def _shallow(value: Any) -> Any:
+    if isinstance(value, Sharding):
+        return value.snapshot()
     return copy.copy(value) if isinstance(value, _CONTAINERS) else value
 
 

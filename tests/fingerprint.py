@@ -7,6 +7,7 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from slapo.schedule import Schedule
+from slapo.sharding.state import Sharding
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -87,4 +88,6 @@ def _plain(value: Any) -> Any:
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, set):
         return sorted(map(str, value))
+    if isinstance(value, Sharding):
+        return repr(value)
     return id(value)

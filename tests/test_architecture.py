@@ -18,7 +18,7 @@ FLOORS = [
     ["initialization", "node", "op"],
     ["pipeline", "printing", "snapshot"],
     ["framework_dialect", "primitives"],
-    ["selection"],
+    ["clip", "selection"],
     ["schedule"],
     ["build"],
     ["verify"],

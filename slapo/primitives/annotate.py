@@ -6,7 +6,9 @@ from typing import Any
 
 from slapo.node import Node
 from slapo.primitives.base import Primitive
-from slapo.sharding.tags import apply_tags
+from slapo.sharding.groups import GroupHandle
+from slapo.sharding.state import make_sharding
+from slapo.sharding.tags import PARTIAL_GRAD
 from slapo.wrapper import innermost
 
 
@@ -16,9 +18,10 @@ class AnnotatePrimitive(Primitive):
     ``mod.weight --> mod.weight`` with ``mod.weight.<key> == value``, also after sharding,
     replacement of the tensor and materialisation.
 
-    One tag has a meaning of its own: ``sequence_parallel`` (true) sums the parameter's gradient
-    over the group. Use it for replicated parameters, such as those of a layer norm, that see only
-    this rank's part of the tokens.
+    One tag has a meaning of its own: ``partial_grad`` (true) sums the parameter's gradient over the
+    group. Use it for whole parameters that see only this rank's part of what they are applied to:
+    of the tokens (a layer norm with sequence parallelism), or of the heads (Qwen3's ``q_norm``).
+    ``sequence_parallel`` is its older name.
 
     Parameters
     ----------
@@ -33,6 +36,8 @@ class AnnotatePrimitive(Primitive):
     ------
     ValueError
         If the module has no such parameter, or the key is no attribute name or one of torch's.
+    TypeError
+        If ``partial_grad`` is neither True nor False.
 
     Examples
     --------
@@ -63,6 +68,10 @@ class AnnotatePrimitive(Primitive):
                 f"key {key!r} cannot be a tag: it must be an attribute name that tensors do not "
                 "have already"
             )
-        apply_tags(param, {key: value}, sch.group)
+        if key in PARTIAL_GRAD and not isinstance(value, bool):
+            raise TypeError(f"{key} is {value!r}; pass True or False")
+        state = make_sharding(module, GroupHandle(sch.group))
+        state.tags.setdefault(param_name, {})[key] = value
+        state.attach(module)
         sch.metadata.param_tags.setdefault(param_name, {})[key] = value
         return sch

@@ -8,7 +8,7 @@ from slapo.node import Node
 from slapo.op.linear import LinearWithSeparateBias
 from slapo.primitives.base import Primitive
 from slapo.primitives.replace import replace_module
-from slapo.sharding.shards import shards_of
+from slapo.sharding.state import shards_of
 from slapo.wrapper import innermost
 
 

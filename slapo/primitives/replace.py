@@ -24,9 +24,8 @@ from slapo.primitives.subgraphs import (
     parse,
 )
 from slapo.primitives.wrapping import check_called, check_module
-from slapo.sharding.layout import move_syncs
-from slapo.sharding.shards import shards_of
-from slapo.sharding.tags import apply_tags
+from slapo.sharding.groups import GroupHandle
+from slapo.sharding.state import make_sharding, move_syncs, shards_of
 from slapo.weights.provenance import Source, inherit_weights
 from slapo.weights.ties import TiePlan
 from slapo.wrapper import innermost, replace_innermost
@@ -170,9 +169,10 @@ def _check_not_above(sch: Node, new: nn.Module) -> None:
 def _carry_notes(sch: Node, new: nn.Module) -> None:
     """Tags follow to parameters of the same name; shards of the old module are gone."""
     for param_name, tags in sch.metadata.param_tags.items():
-        param = new._parameters.get(param_name)
-        if param is not None:
-            apply_tags(param, tags, sch.group)
+        if new._parameters.get(param_name) is not None:
+            state = make_sharding(new, GroupHandle(sch.group))
+            state.tags[param_name] = dict(tags)
+            state.attach(new)
     noted = sch.metadata.primitives.get("shard", {})
     for tensor_name in [name for name in noted if name not in shards_of(new)]:
         del noted[tensor_name]

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from slapo.errors import SlapoError
-from slapo.history import Record, caller_location, describe
+from slapo.history import Record, caller_location, describe, identify
 from slapo.node import Node
 from slapo.primitives.base import Primitive, is_builtin
 from slapo.snapshot import restored_on_error
@@ -31,6 +31,7 @@ def run(node: Node, primitive: type[Primitive], /, *args: Any, **kwargs: Any) ->
             f"{record.call()}: this node left the schedule when a module above it was replaced; "
             "look it up again by its path"
         )
+    node.check_live()
     state = node.state
     guard = nullcontext() if is_builtin(primitive) else restored_on_error(node)
     state.depth += 1
@@ -62,7 +63,9 @@ def _record(
             arguments.update({key: describe(item) for key, item in value.items()})
         else:
             arguments[name] = describe(value)
-    return Record(node.path, primitive.name(), arguments, caller_location(), len(args))
+    identity = identify([*bound.args[1:], bound.kwargs])
+    place = caller_location()
+    return Record(node.path, primitive.name(), arguments, place, len(args), identity)
 
 
 def _put_in_front(error: Exception, record: Record) -> None:

@@ -10,9 +10,10 @@ from slapo.logger import get_logger
 from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called
-from slapo.sharding.shards import ShardPlan, shards_of, share_slice
+from slapo.sharding.guards import refuse_saving
+from slapo.sharding.shards import ShardPlan
 from slapo.sharding.slicing import make_spec
-from slapo.sharding.tags import apply_tags
+from slapo.sharding.state import shards_of
 from slapo.weights.ties import owner_of
 from slapo.wrapper import innermost
 
@@ -72,18 +73,18 @@ class ShardPrimitive(Primitive):
         module = innermost(sch.mod)
         if _confirms_tie(sch, module, tensor_name, axis, blocks):
             return sch
-        plan = ShardPlan(module, tensor_name, axis, blocks, sch.rank, sch.world_size)
+        plan = ShardPlan(module, tensor_name, axis, blocks, sch.group)
         if plan.defers_bias:
             check_called(sch)  # the module itself must add its bias in another way
         partners = _tied_plans(sch, module, tensor_name, axis, blocks)
-        tied = partners and isinstance(module._parameters.get(tensor_name), nn.Parameter)
         plan.carry_out()
-        for name, partner in partners.items() if tied else ():
-            share_slice(partner, module, tensor_name)
+        for name, partner in partners.items():
+            partner.carry_out()
             sch.state.followed.add(name)
             logger.info("%s is tied to %s.%s and sharded with it", name, sch.path, tensor_name)
-        _retag(sch, module, tensor_name)
         sch.metadata.primitives["shard"][tensor_name] = plan.spec
+        if sch.world_size > 1:
+            refuse_saving(sch.get_top_schedule().mod)
         return sch
 
 
@@ -123,11 +124,5 @@ def _tied_plans(
             continue
         owner, leaf = innermost(found[0]), found[1]
         owners.add(id(owner._parameters))
-        plans[name] = ShardPlan(owner, leaf, axis, blocks, sch.rank, sch.world_size)
+        plans[name] = ShardPlan(owner, leaf, axis, blocks, sch.group)
     return plans
-
-
-def _retag(sch: Node, module: nn.Module, tensor_name: str) -> None:
-    param = module._parameters.get(tensor_name)
-    if param is not None:
-        apply_tags(param, {}, sch.group)  # its tags came along; their hooks did not

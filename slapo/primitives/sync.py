@@ -9,22 +9,24 @@ from typing import Any
 from torch import nn
 
 from slapo.history import describe
-from slapo.hooks import MODE_ATTRIBUTE
 from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called
-from slapo.sharding.layout import KnownSync, check_sync, layout_of, note_sync
+from slapo.sharding.groups import GroupHandle
+from slapo.sharding.layout import KnownSync, check_sync
 from slapo.sharding.partial import add_reducer, can_reduce
 from slapo.sharding.shards import REDUCTIONS
+from slapo.sharding.state import layout_of, make_sharding, syncs_of
 from slapo.sharding.sync import (
+    GradientHook,
+    InputHook,
+    OutputHook,
     SyncOp,
     check_mode,
-    gradient_hook,
+    input_names,
     make_sync_op,
-    post_hook,
-    pre_hook,
 )
-from slapo.sharding.vocab import check_maskable, mask_vocabulary
+from slapo.sharding.vocab import check_maskable, mask_vocabulary, masks_itself
 from slapo.wrapper import innermost
 
 
@@ -54,16 +56,18 @@ class SyncPrimitive(Primitive):
         the last two dimensions. Or a callable, which becomes the module hook of that mode: a
         pre-forward hook, a forward hook or a full backward hook.
     **kwargs
-        ``axis`` of the activation, and ``tensor_parallel_output_grad`` of ``all_gather``: False
-        when every rank uses the gathered tensor in the same way, so that the gradient is only
-        split.
+        ``axis`` of the activation; ``tensor_parallel_output_grad`` of ``all_gather``: False when
+        every rank uses the gathered tensor in the same way, so that the gradient is only split;
+        ``argument`` of ``bwd_post``: names of the inputs whose gradients are summed, in place of
+        all inputs that need one.
 
     Raises
     ------
     ValueError
         For an unknown mode or op, a mode the op does not work in, a missing axis, or a sync that
         contradicts the known layout of a sharded module: gathering a partial sum, reducing a
-        slice, gathering along another axis.
+        slice or a whole, gathering along another axis or of a packed tensor, summing a gradient
+        twice.
     TypeError
         For arguments the op does not take.
 
@@ -93,7 +97,7 @@ class SyncPrimitive(Primitive):
         check_mode(mode)
         check_called(sch)
         if isinstance(sync_op_or_fn, str):
-            op = make_sync_op(mode, sync_op_or_fn, sch.group, kwargs)
+            op = make_sync_op(mode, sync_op_or_fn, GroupHandle(sch.group), kwargs)
             _add_op(sch, mode, op)
         else:
             _add_callable(sch, mode, sync_op_or_fn, kwargs)
@@ -116,49 +120,70 @@ def _add_callable(
     elif mode == "fwd_post":
         sch.mod.register_forward_hook(function)
     else:
+        if any(sync.mode == "bwd_post" and sync.op for sync in syncs_of(innermost(sch.mod))):
+            raise ValueError(
+                "a function after sync('bwd_post', 'all_reduce') would see the gradient before it "
+                "is summed; put the function there first if it is to, or pass one function in "
+                "place of both, which sums by slapo.sharding.reduce_from_group(grad, sch.group)"
+            )
         sch.mod.register_full_backward_hook(function)
-    note_sync(innermost(sch.mod), KnownSync(mode, ""))
+    _note(sch, KnownSync(mode, ""))
+
+
+def _note(sch: Node, sync: KnownSync) -> None:
+    state = make_sharding(innermost(sch.mod), GroupHandle(sch.group))
+    state.syncs = (*state.syncs, sync)
 
 
 def _add_op(sch: Node, mode: str, op: SyncOp) -> None:
     module = innermost(sch.mod)
     layout = layout_of(module)
     check_sync(layout, mode, op.name, op.axis)
-    if mode == "fwd_post" and _needs_mask(sch, op):
-        check_maskable(module)
+    if mode == "fwd_post" and _needs_mask(module, op):
+        check_maskable(module, sch.mod)
     if mode == "bwd_post":
-        sch.mod.register_forward_pre_hook(gradient_hook(op.group), with_kwargs=True)
+        _check_gradients(module, op)
+        sch.mod.register_forward_pre_hook(GradientHook(op, module), with_kwargs=True)
     elif mode == "fwd_pre":
-        sch.mod.register_forward_pre_hook(pre_hook(op, mode), with_kwargs=True)
+        sch.mod.register_forward_pre_hook(InputHook(op, mode), with_kwargs=True)
     else:
         known = layout.output.axis if layout.output is not None else None
         _add_output_op(sch, module, replace(op, known_axis=_to_check(op, known)))
     completes = op.name == "all_gather" and op.tensor_parallel_output_grad
-    note_sync(module, KnownSync(mode, op.name, op.axis, op.output(), completes))
+    output = op.output() if mode == "fwd_post" else None
+    _note(sch, KnownSync(mode, op.name, op.axis, output, completes))
 
 
 def _to_check(op: SyncOp, known: int | None) -> int | None:
     return known if op.name == "all_gather" else None
 
 
+def _check_gradients(module: nn.Module, op: SyncOp) -> None:
+    """Refuse to sum a gradient twice, and inputs that are none."""
+    if any(sync.mode == "bwd_post" and sync.op for sync in syncs_of(module)):
+        raise ValueError(
+            f"bwd_post {op.name}: the gradient of the module's inputs is summed over the ranks "
+            "already; leave one of the two out, or name the inputs of both in one argument="
+        )
+    known = input_names(module)
+    unknown = [name for name in op.argument or () if name not in known]
+    if unknown:
+        raise ValueError(
+            f"bwd_post {op.name}: argument has {unknown}, and {type(module).__name__}.forward "
+            f"takes {list(known)}"
+        )
+
+
 def _add_output_op(sch: Node, module: nn.Module, op: SyncOp) -> None:
     reduces = op.name in REDUCTIONS
-    if _needs_mask(sch, op):
-        rows: Any = module.num_embeddings
-        mask_vocabulary(module, sch.rank * rows, rows)
+    if _needs_mask(module, op):
+        mask_vocabulary(module)
     if reduces and sch.mod is module and can_reduce(module):
-        add_reducer(module, post_hook(op), op.axis, op.group)
+        add_reducer(module, OutputHook(op), op.axis, op.group)
     else:
-        sch.mod.register_forward_hook(post_hook(op))
+        sch.mod.register_forward_hook(OutputHook(op))
 
 
-def _needs_mask(sch: Node, op: SyncOp) -> bool:
+def _needs_mask(module: nn.Module, op: SyncOp) -> bool:
     """Whether a table spread by rows gets its mask together with its reduction."""
-    spread = layout_of(innermost(sch.mod)).vocabulary
-    return op.name in REDUCTIONS and spread and not _masks_itself(sch.mod)
-
-
-def _masks_itself(module: nn.Module) -> bool:
-    """True when the user's own pre-forward hook is there to map tokens to local rows."""
-    hooks = module._forward_pre_hooks.values()
-    return any(not hasattr(hook, MODE_ATTRIBUTE) for hook in hooks)
+    return op.name in REDUCTIONS and layout_of(module).vocabulary and not masks_itself(module)

@@ -81,14 +81,15 @@ def copy_to_group(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Ten
     Returns
     -------
     Tensor
-        A view of the input.
+        A copy of the input, which what follows may change in place; the input itself where no
+        gradient is recorded.
 
     Examples
     --------
     >>> copy_to_group(torch.ones(2))
     tensor([1., 1.])
     """
-    if group_size(group) == 1:
+    if group_size(group) == 1 or not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
     return _apply(_CopyToGroup, tensor, group)
 
@@ -322,7 +323,8 @@ class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
-        return tensor.view_as(tensor)
+        # Of a view autograd would refuse changes in place, such as those of an activation.
+        return tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -6,7 +6,83 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slapo.errors import SlapoError
+
 _LAYOUTS = ("RR", "RS", "SR")
+
+#: Ranks -> the group that was used for them last in this process.
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+class GroupHandle:
+    """A process group as modules hold it: copies share the group, and pickles find it again.
+
+    Parameters
+    ----------
+    group
+        The ranks; None for a world of one.
+
+    Examples
+    --------
+    >>> import copy
+    >>> handle = GroupHandle(None)
+    >>> copy.deepcopy(handle) is handle, handle.group
+    (True, None)
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self.ranks = None if group is None else tuple(dist.get_process_group_ranks(group))
+        if self.ranks is not None and group is not None:
+            _groups[self.ranks] = group
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group; of an unpickled handle, one of the same ranks that this process has made.
+
+        Raises
+        ------
+        SlapoError
+            If there is none.
+        """
+        if self._group is None and self.ranks is not None:
+            self._group = _find_group(self.ranks)
+        return self._group
+
+    def __copy__(self) -> GroupHandle:
+        return self
+
+    def __deepcopy__(self, memo: object) -> GroupHandle:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _unpickled, (self.ranks,)
+
+    def __repr__(self) -> str:
+        return f"GroupHandle({self.ranks})"
+
+
+def _unpickled(ranks: tuple[int, ...] | None) -> GroupHandle:
+    handle = GroupHandle(None)
+    handle.ranks = ranks
+    return handle
+
+
+def _find_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    if not _initialized():
+        raise SlapoError(
+            f"a module that was loaded is sharded over the ranks {list(ranks)}, and "
+            "torch.distributed is not initialised; start it on so many processes first"
+        )
+    world = dist.group.WORLD
+    if world is not None and tuple(dist.get_process_group_ranks(world)) == ranks:
+        return world
+    if ranks not in _groups:
+        raise SlapoError(
+            f"a module that was loaded is sharded over the ranks {list(ranks)}, of which this "
+            "process has made no group; call slapo.init_mesh as the job that saved it did"
+        )
+    return _groups[ranks]
 
 
 def group_size(group: dist.ProcessGroup | None = None) -> int:

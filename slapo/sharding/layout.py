@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-
-from torch import nn
-
-_ATTRIBUTE = "_slapo_layout"
-_SYNCS = "_slapo_syncs"
 
 
 @dataclass(frozen=True)
@@ -20,16 +16,21 @@ class Placement:
         ``"replicate"``, ``"shard"`` or ``"partial"`` (ranks hold summands).
     axis
         The sharded axis, counted from the end (-1 is the last).
+    blocks
+        How many blocks lie along that axis, of which each rank has a part, as in a packed query,
+        key and value.
     """
 
     kind: str
     axis: int | None = None
+    blocks: int = 1
 
     def __str__(self) -> str:
+        packed = f" in {self.blocks} blocks" if self.blocks > 1 else ""
         return {
             "replicate": "whole on every rank",
             "partial": "a partial sum",
-            "shard": f"sharded along axis {self.axis}",
+            "shard": f"sharded along axis {self.axis}{packed}",
         }[self.kind]
 
 
@@ -76,58 +77,29 @@ class KnownSync:
 
     def after(self, layout: Layout) -> Layout:
         """The layout around this sync, given the one within it."""
-        if self.mode == "fwd_post" and layout.output is not None:
+        if self.mode == "fwd_post":
             return replace(layout, output=self.output)
         if self.mode == "fwd_pre" and self.completes_gradient and layout.input is not None:
             return replace(layout, input=Placement("shard", self.axis))
         return layout
 
 
-def inner_layout_of(module: nn.Module) -> Layout:
-    """The layout of the bare module, before any sync; an empty one when nothing is known."""
-    found: Layout = module.__dict__.get(_ATTRIBUTE, Layout())
-    return found
-
-
-def syncs_of(module: nn.Module) -> tuple[KnownSync, ...]:
-    """The syncs on `module`, in order."""
-    found: tuple[KnownSync, ...] = module.__dict__.get(_SYNCS, ())
-    return found
-
-
-def layout_of(module: nn.Module) -> Layout:
-    """The layout of `module` together with its syncs."""
-    layout = inner_layout_of(module)
-    for sync in syncs_of(module):
+def around(layout: Layout, syncs: Iterable[KnownSync]) -> Layout:
+    """The layout of a module together with its syncs, given that of the bare module."""
+    for sync in syncs:
         layout = sync.after(layout)
     return layout
 
 
-def set_layout(module: nn.Module, layout: Layout) -> None:
-    """Note the layout of the bare module."""
-    module.__dict__[_ATTRIBUTE] = layout
-
-
-def note_sync(module: nn.Module, sync: KnownSync) -> None:
-    """Note one more sync on `module`."""
-    module.__dict__[_SYNCS] = (*syncs_of(module), sync)
-
-
-def move_syncs(source: nn.Module, target: nn.Module) -> None:
-    """Note the syncs of `source` on `target`, to which its hooks go."""
-    if syncs_of(source):
-        target.__dict__[_SYNCS] = syncs_of(source) + syncs_of(target)
-
-
-def check_syncs(module: nn.Module, layout: Layout) -> None:
-    """Refuse a layout that the syncs which `module` has already would contradict.
+def check_syncs(syncs: Iterable[KnownSync], layout: Layout) -> None:
+    """Refuse a layout that syncs which are there already would contradict.
 
     Raises
     ------
     ValueError
         Saying which sync does not fit.
     """
-    for sync in syncs_of(module):
+    for sync in syncs:
         if sync.op:
             check_sync(layout, sync.mode, sync.op, sync.axis)
         layout = sync.after(layout)
@@ -169,6 +141,11 @@ def _check_output(output: Placement, op: str, axis: int | None) -> None:
         raise ValueError(
             f"fwd_post {op}: the module's output is {output}, each rank holds a slice; use "
             f"'all_gather' with axis={output.axis} to make it whole"
+        )
+    if output.blocks > 1:
+        raise ValueError(
+            f"fwd_post {op}: the module's output is {output}, and a gather would put the ranks' "
+            "parts one after the other; gather each block by itself, or keep what follows sharded"
         )
     if "->" in op:
         _check_reshard(op, op[:2], output, "output")

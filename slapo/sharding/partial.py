@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slapo.hooks import REDUCERS
 from slapo.sharding.collectives import copy_to_group, scatter
+from slapo.sharding.groups import GroupHandle
+from slapo.sharding.state import Sharding, sharding_of
 
 Product = Callable[[Any, Tensor], Tensor]
 #: A forward hook, called on the product before the bias is added.
 Reducer = Callable[[Any, tuple[Any, ...], Tensor], Tensor]
-#: (bias, dimensions of the product) -> what to add to this rank's part of the reduced product.
-BiasPart = Callable[[Tensor, int], Tensor]
 
 
 class _Share(torch.autograd.Function):
@@ -40,25 +39,33 @@ class PartialSumMixin:
     """product -> reduction -> bias; while no reduction is known here, a share of the bias."""
 
     traceable = False
+    _original: type[nn.Module]
     _product: Product
     _bias_dims: int
-    _slapo_reducers: tuple[Reducer, ...]
-    _slapo_bias_part: BiasPart | None
-    _slapo_world_size: int
+    _slapo_sharding: Sharding
     bias: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
         """The product, reduced where a reduction is known, and the bias once."""
         output = type(self)._product(self, input)
-        bias = self.bias
-        if not self._slapo_reducers:
-            bias = _Share.apply(bias, self._slapo_world_size)
-        elif self._slapo_bias_part is not None:
-            bias = self._slapo_bias_part(bias, output.dim())
-        for reduce in self._slapo_reducers:
+        bias, state = self.bias, self._slapo_sharding
+        if not state.reducers:
+            bias = _Share.apply(bias, state.specs["weight"].world_size)
+        elif state.bias_part is not None:
+            bias = state.bias_part(bias, output.dim())
+        for reduce in state.reducers:
             output = reduce(self, (input,), output)
         # Under autocast the product has a smaller dtype, and so has the original's output.
         return output + bias.to(output.dtype).view(-1, *[1] * self._bias_dims)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """The class is made where it is needed, so pickles have that of the original."""
+        return _new, (self._original,), self.__dict__
+
+
+def _new(original: type[nn.Module]) -> nn.Module:
+    cls = _deferring_class(original)
+    return cls.__new__(cls)
 
 
 def _linear(module: Any, input: Tensor) -> Tensor:
@@ -112,13 +119,10 @@ def check_deferrable(module: nn.Module) -> None:
         )
 
 
-def defer_bias(module: nn.Module, world_size: int) -> None:
+def defer_bias(module: nn.Module) -> None:
     """Make `module` add its bias once, whatever reduces its output; it stays the same object."""
     if not has_bias(module) or is_deferring(module):
         return
-    module.__dict__.update(
-        {REDUCERS: (), "_slapo_bias_part": None, "_slapo_world_size": world_size}
-    )
     module.__class__ = _deferring_class(type(module))
 
 
@@ -127,34 +131,42 @@ def can_reduce(module: nn.Module) -> bool:
 
     Not after other forward hooks, which would then run in another order than they were added.
     """
-    return is_deferring(module) and not (module.__dict__[REDUCERS] or module._forward_hooks)
+    state = sharding_of(module)
+    reduces = state is not None and bool(state.reducers)
+    return is_deferring(module) and not (reduces or module._forward_hooks)
 
 
 def add_reducer(
     module: nn.Module,
     reduce: Reducer,
     scatter_axis: int | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: GroupHandle | None = None,
 ) -> None:
     """Call `reduce` on the product of a deferring module, before its bias.
 
     `scatter_axis`: the axis of which each rank of `group` keeps a slice of the sum, if it does.
     """
-    module.__dict__[REDUCERS] = (reduce,)
+    state = sharding_of(module)
+    assert state is not None, "a deferring module is sharded"
+    state.reducers = (reduce,)
     channel_axis = -1 - type(module)._bias_dims  # type: ignore[attr-defined]
-    if scatter_axis is not None:
-        # A function, not the group itself: copies of the module share functions.
-        module.__dict__["_slapo_bias_part"] = _bias_part(scatter_axis, channel_axis, group)
+    if scatter_axis is not None and group is not None:
+        state.bias_part = _BiasPart(scatter_axis, channel_axis, group)
 
 
-def _bias_part(axis: int, channel_axis: int, group: dist.ProcessGroup | None) -> BiasPart:
-    def part(bias: Tensor, dims: int) -> Tensor:
-        if axis % dims == channel_axis % dims:
-            return scatter(bias, group, 0)
+@dataclass(frozen=True)
+class _BiasPart:
+    """What each rank adds to its slice of the sum, along `axis`."""
+
+    axis: int
+    channel_axis: int
+    group: GroupHandle
+
+    def __call__(self, bias: Tensor, dims: int) -> Tensor:
+        if self.axis % dims == self.channel_axis % dims:
+            return scatter(bias, self.group.group, 0)
         # Ranks add the bias to different tokens: its gradient is the sum of theirs.
-        return copy_to_group(bias, group)
-
-    return part
+        return copy_to_group(bias, self.group.group)
 
 
 def _known_product(module: nn.Module) -> tuple[Product, int] | None:
@@ -169,7 +181,8 @@ def _known_product(module: nn.Module) -> tuple[Product, int] | None:
 def _deferring_class(cls: type[nn.Module]) -> type[nn.Module]:
     if cls not in _CLASSES:
         known = _PRODUCTS[_product_owner(cls)]
-        body = {"_product": known[0], "_bias_dims": known[1], "__module__": cls.__module__}
+        body = {"_original": cls, "_product": known[0], "_bias_dims": known[1]}
+        body["__module__"] = cls.__module__
         _CLASSES[cls] = type(cls.__name__, (PartialSumMixin, cls), body)
     return _CLASSES[cls]
 

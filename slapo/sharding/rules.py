@@ -22,11 +22,14 @@ class Effect:
         What is known of the module's activations afterwards.
     divides
         Further attributes that shrink by the group's size.
+    means_all
+        Whether a tensor of one element is applied to everything, so that a slice may not be one.
     """
 
     sizes: tuple[str, ...]
     layout: Layout
     divides: tuple[str, ...] = ()
+    means_all: bool = False
 
 
 Rule = Callable[[nn.Module, str, int], Effect]
@@ -67,7 +70,7 @@ _EMBEDDING = _table(
         ("weight", 1): _column("embedding_dim"),
     }
 )
-_PRELU = _table({("weight", 0): Effect(("num_parameters",), Layout())})
+_PRELU = _table({("weight", 0): Effect(("num_parameters",), Layout(), means_all=True)})
 
 
 def _conv(dims: int, weight_axes: tuple[int, int]) -> Rule:

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from slapo.sharding.layout import Layout, check_syncs, inner_layout_of, set_layout, syncs_of
+from slapo.sharding.groups import GroupHandle, group_rank, group_size
+from slapo.sharding.layout import Layout, check_syncs
 from slapo.sharding.partial import check_deferrable, defer_bias, has_bias
 from slapo.sharding.rules import Effect, effect_of
 from slapo.sharding.slicing import ShardSpec, make_spec
-from slapo.sharding.tags import new_parameter
+from slapo.sharding.state import make_sharding, sharding_of, shards_of, syncs_of
 from slapo.sharding.vocab import check_maskable, mask_vocabulary
 
 #: Ops that turn a partial sum into something whole.
 REDUCTIONS = ("all_reduce", "reduce_scatter")
-_SHARDS = "_slapo_shards"
-_FULL_SIZES = "_slapo_full_sizes"
-
-
-def shards_of(module: nn.Module) -> dict[str, ShardSpec]:
-    """Tensor name -> spec, for the sharded tensors of `module` itself."""
-    found: dict[str, ShardSpec] = module.__dict__.get(_SHARDS, {})
-    return found
-
-
-def full_sizes_of(module: nn.Module) -> dict[str, Any]:
-    """Attribute -> its value before sharding."""
-    found: dict[str, Any] = module.__dict__.get(_FULL_SIZES, {})
-    return found
 
 
 def tensor_named(module: nn.Module, name: str) -> Tensor:
@@ -64,8 +53,8 @@ class ShardPlan:
         The tensor's name there.
     axis, blocks
         As in ``Schedule.shard``.
-    rank, world_size
-        This process's place in the group.
+    group
+        The ranks; None for a world of one.
 
     Raises
     ------
@@ -79,8 +68,7 @@ class ShardPlan:
         name: str,
         axis: int,
         blocks: int | Sequence[int],
-        rank: int,
-        world_size: int,
+        group: dist.ProcessGroup | None,
     ) -> None:
         tensor = tensor_named(module, name)
         if name in shards_of(module):
@@ -92,22 +80,29 @@ class ShardPlan:
                 f"{name!r} of the lazy {type(module).__name__} has no shape yet; run the model "
                 "once before you schedule it"
             )
-        self.module, self.name = module, name
+        self.module, self.name, self.group = module, name, group
+        rank, world_size = (0, 1) if group is None else (group_rank(group), group_size(group))
         self.spec: ShardSpec = make_spec(tensor.shape, axis, blocks, rank, world_size)
-        self.effect: Effect = effect_of(module, name, self.spec.axis)
+        self.effect: Effect = _in_blocks(effect_of(module, name, self.spec.axis), self.spec)
         self._check_effect()
 
     def _check_effect(self) -> None:
-        module, sizes = self.module, full_sizes_of(self.module)
-        present = inner_layout_of(module)
+        module, state = self.module, sharding_of(self.module)
+        sizes = {} if state is None else state.sizes
+        present = Layout() if state is None else state.layout
         wanted = self.effect.layout
+        self._check_blocks()
         if present.output is not None and wanted.output not in (None, present.output):
             raise ValueError(
                 f"sharding {self.name!r} along axis {self.spec.axis} would leave the output "
                 f"{wanted.output}, but {', '.join(shards_of(module))} is sharded so that it is "
                 f"{present.output}"
             )
-        self._check_blocks()
+        if self.effect.means_all and self.spec.local_shape.numel() == 1 < self.spec.world_size:
+            raise ValueError(
+                f"a slice of one element of {self.name!r} would be applied to all channels of a "
+                f"{type(module).__name__}; keep it whole, or pick a smaller group"
+            )
         for attribute in self.effect.divides:
             value = getattr(module, attribute)
             if attribute not in sizes and value % self.spec.world_size:
@@ -121,7 +116,7 @@ class ShardPlan:
             if any(sync.op in REDUCTIONS for sync in syncs_of(module)):
                 check_maskable(module)
         if wanted != Layout():
-            check_syncs(module, wanted)
+            check_syncs(syncs_of(module), wanted)
 
     def _check_blocks(self) -> None:
         """Tensors along one axis of the module, its weight and its bias, are split alike."""
@@ -144,21 +139,23 @@ class ShardPlan:
     def carry_out(self) -> None:
         """Slice the tensor and let the module follow."""
         module, name, spec = self.module, self.name, self.spec
+        state = make_sharding(module, GroupHandle(self.group))
         slice_tensor(module, name, spec)
-        module.__dict__.setdefault(_SHARDS, {})[name] = spec
-        self._set_sizes()
+        state.specs[name] = spec
+        state.attach(module)
+        self._set_sizes(state.sizes)
         layout = self.effect.layout
         if layout != Layout():
-            set_layout(module, layout)
+            state.layout = layout
         if self.defers_bias:
-            defer_bias(module, spec.world_size)
+            defer_bias(module)
         if layout.vocabulary:
-            _localise_padding(module, spec)
+            _localise_padding(module, spec, state.sizes)
             if any(sync.op in REDUCTIONS for sync in syncs_of(module)):
-                mask_vocabulary(module, spec.rank * spec.local_shape[0], spec.local_shape[0])
+                mask_vocabulary(module)
 
-    def _set_sizes(self) -> None:
-        module, full = self.module, self.module.__dict__.setdefault(_FULL_SIZES, {})
+    def _set_sizes(self, full: dict[str, Any]) -> None:
+        module = self.module
         for attribute in self.effect.sizes:
             full.setdefault(attribute, getattr(module, attribute))
             setattr(module, attribute, self.spec.local_shape[self.spec.axis])
@@ -168,23 +165,33 @@ class ShardPlan:
                 setattr(module, attribute, full[attribute] // self.spec.world_size)
 
 
+def _in_blocks(effect: Effect, spec: ShardSpec) -> Effect:
+    """The effect of a shard in blocks: what the ranks hold cannot be put together by a gather."""
+    output = effect.layout.output
+    if len(spec.blocks) == 1 or output is None or output.kind != "shard":
+        return effect
+    packed = replace(output, blocks=len(spec.blocks))
+    return replace(effect, layout=replace(effect.layout, output=packed))
+
+
 def slice_tensor(module: nn.Module, name: str, spec: ShardSpec) -> None:
-    """Put this rank's slice in the place of a tensor; its attributes come along."""
+    """Keep this rank's slice of a tensor. A parameter stays the object that it is.
+
+    So optimizers that were made before go on with it, tied modules have the slice too, and hooks
+    of the user's are where they were.
+    """
     tensor = tensor_named(module, name)
+    if tuple(tensor.shape) == tuple(spec.local_shape) != tuple(spec.full_shape):
+        return  # with a tied module, which holds the same parameter
     with torch.no_grad():
-        local = spec.slice(tensor.detach())
-    new: Tensor = new_parameter(local, tensor) if isinstance(tensor, nn.Parameter) else local
-    new.orig_shape = spec.full_shape  # type: ignore[attr-defined]
-    table: dict[str, Any] = (
-        module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
-    )
-    table[name] = new
-
-
-def share_slice(plan: ShardPlan, source: nn.Module, name: str) -> None:
-    """Carry out `plan` for a tied tensor: its module takes the very slice of `source`."""
-    plan.carry_out()
-    plan.module._parameters[plan.name] = source._parameters[name]
+        local, grad = spec.slice(tensor.detach()), tensor.grad
+        if not isinstance(tensor, nn.Parameter):
+            module._buffers[name] = local
+            return
+        tensor.grad = None
+        tensor.data = local
+        if grad is not None:
+            tensor.grad = spec.slice(grad)
 
 
 def _check_table(module: nn.Module) -> None:
@@ -196,12 +203,12 @@ def _check_table(module: nn.Module) -> None:
             )
 
 
-def _localise_padding(module: nn.Module, spec: ShardSpec) -> None:
+def _localise_padding(module: nn.Module, spec: ShardSpec, full: dict[str, Any]) -> None:
     """The padding row has another index on the rank that holds it, and none on the others."""
     padding = getattr(module, "padding_idx", None)
     if padding is None:
         return
     rows = spec.local_shape[0]
     local = padding - spec.rank * rows
-    module.__dict__[_FULL_SIZES].setdefault("padding_idx", padding)
+    full.setdefault("padding_idx", padding)
     module.__dict__["padding_idx"] = local if 0 <= local < rows else None

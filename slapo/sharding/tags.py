@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from slapo.sharding.collectives import reduce_from_group
 
-#: Sum the parameter's gradient over the tensor-parallel group: each rank saw other tokens.
-SEQUENCE_PARALLEL = "sequence_parallel"
-
+#: Sum the parameter's gradient over the tensor-parallel group: each rank has a part of it, as where
+#: it saw other tokens, or other heads. The second is the older name.
+PARTIAL_GRAD = ("partial_grad", "sequence_parallel")
 
 _SUMMED = "_slapo_gradient_summed"
 
@@ -21,13 +21,17 @@ _SUMMED = "_slapo_gradient_summed"
 def apply_tags(param: Tensor, tags: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
     """Set `tags` as attributes of `param`, and do what known tags mean.
 
-    The tag ``sequence_parallel`` (true) sums the gradient over the group.
+    The tag ``partial_grad`` (true) sums the gradient over the group.
     """
     for key, value in tags.items():
         setattr(param, key, value)
-    wanted = getattr(param, SEQUENCE_PARALLEL, False) and param.requires_grad and group is not None
-    if wanted and not hasattr(param, _SUMMED):
+    if has_partial_grad(param) and group is not None and not hasattr(param, _SUMMED):
         setattr(param, _SUMMED, _sum_gradient(param, group))
+
+
+def has_partial_grad(param: Tensor | None) -> bool:
+    """Whether a tag says that the parameter's gradient is a part of the true one."""
+    return any(getattr(param, key, False) for key in PARTIAL_GRAD)
 
 
 def _sum_gradient(param: Tensor, group: dist.ProcessGroup | None) -> object:
@@ -36,11 +40,19 @@ def _sum_gradient(param: Tensor, group: dist.ProcessGroup | None) -> object:
 
     def hook(grad: Tensor) -> Tensor:
         owner = param_ref()
-        wanted = getattr(owner, SEQUENCE_PARALLEL, False) and getattr(owner, _SUMMED, None) is mark
+        wanted = has_partial_grad(owner) and getattr(owner, _SUMMED, None) is mark
         return reduce_from_group(grad, group) if wanted else grad
 
-    param.register_hook(hook)
+    # A frozen one takes no hook, and may be unfrozen later.
+    needs_gradient = param.requires_grad
+    param.requires_grad_(True).register_hook(hook)
+    param.requires_grad_(needs_gradient)
     return mark
+
+
+def forget_hook(param: Tensor) -> None:
+    """Of an unpickled parameter, which has the mark of a hook and not the hook."""
+    param.__dict__.pop(_SUMMED, None)
 
 
 def tags_of(param: Tensor) -> dict[str, Any]:

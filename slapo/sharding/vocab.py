@@ -11,9 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slapo.sharding.sync import post_hook, pre_hook
-
-_MASKED = "_slapo_vocabulary_mask"
+from slapo.sharding.state import sharding_of, syncs_of
+from slapo.sharding.sync import InputHook, OutputHook, SyncHook
 
 PreHook = Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]
 PostHook = Callable[[Any, tuple[Any, ...], Tensor], Tensor]
@@ -59,7 +58,7 @@ def vocabulary_hooks(
             "pad the vocabulary or pick a group whose size divides it"
         )
     rows = vocab_size // world_size
-    table = _Rows(rank * rows, rows)
+    table = _Rows(rank * rows, rows, vocab_size)
 
     def mask_tokens(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         tokens, *rest = inputs
@@ -74,29 +73,47 @@ def vocabulary_hooks(
 class _Rows:
     """The rows of a table that this rank holds, and the tokens of the present call."""
 
-    def __init__(self, start: int, count: int) -> None:
-        self.start, self.count = start, count
+    def __init__(self, start: int, count: int, total: int) -> None:
+        self.start, self.count, self.total = start, count, total
         self._foreign: list[Tensor] = []
 
     def mask(self, tokens: Tensor) -> Tensor:
-        """Tokens as local rows, those of other ranks as row 0."""
+        """Tokens as local rows, those of other ranks as row 0.
+
+        What is no token of the whole table stays none of this part of it, for the lookup to refuse.
+        """
         foreign = (tokens < self.start) | (tokens >= self.start + self.count)
         self._foreign[:] = [foreign]
-        return (tokens - self.start).masked_fill(foreign, 0)
+        elsewhere = foreign & (tokens >= 0) & (tokens < self.total)
+        return (tokens - self.start).masked_fill(elsewhere, 0)
 
     def zero(self, output: Tensor) -> Tensor:
         """What row 0 gave for tokens of other ranks is taken out."""
         return output.masked_fill(self._foreign.pop().unsqueeze(-1), 0.0)
 
 
-def check_maskable(table: nn.Module) -> None:
+def check_maskable(table: nn.Module, outer: nn.Module | None = None) -> None:
     """Refuse a table that may look up other rows than the tokens it is given.
+
+    Parameters
+    ----------
+    outer
+        What stands in the table's place, where it is wrapped.
 
     Raises
     ------
     ValueError
-        If the class has a forward of its own.
+        If the class has a forward of its own, or a function that nobody knows stands before it.
     """
+    hooks = {**table._forward_pre_hooks, **(outer._forward_pre_hooks if outer else {})}
+    unknown = [hook for hook in hooks.values() if not isinstance(hook, SyncHook)]
+    if unknown and not masks_itself(table):
+        name = getattr(unknown[0], "__name__", type(unknown[0]).__name__)
+        raise ValueError(
+            f"the pre-forward hook {name!r} stands before the table, and may turn tokens into rows "
+            "of this rank, or not: if it does, give it to sync('fwd_pre', function) in place of "
+            "register_forward_pre_hook; if not, register it after this call"
+        )
     if type(table).forward is not nn.Embedding.forward:
         raise ValueError(
             f"{type(table).__name__} has a forward of its own, which may shift or scale what it "
@@ -105,19 +122,29 @@ def check_maskable(table: nn.Module) -> None:
         )
 
 
-def mask_vocabulary(table: nn.Module, start: int, count: int) -> None:
-    """Make a table of rows `start` to ``start + count`` give zeros for all other tokens.
+def mask_vocabulary(table: nn.Module) -> None:
+    """Make a sharded table give zeros for tokens of other ranks.
 
     The masks are hooks right around the table, within the hooks that it has already.
     """
-    if is_masked(table):
+    state = sharding_of(table)
+    assert state is not None, "the table is sharded"
+    if state.masks_vocabulary:
         return
-    rows = _Rows(start, count)
-    table.register_forward_pre_hook(pre_hook(rows.mask, "fwd_pre"), with_kwargs=True)
-    table.register_forward_hook(post_hook(rows.zero), prepend=True)
-    table.__dict__[_MASKED] = True
+    spec = state.specs["weight"]
+    count = spec.local_shape[0]
+    rows = _Rows(spec.rank * count, count, spec.full_shape[0])
+    table.register_forward_pre_hook(InputHook(rows.mask, "fwd_pre"), with_kwargs=True)
+    table.register_forward_hook(OutputHook(rows.zero), prepend=True)
+    state.masks_vocabulary = True
 
 
 def is_masked(table: nn.Module) -> bool:
-    """True when :func:`mask_vocabulary` was applied."""
-    return _MASKED in table.__dict__
+    """Whether tokens of other ranks are taken out, by this library or by a hook of the user's."""
+    state = sharding_of(table)
+    return (state is not None and state.masks_vocabulary) or masks_itself(table)
+
+
+def masks_itself(table: nn.Module) -> bool:
+    """Whether the user has put a function before the table, by ``sync("fwd_pre", function)``."""
+    return any(sync.mode == "fwd_pre" and not sync.op for sync in syncs_of(table))

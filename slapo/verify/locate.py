@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo.sharding.layout import layout_of
-from slapo.sharding.shards import shards_of
+from slapo.sharding.state import layout_of, shards_of
 from slapo.verify.tensors import difference, rtol_for, scale_of, tensors_in
 from slapo.wrapper import innermost
 

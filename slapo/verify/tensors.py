@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo.sharding.shards import shards_of
 from slapo.sharding.slicing import ShardSpec
+from slapo.sharding.state import shards_of
 from slapo.sharding.tags import apply_tags, new_parameter
 from slapo.wrapper import innermost
 

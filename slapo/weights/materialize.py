@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo.errors import SlapoError
-from slapo.sharding.shards import full_sizes_of, shards_of
+from slapo.sharding.state import sharding_of, shards_of
 from slapo.sharding.tags import apply_tags, new_parameter, tags_of
 from slapo.wrapper import innermost
 
@@ -335,7 +335,8 @@ def _full_sizes(modules: list[nn.Module]) -> Iterator[None]:
     """Modules as they were before sharding: ``out_features`` and so on."""
     present = []
     for module in modules:
-        for name, value in full_sizes_of(module).items():
+        state = sharding_of(module)
+        for name, value in state.sizes.items() if state is not None else ():
             present.append((module, name, module.__dict__[name]))
             module.__dict__[name] = value
     try:

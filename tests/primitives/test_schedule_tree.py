@@ -1,5 +1,6 @@
 """The tree: names, look-up, selections, users' own primitives, the record."""
 
+import copy
 import inspect
 import pydoc
 from typing import Any
@@ -405,3 +406,42 @@ def test_a_list_is_no_node_and_the_error_says_so() -> None:
     sch = slapo.create_schedule(Stack(2))
     with pytest.raises(KeyError, match=r"'layers'.*layers\.0.*the list itself is none"):
         _ = sch["layers"]
+
+
+# --- modules that the user puts in -----------------------------------------------------------
+def test_the_live_model_is_what_is_scheduled() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    sch = slapo.create_schedule(model)
+    before = sch["1.0"]
+    model[1] = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    assert sch["1"].mod is model[1]
+    assert sch["1.1"].mod is model[1][1]
+    assert [path for path, _ in sch.named_schedules()] == ["", "0", "1", "1.0", "1.1"]
+    with pytest.raises(slapo.SlapoError, match=r"left the schedule"):
+        before.checkpoint()
+    model.add_module("2", nn.GELU())
+    assert sch["2"].replace(nn.ReLU()).mod is model[2]
+    assert len(sch.history) == 1
+    del model[2]
+    assert "2" not in sch
+    held = sch["1"]
+    model[1] = nn.Linear(2, 2)
+    with pytest.raises(slapo.SlapoError, match=r"another module was put at '1' since this node"):
+        held.checkpoint()
+
+
+def test_a_copy_of_a_schedule_is_one_over_a_copy_of_the_model() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    sch = slapo.create_schedule(model)
+    sch["0"].checkpoint()
+    sch["0"].annotate("weight", "kind", "expert")
+    new = copy.deepcopy(sch)
+    assert str(new) == str(sch)
+    assert new.mod is not model
+    assert new["0"].mod.weight is not model[0].weight
+    assert new["0"].mod.weight.kind == "expert"
+    new["1"].replace(nn.GELU())
+    assert isinstance(model[1], nn.ReLU)
+    assert (len(sch.history), len(new.history)) == (2, 3)
+    with pytest.raises(slapo.SlapoError, match=r"is a part of a schedule, which has no copy of"):
+        copy.deepcopy(sch["0"])

@@ -15,7 +15,7 @@ from slapo.framework_dialect.gradients import is_tensor_parallel
 from slapo.framework_dialect.megatron.package import megatron_core
 from slapo.framework_dialect.ties import SharedParameter
 from slapo.mesh import timeout_of_job
-from slapo.sharding.shards import shards_of
+from slapo.sharding.state import shards_of
 from slapo.wrapper import innermost
 
 

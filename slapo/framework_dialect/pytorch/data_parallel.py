@@ -19,7 +19,7 @@ from slapo.errors import SlapoError
 from slapo.framework_dialect.options import check_names
 from slapo.framework_dialect.precision import cast_parameters
 from slapo.mesh import set_timeout, timeout_of_job
-from slapo.sharding.tags import SEQUENCE_PARALLEL, tags_of
+from slapo.sharding.tags import has_partial_grad, tags_of
 
 
 def fsdp_units(module: nn.Module) -> Iterator[nn.Module]:
@@ -223,4 +223,4 @@ class _WithoutSync(AbstractContextManager[None]):
 
 def sequence_parallel_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Parameters whose gradients are partial sums over the tensor-parallel ranks."""
-    return [p for p in module.parameters() if getattr(p, SEQUENCE_PARALLEL, False)]
+    return [p for p in module.parameters() if has_partial_grad(p)]

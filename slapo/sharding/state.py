@@ -1,0 +1,143 @@
+"""What sharding leaves on a module, in one object that goes wherever the module goes.
+
+A slice says by attributes that it is one (``orig_shape``), and so do tagged parameters; hooks sum
+gradients. Torch keeps neither: a copied parameter has no attributes, an unpickled one no hooks, and
+``load_state_dict(assign=True)`` puts other tensors in. The object below knows what every tensor of
+its module carries, and gives it back in all of these cases.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from slapo.hooks import SHARDING
+from slapo.sharding.layout import KnownSync, Layout, around
+from slapo.sharding.slicing import ShardSpec
+from slapo.sharding.tags import apply_tags, forget_hook
+from slapo.wrapper import innermost
+
+
+@dataclass
+class Sharding:
+    """How the tensors of one module lie across the ranks, and what was changed for it.
+
+    Attributes
+    ----------
+    specs
+        Tensor name -> how it is sliced.
+    sizes
+        Attribute -> its value before sharding.
+    layout
+        Of the bare module, before any sync.
+    syncs
+        On the module, in order.
+    tags
+        Parameter name -> attributes that follow it.
+    reducers, bias_part
+        Of a module that adds its bias after a reduction: see :mod:`slapo.sharding.partial`.
+    masks_vocabulary
+        Whether tokens of other ranks are taken out.
+    group
+        Handle of the ranks.
+    """
+
+    group: Any
+    specs: dict[str, ShardSpec] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=dict)
+    layout: Layout = field(default_factory=Layout)
+    syncs: tuple[KnownSync, ...] = ()
+    tags: dict[str, dict[str, Any]] = field(default_factory=dict)
+    reducers: tuple[Any, ...] = ()
+    bias_part: Any = None
+    masks_vocabulary: bool = False
+    #: tensors that carry attributes: copies of this object find their copies by them
+    _carriers: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """Of a copied or unpickled module: its tensors are copies too, and carry nothing yet."""
+        self.__dict__.update(state)
+        for name, tensor in self._carriers.items():
+            forget_hook(tensor)
+            self._dress(name, tensor)
+
+    def snapshot(self) -> Sharding:
+        """A copy that later changes of this one do not reach, over the same tensors."""
+        new = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, dict):
+                new.__dict__[name] = dict(value)
+        return new
+
+    def attach(self, module: nn.Module) -> None:
+        """Give the tensors that the module has now what they are to carry."""
+        for name in {**self.specs, **self.tags}:
+            tables: tuple[Mapping[str, Tensor | None], ...] = (module._parameters, module._buffers)
+            tensor = next((t[name] for t in tables if t.get(name) is not None), None)
+            if tensor is not None:
+                self._carriers[name] = tensor
+                self._dress(name, tensor)
+
+    def _dress(self, name: str, tensor: Tensor) -> None:
+        if name in self.specs:
+            tensor.orig_shape = self.specs[name].full_shape  # type: ignore[attr-defined]
+        apply_tags(tensor, self.tags.get(name, {}), self.group.group)
+
+
+def sharding_of(module: nn.Module) -> Sharding | None:
+    """What sharding has left on `module` itself; None for nothing."""
+    found: Sharding | None = module.__dict__.get(SHARDING)
+    return found
+
+
+def shards_of(module: nn.Module) -> Mapping[str, ShardSpec]:
+    """Tensor name -> spec, for the sharded tensors of `module` itself."""
+    state = sharding_of(module)
+    return {} if state is None else state.specs
+
+
+def layout_of(module: nn.Module) -> Layout:
+    """The layout of `module` together with its syncs; an empty one when nothing is known."""
+    state = sharding_of(module)
+    return Layout() if state is None else around(state.layout, state.syncs)
+
+
+def syncs_of(module: nn.Module) -> tuple[KnownSync, ...]:
+    """The syncs on `module`, in order."""
+    state = sharding_of(module)
+    return () if state is None else state.syncs
+
+
+def move_syncs(source: nn.Module, target: nn.Module) -> None:
+    """Note the syncs of `source` on `target`, to which its hooks go."""
+    state = sharding_of(source)
+    if state is not None and state.syncs:
+        new = make_sharding(target, state.group)
+        new.syncs = (*state.syncs, *new.syncs)
+
+
+def make_sharding(module: nn.Module, group: Any) -> Sharding:
+    """The state of `module`, new where there is none.
+
+    Parameters
+    ----------
+    group
+        Handle of the ranks.
+    """
+    state = sharding_of(module)
+    if state is None:
+        state = module.__dict__[SHARDING] = Sharding(group)
+        module.register_load_state_dict_post_hook(attach_after_loading)
+    return state
+
+
+def attach_after_loading(module: nn.Module, incompatible_keys: Any) -> None:
+    """A hook: ``load_state_dict(assign=True)`` has put other tensors in."""
+    bare = innermost(module)
+    state = sharding_of(bare)
+    if state is not None:
+        state.attach(bare)

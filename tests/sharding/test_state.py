@@ -1,0 +1,486 @@
+"""What sharding leaves on a module: it goes wherever the module goes, and torch's ways keep it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slapo
+from slapo.sharding.state import sharding_of, shards_of
+from tests.distributed import run_distributed
+
+pytestmark = pytest.mark.distributed
+
+
+class Model(nn.Module):
+    """A vocabulary, a column- and a row-sharded layer, and norms of parts of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        return self.norm(x + self.down(torch.tanh(self.up(x))))
+
+
+def scheduled() -> tuple[nn.Module, slapo.Schedule]:
+    torch.manual_seed(0)
+    model = Model()
+    sch = slapo.create_schedule(model)
+    sch["table"].shard("weight", 0).sync("fwd_post", "all_reduce")
+    sch["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+    sch["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    sch["norm"].annotate("weight", "partial_grad", True)
+    return model, sch
+
+
+IDS = torch.arange(8).view(2, 4)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    model.zero_grad()
+    # Each rank has another part of the norm's gradient.
+    scale = 1.0 + torch.distributed.get_rank()
+    (model(IDS) * torch.arange(4.0) * scale).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def marks(model: nn.Module) -> dict[str, Any]:
+    return {
+        name: (getattr(p, "orig_shape", None), getattr(p, "partial_grad", None))
+        for name, p in model.named_parameters()
+    }
+
+
+def travel(rank: int, world: int) -> dict[str, list[bool]]:
+    model, _ = scheduled()
+    wanted, expected = gradients(model), marks(model)
+    assert expected["up.weight"] == ((8, 4), None)
+    assert expected["norm.weight"] == (None, True)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    assigned = copy.deepcopy(model)
+    assigned.load_state_dict({n: t.clone() for n, t in model.state_dict().items()}, assign=True)
+    thawed, sch = scheduled()
+    thawed.requires_grad_(False)
+    sch["norm"].annotate("bias", "partial_grad", True)
+    thawed.requires_grad_(True)
+    ways = {
+        "deepcopy": copy.deepcopy(model),
+        "pickle": pickle.loads(pickle.dumps(model)),
+        "torch.save": torch.load(buffer, weights_only=False),
+        "assign": assigned,
+        "twice": copy.deepcopy(pickle.loads(pickle.dumps(copy.deepcopy(model)))),
+    }
+    found = {}
+    for name, other in ways.items():
+        got = gradients(other)
+        found[name] = [
+            marks(other) == expected,
+            all(torch.equal(got[n], grad) for n, grad in wanted.items()),
+            type(other.down) is type(model.down),
+            isinstance(other.down, nn.Linear),
+            dict(shards_of(other.up)) == dict(shards_of(model.up)),
+        ]
+    # A copy is a copy: what is done to it is not done to the original.
+    ways["deepcopy"].load_state_dict(model.state_dict())
+    state = sharding_of(ways["deepcopy"].up)
+    assert state is not None
+    state.specs.clear()
+    assert shards_of(model.up)
+    bias = gradients(thawed)["norm.bias"]
+    found["thawed"] = [bool((bias == 3 * 2 * 4 * torch.arange(4.0)).all())]
+    return found
+
+
+def test_copies_pickles_and_assigned_values_keep_it() -> None:
+    for found in run_distributed(travel, 2):
+        for name, right in found.items():
+            assert all(right), (name, right)
+
+
+def same_parameters(rank: int, world: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    model = copy.deepcopy(reference)
+    seen: list[torch.Size] = []
+    model[0].weight.register_hook(lambda grad: seen.append(grad.shape))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
+    before = list(model.parameters())
+    sch = slapo.create_schedule(model)
+    sch["0"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+    sch["1"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    slapo.build(sch)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for each, optimizer in zip((reference, model), optimizers, strict=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = each(x).square().mean()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    return {
+        "same": all(a is b for a, b in zip(before, model.parameters(), strict=True)),
+        "apart": abs(losses[0] - losses[1]),
+        "hook": seen,
+    }
+
+
+def test_parameters_stay_the_objects_that_they_are() -> None:
+    """An optimizer that was made before trains them, and hooks of the user's run."""
+    for found in run_distributed(same_parameters, 2):
+        assert found["same"]
+        assert found["apart"] < 1e-6
+        assert found["hook"] == [torch.Size([4, 4])] * 3
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(
+        self, x: Tensor, y: Tensor, pair: Any = None, scale: Tensor | None = None
+    ) -> Tensor:
+        out = x * self.weight + 2 * y * self.weight
+        if pair is not None:
+            out = out + pair[0] + pair[1]
+        return out if scale is None else out * scale
+
+
+def sum_gradients(rank: int, world: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def leaves(count: int) -> list[Tensor]:
+        return [torch.ones(2, requires_grad=True) for _ in range(count)]
+
+    for name, arguments in {"all": {}, "named": {"argument": "y"}}.items():
+        model = TwoInputs()
+        slapo.create_schedule(model).sync("bwd_post", "all_reduce", **arguments)
+        x, y, first, second = leaves(4)
+        model(y=y, x=x, pair=(first, second), scale=torch.ones(2)).sum().backward()
+        found[name] = [float(t.grad[0]) for t in (x, y, first, second)]
+        x, y = leaves(2)
+        model(x, y).sum().backward()
+        found[f"{name}, by place"] = [float(t.grad[0]) for t in (x, y)]
+    model = TwoInputs()
+    slapo.create_schedule(model).sync("bwd_post", "all_reduce")
+    (x,) = leaves(1)
+    model(x, x).sum().backward()
+    found["one twice"] = float(x.grad[0])
+    return found
+
+
+def test_gradients_of_all_inputs_are_summed() -> None:
+    for found in run_distributed(sum_gradients, 2):
+        assert found["all"] == [2.0, 4.0, 2.0, 2.0]
+        assert found["all, by place"] == [2.0, 4.0]
+        assert found["named"] == [1.0, 4.0, 1.0, 1.0]
+        assert found["named, by place"] == [1.0, 4.0]
+        assert found["one twice"] == 6.0
+
+
+def change_in_place(rank: int, world: int) -> float:
+    model = nn.Sequential(nn.ReLU(inplace=True))
+    slapo.create_schedule(model)["0"].sync("bwd_post", "all_reduce")
+    x = torch.ones(2, requires_grad=True)
+    model(x * 2).sum().backward()
+    with torch.no_grad():
+        model(x * 2)
+    return float(x.grad[0])
+
+
+def test_what_follows_may_change_its_input_in_place() -> None:
+    assert run_distributed(change_in_place, 2) == [4.0, 4.0]
+
+
+def look_up(rank: int, world: int) -> list[str]:
+    texts = []
+
+    def attempt(act: Any) -> None:
+        try:
+            texts.append(repr(act()))
+        except (ValueError, IndexError, slapo.SlapoError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+
+    def table(before: bool, after: bool) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(8, 4))
+        wanted = model(torch.tensor([0, 7])).detach()
+
+        def log(module: Any, args: Any) -> None:
+            return None
+
+        if before:
+            model[0].register_forward_pre_hook(log)
+        sch = slapo.create_schedule(model)
+        sch["0"].shard("weight", 0).sync("fwd_post", "all_reduce")
+        if after:
+            model[0].register_forward_pre_hook(log)
+        slapo.build(sch)
+        return model, wanted
+
+    def lookups() -> bool:
+        model, wanted = table(False, True)
+        return torch.equal(model(torch.tensor([0, 7])), wanted)
+
+    attempt(lookups)
+    attempt(lambda: table(True, False))
+    for token in (8, -1):
+        attempt(lambda token=token: table(False, False)[0](torch.tensor([token])))
+    return texts
+
+
+def test_tokens_of_a_vocabulary_that_is_spread() -> None:
+    for right, hook, high, low in run_distributed(look_up, 2):
+        assert right == "True"
+        assert "the pre-forward hook 'log' stands before the table, and may turn" in hook
+        assert high.startswith("IndexError")
+        assert low.startswith("IndexError")
+
+
+class OwnLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def mistakes(rank: int, world: int) -> dict[str, str]:
+    found = {}
+
+    def attempt(name: str, module: nn.Module, act: Any) -> None:
+        sch = slapo.create_schedule(nn.Sequential(module))
+        try:
+            act(sch["0"])
+            slapo.build(sch)
+            found[name] = "no error"
+        except (ValueError, TypeError, slapo.SlapoError) as error:
+            found[name] = str(error)
+
+    attempt("bias", nn.Linear(4, 2), lambda s: s.shard("bias", 0))
+    attempt("prelu", nn.PReLU(2), lambda s: s.shard("weight", 0))
+    attempt("own", OwnLinear(), lambda s: s.shard("weight", 1).sync("fwd_post", "all_reduce"))
+    attempt("whole", nn.Linear(4, 4), lambda s: s.sync("fwd_post", "all_reduce"))
+    attempt("nothing", nn.Identity(), lambda s: s.sync("fwd_post", "all_reduce"))
+    column = nn.Linear(4, 12)
+    attempt(
+        "twice",
+        column,
+        lambda s: (
+            s.shard("weight", 0)
+            .shard("bias", 0)
+            .sync("bwd_post", "all_reduce")
+            .sync("bwd_post", "all_reduce")
+        ),
+    )
+    attempt(
+        "sum twice",
+        nn.Sequential(nn.Linear(4, 4)),
+        lambda s: s.sync("fwd_post", "all_reduce").sync("fwd_post", "all_reduce"),
+    )
+    attempt(
+        "blocks",
+        nn.Linear(4, 12),
+        lambda s: (
+            s.shard("weight", 0, blocks=3)
+            .shard("bias", 0, blocks=3)
+            .sync("fwd_post", "all_gather", axis=-1)
+        ),
+    )
+    attempt(
+        "late function",
+        nn.Linear(4, 4),
+        lambda s: s.sync("bwd_post", "all_reduce").sync("bwd_post", lambda *_: None),
+    )
+    attempt(
+        "argument", nn.Linear(4, 4), lambda s: s.sync("bwd_post", "all_reduce", argument="hidden")
+    )
+    attempt("tag", nn.LayerNorm(4), lambda s: s.annotate("weight", "partial_grad", "yes"))
+    return found
+
+
+def test_schedules_that_would_compute_something_else() -> None:
+    for found in run_distributed(mistakes, 2):
+        assert "its bias is sharded and its weight is whole; shard the weight" in found["bias"]
+        assert "a slice of one element of 'weight' would be applied to all" in found["prelu"]
+        assert "nothing is known of OwnLinear, whose output is reduced" in found["own"]
+        assert "no parameter in it is sharded: each rank has the whole" in found["whole"]
+        assert found["nothing"] == "no error"
+        assert "the gradient of the module's inputs is summed over the ranks al" in found["twice"]
+        assert "the module's output is whole on every rank already" in found["sum twice"]
+        assert "sharded along axis -1 in 3 blocks, and a gather would put" in found["blocks"]
+        assert "would see the gradient before it is summed" in found["late function"]
+        assert "argument has ['hidden'], and Linear.forward takes ['input']" in found["argument"]
+        assert found["tag"].endswith("partial_grad is 'yes'; pass True or False")
+
+
+def out_of_objects(rank: int, world: int) -> list[str]:
+    from dataclasses import dataclass
+
+    from transformers.utils import ModelOutput
+
+    @dataclass
+    class Output(ModelOutput):
+        logits: Tensor | None = None
+        more: Tensor | None = None
+
+    class Gives(nn.Module):
+        def __init__(self, kind: Any) -> None:
+            super().__init__()
+            self.kind, self.linear = kind, nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.kind(self.linear(x))
+
+    kinds: dict[str, Any] = {
+        "output": lambda x: Output(logits=x, more=x),
+        "dict": lambda x: {"n": 3, "x": x},
+        "tuple": lambda x: (x, x),
+    }
+    texts = []
+    for kind in kinds.values():
+        torch.manual_seed(0)
+        model = Gives(kind)
+        wanted = model(torch.ones(1, 4))
+        sch = slapo.create_schedule(model)
+        sch["linear"].shard("weight", 1)
+        sch.sync("fwd_post", "all_reduce")
+        got = model(torch.ones(1, 2))
+        assert type(got) is type(wanted)
+        first = next(v for v in _values(got) if isinstance(v, Tensor))
+        expected = next(v for v in _values(wanted) if isinstance(v, Tensor))
+        texts.append(str(torch.allclose(first, expected, atol=1e-6)))
+    return texts
+
+
+def _values(output: Any) -> Any:
+    return list(output.values()) if hasattr(output, "values") else list(output)
+
+
+def test_a_sync_maps_the_first_tensor_of_an_output_object() -> None:
+    pytest.importorskip("transformers")
+    assert run_distributed(out_of_objects, 2) == [["True"] * 3] * 2
+
+
+# --- loops and wrappers of the user's own ----------------------------------------------------
+def clip(rank: int, world: int) -> dict[str, float]:
+    torch.manual_seed(0)
+    reference = Model()
+    model, _ = scheduled()
+    slapo.build(slapo.create_schedule(reference, group=torch.distributed.new_subgroups(1)[0]))
+    norms = []
+    for each, function in (
+        (reference, nn.utils.clip_grad_norm_),
+        (model, lambda p, limit: slapo.clip_grad_norm_(model, limit)),
+    ):
+        (each(IDS) * torch.arange(4.0)).square().sum().backward()
+        if each is model:  # what this tag is for is tested above
+            model.norm.weight.grad /= world
+        norms.append(float(function(each.parameters(), 0.5)))
+    up = reference.up.weight.grad.chunk(world)[rank]
+    assert up is not None
+    return {
+        "norms": abs(norms[0] / norms[1] - 1),
+        "slice": float((model.up.weight.grad - up).abs().max()),
+        "whole": float((model.down.bias.grad - reference.down.bias.grad).abs().max()),
+    }
+
+
+def test_the_norm_of_the_whole_model_is_clipped() -> None:
+    for found in run_distributed(clip, 2):
+        assert max(found.values()) < 1e-6, found
+
+
+def test_a_limit_that_is_none() -> None:
+    with pytest.raises(ValueError, match="max_norm is 0; pass a number above 0"):
+        slapo.clip_grad_norm_(nn.Linear(2, 2), 0)
+
+
+def wrap(rank: int, world: int) -> dict[str, str]:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    found = {}
+    for name, groups in {"tp": (None, None), "dp": dist.new_subgroups(1)[:1] * 2}.items():
+        torch.manual_seed(0)
+        model = Model()
+        sch = slapo.create_schedule(model, group=groups[0])
+        sch["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+        sch["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+        slapo.build(sch)
+        wrapped = DistributedDataParallel(model)
+        try:
+            wrapped(IDS).sum().backward()
+            found[name] = "no error"
+        except slapo.SlapoError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_ddp_over_the_ranks_that_a_model_is_sharded_over() -> None:
+    for found in run_distributed(wrap, 2):
+        assert "DistributedDataParallel takes the ranks [0, 1] for replicas, over" in found["tp"]
+        assert found["dp"] == "no error"
+
+
+def save(rank: int, world: int) -> str:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=1, n_embd=8, n_head=2, vocab_size=16, bos_token_id=0, eos_token_id=0
+    )
+    model = GPT2LMHeadModel(config)
+    sch = slapo.create_schedule(model)
+    sch["transformer.h.0.mlp.c_fc"].shard("weight", 1).shard("bias", 0)
+    with pytest.raises(slapo.SlapoError) as caught:
+        copy.deepcopy(model).save_pretrained("nowhere")
+    return str(caught.value)
+
+
+def test_a_sharded_model_is_not_saved_as_a_whole() -> None:
+    pytest.importorskip("transformers")
+    for text in run_distributed(save, 2):
+        assert "save_pretrained would write this rank's slices" in text
+
+
+def other_modules(rank: int, world: int) -> dict[str, str]:
+    found = {}
+    for name, new in {
+        "configuration": nn.GELU(approximate="none" if rank == 0 else "tanh"),
+        "same": nn.GELU(),
+        "function": None,
+    }.items():
+        sch = slapo.create_schedule(nn.Sequential(nn.ReLU()))
+        if new is not None:
+            sch["0"].replace(new)
+        else:
+            sch["0"].sync("fwd_post", (lambda *_: None) if rank else (lambda *_: _[2] * 2))
+        try:
+            slapo.build(sch)
+            found[name] = "no error"
+        except slapo.SlapoError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_ranks_that_pass_other_modules_and_functions() -> None:
+    for found in run_distributed(other_modules, 2):
+        assert found["same"] == "no error"
+        for name in ("configuration", "function"):
+            assert "ranks applied different schedules: step 0 is" in found[name]
+            assert "where a module or function of that name is another one" in found[name]
