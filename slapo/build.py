@@ -93,6 +93,11 @@ def build(
     >>> model is sch.mod, optimizer
     (True, None)
     """
+    if not isinstance(sch, Schedule):
+        raise TypeError(
+            f"build takes a schedule, got {type(sch).__name__}; pass "
+            "slapo.create_schedule(model, group=...), after its primitives"
+        )
     if sch.parent is not None:
         raise ValueError(f"build takes the root schedule, not the node at {sch.path!r}")
     if target is None:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from types import ModuleType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -272,7 +273,8 @@ def set_random_seed(
     seed : int
         The seed of the run.
     dp_rank, pp_rank, tp_rank : int, optional
-        Ranks in the data, pipeline and tensor-parallel group; None is 0.
+        Ranks in the data, pipeline and tensor-parallel group; None is 0, and for `tp_rank` the
+        rank in the job: blocks under :meth:`~RNGTracker.fork` draw other numbers on each.
     always_enable_tp_seed : bool
         Make torch's default state differ between tensor-parallel ranks too. Python and NumPy, which
         choose data, stay alike on them.
@@ -301,6 +303,8 @@ def set_random_seed(
             raise ValueError(f"set_random_seed: mesh has the ranks; leave out {beside}")
         given = {f"{dim}_rank": mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp")}
         stage_distance = max(stage_distance, 10 * mesh["dp"].size())
+    elif tp_rank is None and dist.is_available() and dist.is_initialized():
+        given["tp_rank"] = dist.get_rank()
     pp, dp, tp = (_check_rank(name, rank) for name, rank in given.items())
     _tracker.reset()
     shared_seed = seed + stage_distance * pp + 10 * dp

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch import fx, nn
@@ -217,13 +218,27 @@ class Schedule(Node):
             f"{reasons}"
         )
 
-    def __getattr__(self, name: str) -> Any:
+    if not TYPE_CHECKING:  # to which any attribute would be one, and no typo would show
+
+        def __getattr__(self, name: str) -> Any:
+            return self._user_primitive(name)
+
+    def _user_primitive(self, name: str) -> Any:
         primitive = None if name.startswith("_") else find_primitive(name)
         if primitive is None:
-            raise AttributeError(
-                f"a Schedule has no attribute {name!r}; its primitives are {list_primitives()}"
-            )
+            raise AttributeError(self._describe_missing(name))
         return as_method(primitive, primitive.apply).__get__(self, Schedule)
+
+    def _describe_missing(self, name: str) -> str:
+        text = f"a Schedule has no attribute {name!r}"
+        near = difflib.get_close_matches(name, dir(self), n=1)
+        hint = f"did you mean {near[0]!r}? Its" if near else "its"
+        children = [child for child in self.child if child.split(".")[0] == name]
+        if children:
+            return f"{text}; children are items: sch[{children[0]!r}]"
+        if hasattr(self.__dict__.get("mod"), name):
+            return f"{text}; that of the module is sch.mod.{name}"
+        return f"{text}; {hint} primitives are {list_primitives()}"
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *list_primitives()})

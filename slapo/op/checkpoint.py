@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from slapo.random import get_rng_tracker
@@ -52,20 +53,23 @@ def checkpoint(
     tensor([[1., 1.],
             [1., 1.]])
     """
-    states = get_rng_tracker().get_states()
-    if states:
-        function = _Replayed(function, states)
+    states, kept = get_rng_tracker().get_states(), _statistics(function)
+    if states or kept:
+        function = _Replayed(function, states, kept)
     if _holds_script(function):
         function = _unprofiled(function)
     return torch_checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
 
 
 class _Replayed:
-    """The first call runs as it is; later ones run with the tracker as it was before the first."""
+    """The first call runs as it is; later ones run with the tracker as it was before the first.
 
-    def __init__(self, function: Callable[..., Any], states: Any) -> None:
+    They leave running statistics of norms alone, which the first has counted its batch in.
+    """
+
+    def __init__(self, function: Callable[..., Any], states: Any, kept: list[nn.Module]) -> None:
         self.function = function
-        self.states = states
+        self.states, self.kept = states, kept
         self.calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,11 +78,26 @@ class _Replayed:
             return self.function(*args, **kwargs)
         tracker = get_rng_tracker()
         present = tracker.get_states()
+        buffers = [(module, dict(module._buffers)) for module in self.kept]
+        for module, held in buffers:
+            module._buffers.update({n: b.clone() for n, b in held.items() if b is not None})
         tracker.set_states(self.states)
         try:
             return self.function(*args, **kwargs)
         finally:
             tracker.set_states(present)
+            for module, held in buffers:
+                module._buffers.update(held)
+
+
+def _statistics(function: Any) -> list[nn.Module]:
+    """Modules within that count each batch they see."""
+    modules = function.modules() if isinstance(function, nn.Module) else ()
+    return [
+        module
+        for module in modules
+        if isinstance(module, _NormBase) and module.training and module.track_running_stats
+    ]
 
 
 def _holds_script(function: Any) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 from slapo.node import Node
 from slapo.primitives.base import Primitive
+from slapo.primitives.wrapping import check_own_tensor
 from slapo.sharding.groups import GroupHandle
 from slapo.sharding.state import make_sharding
 from slapo.sharding.tags import PARTIAL_GRAD
@@ -55,6 +56,7 @@ class AnnotatePrimitive(Primitive):
     @staticmethod
     def apply(sch: Node, /, param_name: str, key: str, value: Any) -> Node:
         """Set the tag and remember it."""
+        check_own_tensor(sch, param_name)
         module = innermost(sch.mod)
         param = module._parameters.get(param_name)
         if param is None:

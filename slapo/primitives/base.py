@@ -57,16 +57,21 @@ _BUILTIN: set[str] = set()
 _RESERVED: set[str] = set()
 
 
-def register_primitive() -> Callable[[type[T]], type[T]]:
+def register_primitive(*args: Any) -> Callable[[type[T]], type[T]]:
     """Class decorator that makes a :class:`Primitive` a method of every schedule.
 
     Raises
     ------
     TypeError
-        If the class is no ``Primitive``.
+        If the class is no ``Primitive``, or the parentheses are missing.
     ValueError
         If the name is taken or is no identifier.
     """
+    if args:
+        raise TypeError(
+            "register_primitive takes no arguments; write @slapo.register_primitive(), with "
+            "parentheses, above the class"
+        )
 
     def register(cls: type[T]) -> type[T]:
         given: Any = cls

@@ -8,6 +8,7 @@ from slapo.node import Node
 from slapo.op.linear import LinearWithSeparateBias
 from slapo.primitives.base import Primitive
 from slapo.primitives.replace import replace_module
+from slapo.primitives.wrapping import check_not_in_graph
 from slapo.sharding.state import shards_of
 from slapo.wrapper import innermost
 
@@ -51,6 +52,7 @@ class DecomposePrimitive(Primitive):
             )
         if module.bias is None:
             raise ValueError("the layer has no bias, so there is nothing to take apart")
+        check_not_in_graph(sch)
         if shards_of(module):
             raise ValueError(
                 f"the layer is sharded already ({', '.join(shards_of(module))}); "

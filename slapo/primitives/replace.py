@@ -26,7 +26,7 @@ from slapo.primitives.subgraphs import (
 from slapo.primitives.wrapping import check_called, check_module
 from slapo.sharding.groups import GroupHandle
 from slapo.sharding.state import make_sharding, move_syncs, shards_of
-from slapo.weights.provenance import Source, inherit_weights
+from slapo.weights.provenance import Source, dropped_values, inherit_weights
 from slapo.weights.ties import TiePlan
 from slapo.wrapper import innermost, replace_innermost
 
@@ -134,6 +134,16 @@ def replace_module(sch: Node, new: nn.Module) -> None:
     check_called(sch)
     path = sch.model_path
     tie_plan = TiePlan(sch.get_top_schedule().mod, sch.state.ties, [path], path, new)
+    dropped = dropped_values(new, [old])
+    if dropped:
+        logger.warning(
+            '%s keeps its own values of %s, and those of sch["%s"] are gone; to take them over, '
+            "make the new module under slapo.init_empty_weights(), load its state_dict, or give "
+            "it weight_sources()",
+            type(new).__name__,
+            dropped[:3],
+            sch.path,
+        )
     sources = inherit_weights(new, [old])
     sch.state.ties = tie_plan.carry_out()
     _note_sources(sch.state, sources, path, [path])

@@ -61,6 +61,11 @@ class ReplaceAllPrimitive(Primitive):
         given: Any = cls
         if not (isinstance(given, type) and issubclass(given, nn.Module)):
             raise TypeError(f"cls must be a class of modules, got {cls!r}")
+        if isinstance(make_fn, nn.Module) or not callable(make_fn):
+            raise TypeError(
+                f"make_fn is a {type(make_fn).__name__}; pass a function of (path, module) that "
+                "makes a new module for each place, such as lambda path, module: nn.GELU()"
+            )
         nodes = list(_outermost(sch, cls))
         if not nodes:
             present = sorted({type(innermost(n.mod)).__name__ for _, n in sch.named_schedules()})

@@ -9,7 +9,7 @@ from torch import nn
 from slapo.logger import get_logger
 from slapo.node import Node
 from slapo.primitives.base import Primitive
-from slapo.primitives.wrapping import check_called
+from slapo.primitives.wrapping import check_called, check_own_tensor
 from slapo.sharding.guards import refuse_saving
 from slapo.sharding.shards import ShardPlan
 from slapo.sharding.slicing import make_spec
@@ -67,8 +67,14 @@ class ShardPrimitive(Primitive):
     @staticmethod
     def apply(sch: Node, /, tensor_name: str, axis: int, blocks: int | Sequence[int] = 1) -> Node:
         """Check everything, then slice the tensor here and where it is tied."""
+        if not isinstance(tensor_name, str):
+            raise TypeError(
+                f"tensor_name must be the name of one tensor, got {tensor_name!r}; call shard() "
+                "once for each"
+            )
         if type(axis) is not int:
             raise TypeError(f"axis must be an integer, got {axis!r}")
+        check_own_tensor(sch, tensor_name)
         check_called(sch, tensor_name)
         module = innermost(sch.mod)
         if _confirms_tie(sch, module, tensor_name, axis, blocks):

@@ -69,8 +69,42 @@ def _has(module: fx.GraphModule, op: str, target: str) -> bool:
     return next(iter(module.graph.find_nodes(op=op, target=target)), None) is not None
 
 
+def check_own_tensor(sch: Node, name: str) -> None:
+    """Refuse the name of a tensor further down, and say where it belongs."""
+    path, _, leaf = name.rpartition(".")
+    if path and path in sch:
+        full = f"{sch.path}.{path}" if sch.path else path
+        raise ValueError(
+            f"{name!r} is a tensor of the module at {full!r}; name the module in the path: "
+            f'sch["{full}"], and the tensor by {leaf!r}'
+        )
+
+
+def check_not_in_graph(sch: Node) -> None:
+    """Refuse to change what a traced ancestor has seen already.
+
+    Raises
+    ------
+    SlapoError
+        Naming the ancestor.
+    """
+    node = sch.parent
+    while node is not None:
+        if isinstance(innermost(node.mod), fx.GraphModule):
+            raise SlapoError(
+                f"{node.path or 'the root'!r} was traced with the layer as one call, in whose "
+                "graph nothing would change; decompose first, and trace then"
+            )
+        node = node.parent
+
+
 def check_module(value: object, what: str) -> nn.Module:
     """`value` if it is a module, else ``TypeError``."""
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        raise TypeError(
+            f"{what} must be an nn.Module, got the class {value.__name__}; pass an object of it, "
+            f"such as {value.__name__}(...)"
+        )
     if not isinstance(value, nn.Module):
         raise TypeError(f"{what} must be an nn.Module, got {type(value).__name__}: {value!r}")
     return value

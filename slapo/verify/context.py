@@ -113,7 +113,10 @@ class Verify:
         rtol: float | None = None,
     ) -> None:
         if not isinstance(sch, Schedule):
-            raise TypeError(f"Verify takes a schedule, got {type(sch).__name__}")
+            raise TypeError(
+                f"Verify takes a schedule, got {type(sch).__name__}; pass what "
+                "slapo.create_schedule(model) returned"
+            )
         self.sch = sch
         self.args, self.kwargs = as_call(example_inputs)
         self.device = torch.device(device) if device is not None else None

@@ -130,3 +130,22 @@ def _adopt_by_name(new: nn.Module, originals: Mapping[str, Tensor]) -> None:
                 continue
             if isinstance(original, nn.Parameter) and original.shape == present.shape:
                 module._parameters[leaf] = original
+
+
+def dropped_values(new: nn.Module, originals: Sequence[nn.Module]) -> list[str]:
+    """Parameters of which the replaced modules have others, of the same name, shape and not value.
+
+    Of one module that is replaced, whose new one says nothing of where its values come from.
+    """
+    if len(originals) != 1 or declared_sources(new):
+        return []
+    before = dict(originals[0].named_parameters(remove_duplicate=False))
+    return [
+        name
+        for name, p in new.named_parameters()
+        if name in before
+        and p is not before[name]
+        and p.shape == before[name].shape
+        and not (p.is_meta or before[name].is_meta)
+        and not torch.equal(p.to(before[name].dtype), before[name])
+    ]

@@ -159,3 +159,65 @@ def test_bad_cuts() -> None:
     refused(sch, ValueError, "after the whole model", sch.cut_pipeline_stage)
     sch.trace(flatten=True)
     refused(sch, slapo.SlapoError, "does not call 'layers.0'", sch["layers.0"].cut_pipeline_stage)
+
+
+# --- mistakes and what they are told -----------------------------------------------------------
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(2, 2), nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.fc(x))
+
+
+def _register_without_parentheses(sch: Any) -> None:
+    @slapo.register_primitive  # type: ignore[arg-type]
+    class Mine(slapo.Primitive):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (lambda sch: slapo.build(sch.mod), r"build takes a schedule, got Small; pass slapo.crea"),
+        (lambda sch: slapo.Verify(sch.mod, ()), r"Verify takes a schedule, got Small; pass what"),
+        (lambda sch: sch["fc"].shard(["weight"], 0), r"got \['weight'\]; call shard\(\) once for"),
+        (lambda sch: sch.shard("fc.weight", 0), r'name the module in the path: sch\["fc"\], and'),
+        (lambda sch: sch.annotate("fc.weight", "k", 1), r'the path: sch\["fc"\], and the tensor'),
+        (lambda sch: sch["act"].replace(nn.ReLU), r"the class ReLU; pass an object of it, such"),
+        (lambda sch: sch.replace_all(nn.GELU, nn.ReLU()), r"make_fn is a ReLU; pass a function of"),
+        (_register_without_parentheses, r"write @slapo.register_primitive\(\), with parentheses"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_told_what_to_do(attempt: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        attempt(slapo.create_schedule(Small()))
+
+
+def test_values_that_a_replacement_drops_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    sch = slapo.create_schedule(Small())
+    copied = nn.Linear(2, 2)
+    copied.load_state_dict(sch["fc"].mod.state_dict())
+    sch["fc"].replace(copied)
+    with slapo.init_empty_weights():
+        empty = nn.Linear(2, 2)
+    sch["fc"].replace(empty)
+    assert not caplog.records
+    assert torch.equal(sch["fc"].mod.weight, copied.weight)
+    sch["fc"].replace(nn.Linear(2, 2))
+    (record,) = caplog.records
+    assert "Linear keeps its own values of ['weight', 'bias'], and those of sch" in record.message
+
+
+def test_norms_count_a_batch_once_under_checkpoint() -> None:
+    models = [nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.5)) for _ in range(2)]
+    slapo.create_schedule(models[1])["0"].checkpoint()
+    x = torch.arange(8.0).view(4, 2)
+    for model in models:
+        for _ in range(2):
+            model(x.clone().requires_grad_()).sum().backward()
+    for name, buffer in models[0].state_dict().items():
+        assert torch.equal(models[1].state_dict()[name], buffer), name
+    assert models[1][0].num_batches_tracked == 2

@@ -134,9 +134,14 @@ def test_paths_are_strings() -> None:
 def test_unknown_attributes_name_the_primitives() -> None:
     sch = slapo.create_schedule(nn.ReLU())
     with pytest.raises(
-        AttributeError, match=r"no attribute 'shards'; its primitives are .*'shard'"
+        AttributeError, match=r"no attribute 'shards'; did you mean 'shard'\? Its primitives are"
     ):
         _ = sch.shards
+    with pytest.raises(AttributeError, match=r"that of the module is sch.mod.inplace"):
+        _ = sch.inplace
+    stack = slapo.create_schedule(Stack())
+    with pytest.raises(AttributeError, match=r"children are items: sch\['layers.0'\]"):
+        _ = stack.layers
     assert not hasattr(sch, "_private")
 
 
@@ -217,7 +222,7 @@ def test_a_selection_that_fails_on_one_changes_none() -> None:
         lambda: sch.select("layers.*").sync("fwd_post", "all_reduce", axis=3),
     ]
     for attempt in attempts:
-        with pytest.raises((ValueError, TypeError)):
+        with pytest.raises((ValueError, TypeError, slapo.SlapoError)):
             attempt()
         assert fingerprint(sch) == before
     assert model(torch.randn(2, 4)).shape == (2, 4)
@@ -226,7 +231,7 @@ def test_a_selection_that_fails_on_one_changes_none() -> None:
 def test_matches_found_before_a_failed_selection_still_count() -> None:
     sch = slapo.create_schedule(Block())
     match = sch.find(lambda x: nn.functional.gelu(x))
-    with pytest.raises(ValueError, match="decompose"):
+    with pytest.raises(slapo.SlapoError, match="decompose first, and trace then"):
         sch.select("*").decompose()
     sch.replace(torch.tanh, match)
 

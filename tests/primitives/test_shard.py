@@ -141,7 +141,7 @@ BAD: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], s
     "not divisible": (lambda: nn.Linear(4, 5), ("weight", 0), {}, "size 5 is not divisible by"),
     "no tensor": (lambda: nn.Linear(4, 4), ("wieght", 0), {}, r"'wieght' of its own; it has \['w"),
     "no bias": (lambda: nn.Linear(4, 4, bias=False), ("bias", 0), {}, r"it has \['weight'\]"),
-    "a child's tensor": (lambda: nn.Sequential(nn.Linear(4, 4)), ("0.weight", 0), {}, "of its own"),
+    "a child's tensor": (lambda: nn.Sequential(nn.Linear(4, 4)), ("0.weight", 0), {}, "at '0.0'; "),
     "no axis": (lambda: nn.Linear(4, 4), ("weight", 2), {}, r"axis 2 does not exist in shape \(4"),
     "no axis from the end": (lambda: nn.Linear(4, 4), ("weight", -3), {}, "axis -3 does not"),
     "scalar": (lambda: nn.BatchNorm1d(4), ("num_batches_tracked", 0), {}, "axis 0 does not exist"),
