@@ -301,7 +301,13 @@ def create_schedule(
     ValueError
         If the mesh has several dimensions or this process is not in the group.
     SlapoError
-        If this process is one of several that have not initialised ``torch.distributed``.
+        If a group is given and ``torch.distributed`` is not initialised.
+
+    Warns
+    -----
+    UserWarning
+        If this process is one of several that have not initialised ``torch.distributed``: it is a
+        world of one.
 
     Examples
     --------

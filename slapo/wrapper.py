@@ -53,13 +53,13 @@ class ModuleWrapper(nn.Module):
         self.mod._load_from_state_dict(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Attributes of the wrapped module, its sizes for one, are set there; its mode as well."""
+        """Attributes are those of the wrapped module, its sizes for one; its mode is of both."""
         inner = self.__dict__.get("mod")
         if name == "training" and inner is not None:
             # Who sets the flags of all modules() does not meet the wrapped one.
             inner.training = value
         own = name in self.__dict__ or hasattr(nn.Module, name)
-        if inner is None or own or not hasattr(inner, name):
+        if inner is None or own:
             super().__setattr__(name, value)
         else:
             setattr(inner, name, value)

@@ -145,7 +145,7 @@ def replace_module(sch: Node, new: nn.Module) -> None:
             sch.path,
         )
     sources = inherit_weights(new, [old])
-    sch.state.ties = tie_plan.carry_out()
+    _set_ties(sch, tie_plan)
     _note_sources(sch.state, sources, path, [path])
     new.train(old.training)
     # A module of the user's that wraps the old one takes its place, wrappers and hooks and all.
@@ -161,6 +161,11 @@ def replace_module(sch: Node, new: nn.Module) -> None:
         sch.set_module(outer)
     if not wraps_old:
         _carry_notes(sch, new)
+
+
+def _set_ties(sch: Node, plan: TiePlan) -> None:
+    sch.state.ties = plan.carry_out()
+    sch.get_top_schedule().metadata.tie_weights = sch.state.ties.as_dict()
 
 
 def _check_not_above(sch: Node, new: nn.Module) -> None:
@@ -214,7 +219,7 @@ def replace_subgraphs(
         tie_plan.new_path = _join(owner.model_path, targets[-1])
         if len(chains) == 1:
             move_end_hooks(ends, new)
-    owner.state.ties = tie_plan.carry_out()
+    _set_ties(owner, tie_plan)
     _note_sources(owner.state, sources, tie_plan.new_path, old_paths)
     owner.refresh(targets)
     return call

@@ -79,6 +79,7 @@ class ShardPrimitive(Primitive):
         module = innermost(sch.mod)
         if _confirms_tie(sch, module, tensor_name, axis, blocks):
             return sch
+        _check_buffer(sch, module, tensor_name)
         plan = ShardPlan(module, tensor_name, axis, blocks, sch.group)
         if plan.defers_bias:
             check_called(sch)  # the module itself must add its bias in another way
@@ -115,6 +116,21 @@ def _confirms_tie(
     sch.state.followed.discard(name)
     sch.metadata.primitives["shard"][tensor_name] = spec
     return True
+
+
+def _check_buffer(sch: Node, module: nn.Module, tensor_name: str) -> None:
+    """Refuse a buffer that other modules hold too: they would come apart."""
+    buffer = module._buffers.get(tensor_name)
+    if buffer is None:
+        return
+    for path, other in sch.get_top_schedule().mod.named_modules():
+        bare = innermost(other)
+        shared = [n for n, b in bare._buffers.items() if b is buffer and bare is not module]
+        if shared and bare._buffers is not module._buffers:
+            raise ValueError(
+                f"{path}.{shared[0]} is the same buffer, and would stay whole; give each of the "
+                "two modules its own before you shard one"
+            )
 
 
 def _tied_plans(

@@ -16,6 +16,13 @@ from slapo.sharding.collectives import (
 from slapo.sharding.layout import PARTIAL, REPLICATE, Layout, Placement, shard
 from slapo.sharding.rules import Effect, register_shard_rule
 from slapo.sharding.slicing import ShardSpec
+from slapo.sharding.sync_ops import (
+    all_gather_forward_output,
+    reduce_backward_grad,
+    reduce_forward_output,
+    reduce_scatter_forward_output,
+    scatter_forward_output,
+)
 
 __all__ = [
     "PARTIAL",
@@ -25,12 +32,17 @@ __all__ = [
     "Placement",
     "ShardSpec",
     "all_gather",
+    "all_gather_forward_output",
     "all_to_all",
     "copy_to_group",
+    "reduce_backward_grad",
+    "reduce_forward_output",
     "reduce_from_group",
     "reduce_scatter",
+    "reduce_scatter_forward_output",
     "register_shard_rule",
     "reshard",
     "scatter",
+    "scatter_forward_output",
     "shard",
 ]

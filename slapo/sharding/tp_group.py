@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from slapo.errors import SlapoError
+from slapo.history import warn_caller
 
 
 def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
@@ -27,7 +28,7 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
                 "create_schedule: a group was given, but torch.distributed is not initialised; "
                 "call torch.distributed.init_process_group first"
             )
-        _check_alone()
+        _warn_if_alone()
         return None
     if group is None:
         group = dist.group.WORLD
@@ -44,12 +45,13 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
     return group
 
 
-def _check_alone() -> None:
-    """Refuse to take one of several processes that a launcher started for a world of one."""
+def _warn_if_alone() -> None:
+    """Of one of several processes that a launcher has started: it is a world of one here."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     if "RANK" in os.environ and world_size.isdigit() and int(world_size) > 1:
-        raise SlapoError(
+        warn_caller(
             f"create_schedule: this is process {os.environ['RANK']} of {world_size} (RANK and "
-            "WORLD_SIZE are set), but torch.distributed is not initialised; call "
-            "torch.distributed.init_process_group first, or unset RANK to run one process alone"
+            "WORLD_SIZE are set), but torch.distributed is not initialised: the schedule is for "
+            "one process alone. Call slapo.init_mesh or torch.distributed.init_process_group first "
+            "for one of all"
         )

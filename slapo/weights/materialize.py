@@ -173,7 +173,7 @@ class _Materializer:
     def _adopt_tied(self, module: nn.Module) -> None:
         for name, tensor in list(_own_tensors(module)):
             if id(tensor) in self.new:
-                _put(module, name, self.new[id(tensor)])
+                _keep(module, name, self.new[id(tensor)])
 
     def _written_below(self, path: str, module: nn.Module) -> set[tuple[nn.Module, str]]:
         """Descendants' tensors that the module's own initialisation sets (scaled residuals...)."""
@@ -244,7 +244,7 @@ class _Materializer:
         self.new[id(old)] = new
         self.keep.append(old)
         self.created.add(id(new))
-        _put(module, name, new)
+        _keep(module, name, new)
 
     def check_complete(self) -> None:
         """Every tensor has values now."""
@@ -280,6 +280,14 @@ def _get(module: nn.Module, name: str) -> Tensor:
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
     table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
     table[name] = tensor
+
+
+def _keep(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a tensor in for good: it is what carries the marks of sharding from now on."""
+    _put(module, name, tensor)
+    state = sharding_of(module)
+    if state is not None:
+        state.attach(module)
 
 
 def _full(module: nn.Module, name: str, tensor: Tensor) -> Tensor:

@@ -189,7 +189,6 @@ def _register_without_parentheses(sch: Any) -> None:
         (lambda sch: sch.replace_all(nn.GELU, nn.ReLU()), r"make_fn is a ReLU; pass a function of"),
         (_register_without_parentheses, r"write @slapo.register_primitive\(\), with parentheses"),
     ],
-    ids=str,
 )
 def test_mistakes_are_told_what_to_do(attempt: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
@@ -221,3 +220,41 @@ def test_norms_count_a_batch_once_under_checkpoint() -> None:
     for name, buffer in models[0].state_dict().items():
         assert torch.equal(models[1].state_dict()[name], buffer), name
     assert models[1][0].num_batches_tracked == 2
+
+
+def test_a_checkpointed_layer_takes_what_transformers_sets_on_it() -> None:
+    """Its own checkpointing writes attributes that a layer does not have before."""
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2)))
+    layer: Any = sch["0"].checkpoint().mod
+    layer.function = len
+    assert layer.function is len
+    assert layer.mod.function is len
+
+
+def test_a_buffer_that_two_modules_share_is_not_sharded() -> None:
+    model = nn.Sequential(*(nn.BatchNorm1d(4, affine=False) for _ in range(2)))
+    model[1].running_mean = model[0].running_mean
+    sch = slapo.create_schedule(model)
+    refused(
+        sch,
+        ValueError,
+        r"1.running_mean is the same buffer",
+        lambda: sch["0"].shard("running_mean", 0),
+    )
+    sch["0"].shard("running_var", 0)
+
+
+def test_names_of_ties_follow_a_replacement() -> None:
+    class Head(nn.Module):
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.table = weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.table.t()
+
+    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
+    model[1].weight = model[0].weight
+    sch = slapo.create_schedule(model)
+    sch["1"].replace(Head(model[0].weight))
+    assert sch.metadata.tie_weights == {"0.weight": ("1.table",), "1.table": ("0.weight",)}

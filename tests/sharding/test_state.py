@@ -484,3 +484,44 @@ def test_ranks_that_pass_other_modules_and_functions() -> None:
         for name in ("configuration", "function"):
             assert "ranks applied different schedules: step 0 is" in found[name]
             assert "where a module or function of that name is another one" in found[name]
+
+
+# --- scripts of the published library ------------------------------------------------------------
+def published_collectives(rank: int, world: int) -> list[bool]:
+    import slapo.sharding.sync_ops as ops
+
+    x = torch.arange(4.0).view(2, 2) + rank
+    return [
+        torch.equal(ops.all_gather_forward_output(x, 1, None)[:, :2], x - rank),
+        torch.equal(ops.reduce_forward_output(x, None), 2 * (x - rank) + 1),
+        torch.equal(ops.reduce_scatter_forward_output(x, 0, None), (2 * (x - rank) + 1)[[rank]]),
+        torch.equal(ops.scatter_forward_output(x, 1, None), x[:, [rank]]),
+        torch.equal(ops.reduce_backward_grad(x, None), x),
+        slapo.sharding.all_gather_forward_output is ops.all_gather_forward_output,
+    ]
+
+
+def test_the_collectives_by_their_published_names() -> None:
+    assert run_distributed(published_collectives, 2) == [[True] * 6] * 2
+
+
+def made_by_build(rank: int, world: int) -> list[bool]:
+    """Marks of parameters that were on meta go with copies too."""
+    with slapo.init_empty_weights():
+        model = Model()
+    sch = slapo.create_schedule(model)
+    sch["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+    sch["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    sch["norm"].annotate("weight", "partial_grad", True)
+    slapo.build(sch)
+    new = copy.deepcopy(model)
+    return [
+        marks(new) == marks(model),
+        marks(model)["up.weight"][0] == (8, 4),
+        not any(p.is_meta for p in new.parameters()),
+        sum(p.is_meta for s in [sharding_of(new.up)] if s for p in s._carriers.values()) == 0,
+    ]
+
+
+def test_parameters_that_build_makes_carry_their_marks() -> None:
+    assert run_distributed(made_by_build, 2) == [[True] * 4] * 2
