@@ -128,6 +128,8 @@ def identify(value: Any) -> str:
 
 
 def _add_identity(value: Any, parts: list[str]) -> None:
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return
     if isinstance(value, functools.partial):
         value = [value.func, value.args, value.keywords]
     if isinstance(value, Mapping):
@@ -143,7 +145,7 @@ def _add_identity(value: Any, parts: list[str]) -> None:
         # Constants without code objects, whose text has an address.
         plain = [c for c in code.co_consts if not isinstance(c, CodeType)]
         parts.append(f"{plain} {code.co_names} {value.__defaults__}")
-    elif isinstance(value, Sequence) and not isinstance(value, str):
+    elif isinstance(value, Sequence):
         for item in value:
             _add_identity(item, parts)
 

@@ -74,6 +74,6 @@ class AnnotatePrimitive(Primitive):
             raise TypeError(f"{key} is {value!r}; pass True or False")
         state = make_sharding(module, GroupHandle(sch.group))
         state.tags.setdefault(param_name, {})[key] = value
-        state.attach(module)
+        state.attach(module, param_name)
         sch.metadata.param_tags.setdefault(param_name, {})[key] = value
         return sch

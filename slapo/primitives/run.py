@@ -51,7 +51,7 @@ def run(node: Node, primitive: type[Primitive], /, *args: Any, **kwargs: Any) ->
 def _record(
     node: Node, primitive: type[Primitive], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Record:
-    signature = inspect.signature(primitive.apply)
+    signature = _signature(primitive.apply)
     try:
         bound = signature.bind(node, *args, **kwargs)
     except TypeError as error:
@@ -63,9 +63,14 @@ def _record(
             arguments.update({key: describe(item) for key, item in value.items()})
         else:
             arguments[name] = describe(value)
-    identity = identify([*bound.args[1:], bound.kwargs])
+    identity = identify([v for v in (*args, *kwargs.values()) if not isinstance(v, (str, int))])
     place = caller_location()
     return Record(node.path, primitive.name(), arguments, place, len(args), identity)
+
+
+@functools.cache
+def _signature(apply: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(apply)
 
 
 def _put_in_front(error: Exception, record: Record) -> None:

@@ -142,7 +142,7 @@ class ShardPlan:
         state = make_sharding(module, GroupHandle(self.group))
         slice_tensor(module, name, spec)
         state.specs[name] = spec
-        state.attach(module)
+        state.attach(module, name)
         self._set_sizes(state.sizes)
         layout = self.effect.layout
         if layout != Layout():

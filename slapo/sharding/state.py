@@ -73,11 +73,11 @@ class Sharding:
                 new.__dict__[name] = dict(value)
         return new
 
-    def attach(self, module: nn.Module) -> None:
-        """Give the tensors that the module has now what they are to carry."""
-        for name in {**self.specs, **self.tags}:
-            tables: tuple[Mapping[str, Tensor | None], ...] = (module._parameters, module._buffers)
-            tensor = next((t[name] for t in tables if t.get(name) is not None), None)
+    def attach(self, module: nn.Module, *names: str) -> None:
+        """Give the tensors that the module has now what they are to carry; or some of them."""
+        for name in names or {**self.specs, **self.tags}:
+            tensor: Tensor | None = module._parameters.get(name)
+            tensor = module._buffers.get(name) if tensor is None else tensor
             if tensor is not None:
                 self._carriers[name] = tensor
                 self._dress(name, tensor)
@@ -85,7 +85,8 @@ class Sharding:
     def _dress(self, name: str, tensor: Tensor) -> None:
         if name in self.specs:
             tensor.orig_shape = self.specs[name].full_shape  # type: ignore[attr-defined]
-        apply_tags(tensor, self.tags.get(name, {}), self.group.group)
+        if name in self.tags:
+            apply_tags(tensor, self.tags[name], self.group.group)
 
 
 def sharding_of(module: nn.Module) -> Sharding | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -312,6 +313,13 @@ class GradientHook(SyncHook):
 
 def input_names(module: nn.Module) -> tuple[str, ...]:
     """Names of the positional arguments of a module's forward."""
-    parameters = inspect.signature(module.forward).parameters.values()
+    if "forward" not in module.__dict__:
+        return _names_of(type(module).forward)[1:]
+    return _names_of(module.forward)
+
+
+@functools.lru_cache(maxsize=256)
+def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(p.name for p in parameters if p.kind in kinds)
