@@ -365,3 +365,20 @@ def _copy(states: Mapping[str, RNGState]) -> dict[str, RNGState]:
 def _copy_tensor(device: str, state: Tensor) -> Tensor:
     """Copy by way of a generator: under a fake tensor mode a clone would hold no data."""
     return torch.Generator(device).set_state(state).get_state()
+
+
+# --- names of the published Slapo ------------------------------------------------------------
+CudaRNGStatesTracker = RNGTracker
+_CUDA_RNG_STATE_TRACKER = _tracker
+
+
+def model_parallel_cuda_manual_seed(
+    seed: int, tp_rank: int, always_enable_tp_seed: bool = False
+) -> None:
+    """See :func:`set_random_seed`, of which this is the part for tensor-parallel ranks.
+
+    Examples
+    --------
+    >>> model_parallel_cuda_manual_seed(3, tp_rank=1)
+    """
+    set_random_seed(seed, tp_rank=tp_rank, always_enable_tp_seed=always_enable_tp_seed)

@@ -3,6 +3,7 @@
 from slapo.op.checkpoint import CheckPointWrapper, ForkRNGWrapper, checkpoint
 from slapo.op.linear import LinearWithSeparateBias, LinearWithSyncFunc
 from slapo.op.qkv import FusedQKV
+from slapo.op.show import Print
 
 __all__ = [
     "CheckPointWrapper",
@@ -10,5 +11,6 @@ __all__ = [
     "FusedQKV",
     "LinearWithSeparateBias",
     "LinearWithSyncFunc",
+    "Print",
     "checkpoint",
 ]

@@ -16,7 +16,7 @@ from slapo.graph.trace.contract import (
 )
 from slapo.graph.trace.module import TracedModule
 from slapo.pipeline.stage import Stage, owner_at, put_tensor
-from slapo.pipeline.ties import StageTie, analyze_tie_weights
+from slapo.pipeline.ties import StageTie, ties_of_stages
 from slapo.wrapper import innermost
 
 
@@ -107,7 +107,7 @@ class PipelinedModule(nn.Module):
         self._places = _place_names(root, stages)
         for index, stage in enumerate(stages):
             self.add_module(f"submod_{index}", stage)
-        self.ties: tuple[StageTie, ...] = analyze_tie_weights(stages)
+        self.ties: tuple[StageTie, ...] = ties_of_stages(stages)
         #: place of a parameter -> the first name that the model has for it
         self._first_names = self._name_parameters()
         self.inputs = PipelineInputs(root, stages[0].received)

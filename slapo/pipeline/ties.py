@@ -32,7 +32,7 @@ class StageTie:
         return self.members[0][0]
 
 
-def analyze_tie_weights(stages: Sequence[nn.Module]) -> tuple[StageTie, ...]:
+def ties_of_stages(stages: Sequence[nn.Module]) -> tuple[StageTie, ...]:
     """Parameters tied across stages, found by identity in one pass.
 
     Parameters
@@ -44,7 +44,7 @@ def analyze_tie_weights(stages: Sequence[nn.Module]) -> tuple[StageTie, ...]:
     --------
     >>> first, last = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
     >>> last.weight = first.weight
-    >>> analyze_tie_weights([first, nn.ReLU(), last])
+    >>> ties_of_stages([first, nn.ReLU(), last])
     (StageTie(members=((0, 'weight'), (2, 'weight'))),)
     """
     places: dict[int, dict[int, str]] = {}
@@ -52,3 +52,38 @@ def analyze_tie_weights(stages: Sequence[nn.Module]) -> tuple[StageTie, ...]:
         for name, parameter in stage.named_parameters(remove_duplicate=False):
             places.setdefault(id(parameter), {}).setdefault(index, name)
     return tuple(StageTie(tuple(found.items())) for found in places.values() if len(found) > 1)
+
+
+def analyze_tie_weights(
+    top_mod: nn.Module, is_pipeline_partitioned: bool
+) -> dict[int, set[tuple[str, int]]]:
+    """Parameters that a model has under several names.
+
+    Parameters
+    ----------
+    top_mod
+        The model; or, partitioned, the module whose children are its stages.
+    is_pipeline_partitioned
+        Which of the two it is.
+
+    Returns
+    -------
+    dict
+        A number for each of them -> the ``(name, stage)`` where it stands: names in the stage, or
+        in the model with stage 0.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+    >>> model[1].weight = model[0].weight
+    >>> sorted(analyze_tie_weights(model, False)[0])
+    [('0.weight', 0), ('1.weight', 0)]
+    >>> sorted(analyze_tie_weights(model, True)[0])
+    [('weight', 0), ('weight', 1)]
+    """
+    stages = list(top_mod.children()) if is_pipeline_partitioned else [top_mod]
+    places: dict[int, set[tuple[str, int]]] = {}
+    for index, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            places.setdefault(id(parameter), set()).add((name, index))
+    return dict(enumerate(found for found in places.values() if len(found) > 1))

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
+from torch import nn, profiler
 
 from slapo.logger import get_logger
 
-_GIB = 2**30
+_MIB, _GIB = 2**20, 2**30
 
 
-@dataclass(frozen=True)
-class MemoryReport:
-    """Memory in bytes; None where the platform does not say.
+class MemoryReport(float):
+    """MiB of tensors on the accelerator, 0.0 without one; and more, in bytes.
+
+    Attributes are None where the platform does not say.
 
     Attributes
     ----------
@@ -32,10 +36,26 @@ class MemoryReport:
 
     rss: int | None
     peak_rss: int | None
-    device: torch.device | None = None
-    allocated: int | None = None
-    peak_allocated: int | None = None
-    reserved: int | None = None
+    device: torch.device | None
+    allocated: int | None
+    peak_allocated: int | None
+    reserved: int | None
+
+    def __new__(
+        cls,
+        rss: int | None,
+        peak_rss: int | None,
+        device: torch.device | None = None,
+        allocated: int | None = None,
+        peak_allocated: int | None = None,
+        reserved: int | None = None,
+    ) -> MemoryReport:
+        """Of what was measured, in bytes."""
+        report = super().__new__(cls, (allocated or 0) / _MIB)
+        report.rss, report.peak_rss, report.device = rss, peak_rss, device
+        report.allocated, report.peak_allocated = allocated, peak_allocated
+        report.reserved = reserved
+        return report
 
     def __str__(self) -> str:
         text = f"process {_gib(self.rss)} (peak {_gib(self.peak_rss)})"
@@ -49,6 +69,7 @@ class MemoryReport:
 
 def report_memory(
     msg: str = "",
+    report_gc: bool = False,
     device: torch.device | str | int | None = None,
     ranks: int | Collection[int] | None = 0,
 ) -> MemoryReport:
@@ -58,6 +79,9 @@ def report_memory(
     ----------
     msg : str
         What the report is about; put in front of it.
+    report_gc : bool
+        Whether to log what Python's garbage collector knows of tensors, too: how many there are on
+        each device, and their bytes.
     device : torch.device, str or int, optional
         The accelerator, by default the current one. The CPU has only the process' own numbers.
     ranks : int or collection of int, optional
@@ -66,6 +90,7 @@ def report_memory(
     Returns
     -------
     MemoryReport
+        A number: MiB of tensors on the accelerator, 0.0 without one.
 
     Examples
     --------
@@ -75,8 +100,62 @@ def report_memory(
     """
     report = _measure(_accelerator(device))
     text = f"{msg}: {report}" if msg else str(report)
+    if report_gc:
+        text += f"; known to Python: {_tensors_of_python()}"
     get_logger("slapo").info("%s", text, ranks=ranks, stacklevel=2)
     return report
+
+
+def _tensors_of_python() -> str:
+    """Tensors that the garbage collector tracks, by device."""
+    found: dict[str, list[int]] = {}
+    for value in gc.get_objects():
+        # isinstance would ask proxies, whose answer may run code; fakes have no memory.
+        if type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta:
+            found.setdefault(value.device.type, []).append(value.nbytes)
+    each = (f"{len(n)} tensors of {_gib(sum(n))} on {kind}" for kind, n in sorted(found.items()))
+    return ", ".join(each) or "no tensors"
+
+
+def profile_perf(model: nn.Module, inputs: Any, backward: bool = False) -> str:
+    """Run a model under torch's profiler; log and return where the time goes.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Any module.
+    inputs : tensor, tuple or mapping
+        What it is called with.
+    backward : bool
+        Whether to go back from the sum of the output's first tensor, too.
+
+    Returns
+    -------
+    str
+        The table of the ten operators that take longest.
+
+    Examples
+    --------
+    >>> table = profile_perf(nn.Linear(2, 2), torch.ones(1, 2))
+    >>> "aten::linear" in table
+    True
+    """
+    activities = [profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(profiler.ProfilerActivity.CUDA)
+    if isinstance(inputs, Mapping):
+        args, kwargs = (), dict(inputs)
+    else:
+        args, kwargs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs), {}
+    with profiler.profile(activities=activities) as found:
+        output = model(*args, **kwargs)
+        if backward:
+            leaves = pytree.tree_leaves(output)
+            next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)).sum().backward()
+    by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    table: str = found.key_averages().table(sort_by=by, row_limit=10)
+    get_logger("slapo").info("%s", table, ranks=0, stacklevel=2)
+    return table
 
 
 def _measure(device: torch.device | None) -> MemoryReport:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import slapo
 from slapo.pipeline import PipelinedModule, StageTie, analyze_tie_weights
 from slapo.pipeline import generate_pipeline_partition as partition
+from slapo.pipeline.ties import ties_of_stages
 
 
 class Block(nn.Module):
@@ -135,7 +136,9 @@ def test_state_dict_is_that_of_the_model() -> None:
 def test_ties_are_found_in_one_pass() -> None:
     sch = cut(Model(), "encoder", "encoder.layer.0", "encoder.layer.1")
     tie = StageTie(((0, "emb.weight"), (2, "head.weight")))
-    assert sch.mod.ties == analyze_tie_weights(sch.mod.stages) == (tie,)
+    assert sch.mod.ties == ties_of_stages(sch.mod.stages) == (tie,)
+    (places,) = analyze_tie_weights(sch.mod, True).values()
+    assert places == {(name, stage) for stage, name in tie.members}
     assert (tie.stages, tie.owner) == ((0, 2), 0)
 
 

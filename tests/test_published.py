@@ -1,0 +1,139 @@
+"""What scripts written for the published Slapo import and rely on."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import slapo
+from slapo.op import Print
+from slapo.utils.common import get_hooks, is_lambda_function, transfer_hooks
+from slapo.utils.report import profile_perf, report_memory
+
+NAMES = {
+    "slapo.sharding.sync_ops": [
+        "all_gather_forward_output",
+        "reduce_scatter_forward_output",
+        "scatter_forward_output",
+        "reduce_forward_output",
+        "reduce_backward_grad",
+    ],
+    "slapo.sharding": ["all_gather_forward_output", "reduce_backward_grad"],
+    "slapo.random": [
+        "CudaRNGStatesTracker",
+        "get_cuda_rng_tracker",
+        "model_parallel_cuda_manual_seed",
+        "_CUDA_RNG_STATE_TRACKER",
+    ],
+    "slapo.pipeline": ["analyze_tie_weights"],
+    "slapo.framework_dialect.deepspeed.pipeline": ["analyze_tie_ranks"],
+    "slapo.framework_dialect": ["get_dialect_cls"],
+    "slapo.op": ["Print"],
+    "slapo.utils.report": ["report_memory", "profile_perf"],
+    "slapo.utils.common": ["get_hooks", "transfer_hooks", "is_lambda_function"],
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module, names in NAMES.items() for name in names]
+)
+def test_names_by_their_import_paths(module: str, name: str) -> None:
+    assert getattr(importlib.import_module(module), name) is not None
+
+
+def test_there_is_one_tracker() -> None:
+    from slapo import random
+
+    assert random._CUDA_RNG_STATE_TRACKER is slapo.get_rng_tracker()
+    assert isinstance(slapo.get_rng_tracker(), random.CudaRNGStatesTracker)
+    random.model_parallel_cuda_manual_seed(7, tp_rank=0)
+    drawn = []
+    for rank in (0, 1):
+        random.model_parallel_cuda_manual_seed(7, tp_rank=rank)
+        with slapo.get_rng_tracker().fork():
+            inside = torch.rand(1).item()
+        drawn.append((inside, torch.rand(1).item()))
+    assert drawn[0][0] != drawn[1][0]
+    assert drawn[0][1] == drawn[1][1]
+
+
+class Shows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.show = nn.Linear(2, 2), Print()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.show(x, "before")  # nothing uses it
+        x = self.linear(x)
+        return self.show(x, "after") + 1
+
+
+@pytest.mark.parametrize("tracer", ["pytorch", "huggingface", "dynamo"])
+def test_what_is_printed_is_of_the_run(tracer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Shows()
+    expected = model(torch.ones(1, 2))
+    sch = slapo.create_schedule(model)
+    assert sch.trace(tracer=tracer, example_inputs=(torch.zeros(1, 2),))
+    sch.mod.graph.eliminate_dead_code()
+    sch.mod.recompile()
+    capsys.readouterr()
+    for number in (1.0, 3.0):
+        sch.mod(torch.full((1, 2), number))
+        shown = capsys.readouterr().out
+        assert f"before tensor([[{number:.0f}., {number:.0f}.]])" in shown
+        assert shown.count("after") == 1
+    assert torch.equal(sch.mod(torch.ones(1, 2)), expected)
+
+
+def test_hooks_go_over() -> None:
+    old, new = nn.Linear(2, 2), nn.Linear(2, 2)
+    old.register_forward_hook(lambda *_: None)
+    transfer_hooks(old, new)
+    assert [len(get_hooks(m)["fwd_post"]) for m in (old, new)] == [0, 1]
+    assert is_lambda_function(get_hooks(new)["fwd_post"][0])
+    assert not is_lambda_function(test_hooks_go_over)
+
+
+def test_memory_is_a_number(caplog: pytest.LogCaptureFixture) -> None:
+    kept = torch.ones(2**18)
+    found = report_memory("here", report_gc=True)
+    if not torch.accelerator.is_available():
+        assert found == 0.0
+    assert found + 1.0 > 0
+    assert "known to Python: " in caplog.messages[0]
+    assert "on cpu" in caplog.messages[0]
+    assert kept.sum() == 2**18
+
+
+@pytest.mark.parametrize(
+    "inputs", [torch.ones(1, 2), (torch.ones(1, 2),), {"input": torch.ones(1, 2)}]
+)
+def test_where_the_time_goes(inputs: Any) -> None:
+    model = nn.Linear(2, 2)
+    table = profile_perf(model, inputs, backward=True)
+    assert "aten::linear" in table
+    assert model.weight.grad is not None
+
+
+def test_ties_over_stages_and_ranks() -> None:
+    from slapo.framework_dialect.deepspeed.pipeline import analyze_tie_ranks
+    from slapo.pipeline import analyze_tie_weights
+
+    class Stages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.middle, self.last = nn.Embedding(4, 2), nn.ReLU(), nn.Linear(2, 4)
+            self.last.weight = self.first.weight
+
+    groups = analyze_tie_weights(Stages(), True)
+    assert list(groups.values()) == [{("weight", 0), ("weight", 2)}]
+
+    class Topology:
+        def filter_match(self, pipe: int) -> list[int]:
+            return [pipe, pipe + 3]
+
+    assert analyze_tie_ranks(groups.values(), Topology()) == ([[[0, 2], [3, 5]]], [[0, 2]])
