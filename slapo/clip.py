@@ -58,6 +58,5 @@ def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
     for module in map(innermost, model.modules()):
         state = sharding_of(module)
         if state is not None and state.specs:
-            group: dist.ProcessGroup | None = state.group.group
-            return group
+            return state.group.group
     return None

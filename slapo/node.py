@@ -349,11 +349,10 @@ def children_of(module: nn.Module) -> dict[str, nn.Module]:
 
 def _slot(parent: nn.Module, name: str) -> nn.Module | None:
     """What the model has for a child now; None if it has nothing."""
-    try:
-        owner, last = child_slot(parent, name)
-        return owner._modules.get(last)
-    except (KeyError, AttributeError):
-        return None
+    module: nn.Module | None = parent
+    for part in name.split("."):
+        module = module._modules.get(part) if module is not None else None
+    return module
 
 
 def child_slot(parent: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -110,12 +110,12 @@ def test_memory_is_a_number(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
-    "inputs", [torch.ones(1, 2), (torch.ones(1, 2),), {"input": torch.ones(1, 2)}]
+    "inputs", [torch.ones(64, 512), (torch.ones(64, 512),), {"input": torch.ones(64, 512)}]
 )
 def test_where_the_time_goes(inputs: Any) -> None:
-    model = nn.Linear(2, 2)
+    model = nn.Linear(512, 512)
     table = profile_perf(model, inputs, backward=True)
-    assert "aten::linear" in table
+    assert "aten::addmm" in table  # one of the ten that take longest, at this size
     assert model.weight.grad is not None
 
 

@@ -53,10 +53,11 @@ def checkpoint(
     tensor([[1., 1.],
             [1., 1.]])
     """
-    states, kept = get_rng_tracker().get_states(), _statistics(function)
+    modules = list(function.modules()) if isinstance(function, nn.Module) else []
+    states, kept = get_rng_tracker().get_states(), _with_statistics(modules)
     if states or kept:
         function = _Replayed(function, states, kept)
-    if _holds_script(function):
+    if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
         function = _unprofiled(function)
     return torch_checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
 
@@ -90,20 +91,13 @@ class _Replayed:
                 module._buffers.update(held)
 
 
-def _statistics(function: Any) -> list[nn.Module]:
-    """Modules within that count each batch they see."""
-    modules = function.modules() if isinstance(function, nn.Module) else ()
+def _with_statistics(modules: list[nn.Module]) -> list[nn.Module]:
+    """Those that count each batch they see."""
     return [
         module
         for module in modules
         if isinstance(module, _NormBase) and module.training and module.track_running_stats
     ]
-
-
-def _holds_script(function: Any) -> bool:
-    inner = function.function if isinstance(function, _Replayed) else function
-    modules = inner.modules() if isinstance(inner, nn.Module) else ()
-    return any(isinstance(module, torch.jit.ScriptModule) for module in modules)
 
 
 def _unprofiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -47,11 +47,14 @@ def ties_of_stages(stages: Sequence[nn.Module]) -> tuple[StageTie, ...]:
     >>> ties_of_stages([first, nn.ReLU(), last])
     (StageTie(members=((0, 'weight'), (2, 'weight'))),)
     """
-    places: dict[int, dict[int, str]] = {}
-    for index, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters(remove_duplicate=False):
-            places.setdefault(id(parameter), {}).setdefault(index, name)
-    return tuple(StageTie(tuple(found.items())) for found in places.values() if len(found) > 1)
+    ties = []
+    for places in _places(stages):
+        first: dict[int, str] = {}
+        for name, index in places:
+            first.setdefault(index, name)
+        if len(first) > 1:
+            ties.append(StageTie(tuple(first.items())))
+    return tuple(ties)
 
 
 def analyze_tie_weights(
@@ -82,8 +85,13 @@ def analyze_tie_weights(
     [('weight', 0), ('weight', 1)]
     """
     stages = list(top_mod.children()) if is_pipeline_partitioned else [top_mod]
-    places: dict[int, set[tuple[str, int]]] = {}
+    return dict(enumerate(set(places) for places in _places(stages) if len(places) > 1))
+
+
+def _places(stages: Sequence[nn.Module]) -> Iterable[list[tuple[str, int]]]:
+    """Of each parameter, the ``(name, stage)`` where it stands, in order."""
+    found: dict[int, list[tuple[str, int]]] = {}
     for index, stage in enumerate(stages):
         for name, parameter in stage.named_parameters(remove_duplicate=False):
-            places.setdefault(id(parameter), set()).add((name, index))
-    return dict(enumerate(found for found in places.values() if len(found) > 1))
+            found.setdefault(id(parameter), []).append((name, index))
+    return found.values()

@@ -7,7 +7,6 @@ from typing import Any
 from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_own_tensor
-from slapo.sharding.groups import GroupHandle
 from slapo.sharding.state import make_sharding
 from slapo.sharding.tags import PARTIAL_GRAD
 from slapo.wrapper import innermost
@@ -72,7 +71,7 @@ class AnnotatePrimitive(Primitive):
             )
         if key in PARTIAL_GRAD and not isinstance(value, bool):
             raise TypeError(f"{key} is {value!r}; pass True or False")
-        state = make_sharding(module, GroupHandle(sch.group))
+        state = make_sharding(module, sch.group)
         state.tags.setdefault(param_name, {})[key] = value
         state.attach(module, param_name)
         sch.metadata.param_tags.setdefault(param_name, {})[key] = value

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import fx, nn
 
+from slapo.errors import SlapoError
 from slapo.node import Node
 from slapo.op.linear import LinearWithSeparateBias
 from slapo.primitives.base import Primitive
 from slapo.primitives.replace import replace_module
-from slapo.primitives.wrapping import check_not_in_graph
 from slapo.sharding.state import shards_of
 from slapo.wrapper import innermost
 
@@ -52,7 +52,7 @@ class DecomposePrimitive(Primitive):
             )
         if module.bias is None:
             raise ValueError("the layer has no bias, so there is nothing to take apart")
-        check_not_in_graph(sch)
+        _check_not_in_graph(sch)
         if shards_of(module):
             raise ValueError(
                 f"the layer is sharded already ({', '.join(shards_of(module))}); "
@@ -65,3 +65,15 @@ class DecomposePrimitive(Primitive):
             )
         replace_module(sch, LinearWithSeparateBias.from_linear(module))
         return sch
+
+
+def _check_not_in_graph(sch: Node) -> None:
+    """Refuse to change a layer that a traced ancestor has seen already."""
+    node = sch.parent
+    while node is not None:
+        if isinstance(innermost(node.mod), fx.GraphModule):
+            raise SlapoError(
+                f"{node.path or 'the root'!r} was traced with the layer as one call, in whose "
+                "graph nothing would change; decompose first, and trace then"
+            )
+        node = node.parent

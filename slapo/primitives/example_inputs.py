@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from slapo.errors import TraceError
@@ -14,6 +13,7 @@ from slapo.graph.trace.capture import capture
 from slapo.graph.trace.examples import example_inputs
 from slapo.graph.trace.run import Inputs, capture_inputs
 from slapo.node import Node
+from slapo.utils.calls import as_call
 from slapo.wrapper import innermost
 
 
@@ -62,17 +62,8 @@ class RecordingInputs:
         return args, {**kwargs, **{k: v for k, v in self.concrete.items() if k not in positional}}
 
     def _from_user(self) -> Inputs:
-        given = self.given
-        if isinstance(given, torch.Tensor):
-            return (given,), dict(self.concrete)
-        if isinstance(given, Mapping):
-            return (), {**given, **self.concrete}
-        if isinstance(given, (tuple, list)):
-            return tuple(given), dict(self.concrete)
-        raise TypeError(
-            "example_inputs must be a tensor, a tuple of positional arguments or a dict of "
-            f"keyword arguments, got {type(given).__name__}"
-        )
+        args, kwargs = as_call(self.given)
+        return args, {**kwargs, **self.concrete}
 
     def _from_model(self, module: nn.Module) -> Inputs:
         """Run the whole model on fake tensors until it calls the module; siblings share the run."""

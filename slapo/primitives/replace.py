@@ -24,7 +24,6 @@ from slapo.primitives.subgraphs import (
     parse,
 )
 from slapo.primitives.wrapping import check_called, check_module
-from slapo.sharding.groups import GroupHandle
 from slapo.sharding.state import make_sharding, move_syncs, shards_of
 from slapo.weights.provenance import Source, dropped_values, inherit_weights
 from slapo.weights.ties import TiePlan
@@ -134,7 +133,7 @@ def replace_module(sch: Node, new: nn.Module) -> None:
     check_called(sch)
     path = sch.model_path
     tie_plan = TiePlan(sch.get_top_schedule().mod, sch.state.ties, [path], path, new)
-    dropped = dropped_values(new, [old])
+    dropped = dropped_values(new, old)
     if dropped:
         logger.warning(
             '%s keeps its own values of %s, and those of sch["%s"] are gone; to take them over, '
@@ -185,9 +184,9 @@ def _carry_notes(sch: Node, new: nn.Module) -> None:
     """Tags follow to parameters of the same name; shards of the old module are gone."""
     for param_name, tags in sch.metadata.param_tags.items():
         if new._parameters.get(param_name) is not None:
-            state = make_sharding(new, GroupHandle(sch.group))
+            state = make_sharding(new, sch.group)
             state.tags[param_name] = dict(tags)
-            state.attach(new)
+            state.attach(new, param_name)
     noted = sch.metadata.primitives.get("shard", {})
     for tensor_name in [name for name in noted if name not in shards_of(new)]:
         del noted[tensor_name]

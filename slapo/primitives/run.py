@@ -63,7 +63,7 @@ def _record(
             arguments.update({key: describe(item) for key, item in value.items()})
         else:
             arguments[name] = describe(value)
-    identity = identify([v for v in (*args, *kwargs.values()) if not isinstance(v, (str, int))])
+    identity = identify((*args, *kwargs.values()))
     place = caller_location()
     return Record(node.path, primitive.name(), arguments, place, len(args), identity)
 

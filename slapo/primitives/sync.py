@@ -120,7 +120,7 @@ def _add_callable(
     elif mode == "fwd_post":
         sch.mod.register_forward_hook(function)
     else:
-        if any(sync.mode == "bwd_post" and sync.op for sync in syncs_of(innermost(sch.mod))):
+        if _sums_gradients(innermost(sch.mod)):
             raise ValueError(
                 "a function after sync('bwd_post', 'all_reduce') would see the gradient before it "
                 "is summed; put the function there first if it is to, or pass one function in "
@@ -131,7 +131,7 @@ def _add_callable(
 
 
 def _note(sch: Node, sync: KnownSync) -> None:
-    state = make_sharding(innermost(sch.mod), GroupHandle(sch.group))
+    state = make_sharding(innermost(sch.mod), sch.group)
     state.syncs = (*state.syncs, sync)
 
 
@@ -158,9 +158,14 @@ def _to_check(op: SyncOp, known: int | None) -> int | None:
     return known if op.name == "all_gather" else None
 
 
+def _sums_gradients(module: nn.Module) -> bool:
+    """Whether a ``bwd_post`` op stands on the module."""
+    return any(sync.mode == "bwd_post" and sync.op for sync in syncs_of(module))
+
+
 def _check_gradients(module: nn.Module, op: SyncOp) -> None:
     """Refuse to sum a gradient twice, and inputs that are none."""
-    if any(sync.mode == "bwd_post" and sync.op for sync in syncs_of(module)):
+    if _sums_gradients(module):
         raise ValueError(
             f"bwd_post {op.name}: the gradient of the module's inputs is summed over the ranks "
             "already; leave one of the two out, or name the inputs of both in one argument="

@@ -80,24 +80,6 @@ def check_own_tensor(sch: Node, name: str) -> None:
         )
 
 
-def check_not_in_graph(sch: Node) -> None:
-    """Refuse to change what a traced ancestor has seen already.
-
-    Raises
-    ------
-    SlapoError
-        Naming the ancestor.
-    """
-    node = sch.parent
-    while node is not None:
-        if isinstance(innermost(node.mod), fx.GraphModule):
-            raise SlapoError(
-                f"{node.path or 'the root'!r} was traced with the layer as one call, in whose "
-                "graph nothing would change; decompose first, and trace then"
-            )
-        node = node.parent
-
-
 def check_module(value: object, what: str) -> nn.Module:
     """`value` if it is a module, else ``TypeError``."""
     if isinstance(value, type) and issubclass(value, nn.Module):

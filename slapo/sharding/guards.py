@@ -12,21 +12,18 @@ from slapo.errors import SlapoError
 from slapo.sharding.groups import GroupHandle
 
 
-class _RefusesSaving:
-    """In the place of ``save_pretrained``, which would write this rank's slices as the model."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        raise SlapoError(
-            "save_pretrained would write this rank's slices of a model that is sharded over "
-            "several; save model.state_dict() of each rank, and put the slices together along the "
-            "axes that they were sharded along (parameters know the whole's shape as orig_shape)"
-        )
+def _save_pretrained(*args: Any, **kwargs: Any) -> None:
+    raise SlapoError(
+        "save_pretrained would write this rank's slices of a model that is sharded over several; "
+        "save model.state_dict() of each rank, and put the slices together along the axes that "
+        "they were sharded along (parameters know the whole's shape as orig_shape)"
+    )
 
 
 def refuse_saving(model: nn.Module) -> None:
     """Of a model of Transformers: let ``save_pretrained`` raise."""
     if hasattr(type(model), "save_pretrained"):
-        model.__dict__["save_pretrained"] = _RefusesSaving()
+        model.__dict__["save_pretrained"] = _save_pretrained
 
 
 def refuse_replicas_of_slices(group: GroupHandle) -> None:

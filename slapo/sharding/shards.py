@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from slapo.sharding.groups import GroupHandle, group_rank, group_size
+from slapo.sharding.groups import group_rank, group_size
 from slapo.sharding.layout import Layout, check_syncs
 from slapo.sharding.partial import check_deferrable, defer_bias, has_bias
 from slapo.sharding.rules import Effect, effect_of
@@ -139,7 +139,7 @@ class ShardPlan:
     def carry_out(self) -> None:
         """Slice the tensor and let the module follow."""
         module, name, spec = self.module, self.name, self.spec
-        state = make_sharding(module, GroupHandle(self.group))
+        state = make_sharding(module, self.group)
         slice_tensor(module, name, spec)
         state.specs[name] = spec
         state.attach(module, name)

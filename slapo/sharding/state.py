@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo.hooks import SHARDING
+from slapo.sharding.groups import GroupHandle
 from slapo.sharding.layout import KnownSync, Layout, around
 from slapo.sharding.slicing import ShardSpec
 from slapo.sharding.tags import apply_tags, forget_hook
@@ -46,7 +48,7 @@ class Sharding:
         Handle of the ranks.
     """
 
-    group: Any
+    group: GroupHandle
     specs: dict[str, ShardSpec] = field(default_factory=dict)
     sizes: dict[str, Any] = field(default_factory=dict)
     layout: Layout = field(default_factory=Layout)
@@ -75,7 +77,8 @@ class Sharding:
 
     def attach(self, module: nn.Module, *names: str) -> None:
         """Give the tensors that the module has now what they are to carry; or some of them."""
-        for name in names or {**self.specs, **self.tags}:
+        carrying = {**self.specs, **self.tags}
+        for name in (name for name in names or carrying if name in carrying):
             tensor: Tensor | None = module._parameters.get(name)
             tensor = module._buffers.get(name) if tensor is None else tensor
             if tensor is not None:
@@ -117,21 +120,21 @@ def move_syncs(source: nn.Module, target: nn.Module) -> None:
     """Note the syncs of `source` on `target`, to which its hooks go."""
     state = sharding_of(source)
     if state is not None and state.syncs:
-        new = make_sharding(target, state.group)
+        new = make_sharding(target, state.group.group)
         new.syncs = (*state.syncs, *new.syncs)
 
 
-def make_sharding(module: nn.Module, group: Any) -> Sharding:
+def make_sharding(module: nn.Module, group: dist.ProcessGroup | None) -> Sharding:
     """The state of `module`, new where there is none.
 
     Parameters
     ----------
     group
-        Handle of the ranks.
+        The ranks; None for a world of one.
     """
     state = sharding_of(module)
     if state is None:
-        state = module.__dict__[SHARDING] = Sharding(group)
+        state = module.__dict__[SHARDING] = Sharding(GroupHandle(group))
         module.register_load_state_dict_post_hook(attach_after_loading)
     return state
 

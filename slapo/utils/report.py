@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch import nn, profiler
 
 from slapo.logger import get_logger
+from slapo.utils.calls import as_call
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -143,10 +144,7 @@ def profile_perf(model: nn.Module, inputs: Any, backward: bool = False) -> str:
     activities = [profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(profiler.ProfilerActivity.CUDA)
-    if isinstance(inputs, Mapping):
-        args, kwargs = (), dict(inputs)
-    else:
-        args, kwargs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs), {}
+    args, kwargs = as_call(inputs, "inputs")
     with profiler.profile(activities=activities) as found:
         output = model(*args, **kwargs)
         if backward:

@@ -19,11 +19,11 @@ from slapo.logger import get_logger
 from slapo.primitives.base import find_primitive
 from slapo.random import get_rng_tracker
 from slapo.schedule import Schedule
+from slapo.utils.calls import as_call
 from slapo.verify.locate import Comparison, recorded
 from slapo.verify.setting import (
     SEED,
     Outcome,
-    as_call,
     backward,
     copy_model,
     fresh_input,

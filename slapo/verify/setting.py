@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,20 +19,6 @@ from slapo.verify.tensors import places, tensors_in
 from slapo.wrapper import innermost
 
 SEED = 20131
-
-
-def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments, from what users hand over."""
-    if isinstance(example_inputs, Tensor):
-        return (example_inputs,), {}
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, (tuple, list)):
-        return tuple(example_inputs), {}
-    raise TypeError(
-        "example_inputs must be a tensor, a tuple of positional arguments or a dict of keyword "
-        f"arguments, got {type(example_inputs).__name__}"
-    )
 
 
 def copy_model(sch: Schedule) -> nn.Module:

@@ -287,7 +287,7 @@ def _keep(module: nn.Module, name: str, tensor: Tensor) -> None:
     _put(module, name, tensor)
     state = sharding_of(module)
     if state is not None:
-        state.attach(module)
+        state.attach(module, name)
 
 
 def _full(module: nn.Module, name: str, tensor: Tensor) -> Tensor:

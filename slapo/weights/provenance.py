@@ -132,14 +132,14 @@ def _adopt_by_name(new: nn.Module, originals: Mapping[str, Tensor]) -> None:
                 module._parameters[leaf] = original
 
 
-def dropped_values(new: nn.Module, originals: Sequence[nn.Module]) -> list[str]:
-    """Parameters of which the replaced modules have others, of the same name, shape and not value.
+def dropped_values(new: nn.Module, original: nn.Module) -> list[str]:
+    """Parameters of which the original has others, of the same name and shape, and other values.
 
-    Of one module that is replaced, whose new one says nothing of where its values come from.
+    None where the new module says where its values come from.
     """
-    if len(originals) != 1 or declared_sources(new):
+    if declared_sources(new):
         return []
-    before = dict(originals[0].named_parameters(remove_duplicate=False))
+    before = dict(original.named_parameters(remove_duplicate=False))
     return [
         name
         for name, p in new.named_parameters()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -146,6 +147,14 @@ def test_parameters_stay_the_objects_that_they_are() -> None:
         assert found["hook"] == [torch.Size([4, 4])] * 3
 
 
+def told(act: Callable[[], Any]) -> str:
+    """What an error says, or what was returned."""
+    try:
+        return repr(act())
+    except (ValueError, TypeError, IndexError, slapo.SlapoError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
 class TwoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -207,14 +216,6 @@ def test_what_follows_may_change_its_input_in_place() -> None:
 
 
 def look_up(rank: int, world: int) -> list[str]:
-    texts = []
-
-    def attempt(act: Any) -> None:
-        try:
-            texts.append(repr(act()))
-        except (ValueError, IndexError, slapo.SlapoError) as error:
-            texts.append(f"{type(error).__name__}: {error}")
-
     def table(before: bool, after: bool) -> Any:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(8, 4))
@@ -236,11 +237,11 @@ def look_up(rank: int, world: int) -> list[str]:
         model, wanted = table(False, True)
         return torch.equal(model(torch.tensor([0, 7])), wanted)
 
-    attempt(lookups)
-    attempt(lambda: table(True, False))
-    for token in (8, -1):
-        attempt(lambda token=token: table(False, False)[0](torch.tensor([token])))
-    return texts
+    return [
+        told(lookups),
+        told(lambda: table(True, False)),
+        *(told(lambda t=t: table(False, False)[0](torch.tensor([t]))) for t in (8, -1)),
+    ]
 
 
 def test_tokens_of_a_vocabulary_that_is_spread() -> None:
@@ -265,12 +266,12 @@ def mistakes(rank: int, world: int) -> dict[str, str]:
 
     def attempt(name: str, module: nn.Module, act: Any) -> None:
         sch = slapo.create_schedule(nn.Sequential(module))
-        try:
+
+        def build() -> None:
             act(sch["0"])
             slapo.build(sch)
-            found[name] = "no error"
-        except (ValueError, TypeError, slapo.SlapoError) as error:
-            found[name] = str(error)
+
+        found[name] = told(build)
 
     attempt("bias", nn.Linear(4, 2), lambda s: s.shard("bias", 0))
     attempt("prelu", nn.PReLU(2), lambda s: s.shard("weight", 0))
@@ -320,7 +321,7 @@ def test_schedules_that_would_compute_something_else() -> None:
         assert "a slice of one element of 'weight' would be applied to all" in found["prelu"]
         assert "nothing is known of OwnLinear, whose output is reduced" in found["own"]
         assert "no parameter in it is sharded: each rank has the whole" in found["whole"]
-        assert found["nothing"] == "no error"
+        assert found["nothing"] == "None"
         assert "the gradient of the module's inputs is summed over the ranks al" in found["twice"]
         assert "the module's output is whole on every rank already" in found["sum twice"]
         assert "sharded along axis -1 in 3 blocks, and a gather would put" in found["blocks"]
@@ -424,18 +425,14 @@ def wrap(rank: int, world: int) -> dict[str, str]:
         sch["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
         slapo.build(sch)
         wrapped = DistributedDataParallel(model)
-        try:
-            wrapped(IDS).sum().backward()
-            found[name] = "no error"
-        except slapo.SlapoError as error:
-            found[name] = str(error)
+        found[name] = told(lambda wrapped=wrapped: wrapped(IDS).sum().backward())
     return found
 
 
 def test_ddp_over_the_ranks_that_a_model_is_sharded_over() -> None:
     for found in run_distributed(wrap, 2):
         assert "DistributedDataParallel takes the ranks [0, 1] for replicas, over" in found["tp"]
-        assert found["dp"] == "no error"
+        assert found["dp"] == "None"
 
 
 def save(rank: int, world: int) -> str:
@@ -470,17 +467,13 @@ def other_modules(rank: int, world: int) -> dict[str, str]:
             sch["0"].replace(new)
         else:
             sch["0"].sync("fwd_post", (lambda *_: None) if rank else (lambda *_: _[2] * 2))
-        try:
-            slapo.build(sch)
-            found[name] = "no error"
-        except slapo.SlapoError as error:
-            found[name] = str(error)
+        found[name] = told(lambda sch=sch: slapo.build(sch) and None)
     return found
 
 
 def test_ranks_that_pass_other_modules_and_functions() -> None:
     for found in run_distributed(other_modules, 2):
-        assert found["same"] == "no error"
+        assert found["same"] == "None"
         for name in ("configuration", "function"):
             assert "ranks applied different schedules: step 0 is" in found[name]
             assert "where a module or function of that name is another one" in found[name]

@@ -22,6 +22,7 @@ from slapo.framework_dialect.replicas import share_values
 from slapo.framework_dialect.runtime import Lowering
 from slapo.framework_dialect.ties import shared_parameters
 from slapo.mesh import device_of_world
+from slapo.utils.calls import as_call
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,7 @@ def _adopt(engine: Any, model: Any) -> Any:
     from slapo.framework_dialect.deepspeed.pipe import StagePipelineEngine  # imports DeepSpeed
 
     def bind(inputs: Any) -> tuple[Tensor, ...]:
-        if isinstance(inputs, Mapping):
-            return model.bind((), inputs)
-        return model.bind((inputs,) if isinstance(inputs, Tensor) else tuple(inputs), {})
+        return model.bind(*as_call(inputs, "the inputs of a batch"))
 
     engine = StagePipelineEngine.adopt(engine)
     engine.bind = bind
