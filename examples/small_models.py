@@ -63,9 +63,9 @@ def schedule_gpt2(sch: slapo.Schedule) -> None:
         # Query, key and value lie side by side in one weight: split each of the three.
         block["attn.c_attn"].shard("weight", axis=1, blocks=3).shard("bias", axis=0, blocks=3)
         block["attn.c_proj"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
-        attention: Any = block["attn"].sync("bwd_post", "all_reduce").mod
-        attention.num_heads //= sch.world_size
-        attention.split_size //= sch.world_size
+        attention = block["attn"].sync("bwd_post", "all_reduce")
+        for size in ("num_heads", "split_size"):
+            attention.set(size, getattr(attention.mod, size) // sch.world_size)
     mlp = sch.select("transformer.h.*.mlp.c_fc").shard("weight", axis=1).shard("bias", axis=0)
     mlp.sync("bwd_post", "all_reduce")
     sch.select("transformer.h.*.mlp.c_proj").shard("weight", axis=0).sync("fwd_post", "all_reduce")

@@ -33,6 +33,7 @@ from slapo.primitives import (
     FusePrimitive,
     ReplaceAllPrimitive,
     ReplacePrimitive,
+    SetPrimitive,
     ShardPrimitive,
     SyncPrimitive,
     TracePrimitive,
@@ -88,6 +89,7 @@ class Schedule(Node):
     checkpoint = as_method(CheckpointPrimitive, CheckpointPrimitive.apply)
     fork_rng = as_method(ForkRNGPrimitive, ForkRNGPrimitive.apply)
     annotate = as_method(AnnotatePrimitive, AnnotatePrimitive.apply)
+    set = as_method(SetPrimitive, SetPrimitive.apply)
     trace = as_question(TracePrimitive, TracePrimitive.apply)
     trace_until = as_question(TraceUntilPrimitive, TraceUntilPrimitive.apply)
     fuse = as_method(FusePrimitive, FusePrimitive.apply)

@@ -18,6 +18,7 @@ from slapo.primitives import (
     DecomposePrimitive,
     ForkRNGPrimitive,
     ReplaceAllPrimitive,
+    SetPrimitive,
     ShardPrimitive,
     SyncPrimitive,
     TracePrimitive,
@@ -61,6 +62,7 @@ class Selection(Generic[N]):
     checkpoint = _broadcast(CheckpointPrimitive, CheckpointPrimitive.apply)
     fork_rng = _broadcast(ForkRNGPrimitive, ForkRNGPrimitive.apply)
     annotate = _broadcast(AnnotatePrimitive, AnnotatePrimitive.apply)
+    set = _broadcast(SetPrimitive, SetPrimitive.apply)
     trace = _broadcast(TracePrimitive, TracePrimitive.apply)
     replace_all = _broadcast(ReplaceAllPrimitive, ReplaceAllPrimitive.apply)
     decompose = _broadcast(DecomposePrimitive, DecomposePrimitive.apply)

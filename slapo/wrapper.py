@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
-from torch import nn
+import torch
+from torch import fx, nn
+
+W = TypeVar("W", bound="ModuleWrapper")
 
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
@@ -15,7 +20,8 @@ class ModuleWrapper(nn.Module):
     The wrapper shares the dictionaries of parameters, buffers and children with the module it
     holds as ``.mod``, which is not a child itself. So ``state_dict()``, ``named_parameters()``
     and ``named_modules()`` show the same names with and without it, and ``.to()``, ``.train()``
-    or loading weights act on the original.
+    or loading weights act on the original. The wrapper is an object of the original's class, too:
+    ``isinstance`` holds for both, so policies that go by the class find it.
 
     Parameters
     ----------
@@ -25,6 +31,7 @@ class ModuleWrapper(nn.Module):
 
     #: A graph of the forward would lose the context it runs in.
     traceable = False
+    _origin: type[nn.Module] = nn.Module
 
     mod: nn.Module
 
@@ -41,6 +48,13 @@ class ModuleWrapper(nn.Module):
             self.__dict__[slot] = mod.__dict__[slot]
         self.__dict__["_version"] = mod._version  # of its entries in a state_dict
         self.training = mod.training
+        kind = getattr(type(self), "_kind", type(self))
+        if type(self) in (kind, _CLASSES.get((kind, type(self)._origin))):  # no other's, of FSDP2
+            self.__class__ = _class_for(kind, _class_of(innermost(mod)))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As any module's; what the original's class does there is done when that is called."""
+        return nn.Module.__call__(self, *args, **kwargs)  # at the call: tracers patch it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module."""
@@ -66,7 +80,26 @@ class ModuleWrapper(nn.Module):
 
     def extra_repr(self) -> str:
         """Name what is wrapped."""
-        return type(self.mod).__name__
+        mod = self.mod
+        return mod._get_name() if isinstance(mod, ModuleWrapper) else type(mod).__name__
+
+    def _get_name(self) -> str:
+        name: str = getattr(type(self), "_kind", type(self)).__name__
+        return name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleWrapper:
+        """A copy of the wrapper and of what it wraps, whatever the original's class says."""
+        new = memo[id(self)] = _empty(*self.__reduce_ex__(2)[1])
+        new.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """State, and how to find the class: no module has it under its name."""
+        kind = getattr(type(self), "_kind", type(self))
+        return _empty, (kind, type(self)._origin), self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -76,6 +109,58 @@ class ModuleWrapper(nn.Module):
             if "mod" not in self.__dict__ or name.startswith("__"):
                 raise
             return getattr(self.mod, name)
+
+
+class _Delegated:
+    """Class attribute of a wrapper's class: what the wrapped module has under that name.
+
+    The original's class would answer by what its objects share, where the wrapped one has its own.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, wrapper: Any, owner: type[ModuleWrapper]) -> Any:
+        return getattr(owner._origin if wrapper is None else wrapper.mod, self.name)
+
+
+#: (class as written, class of the original) -> class of its wrappers, while there are any.
+_CLASSES: WeakValueDictionary[tuple[type, type], type[ModuleWrapper]] = WeakValueDictionary()
+
+
+def _class_for(kind: type[W], origin: type[nn.Module]) -> type[W]:
+    """The class of wrappers of one kind around objects of `origin`.
+
+    The original's class gets among its bases afterwards, so that no hook of it that waits for
+    subclasses is run. What overrides methods of ``nn.Module`` runs on the wrapper, the rest on the
+    wrapped module.
+    """
+    known: Any = _CLASSES.get((kind, origin))
+    if known is not None or issubclass(kind, origin):
+        return known or kind
+    ours = {name for base in kind.__mro__ for name in vars(base)}
+    theirs = {name for base in origin.__mro__ for name in vars(base)} - ours
+    delegated = {name: _Delegated(name) for name in theirs if not name.startswith("__")}
+    made: Any = type(origin.__name__, (kind,), {**delegated, "_kind": kind, "_origin": origin})
+    try:
+        made.__bases__ = (kind, origin)
+    except TypeError:  # a layout that does not go with another's, by __slots__ for one
+        return kind
+    _CLASSES[kind, origin] = made
+    return made
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    """What a wrapper around `module` is, besides; a traced module is what it was traced from."""
+    if isinstance(module, fx.GraphModule):
+        origin: type[nn.Module] = vars(module).get("origin", nn.Module)
+        return origin
+    return nn.Module if isinstance(module, torch.jit.ScriptModule) else type(module)
+
+
+def _empty(kind: type[W], origin: type[nn.Module]) -> W:
+    """A wrapper without state."""
+    return object.__new__(_class_for(kind, origin))
 
 
 def innermost(module: nn.Module) -> nn.Module:

@@ -14,6 +14,7 @@ from slapo.primitives.fuse import FusePrimitive
 from slapo.primitives.pipeline import CutPipelineStagePrimitive
 from slapo.primitives.replace import ReplacePrimitive
 from slapo.primitives.replace_all import ReplaceAllPrimitive
+from slapo.primitives.set import SetPrimitive
 from slapo.primitives.shard import ShardPrimitive
 from slapo.primitives.sync import SyncPrimitive
 from slapo.primitives.trace import TracePrimitive, TraceUntilPrimitive
@@ -27,6 +28,7 @@ register_builtin(
     FusePrimitive,
     ReplaceAllPrimitive,
     ReplacePrimitive,
+    SetPrimitive,
     ShardPrimitive,
     SyncPrimitive,
     TracePrimitive,
@@ -43,6 +45,7 @@ __all__ = [
     "Primitive",
     "ReplaceAllPrimitive",
     "ReplacePrimitive",
+    "SetPrimitive",
     "ShardPrimitive",
     "SyncPrimitive",
     "TracePrimitive",

@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.testing import assert_close
 
 import slapo
 from slapo.op import CheckPointWrapper
+from slapo.wrapper import ModuleWrapper
 from tests.fingerprint import fingerprint
 from tests.primitives.models import Block, Stack
 from tests.primitives.test_fuse import with_variant
@@ -380,3 +383,77 @@ def test_a_script_within_a_checkpoint_trains_from_the_first_step(first: str) -> 
             [p.grad for p in model[0].fc2.parameters()],
             [p.grad for p in reference[0].fc2.parameters()],
         )
+
+
+class Owner(nn.Module):
+    """Has what a subclass and its objects may hide from each other."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.scale = 2.0
+        self.calls = 0
+
+    @property
+    def twice(self) -> float:
+        return 2 * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.fc(x) * self.scale
+
+    def direct(self, x: Tensor) -> Tensor:
+        return self.forward(x) + 1
+
+    def train(self, mode: bool = True) -> "Owner":
+        super().train(mode)
+        self.fc.eval()
+        return self
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize("wrap", ["checkpoint", "fork_rng"])
+def test_a_wrapped_module_is_still_one_of_its_class(wrap: str) -> None:
+    slapo.set_random_seed(2013)
+    sch = slapo.create_schedule(nn.Sequential(Owner(), Owner()))
+    owner = sch["0"].mod
+    getattr(sch["0"], wrap)()
+    wrapped = sch["0"].mod
+    assert isinstance(wrapped, Owner)
+    assert isinstance(wrapped, ModuleWrapper)
+    assert type(wrapped).__name__ == "Owner"  # policies of Accelerate go by the name
+    assert (wrapped.scale, wrapped.twice, len(wrapped)) == (2.0, 4.0, 3)
+    wrapped.scale = 3.0
+    assert owner.scale == 3.0
+    wrapped.train()
+    assert owner.training
+    assert not owner.fc.training
+    x = torch.ones(2, 4)
+    assert_close(wrapped.direct(x), owner(x) + 1)
+    assert owner.calls == 2
+    sch["0"].fork_rng() if wrap == "checkpoint" else sch["0"].checkpoint()
+    assert isinstance(sch["0"].mod, Owner)
+    for again in (copy.deepcopy(sch["0"].mod), pickle.loads(pickle.dumps(sch["0"].mod))):
+        assert isinstance(again, Owner)
+        assert isinstance(again, CheckPointWrapper) == isinstance(sch["0"].mod, CheckPointWrapper)
+        assert again.fc is not owner.fc
+        assert again.fc is again.mod.fc
+        assert_close(again(x), owner(x))
+    sch["0"].replace(nn.Linear(4, 4))
+    assert not isinstance(sch["0"].mod, Owner)
+    assert isinstance(sch["0"].mod, nn.Linear)
+
+
+def test_policies_by_class_find_what_is_checkpointed() -> None:
+    sch = slapo.create_schedule(nn.Sequential(Block(), Block()))
+    sch["0"].trace()
+    sch.select("*").checkpoint()
+    named = [module for module in sch.mod.modules() if type(module).__name__ == "Block"]
+    assert len(named) == 2
+    for found in (Block, type(named[0])):  # Accelerate takes the class of the first of that name
+        policy = ModuleWrapPolicy({found})
+        assert [policy(child, False, 0) for child in sch.mod] == [True, True]

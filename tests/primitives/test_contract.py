@@ -125,6 +125,14 @@ CASES: dict[str, Case] = {
         path="layers.1",
         signature=("cls", "make_fn", "kwargs"),
     ),
+    "set": Case(
+        lambda s: s.set("out_features", 16),
+        {"name": "'out_features'", "value": "16"},
+        lambda s: s.set("out_feature", 16),
+        AttributeError,
+        r"Linear has no attribute 'out_feature'; it has \['out_features', 'in_features'\]",
+        signature=("name", "value"),
+    ),
     "shard": Case(
         lambda s: s.shard("weight", axis=0),
         {"tensor_name": "'weight'", "axis": "0"},

@@ -1,4 +1,4 @@
-"""``.annotate``, ``.fork_rng``, ``.decompose`` and ``.cut_pipeline_stage``."""
+"""``.annotate``, ``.set``, ``.fork_rng``, ``.decompose`` and ``.cut_pipeline_stage``."""
 
 import copy
 from typing import Any
@@ -85,6 +85,61 @@ def test_a_sequence_parallel_tag_that_was_rolled_back_does_nothing(pair: None) -
         assert len(sums) == 1
     finally:
         tags.reduce_from_group = original
+
+
+# --- set -------------------------------------------------------------------------------------
+class Heads(nn.Module):
+    limit = 7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.sizes, self.proj = 4, [2, 2], nn.Linear(4, 4)
+
+    @property
+    def head_size(self) -> int:
+        return 8 // self.heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).unflatten(-1, (self.heads, -1)).sum(-1)
+
+
+def test_an_attribute_is_set_and_recorded() -> None:
+    sch = slapo.create_schedule(nn.Sequential(Heads(), Heads()))
+    before = sch.digest()
+    sch["0"].checkpoint().set("heads", 2).set("sizes", [1, 1]).set("limit", 3)
+    assert (sch["0"].mod.mod.heads, sch["0"].mod.sizes, sch["0"].mod.limit) == (2, [1, 1], 3)
+    assert (sch["1"].mod.heads, Heads.limit) == (4, 7)
+    assert 'sch["0"].set(name=\'heads\', value=2)' in str(sch.history[1])
+    assert sch.digest() != before
+    sch.select("*").set("heads", 1)
+    assert [child.heads for child in sch.mod] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("head", 2, AttributeError, r"Heads has no attribute 'head'; it has \['heads'\]"),
+        ("heads", 2.0, TypeError, r"'heads' of Heads is 4, of type int, and 2.0 is of type float"),
+        ("heads", True, TypeError, "True is of type bool; pass one of the same type"),
+        ("proj", 2, TypeError, "by replace or shard"),
+        ("heads", nn.Linear(2, 2), TypeError, "by replace or shard"),
+        ("head_size", 2, TypeError, "no plain attribute"),
+        ("forward", 2, TypeError, "no plain attribute"),
+        ("training", False, TypeError, "no plain attribute"),
+    ],
+)
+def test_what_cannot_be_set(name: str, value: Any, error: type[Exception], message: str) -> None:
+    sch = slapo.create_schedule(nn.Sequential(Heads()))
+    refused(sch, error, message, lambda: sch["0"].set(name, value))
+
+
+def test_set_after_a_trace_is_refused() -> None:
+    sch = slapo.create_schedule(nn.Sequential(Heads()))
+    sch["0"].trace()
+    refused(sch, slapo.SlapoError, "set it before the trace", lambda: sch["0"].set("heads", 2))
+    sch = slapo.create_schedule(nn.Sequential(Heads()))
+    sch.trace(flatten=True)
+    refused(sch, slapo.SlapoError, "was inlined", lambda: sch["0"].set("heads", 2))
 
 
 # --- fork_rng --------------------------------------------------------------------------------

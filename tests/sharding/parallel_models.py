@@ -281,7 +281,7 @@ def hf_attention(sch: Schedule) -> None:
     sch["c_attn"].shard("weight", axis=1, blocks=3).shard("bias", axis=0, blocks=3)
     sch["c_proj"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
     sch.sync("bwd_post", "all_reduce")
-    sch.mod.num_heads //= sch.world_size
+    sch.set("num_heads", sch.mod.num_heads // sch.world_size)
 
 
 def gpt2(sch: Schedule) -> None:
@@ -291,7 +291,7 @@ def gpt2(sch: Schedule) -> None:
     head.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
     for block in lm.select("transformer.h.*"):
         hf_attention(block["attn"])
-        block["attn"].mod.split_size //= sch.world_size
+        block["attn"].set("split_size", block["attn"].mod.split_size // sch.world_size)
         block["mlp.c_fc"].shard("weight", 1).shard("bias", 0).sync("bwd_post", "all_reduce")
         block["mlp.c_proj"].shard("weight", 0).sync("fwd_post", "all_reduce")
 
@@ -300,7 +300,7 @@ def unequal_blocks(sch: Schedule) -> None:
     sch["packed"].shard("weight", axis=0, blocks=(8, 4, 4)).shard("bias", 0, blocks=[8, 4, 4])
     sch["packed"].sync("bwd_post", "all_reduce")
     sch["out"].shard("weight", axis=1, blocks=(8, 4)).sync("fwd_post", "all_reduce")
-    sch.mod.sizes = [size // sch.world_size for size in sch.mod.sizes]
+    sch.set("sizes", [size // sch.world_size for size in sch.mod.sizes])
 
 
 def conv_net(sch: Schedule) -> None:

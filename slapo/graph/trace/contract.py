@@ -194,7 +194,7 @@ class Problem(NamedTuple):
 def argument_problem(contract: CallContract, bound: Mapping[str, Any]) -> Problem | None:
     """What is wrong with the arguments of a call, and the remedy; None if nothing is.
 
-    All constants that differ are told at once.
+    All arguments that differ from the trace's are told at once.
     """
     if contract.unread:
         bound = {name: _that_counts(contract, name, value) for name, value in bound.items()}
@@ -203,26 +203,24 @@ def argument_problem(contract: CallContract, bound: Mapping[str, Any]) -> Proble
         for name, traced in contract.concrete.items()
         if name in bound and not same_value(bound[name], traced)
     ]
-    if wrong:
-        told = "; ".join(
-            f"argument {name!r} is {short(given)}, but the module was traced with {short(traced)}"
-            for name, given, traced in wrong
-        )
-        return Problem(f"{told}; {_remedy([given for _, given, _ in wrong])}", 2)
-    if bound.get("use_cache") and "use_cache" not in contract.concrete:
+    if not wrong and bound.get("use_cache") and "use_cache" not in contract.concrete:
         return Problem(NO_CACHE, 2)
     missing = [name for name in sorted(contract.never_none) if bound.get(name) is None]
+    told = [
+        f"argument {name!r} is {short(given)}, but the module was traced with {short(traced)}"
+        for name, given, traced in wrong
+    ]
     if missing:
         are = "is" if len(missing) == 1 else "are"
-        return Problem(
-            f"argument {', '.join(map(repr, missing))} {are} None, but the module was traced for "
-            "tensors there; trace it with example_inputs= as you call it",
-            1,
-        )
+        names = ", ".join(map(repr, missing))
+        told.append(f"argument {names} {are} None, but the module was traced for tensors there")
+    if told:
+        remedy = _remedy([given for _, given, _ in wrong])
+        return Problem(f"{'; '.join(told)}; {remedy}", 2 if wrong else 1)
     for guard in contract.size_guards:
         if not guard.holds(bound):
-            told = f"the trace holds only while {guard.text}; trace again with inputs like these"
-            return Problem(told, 0)
+            limit = f"the trace holds only while {guard.text}; trace again with inputs like these"
+            return Problem(limit, 0)
     return None
 
 

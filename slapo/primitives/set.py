@@ -1,0 +1,100 @@
+"""``.set(name, value)``."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from slapo.errors import SlapoError
+from slapo.node import Node
+from slapo.primitives.base import Primitive
+from slapo.primitives.wrapping import check_called
+from slapo.wrapper import innermost
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+class SetPrimitive(Primitive):
+    """Set a plain attribute of the module: a number of heads, a size, a flag.
+
+    ``mod.num_heads == 8 --> mod.num_heads == 4``
+
+    Modules keep sizes as numbers beside their weights, and reshape by them; sharding cannot know
+    which of them follow. Set by the schedule, the change is in its record, and ranks that set
+    different values are told by :func:`slapo.build`.
+
+    Parameters
+    ----------
+    name
+        An attribute that the module has already.
+    value
+        Its new value; of the same type where that is a number, a bool, a string, a tuple or a list.
+
+    Raises
+    ------
+    AttributeError
+        If the module has no such attribute; the nearest are named.
+    TypeError
+        If the attribute is a module, a tensor, a method or a property, or of another type.
+    SlapoError
+        If the module was traced already: the value is built into its graph.
+
+    Examples
+    --------
+    >>> import torch, slapo
+    >>> sch = slapo.create_schedule(torch.nn.MultiheadAttention(8, 4))
+    >>> sch.set("num_heads", 2).mod.num_heads
+    2
+    """
+
+    @staticmethod
+    def name() -> str:
+        """Return ``"set"``."""
+        return "set"
+
+    @staticmethod
+    def apply(sch: Node, /, name: str, value: Any) -> Node:
+        """Check against what is there, and set."""
+        module = innermost(sch.mod)
+        check_attribute(module, name, value)
+        if isinstance(module, fx.GraphModule):
+            raise SlapoError(
+                f"{type(module).__name__} was traced with {name}={getattr(module, name)!r} built "
+                "into its graph; set it before the trace"
+            )
+        check_called(sch)
+        setattr(module, name, value)
+        return sch
+
+
+def check_attribute(module: nn.Module, name: str, value: Any) -> None:
+    """Refuse what is no plain attribute of the module, or no value for it."""
+    kind = type(module).__name__
+    if not isinstance(name, str) or not hasattr(module, name):
+        own = [each for each in vars(module) if not each.startswith("_") and each != "training"]
+        near = difflib.get_close_matches(str(name), own, n=3) or own
+        raise AttributeError(f"{kind} has no attribute {name!r}; it has {near}")
+    old = getattr(module, name)
+    plain = name in vars(module) and name not in _OF_TORCH
+    if isinstance(old, (nn.Module, Tensor)) or isinstance(value, (nn.Module, Tensor)):
+        raise TypeError(f"{name!r} of {kind} is set by replace or shard where it holds tensors")
+    if callable(old) or not (plain or name in _class_constants(type(module))):
+        raise TypeError(f"{name!r} of {kind} is no plain attribute, but {old!r}; set what it reads")
+    if isinstance(old, (bool, int, float, str, tuple, list)) and type(value) is not type(old):
+        raise TypeError(
+            f"{name!r} of {kind} is {old!r}, of type {type(old).__name__}, and {value!r} is of type "
+            f"{type(value).__name__}; pass one of the same type (sizes are divided by //)"
+        )
+
+
+def _class_constants(kind: type[nn.Module]) -> set[str]:
+    """Names of a module's class, up to ``nn.Module``, that any object may have its own value of."""
+    bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    return {
+        name
+        for base in bases
+        for name, value in vars(base).items()
+        if not name.startswith("__") and not hasattr(type(value), "__get__")
+    }
