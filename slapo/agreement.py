@@ -10,6 +10,7 @@ and under torch's fake process group, whose other ranks do not exist.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from math import isqrt
 from typing import Any, TypeVar
@@ -28,6 +29,11 @@ _STEPS = (2_654_435_761, 40_503_000_787, 805_459_861_301, 97_711_124_347)
 
 # The lower half of a word, and what the weight of the upper one is larger by: even.
 _LOW, _UPPER = 2**32 - 1, 918_273_645_546_372
+
+_BROKEN = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting|remote process",
+    re.IGNORECASE,
+)
 
 # On an exception that every rank of the group raises: nobody is left waiting.
 _ON_EVERY_RANK = "_slapo_on_every_rank"
@@ -178,6 +184,19 @@ def has_peers(group: dist.ProcessGroup | None = None) -> bool:
     if not (dist.is_available() and dist.is_initialized()):
         return False
     return dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
+
+
+def is_broken_collective(error: BaseException) -> bool:
+    """Whether this is the error of a collective that lost another rank, or its patience.
+
+    Examples
+    --------
+    >>> is_broken_collective(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"))
+    True
+    """
+    if isinstance(error, SlapoError) or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or bool(_BROKEN.search(str(error)))
 
 
 def on_every_rank(error: T) -> T:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo.agreement import has_peers, is_on_every_rank, on_every_rank
+from slapo.agreement import has_peers, is_broken_collective, is_on_every_rank, on_every_rank
 from slapo.errors import SlapoError
 from slapo.mesh import describe_rank
 
@@ -35,11 +34,6 @@ _PATIENCE = 3.0
 
 # A store that has not answered by then is gone. Nothing here waits for a key.
 _STORE_PATIENCE = timedelta(seconds=20)
-
-_BROKEN = re.compile(
-    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting|remote process",
-    re.IGNORECASE,
-)
 
 
 class Failures:
@@ -80,7 +74,7 @@ class Failures:
         except Exception as error:
             if is_on_every_rank(error):
                 raise
-            if _is_broken(error):
+            if is_broken_collective(error):
                 # Each of the others gets to know by itself.
                 raise on_every_rank(SlapoError(self._explain(error))) from error
             self._tell(f"failed with {type(error).__name__}: {str(error)[:500]}")
@@ -190,13 +184,6 @@ def failures_of(mesh: DeviceMesh) -> Failures:
         _number += 1
         _current = Failures(mesh, store, _number)
     return _current
-
-
-def _is_broken(error: Exception) -> bool:
-    """Whether this is the error of a collective that lost another rank, or its patience."""
-    if isinstance(error, SlapoError) or not isinstance(error, RuntimeError):
-        return False
-    return isinstance(error, dist.DistError) or bool(_BROKEN.search(str(error)))
 
 
 # --- processes of this machine -------------------------------------------------------------------

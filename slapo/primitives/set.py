@@ -84,8 +84,8 @@ def check_attribute(module: nn.Module, name: str, value: Any) -> None:
         raise TypeError(f"{name!r} of {kind} is no plain attribute, but {old!r}; set what it reads")
     if isinstance(old, (bool, int, float, str, tuple, list)) and type(value) is not type(old):
         raise TypeError(
-            f"{name!r} of {kind} is {old!r}, of type {type(old).__name__}, and {value!r} is of type "
-            f"{type(value).__name__}; pass one of the same type (sizes are divided by //)"
+            f"{name!r} of {kind} is {old!r}, of type {type(old).__name__}, and {value!r} is of "
+            f"type {type(value).__name__}; pass one of the same type (sizes are divided by //)"
         )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from slapo.agreement import is_broken_collective
 from slapo.build import check_shards
 from slapo.errors import SlapoError, VerificationError
 from slapo.history import Record
@@ -20,7 +21,8 @@ from slapo.primitives.base import find_primitive
 from slapo.random import get_rng_tracker
 from slapo.schedule import Schedule
 from slapo.utils.calls import as_call
-from slapo.verify.locate import Comparison, recorded
+from slapo.verify.locate import Comparison, plain_numbers, recorded, running_in
+from slapo.verify.peers import Peers
 from slapo.verify.setting import (
     SEED,
     Outcome,
@@ -126,6 +128,7 @@ class Verify:
     # --- the block ---------------------------------------------------------------------------
     def __enter__(self) -> Verify:
         if self.enable:
+            self.peers = Peers(self.sch.group)
             self.start = len(self.sch.history)
             self.reference = copy_model(self.sch)
             self.original_names = {place.name for place in places(self.reference)}
@@ -141,9 +144,12 @@ class Verify:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            if self.enable and error is None:
-                self._check_primitives()
-                self._verify()
+            if self.enable and error is not None:
+                self.peers.tell(error)
+            elif self.enable:
+                with self.peers.told():
+                    self._check_primitives()
+                    self._verify()
         finally:
             self.__dict__.pop("reference", None)
             self.__dict__.pop("kept", None)
@@ -161,6 +167,7 @@ class Verify:
 
     # --- the comparison ----------------------------------------------------------------------
     def _verify(self) -> None:
+        self.peers.meet("block")
         check_shards(self.sch)
         group, device = self.sch.group, self._pick_device()
         self._materialize_reference(device)
@@ -175,10 +182,13 @@ class Verify:
             stack.enter_context(in_mode(self.reference, not self.eval_mode))
             stack.enter_context(torch.enable_grad())
             wanted = self._run(self.reference)
+            self.peers.meet("original")
             given = self._run_scheduled()
+            self.peers.meet("forward")
             self._compare_outputs(given.output, wanted.output)
             backward(wanted.output, self.loss_fn)
             self._backward_scheduled(given)
+            self.peers.meet("backward")
             self._compare_gradients(given.inputs, wanted.inputs)
             self._compare_buffers()
 
@@ -271,22 +281,44 @@ class Verify:
             tracker.set_states(states)
 
     def _run_scheduled(self) -> Outcome:
-        try:
+        with self._explained(""):
             return self._run(self.sch.mod)
-        except Exception as error:
-            raise VerificationError(self._failure("", error)) from error
 
     def _backward_scheduled(self, outcome: Outcome) -> None:
-        try:
+        with self._explained("the backward pass of "):
             backward(outcome.output, self.loss_fn)
-        except Exception as error:
-            raise VerificationError(self._failure("the backward pass of ", error)) from error
 
-    def _failure(self, what: str, error: Exception) -> str:
-        applied = "\n  ".join(str(r) for r in self._records()[-5:]) or "none"
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Name the module in which the block fails, and what was applied there."""
+        try:
+            yield
+        except Exception as error:
+            if is_broken_collective(error):
+                raise  # the fault is another rank's
+            path = running_in(error, self.sch.mod)
+            module = self.sch.mod.get_submodule(path or "")
+            where = f" in {path!r} ({type(module).__name__})" if path else ""
+            raise VerificationError(
+                f"Verify: {what}the scheduled model fails with {type(error).__name__}{where}: "
+                f"{error}; {self._applied(path or '')}{self._sizes_kept(path or '')}"
+            ) from error
+
+    def _sizes_kept(self, path: str) -> str:
+        """Numbers of a module that holds shards: they are not shared out with its weights."""
+        prefix = f"{self.sch.path}." if self.sch.path else ""
+        full = (prefix + path).rstrip(".")
+        below = [r for r in self._records() if _contains(full, r.path)]
+        if not any(r.primitive == "shard" and r.path != full for r in below):
+            return ""
+        set_already = {r.arguments["name"] for r in below if r.primitive == "set"}
+        numbers = plain_numbers(self.sch.mod.get_submodule(path))
+        left = [f"{n}={v}" for n, v in numbers.items() if repr(n) not in set_already]
+        if not left:
+            return ""
         return (
-            f"Verify: {what}the scheduled model fails with {type(error).__name__}: {error}\n"
-            f"last primitives applied:\n  {applied}"
+            f"\nit holds shards, and keeps {', '.join(left)}: give those that count the whole this "
+            f'rank\'s share, as by sch["{full}"].set(name, whole // sch.world_size)'
         )
 
     def _agree(self, condition: bool) -> bool:

@@ -97,6 +97,27 @@ def recorded(model: nn.Module) -> Iterator[Run]:
         yield run
 
 
+def running_in(error: BaseException, model: nn.Module) -> str | None:
+    """The path of the innermost module of `model` that was running when `error` was raised."""
+    paths = {}
+    for path, module in model.named_modules():
+        paths[id(module)] = paths[id(innermost(module))] = path
+    found, frame = None, error.__traceback__
+    while frame is not None:
+        found = paths.get(id(frame.tb_frame.f_locals.get("self")), found)
+        frame = frame.tb_next
+    return found
+
+
+def plain_numbers(module: nn.Module) -> dict[str, int]:
+    """Integers from 2 that a module keeps in attributes."""
+    return {
+        name: value
+        for name, value in vars(innermost(module)).items()
+        if type(value) is int and value > 1 and not name.startswith("_")
+    }
+
+
 def _keep(call: Call, grad: Tensor) -> None:
     call.gradient = grad.detach().clone()
 

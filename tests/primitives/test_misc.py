@@ -109,7 +109,7 @@ def test_an_attribute_is_set_and_recorded() -> None:
     sch["0"].checkpoint().set("heads", 2).set("sizes", [1, 1]).set("limit", 3)
     assert (sch["0"].mod.mod.heads, sch["0"].mod.sizes, sch["0"].mod.limit) == (2, [1, 1], 3)
     assert (sch["1"].mod.heads, Heads.limit) == (4, 7)
-    assert 'sch["0"].set(name=\'heads\', value=2)' in str(sch.history[1])
+    assert "sch[\"0\"].set(name='heads', value=2)" in str(sch.history[1])
     assert sch.digest() != before
     sch.select("*").set("heads", 1)
     assert [child.heads for child in sch.mod] == [1, 1]

@@ -1,0 +1,100 @@
+"""The other ranks of a verification: how far each has come, or why it goes no further.
+
+A rank that fails is missing in the next collective, and the others would wait there until the
+group's timeout. So ranks tell each other through the job's store where they stand, and meet there
+before every collective of the verification. Those that are within a collective of the model itself
+when a rank fails notice when its process ends; what it has told is in their error then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch.distributed as dist
+
+from slapo.agreement import has_peers, is_broken_collective
+from slapo.errors import SlapoError, VerificationError
+
+#: How often these ranks have verified something together: the same on all of them.
+_TIMES: Counter[tuple[int, ...]] = Counter()
+
+
+class Peers:
+    """Where the ranks of a group meet; alone, nothing here does anything.
+
+    Parameters
+    ----------
+    group
+        The ranks. All of them make one, in the same order with others of the same group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._store: dist.Store | None = None
+        if not has_peers(group):
+            return
+        self._ranks = tuple(dist.get_process_group_ranks(group))
+        self._rank = dist.get_rank()
+        _TIMES[self._ranks] += 1
+        place = f"slapo/verify/{'-'.join(map(str, self._ranks))}/{_TIMES[self._ranks]}"
+        store = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(place, store)
+        self._patience = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch omits it
+
+    def meet(self, step: str) -> None:
+        """Wait until every rank has come to `step`.
+
+        Raises
+        ------
+        VerificationError
+            If one has failed instead, with what it told.
+        SlapoError
+            If one does not come.
+        """
+        if self._store is None:
+            return
+        keys = {rank: f"{step}/{rank}" for rank in self._ranks}
+        self._store.set(keys[self._rank], "")
+        deadline = time.monotonic() + self._patience
+        while not self._store.check(list(keys.values())):
+            self._raise_for_others()
+            if time.monotonic() > deadline:
+                late = [rank for rank, key in keys.items() if not self._store.check([key])]
+                raise SlapoError(
+                    f"Verify: nothing was heard of rank {', '.join(map(str, late))} within "
+                    f"{self._patience:.0f} s; every rank of the group has to verify the same"
+                )
+            time.sleep(0.005)
+        self._raise_for_others()
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """What fails inside is told to the others, or explained by who failed before."""
+        try:
+            yield
+        except Exception as error:
+            if self._store is not None:
+                if is_broken_collective(error):
+                    self._raise_for_others(error)
+                self.tell(error)
+            raise
+
+    def tell(self, error: BaseException) -> None:
+        """Let the others know, unless one has failed before."""
+        if self._store is None:
+            return
+        # A store that is gone is its keeper's failure, which the others see by themselves.
+        with suppress(RuntimeError):
+            if not self._store.check(["failed"]):
+                text = f"rank {self._rank} with {type(error).__name__}: {error}"
+                self._store.set("failed", text)
+
+    def _raise_for_others(self, noticed: Exception | None = None) -> None:
+        assert self._store is not None
+        told = ""
+        with suppress(RuntimeError):
+            told = self._store.get("failed").decode() if self._store.check(["failed"]) else ""
+        if told and not told.startswith(f"rank {self._rank} "):
+            raise VerificationError(f"Verify failed on {told}") from noticed

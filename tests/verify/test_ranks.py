@@ -1,0 +1,144 @@
+"""What fails on one rank is an error on all, and names the module that was running."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
+
+import slapo
+from tests.distributed import run_distributed
+
+X = torch.ones(2, 4)
+
+
+class FailsOn(nn.Module):
+    """Raises on one rank, before or after a sum over the ranks."""
+
+    def __init__(self, rank: int, sums: bool) -> None:
+        super().__init__()
+        self.rank, self.sums = rank, sums
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.get_rank() == self.rank:
+            raise IndexError("table of 3 rows")
+        if self.sums:
+            dist.all_reduce(x.detach().clone())
+        return x
+
+
+class FailsBackwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if dist.get_rank() == 0:
+            raise ArithmeticError("no such gradient")
+        return grad
+
+
+class Backwards(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return FailsBackwards.apply(x)
+
+
+def one_rank_fails(rank: int, world: int, where: str) -> str:
+    """The failing rank catches its error and lives on, as in a notebook, if `where` is no sum."""
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Identity()))
+    replacement = {
+        "forward": FailsOn(1, False),
+        "sum": FailsOn(1, True),
+        "backward": Backwards(),
+        "block": nn.Identity(),
+    }
+    try:
+        with slapo.Verify(sch, X):
+            if where == "block" and rank == 1:
+                sch["2"].checkpoint()
+            sch["1"].replace(replacement[where])
+    except (slapo.SlapoError, KeyError) as error:
+        if where != "sum":
+            time.sleep(1.0 if rank == 1 else 0.0)
+            again = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
+            with slapo.Verify(again, X):
+                again["0"].checkpoint()  # the ranks are still in step
+        return f"{type(error).__name__}: {error}"
+    return "passed"
+
+
+@pytest.mark.parametrize(
+    ("where", "failing", "text"),
+    [
+        ("block", 1, "KeyError"),
+        ("forward", 1, "fails with IndexError in '1' (FailsOn): table of 3 rows"),
+        ("sum", 1, "fails with IndexError in '1' (FailsOn): table of 3 rows"),
+        ("backward", 0, "the backward pass of the scheduled model fails with ArithmeticError"),
+    ],
+)
+def test_a_failure_on_one_rank_is_one_on_all(where: str, failing: int, text: str) -> None:
+    began = time.monotonic()
+    told = run_distributed(one_rank_fails, 2, where)
+    assert time.monotonic() - began < 30
+    assert text in told[failing]
+    assert told[1 - failing].startswith(f"VerificationError: Verify failed on rank {failing} with")
+    assert text in told[1 - failing]
+
+
+def gpt2_without_heads(sch: slapo.Schedule) -> None:
+    sch["wte"].checkpoint()
+    for block in sch.select("h.*"):
+        block["attn.c_attn"].shard("weight", axis=1, blocks=3).shard("bias", axis=0, blocks=3)
+        block["attn.c_proj"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
+
+
+def llama_with_few_heads(sch: slapo.Schedule) -> None:
+    attention = sch["layers.0.self_attn"]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        attention[name].shard("weight", axis=0)
+    attention["o_proj"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+def models(rank: int, world: int) -> list[str]:
+    slapo.set_random_seed(2013)
+    cases = [
+        (GPT2Model(GPT2Config(n_layer=2, n_embd=16, n_head=4, vocab_size=50)), gpt2_without_heads),
+        (
+            LlamaModel(
+                LlamaConfig(
+                    hidden_size=16,
+                    intermediate_size=32,
+                    num_hidden_layers=1,
+                    num_attention_heads=2,
+                    num_key_value_heads=1,
+                    vocab_size=50,
+                )
+            ),
+            llama_with_few_heads,
+        ),
+    ]
+    found = []
+    for model, schedule in cases:
+        sch = slapo.create_schedule(model)
+        try:
+            with slapo.Verify(sch, {"input_ids": torch.arange(10).reshape(2, 5)}):
+                schedule(sch)
+        except slapo.VerificationError as error:
+            found.append(str(error))
+    return found
+
+
+def test_the_module_that_was_running_is_named_with_its_own_primitives() -> None:
+    for gpt2, llama in run_distributed(models, 2):
+        assert "fails with ValueError in 'h.0.attn' (GPT2Attention): " in gpt2
+        assert 'sch["h.0.attn.c_attn"].shard' in gpt2
+        assert "h.1" not in gpt2
+        assert "checkpoint" not in gpt2
+        assert "keeps embed_dim=16, num_heads=4, head_dim=4, split_size=16: give those" in gpt2
+        assert 'sch["h.0.attn"].set(name, whole // sch.world_size)' in gpt2
+        assert "fails with RuntimeError in 'layers.0.self_attn' (LlamaAttention): " in llama
+        assert 'sch["layers.0.self_attn.k_proj"].shard' in llama
