@@ -78,6 +78,12 @@ class ModuleWrapper(nn.Module):
         else:
             setattr(inner, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self.mod, name)
+
     def extra_repr(self) -> str:
         """Name what is wrapped."""
         mod = self.mod

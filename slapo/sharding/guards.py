@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -10,6 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slapo.errors import SlapoError
 from slapo.sharding.groups import GroupHandle
+from slapo.sharding.state import sharding_of
+from slapo.sharding.tags import PARTIAL_GRAD, has_partial_grad
+from slapo.wrapper import innermost
 
 
 def _save_pretrained(*args: Any, **kwargs: Any) -> None:
@@ -38,11 +43,81 @@ def refuse_replicas_of_slices(group: GroupHandle) -> None:
     if wrapped is None or group.ranks is None or len(group.ranks) == 1:
         return
     replicas = dist.get_process_group_ranks(wrapped.process_group)
-    both = sorted(set(replicas) & set(group.ranks))
+    _refuse(
+        "DistributedDataParallel takes the ranks {} for replicas, over which this model is "
+        "sharded, and has given all of them the slices of the first; make the model and the "
+        "schedule anew, and pass DDP the process_group of the data-parallel ranks, such as "
+        "mesh.get_group('dp'), or let slapo.build(sch, target='torch', mesh=mesh) do it",
+        replicas,
+        group,
+    )
+
+
+def refuse_shards_of_slices(group: GroupHandle) -> None:
+    """Called in a forward: FSDP must not take slices of several ranks for one tensor.
+
+    Raises
+    ------
+    SlapoError
+        If it does.
+    """
+    if group.ranks is None or len(group.ranks) == 1:
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        around = frame.f_locals.get("self")
+        _refuse_lost_sums(around)
+        for ranks in _ranks_of_fsdp(around):
+            _refuse(
+                "FSDP splits parameters over the ranks {}, over which this model is sharded "
+                "already, and would gather each from slices of different ones; make the model "
+                "and the schedule anew, and pass FSDP the data-parallel ranks, such as "
+                "fully_shard(model, mesh=mesh['dp']), or let slapo.build(sch, target='torch', "
+                "mesh=mesh, data_parallel='fsdp') do it",
+                ranks,
+                group,
+            )
+        frame = frame.f_back
+
+
+def _ranks_of_fsdp(module: Any) -> list[list[int]]:
+    """The ranks that FSDP, of either version, splits the parameters of a module over."""
+    # Two seconds, which only who has it already should take.
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    if isinstance(module, FullyShardedDataParallel):
+        return [dist.get_process_group_ranks(module.process_group)]
+    if isinstance(module, FSDPModule):
+        groups = module._get_fsdp_state()._fsdp_param_groups
+        return [each.mesh_info.mesh.mesh.flatten().tolist() for each in groups]
+    return []
+
+
+def _refuse_lost_sums(module: Any) -> None:
+    """FSDP makes new parameters, without the hooks that sum gradients over our ranks."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    places: list[tuple[nn.Module, str]] = []
+    if isinstance(module, FullyShardedDataParallel):
+        states = [(part, sharding_of(part)) for part in map(innermost, module.modules())]
+        places = [(part, name) for part, state in states if state for name in state.tags]
+    elif isinstance(module, FSDPModule):
+        groups = module._get_fsdp_state()._fsdp_param_groups
+        found = [p for each in groups for p in each.fsdp_params]
+        infos = [p._module_info for p in found if not has_partial_grad(p.sharded_param)]
+        places = [(innermost(info.module), info.param_name) for info in infos]
+    for owner, name in places:
+        state = sharding_of(owner)
+        if state is not None and any(state.tags.get(name, {}).get(key) for key in PARTIAL_GRAD):
+            raise SlapoError(
+                f"FSDP has made new parameters, and the gradient of {type(owner).__name__}'s "
+                f"{name!r}, annotated as partial_grad, would not be summed over the ranks of the "
+                "schedule; let slapo.build(sch, target='torch', mesh=mesh, data_parallel='fsdp') "
+                "shard it, which sums them"
+            )
+
+
+def _refuse(text: str, ranks: list[int], group: GroupHandle) -> None:
+    both = sorted(set(ranks) & set(group.ranks or ()))
     if len(both) > 1:
-        raise SlapoError(
-            f"DistributedDataParallel takes the ranks {both} for replicas, over which this model "
-            "is sharded, and has given all of them the slices of the first; make the model and "
-            "the schedule anew, and pass DDP the process_group of the data-parallel ranks, such as "
-            "mesh.get_group('dp'), or let slapo.build(sch, target='torch', mesh=mesh) do it"
-        )
+        raise SlapoError(text.format(both))

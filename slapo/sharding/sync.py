@@ -22,7 +22,7 @@ from slapo.sharding.collectives import (
     scatter,
 )
 from slapo.sharding.groups import GroupHandle
-from slapo.sharding.guards import refuse_replicas_of_slices
+from slapo.sharding.guards import refuse_replicas_of_slices, refuse_shards_of_slices
 from slapo.sharding.layout import REPLICATE, Placement, shard
 from slapo.wrapper import innermost
 
@@ -212,6 +212,15 @@ class SyncHook:
 
     def __init__(self, function: Callable[[Tensor], Tensor], mode: str) -> None:
         self.function, self._slapo_mode = function, mode
+        self._group: GroupHandle | None = getattr(function, "group", None)
+        self._knows_fsdp = False
+
+    def check(self, module: Any) -> None:
+        """Refuse FSDP over the ranks, in the first forward that it is around."""
+        managed = not self._knows_fsdp and getattr(module, "_is_fsdp_managed_module", False)
+        if managed and self._group is not None:
+            refuse_shards_of_slices(self._group)
+            self._knows_fsdp = True
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.function}, {self._slapo_mode!r})"
@@ -222,6 +231,7 @@ class InputHook(SyncHook):
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Map it."""
+        self.check(module)
         for index, value in enumerate(args):
             if isinstance(value, Tensor):
                 return (*args[:index], self.function(value), *args[index + 1 :]), kwargs
@@ -239,6 +249,7 @@ class OutputHook(SyncHook):
 
     def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
         """Map it."""
+        self.check(module)
         if isinstance(output, Tensor):
             return self.function(output)
         if isinstance(output, Mapping):  # as Transformers' output objects are, too
@@ -278,12 +289,13 @@ class GradientHook(SyncHook):
 
     def __init__(self, op: SyncOp, module: nn.Module) -> None:
         super().__init__(op, "bwd_post")
-        self._names, self._group = op.argument, op.group
+        self._names, self._handle = op.argument, op.group
         self._positions = (type(module), input_names(module))
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass them on, with a backward of their own."""
-        refuse_replicas_of_slices(self._group)
+        self.check(module)
+        refuse_replicas_of_slices(self._handle)
         seen: dict[int, Tensor] = {}
 
         def passed(value: Any) -> Any:
@@ -291,7 +303,7 @@ class GradientHook(SyncHook):
                 if not value.requires_grad:
                     return value
                 if id(value) not in seen:  # one that is given twice is one
-                    seen[id(value)] = copy_to_group(value, self._group.group)
+                    seen[id(value)] = copy_to_group(value, self._handle.group)
                 return seen[id(value)]
             if type(value) in (tuple, list):
                 return type(value)([passed(item) for item in value])

@@ -15,7 +15,8 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
     """Create modules whose parameters have a shape and no memory.
 
     :func:`slapo.build` creates them later, each rank only its share. Parameters that a model ties
-    while it is constructed stay tied.
+    while it is constructed stay tied. What is loaded inside the block, by ``from_pretrained`` or
+    ``load_state_dict(assign=True)``, keeps its values.
 
     Parameters
     ----------
@@ -35,7 +36,7 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
     if not enable:
         yield
         return
-    patched = {"register_parameter": _empty_parameter}
+    patched = {"register_parameter": _empty_parameter, "load_state_dict": _loading}
     if include_buffers:
         patched["register_buffer"] = _empty_buffer
     originals = {name: getattr(nn.Module, name) for name in patched}
@@ -54,7 +55,7 @@ def _empty_parameter(register: Any) -> Any:
 
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
-        if param is None or param.is_meta:
+        if param is None or param.is_meta or _is_loaded(param):
             return
         if id(param) not in empties:
             empty = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
@@ -63,6 +64,26 @@ def _empty_parameter(register: Any) -> Any:
         module._parameters[name] = empties[id(param)][1]
 
     return register_parameter
+
+
+#: Calls of ``load_state_dict`` that are under way.
+_loads: list[nn.Module] = []
+
+
+def _loading(load: Any) -> Any:
+    def load_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _loads.append(module)
+        try:
+            return load(module, *args, **kwargs)
+        finally:
+            _loads.pop()
+
+    return load_state_dict
+
+
+def _is_loaded(param: nn.Parameter) -> bool:
+    """True for values of a checkpoint; Transformers marks them."""
+    return bool(_loads) or getattr(param, "_is_hf_initialized", False)
 
 
 def _empty_buffer(register: Any) -> Any:

@@ -72,8 +72,8 @@ def test_a_sequence_parallel_tag_that_was_rolled_back_does_nothing(pair: None) -
     sums: list[Tensor] = []
     import slapo.sharding.tags as tags
 
-    original = tags.reduce_from_group
-    tags.reduce_from_group = lambda grad, group: sums.append(grad) or grad
+    original = tags.sum_gradient
+    tags.sum_gradient = lambda param, grad, group: sums.append(grad) or grad
     try:
         model(X).sum().backward()
         assert not sums
@@ -84,7 +84,7 @@ def test_a_sequence_parallel_tag_that_was_rolled_back_does_nothing(pair: None) -
         model(X).sum().backward()
         assert len(sums) == 1
     finally:
-        tags.reduce_from_group = original
+        tags.sum_gradient = original
 
 
 # --- set -------------------------------------------------------------------------------------

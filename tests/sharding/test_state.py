@@ -435,6 +435,45 @@ def test_ddp_over_the_ranks_that_a_model_is_sharded_over() -> None:
         assert found["dp"] == "None"
 
 
+def shard_slices(rank: int, world: int) -> dict[str, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    both = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    found = {}
+    for name, mesh in {"tp": init_device_mesh("cpu", (world,)), "dp": both["dp"]}.items():
+        for version in (1, 2):
+            torch.manual_seed(0)
+            model = Model()
+            sch = slapo.create_schedule(model, group=both["tp"])
+            sch["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+            sch["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+            sch["up"].checkpoint()
+            slapo.build(sch)
+            wanted = model(IDS)
+            if version == 1:
+                cpu = {"device_id": torch.device("cpu")}
+                model = FullyShardedDataParallel(model, process_group=mesh.get_group(), **cpu)
+            else:
+                fully_shard(model, mesh=mesh)
+
+            def step(model: Any = model, wanted: Tensor = wanted) -> None:
+                output = model(IDS)
+                torch.testing.assert_close(output, wanted)
+                output.sum().backward()
+
+            found[f"{name}{version}"] = told(step)
+    return found
+
+
+def test_fsdp_over_the_ranks_that_a_model_is_sharded_over() -> None:
+    for rank, found in enumerate(run_distributed(shard_slices, 4)):
+        tp = [0, 1] if rank < 2 else [2, 3]
+        for version in (1, 2):
+            assert f"FSDP splits parameters over the ranks {tp}, over" in found[f"tp{version}"]
+            assert found[f"dp{version}"] == "None"
+
+
 def save(rank: int, world: int) -> str:
     from transformers import GPT2Config, GPT2LMHeadModel
 

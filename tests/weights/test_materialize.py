@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -79,6 +81,28 @@ def test_values_that_exist_are_kept() -> None:
     assert built.head.weight is real.weight
     assert torch.equal(real.weight, weight)
     assert not any(p.is_meta for p in built.parameters())
+
+
+def test_what_is_loaded_without_memory_keeps_its_values(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
+
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 20}
+    config = GPT2Config(**sizes, pad_token_id=0, bos_token_id=0, eos_token_id=0)
+    saved = GPT2LMHeadModel(config)
+    saved.save_pretrained(tmp_path)
+    with slapo.init_empty_weights():
+        loaded = GPT2LMHeadModel.from_pretrained(tmp_path)
+        headed = GPT2ForSequenceClassification.from_pretrained(tmp_path)
+        linear = nn.Linear(2, 2)
+        linear.load_state_dict({"weight": torch.eye(2), "bias": torch.ones(2)}, assign=True)
+        assert nn.Linear(2, 2).weight.is_meta
+    models = [slapo.build(slapo.create_schedule(m))[0] for m in (loaded, headed, linear)]
+    assert models[0].lm_head.weight is models[0].transformer.wte.weight
+    torch.testing.assert_close(models[0].state_dict(), saved.state_dict())
+    wanted = saved.transformer.state_dict()
+    torch.testing.assert_close(models[1].transformer.state_dict(), wanted)
+    assert not models[1].score.weight.is_meta
+    torch.testing.assert_close(models[2](torch.ones(2)), torch.full((2,), 2.0))
 
 
 def test_a_module_with_some_real_tensors_keeps_those() -> None:

@@ -1,0 +1,151 @@
+"""Gradients of whole parameters in split regions: summed over the ranks, once a backward pass."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+import slapo
+from tests.communication import Collectives
+from tests.distributed import run_distributed
+
+LAYERS = 4
+
+
+class Norms(nn.Module):
+    """Norms over tokens, of which each rank sees its part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LayerNorm(3) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).square() + x
+        return x
+
+
+def scheduled(
+    group: Any = None, key: str = "partial_grad", reentrant: bool = True
+) -> tuple[nn.Module, nn.Module]:
+    """The model, and a copy that does not know of ranks."""
+    torch.manual_seed(3)
+    model = Norms()
+    for p in model.parameters():
+        nn.init.normal_(p)
+    whole = copy.deepcopy(model)
+    sch = slapo.create_schedule(model, group=group)
+    sch["layers.0"].checkpoint(use_reentrant=reentrant)
+    sch["layers.1"].checkpoint()
+    for layer in sch.select("layers.*"):
+        layer.annotate("weight", key, True).annotate("bias", key, True)
+    return slapo.build(sch)[0], whole
+
+
+def tokens(count: int) -> list[Tensor]:
+    torch.manual_seed(7)
+    return [torch.randn(2, 3) for _ in range(count)]
+
+
+def compare(model: nn.Module, whole: nn.Module) -> None:
+    for mine, wanted in zip(model.parameters(), whole.parameters(), strict=True):
+        assert_close(mine.grad, wanted.grad)
+
+
+def passes(rank: int, world: int) -> dict[str, int]:
+    """Two passes that add up, with a collective each."""
+    model, whole = scheduled()
+    counts = {}
+    for turn in range(2):
+        x = tokens(world * 2)[turn * world : (turn + 1) * world]
+        whole(torch.cat(x)).sum().backward()
+        with Collectives() as seen:
+            model(x[rank].requires_grad_()).sum().backward()
+        counts[f"pass {turn}"] = seen.counts()["allreduce_"]
+        compare(model, whole)
+    return counts
+
+
+def what_does_not_wait(rank: int, world: int) -> None:
+    model, whole = scheduled(reentrant=False)
+    mine, wanted = list(model.layers[3].parameters()), list(whole.layers[3].parameters())
+    x = tokens(world)
+
+    given = torch.autograd.grad(model(x[rank]).sum(), mine)
+    assert_close(given, torch.autograd.grad(whole(torch.cat(x)).sum(), wanted))
+    twice = torch.autograd.grad(model(x[rank]).sum(), mine, create_graph=True)
+    assert_close(twice, given)
+    assert twice[0].requires_grad
+
+    seen: dict[int, Tensor] = {}
+    for p in mine:
+        p.register_post_accumulate_grad_hook(lambda p: seen.update({id(p): p.grad.clone()}))
+    whole(torch.cat(x)).sum().backward()
+    model(x[rank]).sum().backward()
+    compare(model, whole)
+    assert_close([seen[id(p)] for p in mine], [p.grad for p in wanted])
+
+    # An engine that takes gradients away unseen, by the node, as some do.
+    node = torch.autograd.graph.get_gradient_edge(model.layers[2].weight).node
+    node.register_hook(lambda *_: setattr(model.layers[2].weight, "grad", None))
+    with pytest.raises(slapo.SlapoError, match="taken away within the backward pass"):
+        model(x[rank]).sum().backward()
+
+
+def test_what_looks_at_a_gradient_within_the_pass_sees_the_sum() -> None:
+    run_distributed(what_does_not_wait, 2)
+
+
+def test_one_collective_a_pass() -> None:
+    # The reentrant checkpoint is a pass of its own within the other.
+    for counts in run_distributed(passes, 2):
+        assert counts == {"pass 0": 2, "pass 1": 2}
+
+
+def with_replicas(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, whole = scheduled(mesh["tp"], "sequence_parallel", reentrant=False)
+    replicated = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+    for _ in range(2):
+        x = tokens(world)
+        (whole(torch.cat(x)).sum() / 2).backward()
+        replicated(x[rank]).sum().backward()
+        compare(model, whole)
+
+
+def test_under_ddp_over_replicas() -> None:
+    run_distributed(with_replicas, 4)
+
+
+def by_hand(rank: int, world: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    told = []
+    for wrap in (
+        lambda model: fully_shard(model, mesh=mesh["dp"]),
+        lambda model: FullyShardedDataParallel(
+            model, process_group=mesh.get_group("dp"), device_id=torch.device("cpu")
+        ),
+    ):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+        sch = slapo.create_schedule(model, group=mesh["tp"])
+        sch["0"].shard("weight", 0).shard("bias", 0).sync("fwd_post", "all_gather", axis=-1)
+        sch["1"].annotate("weight", "partial_grad", True)
+        slapo.build(sch)
+        with pytest.raises(slapo.SlapoError) as caught:
+            wrap(model)(torch.ones(2, 3))
+        told.append(str(caught.value))
+    return told
+
+
+def test_fsdp_by_hand_would_lose_the_sums() -> None:
+    for told in run_distributed(by_hand, 4):
+        for text in told:
+            assert "the gradient of LayerNorm's 'weight', annotated as partial_grad" in text
+            assert "data_parallel='fsdp'" in text
