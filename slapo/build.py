@@ -18,8 +18,8 @@ from slapo.pipeline.pipelined import release
 from slapo.schedule import Schedule
 from slapo.sharding.layout import Layout
 from slapo.sharding.partial import has_bias
-from slapo.sharding.shards import REDUCTIONS
 from slapo.sharding.state import sharding_of
+from slapo.sharding.sync import REDUCTIONS
 from slapo.sharding.vocab import is_masked
 from slapo.snapshot import restored_on_error
 from slapo.weights.materialize import has_meta_tensors, materialize

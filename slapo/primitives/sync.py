@@ -13,19 +13,11 @@ from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called
 from slapo.sharding.groups import GroupHandle
-from slapo.sharding.layout import KnownSync, check_sync
+from slapo.sharding.layout import KnownSync
 from slapo.sharding.partial import add_reducer, can_reduce
-from slapo.sharding.shards import REDUCTIONS
 from slapo.sharding.state import layout_of, make_sharding, syncs_of
-from slapo.sharding.sync import (
-    GradientHook,
-    InputHook,
-    OutputHook,
-    SyncOp,
-    check_mode,
-    input_names,
-    make_sync_op,
-)
+from slapo.sharding.sync import REDUCTIONS, SyncOp, check_mode, check_sync, make_sync_op
+from slapo.sharding.sync_hooks import GradientHook, InputHook, OutputHook, input_names
 from slapo.sharding.vocab import check_maskable, mask_vocabulary, masks_itself
 from slapo.wrapper import innermost
 
@@ -41,6 +33,7 @@ class SyncPrimitive(Primitive):
     ===================== ===================== ========================= =======================
     ``all_reduce``        fwd_post              sum over the group        identity
     ``all_reduce``        bwd_post              identity                  sum of the gradient
+    ``all_reduce_grad``   fwd_post              identity                  sum of the gradient
     ``all_gather``        fwd_pre, fwd_post     concatenate along `axis`  reduce-scatter
     ``reduce_scatter``    fwd_post              sum, keep own slice       all-gather
     ``scatter``           fwd_post              keep own slice            all-gather
@@ -147,9 +140,10 @@ def _add_op(sch: Node, mode: str, op: SyncOp) -> None:
     elif mode == "fwd_pre":
         sch.mod.register_forward_pre_hook(InputHook(op, mode), with_kwargs=True)
     else:
+        _check_output_gradient(module, op)
         known = layout.output.axis if layout.output is not None else None
         _add_output_op(sch, module, replace(op, known_axis=_to_check(op, known)))
-    completes = op.name == "all_gather" and op.tensor_parallel_output_grad
+    completes = op.sums_gradient()
     output = op.output() if mode == "fwd_post" else None
     _note(sch, KnownSync(mode, op.name, op.axis, output, completes))
 
@@ -176,6 +170,16 @@ def _check_gradients(module: nn.Module, op: SyncOp) -> None:
         raise ValueError(
             f"bwd_post {op.name}: argument has {unknown}, and {type(module).__name__}.forward "
             f"takes {list(known)}"
+        )
+
+
+def _check_output_gradient(module: nn.Module, op: SyncOp) -> None:
+    """Refuse to sum the gradient of the output twice."""
+    before = [s.op for s in syncs_of(module) if s.mode == "fwd_post" and s.completes_gradient]
+    if before and op.sums_gradient():
+        raise ValueError(
+            f"fwd_post {op.name}: {before[0]!r} sums the gradient of the module's output over the "
+            "ranks already; leave one of the two out"
         )
 
 

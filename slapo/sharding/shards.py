@@ -12,15 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from slapo.sharding.groups import group_rank, group_size
-from slapo.sharding.layout import Layout, check_syncs
+from slapo.sharding.layout import Layout
 from slapo.sharding.partial import check_deferrable, defer_bias, has_bias
 from slapo.sharding.rules import Effect, effect_of
 from slapo.sharding.slicing import ShardSpec, make_spec
 from slapo.sharding.state import make_sharding, sharding_of, shards_of, syncs_of
+from slapo.sharding.sync import REDUCTIONS, check_syncs
 from slapo.sharding.vocab import check_maskable, mask_vocabulary
-
-#: Ops that turn a partial sum into something whole.
-REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 def tensor_named(module: nn.Module, name: str) -> Tensor:

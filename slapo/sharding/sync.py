@@ -1,16 +1,12 @@
-"""The operations of ``Schedule.sync``: a table of them, and collectives as module hooks."""
+"""The operations of ``Schedule.sync``: a table of them, and what contradicts them."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from slapo.sharding.collectives import (
     all_gather,
@@ -22,9 +18,8 @@ from slapo.sharding.collectives import (
     scatter,
 )
 from slapo.sharding.groups import GroupHandle
-from slapo.sharding.guards import refuse_replicas_of_slices, refuse_shards_of_slices
-from slapo.sharding.layout import REPLICATE, Placement, shard
-from slapo.wrapper import innermost
+from slapo.sharding.guards import refuse_replicas_of_slices
+from slapo.sharding.layout import REPLICATE, KnownSync, Layout, Placement, shard
 
 MODES = ("fwd_pre", "fwd_post", "bwd_post")
 
@@ -39,6 +34,8 @@ class _Row:
         In which it works.
     keywords
         Arguments that it takes.
+    takes
+        The kinds of output of a module, as far as these are known, that it makes sense on.
     run
         The collective, which autograd differentiates into its conjugate.
     output
@@ -47,6 +44,7 @@ class _Row:
 
     modes: tuple[str, ...]
     keywords: tuple[str, ...]
+    takes: tuple[str, ...]
     run: Callable[[SyncOp, Tensor], Tensor]
     output: Callable[[SyncOp], Placement]
 
@@ -98,6 +96,11 @@ class SyncOp:
         """How the result lies across the ranks."""
         return _row(self.name).output(self)
 
+    def sums_gradient(self) -> bool:
+        """Whether its backward sums over the ranks."""
+        gathers = self.name == "all_gather" and self.tensor_parallel_output_grad
+        return gathers or self.name == "all_reduce_grad"
+
     def __str__(self) -> str:
         return self.name if self.axis is None else f"{self.name} axis={self.axis}"
 
@@ -116,34 +119,50 @@ _TABLE = {
     "all_reduce": _Row(
         ("fwd_post", "bwd_post"),
         ("argument",),
+        ("partial",),
         lambda op, tensor: reduce_from_group(tensor, op.group.group),
         lambda op: REPLICATE,
     ),
     "all_gather": _Row(
         ("fwd_pre", "fwd_post"),
         ("axis", "tensor_parallel_output_grad"),
+        ("shard",),
         _run_all_gather,
         lambda op: REPLICATE,
     ),
     "reduce_scatter": _Row(
         ("fwd_post",),
         ("axis",),
+        ("partial",),
         lambda op, tensor: reduce_scatter(tensor, op.group.group, op.axis or 0),
         _own_slice,
     ),
     "scatter": _Row(
         ("fwd_post",),
         ("axis",),
+        ("replicate",),
         lambda op, tensor: scatter(tensor, op.group.group, op.axis or 0),
         _own_slice,
+    ),
+    "all_reduce_grad": _Row(
+        ("fwd_post",),
+        (),
+        ("replicate",),
+        lambda op, tensor: copy_to_group(tensor, op.group.group),
+        lambda op: REPLICATE,
     ),
 }
 _RESHARD = _Row(
     ("fwd_pre", "fwd_post"),
     (),
+    ("replicate", "shard"),
     lambda op, tensor: reshard(tensor, op.name, op.group.group),
     lambda op: {"RR": REPLICATE, "RS": shard(-1), "SR": shard(-2)}[op.name[-2:]],
 )
+
+
+#: Ops that turn a partial sum into something whole.
+REDUCTIONS = tuple(name for name, row in _TABLE.items() if "partial" in row.takes)
 
 
 def _row(name: str) -> _Row:
@@ -198,140 +217,97 @@ def check_mode(mode: str) -> None:
         raise ValueError(f"unknown sync mode {mode!r}; known are {list(MODES)}")
 
 
-# --- hooks -----------------------------------------------------------------------------------
-class SyncHook:
-    """A hook of this library: what it does, and in which mode; copies and pickles keep it.
+# --- contradictions ------------------------------------------------------------------------------
+def check_syncs(syncs: Iterable[KnownSync], layout: Layout) -> None:
+    """Refuse a layout that syncs which are there already would contradict.
 
-    Parameters
-    ----------
-    function
-        Tensor -> tensor.
-    mode
-        As in ``Schedule.sync``.
+    Raises
+    ------
+    ValueError
+        Saying which sync does not fit.
     """
-
-    def __init__(self, function: Callable[[Tensor], Tensor], mode: str) -> None:
-        self.function, self._slapo_mode = function, mode
-        self._group: GroupHandle | None = getattr(function, "group", None)
-        self._knows_fsdp = False
-
-    def check(self, module: Any) -> None:
-        """Refuse FSDP over the ranks, in the first forward that it is around."""
-        managed = not self._knows_fsdp and getattr(module, "_is_fsdp_managed_module", False)
-        if managed and self._group is not None:
-            refuse_shards_of_slices(self._group)
-            self._knows_fsdp = True
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.function}, {self._slapo_mode!r})"
+    for sync in syncs:
+        if sync.op:
+            check_sync(layout, sync.mode, sync.op, sync.axis)
+        layout = sync.after(layout)
 
 
-class InputHook(SyncHook):
-    """A pre-forward hook (with keyword arguments) that maps the first input tensor."""
+def check_sync(layout: Layout, mode: str, op: str, axis: int | None) -> None:
+    """Refuse a sync that contradicts `layout`.
 
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Map it."""
-        self.check(module)
-        for index, value in enumerate(args):
-            if isinstance(value, Tensor):
-                return (*args[:index], self.function(value), *args[index + 1 :]), kwargs
-        for key, value in kwargs.items():
-            if isinstance(value, Tensor):
-                return args, {**kwargs, key: self.function(value)}
-        raise TypeError(f"sync on {type(module).__name__}: the call has no tensor argument")
+    Raises
+    ------
+    ValueError
+        Saying what the layout is and which sync fits it.
+    """
+    if mode == "fwd_post" and layout.output is not None:
+        _check_output(layout.output, op, axis)
+    elif mode == "bwd_post" and layout.input is not None and layout.input.kind == "shard":
+        raise ValueError(
+            f"bwd_post {op}: the module's input is {layout.input}, so is its gradient, which is "
+            "already complete; bwd_post belongs to the module whose input is whole"
+        )
+    elif mode == "fwd_pre" and layout.input is not None:
+        _check_input(layout.input, op, axis)
 
 
-class OutputHook(SyncHook):
-    """A post-forward hook that maps the first output tensor."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(function, "fwd_post")
-
-    def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
-        """Map it."""
-        self.check(module)
-        if isinstance(output, Tensor):
-            return self.function(output)
-        if isinstance(output, Mapping):  # as Transformers' output objects are, too
-            for key, value in output.items():
-                if isinstance(value, Tensor):
-                    return _with_item(output, key, self.function(value))
-        if isinstance(output, (tuple, list)):
-            for index, value in enumerate(output):
-                if isinstance(value, Tensor):
-                    new = [*output[:index], self.function(value), *output[index + 1 :]]
-                    return type(output)(*new) if hasattr(output, "_fields") else type(output)(new)
-        raise TypeError(
-            f"sync on {type(module).__name__}: the output is a {type(output).__name__} without a "
-            "tensor that could be mapped; put the sync on the module that makes the tensor, or "
-            "pass a hook function"
+def _check_output(output: Placement, op: str, axis: int | None) -> None:
+    if output.kind not in _row(op).takes:
+        raise ValueError(f"fwd_post {op}: the module's output is {output}{_remedy(output, op)}")
+    if output.kind == "shard" and output.blocks > 1:
+        raise ValueError(
+            f"fwd_post {op}: the module's output is {output}, and a gather would put the ranks' "
+            "parts one after the other; gather each block by itself, or keep what follows sharded"
+        )
+    if "->" in op:
+        _check_reshard(op, op[:2], output, "output")
+    elif output.kind == "shard" and axis is not None and not may_be_axis(axis, output.axis):
+        raise ValueError(
+            f"fwd_post {op}: the module's output is {output}, not along axis {axis}; "
+            f"pass axis={output.axis}"
         )
 
 
-def _with_item(output: Mapping[Any, Any], key: Any, value: Tensor) -> Any:
-    if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        return dataclasses.replace(output, **{key: value})
-    new: Any = copy.copy(output)
-    new[key] = value
-    return new
+def _remedy(output: Placement, op: str) -> str:
+    if output.kind == "partial":
+        return f", which needs {' or '.join(map(repr, REDUCTIONS))}"
+    if output.kind == "shard":
+        return (
+            f", each rank holds a slice; use 'all_gather' with axis={output.axis} to make it whole"
+        )
+    return f" already, so {op} would count it once per rank; leave the sync out"
 
 
-class GradientHook(SyncHook):
-    """A pre-forward hook that sums gradients of inputs over the group.
+def _check_input(expected: Placement, op: str, axis: int | None) -> None:
+    if "->" in op:
+        _check_reshard(op, op[-2:], expected, "input")
+    elif expected.kind == "shard" and op == "all_gather" and axis == expected.axis:
+        raise ValueError(
+            f"fwd_pre {op}: the module expects its input {expected}; gathering along axis {axis} "
+            "gives it the whole"
+        )
 
-    Parameters
-    ----------
-    op
-        With the names of the inputs, or None for all that need a gradient.
-    module
-        That it is for; another of its class may take its place.
+
+def _check_reshard(op: str, letters: str, placement: Placement, side: str) -> None:
+    """`letters` are the layout of the last two dimensions on this side of the op."""
+    if placement.axis not in (-1, -2, None):
+        return
+    wanted = {"replicate": "RR", "shard": "RS" if placement.axis == -1 else "SR"}
+    needed = wanted.get(placement.kind)
+    # A sharded sequence (SR) is no contradiction for a module that mixes features only.
+    if needed is None or letters == needed or (needed == "RR" and letters == "SR"):
+        return
+    raise ValueError(
+        f"{op}: the module's {side} is {placement}, which reads {needed!r}, not {letters!r}"
+    )
+
+
+def may_be_axis(axis: int, known: int | None) -> bool:
+    """Whether `axis` can be the axis `known` (from the end); its rank is unknown at schedule time.
+
+    A non-negative axis fits when some number of dimensions makes the two equal; the hook checks
+    again when it sees the tensor.
     """
-
-    def __init__(self, op: SyncOp, module: nn.Module) -> None:
-        super().__init__(op, "bwd_post")
-        self._names, self._handle = op.argument, op.group
-        self._positions = (type(module), input_names(module))
-
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pass them on, with a backward of their own."""
-        self.check(module)
-        refuse_replicas_of_slices(self._handle)
-        seen: dict[int, Tensor] = {}
-
-        def passed(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                if not value.requires_grad:
-                    return value
-                if id(value) not in seen:  # one that is given twice is one
-                    seen[id(value)] = copy_to_group(value, self._handle.group)
-                return seen[id(value)]
-            if type(value) in (tuple, list):
-                return type(value)([passed(item) for item in value])
-            if type(value) is dict:
-                return {key: passed(item) for key, item in value.items()}
-            return value
-
-        names = self._names
-        if names is None:
-            return tuple(map(passed, args)), {key: passed(v) for key, v in kwargs.items()}
-        bare = innermost(module)
-        if type(bare) is not self._positions[0]:
-            self._positions = (type(bare), input_names(bare))
-        named = zip(self._positions[1], args, strict=False)
-        new = [passed(value) if name in names else value for name, value in named]
-        new.extend(args[len(new) :])
-        return tuple(new), {k: passed(v) if k in names else v for k, v in kwargs.items()}
-
-
-def input_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of the positional arguments of a module's forward."""
-    if "forward" not in module.__dict__:
-        return _names_of(type(module).forward)[1:]
-    return _names_of(module.forward)
-
-
-@functools.lru_cache(maxsize=256)
-def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    parameters = inspect.signature(function).parameters.values()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(p.name for p in parameters if p.kind in kinds)
+    if known is None:
+        return True
+    return axis == known if axis < 0 else axis >= 1 or known != -1

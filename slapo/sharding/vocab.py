@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from slapo.sharding.state import sharding_of, syncs_of
-from slapo.sharding.sync import InputHook, OutputHook, SyncHook
+from slapo.sharding.sync_hooks import InputHook, OutputHook, SyncHook
 
 PreHook = Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]
 PostHook = Callable[[Any, tuple[Any, ...], Tensor], Tensor]

@@ -79,6 +79,7 @@ BAD: dict[str, tuple[Callable[[], Schedule], tuple[Any, ...], dict[str, Any], st
     "scatter a partial sum": (row, ("fwd_post", "scatter"), {"axis": 1}, "a partial sum"),
     "reshard a partial sum": (row, ("fwd_post", "RS->RR"), {}, "a partial sum"),
     "gather partial rows": (vocabulary, ("fwd_post", "all_gather"), {"axis": 0}, "a partial sum"),
+    "sum a slice's gradient": (column, ("fwd_post", "all_reduce_grad"), {}, "holds a slice"),
     "reduce a slice": (column, ("fwd_post", "all_reduce"), {}, "each rank holds a slice"),
     "reduce-scatter a slice": (column, ("fwd_post", "reduce_scatter"), {"axis": -1}, "a slice"),
     "scatter a slice": (column, ("fwd_post", "scatter"), {"axis": -1}, "a slice"),
@@ -260,3 +261,14 @@ def test_a_module_that_is_not_called_any_more_is_refused() -> None:
         sch["0"].sync("fwd_post", "all_reduce")
     assert fingerprint(sch) == before
     sch["0.fc"].sync("fwd_post", "all_reduce")  # still a call of the graph
+
+
+def test_a_gradient_of_an_output_is_summed_once(pair: None) -> None:
+    sch = column()
+    sch.sync("fwd_post", "all_gather", axis=-1)
+    with pytest.raises(ValueError, match="'all_gather' sums the gradient of the module's output"):
+        sch.sync("fwd_post", "all_reduce_grad")
+    sch = row()
+    sch.sync("fwd_post", "all_reduce").sync("fwd_post", "all_reduce_grad")
+    with pytest.raises(ValueError, match="'all_reduce_grad' sums the gradient"):
+        sch.sync("fwd_post", "all_reduce_grad")

@@ -406,7 +406,34 @@ class Mlp12(Mlp):
         self.fc2 = nn.Linear(3 * HIDDEN + 4, HIDDEN)
 
 
+class ReadTwice(nn.Module):
+    """What an encoder gives is read by two blocks, as by the layers of a decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.first, self.second = nn.Linear(HIDDEN, HIDDEN), Mlp(), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = self.encoder(x)
+        return self.first(states) + self.second(states.tanh())
+
+
+def read_twice(sch: Schedule) -> None:
+    sch["encoder"].sync("fwd_post", "all_reduce_grad")
+    for block in (sch["first"], sch["second"]):
+        column(block, "fc1")
+        block["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+def gathered_and_read_twice(sch: Schedule) -> None:
+    column(sch, "encoder").sync("bwd_post", "all_reduce")
+    sch["encoder"].sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+    read_twice(sch)
+
+
 CASES: dict[str, Case] = {
+    "whole states read by several blocks": Case(ReadTwice, read_twice, X),
+    "gathered states read by several blocks": Case(ReadTwice, gathered_and_read_twice, X),
     "column-row": Case(Mlp, mlp_pair, X),
     "column-row, 2-D input": Case(Mlp, mlp_pair, activations(BATCH, HIDDEN)),
     "column-row without bias": Case(lambda: Mlp(bias=False), mlp_without_bias, X),

@@ -1,0 +1,156 @@
+"""Collectives of a schedule as hooks of modules; copies and pickles keep them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from slapo.sharding.collectives import copy_to_group
+from slapo.sharding.groups import GroupHandle
+from slapo.sharding.guards import refuse_replicas_of_slices, refuse_shards_of_slices
+from slapo.sharding.sync import SyncOp
+from slapo.wrapper import innermost
+
+
+class SyncHook:
+    """A hook of this library: what it does, and in which mode; copies and pickles keep it.
+
+    Parameters
+    ----------
+    function
+        Tensor -> tensor.
+    mode
+        As in ``Schedule.sync``.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor], mode: str) -> None:
+        self.function, self._slapo_mode = function, mode
+        self._group: GroupHandle | None = getattr(function, "group", None)
+        self._knows_fsdp = False
+
+    def check(self, module: Any) -> None:
+        """Refuse FSDP over the ranks, in the first forward that it is around."""
+        managed = not self._knows_fsdp and getattr(module, "_is_fsdp_managed_module", False)
+        if managed and self._group is not None:
+            refuse_shards_of_slices(self._group)
+            self._knows_fsdp = True
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.function}, {self._slapo_mode!r})"
+
+
+class InputHook(SyncHook):
+    """A pre-forward hook (with keyword arguments) that maps the first input tensor."""
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Map it."""
+        self.check(module)
+        for index, value in enumerate(args):
+            if isinstance(value, Tensor):
+                return (*args[:index], self.function(value), *args[index + 1 :]), kwargs
+        for key, value in kwargs.items():
+            if isinstance(value, Tensor):
+                return args, {**kwargs, key: self.function(value)}
+        raise TypeError(f"sync on {type(module).__name__}: the call has no tensor argument")
+
+
+class OutputHook(SyncHook):
+    """A post-forward hook that maps the first output tensor."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(function, "fwd_post")
+
+    def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
+        """Map it."""
+        self.check(module)
+        if isinstance(output, Tensor):
+            return self.function(output)
+        if isinstance(output, Mapping):  # as Transformers' output objects are, too
+            for key, value in output.items():
+                if isinstance(value, Tensor):
+                    return _with_item(output, key, self.function(value))
+        if isinstance(output, (tuple, list)):
+            for index, value in enumerate(output):
+                if isinstance(value, Tensor):
+                    new = [*output[:index], self.function(value), *output[index + 1 :]]
+                    return type(output)(*new) if hasattr(output, "_fields") else type(output)(new)
+        raise TypeError(
+            f"sync on {type(module).__name__}: the output is a {type(output).__name__} without a "
+            "tensor that could be mapped; put the sync on the module that makes the tensor, or "
+            "pass a hook function"
+        )
+
+
+def _with_item(output: Mapping[Any, Any], key: Any, value: Tensor) -> Any:
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return dataclasses.replace(output, **{key: value})
+    new: Any = copy.copy(output)
+    new[key] = value
+    return new
+
+
+class GradientHook(SyncHook):
+    """A pre-forward hook that sums gradients of inputs over the group.
+
+    Parameters
+    ----------
+    op
+        With the names of the inputs, or None for all that need a gradient.
+    module
+        That it is for; another of its class may take its place.
+    """
+
+    def __init__(self, op: SyncOp, module: nn.Module) -> None:
+        super().__init__(op, "bwd_post")
+        self._names, self._handle = op.argument, op.group
+        self._positions = (type(module), input_names(module))
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pass them on, with a backward of their own."""
+        self.check(module)
+        refuse_replicas_of_slices(self._handle)
+        seen: dict[int, Tensor] = {}
+
+        def passed(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                if not value.requires_grad:
+                    return value
+                if id(value) not in seen:  # one that is given twice is one
+                    seen[id(value)] = copy_to_group(value, self._handle.group)
+                return seen[id(value)]
+            if type(value) in (tuple, list):
+                return type(value)([passed(item) for item in value])
+            if type(value) is dict:
+                return {key: passed(item) for key, item in value.items()}
+            return value
+
+        names = self._names
+        if names is None:
+            return tuple(map(passed, args)), {key: passed(v) for key, v in kwargs.items()}
+        bare = innermost(module)
+        if type(bare) is not self._positions[0]:
+            self._positions = (type(bare), input_names(bare))
+        named = zip(self._positions[1], args, strict=False)
+        new = [passed(value) if name in names else value for name, value in named]
+        new.extend(args[len(new) :])
+        return tuple(new), {k: passed(v) if k in names else v for k, v in kwargs.items()}
+
+
+def input_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the positional arguments of a module's forward."""
+    if "forward" not in module.__dict__:
+        return _names_of(type(module).forward)[1:]
+    return _names_of(module.forward)
+
+
+@functools.lru_cache(maxsize=256)
+def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in parameters if p.kind in kinds)
