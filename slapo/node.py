@@ -46,11 +46,14 @@ class ScheduleMetadata:
         Parameter name -> key -> value, as :meth:`Schedule.annotate` set them.
     primitives
         Primitive's name -> what it noted here.
+    applied
+        Records of what was applied to the module, here or at another place where it stands.
     """
 
     tie_weights: dict[str, tuple[str, ...]] = field(default_factory=dict)
     param_tags: dict[str, dict[str, Any]] = field(default_factory=dict)
     primitives: PrimitiveNotes = field(default_factory=lambda: PrimitiveNotes(lambda name: {}))
+    applied: list[Record] = field(default_factory=list)
 
     def copy(self) -> ScheduleMetadata:
         """A copy that later changes of this one do not reach."""
@@ -58,7 +61,7 @@ class ScheduleMetadata:
         for name, value in self.primitives.items():
             data[name] = value.copy() if hasattr(value, "copy") else value
         tags = {name: dict(tags) for name, tags in self.param_tags.items()}
-        return ScheduleMetadata(dict(self.tie_weights), tags, data)
+        return ScheduleMetadata(dict(self.tie_weights), tags, data, list(self.applied))
 
 
 @dataclass
@@ -127,7 +130,10 @@ class Node:
         self.metadata = ScheduleMetadata(primitives=PrimitiveNotes(state.start_note))
         self.state = state
         self.child: dict[str, Self] = {}
-        state.nodes_of.setdefault(id(mod), []).append(self)
+        others = state.nodes_of.setdefault(id(mod), [])
+        if others:  # the module stands elsewhere too, or moves here
+            self.metadata.applied.extend(others[0].metadata.applied)
+        others.append(self)
         self.rebuild_children()
 
     # --- the tree ----------------------------------------------------------------------------
@@ -328,6 +334,12 @@ class Node:
     def history(self) -> list[Record]:
         """Every primitive applied to the tree, in order."""
         return self.state.history
+
+    def note(self, record: Record) -> None:
+        """Enter what was applied here into the history, and wherever the module stands."""
+        self.history.append(record)
+        for node in self.state.nodes_of[id(self.mod)]:
+            node.metadata.applied.append(record)
 
     def digest(self) -> str:
         """A fingerprint of the history, equal on every rank that applied the same."""
