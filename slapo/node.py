@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +21,14 @@ from slapo.wrapper import innermost
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+#: Root of a model -> the history of the schedule over it. Modules are not kept alive by it.
+_HISTORIES: WeakKeyDictionary[nn.Module, list[Record]] = WeakKeyDictionary()
+
+
+def history_of(root: nn.Module) -> list[Record]:
+    """What was applied to a model by the last schedule over it."""
+    return _HISTORIES.get(root, [])
 
 
 class PrimitiveNotes(dict[str, Any]):
@@ -134,6 +143,8 @@ class Node:
         if others:  # the module stands elsewhere too, or moves here
             self.metadata.applied.extend(others[0].metadata.applied)
         others.append(self)
+        if parent is None:
+            _HISTORIES[mod] = state.history
         self.rebuild_children()
 
     # --- the tree ----------------------------------------------------------------------------
@@ -262,7 +273,9 @@ class Node:
         for node in self.state.nodes_of.pop(id(old)):
             node.mod = new
             self.state.nodes_of.setdefault(id(new), []).append(node)
-            if node.parent is not None:
+            if node.parent is None:
+                _HISTORIES[new] = self.history
+            else:
                 owner, name = child_slot(node.parent.mod, node.name)
                 owner._modules[name] = new
             node.rebuild_children()

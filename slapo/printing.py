@@ -48,8 +48,9 @@ def tree(root: Node) -> str:
 
 
 def html(root: Node) -> str:
-    """The same for a notebook."""
-    return f"<pre>{html_escape.escape(tree(root))}</pre>"
+    """The same for a notebook; long lines scroll, as broken ones would break the tree."""
+    style = "white-space: pre; overflow-x: auto"
+    return f'<pre style="{style}">{html_escape.escape(tree(root))}</pre>'
 
 
 def _below(node: Node) -> list[_Item]:

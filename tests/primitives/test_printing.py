@@ -123,7 +123,8 @@ def test_repr_is_one_line() -> None:
 
 def test_notebooks_get_escaped_html() -> None:
     html = one_of_a_stack()._repr_html_()
-    assert html.startswith("<pre>Stack\n")
+    assert html.startswith("<pre style=")
+    assert ">Stack\n|-- layers" in html
     assert "&lt;- checkpoint()" in html
 
 
