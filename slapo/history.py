@@ -18,7 +18,7 @@ from torch import fx, nn
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Record:
     """One applied primitive, as data.
 
@@ -47,6 +47,8 @@ class Record:
 
     def __str__(self) -> str:
         return f"{self.call()}  # {self.location}"
+
+    __repr__ = __str__
 
     def call(self) -> str:
         """The record as the line of Python that applies it."""

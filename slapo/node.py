@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +21,14 @@ from slapo.wrapper import innermost
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+#: Root of a model -> the history of the schedule over it. Modules are not kept alive by it.
+_HISTORIES: WeakKeyDictionary[nn.Module, list[Record]] = WeakKeyDictionary()
+
+
+def history_of(root: nn.Module) -> list[Record]:
+    """What was applied to a model by the last schedule over it."""
+    return _HISTORIES.get(root, [])
 
 
 class PrimitiveNotes(dict[str, Any]):
@@ -46,11 +55,14 @@ class ScheduleMetadata:
         Parameter name -> key -> value, as :meth:`Schedule.annotate` set them.
     primitives
         Primitive's name -> what it noted here.
+    applied
+        Records of what was applied to the module, here or at another place where it stands.
     """
 
     tie_weights: dict[str, tuple[str, ...]] = field(default_factory=dict)
     param_tags: dict[str, dict[str, Any]] = field(default_factory=dict)
     primitives: PrimitiveNotes = field(default_factory=lambda: PrimitiveNotes(lambda name: {}))
+    applied: list[Record] = field(default_factory=list)
 
     def copy(self) -> ScheduleMetadata:
         """A copy that later changes of this one do not reach."""
@@ -58,7 +70,7 @@ class ScheduleMetadata:
         for name, value in self.primitives.items():
             data[name] = value.copy() if hasattr(value, "copy") else value
         tags = {name: dict(tags) for name, tags in self.param_tags.items()}
-        return ScheduleMetadata(dict(self.tie_weights), tags, data)
+        return ScheduleMetadata(dict(self.tie_weights), tags, data, list(self.applied))
 
 
 @dataclass
@@ -127,7 +139,12 @@ class Node:
         self.metadata = ScheduleMetadata(primitives=PrimitiveNotes(state.start_note))
         self.state = state
         self.child: dict[str, Self] = {}
-        state.nodes_of.setdefault(id(mod), []).append(self)
+        others = state.nodes_of.setdefault(id(mod), [])
+        if others:  # the module stands elsewhere too, or moves here
+            self.metadata.applied.extend(others[0].metadata.applied)
+        others.append(self)
+        if parent is None:
+            _HISTORIES[mod] = state.history
         self.rebuild_children()
 
     # --- the tree ----------------------------------------------------------------------------
@@ -256,7 +273,9 @@ class Node:
         for node in self.state.nodes_of.pop(id(old)):
             node.mod = new
             self.state.nodes_of.setdefault(id(new), []).append(node)
-            if node.parent is not None:
+            if node.parent is None:
+                _HISTORIES[new] = self.history
+            else:
                 owner, name = child_slot(node.parent.mod, node.name)
                 owner._modules[name] = new
             node.rebuild_children()
@@ -328,6 +347,12 @@ class Node:
     def history(self) -> list[Record]:
         """Every primitive applied to the tree, in order."""
         return self.state.history
+
+    def note(self, record: Record) -> None:
+        """Enter what was applied here into the history, and wherever the module stands."""
+        self.history.append(record)
+        for node in self.state.nodes_of[id(self.mod)]:
+            node.metadata.applied.append(record)
 
     def digest(self) -> str:
         """A fingerprint of the history, equal on every rank that applied the same."""

@@ -22,8 +22,9 @@ from slapo.graph.match.find import (
     read_pattern,
     read_question,
 )
+from slapo.history import warn_caller
 from slapo.logger import get_logger
-from slapo.node import Node, ScheduleMetadata, ScheduleState
+from slapo.node import Node, ScheduleMetadata, ScheduleState, history_of
 from slapo.primitives import (
     AnnotatePrimitive,
     CheckpointPrimitive,
@@ -308,8 +309,9 @@ def create_schedule(
     Warns
     -----
     UserWarning
-        If this process is one of several that have not initialised ``torch.distributed``: it is a
-        world of one.
+        If the model was scheduled before, as when a cell of a notebook runs again: it is as that
+        schedule left it. If this process is one of several that have not initialised
+        ``torch.distributed``: it is a world of one.
 
     Examples
     --------
@@ -324,10 +326,24 @@ def create_schedule(
     if parent is not None:
         tp_group = parent.group if group is None else resolve_group(group)
         return Schedule(root, name, path, parent, tp_group, parent.state)
+    _warn_of_earlier(root)
     state = ScheduleState(TieGroups(root), _start_note)
     schedule = Schedule(root, name, path, None, resolve_group(group), state)
     schedule.metadata.tie_weights = state.ties.as_dict()
     return schedule
+
+
+def _warn_of_earlier(root: nn.Module) -> None:
+    """Of a model that was changed by another schedule, which the new one knows nothing about."""
+    earlier = history_of(root)
+    if earlier:
+        count = f"{len(earlier)} primitive{'s' if len(earlier) > 1 else ''}"
+        warn_caller(
+            f"create_schedule: this {type(innermost(root)).__name__} was scheduled before ({count},"
+            f" the first {earlier[0]}) and is as that left it; the new schedule does not show it. "
+            "To start anew, make the model anew in front of create_schedule, or keep the model as "
+            "it is and schedule copies: create_schedule(copy.deepcopy(model))"
+        )
 
 
 __all__ = ["Schedule", "ScheduleMetadata", "create_schedule"]

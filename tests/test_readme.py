@@ -9,6 +9,8 @@ says how it is run:
 ``<!-- 2 processes -->``
     On so many ranks of one gloo group, in a namespace of such blocks; rank 0 is compared. The group
     is there already, so that ``init_process_group`` and ``destroy_process_group`` do nothing.
+``<!-- examples/file.py -->``
+    Not here: the block is that file, and the tests of the examples run it.
 """
 
 import contextlib
@@ -52,12 +54,15 @@ class Block:
         The block, and what it shall print.
     processes
         How many run it; 0 for none.
+    file
+        Which file of the repository it shows.
     """
 
     line: int
     code: str
     output: str
     processes: int
+    file: str = ""
 
 
 def blocks_of(page: str) -> list[Block]:
@@ -69,17 +74,24 @@ def blocks_of(page: str) -> list[Block]:
             code=found["code"],
             output=found["output"] or "",
             processes=_processes(found["mark"]),
+            file=found["mark"] if _is_file(found["mark"]) else "",
         )
         for found in _BLOCK.finditer(text)
     ]
+
+
+def _is_file(mark: str | None) -> bool:
+    return mark is not None and mark.endswith(".py")
 
 
 def _processes(mark: str | None) -> int:
     if mark is None:
         return 1
     counted = re.fullmatch(r"(\d+) processes", mark)
-    if counted is None and mark != "not run":
-        raise ValueError(f"unknown mark {mark!r}; known are 'not run' and '<number> processes'")
+    if counted is None and mark != "not run" and not _is_file(mark):
+        raise ValueError(
+            f"unknown mark {mark!r}; known are 'not run', '<number> processes' and a file"
+        )
     return int(counted[1]) if counted else 0
 
 
@@ -150,6 +162,15 @@ def test_blocks_on_several_processes(page: str, processes: int) -> None:
     skip_without_packages(page)
     for block, printed in run_distributed(run_blocks_on_rank, processes, page)[0]:
         check_output(page, block, printed)
+
+
+_FILES = [(page, block) for page in PAGES for block in blocks_of(page) if block.file]
+
+
+@pytest.mark.parametrize(("page", "block"), _FILES, ids=[block.file for _, block in _FILES])
+def test_shown_files_are_those_of_the_repository(page: str, block: Block) -> None:
+    if block.code != (ROOT / block.file).read_text():
+        pytest.fail(f"{page}, block at line {block.line}: {block.file} says something else")
 
 
 def test_all_primitives_are_in_the_readme() -> None:

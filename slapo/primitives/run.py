@@ -44,7 +44,7 @@ def run(node: Node, primitive: type[Primitive], /, *args: Any, **kwargs: Any) ->
     finally:
         state.depth -= 1
     if state.depth == 0 and result is not False:  # False: it could not, and changed nothing
-        state.history.append(record)
+        node.note(record)
     return node if result is None else result
 
 

@@ -1,5 +1,6 @@
 """What ``print(sch)`` shows, kept as golden files; ``--update-golden`` writes them anew."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,9 +63,38 @@ def staged() -> Schedule:
     return sch
 
 
+class Pairs(nn.Module):
+    """Layers as pairs in lists of lists."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        pairs = (nn.ModuleList([Attention(), Block()]) for _ in range(depth))
+        self.layers = nn.ModuleList(pairs)
+        self.grid = nn.ModuleList(
+            nn.ModuleList(nn.ModuleList(nn.ReLU() for _ in range(3)) for _ in range(2))
+            for _ in range(2)
+        )
+
+
+def lists_of_lists() -> Schedule:
+    sch = slapo.create_schedule(Pairs())
+    sch.select("layers.*.1").checkpoint()
+    sch["layers.3.1.fc1"].shard("weight", axis=0)
+    return sch
+
+
 CASES: dict[str, Callable[[], Schedule]] = {
     f.__name__: f
-    for f in (untouched, one_of_a_stack, every_layer, fused, replaced, long_text, staged)
+    for f in (
+        untouched,
+        one_of_a_stack,
+        every_layer,
+        fused,
+        lists_of_lists,
+        long_text,
+        replaced,
+        staged,
+    )
 }
 
 
@@ -93,7 +123,8 @@ def test_repr_is_one_line() -> None:
 
 def test_notebooks_get_escaped_html() -> None:
     html = one_of_a_stack()._repr_html_()
-    assert html.startswith("<pre>Stack\n")
+    assert html.startswith("<pre style=")
+    assert ">Stack\n|-- layers" in html
     assert "&lt;- checkpoint()" in html
 
 
@@ -103,3 +134,90 @@ def test_many_notes_of_one_kind_are_counted() -> None:
     for match in sch.find(lambda x: F.gelu(x)):
         sch.fuse(match, compiler=None)
     assert "Stack  <- trace(flatten=True); fuse(...) 6x" in str(sch)
+
+
+def test_numbers_that_are_missing_are_not_in_a_range() -> None:
+    sch = slapo.create_schedule(nn.Sequential(*(nn.ReLU() for _ in range(4))))
+    del sch.mod._modules["1"]  # as a rewrite of a graph takes modules out
+    assert str(sch) == "Sequential\n|-- 0: ReLU()\n`-- 2..3 (2x): ReLU()"
+
+
+def notes(sch: Schedule, name: str) -> str:
+    """What the tree shows as applied to the one module of that name."""
+    (line,) = [line for line in str(sch).splitlines() if f"-- {name}: " in line]
+    return line.partition("  <- ")[2]
+
+
+def test_what_a_replaced_parent_has_taken_along_is_not_shown() -> None:
+    sch = slapo.create_schedule(nn.Sequential(Block(), nn.ReLU()))
+    sch["0.fc1"].shard("weight", axis=0)
+    sch["0"].replace(Block())
+    assert (notes(sch, "0"), notes(sch, "fc1")) == ("replace(Block)", "")
+    sch["0.fc1"].sync("bwd_post", "all_reduce")
+    assert notes(sch, "fc1") == "sync('bwd_post', 'all_reduce')"
+    sch.mod[0] = Block()  # by the user, around the schedule
+    assert (notes(sch, "0"), notes(sch, "fc1")) == ("", "")
+    assert len(sch.history) == 3
+
+
+def test_notes_go_where_the_module_goes() -> None:
+    sch = slapo.create_schedule(nn.Sequential(Block(), nn.ReLU()))
+    sch["0.fc1"].shard("weight", axis=0)
+    sch["0"].replace(nn.Sequential(nn.Identity(), sch["0"].mod))
+    assert notes(sch["0.1"], "fc1") == "shard('weight', axis=0)"
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_notes_outlast_a_trace_of_the_parent(flatten: bool) -> None:
+    sch = slapo.create_schedule(nn.Sequential(Block(), nn.ReLU()))
+    sch["0.fc1"].shard("weight", axis=0)
+    sch["0"].checkpoint()
+    sch.trace(flatten=flatten, leaf_modules=["Block"])
+    assert notes(sch, "fc1") == "shard('weight', axis=0)"
+    assert notes(copy.deepcopy(sch), "0") == "checkpoint()"
+
+
+def test_a_module_at_two_places_is_noted_at_both() -> None:
+    block = Block()
+    sch = slapo.create_schedule(nn.Sequential(block, nn.ReLU(), block))
+    sch["0"].checkpoint()
+    sch["2.fc1"].shard("weight", axis=0)
+    assert notes(sch, "0") == notes(sch, "2") == "checkpoint()"
+    assert str(sch).count("shard('weight', axis=0)") == 2
+
+
+class Product(nn.Module):
+    """Shows its sizes as Transformers' Conv1D does."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+
+    def __repr__(self) -> str:
+        return f"Product(nf={self.nf}, nx={self.nx})"
+
+
+def test_a_module_that_describes_itself() -> None:
+    sch = slapo.create_schedule(nn.Sequential(Product(4, 8)))
+    assert str(sch) == "Sequential\n`-- 0: Product(nf=4, nx=8)"
+    assert repr(sch["0"]).startswith("<Schedule of Product at '0'")
+    sch["0"].checkpoint()
+    assert "0: Product(nf=4, nx=8)  <- checkpoint()" in str(sch)
+
+
+class Config:
+    def __repr__(self) -> str:
+        return "Config {\n" + "".join(f"  'n{k}': {k},\n" for k in range(99)) + "}"
+
+
+def test_long_arguments_are_cut() -> None:
+    sch = slapo.create_schedule(Block())
+    sch["fc1"].annotate("weight", "config", Config())
+    (line,) = [line for line in str(sch).splitlines() if "annotate" in line]
+    assert len(line) < 170
+    assert line.endswith("...")
+
+
+def test_the_record_reads_as_its_calls() -> None:
+    sch = one_of_a_stack()
+    assert repr(sch.history[0]) == str(sch.history[0])

@@ -1,8 +1,10 @@
 """The tree: names, look-up, selections, users' own primitives, the record."""
 
 import copy
+import gc
 import inspect
 import pydoc
+import weakref
 from typing import Any
 
 import pytest
@@ -450,3 +452,46 @@ def test_a_copy_of_a_schedule_is_one_over_a_copy_of_the_model() -> None:
     assert (len(sch.history), len(new.history)) == (2, 3)
     with pytest.raises(slapo.SlapoError, match=r"is a part of a schedule, which has no copy of"):
         copy.deepcopy(sch["0"])
+
+
+# --- a second schedule over one model ----------------------------------------------------------
+def test_a_model_that_was_scheduled_before_is_told() -> None:
+    model = Stack()
+    slapo.create_schedule(model)  # nothing was applied
+    sch = slapo.create_schedule(model)
+    sch["layers.0"].checkpoint()
+    sch["head"].shard("weight", axis=0)
+    with pytest.warns(UserWarning, match="was scheduled before") as caught:
+        slapo.create_schedule(model)
+    text = str(caught[0].message)
+    assert "this Stack" in text
+    assert '2 primitives, the first sch["layers.0"].checkpoint()  # ' in text
+    assert "copy.deepcopy(model)" in text
+    assert caught[0].filename == __file__
+
+
+def test_so_is_one_whose_root_was_replaced() -> None:
+    model = nn.Sequential(Block(), nn.ReLU())
+    sch = slapo.create_schedule(model)
+    sch.trace(leaf_modules=["Block"])
+    assert sch.mod is not model
+    for root in (model, sch.mod, copy.deepcopy(sch).mod):
+        with pytest.warns(UserWarning, match="1 primitive,"):
+            slapo.create_schedule(root)
+
+
+def test_copies_can_be_scheduled_again_and_again() -> None:
+    model = Stack()
+    for _ in range(2):  # as a cell of a notebook
+        sch = slapo.create_schedule(copy.deepcopy(model))
+        sch.select("layers.*").checkpoint()
+    slapo.create_schedule(model)
+
+
+def test_models_are_not_kept_for_that() -> None:
+    sch = slapo.create_schedule(Stack())
+    sch["head"].checkpoint()
+    model = weakref.ref(sch.mod)
+    del sch
+    gc.collect()
+    assert model() is None

@@ -1,4 +1,4 @@
-"""``examples/train_3d.py`` as a user starts it."""
+"""``examples/train_3d.py`` and ``examples/finetune.py`` as a user starts them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
+from examples import finetune
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--hidden 32 --length 16 --layers 2 --batch 4 --steps 30 --micro-batches 2 --device cpu"
@@ -18,11 +20,17 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def launch(processes: int, arguments: str) -> subprocess.CompletedProcess[str]:
+    return start("train_3d.py", processes, [*SMALL.split(), *arguments.split()], ROOT)
+
+
+def start(
+    script: str, processes: int, arguments: list[str], where: Path
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(processes), "examples/train_3d.py"]
+    command += ["--nproc-per-node", str(processes), str(ROOT / "examples" / script)]
     return subprocess.run(
-        [*command, *SMALL.split(), *arguments.split()],
-        cwd=ROOT,
+        [*command, *arguments],
+        cwd=where,
         capture_output=True,
         text=True,
         timeout=200,
@@ -64,3 +72,21 @@ def test_mistakes(arguments: str, message: str) -> None:
     done = launch(2, arguments)
     assert done.returncode != 0
     assert message in done.stderr
+
+
+@pytest.mark.parametrize("pretrained", [False, True])
+def test_fine_tuning(tmp_path: Path, pretrained: bool) -> None:
+    arguments = ["--steps", "6"]
+    if pretrained:
+        finetune.load().save_pretrained(tmp_path / "model")
+        arguments += ["--model", "model"]
+    done = start("finetune.py", 4, arguments, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\d\.\d+)", done.stdout, re.M)]
+    assert len(losses) == 6
+    assert losses == sorted(losses, reverse=True)
+    whole = finetune.load().state_dict()
+    slices = [torch.load(tmp_path / f"model-tp{rank}-of-2.pt") for rank in range(2)]
+    assert all(piece.keys() == whole.keys() for piece in slices)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert [piece[name].shape for piece in slices] == [(96, 64)] * 2
