@@ -127,13 +127,13 @@ def check_sync(layout: Layout, mode: str, op: str, axis: int | None) -> None:
 def _check_output(output: Placement, op: str, axis: int | None) -> None:
     if output.kind == "partial" and op not in ("all_reduce", "reduce_scatter"):
         raise ValueError(
-            f"fwd_post {op}: the module's output is a partial sum, which needs 'all_reduce' or "
-            "'reduce_scatter'"
+            f"fwd_post {op}: the module's output is a partial sum, which needs summing; use "
+            "'all_reduce' or 'reduce_scatter', or shard the weight along its other axis"
         )
     if output.kind == "replicate" and op in ("all_reduce", "reduce_scatter", "all_gather"):
         raise ValueError(
             f"fwd_post {op}: the module's output is whole on every rank already, so it would be "
-            "counted once per rank"
+            "counted once per rank; leave the sync out"
         )
     if output.kind != "shard":
         return
@@ -162,7 +162,7 @@ def _check_input(expected: Placement, op: str, axis: int | None) -> None:
     elif expected.kind == "shard" and op == "all_gather" and axis == expected.axis:
         raise ValueError(
             f"fwd_pre {op}: the module expects its input {expected}; gathering along axis {axis} "
-            "gives it the whole"
+            "gives it the whole; leave the sync out"
         )
 
 
@@ -176,7 +176,8 @@ def _check_reshard(op: str, letters: str, placement: Placement, side: str) -> No
     if needed is None or letters == needed or (needed == "RR" and letters == "SR"):
         return
     raise ValueError(
-        f"{op}: the module's {side} is {placement}, which reads {needed!r}, not {letters!r}"
+        f"{op}: the module's {side} is {placement}, which reads {needed!r}, not {letters!r}; "
+        f"write {needed!r} there"
     )
 
 

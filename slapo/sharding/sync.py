@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from slapo.errors import with_nearest
 from slapo.sharding.collectives import (
     all_gather,
     copy_to_group,
@@ -164,18 +165,22 @@ def make_sync_op(mode: str, name: str, group: GroupHandle, arguments: Mapping[st
         parse_reshard(name)
     elif name not in _TABLE:
         raise ValueError(
-            f"unknown sync op {name!r}; known are {[*_TABLE]} and reshards such as 'RS->RR'"
+            f"unknown sync op {name!r}; "
+            + with_nearest(name, _TABLE, f"known are {[*_TABLE]} and reshards such as 'RS->RR'")
         )
     row = _row(name)
     if mode not in row.modes:
-        raise ValueError(f"sync op {name!r} works in modes {list(row.modes)}, not in {mode!r}")
+        raise ValueError(
+            f"sync op {name!r} works in modes {list(row.modes)}, not in {mode!r}; pass one of these"
+        )
     keywords = [key for key in row.keywords if key != "argument" or mode == "bwd_post"]
     unknown = [key for key in arguments if key not in keywords]
     if unknown:
         raise TypeError(f"sync op {name!r} does not take {unknown}; it takes {keywords}")
     if "axis" in keywords and type(arguments.get("axis")) is not int:
         raise ValueError(
-            f"sync op {name!r} needs axis=, an axis of the activation; got {arguments.get('axis')}"
+            f"sync op {name!r} needs an axis of the activation, got {arguments.get('axis')!r}; "
+            "pass axis=-1 for features"
         )
     given = dict(arguments)
     if given.get("argument") is not None:
@@ -228,7 +233,10 @@ class InputHook(SyncHook):
         for key, value in kwargs.items():
             if isinstance(value, Tensor):
                 return args, {**kwargs, key: self.function(value)}
-        raise TypeError(f"sync on {type(module).__name__}: the call has no tensor argument")
+        raise TypeError(
+            f"sync on {type(module).__name__}: the call has no tensor argument; put the sync on "
+            "the module that takes the tensor"
+        )
 
 
 class OutputHook(SyncHook):
