@@ -321,10 +321,10 @@ def create_schedule(
     if parent is not None:
         tp_group = parent.group if group is None else resolve_group(group)
         return Schedule(root, name, path, parent, tp_group, parent.state)
-    refuse_calls(root)
     state = ScheduleState(TieGroups(root), _start_note)
     schedule = Schedule(root, name, path, None, resolve_group(group), state)
     schedule.metadata.tie_weights = state.ties.as_dict()
+    refuse_calls(root)
     return schedule
 
 

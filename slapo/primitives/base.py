@@ -63,13 +63,15 @@ def register_primitive(*args: Any) -> Callable[[type[T]], type[T]]:
     Raises
     ------
     TypeError
-        If the class is no ``Primitive``, or the parentheses are missing.
+        If the class is no ``Primitive``, lacks a static ``name`` or ``apply``, or the parentheses
+        are missing.
     ValueError
         If the name is taken or is no identifier.
     """
     if args:
+        given = getattr(args[0], "__name__", args[0])
         raise TypeError(
-            f"register_primitive takes no arguments, got {args[0]!r}; write "
+            f"register_primitive takes no arguments, got {given}; write "
             "@slapo.register_primitive(), with parentheses, above the class"
         )
 

@@ -97,7 +97,7 @@ def allow_calls(model: nn.Module) -> None:
 
 
 def _refuse_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # Tracers call with fake tensors, or with some on meta: those get what they ask for.
+    # Tracers, and users who ask for shapes, call with fake tensors or with some on meta.
     plain = [t for t in pytree.tree_leaves((args, kwargs)) if type(t) is torch.Tensor]
     if all(tensor.is_meta for tensor in plain):
         return
