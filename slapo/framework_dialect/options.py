@@ -124,7 +124,7 @@ class TrainingOptions:
             raise ValueError(f"nonfinite is {self.nonfinite!r}; known are {list(NONFINITE)}")
         if self.mesh.shape[0] > 1 and self.loss_fn is None:
             raise ValueError(
-                f"the mesh has pp={self.mesh.shape[0]}, and a pipeline needs a loss; pass "
+                f"a pipeline needs a loss, and the mesh has pp={self.mesh.shape[0]}; pass "
                 "loss_fn=f, where f(output, target) is the mean loss of a micro-batch, or "
                 "(sum, count)"
             )
