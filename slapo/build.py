@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slapo.agreement import all_ranks_or_none, gathered, has_peers, same_on_all_ranks
-from slapo.errors import SlapoError
+from slapo.errors import SlapoError, with_nearest
 from slapo.framework_dialect import Lowering, Runtime, get_dialect_cls
 from slapo.graph.trace.module import TracedModule
 from slapo.pipeline import PipelinedModule, generate_pipeline_partition
@@ -23,6 +23,7 @@ from slapo.sharding.sync import REDUCTIONS
 from slapo.sharding.vocab import is_masked
 from slapo.snapshot import restored_on_error
 from slapo.weights.materialize import has_meta_tensors, materialize
+from slapo.weights.meta import allow_calls
 from slapo.weights.ties import check_ties
 from slapo.wrapper import innermost
 
@@ -99,7 +100,15 @@ def build(
             "slapo.create_schedule(model, group=...), after its primitives"
         )
     if sch.parent is not None:
-        raise ValueError(f"build takes the root schedule, not the node at {sch.path!r}")
+        raise ValueError(
+            f"build takes the root schedule, not the node at {sch.path!r}; pass "
+            "sch.get_top_schedule(), or make a schedule of that module alone"
+        )
+    if not (isinstance(init_weights, bool) or callable(init_weights)):
+        raise TypeError(
+            f"init_weights is {init_weights!r}; pass True, False or a function of a "
+            "module and its path"
+        )
     if target is None:
         return _build_module(sch, init_weights, kwargs), None
     dialect = get_dialect_cls("runtime", target)
@@ -112,6 +121,7 @@ def build(
     try:
         _fill(sch, lowering, init_weights)
         all_ranks_or_none(what, lambda: _check_filled(lowering, target))
+        allow_calls(model)
         return runtime.lower(lowering)
     finally:
         if isinstance(model, PipelinedModule):
@@ -124,6 +134,7 @@ def _build_module(sch: Schedule, init_weights: bool | Callable[..., Any], kwargs
     check_ties(sch.mod, sch.state.ties)
     check_shards(sch)
     _fill_module(sch, init_weights)
+    allow_calls(sch.mod)
     return sch.mod
 
 
@@ -190,9 +201,12 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
 
 def _refuse_runtime_features(sch: Schedule, kwargs: dict[str, Any]) -> None:
     if kwargs:
+        name = min(kwargs)
+        hint = with_nearest(
+            name, ("target", "init_weights"), "pass target= for options of a runtime"
+        )
         raise TypeError(
-            f"build without a target takes no further arguments, got {sorted(kwargs)}; "
-            "they belong to a runtime"
+            f"build without a target takes no further arguments, got {sorted(kwargs)}; {hint}"
         )
     cuts = [node.path for node in cut_nodes(sch)]
     if cuts:

@@ -1,5 +1,8 @@
 """Exceptions of this library; wrong arguments are ``ValueError``, ``KeyError`` or ``TypeError``."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class SlapoError(RuntimeError):
     """A schedule that cannot be carried out in the present state of model or machine."""
@@ -15,3 +18,17 @@ class VerificationError(SlapoError):
 
 class MissingPackageError(SlapoError, ImportError):
     """An optional package that a feature needs is not installed."""
+
+
+def with_nearest(name: str, known: Iterable[str], rest: str) -> str:
+    """`rest` of a message about an unknown name, after the nearest known one if one is near.
+
+    Examples
+    --------
+    >>> with_nearest("shrad", ["shard", "sync"], "its primitives are")
+    "did you mean 'shard'? Its primitives are"
+    >>> with_nearest("fold", ["shard", "sync"], "its primitives are")
+    'its primitives are'
+    """
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}? {rest[:1].upper()}{rest[1:]}" if near else rest

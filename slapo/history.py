@@ -53,8 +53,7 @@ class Record:
     def call(self) -> str:
         """The record as the line of Python that applies it."""
         arguments = ", ".join(f"{k}={v}" for k, v in self.arguments.items())
-        where = f'sch["{self.path}"]' if self.path else "sch"
-        return f"{where}.{self.primitive}({arguments})"
+        return f"{spelled(self.path)}.{self.primitive}({arguments})"
 
     def same_as(self, other: Record) -> bool:
         """Equal but for the location, which may differ between machines."""
@@ -65,6 +64,17 @@ class Record:
         items = enumerate(self.arguments.items())
         shown = [text if k < self.positional else f"{name}={text}" for k, (name, text) in items]
         return f"{self.primitive}({', '.join(shown)})"
+
+
+def spelled(path: str) -> str:
+    """A node as programs write it, by its path.
+
+    Examples
+    --------
+    >>> spelled("h.0"), spelled("")
+    ('sch["h.0"]', 'sch')
+    """
+    return f'sch["{path}"]' if path else "sch"
 
 
 def digest(records: Iterable[Record]) -> str:

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from slapo.errors import SlapoError
 from slapo.graph.trace.leaves import is_torch_leaf
-from slapo.history import Record, digest
+from slapo.history import Record, digest, spelled
 from slapo.weights.provenance import Source
 from slapo.weights.ties import TieGroups
 from slapo.wrapper import innermost
@@ -166,7 +167,8 @@ class Node:
 
     def _lookup(self, path: str) -> Self | None:
         if not isinstance(path, str):
-            raise TypeError(f"a schedule path is a string, got {path!r}")
+            known = [p for p, _ in self.named_schedules() if p][:3]
+            raise TypeError(f"a schedule path is a string, got {path!r}; pass one such as {known}")
         node, pending = self, ""
         for part in path.split(".") if path else ():
             pending = f"{pending}.{part}" if pending else part
@@ -195,8 +197,8 @@ class Node:
         while parent is not None:
             if _slot(parent.mod, node.name) is not node.mod:
                 raise SlapoError(
-                    f"sch[{self.path!r}]: another module was put at {node.path!r} since this node "
-                    "was taken from the schedule; take it anew"
+                    f"{spelled(self.path)}: another module was put at {node.path!r} since this "
+                    "node was taken from the schedule; take it anew"
                 )
             node, parent = parent, parent.parent
 
@@ -207,6 +209,12 @@ class Node:
         head = path.split(".")[0]
         near = near or [p for p in paths if p.split(".")[0] == head][:3] or paths[:3]
         here = f" below {self.path!r}" if self.path else ""
+        if self._is_tensor(path):
+            owner, _, leaf = path.rpartition(".")
+            return (
+                f"no module at {path!r}{here}, which is a tensor; name the module, and the tensor "
+                f"as an argument: {spelled(self[owner].path)}.shard({leaf!r}, axis=0)"
+            )
         if not self._is_list(path):
             return f"no module at {path!r}{here}; nearest paths are {near}"
         items = [p for p in self.child if p.startswith(f"{path}.")][:3] or near
@@ -220,6 +228,11 @@ class Node:
             return isinstance(self.mod.get_submodule(path), nn.ModuleList)
         except AttributeError:
             return False
+
+    def _is_tensor(self, path: str) -> bool:
+        owner, _, leaf = path.rpartition(".")
+        node = self._lookup(owner)
+        return node is not None and isinstance(getattr(node.mod, leaf, None), torch.Tensor)
 
     def get_module(self, path: str = "") -> nn.Module:
         """The module at `path` below this node."""
@@ -241,6 +254,11 @@ class Node:
         return node
 
     @property
+    def where(self) -> str:
+        """The node in a sentence."""
+        return repr(self.path) if self.path else "the root"
+
+    @property
     def model_path(self) -> str:
         """The module's name in the model; it differs from `path` where the root has a path."""
         top = self.get_top_schedule()
@@ -250,7 +268,7 @@ class Node:
         """The same schedule over a copy of the model."""
         if self.parent is not None:
             raise SlapoError(
-                f"sch[{self.path!r}] is a part of a schedule, which has no copy of its own; copy "
+                f"{spelled(self.path)} is a part of a schedule, which has no copy of its own; copy "
                 "the root, and take the node from that"
             )
         state = self.state.copy()

@@ -285,6 +285,8 @@ def set_random_seed(
     ------
     ValueError
         If a rank is negative, or ranks are given beside a mesh.
+    TypeError
+        If the seed is no integer.
     SlapoError
         If called inside a block of the tracker's :meth:`~RNGTracker.fork`.
 
@@ -305,6 +307,8 @@ def set_random_seed(
         stage_distance = max(stage_distance, 10 * mesh["dp"].size())
     elif tp_rank is None and dist.is_available() and dist.is_initialized():
         given["tp_rank"] = dist.get_rank()
+    if not hasattr(seed, "__index__"):  # NumPy's integers have one
+        raise TypeError(f"set_random_seed: seed is {seed!r}; pass a whole number")
     pp, dp, tp = (_check_rank(name, rank) for name, rank in given.items())
     _tracker.reset()
     shared_seed = seed + stage_distance * pp + 10 * dp

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,7 +11,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from slapo import printing
-from slapo.errors import SlapoError
+from slapo.errors import SlapoError, with_nearest
 from slapo.graph.match.find import (
     Located,
     Matches,
@@ -22,7 +21,7 @@ from slapo.graph.match.find import (
     read_pattern,
     read_question,
 )
-from slapo.history import warn_caller
+from slapo.history import spelled, warn_caller
 from slapo.logger import get_logger
 from slapo.node import Node, ScheduleMetadata, ScheduleState, history_of
 from slapo.primitives import (
@@ -42,9 +41,11 @@ from slapo.primitives import (
 )
 from slapo.primitives.base import find_primitive, list_primitives, reserve_names
 from slapo.primitives.run import as_method, as_question, run
+from slapo.primitives.wrapping import check_module
 from slapo.selection import Selection
 from slapo.sharding.tp_group import resolve_group
 from slapo.snapshot import Snapshot
+from slapo.weights.meta import refuse_calls
 from slapo.weights.ties import TieGroups
 from slapo.wrapper import innermost
 
@@ -194,7 +195,7 @@ class Schedule(Node):
             found = self._trace_and_look(verb, search)
         if not found:
             # Why takes longer than the search: the text is made where a handler writes it.
-            logger.info('sch["%s"].%s found %s', self.path, verb, found)
+            logger.info("%s.%s found %s", spelled(self.path), verb, found)
         return found
 
     def _trace_and_look(self, verb: str, search: Callable[[], Matches[T]]) -> Matches[T]:
@@ -217,8 +218,8 @@ class Schedule(Node):
                 return
         reasons = "\n".join(f"- {warning.message}" for warning in caught)
         raise SlapoError(
-            f'sch["{self.path}"].{verb}: the module is not traced, and could not be by itself:\n'
-            f"{reasons}"
+            f"{spelled(self.path)}.{verb}: the module is not traced, and could not be by itself; "
+            f"call .trace() with what it needs first:\n{reasons}"
         )
 
     if not TYPE_CHECKING:  # to which any attribute would be one, and no typo would show
@@ -234,14 +235,12 @@ class Schedule(Node):
 
     def _describe_missing(self, name: str) -> str:
         text = f"a Schedule has no attribute {name!r}"
-        near = difflib.get_close_matches(name, dir(self), n=1)
-        hint = f"did you mean {near[0]!r}? Its" if near else "its"
         children = [child for child in self.child if child.split(".")[0] == name]
         if children:
             return f"{text}; children are items: sch[{children[0]!r}]"
         if hasattr(self.__dict__.get("mod"), name):
             return f"{text}; that of the module is sch.mod.{name}"
-        return f"{text}; {hint} primitives are {list_primitives()}"
+        return f"{text}; {with_nearest(name, dir(self), f'its primitives are {list_primitives()}')}"
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *list_primitives()})
@@ -321,8 +320,7 @@ def create_schedule(
     |-- 0: Linear(in_features=4, out_features=4, bias=True)
     `-- 1: ReLU()
     """
-    if not isinstance(root, nn.Module):
-        raise TypeError(f"create_schedule: needs an nn.Module, got {type(root).__name__}")
+    check_module(root, "create_schedule: root", "pass the model itself")
     if parent is not None:
         tp_group = parent.group if group is None else resolve_group(group)
         return Schedule(root, name, path, parent, tp_group, parent.state)
@@ -330,6 +328,7 @@ def create_schedule(
     state = ScheduleState(TieGroups(root), _start_note)
     schedule = Schedule(root, name, path, None, resolve_group(group), state)
     schedule.metadata.tie_weights = state.ties.as_dict()
+    refuse_calls(root)
     return schedule
 
 

@@ -9,7 +9,8 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from torch import nn
 
-from slapo.errors import SlapoError
+from slapo.errors import SlapoError, with_nearest
+from slapo.history import describe
 from slapo.node import Node
 from slapo.primitives import (
     AnnotatePrimitive,
@@ -26,6 +27,7 @@ from slapo.primitives import (
 from slapo.primitives.base import Primitive, find_primitive, list_primitives
 from slapo.primitives.run import document, run
 from slapo.snapshot import restored_on_error
+from slapo.utils.calls import check_takes
 
 P = ParamSpec("P")
 N = TypeVar("N", bound=Node)
@@ -109,9 +111,11 @@ class Selection(Generic[N]):
         """Replace every module by ``make_module(path, module)``."""
         if isinstance(make_module, nn.Module) or not callable(make_module):
             raise TypeError(
-                "replace on a selection takes a function of path and module that returns the new "
-                f"module, got {make_module!r}; one module cannot stand in for several"
+                f"select({self.pattern!r}).replace: got {describe(make_module)}, and one module "
+                "cannot stand in for several; pass a function, such as "
+                "lambda path, module: nn.GELU()"
             )
+        check_takes(make_module, "make_module", ("path", "module"))
         replace = find_primitive("replace")
         assert replace is not None, "replace is registered with the package"
         with restored_on_error(self.nodes[0].get_top_schedule()):
@@ -134,15 +138,15 @@ class Selection(Generic[N]):
     def __getattr__(self, name: str) -> Any:
         primitive = None if name.startswith("_") else find_primitive(name)
         if primitive is None:
-            raise AttributeError(
-                f"a Selection has no attribute {name!r}; its primitives are {list_primitives()}"
-            )
+            known = list_primitives()
+            hint = with_nearest(name, known, f"its primitives are {known}")
+            raise AttributeError(f"a Selection has no attribute {name!r}; {hint}")
         return _broadcast(primitive, primitive.apply).__get__(self, Selection)
 
 
 def _compile(pattern: Any) -> re.Pattern[str]:
     """A glob over dotted paths: ``*`` stays within a part, ``**`` spans any number of them."""
     if not isinstance(pattern, str) or not pattern:
-        raise ValueError(f"select: needs a pattern such as 'h.*.mlp', got {pattern!r}")
+        raise ValueError(f"select: got {pattern!r}; pass a glob such as 'h.*.mlp'")
     regex = re.escape(pattern).replace(r"\*\*\.", r"(?:[^.]+\.)*").replace(r"\*\*", r".+")
     return re.compile(regex.replace(r"\*", r"[^.]*").replace(r"\?", r"[^.]"))

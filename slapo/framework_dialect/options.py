@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from slapo.errors import with_nearest
 from slapo.framework_dialect.optimizers import OptimizerFn
 from slapo.framework_dialect.precision import HALVES, half_of
 from slapo.mesh import check_mesh
@@ -104,8 +104,9 @@ class TrainingOptions:
             raise ValueError(f"micro_batches is {count!r}; pass a whole number from 1 up")
         if isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(
-                "optimizer is an Optimizer, but build changes which parameters there are; pass a "
-                "function that makes it, such as functools.partial(torch.optim.AdamW, lr=1e-4)"
+                f"optimizer is an object, {type(self.optimizer).__name__}, but build changes which "
+                "parameters there are; pass a function that makes it, such as "
+                "functools.partial(torch.optim.AdamW, lr=1e-4)"
             )
         for name in ("loss_fn", "optimizer", "lr_scheduler"):
             value = getattr(self, name)
@@ -123,8 +124,9 @@ class TrainingOptions:
             raise ValueError(f"nonfinite is {self.nonfinite!r}; known are {list(NONFINITE)}")
         if self.mesh.shape[0] > 1 and self.loss_fn is None:
             raise ValueError(
-                "a pipeline needs a loss: pass loss_fn=f, where f(output, target) is the mean loss "
-                "of a micro-batch, or (sum, count)"
+                f"a pipeline needs a loss, and the mesh has pp={self.mesh.shape[0]}; pass "
+                "loss_fn=f, where f(output, target) is the mean loss of a micro-batch, or "
+                "(sum, count)"
             )
         for name in ("check_batches", "sync_replicated"):
             check_flag(name, getattr(self, name))
@@ -185,9 +187,8 @@ It takes ['mesh', 'micro_batches']
     """
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}? It" if near else "it"
-            raise TypeError(f"target {target!r} has no option {name!r}; {hint} takes {list(known)}")
+            takes = with_nearest(name, known, f"it takes {list(known)}")
+            raise TypeError(f"target {target!r} has no option {name!r}; {takes}")
 
 
 def _described(value: Any) -> Any:

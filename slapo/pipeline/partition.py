@@ -14,6 +14,7 @@ from slapo.pipeline.inline import JoinedGraph, join_containers
 from slapo.pipeline.pipelined import PipelinedModule
 from slapo.pipeline.split import split_graph
 from slapo.pipeline.stage import Stage, make_stage
+from slapo.weights.meta import allow_calls
 from slapo.wrapper import innermost
 
 _CUT = "cut_pipeline_stage"
@@ -74,6 +75,7 @@ def generate_pipeline_partition(sch: N) -> N:
     cuts = cut_nodes(sch)
     if not cuts:
         raise SlapoError("no stage is cut; call cut_pipeline_stage() on the modules that end one")
+    allow_calls(sch.mod)
     root, containers = _containers_above(sch, cuts)
     joined = join_containers(root, containers)
     ends = [end for node in cuts for end in _ends_of(node, joined)]
@@ -121,21 +123,20 @@ def _is_passed_over(node: Node, below: Node) -> bool:
 
 
 def _check_container(node: Node) -> None:
-    where = repr(node.path) if node.path else "the root"
     if not isinstance(innermost(node.mod), TracedModule):
         raise SlapoError(
-            f"a stage ends below {where}, which is not traced; call trace_until on the root, down "
-            "to the parents of all cuts"
+            f"a stage ends below {node.where}, which is not traced; call trace_until on the root, "
+            "down to the parents of all cuts"
         )
     if not isinstance(node.mod, TracedModule):
         raise SlapoError(
-            f"{where} is checkpointed or runs under fork_rng as a whole, and a stage ends within "
-            "it; apply these to the modules below it"
+            f"{node.where} is checkpointed or runs under fork_rng as a whole, and a stage ends "
+            "within it; apply these to the modules below it"
         )
     if has_forward_hooks(node.mod) or has_backward_hooks(node.mod):
         raise SlapoError(
-            f"{where} carries hooks or syncs, and a stage ends within it, so it will not be called "
-            "as a whole; move them to modules that stay in one stage"
+            f"{node.where} carries hooks or syncs, and a stage ends within it, so it will not be "
+            "called as a whole; move them to modules that stay in one stage"
         )
 
 

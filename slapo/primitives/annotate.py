@@ -66,8 +66,8 @@ class AnnotatePrimitive(Primitive):
             )
         if type(key) is not str or not key.isidentifier() or hasattr(type(param), key):
             raise ValueError(
-                f"key {key!r} cannot be a tag: it must be an attribute name that tensors do not "
-                "have already"
+                f"key {key!r} cannot be a tag; choose an attribute name that tensors do not have "
+                "already"
             )
         if key in PARTIAL_GRAD and not isinstance(value, bool):
             raise TypeError(f"{key} is {value!r}; pass True or False")

@@ -63,23 +63,32 @@ def register_primitive(*args: Any) -> Callable[[type[T]], type[T]]:
     Raises
     ------
     TypeError
-        If the class is no ``Primitive``, or the parentheses are missing.
+        If the class is no ``Primitive``, lacks a static ``name`` or ``apply``, or the parentheses
+        are missing.
     ValueError
         If the name is taken or is no identifier.
     """
     if args:
+        given = getattr(args[0], "__name__", args[0])
         raise TypeError(
-            "register_primitive takes no arguments; write @slapo.register_primitive(), with "
-            "parentheses, above the class"
+            f"register_primitive takes no arguments, got {given}; write "
+            "@slapo.register_primitive(), with parentheses, above the class"
         )
 
     def register(cls: type[T]) -> type[T]:
         given: Any = cls
         if not (isinstance(given, type) and issubclass(given, Primitive)):
-            raise TypeError(f"register_primitive: {cls!r} is not a subclass of slapo.Primitive")
-        name: Any = given.name()
+            shown = getattr(cls, "__name__", repr(cls))
+            raise TypeError(
+                f"register_primitive: got {shown}, which is no class derived from "
+                "slapo.Primitive; derive it from that"
+            )
+        name = _name_of(given)
         if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
-            raise ValueError(f"register_primitive: {name!r} cannot be the name of a method")
+            raise ValueError(
+                f"register_primitive: {name!r} cannot be the name of a method; choose an "
+                "identifier without an underscore in front"
+            )
         if name in _REGISTRY or name in _RESERVED:
             taken = _REGISTRY.get(name)
             by = f"by {taken.__name__}" if taken else "by an attribute of Schedule"
@@ -88,6 +97,22 @@ def register_primitive(*args: Any) -> Callable[[type[T]], type[T]]:
         return cls
 
     return register
+
+
+def _name_of(cls: type[Primitive]) -> Any:
+    for method in ("name", "apply"):
+        if getattr(cls, method) is getattr(Primitive, method):
+            raise TypeError(
+                f"register_primitive: got {cls.__name__}, which defines no {method}(); add "
+                "it, as a static method"
+            )
+    try:
+        return cls.name()
+    except TypeError as error:
+        raise TypeError(
+            f"register_primitive: {error}; write @staticmethod above name() in {cls.__name__}, and "
+            "give it no parameters"
+        ) from None
 
 
 def register_builtin(*primitives: type[Primitive]) -> None:

@@ -71,7 +71,10 @@ class CheckpointPrimitive(Primitive):
     ) -> Node:
         """Wrap the module, or the matched operations."""
         if order_args_fn is not None and not callable(order_args_fn):
-            raise TypeError(f"order_args_fn must be a function, got {order_args_fn!r}")
+            raise TypeError(
+                f"order_args_fn must be a function, got {order_args_fn!r}; pass one of a call's "
+                "arguments that returns them in order"
+            )
         if subgraph is None:
             _check_not_wrapped(sch)
             wrap(sch, CheckPointWrapper(sch.mod, order_args_fn, use_reentrant))
@@ -85,7 +88,7 @@ def _check_not_wrapped(sch: Node) -> None:
     module = sch.mod
     while isinstance(module, ModuleWrapper):
         if isinstance(module, CheckPointWrapper):
-            raise ValueError("the module is checkpointed already")
+            raise ValueError("the module is checkpointed already; leave the second call out")
         module = module.mod
 
 

@@ -44,14 +44,16 @@ class DecomposePrimitive(Primitive):
         """Swap the layer for its decomposed form."""
         module = innermost(sch.mod)
         if isinstance(module, LinearWithSeparateBias):
-            raise ValueError("the layer is decomposed already")
+            raise ValueError("the layer is decomposed already; leave the second call out")
         if not isinstance(module, nn.Linear):
             raise ValueError(
                 f"only nn.Linear can be decomposed, not {type(module).__name__}; write the module "
                 "you want and use .replace()"
             )
         if module.bias is None:
-            raise ValueError("the layer has no bias, so there is nothing to take apart")
+            raise ValueError(
+                "the layer has no bias, so there is nothing to take apart; leave the call out"
+            )
         _check_not_in_graph(sch)
         if shards_of(module):
             raise ValueError(
@@ -73,7 +75,7 @@ def _check_not_in_graph(sch: Node) -> None:
     while node is not None:
         if isinstance(innermost(node.mod), fx.GraphModule):
             raise SlapoError(
-                f"{node.path or 'the root'!r} was traced with the layer as one call, in whose "
+                f"{node.where} was traced with the layer as one call, in whose "
                 "graph nothing would change; decompose first, and trace then"
             )
         node = node.parent

@@ -42,7 +42,9 @@ class ForkRNGPrimitive(Primitive):
         module = sch.mod
         while isinstance(module, ModuleWrapper):
             if isinstance(module, ForkRNGWrapper):
-                raise ValueError("the module's forward is under fork_rng already")
+                raise ValueError(
+                    "the module's forward is under fork_rng already; leave the second call out"
+                )
             module = module.mod
         wrap(sch, ForkRNGWrapper(sch.mod))
         sch.metadata.primitives["fork_rng"]["enabled"] = True

@@ -55,23 +55,25 @@ class CutPipelineStagePrimitive(Primitive):
     def apply(sch: Node, /, call: int | None = None) -> Node:
         """Check that the cut lies between two calls of a graph, and record it."""
         if sch.parent is None:
-            raise ValueError("a stage cannot end after the whole model; cut after a child of it")
+            raise ValueError(
+                "a stage cannot end after the whole model, where the last one ends already; cut "
+                f"after one of {list(sch.child)[:3]}"
+            )
         note = sch.metadata.primitives["cut_pipeline_stage"]
         calls = note.get("calls", ())
         if note and (call is None or not calls or call in calls):
-            raise ValueError("a stage ends after this module already")
+            raise ValueError("a stage ends after this module already; leave the second cut out")
         parent = innermost(sch.parent.mod)
-        where = repr(sch.parent.path) if sch.parent.path else "the root"
         if not isinstance(parent, fx.GraphModule):
             raise SlapoError(
-                f"the parent, {where}, is not traced; call "
+                f"the parent, {sch.parent.where}, is not traced; call "
                 f'trace_until({sch.parent.path!r}, tracer="huggingface") on the root first'
             )
         count = sum(1 for _ in parent.graph.find_nodes(op="call_module", target=sch.name))
         if not count:
             raise SlapoError(
-                f"the graph of the parent, {where}, does not call {sch.name!r}; trace the parent "
-                "with its children as calls (trace_until, or flatten=False)"
+                f"the graph of the parent, {sch.parent.where}, does not call {sch.name!r}; trace "
+                "the parent with its children as calls (trace_until, or flatten=False)"
             )
         if call is not None:
             # The parent may itself be called several times, so more calls than these may follow.

@@ -104,16 +104,20 @@ class ReplacePrimitive(Primitive):
     ) -> Node:
         """Replace the module, or the matched operations."""
         if (new_mod is None) == (fn_or_mod is None):
-            raise TypeError("pass the replacement, as new_mod or (with target_ops) as fn_or_mod")
+            how_many = "no replacement" if new_mod is None else "two replacements"
+            raise TypeError(f"got {how_many}; pass one, as new_mod or (with target_ops) fn_or_mod")
         new = new_mod if new_mod is not None else fn_or_mod
         if target_ops is None:
             if name is not None or concrete_args is not None:
-                raise ValueError("name and concrete_args need target_ops, what find() returned")
-            replace_module(sch, check_module(new, "the replacement of a module"))
+                raise ValueError(
+                    "name and concrete_args need target_ops; pass what sch.find(...) returned too"
+                )
+            replace_module(sch, check_module(new, "without target_ops, the replacement"))
             return sch
         if not callable(new):
             raise TypeError(
-                f"the replacement of operations must be a module or a function, got {new!r}"
+                f"the replacement of operations must be a module or a function, got {new!r}; pass "
+                "the module or the function itself"
             )
         subgraphs = parse(sch, target_ops)
         call = replace_subgraphs(new, subgraphs, name, concrete_args, subgraphs.bindings)
@@ -128,7 +132,10 @@ def replace_module(sch: Node, new: nn.Module) -> None:
     """Whole-module replacement; wrappers around the module stay around the new one."""
     old = innermost(sch.mod)
     if new is sch.mod or new is old:
-        raise ValueError(f"the module is that {type(new).__name__} already")
+        raise ValueError(
+            f"the module is that {type(new).__name__} already; pass another one, or leave the "
+            "call out"
+        )
     _check_not_above(sch, new)
     check_called(sch)
     path = sch.model_path
@@ -174,7 +181,7 @@ def _check_not_above(sch: Node, new: nn.Module) -> None:
     while node is not None:
         if id(innermost(node.mod)) in inside or id(node.mod) in inside:
             raise ValueError(
-                f"the new {type(new).__name__} contains {node.path or 'the root'!r}, of which it "
+                f"the new {type(new).__name__} contains {node.where}, of which it "
                 "would become a part; make a copy of what you need of it"
             )
         node = node.parent

@@ -12,6 +12,7 @@ from slapo.primitives.base import Primitive
 from slapo.primitives.replace import replace_module
 from slapo.primitives.wrapping import check_module
 from slapo.snapshot import restored_on_error
+from slapo.utils.calls import check_takes
 from slapo.wrapper import innermost
 
 
@@ -60,18 +61,26 @@ class ReplaceAllPrimitive(Primitive):
         """Make all new modules first, then put them in place."""
         given: Any = cls
         if not (isinstance(given, type) and issubclass(given, nn.Module)):
-            raise TypeError(f"cls must be a class of modules, got {cls!r}")
+            raise TypeError(
+                f"cls must be a class of modules, got {cls!r}; pass the class itself, as nn.GELU"
+            )
         if isinstance(make_fn, nn.Module) or not callable(make_fn):
             raise TypeError(
-                f"make_fn is a {type(make_fn).__name__}; pass a function of (path, module) that "
-                "makes a new module for each place, such as lambda path, module: nn.GELU()"
+                f"make_fn is an object of {type(make_fn).__name__}; pass a function of (path, "
+                "module) that makes a new module for each place, such as "
+                "lambda path, module: nn.GELU()"
             )
+        check_takes(make_fn, "make_fn", ("path", "module"), **kwargs)
         nodes = list(_outermost(sch, cls))
         if not nodes:
             present = sorted({type(innermost(n.mod)).__name__ for _, n in sch.named_schedules()})
             raise ValueError(f"no submodule is a {cls.__name__}; there are {present}")
         made = [
-            check_module(make_fn(n.path, innermost(n.mod), **kwargs), "what make_fn returns")
+            check_module(
+                make_fn(n.path, innermost(n.mod), **kwargs),
+                "what make_fn returns",
+                "return the new one",
+            )
             for n in nodes
         ]
         with restored_on_error(sch.get_top_schedule()):

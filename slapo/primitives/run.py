@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from slapo.errors import SlapoError
-from slapo.history import Record, caller_location, describe, identify
+from slapo.history import Record, caller_location, describe, identify, spelled
 from slapo.node import Node
 from slapo.primitives.base import Primitive, is_builtin
 from slapo.snapshot import restored_on_error
@@ -55,8 +55,9 @@ def _record(
     try:
         bound = signature.bind(node, *args, **kwargs)
     except TypeError as error:
-        takes = f"({', '.join(str(p) for p in list(signature.parameters.values())[1:])})"
-        raise TypeError(f"{primitive.name()}: {error}; it takes {takes}") from None
+        raise TypeError(
+            f"{spelled(node.path)}.{primitive.name()}: {error}; {_taken(signature, kwargs)}"
+        ) from None
     arguments: dict[str, str] = {}
     for name, value in list(bound.arguments.items())[1:]:
         if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
@@ -66,6 +67,15 @@ def _record(
     identity = identify((*args, *kwargs.values()))
     place = caller_location()
     return Record(node.path, primitive.name(), arguments, place, len(args), identity)
+
+
+def _taken(signature: inspect.Signature, given: Iterable[str]) -> str:
+    """What a primitive takes, and which of the keywords it does not."""
+    parameters = list(signature.parameters.values())[1:]
+    shown = [str(p.replace(annotation=inspect.Parameter.empty)) for p in parameters]
+    unknown = [name for name in given if name not in signature.parameters]
+    not_taken = f", not {unknown}" if unknown else ""
+    return f"it takes ({', '.join(shown)}){not_taken}"
 
 
 @functools.cache

@@ -73,7 +73,9 @@ class ShardPrimitive(Primitive):
                 "once for each"
             )
         if type(axis) is not int:
-            raise TypeError(f"axis must be an integer, got {axis!r}")
+            raise TypeError(
+                f"axis must be an integer, got {axis!r}; pass an axis of the tensor: 0, 1 or -1"
+            )
         check_own_tensor(sch, tensor_name)
         check_called(sch, tensor_name)
         module = innermost(sch.mod)
@@ -111,7 +113,8 @@ def _confirms_tie(
         raise ValueError(
             f"{tensor_name!r} is tied to {sorted(sch.state.ties.partners(name))} and was sharded "
             f"with it along axis {spec.axis} in blocks of {list(spec.blocks)}; it cannot be "
-            f"sharded along axis {axis} with blocks={blocks} too"
+            f"sharded along axis {axis} with blocks={blocks} too; leave this call out, or shard "
+            "both alike"
         )
     sch.state.followed.discard(name)
     sch.metadata.primitives["shard"][tensor_name] = spec

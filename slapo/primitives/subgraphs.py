@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from slapo.graph.rewrite.bookkeeping import calls_of
 from slapo.graph.rewrite.plan import Plan
+from slapo.history import describe, spelled
 from slapo.hooks import (
     get_hooks,
     has_backward_hooks,
@@ -63,7 +64,7 @@ def parse(sch: Node, target_ops: Any, argument: str = "target_ops") -> Subgraphs
         If it is empty, or reaches over several traced modules.
     """
     single = _is_pair(target_ops)
-    groups = _groups(target_ops, argument)
+    groups = _groups(sch, target_ops, argument)
     parents = {parent for group in groups for parent, _ in group}
     if len(parents) > 1:
         raise ValueError(
@@ -74,7 +75,7 @@ def parse(sch: Node, target_ops: Any, argument: str = "target_ops") -> Subgraphs
     owner = sch[parent] if parent else sch
     gm = innermost(owner.mod)
     if not isinstance(gm, fx.GraphModule):
-        raise ValueError(f"{owner.path or 'the root'} is not traced any more; call find() again")
+        raise ValueError(f"{owner.where} is not traced any more; call find() again")
     chains = [sorted(dict.fromkeys(node for _, node in group)) for group in groups]
     gm = _owner_of(chains[0][0], gm)
     for node in (node for chain in chains for node in chain):
@@ -97,14 +98,13 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], fx.Node)
 
 
-def _groups(target_ops: Any, argument: str) -> list[Sequence[tuple[str, fx.Node]]]:
+def _groups(sch: Node, target_ops: Any, argument: str) -> list[Sequence[tuple[str, fx.Node]]]:
     if _is_pair(target_ops):
         return [[target_ops]]
     if not isinstance(target_ops, (list, tuple)):
-        hint = f"; pass .find({target_ops!r})" if isinstance(target_ops, str) else ""
         raise TypeError(
             f"{argument} must be what find() or find_node() returned, got "
-            f"{type(target_ops).__name__}{hint}"
+            f"{type(target_ops).__name__}; pass {_as_search(sch, target_ops)}"
         )
     if not target_ops:
         why = getattr(target_ops, "why", "")  # what find() knows of the reason
@@ -117,6 +117,14 @@ def _groups(target_ops: Any, argument: str) -> list[Sequence[tuple[str, fx.Node]
                 f"such lists, got {target_ops!r}"
             )
     return groups
+
+
+def _as_search(sch: Node, given: Any) -> str:
+    """What a user may have meant who gave something else than matches."""
+    if isinstance(given, str) and given in sch:
+        return f"sch.find({given!r}), or call the primitive on {spelled(sch[given].path)}"
+    is_pattern = isinstance(given, str) or callable(given)
+    return f"sch.find({describe(given) if is_pattern else '...'})"
 
 
 def check_hooks(subgraphs: Subgraphs, keeps_hooks: bool, scripted: bool = False) -> None:

@@ -19,7 +19,14 @@ from slapo.sharding.state import layout_of, make_sharding, syncs_of
 from slapo.sharding.sync import REDUCTIONS, SyncOp, check_mode, check_sync, make_sync_op
 from slapo.sharding.sync_hooks import GradientHook, InputHook, OutputHook, input_names
 from slapo.sharding.vocab import check_maskable, mask_vocabulary, masks_itself
+from slapo.utils.calls import check_takes
 from slapo.wrapper import innermost
+
+_HOOK_ARGUMENTS = {
+    "fwd_pre": ("module", "args"),
+    "fwd_post": ("module", "args", "output"),
+    "bwd_post": ("module", "grad_input", "grad_output"),
+}
 
 
 class SyncPrimitive(Primitive):
@@ -104,10 +111,20 @@ def _add_callable(
 ) -> None:
     if not callable(function):
         raise TypeError(
-            f"sync_op_or_fn must be the name of an op or a hook function, got {function!r}"
+            f"sync_op_or_fn must be the name of an op or a hook function, got {function!r}; pass "
+            "one such as 'all_reduce'"
         )
     if kwargs:
-        raise TypeError(f"a hook function takes no further arguments, got {sorted(kwargs)}")
+        raise TypeError(
+            f"a hook function takes no further arguments, got {sorted(kwargs)}; bind them by "
+            "functools.partial"
+        )
+    if str(getattr(function, "__module__", "")).startswith("torch.distributed"):
+        raise TypeError(
+            f"{describe(function)} of torch.distributed is no hook of a module; pass the name of "
+            "an op, such as 'all_reduce'"
+        )
+    check_takes(function, f"a {mode} hook", _HOOK_ARGUMENTS[mode])
     if mode == "fwd_pre":
         sch.mod.register_forward_pre_hook(function)
     elif mode == "fwd_post":

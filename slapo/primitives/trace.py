@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from slapo.errors import TraceError
+from slapo.errors import TraceError, with_nearest
 from slapo.graph.trace.call import named_constants
 from slapo.graph.trace.leaves import is_sealed, is_torch_leaf
 from slapo.graph.trace.module import TracedModule
@@ -22,6 +22,10 @@ from slapo.wrapper import innermost, replace_innermost
 logger = get_logger()
 
 TRACERS = ("pytorch", "huggingface", "dynamo")
+
+
+class _ClosedError(TraceError):
+    """A module that no tracer enters, whatever is passed."""
 
 
 class TracePrimitive(Primitive):
@@ -56,8 +60,8 @@ class TracePrimitive(Primitive):
     Returns
     -------
     bool
-        True, or False with a warning that names the module, the reason and what to pass. A failed
-        trace changes nothing.
+        True, or False with a warning that names the module, the reason and what to pass, so that no
+        call chains after it. A failed trace changes nothing.
 
     Raises
     ------
@@ -94,7 +98,10 @@ class TracePrimitive(Primitive):
         """Trace first, then put the graphs in place."""
         _check_tracer(tracer)
         if isinstance(leaf_modules, str):
-            raise TypeError(f"leaf_modules is a list of names, got the string {leaf_modules!r}")
+            raise TypeError(
+                f"leaf_modules is a list of names, got the string {leaf_modules!r}; "
+                f"pass [{leaf_modules!r}]"
+            )
         module = innermost(sch.mod)
         _check_leaves(module, leaf_modules)
         concrete_args = named_constants(module, concrete_args)
@@ -129,8 +136,7 @@ def _trace_with_proxies(
         result = _capture(sch, "huggingface", recursive, flatten, leaf_modules, given)
     except TraceError as other:
         raise TraceError(f"{reason}; and by a capture: {other}") from reason
-    where = repr(sch.path) if sch.path else "the root"
-    logger.info('%s was traced as by tracer="huggingface": %s', where, reason)
+    logger.info('%s was traced as by tracer="huggingface": %s', sch.where, reason)
     return result
 
 
@@ -258,35 +264,39 @@ def _check_leaves(module: nn.Module, leaf_modules: Collection[str]) -> None:
     named = {path: type(innermost(m)).__name__ for path, m in module.named_modules()}
     unknown = [name for name in leaf_modules if name not in named and name not in named.values()]
     if unknown:
+        known = {*named, *named.values()}
+        classes = f"its classes are {sorted(set(named.values()))}"
         raise ValueError(
             f"leaf_modules names {unknown}, neither the class nor the path of a module here; "
-            f"the classes are {sorted(set(named.values()))}"
+            + with_nearest(str(unknown[0]), known, classes)
         )
 
 
 def _check_traceable(module: nn.Module) -> None:
     if isinstance(module, TracedModule) and module.has_limits:
-        raise TraceError(
+        raise _ClosedError(
             "it is a graph already, which holds for some calls only or has several forms, and a "
             "graph of that graph would hold for all calls in silence; trace it once, as you need it"
         )
     if isinstance(module, fx.GraphModule) or not is_sealed(module):
         return
     if is_torch_leaf(module):
-        raise TraceError("it is a layer of torch, one call by itself; trace its parent")
-    raise TraceError("it is marked traceable = False")
+        raise _ClosedError("it is a layer of torch, one call by itself; trace its parent")
+    raise _ClosedError("it is marked traceable = False; trace its parent, or the modules below it")
 
 
 def _warn(sch: Node, tracer: str, error: TraceError) -> None:
     """Say which module, why, and what to pass."""
-    if tracer == "pytorch":
-        remedy = 'pass tracer="huggingface", concrete_args for flags, or leaf_modules'
+    if isinstance(error, _ClosedError):
+        remedy = ""
+    elif tracer == "pytorch":
+        remedy = '; pass tracer="huggingface", concrete_args for flags, or leaf_modules'
     else:
-        remedy = "pass example_inputs, concrete_args for what is no tensor, or leaf_modules"
+        remedy = "; pass example_inputs, concrete_args for what is no tensor, or leaf_modules"
     where = sch.path or "the root"
     warn_caller(
         f"{where} ({type(innermost(sch.mod)).__name__}) could not be traced with "
-        f"tracer={tracer!r}: {error}. Nothing was changed; {remedy}"
+        f"tracer={tracer!r}: {error}. Nothing was changed{remedy}"
     )
 
 
@@ -308,7 +318,7 @@ def _put_in_place(sch: Node, result: TraceResult) -> None:
         logger.info(
             "%d modules stay opaque in the trace of %s, the first is %s: %s",
             len(result.skipped),
-            repr(sch.path) if sch.path else "the root",
+            sch.where,
             path,
             reason,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx, nn
 
 from slapo.errors import SlapoError
+from slapo.history import describe
 from slapo.hooks import move_hooks
 from slapo.node import Node
 from slapo.wrapper import ModuleWrapper, innermost
@@ -80,13 +81,17 @@ def check_own_tensor(sch: Node, name: str) -> None:
         )
 
 
-def check_module(value: object, what: str) -> nn.Module:
+def check_module(
+    value: object, what: str, remedy: str = "pass an object of a class of modules"
+) -> nn.Module:
     """`value` if it is a module, else ``TypeError``."""
+    if isinstance(value, Node):
+        remedy = "pass its module, .mod"
     if isinstance(value, type) and issubclass(value, nn.Module):
         raise TypeError(
             f"{what} must be an nn.Module, got the class {value.__name__}; pass an object of it, "
             f"such as {value.__name__}(...)"
         )
     if not isinstance(value, nn.Module):
-        raise TypeError(f"{what} must be an nn.Module, got {type(value).__name__}: {value!r}")
+        raise TypeError(f"{what} must be an nn.Module, got {describe(value)}; {remedy}")
     return value

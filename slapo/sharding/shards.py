@@ -35,8 +35,10 @@ def tensor_named(module: nn.Module, name: str) -> Tensor:
             return tensor
     tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     known = [n for table in tables for n, t in table.items() if t is not None]
+    below = [n for n, _ in module.named_parameters() if n.endswith(f".{name}")][:3]
+    whose = f"{known}; name a module below it, for {below}" if below else known
     raise ValueError(
-        f"{type(module).__name__} has no parameter or buffer {name!r} of its own; it has {known}"
+        f"{type(module).__name__} has no parameter or buffer {name!r} of its own; it has {whose}"
     )
 
 
@@ -71,7 +73,8 @@ class ShardPlan:
         tensor = tensor_named(module, name)
         if name in shards_of(module):
             raise ValueError(
-                f"{name!r} is sharded already, along axis {shards_of(module)[name].axis}"
+                f"{name!r} is sharded already, along axis {shards_of(module)[name].axis}; leave "
+                "the second call out"
             )
         if is_lazy(tensor):
             raise ValueError(
@@ -94,7 +97,8 @@ class ShardPlan:
             raise ValueError(
                 f"sharding {self.name!r} along axis {self.spec.axis} would leave the output "
                 f"{wanted.output}, but {', '.join(shards_of(module))} is sharded so that it is "
-                f"{present.output}"
+                f"{present.output}; keep {self.name!r} whole, or shard the other along the axis "
+                "that fits"
             )
         if self.effect.means_all and self.spec.local_shape.numel() == 1 < self.spec.world_size:
             raise ValueError(
@@ -105,7 +109,8 @@ class ShardPlan:
             value = getattr(module, attribute)
             if attribute not in sizes and value % self.spec.world_size:
                 raise ValueError(
-                    f"{attribute} {value} is not divisible by world_size {self.spec.world_size}"
+                    f"{attribute} {value} is not divisible by world_size {self.spec.world_size}; "
+                    "pick a group whose size divides it"
                 )
         if wanted.output is not None and wanted.output.kind == "partial":
             check_deferrable(module)
@@ -197,7 +202,7 @@ def _check_table(module: nn.Module) -> None:
         if getattr(module, attribute, None):
             raise ValueError(
                 f"an embedding with {attribute}={getattr(module, attribute)} cannot be sharded by "
-                "rows: tokens of other ranks count as row 0 here"
+                "rows: tokens of other ranks count as row 0 here; shard axis 1"
             )
 
 

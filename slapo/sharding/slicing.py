@@ -85,7 +85,7 @@ def make_spec(
         kind = "size" if len(sizes) == 1 else "block size"
         raise ValueError(
             f"{kind} {bad[0]} is not divisible by world_size {world_size}; "
-            "pick a group whose size divides it"
+            "pick a group whose size divides it, or pad the tensor"
         )
     return ShardSpec(axis, shape, sizes, rank, world_size)
 
@@ -108,5 +108,7 @@ def _block_sizes(size: int, blocks: int | Sequence[int]) -> tuple[int, ...]:
         return (size // blocks,) * blocks
     sizes = tuple(int(b) for b in blocks)
     if sum(sizes) != size or min(sizes, default=0) < 1:
-        raise ValueError(f"block sizes {list(sizes)} do not add up to {size}")
+        raise ValueError(
+            f"block sizes {list(sizes)} do not add up to {size}; pass the size of every block"
+        )
     return sizes

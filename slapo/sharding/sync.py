@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from slapo.errors import with_nearest
 from slapo.sharding.collectives import (
     all_gather,
     copy_to_group,
@@ -183,18 +184,22 @@ def make_sync_op(mode: str, name: str, group: GroupHandle, arguments: Mapping[st
         parse_reshard(name)
     elif name not in _TABLE:
         raise ValueError(
-            f"unknown sync op {name!r}; known are {[*_TABLE]} and reshards such as 'RS->RR'"
+            f"unknown sync op {name!r}; "
+            + with_nearest(name, _TABLE, f"known are {[*_TABLE]} and reshards such as 'RS->RR'")
         )
     row = _row(name)
     if mode not in row.modes:
-        raise ValueError(f"sync op {name!r} works in modes {list(row.modes)}, not in {mode!r}")
+        raise ValueError(
+            f"sync op {name!r} works in modes {list(row.modes)}, not in {mode!r}; pass one of these"
+        )
     keywords = [key for key in row.keywords if key != "argument" or mode == "bwd_post"]
     unknown = [key for key in arguments if key not in keywords]
     if unknown:
         raise TypeError(f"sync op {name!r} does not take {unknown}; it takes {keywords}")
     if "axis" in keywords and type(arguments.get("axis")) is not int:
         raise ValueError(
-            f"sync op {name!r} needs axis=, an axis of the activation; got {arguments.get('axis')}"
+            f"sync op {name!r} needs an axis of the activation, got {arguments.get('axis')!r}; "
+            "pass axis=-1 for features"
         )
     given = dict(arguments)
     if given.get("argument") is not None:
@@ -270,7 +275,8 @@ def _check_output(output: Placement, op: str, axis: int | None) -> None:
 
 def _remedy(output: Placement, op: str) -> str:
     if output.kind == "partial":
-        return f", which needs {' or '.join(map(repr, REDUCTIONS))}"
+        ops = " or ".join(map(repr, REDUCTIONS))
+        return f", which needs summing; use {ops}, or shard the weight along its other axis"
     if output.kind == "shard":
         return (
             f", each rank holds a slice; use 'all_gather' with axis={output.axis} to make it whole"
@@ -284,7 +290,7 @@ def _check_input(expected: Placement, op: str, axis: int | None) -> None:
     elif expected.kind == "shard" and op == "all_gather" and axis == expected.axis:
         raise ValueError(
             f"fwd_pre {op}: the module expects its input {expected}; gathering along axis {axis} "
-            "gives it the whole"
+            "gives it the whole; leave the sync out"
         )
 
 
@@ -298,7 +304,8 @@ def _check_reshard(op: str, letters: str, placement: Placement, side: str) -> No
     if needed is None or letters == needed or (needed == "RR" and letters == "SR"):
         return
     raise ValueError(
-        f"{op}: the module's {side} is {placement}, which reads {needed!r}, not {letters!r}"
+        f"{op}: the module's {side} is {placement}, which reads {needed!r}, not {letters!r}; "
+        f"write {needed!r} there"
     )
 
 

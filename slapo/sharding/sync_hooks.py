@@ -57,7 +57,10 @@ class InputHook(SyncHook):
         for key, value in kwargs.items():
             if isinstance(value, Tensor):
                 return args, {**kwargs, key: self.function(value)}
-        raise TypeError(f"sync on {type(module).__name__}: the call has no tensor argument")
+        raise TypeError(
+            f"sync on {type(module).__name__}: the call has no tensor argument; put the sync on "
+            "the module that takes the tensor"
+        )
 
 
 class OutputHook(SyncHook):

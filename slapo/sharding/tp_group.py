@@ -25,8 +25,8 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
             raise SlapoError(
-                "create_schedule: a group was given, but torch.distributed is not initialised; "
-                "call torch.distributed.init_process_group first"
+                f"create_schedule: group {group!r} was given, but torch.distributed is not "
+                "initialised; call slapo.init_mesh or torch.distributed.init_process_group first"
             )
         _warn_if_alone()
         return None
@@ -34,8 +34,8 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"create_schedule: group is a {type(group).__name__}; pass a ProcessGroup or a "
-            "DeviceMesh of one dimension that contains this process"
+            f"create_schedule: group is {group!r}; pass a ProcessGroup, or a DeviceMesh of one "
+            'dimension such as mesh["tp"], that contains this process'
         )
     if dist.get_rank(group) < 0:
         raise ValueError(

@@ -2,10 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+
+from slapo.history import describe
+
+
+def check_takes(
+    function: Callable[..., Any], what: str, names: Sequence[str], **kwargs: Any
+) -> None:
+    """Refuse a function of a user's that cannot be called as it will be.
+
+    Parameters
+    ----------
+    function
+        The function; one that does not tell what it takes is let pass.
+    what
+        What it is called, for messages.
+    names
+        Names of the arguments that it gets by position.
+    **kwargs
+        Those that it gets by name.
+
+    Raises
+    ------
+    TypeError
+        Saying what it takes.
+
+    Examples
+    --------
+    >>> check_takes(lambda module: module, "make_fn", ("path", "module"))
+    Traceback (most recent call last):
+        ...
+    TypeError: make_fn is called with (path, module), and <lambda> takes (module); pass a function \
+that takes these
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*names, **kwargs)
+    except TypeError:
+        given = ", ".join((*names, *(f"{name}=" for name in kwargs)))
+        raise TypeError(
+            f"{what} is called with ({given}), and {describe(function)} takes {signature}; pass a "
+            "function that takes these"
+        ) from None
 
 
 def as_call(inputs: Any, name: str = "example_inputs") -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -35,6 +81,6 @@ def as_call(inputs: Any, name: str = "example_inputs") -> tuple[tuple[Any, ...],
     if isinstance(inputs, (tuple, list)):
         return tuple(inputs), {}
     raise TypeError(
-        f"{name} must be a tensor, a tuple of positional arguments or a dict of keyword arguments, "
-        f"got {type(inputs).__name__}"
+        f"{name} is {describe(inputs)}; pass a tensor, a tuple of positional arguments or a dict "
+        "of keyword arguments"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -181,7 +182,7 @@ class Verify:
             stack.enter_context(in_mode(self.sch.mod, not self.eval_mode))
             stack.enter_context(in_mode(self.reference, not self.eval_mode))
             stack.enter_context(torch.enable_grad())
-            wanted = self._run(self.reference)
+            wanted = self._run_original()
             self.peers.meet("original")
             given = self._run_scheduled()
             self.peers.meet("forward")
@@ -280,6 +281,18 @@ class Verify:
         finally:
             tracker.set_states(states)
 
+    def _run_original(self) -> Outcome:
+        try:
+            return self._run(self.reference)
+        except Exception as error:
+            if is_broken_collective(error):
+                raise
+            names = list(inspect.signature(self.reference.forward).parameters)
+            raise SlapoError(
+                f"Verify: the original model fails on the example_inputs with "
+                f"{type(error).__name__}: {error}; pass what its forward takes: {names}"
+            ) from error
+
     def _run_scheduled(self) -> Outcome:
         with self._explained(""):
             return self._run(self.sch.mod)
@@ -318,7 +331,8 @@ class Verify:
             return ""
         return (
             f"\nit holds shards, and keeps {', '.join(left)}: give those that count the whole this "
-            f'rank\'s share, as by sch["{full}"].set(name, whole // sch.world_size)'
+            f'rank\'s share, as by sch["{full}"].set(name, whole // sch.world_size), and leave each '
+            "rank whole heads"
         )
 
     def _agree(self, condition: bool) -> bool:

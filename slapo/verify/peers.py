@@ -67,7 +67,6 @@ class Peers:
                     f"{self._patience:.0f} s; every rank of the group has to verify the same"
                 )
             time.sleep(0.005)
-        self._raise_for_others()
 
     @contextmanager
     def told(self) -> Iterator[None]:

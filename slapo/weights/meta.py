@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+
+from slapo.errors import SlapoError
 
 
 @contextmanager
@@ -94,3 +97,34 @@ def _empty_buffer(register: Any) -> Any:
         register(module, name, empty, persistent=persistent)
 
     return register_buffer
+
+
+def refuse_calls(model: nn.Module) -> None:
+    """Let calls of a model without values say what to do, until :func:`allow_calls`.
+
+    Some would fail deep inside of torch, others give a result without values.
+    """
+    if any(param.is_meta for param in model.parameters()):
+        allow_calls(model)
+        model.register_forward_pre_hook(_refuse_values, with_kwargs=True)
+
+
+def allow_calls(model: nn.Module) -> None:
+    """Undo :func:`refuse_calls`."""
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if hook is _refuse_values:
+            del model._forward_pre_hooks[key]
+            model._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _refuse_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # Tracers, and users who ask for shapes, call with fake tensors or with some on meta.
+    plain = [t for t in pytree.tree_leaves((args, kwargs)) if type(t) is torch.Tensor]
+    if all(tensor.is_meta for tensor in plain):
+        return
+    empty = [name for name, param in module.named_parameters() if param.is_meta]
+    if empty:
+        raise SlapoError(
+            f"{type(module).__name__} was called before it has values: {empty[:3]} are on meta; "
+            "call what slapo.build(sch) returns, which creates them"
+        )

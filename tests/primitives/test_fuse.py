@@ -222,7 +222,7 @@ def test_nothing_found_is_said_in_the_callers_words() -> None:
     sch = slapo.create_schedule(Block())
     sch.trace()
     refused(sch, ValueError, "subgraph is empty: .*nothing; the longest partial", Found())
-    refused(sch, TypeError, r"subgraph must be what find.* got str; pass .find\('fc1'\)", "fc1")
+    refused(sch, TypeError, r"subgraph must be what find.* got str; pass sch.find\('fc1'\)", "fc1")
     refused(sch, TypeError, r"subgraph must be a \(parent_path, node\)", [3])
 
 

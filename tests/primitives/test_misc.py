@@ -226,30 +226,6 @@ class Small(nn.Module):
         return self.act(self.fc(x))
 
 
-def _register_without_parentheses(sch: Any) -> None:
-    @slapo.register_primitive  # type: ignore[arg-type]
-    class Mine(slapo.Primitive):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("attempt", "message"),
-    [
-        (lambda sch: slapo.build(sch.mod), r"build takes a schedule, got Small; pass slapo.crea"),
-        (lambda sch: slapo.Verify(sch.mod, ()), r"Verify takes a schedule, got Small; pass what"),
-        (lambda sch: sch["fc"].shard(["weight"], 0), r"got \['weight'\]; call shard\(\) once for"),
-        (lambda sch: sch.shard("fc.weight", 0), r'name the module in the path: sch\["fc"\], and'),
-        (lambda sch: sch.annotate("fc.weight", "k", 1), r'the path: sch\["fc"\], and the tensor'),
-        (lambda sch: sch["act"].replace(nn.ReLU), r"the class ReLU; pass an object of it, such"),
-        (lambda sch: sch.replace_all(nn.GELU, nn.ReLU()), r"make_fn is a ReLU; pass a function of"),
-        (_register_without_parentheses, r"write @slapo.register_primitive\(\), with parentheses"),
-    ],
-)
-def test_mistakes_are_told_what_to_do(attempt: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        attempt(slapo.create_schedule(Small()))
-
-
 def test_values_that_a_replacement_drops_are_named(caplog: pytest.LogCaptureFixture) -> None:
     sch = slapo.create_schedule(Small())
     copied = nn.Linear(2, 2)

@@ -217,7 +217,7 @@ def test_the_bias_may_be_sharded_after_the_sync(pair: None) -> None:
 @pytest.mark.parametrize(
     ("op", "kwargs", "axis", "message"),
     [
-        ("all_gather", {"axis": -1}, 1, "partial sum, which needs 'all_reduce'"),
+        ("all_gather", {"axis": -1}, 1, "partial sum, which needs summing; use 'all_reduce'"),
         ("all_reduce", {}, 0, "each rank holds a slice"),
         ("all_gather", {"axis": -2}, 0, "not along axis -2"),
     ],

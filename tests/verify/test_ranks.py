@@ -1,6 +1,7 @@
 """What fails on one rank is an error on all, and names the module that was running."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +12,15 @@ from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import slapo
 from tests.distributed import run_distributed
+from tests.runtimes.jobs import WORLD, run_job
 
 X = torch.ones(2, 4)
 
 
 class FailsOn(nn.Module):
-    """Raises on one rank, before or after a sum over the ranks."""
+    """Raises on one rank, while the others begin a sum where `sums` is true."""
 
-    def __init__(self, rank: int, sums: bool) -> None:
+    def __init__(self, rank: int, sums: bool = False) -> None:
         super().__init__()
         self.rank, self.sums = rank, sums
 
@@ -48,11 +50,10 @@ class Backwards(nn.Module):
 
 
 def one_rank_fails(rank: int, world: int, where: str) -> str:
-    """The failing rank catches its error and lives on, as in a notebook, if `where` is no sum."""
+    """The failing rank catches its error and lives on, as in a notebook."""
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Identity()))
     replacement = {
-        "forward": FailsOn(1, False),
-        "sum": FailsOn(1, True),
+        "forward": FailsOn(1),
         "backward": Backwards(),
         "block": nn.Identity(),
     }
@@ -62,11 +63,10 @@ def one_rank_fails(rank: int, world: int, where: str) -> str:
                 sch["2"].checkpoint()
             sch["1"].replace(replacement[where])
     except (slapo.SlapoError, KeyError) as error:
-        if where != "sum":
-            time.sleep(1.0 if rank == 1 else 0.0)
-            again = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
-            with slapo.Verify(again, X):
-                again["0"].checkpoint()  # the ranks are still in step
+        time.sleep(1.0 if rank == 1 else 0.0)
+        again = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
+        with slapo.Verify(again, X):
+            again["0"].checkpoint()  # the ranks are still in step
         return f"{type(error).__name__}: {error}"
     return "passed"
 
@@ -76,7 +76,6 @@ def one_rank_fails(rank: int, world: int, where: str) -> str:
     [
         ("block", 1, "KeyError"),
         ("forward", 1, "fails with IndexError in '1' (FailsOn): table of 3 rows"),
-        ("sum", 1, "fails with IndexError in '1' (FailsOn): table of 3 rows"),
         ("backward", 0, "the backward pass of the scheduled model fails with ArithmeticError"),
     ],
 )
@@ -87,6 +86,22 @@ def test_a_failure_on_one_rank_is_one_on_all(where: str, failing: int, text: str
     assert text in told[failing]
     assert told[1 - failing].startswith(f"VerificationError: Verify failed on rank {failing} with")
     assert text in told[1 - failing]
+
+
+def fails_in_a_sum(rank: int) -> None:
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Identity()))
+    with slapo.Verify(sch, X):
+        sch["1"].replace(FailsOn(1, sums=True))
+
+
+def test_those_that_wait_in_the_model_are_told_when_the_process_has_ended(tmp_path: Path) -> None:
+    outcome = run_job(tmp_path, fails_in_a_sum)
+    own = "VerificationError: Verify: the scheduled model fails with IndexError in '1' (FailsOn)"
+    assert own in outcome.texts[1]
+    for rank in (0, 2):
+        assert "VerificationError: Verify failed on rank 1 with" in outcome.texts[rank]
+        assert outcome.seconds[rank] - outcome.seconds[1] < 15
 
 
 def gpt2_without_heads(sch: slapo.Schedule) -> None:

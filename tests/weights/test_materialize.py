@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,21 @@ def test_false_leaves_them_on_meta() -> None:
         model = Stack(1)
     slapo.build(slapo.create_schedule(model), init_weights=False)
     assert all(p.is_meta for p in model.parameters())
+
+
+def test_calls_before_the_build_are_refused_and_leave_nothing_behind() -> None:
+    with slapo.init_empty_weights():
+        sch = slapo.create_schedule(Stack())
+    x = torch.ones(2, 4)
+    with pytest.raises(slapo.SlapoError, match=r"called before it has values.*slapo\.build\(sch\)"):
+        sch.mod(x)
+    assert sch.mod(x.to("meta")).is_meta  # who asks for shapes gets them
+    copied = copy.deepcopy(sch.mod)
+    copied.load_state_dict(Stack().state_dict(), assign=True)
+    assert copied(x).shape == x.shape
+    model, _ = slapo.build(sch)
+    assert not model._forward_pre_hooks
+    assert model(x).shape == x.shape
 
 
 def test_what_cannot_be_initialised_is_an_error_with_its_path() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch.fx as fx
 from torch import nn
 
+from slapo.errors import with_nearest
 from slapo.graph.fuse.extract import extract
 from slapo.graph.fuse.inductor import compile_late
 from slapo.graph.fuse.sequential import sequential_of
@@ -73,8 +74,9 @@ def fuse_subgraph(
     )
     """
     if compiler not in COMPILERS:
-        known = ", ".join(map(repr, COMPILERS))
-        raise ValueError(f"unknown compiler {compiler!r}; the known ones are {known}")
+        names = [name for name in COMPILERS if name is not None]
+        known = with_nearest(str(compiler), names, f"known are {', '.join(map(repr, COMPILERS))}")
+        raise ValueError(f"unknown compiler {compiler!r}; {known}")
     if any(isinstance(node, (list, tuple)) for node in nodes):
         raise ValueError(
             f"fuse takes one subgraph, got {len(nodes)}; fuse them one by one, or replace them "

@@ -44,7 +44,10 @@ def why_no_subgraph(graphs: Graphs, pattern: fx.Graph) -> str:
             f"{_found(nearest)}; {_name(missing)} was not{others and ': in its place is '}{others}"
         )
     else:
-        summary = f"of the operations of the pattern, {number} in all, none was found"
+        there = _listed(sorted(_operations(graphs)))
+        summary = (
+            f"of the operations of the pattern, {number} in all, none was found; there are {there}"
+        )
     steps = sorted(nearest.steps.items(), key=lambda item: item[0])
     absent = _listed(_name(step) for node, step in steps if not nearest.occurs(node))
     return _told(
@@ -65,8 +68,9 @@ def why_no_call(graphs: Graphs, regex: re.Pattern[str]) -> str:
 
 def why_no_node(graphs: Graphs) -> str:
     """Say how many nodes a predicate was asked about."""
-    number = sum(len(graph.nodes) for _, _, graph in graphs)
-    return _told(f"the predicate holds for none of the {number} nodes", _opaque_calls(graphs))
+    nodes = [_show(node, traced) for traced in graphs for node in traced.graph.nodes]
+    summary = f"the predicate holds for none of the {len(nodes)} nodes; there are {_listed(nodes)}"
+    return _told(summary, _opaque_calls(graphs))
 
 
 def _told(summary: str, *hints: Iterable[str]) -> str:
@@ -143,11 +147,15 @@ def _other_spellings(missing: Step, graphs: Graphs) -> Iterator[str]:
     if missing.call.key == "matmul" and linear:
         yield "nn.Linear is F.linear(x, weight, bias) or call_module(name, x) in a pattern"
     name = _name(missing)
-    keys = {key_of(node, gm.get_submodule) for _, gm, graph in graphs for node in graph.nodes}
-    names = {_name_of_key(key) for key in keys - {None}} - {name}
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    near = difflib.get_close_matches(name, _operations(graphs) - {name}, n=3, cutoff=0.6)
     if near:
         yield f"named alike are {_listed(near)}"
+
+
+def _operations(graphs: Graphs) -> set[str]:
+    """Names of the operations that a pattern could have."""
+    keys = {key_of(node, gm.get_submodule) for _, gm, graph in graphs for node in graph.nodes}
+    return {_name_of_key(key) for key in keys - {None}}
 
 
 def _near_names(regex: re.Pattern[str], graphs: Graphs) -> Iterator[str]:

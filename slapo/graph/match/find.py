@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import fx, nn
 
@@ -75,6 +75,16 @@ class Matches(list[T]):
         if self._explain is not None:
             self._why = self._explain()
             self._explain = None  # it holds on to the graphs
+
+    if not TYPE_CHECKING:  # to which it is that of any list
+
+        def __getitem__(self, index: Any) -> Any:
+            try:
+                return super().__getitem__(index)
+            except IndexError:
+                if self:
+                    raise
+                raise IndexError(f"the search found nothing: {self.why}") from None
 
     def __repr__(self) -> str:
         return super().__repr__() if self or not self.why else f"[] ({self.why})"

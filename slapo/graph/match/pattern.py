@@ -189,7 +189,10 @@ def _instantiate(pattern: Any) -> Callable[..., Any]:
     """Return an instance if `pattern` is a class, else `pattern` itself."""
     if isinstance(pattern, type):
         if not issubclass(pattern, nn.Module):
-            raise TypeError(f"a pattern class must derive from Pattern, got {pattern!r}")
+            raise TypeError(
+                f"a pattern class must derive from Pattern, got {pattern.__name__}; pass a "
+                "function, a Pattern or a regular expression"
+            )
         try:
             return pattern()
         except TypeError as error:
@@ -199,7 +202,7 @@ def _instantiate(pattern: Any) -> Callable[..., Any]:
             ) from error
     if not callable(pattern):
         raise TypeError(
-            f"a pattern is a function, a Pattern or a regular expression, got {pattern!r}"
+            f"the pattern is {pattern!r}; pass a function, a Pattern or a regular expression"
         )
     return pattern
 
@@ -243,7 +246,9 @@ def compile_name(regex: str) -> re.Pattern[str]:
     try:
         return re.compile(regex)
     except re.error as error:
-        raise ValueError(f"{regex!r} is not a regular expression: {error}") from error
+        raise ValueError(
+            f"{regex!r} is not a regular expression: {error}; write '.*' for any text"
+        ) from error
 
 
 def _describe(pattern: Any) -> str:
