@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["errors"],
     ["history", "hooks", "logger", "random", "wrapper"],
-    ["agreement", "utils", "sharding", "graph"],
+    ["agreement", "env", "utils", "sharding", "graph"],
     ["mesh", "weights", "pattern", "tracer"],
     ["initialization", "node", "op"],
     ["pipeline", "printing", "snapshot"],
