@@ -108,6 +108,8 @@ class TracePrimitive(Primitive):
         except TraceError as error:
             _warn(sch, tracer, error)
             return False
+        if flatten:
+            result.traced[""]._kept_whole = _named(module, leaf_modules)
         _put_in_place(sch, result)
         return True
 
@@ -262,6 +264,15 @@ def _check_leaves(module: nn.Module, leaf_modules: Collection[str]) -> None:
             f"leaf_modules names {unknown}, neither the class nor the path of a module here; "
             f"the classes are {sorted(set(named.values()))}"
         )
+
+
+def _named(module: nn.Module, names: Collection[str]) -> frozenset[str]:
+    """Paths of the modules that are named, by path or class."""
+    return frozenset(
+        path
+        for path, each in module.named_modules()
+        if path in names or type(innermost(each)).__name__ in names
+    )
 
 
 def _check_traceable(module: nn.Module) -> None:
