@@ -48,47 +48,6 @@ def test_constants_read_off_a_signature(tracer: str) -> None:
     assert torch.equal(sch.mod(x, x), expected)
 
 
-def bert(layers: int = 1) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=64
-    )
-    return transformers.BertModel(config).eval()
-
-
-@pytest.mark.parametrize("tracer", TRACERS)
-@pytest.mark.parametrize("path", ["encoder.layer.0.attention", "encoder.layer.0"])
-def test_constants_read_off_a_layer(tracer: str, path: str) -> None:
-    model = bert()
-    x = torch.randn(2, 5, 32)
-    expected = model.get_submodule(path)(x)
-    sch = slapo.create_schedule(model)
-    constants = left_over(sch[path].mod, "hidden_states")
-    assert sch[path].trace(tracer=tracer, flatten=True, concrete_args=constants)
-    assert isinstance(sch[path].mod, fx.GraphModule)
-    got = sch[path].mod(x)
-    torch.testing.assert_close(
-        got[0] if isinstance(got, tuple) else got,
-        expected[0] if isinstance(expected, tuple) else expected,
-    )
-
-
-@pytest.mark.parametrize("path", ["encoder.layer.0.attention", "encoder.layer.0"])
-@pytest.mark.parametrize("alone", [False, True], ids=["within", "alone"])
-def test_the_default_tracer_takes_layers_of_transformers(
-    path: str, alone: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = bert()
-    if alone:
-        sch = slapo.create_schedule(model.get_submodule(path))
-        assert sch.trace(tracer="pytorch", example_inputs=torch.randn(2, 5, 32))
-        assert isinstance(sch.mod, fx.GraphModule)
-        return
-    sch = slapo.create_schedule(model)
-    assert sch[path].trace(tracer="pytorch")
-    assert isinstance(sch[path].mod, fx.GraphModule)
-
-
 class Inner(nn.Module):
     def __init__(self) -> None:
         super().__init__()

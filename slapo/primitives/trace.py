@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import fx, nn
@@ -123,12 +123,22 @@ def _trace_with_proxies(
 ) -> TraceResult:
     """By proxies; by a capture where proxies do not survive and there are inputs for it."""
     module = innermost(sch.mod)
+    return _first_or_second(
+        sch,
+        lambda: trace_symbolic_tree(module, recursive, flatten, leaf_modules, given[0]),
+        lambda: _capture(sch, "huggingface", recursive, flatten, leaf_modules, given),
+    )
+
+
+def _first_or_second(
+    sch: Node, by_proxies: Callable[[], TraceResult], by_capture: Callable[[], TraceResult]
+) -> TraceResult:
     try:
-        return trace_symbolic_tree(module, recursive, flatten, leaf_modules, given[0])
+        return by_proxies()
     except TraceError as error:
         reason = error
     try:  # not within the other block, whose error has nothing to do with what fails here
-        result = _capture(sch, "huggingface", recursive, flatten, leaf_modules, given)
+        result = by_capture()
     except TraceError as other:
         raise TraceError(f"{reason}; and by a capture: {other}") from reason
     where = repr(sch.path) if sch.path else "the root"
@@ -163,7 +173,8 @@ class TraceUntilPrimitive(Primitive):
     paths
         One path or several; they and everything above them become graphs.
     tracer
-        ``"pytorch"`` or ``"huggingface"``, as for :meth:`Schedule.trace`.
+        ``"pytorch"`` or ``"huggingface"``, as for :meth:`Schedule.trace`: the first does as the
+        second where proxies do not survive and there are inputs for it.
     concrete_args, config, example_inputs
         As for :meth:`Schedule.trace`, for the root's forward.
 
@@ -221,18 +232,26 @@ class TraceUntilPrimitive(Primitive):
         try:
             for path in containers:
                 _check_traceable(innermost(sch[path].mod))
+            given = (concrete_args, config, example_inputs)
             if tracer == "pytorch":
-                result = _symbolic_containers(sch, containers, concrete_args)
+                result = _first_or_second(
+                    sch,
+                    lambda: _symbolic_containers(sch, containers, concrete_args),
+                    lambda: _captured_containers(sch, containers, given),
+                )
             else:
-                from slapo.primitives.recording import RecordingInputs, run_and_trace_containers
-
-                inputs = RecordingInputs(sch, concrete_args, config, example_inputs)
-                result = run_and_trace_containers(inputs, containers)
+                result = _captured_containers(sch, containers, given)
         except TraceError as error:
             _warn(sch, tracer, error)
             return False
         _put_in_place(sch, result)
         return True
+
+
+def _captured_containers(sch: Node, containers: list[str], given: _Given) -> TraceResult:
+    from slapo.primitives.recording import RecordingInputs, run_and_trace_containers
+
+    return run_and_trace_containers(RecordingInputs(sch, *given), containers)
 
 
 def _symbolic_containers(
