@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from slapo.logger import get_logger
+from slapo.mesh import leave_together
 
 logger = get_logger()
 
@@ -70,7 +71,7 @@ def setup(rank: int, world_size: int, backend: str = "nccl") -> None:
 
 
 def cleanup() -> None:
-    """Leave the process group, if there is one.
+    """Leave the process group, if there is one, together with the other processes.
 
     Examples
     --------
@@ -78,8 +79,7 @@ def cleanup() -> None:
     >>> dist.is_initialized()
     False
     """
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_together()
     while _set_here:
         os.environ.pop(_set_here.pop(), None)
 

@@ -13,9 +13,9 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["errors"],
     ["history", "hooks", "logger", "random", "wrapper"],
-    ["agreement", "env", "utils", "sharding", "graph"],
+    ["agreement", "utils", "sharding", "graph"],
     ["mesh", "weights", "pattern", "tracer"],
-    ["initialization", "node", "op"],
+    ["env", "initialization", "node", "op"],
     ["pipeline", "printing", "snapshot"],
     ["framework_dialect", "primitives"],
     ["clip", "selection"],
