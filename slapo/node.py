@@ -412,7 +412,7 @@ def _is_transparent(module: nn.Module, name: str, inlined: frozenset[str]) -> bo
     """
     if isinstance(module, nn.ModuleList):
         return True
-    return name in inlined and not module._parameters
+    return name in inlined and all(p is None for p in module._parameters.values())
 
 
 def _slot(parent: nn.Module, name: str) -> nn.Module | None:
