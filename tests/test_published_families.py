@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
 
 import slapo
-from tests.graph.zoo import FAMILIES, transformers
+from slapo.graph.trace.trees import tensors
+from tests.graph.zoo import FAMILIES, each_layer, transformers
 from tests.test_published_behaviour import TRACERS, left_over
 
 
@@ -37,18 +39,26 @@ def test_constants_read_off_a_layer(tracer: str, path: str) -> None:
     )
 
 
-@pytest.mark.parametrize("path", ["encoder.layer.0.attention", "encoder.layer.0"])
-@pytest.mark.parametrize("alone", [False, True], ids=["within", "alone"])
-def test_the_default_tracer_takes_layers_of_transformers(path: str, alone: bool) -> None:
-    model = bert()
-    if alone:
-        sch = slapo.create_schedule(model.get_submodule(path))
-        assert sch.trace(tracer="pytorch", example_inputs=torch.randn(2, 5, 32))
-        assert isinstance(sch.mod, fx.GraphModule)
-        return
-    sch = slapo.create_schedule(model)
-    assert sch[path].trace(tracer="pytorch")
-    assert isinstance(sch[path].mod, fx.GraphModule)
+@pytest.mark.parametrize("part", ["layer", "attention"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5"])
+def test_the_default_tracer_takes_parts_that_stand_alone(name: str, part: str) -> None:
+    family = FAMILIES[name]
+    model = family.build()
+    path, layer = next(each_layer(model, family))
+    if part == "attention":
+        path += "." + next(p for p, _ in layer.named_modules() if "att" in p.lower())
+    module = model.get_submodule(path)
+    inputs: dict[str, Any] = {"hidden_states": torch.randn(2, 5, 32)}
+    if name == "llama":
+        angles = torch.randn(2, 5, model.config.head_dim)
+        inputs |= {"position_embeddings": (angles.cos(), angles.sin())}
+        inputs |= {"attention_mask": None} if part == "attention" else {}
+    expected = module(**inputs)
+    sch = slapo.create_schedule(module)
+    assert sch.trace(tracer="pytorch", flatten=True)
+    assert isinstance(sch.mod, fx.GraphModule)
+    got = sch.mod(**inputs)
+    torch.testing.assert_close(tensors(got)[0], tensors(expected)[0])
 
 
 def test_what_proxies_do_not_survive_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -51,7 +51,8 @@ class TracePrimitive(Primitive):
         Model config to make example inputs from, where the module has none itself.
     example_inputs
         Tensors to record with, a tuple or a dict of keyword arguments; made up for Transformers
-        models, and taken from a run of the whole model for modules within one.
+        models, and for their layers where these stand alone (hidden states, no mask); taken from a
+        run of the whole model for modules within one.
 
     Returns
     -------
