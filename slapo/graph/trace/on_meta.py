@@ -75,7 +75,8 @@ def one_device(root: nn.Module) -> Iterator[None]:
     """
     if any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers())):
         # What torch.tensor(..., device="meta") makes is no fake tensor, even among fake ones.
-        taken = mock.patch.object(fake_tensor_tls, "allow_non_fake_inputs_override", True)
+        name = "allow_non_fake_inputs_override"
+        taken = mock.patch.object(fake_tensor_tls, name, True, create=True)
         with on_meta(root), taken:
             yield
     else:
