@@ -31,6 +31,7 @@ from torch import Tensor
 import slapo
 from examples.parallel_models import FAMILIES, Family, Sizes, schedule
 from examples.text import Batches, standard_library
+from slapo.utils.report import report_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Schedules that run two stages on each rank.
@@ -104,9 +105,16 @@ def train(engine: Any, data: Iterator[Any], args: argparse.Namespace) -> None:
             losses.append(engine.train_batch(data).item())
             seconds.append(time.perf_counter() - start)
             bar.update(task, advance=1, loss=losses[-1])
+    memory = report_memory("at the end").peak_allocated or 0
     if first:
-        tokens = args.batch * args.length * args.dp / statistics.median(seconds)
+        samples = args.batch * args.dp / statistics.median(seconds)
+        tokens = samples * args.length
         print(f"{layout}: loss {losses[0]:.4f} -> {losses[-1]:.4f}, {tokens:.0f} tokens/s")
+        # What slapo.framework_dialect.get_dialect_cls("log_parser", args.target) reads.
+        print(
+            f"parameters per rank: {sum(p.numel() for p in engine.parameters()):,}, "
+            f"samples/s: {samples:.2f}, peak memory: {memory / 2**20:.0f} MiB"
+        )
 
 
 def parse() -> argparse.Namespace:

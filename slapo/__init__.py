@@ -12,6 +12,8 @@ Examples
 >>> model, _ = slapo.build(sch)
 """
 
+# Bound for `slapo.env` and so on; the other modules are by the imports below.
+from slapo import env, initialization, tracer
 from slapo.build import build
 from slapo.clip import clip_grad_norm_
 from slapo.errors import MissingPackageError, SlapoError, TraceError, VerificationError
@@ -47,13 +49,16 @@ __all__ = [
     "checkpoint",
     "clip_grad_norm_",
     "create_schedule",
+    "env",
     "get_cuda_rng_tracker",
     "get_logger",
     "get_rng_tracker",
     "init_empty_weights",
     "init_mesh",
+    "initialization",
     "is_random_seed_set",
     "list_primitives",
     "register_primitive",
     "set_random_seed",
+    "tracer",
 ]

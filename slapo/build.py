@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from slapo.agreement import all_ranks_or_none, gathered, has_peers, same_on_all_
 from slapo.errors import SlapoError, with_nearest
 from slapo.framework_dialect import Lowering, Runtime, get_dialect_cls
 from slapo.graph.trace.module import TracedModule
+from slapo.node import ScheduleState
 from slapo.pipeline import PipelinedModule, generate_pipeline_partition
 from slapo.pipeline.partition import cut_nodes
 from slapo.pipeline.pipelined import release
@@ -24,7 +26,7 @@ from slapo.sharding.vocab import is_masked
 from slapo.snapshot import restored_on_error
 from slapo.weights.materialize import has_meta_tensors, materialize
 from slapo.weights.meta import allow_calls
-from slapo.weights.ties import check_ties
+from slapo.weights.ties import TieGroups, check_ties
 from slapo.wrapper import innermost
 
 
@@ -43,7 +45,8 @@ def build(
     Parameters
     ----------
     sch
-        The root schedule.
+        The root schedule; or a node, which is a whole model by itself then. Nothing above it may
+        have been scheduled.
     target
         None for the transformed ``nn.Module`` itself, else the name of a runtime: ``"torch"``,
         ``"deepspeed"``, ``"megatron"``, or one that you registered.
@@ -82,8 +85,9 @@ def build(
     Raises
     ------
     SlapoError
-        If ranks applied different schedules, a tie broke, a module cannot initialise its
-        parameters, or the schedule needs a runtime it is not built for.
+        If ranks applied different schedules, something above a node was scheduled, a tie broke, a
+        module cannot initialise its parameters, or the schedule needs a runtime it is not built
+        for.
 
     Examples
     --------
@@ -99,16 +103,12 @@ def build(
             f"build takes a schedule, got {type(sch).__name__}; pass "
             "slapo.create_schedule(model, group=...), after its primitives"
         )
-    if sch.parent is not None:
-        raise ValueError(
-            f"build takes the root schedule, not the node at {sch.path!r}; pass "
-            "sch.get_top_schedule(), or make a schedule of that module alone"
-        )
     if not (isinstance(init_weights, bool) or callable(init_weights)):
         raise TypeError(
             f"init_weights is {init_weights!r}; pass True, False or a function of a "
             "module and its path"
         )
+    sch = _as_whole(sch)
     if target is None:
         return _build_module(sch, init_weights, kwargs), None
     dialect = get_dialect_cls("runtime", target)
@@ -126,6 +126,36 @@ def build(
     finally:
         if isinstance(model, PipelinedModule):
             model.forget_whole()
+
+
+def _as_whole(sch: Schedule) -> Schedule:
+    """A node as the root of a schedule of its own; a root as it is."""
+    if sch.parent is None:
+        return sch
+    top, above = sch.get_top_schedule(), set()
+    node: Schedule | None = sch.parent
+    while node is not None:
+        above.add(node.path)
+        node = node.parent
+    around = next((record for record in sch.history if record.path in above), None)
+    if around is not None:
+        raise SlapoError(
+            f"build(sch[{sch.path!r}]): {around} was applied to what is around the node, which is "
+            "no whole model by itself then; build the root, or schedule the part alone: "
+            f"slapo.create_schedule(model.{sch.model_path})"
+        )
+    check_ties(top.mod, top.state.ties)
+    state = ScheduleState(TieGroups(sch.mod), sch.state.start_note)
+    state.history += [
+        replace(record, path=record.path[len(sch.path) :].lstrip("."))
+        for record in sch.history
+        if f"{record.path}.".startswith(f"{sch.path}.")
+    ]
+    whole = Schedule(sch.mod, "", "", None, sch.group, state)
+    for (_, old), (_, new) in zip(sch.named_schedules(), whole.named_schedules(), strict=True):
+        new.metadata = old.metadata
+    whole.metadata.tie_weights = state.ties.as_dict()
+    return whole
 
 
 def _build_module(sch: Schedule, init_weights: bool | Callable[..., Any], kwargs: Any) -> nn.Module:

@@ -312,13 +312,26 @@ def _check_arguments(
 
 
 def _end() -> None:
-    """End what `_start` began, as a process ends that nothing has failed in.
+    """End what `_start` began, as a process ends that nothing has failed in."""
+    if getattr(sys, "last_value", None) is None:
+        leave_together()
+
+
+def leave_together() -> None:
+    """Leave the process group, if there is one, at the same time as the other ranks.
 
     Threads of gloo whose peers go before them abort the process now and then: its launcher would
     take a job that is done for one that has failed. So ranks wait for each other, but not long: one
     that is still in a collective has to learn that this one is gone.
+
+    Examples
+    --------
+    >>> _ = init_mesh(device="cpu")
+    >>> leave_together()
+    >>> dist.is_initialized()
+    False
     """
-    if not _is_up() or getattr(sys, "last_value", None) is not None:
+    if not _is_up():
         return
     with suppress(RuntimeError):  # of a store that is gone with its keeper
         store = dist.distributed_c10d._get_default_store()

@@ -15,6 +15,7 @@ from torch import nn
 
 from slapo.errors import SlapoError
 from slapo.graph.trace.leaves import is_torch_leaf
+from slapo.graph.trace.module import inlined_in, kept_whole_in
 from slapo.history import Record, digest, spelled
 from slapo.weights.provenance import Source
 from slapo.weights.ties import TieGroups
@@ -180,7 +181,9 @@ class Node:
     def follow(self, name: str) -> None:
         """See a module that the user has put in the place of a child, or has added."""
         child, present = self.child.get(name), _slot(self.mod, name)
-        if child is None and (present is None or isinstance(present, nn.ModuleList)):
+        if child is None and (present is None or _is_transparent(present, name, self._inlined())):
+            return
+        if child is None and self._is_kept_whole():
             return
         if child is None or present is not child.mod:
             self.rebuild_children()
@@ -204,6 +207,9 @@ class Node:
 
     def describe_unknown(self, path: str) -> str:
         """What to say of a path that does not exist."""
+        inlined = self._describe_inlined(path)
+        if inlined is not None:
+            return inlined
         paths = [p for p, _ in self.named_schedules() if p]
         near = difflib.get_close_matches(path, paths, n=3, cutoff=0.4)
         head = path.split(".")[0]
@@ -223,6 +229,19 @@ class Node:
             "nn.ModuleList are nodes, the list itself is none"
         )
 
+    def _describe_inlined(self, path: str) -> str | None:
+        """What to say of a path to a module that graphs do not call any more."""
+        for above, node in self.named_schedules():
+            name = path[len(above) :].lstrip(".") if path.startswith(above) else ""
+            if name and name in node._inlined():
+                below = [p for p, _ in self.named_schedules() if p.startswith(f"{path}.")]
+                return (
+                    f"{path!r} was inlined when {node.path or 'the root'} was traced, whose graph "
+                    f"calls {below[:4]} there and not the module; change it before tracing, name "
+                    "it in leaf_modules, or use find() and the static form of the primitive"
+                )
+        return None
+
     def _is_list(self, path: str) -> bool:
         try:
             return isinstance(self.mod.get_submodule(path), nn.ModuleList)
@@ -235,7 +254,16 @@ class Node:
         return node is not None and isinstance(getattr(node.mod, leaf, None), torch.Tensor)
 
     def get_module(self, path: str = "") -> nn.Module:
-        """The module at `path` below this node."""
+        """The module at `path` below this node, also one that a flat trace has inlined.
+
+        Raises
+        ------
+        KeyError
+            Naming the nearest existing paths.
+        """
+        node = self._lookup(path)
+        if node is None and self._describe_inlined(path) is not None:
+            return self.mod.get_submodule(path)
         return self[path].mod
 
     def named_schedules(self, prefix: str = "") -> Iterator[tuple[str, Self]]:
@@ -302,7 +330,7 @@ class Node:
         """Make the children agree with the module; nodes of unchanged modules stay."""
         # A flat graph has thousands of children and is rewritten as often: most calls find one
         # child added, so nothing is done for those that stayed but to look at them.
-        modules = children_of(self.mod)
+        modules = {} if self._is_kept_whole() else children_of(self.mod, self._inlined())
         child = self.child
         left = [node for name, node in child.items() if modules.get(name) is not node.mod]
         for node in left:
@@ -316,6 +344,25 @@ class Node:
             child.update(ordered)
         for node in left:
             node._forget()
+        for name in kept_whole_in(innermost(self.mod)) & child.keys():
+            if child[name].child:  # of a node from before the trace
+                child[name].rebuild_children()
+
+    def _inlined(self) -> frozenset[str]:
+        """Paths from here of modules whose operations are in a graph, here or above."""
+        own = inlined_in(innermost(self.mod))
+        if own or self.parent is None:
+            return own
+        above = self.parent._inlined()
+        if self.name not in above:
+            return own
+        start = f"{self.name}."  # a part of an inlined module that is a node for its parameters
+        return frozenset(path[len(start) :] for path in above if path.startswith(start))
+
+    def _is_kept_whole(self) -> bool:
+        """Whether a flat trace of the parent was told to leave this module alone."""
+        parent = self.parent
+        return parent is not None and self.name in kept_whole_in(innermost(parent.mod))
 
     def refresh(self, targets: Iterable[str]) -> None:
         """Follow changes of the modules at some paths below, at no cost for all others."""
@@ -344,7 +391,7 @@ class Node:
         if present is not None:
             del self.child[name]
             present._forget()
-        if module is not None and not isinstance(module, nn.ModuleList):
+        if module is not None and not _is_transparent(module, name, self._inlined()):
             self.child[name] = self._make_child(name, module)  # last, where modules are added
 
     def _make_child(self, name: str, module: nn.Module) -> Any:
@@ -377,17 +424,41 @@ class Node:
         return digest(self.history)
 
 
-def children_of(module: nn.Module) -> dict[str, nn.Module]:
-    """Children as the schedule names them: list items joined, leaves of torch without any."""
+def children_of(
+    module: nn.Module, inlined: frozenset[str] = frozenset(), prefix: str = ""
+) -> dict[str, nn.Module]:
+    """Children as the schedule names them.
+
+    Items of lists, and what graphs call within a module that they have inlined, have joined names.
+    Leaves of torch have no children.
+
+    Parameters
+    ----------
+    inlined
+        Paths of modules whose operations are in a graph.
+    prefix
+        Stands before all names, with a dot.
+    """
     if is_torch_leaf(innermost(module)):
         return {}
     found: dict[str, nn.Module] = {}
     for name, child in module._modules.items():
-        if isinstance(child, nn.ModuleList):
-            found.update({f"{name}.{item}": below for item, below in children_of(child).items()})
+        full = f"{prefix}{name}"
+        if child is not None and _is_transparent(child, full, inlined):
+            found.update(children_of(child, inlined, f"{full}."))
         elif child is not None:
-            found[name] = child
+            found[full] = child
     return found
+
+
+def _is_transparent(module: nn.Module, name: str, inlined: frozenset[str]) -> bool:
+    """Whether a module is no node, and its children belong to what is around it.
+
+    One that a graph has inlined, but whose own parameters it reads, is a node: of those.
+    """
+    if isinstance(module, nn.ModuleList):
+        return True
+    return name in inlined and all(p is None for p in module._parameters.values())
 
 
 def _slot(parent: nn.Module, name: str) -> nn.Module | None:

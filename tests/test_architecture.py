@@ -15,7 +15,7 @@ FLOORS = [
     ["history", "hooks", "logger", "random", "wrapper"],
     ["agreement", "utils", "sharding", "graph"],
     ["mesh", "weights", "pattern", "tracer"],
-    ["initialization", "node", "op"],
+    ["env", "initialization", "node", "op"],
     ["pipeline", "printing", "snapshot"],
     ["framework_dialect", "primitives"],
     ["clip", "selection"],

@@ -21,12 +21,6 @@ def test_without_a_target_the_module_comes_back() -> None:
     assert slapo.build(slapo.create_schedule(model)) == (model, None)
 
 
-def test_only_the_root_is_built() -> None:
-    sch = slapo.create_schedule(Stack(1))
-    with pytest.raises(ValueError, match=r"root schedule.*'layers.0'"):
-        slapo.build(sch["layers.0"])
-
-
 def test_pipeline_cuts_need_a_runtime() -> None:
     sch = slapo.create_schedule(Stack(2))
     sch.trace(recursive=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -33,6 +35,8 @@ NAMES = {
     "slapo.framework_dialect.deepspeed.pipeline": ["analyze_tie_ranks"],
     "slapo.framework_dialect": ["get_dialect_cls"],
     "slapo.op": ["Print"],
+    "slapo.env": ["setup", "cleanup", "execute"],
+    "slapo.initialization": ["init_empty_weights"],
     "slapo.utils.report": ["report_memory", "profile_perf"],
     "slapo.utils.common": ["get_hooks", "transfer_hooks", "is_lambda_function"],
 }
@@ -43,6 +47,18 @@ NAMES = {
 )
 def test_names_by_their_import_paths(module: str, name: str) -> None:
     assert getattr(importlib.import_module(module), name) is not None
+
+
+BOUND = (
+    "pattern op pipeline random initialization tracer sharding utils env framework_dialect "
+    "utils.report utils.common"
+)
+
+
+def test_a_plain_import_binds_the_modules() -> None:
+    """In a process of its own: the tests have imported more than a script does."""
+    code = f"import slapo\nfor name in {BOUND.split()}: eval(f'slapo.{{name}}')"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_there_is_one_tracker() -> None:

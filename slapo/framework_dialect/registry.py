@@ -8,8 +8,12 @@ from typing import Any, TypeVar
 
 C = TypeVar("C", bound=type)
 
+_PARSERS = "slapo.framework_dialect.log_parsers"
 # Those of Slapo by name: they are imported when somebody builds for them.
 _DIALECTS: dict[tuple[str, str], type[Any] | str] = {
+    ("log_parser", "deepspeed"): f"{_PARSERS}:DeepSpeedLogParser",
+    ("log_parser", "megatron"): f"{_PARSERS}:MegatronLogParser",
+    ("log_parser", "torch"): f"{_PARSERS}:TorchLogParser",
     ("runtime", "deepspeed"): "slapo.framework_dialect.deepspeed.runtime:DeepSpeedRuntime",
     ("runtime", "megatron"): "slapo.framework_dialect.megatron.runtime:MegatronRuntime",
     ("runtime", "torch"): "slapo.framework_dialect.pytorch.runtime:TorchRuntime",
@@ -24,7 +28,8 @@ def register_framework_dialect(target: str, kind: str = "runtime") -> Callable[[
     target
         Name that users give to :func:`slapo.build`.
     kind
-        What the plug-in does; ``"runtime"`` is a :class:`Runtime`, which lowers a schedule.
+        What the plug-in does; ``"runtime"`` is a :class:`Runtime`, which lowers a schedule,
+        ``"log_parser"`` has a ``parse_log(path_or_text)``.
 
     Raises
     ------
@@ -59,18 +64,36 @@ def register_framework_dialect(target: str, kind: str = "runtime") -> Callable[[
 def get_dialect_cls(kind: str, target: str) -> type[Any]:
     """The plug-in of a kind for a runtime.
 
+    Parameters
+    ----------
+    kind
+        ``"runtime"``, or ``"log_parser"``: see
+        :class:`slapo.framework_dialect.log_parsers.LogParser`.
+    target
+        The runtime's name.
+
     Raises
     ------
     ValueError
-        Naming the runtimes there are.
+        Naming the kinds, or the runtimes there are.
+
+    Examples
+    --------
+    >>> get_dialect_cls("log_parser", "deepspeed").parse_log("").error_code
+    2
     """
     found = _DIALECTS.get((kind, target))
     if found is None:
-        known = sorted(t for k, t in _DIALECTS if k == kind)
-        raise ValueError(
-            f"no {kind} is registered for target {target!r}; known are {known}, and target=None "
-            "builds the plain module"
-        )
+        raise ValueError(_unknown(kind, target))
     if isinstance(found, str):
         found = _DIALECTS[kind, target] = resolve_name(found)
     return found
+
+
+def _unknown(kind: str, target: str) -> str:
+    known = sorted(t for k, t in _DIALECTS if k == kind)
+    if not known:
+        kinds = sorted({k for k, _ in _DIALECTS})
+        return f"no kind of plug-in is called {kind!r}; known are {kinds}, and the kind comes first"
+    remedy = ", and target=None builds the plain module" if kind == "runtime" else ""
+    return f"no {kind} is registered for target {target!r}; known are {known}{remedy}"

@@ -9,7 +9,8 @@ from slapo.node import Node
 from slapo.op.linear import LinearWithSeparateBias
 from slapo.primitives.base import Primitive
 from slapo.primitives.replace import replace_module
-from slapo.sharding.state import shards_of
+from slapo.sharding.partial import is_deferring
+from slapo.sharding.state import copy_shards, shards_of
 from slapo.wrapper import innermost
 
 
@@ -24,7 +25,8 @@ class DecomposePrimitive(Primitive):
     Raises
     ------
     ValueError
-        If the module is no plain ``nn.Linear``, has no bias, is decomposed or sharded already.
+        If the module is no plain ``nn.Linear``, has no bias, is decomposed already, or sharded so
+        that this rank has less than the whole.
 
     Examples
     --------
@@ -55,18 +57,26 @@ class DecomposePrimitive(Primitive):
                 "the layer has no bias, so there is nothing to take apart; leave the call out"
             )
         _check_not_in_graph(sch)
-        if shards_of(module):
+        slices = [n for n in shards_of(module) if _is_smaller(module.get_parameter(n))]
+        if slices:
             raise ValueError(
-                f"the layer is sharded already ({', '.join(shards_of(module))}); "
+                f"the layer is sharded already ({', '.join(slices)}); "
                 "call .decompose() before .shard()"
             )
-        if type(module).forward is not nn.Linear.forward:
+        if type(module).forward is not nn.Linear.forward and not is_deferring(module):
             raise ValueError(
                 f"{type(module).__name__} has a forward of its own, which would be lost; write "
                 "the module you want and use .replace()"
             )
-        replace_module(sch, LinearWithSeparateBias.from_linear(module))
+        new = LinearWithSeparateBias.from_linear(module)
+        copy_shards(module, new)
+        replace_module(sch, new)
         return sch
+
+
+def _is_smaller(param: nn.Parameter) -> bool:
+    """Whether a slice is less than the whole: in a world of one it is not."""
+    return param.shape != getattr(param, "orig_shape", param.shape)
 
 
 def _check_not_in_graph(sch: Node) -> None:

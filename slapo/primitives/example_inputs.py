@@ -10,7 +10,7 @@ from torch import nn
 from slapo.errors import TraceError
 from slapo.graph.trace.call import BoundCall
 from slapo.graph.trace.capture import capture
-from slapo.graph.trace.examples import example_inputs
+from slapo.graph.trace.examples import example_inputs, inputs_of_part
 from slapo.graph.trace.run import Inputs, capture_inputs
 from slapo.node import Node
 from slapo.utils.calls import as_call
@@ -55,7 +55,7 @@ class RecordingInputs:
             named = example_inputs(module, self.concrete or None, self.config, every_mask)
             return (), {**named, **self.concrete}
         if self.sch.parent is None:
-            raise TraceError("there is nothing to run it with; pass example_inputs")
+            return (), {**inputs_of_part(module, self.concrete, self.config), **self.concrete}
         call = BoundCall.of(module, *self._from_model(module))
         args, kwargs = call.with_arguments({**call.arguments, **self.concrete})
         positional = list(call.signature.parameters)[: len(args)]

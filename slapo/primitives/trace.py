@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import fx, nn
@@ -55,7 +55,8 @@ class TracePrimitive(Primitive):
         Model config to make example inputs from, where the module has none itself.
     example_inputs
         Tensors to record with, a tuple or a dict of keyword arguments; made up for Transformers
-        models, and taken from a run of the whole model for modules within one.
+        models, and for their layers where these stand alone (hidden states, no mask); taken from a
+        run of the whole model for modules within one.
 
     Returns
     -------
@@ -115,6 +116,8 @@ class TracePrimitive(Primitive):
         except TraceError as error:
             _warn(sch, tracer, error)
             return False
+        if flatten:
+            result.traced[""]._kept_whole = _named(module, leaf_modules)
         _put_in_place(sch, result)
         return True
 
@@ -128,12 +131,22 @@ def _trace_with_proxies(
 ) -> TraceResult:
     """By proxies; by a capture where proxies do not survive and there are inputs for it."""
     module = innermost(sch.mod)
+    return _first_or_second(
+        sch,
+        lambda: trace_symbolic_tree(module, recursive, flatten, leaf_modules, given[0]),
+        lambda: _capture(sch, "huggingface", recursive, flatten, leaf_modules, given),
+    )
+
+
+def _first_or_second(
+    sch: Node, by_proxies: Callable[[], TraceResult], by_capture: Callable[[], TraceResult]
+) -> TraceResult:
     try:
-        return trace_symbolic_tree(module, recursive, flatten, leaf_modules, given[0])
+        return by_proxies()
     except TraceError as error:
         reason = error
     try:  # not within the other block, whose error has nothing to do with what fails here
-        result = _capture(sch, "huggingface", recursive, flatten, leaf_modules, given)
+        result = by_capture()
     except TraceError as other:
         raise TraceError(f"{reason}; and by a capture: {other}") from reason
     logger.info('%s was traced as by tracer="huggingface": %s', sch.where, reason)
@@ -167,7 +180,8 @@ class TraceUntilPrimitive(Primitive):
     paths
         One path or several; they and everything above them become graphs.
     tracer
-        ``"pytorch"`` or ``"huggingface"``, as for :meth:`Schedule.trace`.
+        ``"pytorch"`` or ``"huggingface"``, as for :meth:`Schedule.trace`: the first does as the
+        second where proxies do not survive and there are inputs for it.
     concrete_args, config, example_inputs
         As for :meth:`Schedule.trace`, for the root's forward.
 
@@ -225,18 +239,26 @@ class TraceUntilPrimitive(Primitive):
         try:
             for path in containers:
                 _check_traceable(innermost(sch[path].mod))
+            given = (concrete_args, config, example_inputs)
             if tracer == "pytorch":
-                result = _symbolic_containers(sch, containers, concrete_args)
+                result = _first_or_second(
+                    sch,
+                    lambda: _symbolic_containers(sch, containers, concrete_args),
+                    lambda: _captured_containers(sch, containers, given),
+                )
             else:
-                from slapo.primitives.recording import RecordingInputs, run_and_trace_containers
-
-                inputs = RecordingInputs(sch, concrete_args, config, example_inputs)
-                result = run_and_trace_containers(inputs, containers)
+                result = _captured_containers(sch, containers, given)
         except TraceError as error:
             _warn(sch, tracer, error)
             return False
         _put_in_place(sch, result)
         return True
+
+
+def _captured_containers(sch: Node, containers: list[str], given: _Given) -> TraceResult:
+    from slapo.primitives.recording import RecordingInputs, run_and_trace_containers
+
+    return run_and_trace_containers(RecordingInputs(sch, *given), containers)
 
 
 def _symbolic_containers(
@@ -270,6 +292,15 @@ def _check_leaves(module: nn.Module, leaf_modules: Collection[str]) -> None:
             f"leaf_modules names {unknown}, neither the class nor the path of a module here; "
             + with_nearest(str(unknown[0]), known, classes)
         )
+
+
+def _named(module: nn.Module, names: Collection[str]) -> frozenset[str]:
+    """Paths of the modules that are named, by path or class."""
+    return frozenset(
+        path
+        for path, each in module.named_modules()
+        if path in names or type(innermost(each)).__name__ in names
+    )
 
 
 def _check_traceable(module: nn.Module) -> None:

@@ -116,6 +116,15 @@ def syncs_of(module: nn.Module) -> tuple[KnownSync, ...]:
     return () if state is None else state.syncs
 
 
+def copy_shards(source: nn.Module, target: nn.Module) -> None:
+    """Note on `target`, which has the same tensors, how they are sliced."""
+    state = sharding_of(source)
+    if state is not None and state.specs:
+        new = make_sharding(target, state.group.group)
+        new.specs, new.sizes, new.layout = dict(state.specs), dict(state.sizes), state.layout
+        new.attach(target)
+
+
 def move_syncs(source: nn.Module, target: nn.Module) -> None:
     """Note the syncs of `source` on `target`, to which its hooks go."""
     state = sharding_of(source)

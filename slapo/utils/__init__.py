@@ -1,1 +1,5 @@
 """Helpers for inspecting modules and resource usage."""
+
+from slapo.utils import common, report
+
+__all__ = ["common", "report"]

@@ -331,8 +331,8 @@ class Verify:
             return ""
         return (
             f"\nit holds shards, and keeps {', '.join(left)}: give those that count the whole this "
-            f'rank\'s share, as by sch["{full}"].set(name, whole // sch.world_size), and leave each '
-            "rank whole heads"
+            f'rank\'s share, as by sch["{full}"].set(name, whole // sch.world_size), and leave '
+            "each rank whole heads"
         )
 
     def _agree(self, condition: bool) -> bool:

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from slapo.agreement import has_peers, is_broken_collective
 from slapo.errors import SlapoError, VerificationError
 
+#: Seconds that a rank may take to notice that another has left.
+_PATIENCE = 3.0
 #: How often these ranks have verified something together: the same on all of them.
 _TIMES: Counter[tuple[int, ...]] = Counter()
 
@@ -76,7 +78,7 @@ class Peers:
         except Exception as error:
             if self._store is not None:
                 if is_broken_collective(error):
-                    self._raise_for_others(error)
+                    self._raise_for_who_left(error)
                 self.tell(error)
             raise
 
@@ -90,10 +92,36 @@ class Peers:
                 text = f"rank {self._rank} with {type(error).__name__}: {error}"
                 self._store.set("failed", text)
 
-    def _raise_for_others(self, noticed: Exception | None = None) -> None:
+    def _told_by_another(self) -> str:
         assert self._store is not None
-        told = ""
-        with suppress(RuntimeError):
-            told = self._store.get("failed").decode() if self._store.check(["failed"]) else ""
-        if told and not told.startswith(f"rank {self._rank} "):
+        told = self._store.get("failed").decode() if self._store.check(["failed"]) else ""
+        return "" if told.startswith(f"rank {self._rank} ") else told
+
+    def _raise_for_others(self) -> None:
+        told = self._told_by_another()
+        if told:
+            raise VerificationError(f"Verify failed on {told}")
+
+    def _raise_for_who_left(self, noticed: Exception) -> None:
+        """A collective broke here: say who has failed."""
+        try:
+            told = self._told_by_another()
+        except RuntimeError as gone:
+            raise VerificationError(
+                "Verify: a rank has left, most likely that which keeps the job's store; its output "
+                f"says why: {noticed}"
+            ) from gone
+        if told:
+            self._stay_until_all_have_read(told)
             raise VerificationError(f"Verify failed on {told}") from noticed
+
+    def _stay_until_all_have_read(self, told: str) -> None:
+        """The store may be this process's, and go with it."""
+        assert self._store is not None
+        left = [rank for rank in self._ranks if not told.startswith(f"rank {rank} ")]
+        deadline = time.monotonic() + _PATIENCE
+        with suppress(RuntimeError):
+            self._store.set(f"read/{self._rank}", "")
+            keys = [f"read/{rank}" for rank in left]
+            while time.monotonic() < deadline and not self._store.check(keys):
+                time.sleep(0.05)

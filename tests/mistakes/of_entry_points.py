@@ -58,7 +58,9 @@ def the_model(sch):
 
 
 @mistake("build")
-def a_part_of_a_schedule(sch):
+def a_part_of_what_was_scheduled():
+    sch = stack().checkpoint()
+    yield sch
     slapo.build(sch["layers.0"])
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from slapo.framework_dialect import get_dialect_cls
+
 pytest.importorskip("transformers")
 from examples import finetune
 
@@ -56,6 +58,11 @@ def test_it_trains(processes: int, arguments: str) -> None:
     found = re.search(r"loss (\d+\.\d+) -> (\d+\.\d+), (\d+) tokens/s", done.stdout)
     assert found, done.stdout
     assert float(found[2]) < float(found[1])
+    target = "deepspeed" if "deepspeed" in arguments else "torch"
+    read = get_dialect_cls("log_parser", target).parse_log(done.stdout)
+    assert read.error_code == 0
+    assert read.samples_per_sec == pytest.approx(float(found[3]) / 16, rel=0.05)
+    assert read.param_per_gpu > 1000
 
 
 @pytest.mark.parametrize(

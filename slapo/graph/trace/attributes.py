@@ -156,6 +156,23 @@ def attributes_read(
     return tuple((path, name, value) for (path, name), value in known)
 
 
+def without_entry(
+    attributes: tuple[Attribute, ...], path: str, entry: str
+) -> tuple[Attribute, ...]:
+    """The same, where a rewrite has taken an entry out of the list of children at a path."""
+    above, _, name = path.rpartition(".")
+    return tuple(
+        (place, called, _less(value, entry) if (place, called) == (above, name) else value)
+        for place, called, value in attributes
+    )
+
+
+def _less(value: Any, entry: str) -> Any:
+    if not isinstance(value, Child) or value.entries is None:
+        return value
+    return replace(value, entries=tuple(each for each in value.entries if each != entry))
+
+
 def globals_read(reads: Reads) -> tuple[Attribute, ...]:
     """The plain values and functions of Python modules among what is read: home, name and value."""
     found = []

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from slapo.errors import TraceError
 
@@ -211,6 +212,53 @@ def example_inputs(
         chosen.append(mask)
     device = next((p.device for p in module.parameters()), None)
     return {name: BUILDERS[name](facts).to(device) for name in chosen}
+
+
+def inputs_of_part(
+    module: nn.Module, concrete_args: Mapping[str, Any], config: Any = None
+) -> dict[str, Any]:
+    """Dummy inputs for a layer or an attention of Hugging Face that stands alone, by name.
+
+    Parameters
+    ----------
+    module
+        What takes ``hidden_states`` of shape (batch, length, hidden), and maybe rotary embeddings
+        and a mask, of which it gets none.
+    concrete_args
+        Forward parameter -> value; these are no inputs.
+    config
+        The config to read sizes from, by default that of the module or of one below it.
+
+    Raises
+    ------
+    TraceError
+        If its forward needs more than that, or nothing tells the size.
+    """
+    parameters = inspect.signature(module.forward).parameters
+    taken = parameters.keys() - concrete_args.keys()
+    needed = {
+        name
+        for name in taken
+        if parameters[name].default is inspect.Parameter.empty
+        and parameters[name].kind not in _STARRED
+    }
+    configs = (m.config for m in module.modules() if getattr(m, "config", None) is not None)
+    config = config if config is not None else next(configs, None)
+    is_part = type(module).__module__.startswith("transformers.") and config is not None
+    known = {"hidden_states", "position_embeddings", "attention_mask"}
+    if not is_part or "hidden_states" not in needed or needed - known:
+        raise TraceError("there is nothing to run it with; pass example_inputs")
+    facts = _Facts(module, config, False)
+    hidden = facts.read("hidden_size", "n_embd", "d_model", default=32)
+    heads = facts.read("num_attention_heads", "num_heads", default=1)
+    angles = torch.zeros(BATCH, LENGTH, facts.read("head_dim", default=hidden // heads))
+    made: dict[str, Any] = {
+        "hidden_states": torch.zeros(BATCH, LENGTH, hidden, dtype=facts.dtype),
+        "position_embeddings": (angles.to(facts.dtype), angles.to(facts.dtype)),  # cosines, sines
+    }
+    device = next((p.device for p in module.parameters()), None)
+    found = {name: tree_map(lambda t: t.to(device), made[name]) for name in made if name in taken}
+    return {**dict.fromkeys(needed), **found}
 
 
 def _main_inputs(facts: _Facts, names: list[str]) -> list[str]:

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from slapo.graph.trace.attributes import (
     tensors_held,
     told,
     value_of,
+    without_entry,
 )
 from slapo.graph.trace.classes import check_names, class_for
 from slapo.graph.trace.contract import (
@@ -83,6 +85,10 @@ class TracedModule(fx.GraphModule):
 
     contract: CallContract
     origin: type[nn.Module]
+    #: Paths of the modules whose operations are in the graphs.
+    _inlined: frozenset[str] = frozenset()
+    #: Paths that a flat trace was told to leave alone.
+    _kept_whole: frozenset[str] = frozenset()
     _kinds: list[tuple[str, str]]
 
     #: The class as written, which those that :func:`class_for` makes derive from.
@@ -170,6 +176,16 @@ class TracedModule(fx.GraphModule):
     def is_stale(self) -> bool:
         """True when the graph changed after its code was generated."""
         return bool(self.__dict__["_stale"])
+
+    def delete_submodule(self, target: str) -> bool:
+        """Remove a module that no graph calls; a list that the code looped over has one less."""
+        removed = super().delete_submodule(target)
+        above, _, entry = target.rpartition(".")
+        if removed and above:
+            for each in self.graphs:
+                left = without_entry(each.contract.attributes, above, entry)
+                each.contract = replace(each.contract, attributes=left)
+        return removed
 
     def _recompile_submodules(self) -> list[tuple[str, fx.graph.PythonCode]]:
         return []  # children are compiled when they are used
@@ -426,6 +442,16 @@ class TracedModule(fx.GraphModule):
     def _state_but_graph(self) -> dict[str, Any]:
         own = ("_graph", "_code", "_forward", "_signature", "_passed", "_shown")
         return {name: value for name, value in self.__dict__.items() if name not in own}
+
+
+def inlined_in(module: nn.Module) -> frozenset[str]:
+    """Paths of the modules below one whose operations are in its graphs; nothing for no graph."""
+    return module._inlined if isinstance(module, TracedModule) else frozenset()
+
+
+def kept_whole_in(module: nn.Module) -> frozenset[str]:
+    """Paths that a flat trace was told to keep as one call each."""
+    return module._kept_whole if isinstance(module, TracedModule) else frozenset()
 
 
 def _empty(kind: type[TracedModule], origin: type[nn.Module]) -> TracedModule:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import fake_tensor_tls
 
 
 @contextmanager
@@ -72,7 +74,10 @@ def one_device(root: nn.Module) -> Iterator[None]:
     operation could combine with the parameters.
     """
     if any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers())):
-        with on_meta(root):
+        # What torch.tensor(..., device="meta") makes is no fake tensor, even among fake ones.
+        name = "allow_non_fake_inputs_override"
+        taken = mock.patch.object(fake_tensor_tls, name, True, create=True)
+        with on_meta(root), taken:
             yield
     else:
         yield

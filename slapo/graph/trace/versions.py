@@ -31,7 +31,7 @@ from slapo.graph.trace.contract import CallContract, Guard
 from slapo.graph.trace.guards import SizeGuard, UnlessNone
 from slapo.graph.trace.leaves import check_modes, depends_on_mode
 from slapo.graph.trace.modes import TWIN, merge_modes, other_mode, same_without
-from slapo.graph.trace.module import TracedModule
+from slapo.graph.trace.module import TracedModule, inlined_in
 from slapo.graph.trace.reads import mentions
 from slapo.graph.trace.state import SLOTS
 
@@ -184,6 +184,8 @@ def assemble(module: nn.Module, base: Version, others: list[Version]) -> TracedM
         align_nodes(base.graph, other.graph, index)
         variants.append(_as_module(module, other))
     traced.set_variants(tuple(variants))
+    # What a graph of a graph finds inlined is not called any more either.
+    traced._inlined = inlined_in(module).union(*(v.entered for v in (base, *others)))
     return traced
 
 

@@ -1,0 +1,103 @@
+"""What published scripts rely on, with models of Transformers."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+import slapo
+from slapo.graph.trace.trees import tensors
+from tests.graph.zoo import FAMILIES, each_layer, transformers
+from tests.test_published_behaviour import TRACERS, left_over
+
+
+def bert(layers: int = 1) -> nn.Module:
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=64
+    )
+    return transformers.BertModel(config).eval()
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("path", ["encoder.layer.0.attention", "encoder.layer.0"])
+def test_constants_read_off_a_layer(tracer: str, path: str) -> None:
+    model = bert()
+    x = torch.randn(2, 5, 32)
+    expected = model.get_submodule(path)(x)
+    sch = slapo.create_schedule(model)
+    constants = left_over(sch[path].mod, "hidden_states")
+    assert sch[path].trace(tracer=tracer, flatten=True, concrete_args=constants)
+    assert isinstance(sch[path].mod, fx.GraphModule)
+    got = sch[path].mod(x)
+    torch.testing.assert_close(
+        got[0] if isinstance(got, tuple) else got,
+        expected[0] if isinstance(expected, tuple) else expected,
+    )
+
+
+@pytest.mark.parametrize("part", ["layer", "attention"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5"])
+def test_the_default_tracer_takes_parts_that_stand_alone(name: str, part: str) -> None:
+    family = FAMILIES[name]
+    model = family.build()
+    path, layer = next(each_layer(model, family))
+    if part == "attention":
+        path += "." + next(p for p, _ in layer.named_modules() if "att" in p.lower())
+    module = model.get_submodule(path)
+    inputs: dict[str, Any] = {"hidden_states": torch.randn(2, 5, 32)}
+    if name == "llama":
+        angles = torch.randn(2, 5, model.config.head_dim)
+        inputs |= {"position_embeddings": (angles.cos(), angles.sin())}
+        inputs |= {"attention_mask": None} if part == "attention" else {}
+    expected = module(**inputs)
+    sch = slapo.create_schedule(module)
+    assert sch.trace(tracer="pytorch", flatten=True)
+    assert isinstance(sch.mod, fx.GraphModule)
+    got = sch.mod(**inputs)
+    torch.testing.assert_close(tensors(got)[0], tensors(expected)[0])
+
+
+def test_what_proxies_do_not_survive_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    sch = slapo.create_schedule(FAMILIES["gpt_neo"].build())
+    assert sch["transformer.h.0.attn"].trace(tracer="pytorch", flatten=True)
+    assert isinstance(sch["transformer.h.0.attn"].mod, fx.GraphModule)
+    (record,) = [r for r in caplog.records if "was traced as by" in r.getMessage()]
+    assert record.levelname == "INFO"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("include_buffers", [False, True])
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_family_is_traced_without_memory(name: str, include_buffers: bool) -> None:
+    family = FAMILIES[name]
+    with slapo.init_empty_weights(include_buffers=include_buffers):
+        model = family.build()
+    cached = "use_cache" in inspect.signature(model.forward).parameters
+    sch = slapo.create_schedule(model)
+    assert sch.trace_until(
+        [path for path in family.chain if path] or "",
+        concrete_args={"use_cache": False} if cached else {},
+    )
+    assert isinstance(sch.mod, fx.GraphModule)
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("part", ["", ".attn"])
+def test_attentions_that_make_tensors_are_traced_without_memory(tracer: str, part: str) -> None:
+    """Of GPT-Neo, whose buffers have values while its parameters have none."""
+    family = FAMILIES["gpt_neo"]
+    whole = family.build()
+    with slapo.init_empty_weights():
+        model = family.build()
+    sch = slapo.create_schedule(model)
+    assert sch[f"transformer.h.0{part}"].trace(tracer=tracer, flatten=True)
+    built, _ = slapo.build(sch)
+    built.load_state_dict(whole.state_dict())
+    inputs = family.inputs(3, 11, False)
+    torch.testing.assert_close(
+        built(**inputs, use_cache=False).logits, whole(**inputs, use_cache=False).logits
+    )
