@@ -287,8 +287,9 @@ def check_shards(sch: Schedule) -> None:
     """Refuse sharded modules that compute something else than the whole one does."""
     if sch.world_size == 1:
         return
-    for path, node in sch.named_schedules():
-        module = innermost(node.mod)
+    # Of the model, not of the tree: a flat trace takes what is in its leaves out of that.
+    for path, outer in sch.mod.named_modules():
+        module = innermost(outer)
         state = sharding_of(module)
         if state is None:
             continue
@@ -318,7 +319,7 @@ def check_shards(sch: Schedule) -> None:
                 f"{path!r}: its weight is sharded along axis {specs['weight'].axis}, which splits "
                 f'the output, and its bias is whole; add sch["{path}"].shard("bias", axis=0)'
             )
-        by_hand = node.mod._forward_pre_hooks and node.mod._forward_hooks
+        by_hand = outer._forward_pre_hooks and outer._forward_hooks
         if layout.vocabulary and not (is_masked(module) or by_hand):
             raise SlapoError(
                 f"{path!r}: its rows are spread over the ranks, and nothing masks the tokens of "
@@ -349,7 +350,7 @@ def _compile_graphs(model: nn.Module) -> None:
 
 def _renew_tags(sch: Schedule) -> None:
     """Tags follow a parameter that the user replaced by hand."""
-    for _, node in sch.named_schedules():
-        state = sharding_of(innermost(node.mod))
+    for module in map(innermost, sch.mod.modules()):
+        state = sharding_of(module)
         if state is not None:
-            state.attach(innermost(node.mod))
+            state.attach(module)

@@ -92,6 +92,20 @@ def test_a_traced_child_keeps_its_graphs_in_a_flat_trace(
     assert_alike(sch.mod, reference)
 
 
+@pytest.mark.parametrize("flatten", [False, True])
+def test_a_traced_module_may_be_traced_again(flatten: bool) -> None:
+    module = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU())), nn.ReLU())
+    reference = copy.deepcopy(module)
+    sch = slapo.create_schedule(module)
+    assert sch["0"].trace()
+    assert sch["0"].trace(flatten=flatten)
+    assert sch.trace(flatten=flatten)
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(sch.mod(x), reference(x))
+    targets = [str(node.target) for node in sch["0"].mod.graph.find_nodes(op="call_module")]
+    assert flatten == ("0.0" in targets)
+
+
 class ByMask(HasTensors):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         y = self.fc(x)

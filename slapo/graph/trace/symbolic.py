@@ -72,6 +72,9 @@ class SymbolicTracer(RefusingTracer):
         """The graph of `root`'s forward."""
         tensors = [*root.named_parameters(), *root.named_buffers()]
         self._tensor_names = {id(t): name for name, t in reversed(tensors)}
+        if isinstance(root, TracedModule):
+            # Fx reads the globals of a function of that name; a graph's code has none to wrap.
+            self.traced_func_name = "_call_impl"
         return super().trace(root)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
