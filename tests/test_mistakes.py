@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from slapo import Schedule
+from slapo.framework_dialect import registry
+from slapo.primitives import base
 from tests.distributed import run_distributed
 from tests.fingerprint import fingerprint
 from tests.mistakes import TABLE, Mistake, of_entry_points, of_primitives, stack
@@ -48,6 +50,18 @@ def commit(function: Mistake) -> Told:
         text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
         return Told(type(error).__name__, stable(text), changed)
     raise AssertionError(f"{function.__name__} went unnoticed")
+
+
+@pytest.fixture(autouse=True)
+def nothing_but_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages list what there is, and other tests have registered primitives and runtimes."""
+    for name, primitive in list(base._REGISTRY.items()):
+        if not base.is_builtin(primitive):
+            monkeypatch.delitem(base._REGISTRY, name)
+    for key, cls in list(registry._DIALECTS.items()):
+        home = cls if isinstance(cls, str) else cls.__module__
+        if not home.startswith("slapo."):
+            monkeypatch.delitem(registry._DIALECTS, key)
 
 
 def prepare(function: Mistake) -> tuple[Schedule | None, Callable[[], Any]]:
