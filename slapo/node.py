@@ -221,6 +221,13 @@ class Node:
                 f"no module at {path!r}{here}, which is a tensor; name the module, and the tensor "
                 f"as an argument: {spelled(self[owner].path)}.shard({leaf!r}, axis=0)"
             )
+        sealed = self._sealed_above(path)
+        if sealed is not None:
+            return (
+                f"no module at {path!r}{here}: {sealed.path!r} is torch's own "
+                f"{type(innermost(sealed.mod)).__name__}, which is one node, as its code decides "
+                "about what is in it; replace it by modules of your own to schedule its parts"
+            )
         if not self._is_list(path):
             return f"no module at {path!r}{here}; nearest paths are {near}"
         items = [p for p in self.child if p.startswith(f"{path}.")][:3] or near
@@ -247,6 +254,16 @@ class Node:
             return isinstance(self.mod.get_submodule(path), nn.ModuleList)
         except AttributeError:
             return False
+
+    def _sealed_above(self, path: str) -> Node | None:
+        """The layer of torch, if any, that has a module at `path` within."""
+        parts = path.split(".")
+        for end in range(len(parts) - 1, 0, -1):
+            node = self._lookup(".".join(parts[:end]))
+            if node is not None:
+                inside = _slot(innermost(node.mod), ".".join(parts[end:])) is not None
+                return node if inside and is_torch_leaf(innermost(node.mod)) else None
+        return None
 
     def _is_tensor(self, path: str) -> bool:
         owner, _, leaf = path.rpartition(".")

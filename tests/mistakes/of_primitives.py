@@ -25,6 +25,13 @@ def the_list_itself(sch):
 
 
 @mistake("paths")
+def a_part_of_a_layer_of_torch():
+    sch = slapo.create_schedule(nn.Sequential(nn.TransformerEncoderLayer(8, 2, batch_first=True)))
+    yield sch
+    sch["0.self_attn.out_proj"].shard("weight", axis=1)
+
+
+@mistake("paths")
 def a_number(sch):
     sch[0]
 
