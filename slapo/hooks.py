@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -48,12 +48,12 @@ def get_hooks(module: nn.Module) -> dict[str, list[Callable[..., Any]]]:
     >>> {mode: len(hooks) for mode, hooks in get_hooks(linear).items()}
     {'fwd_pre': 0, 'fwd_post': 1, 'bwd_post': 0}
     """
-    pre = list(module._forward_pre_hooks.values())
+    pre = _listed(module._forward_pre_hooks.values())
     return {
         "fwd_pre": [h for h in pre if getattr(h, MODE_ATTRIBUTE, "fwd_pre") == "fwd_pre"],
-        "fwd_post": [*reducers_of(module), *module._forward_hooks.values()],
+        "fwd_post": [*reducers_of(module), *_listed(module._forward_hooks.values())],
         "bwd_post": [h for h in pre if getattr(h, MODE_ATTRIBUTE, "") == "bwd_post"]
-        + list(module._backward_hooks.values()),
+        + _listed(module._backward_hooks.values()),
     }
 
 
@@ -104,7 +104,10 @@ def move_output_hooks(source: nn.Module, target: nn.Module) -> None:
 
 
 def _move(source: nn.Module, target: nn.Module, slots: tuple[str, ...]) -> None:
-    """Swap the dictionaries, not their contents: the handles of the moved hooks point at them."""
+    """Move the dictionaries, not their contents: the handles of the moved hooks point at them.
+
+    Those of hooks that the target has already point at its own, where these stay.
+    """
     if source is target:
         return
     if "_backward_hooks" in slots and source._is_full_backward_hook is not None:
@@ -113,6 +116,34 @@ def _move(source: nn.Module, target: nn.Module, slots: tuple[str, ...]) -> None:
         old, new = source.__dict__.get(slot), target.__dict__.get(slot)
         if not old or new is None:
             continue
-        target.__dict__[slot], source.__dict__[slot] = old, new
-        old.update(new)
-        new.clear()
+        target.__dict__[slot], source.__dict__[slot] = old, type(new)()
+        marks = slot.endswith(("_with_kwargs", "_always_called"))
+        old.update(new if marks else {key: _Held(new, key) for key in new})
+
+
+class _Held:
+    """A hook in one dictionary, called while it stands in another: its handle removes it there.
+
+    Parameters
+    ----------
+    hooks, key
+        The dictionary that the handle points at, and the hook's place in it.
+    """
+
+    def __init__(self, hooks: dict[int, Callable[..., Any]], key: int) -> None:
+        self.hooks, self.key = hooks, key
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hook = self.hooks.get(self.key)
+        return None if hook is None else hook(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("hooks", "key") or name.startswith("__"):  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.hooks.get(self.key), name)
+
+
+def _listed(hooks: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:
+    """As they were registered; without those that have been removed."""
+    found = [hook.hooks.get(hook.key) if isinstance(hook, _Held) else hook for hook in hooks]
+    return [hook for hook in found if hook is not None]

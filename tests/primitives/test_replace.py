@@ -704,3 +704,32 @@ def test_what_may_not_move_is_not_replaced() -> None:
     new = nn.Sequential(nn.Dropout(), nn.ReLU())
     message = "'dropout' would move past 'dropout_1'"
     refused(sch, ValueError, message, lambda: sch.replace(new, match))
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_handles_of_hooks_on_both_modules_work(copied: bool) -> None:
+    calls: list[str] = []
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
+    old = sch["0"].mod.register_forward_hook(lambda *_: calls.append("old"))
+    linear = nn.Linear(4, 4)
+    hooks = [
+        linear.register_forward_pre_hook(lambda *_, **__: calls.append("pre"), with_kwargs=True),
+        linear.register_forward_hook(lambda *_: calls.append("new")),
+        linear.register_full_backward_hook(lambda *_: calls.append("back")),
+    ]
+    sch["0"].mod.register_full_backward_hook(lambda *_: None)
+    sch["0"].mod.register_forward_pre_hook(lambda *_: None)
+    sch["0"].replace(linear)
+    model = copy.deepcopy(sch.mod) if copied else sch.mod
+    model(torch.ones(1, 4, requires_grad=True)).sum().backward()
+    assert calls == ["pre", "old", "new", "back"]
+    assert [len(found) for found in get_hooks(model[0]).values()] == [2, 2, 2]
+    if copied:
+        return
+    calls.clear()
+    old.remove()
+    for hook in hooks:
+        hook.remove()
+    model(torch.ones(1, 4, requires_grad=True)).sum().backward()
+    assert calls == []
+    assert [len(found) for found in get_hooks(model[0]).values()] == [1, 0, 1]
