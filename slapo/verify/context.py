@@ -22,7 +22,7 @@ from slapo.primitives.base import find_primitive
 from slapo.random import get_rng_tracker
 from slapo.schedule import Schedule
 from slapo.utils.calls import as_call
-from slapo.verify.locate import Comparison, plain_numbers, recorded, running_in
+from slapo.verify.locate import Comparison, contains, recorded, running_in, sizes_kept
 from slapo.verify.peers import Peers
 from slapo.verify.setting import (
     SEED,
@@ -312,28 +312,11 @@ class Verify:
             path = running_in(error, self.sch.mod)
             module = self.sch.mod.get_submodule(path or "")
             where = f" in {path!r} ({type(module).__name__})" if path else ""
+            full = ".".join(filter(None, (self.sch.path, path)))
             raise VerificationError(
                 f"Verify: {what}the scheduled model fails with {type(error).__name__}{where}: "
-                f"{error}; {self._applied(path or '')}{self._sizes_kept(path or '')}"
+                f"{error}; {self._applied(path or '')}{sizes_kept(module, full, self._records())}"
             ) from error
-
-    def _sizes_kept(self, path: str) -> str:
-        """Numbers of a module that holds shards: they are not shared out with its weights."""
-        prefix = f"{self.sch.path}." if self.sch.path else ""
-        full = (prefix + path).rstrip(".")
-        below = [r for r in self._records() if _contains(full, r.path)]
-        if not any(r.primitive == "shard" and r.path != full for r in below):
-            return ""
-        set_already = {r.arguments["name"] for r in below if r.primitive == "set"}
-        numbers = plain_numbers(self.sch.mod.get_submodule(path))
-        left = [f"{n}={v}" for n, v in numbers.items() if repr(n) not in set_already]
-        if not left:
-            return ""
-        return (
-            f"\nit holds shards, and keeps {', '.join(left)}: give those that count the whole this "
-            f'rank\'s share, as by sch["{full}"].set(name, whole // sch.world_size), and leave '
-            "each rank whole heads"
-        )
 
     def _agree(self, condition: bool) -> bool:
         """Whether a condition holds on any rank."""
@@ -491,14 +474,10 @@ class Verify:
         prefix = f"{self.sch.path}." if self.sch.path else ""
         full = [(prefix + path).rstrip(".") for path in paths if path is not None]
         records = self._records()
-        below = [r for r in records if any(_contains(path, r.path) for path in full)]
-        above = [r for r in records if any(_contains(r.path, path) for path in full)]
+        below = [r for r in records if any(contains(path, r.path) for path in full)]
+        above = [r for r in records if any(contains(r.path, path) for path in full)]
         chosen = below or above or records
         if not chosen:
             return "no primitive was applied in the block"
         lines = "\n  ".join(str(r) for r in chosen[:8])
         return f"primitives applied there:\n  {lines}"
-
-
-def _contains(path: str, inner: str) -> bool:
-    return not path or inner == path or inner.startswith(f"{path}.")

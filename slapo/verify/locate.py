@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slapo.history import Record
 from slapo.sharding.state import layout_of, shards_of
 from slapo.verify.tensors import difference, rtol_for, scale_of, tensors_in
 from slapo.wrapper import innermost
@@ -109,13 +110,42 @@ def running_in(error: BaseException, model: nn.Module) -> str | None:
     return found
 
 
-def plain_numbers(module: nn.Module) -> dict[str, int]:
-    """Integers from 2 that a module keeps in attributes."""
-    return {
-        name: value
+def sizes_kept(module: nn.Module, path: str, records: Sequence[Record]) -> str:
+    """Numbers of a module that holds shards: they are not shared out with its weights.
+
+    Parameters
+    ----------
+    path
+        The module's in the schedule.
+    records
+        What was applied.
+
+    Returns
+    -------
+    str
+        A line for a message; empty if nothing was sharded below, or no number is left.
+    """
+    below = [record for record in records if contains(path, record.path)]
+    if not any(record.primitive == "shard" and record.path != path for record in below):
+        return ""
+    known = {record.arguments["name"] for record in below if record.primitive == "set"}
+    numbers = [
+        f"{name}={value}"
         for name, value in vars(innermost(module)).items()
-        if type(value) is int and value > 1 and not name.startswith("_")
-    }
+        if type(value) is int and value > 1 and name[0] != "_" and repr(name) not in known
+    ]
+    if not numbers:
+        return ""
+    return (
+        f"\nit holds shards, and keeps {', '.join(numbers)}: give those that count the whole this "
+        f'rank\'s share, as by sch["{path}"].set(name, whole // sch.world_size), and leave each '
+        "rank whole heads"
+    )
+
+
+def contains(path: str, inner: str) -> bool:
+    """Whether the module at `path` is the one at `inner`, or around it."""
+    return not path or inner == path or inner.startswith(f"{path}.")
 
 
 def _keep(call: Call, grad: Tensor) -> None:
