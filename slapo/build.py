@@ -12,6 +12,7 @@ from torch import nn
 from slapo.agreement import all_ranks_or_none, gathered, has_peers, same_on_all_ranks
 from slapo.errors import SlapoError, with_nearest
 from slapo.framework_dialect import Lowering, Runtime, get_dialect_cls
+from slapo.framework_dialect.replicas import share_wholes
 from slapo.graph.trace.module import TracedModule
 from slapo.node import ScheduleState
 from slapo.pipeline import PipelinedModule, generate_pipeline_partition
@@ -54,7 +55,9 @@ def build(
         How to create parameters on ``meta``: True for the model's own initialisation, a callable
         ``fn(module)`` or ``fn(module, path)``, or False to leave them.
     **kwargs
-        For the runtime; a name that it does not know is an error with the nearest one.
+        For the runtime; a name that it does not know is an error with the nearest one. Without a
+        target there is ``sync_replicated``: True gives what is whole on every rank the values of
+        the first, in place of an error where they differ.
 
         Every target takes ``mesh`` (from :func:`slapo.init_mesh`), ``loss_fn(output, target)``
         (the mean of a micro-batch, or ``(sum, count)``), ``optimizer(parameters)`` (or
@@ -85,7 +88,8 @@ def build(
     Raises
     ------
     SlapoError
-        If ranks applied different schedules, something above a node was scheduled, a tie broke, a
+        If ranks applied different schedules, or hold different values of what is whole on all, if
+        something above a node was scheduled, a tie broke, a
         module cannot initialise its parameters, or the schedule needs a runtime it is not built
         for.
 
@@ -110,7 +114,7 @@ def build(
         )
     sch = _as_whole(sch)
     if target is None:
-        return _build_module(sch, init_weights, kwargs), None
+        return _build_module(sch, init_weights, **kwargs), None
     dialect = get_dialect_cls("runtime", target)
     what = f"build(target={target!r})"
     runtime = all_ranks_or_none(what, lambda: dialect(sch, **kwargs))
@@ -158,12 +162,18 @@ def _as_whole(sch: Schedule) -> Schedule:
     return whole
 
 
-def _build_module(sch: Schedule, init_weights: bool | Callable[..., Any], kwargs: Any) -> nn.Module:
+def _build_module(
+    sch: Schedule,
+    init_weights: bool | Callable[..., Any],
+    sync_replicated: bool = False,
+    **kwargs: Any,
+) -> nn.Module:
     _refuse_runtime_features(sch, kwargs)
     check_same_schedule(sch)
     check_ties(sch.mod, sch.state.ties)
     check_shards(sch)
     _fill_module(sch, init_weights)
+    share_wholes(sch.mod, sch.group, sync_replicated)
     allow_calls(sch.mod)
     return sch.mod
 
@@ -233,10 +243,13 @@ def _refuse_runtime_features(sch: Schedule, kwargs: dict[str, Any]) -> None:
     if kwargs:
         name = min(kwargs)
         hint = with_nearest(
-            name, ("target", "init_weights"), "pass target= for options of a runtime"
+            name,
+            ("target", "init_weights", "sync_replicated"),
+            "pass target= for options of a runtime",
         )
         raise TypeError(
-            f"build without a target takes no further arguments, got {sorted(kwargs)}; {hint}"
+            "build without a target takes no further arguments but sync_replicated, got "
+            f"{sorted(kwargs)}; {hint}"
         )
     cuts = [node.path for node in cut_nodes(sch)]
     if cuts:

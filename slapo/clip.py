@@ -35,6 +35,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     ------
     ValueError
         If `max_norm` is not above 0.
+    TypeError
+        If `model` is no module.
 
     Examples
     --------
@@ -44,6 +46,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     >>> float(clip_grad_norm_(model, 1.0)), model.weight.grad.flatten()
     (5.0, tensor([0.6000, 0.8000]))
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"clip_grad_norm_: got {type(model).__name__}; pass the model itself, in the place of "
+            "its parameters: the norm of slices is taken by what their modules know"
+        )
     if isinstance(max_norm, bool) or not max_norm > 0:
         raise ValueError(f"clip_grad_norm_: max_norm is {max_norm!r}; pass a number above 0")
     parameters = list(model.parameters())

@@ -139,10 +139,20 @@ def identify(value: Any) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16] if parts else ""
 
 
+_PLAIN = (str, bool, int, float, type(None))
+
+
+def _is_plain(item: Any) -> bool:
+    """A keyword and its plain value."""
+    return isinstance(item, tuple) and all(isinstance(part, _PLAIN) for part in item)
+
+
 def _add_identity(value: Any, parts: list[str]) -> None:
     if value is None or isinstance(value, (str, bool, int, float)):
         return
     if isinstance(value, functools.partial):
+        given = [*value.args, *value.keywords.items()]
+        parts.append(repr([each for each in given if isinstance(each, _PLAIN) or _is_plain(each)]))
         value = [value.func, value.args, value.keywords]
     if isinstance(value, Mapping):
         value = list(value.values())

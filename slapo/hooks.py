@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -116,6 +117,9 @@ def _move(source: nn.Module, target: nn.Module, slots: tuple[str, ...]) -> None:
         old, new = source.__dict__.get(slot), target.__dict__.get(slot)
         if not old or new is None:
             continue
+        for hook in old.values():
+            if getattr(hook, "with_module", False):  # torch's, around one of register_load_...
+                hook.module = weakref.ref(target)
         target.__dict__[slot], source.__dict__[slot] = old, type(new)()
         marks = slot.endswith(("_with_kwargs", "_always_called"))
         old.update(new if marks else {key: _Held(new, key) for key in new})

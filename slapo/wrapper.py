@@ -64,6 +64,8 @@ class ModuleWrapper(nn.Module):
         self.mod._save_to_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        for hook in self._load_state_dict_pre_hooks.values():  # which moved here from the wrapped
+            hook(*args, **kwargs)
         self.mod._load_from_state_dict(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import slapo
 from slapo.framework_dialect import Lowering, Runtime, get_dialect_cls, register_framework_dialect
@@ -138,3 +139,15 @@ def test_the_help_of_build_tells_the_options_of_every_target() -> None:
     for options in (TorchOptions, DeepSpeedOptions, MegatronOptions):
         for field in dataclasses.fields(options):
             assert f"``{field.name}" in text, (options.__name__, field.name)
+
+
+def test_the_digest_sees_what_a_partial_is_given() -> None:
+    def scale(by: int, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * by
+
+    digests = set()
+    for by in (2, 3):
+        sch = slapo.create_schedule(nn.Sequential(nn.ReLU()))
+        sch["0"].sync("fwd_post", functools.partial(scale, by))
+        digests.add(sch.digest())
+    assert len(digests) == 2

@@ -74,6 +74,26 @@ def share_values(
         all_ranks_or_none("build", lambda: _refuse(wrong))
 
 
+@torch.no_grad()
+def share_wholes(module: nn.Module, group: dist.ProcessGroup | None, sync: bool = False) -> None:
+    """`share_values` of what is whole over the tensor-parallel ranks. A collective of the group.
+
+    Raises
+    ------
+    SlapoError
+        On every rank of the group, naming the first tensor that differs.
+    """
+    if group is None or not has_peers(group):
+        return
+    whole = [(n, t) for n, t in _tensors(module) if not (is_tensor_parallel(t) or t.is_meta)]
+    if sync:
+        for _, tensor in whole:
+            _broadcast(tensor, group)
+        return
+    differs = _first_difference(whole, group)
+    _refuse(None if differs is None else (differs, "tensor-parallel ranks"))
+
+
 def _refuse(wrong: tuple[str, str] | None) -> None:
     if wrong is not None:
         raise SlapoError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
+from slapo.history import warn_caller
 from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_own_tensor
@@ -71,6 +73,11 @@ class AnnotatePrimitive(Primitive):
             )
         if key in PARTIAL_GRAD and not isinstance(value, bool):
             raise TypeError(f"{key} is {value!r}; pass True or False")
+        if key not in PARTIAL_GRAD and difflib.get_close_matches(key, PARTIAL_GRAD, 1, cutoff=0.85):
+            warn_caller(
+                f"annotate: the tag {key!r} means nothing here, and is spelt like 'partial_grad', "
+                "which sums the parameter's gradient over the ranks; write that if you mean it"
+            )
         state = make_sharding(module, sch.group)
         state.tags.setdefault(param_name, {})[key] = value
         state.attach(module, param_name)

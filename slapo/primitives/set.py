@@ -58,12 +58,12 @@ class SetPrimitive(Primitive):
     def apply(sch: Node, /, name: str, value: Any) -> Node:
         """Check against what is there, and set."""
         module = innermost(sch.mod)
-        check_attribute(module, name, value)
         if isinstance(module, fx.GraphModule):
             raise SlapoError(
-                f"{type(module).__name__} was traced with {name}={getattr(module, name)!r} built "
-                "into its graph; set it before the trace"
+                f"{type(module).__name__} was traced with {name!r} built into its graph; set it "
+                "before the trace"
             )
+        check_attribute(module, name, value)
         check_called(sch)
         setattr(module, name, value)
         return sch

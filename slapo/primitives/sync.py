@@ -59,7 +59,8 @@ class SyncPrimitive(Primitive):
         ``axis`` of the activation; ``tensor_parallel_output_grad`` of ``all_gather``: False when
         every rank uses the gathered tensor in the same way, so that the gradient is only split;
         ``argument`` of ``bwd_post``: names of the inputs whose gradients are summed, in place of
-        all inputs that need one.
+        all inputs that need one; of ``fwd_pre``: names of those that are gathered, in place of the
+        first tensor.
 
     Raises
     ------
@@ -151,6 +152,7 @@ def _add_op(sch: Node, mode: str, op: SyncOp) -> None:
     check_sync(layout, mode, op.name, op.axis)
     if mode == "fwd_post" and _needs_mask(module, op):
         check_maskable(module, sch.mod)
+    _check_names(module, mode, op)
     if mode == "bwd_post":
         _check_gradients(module, op)
         sch.mod.register_forward_pre_hook(GradientHook(op, module), with_kwargs=True)
@@ -174,19 +176,22 @@ def _sums_gradients(module: nn.Module) -> bool:
     return any(sync.mode == "bwd_post" and sync.op for sync in syncs_of(module))
 
 
-def _check_gradients(module: nn.Module, op: SyncOp) -> None:
-    """Refuse to sum a gradient twice, and inputs that are none."""
-    if _sums_gradients(module):
-        raise ValueError(
-            f"bwd_post {op.name}: the gradient of the module's inputs is summed over the ranks "
-            "already; leave one of the two out, or name the inputs of both in one argument="
-        )
+def _check_names(module: nn.Module, mode: str, op: SyncOp) -> None:
     known = input_names(module)
     unknown = [name for name in op.argument or () if name not in known]
     if unknown:
         raise ValueError(
-            f"bwd_post {op.name}: argument has {unknown}, and {type(module).__name__}.forward "
-            f"takes {list(known)}"
+            f"{mode} {op.name}: argument has {unknown}, and {type(module).__name__}.forward "
+            f"takes {list(known)}; pass some of these"
+        )
+
+
+def _check_gradients(module: nn.Module, op: SyncOp) -> None:
+    """Refuse to sum a gradient twice."""
+    if _sums_gradients(module):
+        raise ValueError(
+            f"bwd_post {op.name}: the gradient of the module's inputs is summed over the ranks "
+            "already; leave one of the two out, or name the inputs of both in one argument="
         )
 
 

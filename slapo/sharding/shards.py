@@ -114,6 +114,8 @@ class ShardPlan:
                 )
         if wanted.output is not None and wanted.output.kind == "partial":
             check_deferrable(module)
+        if wanted.output is not None and "embedding_dim" in self.effect.sizes:
+            _check_columns(module)
         if wanted.vocabulary:
             _check_table(module)
             if any(sync.op in REDUCTIONS for sync in syncs_of(module)):
@@ -192,17 +194,32 @@ def slice_tensor(module: nn.Module, name: str, spec: ShardSpec) -> None:
             module._buffers[name] = local
             return
         tensor.grad = None
+        # By way of another dtype, which has autograd forget a node that remembers the old shape:
+        # one is there while an output from before is kept.
+        other = torch.float64 if tensor.dtype != torch.float64 else torch.float32
+        tensor.data = local.new_empty(0, dtype=other)
         tensor.data = local
         if grad is not None:
             tensor.grad = spec.slice(grad)
 
 
+def _check_columns(module: nn.Module) -> None:
+    if getattr(module, "max_norm", None):
+        raise ValueError(
+            f"an embedding with max_norm={module.max_norm} takes the norm of whole rows, of which "
+            "each rank would have a part; keep it whole"
+        )
+
+
 def _check_table(module: nn.Module) -> None:
-    for attribute in ("max_norm", "scale_grad_by_freq"):
+    for attribute, remedy in (
+        ("max_norm", "keep it whole"),
+        ("scale_grad_by_freq", "shard axis 1"),
+    ):
         if getattr(module, attribute, None):
             raise ValueError(
                 f"an embedding with {attribute}={getattr(module, attribute)} cannot be sharded by "
-                "rows: tokens of other ranks count as row 0 here; shard axis 1"
+                f"rows: tokens of other ranks count as row 0 here; {remedy}"
             )
 
 

@@ -65,7 +65,8 @@ class SyncOp:
     tensor_parallel_output_grad
         Of ``all_gather``: whether ranks use the gathered tensor differently.
     argument
-        Of ``all_reduce`` in the mode ``bwd_post``: names of the inputs it is for; None for all.
+        In the modes ``bwd_post`` and ``fwd_pre``: names of the inputs it is for. None stands for
+        all in the first, and for the first tensor in the second.
     known_axis
         The axis (from the end) that a gathered tensor is known to be sharded along; checked when
         a tensor with its number of dimensions is at hand.
@@ -126,7 +127,7 @@ _TABLE = {
     ),
     "all_gather": _Row(
         ("fwd_pre", "fwd_post"),
-        ("axis", "tensor_parallel_output_grad"),
+        ("axis", "tensor_parallel_output_grad", "argument"),
         ("shard",),
         _run_all_gather,
         lambda op: REPLICATE,
@@ -155,7 +156,7 @@ _TABLE = {
 }
 _RESHARD = _Row(
     ("fwd_pre", "fwd_post"),
-    (),
+    ("argument",),
     ("replicate", "shard"),
     lambda op, tensor: reshard(tensor, op.name, op.group.group),
     lambda op: {"RR": REPLICATE, "RS": shard(-1), "SR": shard(-2)}[op.name[-2:]],
@@ -192,7 +193,7 @@ def make_sync_op(mode: str, name: str, group: GroupHandle, arguments: Mapping[st
         raise ValueError(
             f"sync op {name!r} works in modes {list(row.modes)}, not in {mode!r}; pass one of these"
         )
-    keywords = [key for key in row.keywords if key != "argument" or mode == "bwd_post"]
+    keywords = [key for key in row.keywords if key != "argument" or mode != "fwd_post"]
     unknown = [key for key in arguments if key not in keywords]
     if unknown:
         raise TypeError(f"sync op {name!r} does not take {unknown}; it takes {keywords}")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from slapo.sharding.collectives import copy_to_group
 from slapo.sharding.groups import GroupHandle
@@ -46,17 +47,31 @@ class SyncHook:
 
 
 class InputHook(SyncHook):
-    """A pre-forward hook (with keyword arguments) that maps the first input tensor."""
+    """A pre-forward hook (with keyword arguments) that maps the first input tensor.
+
+    The first in the order of the forward's parameters, however it is called; or those that the op
+    names.
+    """
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Map it."""
         self.check(module)
-        for index, value in enumerate(args):
-            if isinstance(value, Tensor):
+        positions = input_names(innermost(module))
+        named = getattr(self.function, "argument", None)
+        wanted: tuple[str, ...] | list[str] = named or [
+            *positions[: len(args)],
+            *sorted(kwargs, key=lambda k: positions.index(k) if k in positions else len(positions)),
+        ]
+        given, found = {**dict(zip(positions, args, strict=False)), **kwargs}, False
+        for name in wanted:
+            if isinstance(given.get(name), Tensor) and (named or not found):
+                given[name], found = self.function(given[name]), True
+        if found:
+            new = [given[name] for name, _ in zip(positions, args, strict=False)]
+            return (*new, *args[len(new) :]), {name: given[name] for name in kwargs}
+        for index, value in enumerate(args):  # of a forward that takes any number
+            if isinstance(value, Tensor) and not named:
                 return (*args[:index], self.function(value), *args[index + 1 :]), kwargs
-        for key, value in kwargs.items():
-            if isinstance(value, Tensor):
-                return args, {**kwargs, key: self.function(value)}
         raise TypeError(
             f"sync on {type(module).__name__}: the call has no tensor argument; put the sync on "
             "the module that takes the tensor"
@@ -127,10 +142,8 @@ class GradientHook(SyncHook):
                 if id(value) not in seen:  # one that is given twice is one
                     seen[id(value)] = copy_to_group(value, self._handle.group)
                 return seen[id(value)]
-            if type(value) in (tuple, list):
-                return type(value)([passed(item) for item in value])
-            if type(value) is dict:
-                return {key: passed(item) for key, item in value.items()}
+            if isinstance(value, (tuple, list, Mapping)):  # named tuples, Transformers' outputs
+                return pytree.tree_map_only(Tensor, passed, value)
             return value
 
         names = self._names

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo.sharding.partial_gradients import sum_gradient
+from slapo.sharding.collectives import reduce_from_group
 
 #: Sum the parameter's gradient over the tensor-parallel group: each rank has a part of it, as where
 #: it saw other tokens, or other heads. The second is the older name.
@@ -41,7 +41,7 @@ def _sum_gradient(param: Tensor, group: dist.ProcessGroup | None) -> object:
     def hook(grad: Tensor) -> Tensor:
         owner = param_ref()
         is_wanted = has_partial_grad(owner) and getattr(owner, _SUMMED, None) is mark
-        return sum_gradient(owner, grad, group) if owner is not None and is_wanted else grad
+        return reduce_from_group(grad, group) if is_wanted else grad
 
     # A frozen one takes no hook, and may be unfrozen later.
     needs_gradient = param.requires_grad
@@ -51,7 +51,10 @@ def _sum_gradient(param: Tensor, group: dist.ProcessGroup | None) -> object:
 
 
 def forget_hook(param: Tensor) -> None:
-    """Of an unpickled parameter, which has the mark of a hook and not the hook."""
+    """Of an unpickled parameter, which has the mark of a hook and not the hook.
+
+    Or of one whose gradient somebody else sums, as engines do for all of them at the end of a step.
+    """
     param.__dict__.pop(_SUMMED, None)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from slapo.agreement import is_broken_collective
+from slapo.agreement import is_broken_collective, same_on_all_ranks
 from slapo.build import check_shards
 from slapo.errors import SlapoError, VerificationError
 from slapo.history import Record
@@ -218,6 +218,15 @@ class Verify:
                 dist.broadcast(moved, dist.get_global_rank(self.sch.group, 0), self.sch.group)
             return moved.requires_grad_(tensor.requires_grad)
 
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        shapes = [(tuple(t.shape), t.dtype) for t in leaves if isinstance(t, Tensor)]
+        # Of other sizes, the broadcast would end the process.
+        same_on_all_ranks(
+            "Verify: example_inputs",
+            (shapes, str(spec)),
+            self.sch.group,
+            "pass inputs of one shape on all ranks; the values are those of rank 0",
+        )
         self.args, self.kwargs = pytree.tree_map_only(Tensor, move, (self.args, self.kwargs))
 
     def _values(self, full: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

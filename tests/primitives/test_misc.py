@@ -72,8 +72,8 @@ def test_a_sequence_parallel_tag_that_was_rolled_back_does_nothing(pair: None) -
     sums: list[Tensor] = []
     import slapo.sharding.tags as tags
 
-    original = tags.sum_gradient
-    tags.sum_gradient = lambda param, grad, group: sums.append(grad) or grad
+    original = tags.reduce_from_group
+    tags.reduce_from_group = lambda grad, group: sums.append(grad) or grad
     try:
         model(X).sum().backward()
         assert not sums
@@ -84,7 +84,13 @@ def test_a_sequence_parallel_tag_that_was_rolled_back_does_nothing(pair: None) -
         model(X).sum().backward()
         assert len(sums) == 1
     finally:
-        tags.sum_gradient = original
+        tags.reduce_from_group = original
+
+
+def test_a_tag_spelt_like_the_one_that_acts() -> None:
+    sch = slapo.create_schedule(nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match="'partial_grads' means nothing here.*write that"):
+        sch.annotate("weight", "partial_grads", True)
 
 
 # --- set -------------------------------------------------------------------------------------

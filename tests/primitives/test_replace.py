@@ -733,3 +733,22 @@ def test_handles_of_hooks_on_both_modules_work(copied: bool) -> None:
     model(torch.ones(1, 4, requires_grad=True)).sum().backward()
     assert calls == []
     assert [len(found) for found in get_hooks(model[0]).values()] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("primitive", ["replace", "checkpoint", "fork_rng"])
+def test_hooks_of_loading_run(primitive: str) -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
+    seen: list[nn.Module] = []
+
+    def rename(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+        seen.append(module)
+        state[f"{prefix}weight"] = state.pop(f"{prefix}old")
+
+    sch["0"].mod.register_load_state_dict_pre_hook(rename)
+    if primitive == "replace":
+        sch["0"].replace(nn.Linear(4, 4))
+    else:
+        getattr(sch["0"], primitive)()
+    sch.mod.load_state_dict({"0.old": torch.eye(4), "0.bias": torch.zeros(4)})
+    assert seen == [sch["0"].mod]
+    torch.testing.assert_close(sch["0"].mod.weight.detach(), torch.eye(4))

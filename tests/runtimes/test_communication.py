@@ -139,9 +139,9 @@ def test_a_decoder_layer_of_t5_reduces_once_for_each_block_and_for_what_it_reads
         assert found["t5"][2][2] < TOLERANCE
 
 
-# Of parameters that see some of the tokens only: the biases of two row layers. Norms are summed by
-# one collective for all layers; Llama has no biases.
-PARTIAL_GRADIENTS = {"gpt2": 2, "bert": 2, "llama": 0}
+# Of parameters that see some of the tokens only: weight and bias of two norms, and the biases of
+# two row layers. Llama has two norms without bias.
+PARTIAL_GRADIENTS = {"gpt2": 6, "bert": 6, "llama": 2}
 
 
 @pytest.mark.slow
@@ -151,9 +151,8 @@ def test_a_sequence_parallel_layer_has_the_published_pairs() -> None:
     pairs = {"_allgather_base_": 2, "_reduce_scatter_base_": 2}
     for found in run_distributed(collectives_of, 2, list(PARTIAL_GRADIENTS), [2, 3], True):
         for name, partial in PARTIAL_GRADIENTS.items():
-            backward = {**pairs, **({"allreduce_": partial} if partial else {})}
+            backward = {**pairs, "allreduce_": partial}
             assert per_layer(found[name], 2) == (pairs, backward), name
-            assert found[name][2][1]["allreduce_"] == 2 * partial + 1, name
             assert found[name][2][2] < TOLERANCE
 
 

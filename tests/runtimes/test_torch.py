@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import slapo
 from slapo.framework_dialect.pytorch.placement import SCHEDULES, schedule_named
 from slapo.pipeline.boundaries import ShapeProbe, TensorMeta, describe_tensors, infer_boundaries
+from tests.communication import Collectives
 from tests.distributed import run_distributed
 from tests.runtimes import contract
 
@@ -252,7 +253,9 @@ class TokenNorm(nn.Module):
         return self.down(torch.relu(self.up(self.norm(x))))
 
 
-def _sequence_parallel(rank: int, world: int, data_parallel: str) -> tuple[float, float, float]:
+def _sequence_parallel(
+    rank: int, world: int, data_parallel: str, micro_batches: int
+) -> tuple[float, float, float, int]:
     mesh = slapo.init_mesh(dp=2, tp=2, device="cpu")
     torch.manual_seed(0)
     model = TokenNorm()
@@ -269,15 +272,19 @@ def _sequence_parallel(rank: int, world: int, data_parallel: str) -> tuple[float
         optimizer=functools.partial(torch.optim.SGD, lr=0.1),
         data_parallel=data_parallel,
         clip_grad_norm=1e3,
+        micro_batches=micro_batches,
     )
     generator = torch.Generator().manual_seed(1)
     whole = torch.randn(4, 6, 8, generator=generator)
     tp, dp = mesh.get_local_rank("tp"), mesh.get_local_rank("dp")
     part = whole[2 * dp : 2 * dp + 2, 3 * tp : 3 * tp + 3]
-    output = engine(part)
-    # Each rank has half of the tokens, and the loss is the mean over all: half of its own mean.
-    engine.backward(output.pow(2).mean() / 2)
-    engine.step()
+    with Collectives() as seen:
+        for piece in part.chunk(micro_batches):
+            # Each rank has half of the tokens, and the loss is the mean over all: half of its own.
+            engine.backward(engine(piece).pow(2).mean() / 2 / micro_batches)
+        before = seen.counts()["allreduce_"]
+        engine.step()
+    sums = seen.counts()["allreduce_"] - before
     torch.manual_seed(0)
     alone = TokenNorm()
     alone(whole).pow(2).mean().backward()
@@ -286,13 +293,17 @@ def _sequence_parallel(rank: int, world: int, data_parallel: str) -> tuple[float
     weight = model.norm.weight
     weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
     difference = (weight - alone.norm.weight).abs().max().item()
-    return difference, float(engine.grad_norm), float(norm)
+    return difference, float(engine.grad_norm), float(norm), sums
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("data_parallel", ["ddp", "fsdp"])
-def test_sequence_parallel_gradients(data_parallel: str) -> None:
-    for difference, norm, alone in run_distributed(_sequence_parallel, 4, data_parallel):
+def test_sequence_parallel_gradients(data_parallel: str, micro_batches: int) -> None:
+    args = (data_parallel, micro_batches)
+    for difference, norm, alone, sums in run_distributed(_sequence_parallel, 4, *args):
+        # One for both of the norm's gradients, the others for the length of the whole gradient.
+        assert sums == {"ddp": 2, "fsdp": 3}[data_parallel]
         assert difference < 1e-6
         assert norm == pytest.approx(alone, rel=1e-5)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -472,6 +473,122 @@ def test_fsdp_over_the_ranks_that_a_model_is_sharded_over() -> None:
         for version in (1, 2):
             assert f"FSDP splits parameters over the ranks {tp}, over" in found[f"tp{version}"]
             assert found[f"dp{version}"] == "None"
+
+
+class Named(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class Takes(nn.Module):
+    """Its input in some container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, states: Any) -> Tensor:
+        first, second = states.values() if isinstance(states, dict) else states
+        return self.fc(first) + self.fc(second * 2)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.fc(x) * mask
+
+
+def inputs_of_hooks(rank: int, world: int) -> None:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    outputs: list[Callable[..., Any]] = [
+        lambda x, y: Named(x, y),
+        lambda x, y: OrderedDict(x=x, y=y),
+        lambda x, y: BaseModelOutput(last_hidden_state=x, hidden_states=y),
+    ]
+    for make in outputs:
+        torch.manual_seed(0)
+        sch = slapo.create_schedule(nn.Sequential(Takes()))
+        grads = []
+        for scheduled in (False, True):
+            x, y = (torch.ones(2, 4, requires_grad=True) for _ in range(2))
+            if scheduled:
+                sch["0.fc"].shard("weight", 0).shard("bias", 0)
+                sch["0"].sync("bwd_post", "all_reduce")
+                sch["0.fc"].sync("fwd_post", "all_gather", axis=-1)
+            sch.mod(make(x, y)).sum().backward()
+            grads.append((x.grad, y.grad))
+        # Each rank sums its own loss, of which there are two.
+        torch.testing.assert_close(grads[1], tuple(2 * grad for grad in grads[0]))
+
+    sch = slapo.create_schedule(nn.Sequential(Masked(), Masked()))
+    sch["0"].sync("fwd_pre", "all_gather", axis=1)
+    sch["1"].sync("fwd_pre", "all_gather", axis=1, argument="mask")
+    x, mask = torch.ones(2, 3, 4), torch.ones(2, 1, 4)
+    assert sch["0"].mod(mask=mask, x=x).shape == (2, 6, 4)
+    for given in (sch["1"].mod(x[:, :2], mask), sch["1"].mod(mask=mask, x=x[:, :2])):
+        assert given.shape == (2, 2, 4)
+    with pytest.raises(ValueError, match=r"fwd_pre all_gather: argument has \['masks'\]"):
+        sch["1"].sync("fwd_pre", "all_gather", axis=1, argument="masks")
+
+
+def test_inputs_in_containers_and_by_name() -> None:
+    run_distributed(inputs_of_hooks, 2)
+
+
+def an_output_from_before(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    whole = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model(IDS)  # its graph lives on
+    sch = slapo.create_schedule(model)
+    sch["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+    sch["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    slapo.build(sch)
+    after = model(IDS)
+    torch.testing.assert_close(after, before)
+    after.sum().backward()
+    whole(IDS).sum().backward()
+    part = whole.up.weight.grad.chunk(world)[rank]
+    torch.testing.assert_close(model.up.weight.grad, part)
+    optimizer.step()
+
+
+def test_an_output_from_before_may_be_kept() -> None:
+    run_distributed(an_output_from_before, 2)
+
+
+def other_seeds(rank: int, world: int) -> tuple[str, float, str]:
+    def make(seed: int) -> slapo.Schedule:
+        torch.manual_seed(seed)
+        sch = slapo.create_schedule(Model())
+        sch["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+        sch["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+        return sch
+
+    refused = told(lambda: slapo.build(make(rank)) and None)
+    model, _ = slapo.build(make(rank), sync_replicated=True)
+    sch = slapo.create_schedule(nn.Linear(2, 2))
+    verified = told(lambda: verify_other_sizes(sch, rank))
+    return refused, float(model.down.bias.detach().sum()), verified
+
+
+def verify_other_sizes(sch: slapo.Schedule, rank: int) -> None:
+    with slapo.Verify(sch, torch.ones(2 + rank, 2)):
+        pass
+
+
+def test_ranks_that_hold_other_values_or_inputs() -> None:
+    found = run_distributed(other_seeds, 2)
+    for refused, total, verified in found:
+        assert "has different values on tensor-parallel ranks that must hold the same" in refused
+        assert total == found[0][1]
+        assert "Verify: example_inputs differs between ranks" in verified
+        assert "pass inputs of one shape" in verified
 
 
 def save(rank: int, world: int) -> str:

@@ -19,7 +19,7 @@ from slapo.errors import SlapoError
 from slapo.framework_dialect.options import check_names
 from slapo.framework_dialect.precision import cast_parameters
 from slapo.mesh import set_timeout, timeout_of_job
-from slapo.sharding.tags import has_partial_grad, tags_of
+from slapo.sharding.tags import forget_hook, has_partial_grad, tags_of
 
 
 def fsdp_units(module: nn.Module) -> Iterator[nn.Module]:
@@ -221,6 +221,12 @@ class _WithoutSync(AbstractContextManager[None]):
         self.module.set_requires_gradient_sync(True)
 
 
-def sequence_parallel_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters whose gradients are partial sums over the tensor-parallel ranks."""
-    return [p for p in module.parameters() if has_partial_grad(p)]
+def partial_sums(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters whose gradients are partial sums over the tensor-parallel ranks, from now on.
+
+    Their own hooks, which sum them in each backward pass, do so no more.
+    """
+    found = [p for p in module.parameters() if has_partial_grad(p)]
+    for parameter in found:
+        forget_hook(parameter)
+    return found

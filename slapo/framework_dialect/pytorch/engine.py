@@ -24,9 +24,9 @@ from slapo.framework_dialect.optimizers import make_optimizer, make_scheduler
 from slapo.framework_dialect.precision import LossScale
 from slapo.framework_dialect.pytorch.data_parallel import (
     check_parallel_options,
+    partial_sums,
     refuse_sharded,
     replicate,
-    sequence_parallel_parameters,
     shard_mesh,
     shard_parameters,
     without_sync,
@@ -71,8 +71,9 @@ class TorchEngineBase(Engine):
 
     def _make_optimizer(self) -> None:
         """Once parameters are what they stay."""
-        # FSDP2 puts other tensors in place of those that carry the summing hook.
-        self._partial_sums = sequence_parallel_parameters(self.module) if self.is_sharded else []
+        # One collective sums them at the end of a step: over micro-batches, and after the averages
+        # over replicas, as sums may come in any order.
+        self._partial_sums = partial_sums(self.module)
         self._parameters = list(self.module.parameters())
         if self.options.optimizer is not None:
             named = self.lowering.trainable()
