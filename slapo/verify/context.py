@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from slapo.agreement import is_broken_collective, same_on_all_ranks
+from slapo.agreement import gathered, is_broken_collective, same_on_all_ranks
 from slapo.build import check_shards
 from slapo.errors import SlapoError, VerificationError
 from slapo.history import Record
@@ -335,6 +335,14 @@ class Verify:
         dist.all_gather_object(flags, condition, group=self.sch.group)
         return any(flags)
 
+    def _largest(self, value: float) -> float:
+        """The largest of the ranks' values: all of them tell the same."""
+        if self.sch.group is None or self.sch.world_size == 1:
+            return value
+        values: list[Any] = [None] * self.sch.world_size
+        dist.all_gather_object(values, value, group=self.sch.group)
+        return max(values)
+
     def _compare_outputs(self, given: Any, wanted: Any) -> None:
         left, right = dict(tensors_in(given)), dict(tensors_in(wanted))
         same_kind = type(given) is type(wanted) and left.keys() == right.keys()
@@ -352,7 +360,7 @@ class Verify:
                 f"{dict(constants_in(given))}, the original's a {type(wanted).__name__} with "
                 f"{list(right)} and {dict(constants_in(wanted))}"
             )
-        raise VerificationError(self._explain_output(worst))
+        raise VerificationError(self._explain_output(self._largest(worst)))
 
     def _explain_output(self, worst: float) -> str:
         found = self._runs(gradients=False).first_output()
@@ -389,7 +397,7 @@ class Verify:
                 if gradients:
                     backward(outcome.output, self.loss_fn)
             runs.append(run)
-        return Comparison(runs[0], runs[1], self.sch.group, self.rtol, self._agree)
+        return Comparison(runs[0], runs[1], self.sch.group, self.rtol, self._agree, self._largest)
 
     def _compare_gradients(self, inputs: list[Tensor], expected: list[Tensor]) -> None:
         wanted = gathered_gradients(self.reference, self.sch.group)
@@ -421,13 +429,27 @@ class Verify:
         explained = self._explain_gradient()
         if explained is not None:
             raise VerificationError(explained)
-        if not failures:
-            raise VerificationError("Verify: outputs agree, but gradients differ on another rank")
+        if self.sch.group is not None and self.sch.world_size > 1:
+            # Those of the first rank that has some, so that all ranks tell the same.
+            failures = next(filter(None, gathered(failures, self.sch.group)))
         name, error, limit = failures[-1]  # the last in the model is the first in the backward
         raise VerificationError(
             f"Verify: outputs agree, but the gradient of {name!r} differs by {error:.3g} where "
-            f"{limit:.3g} is allowed ({len(failures)} parameters differ); "
+            f"{limit:.3g} is allowed{self._that_differ([n for n, *_ in failures])}; "
             f"{self._applied(name.rpartition('.')[0])}"
+        )
+
+    def _that_differ(self, names: list[str]) -> str:
+        """All of them, and what whole parameters may lack."""
+        shown = ", ".join(map(repr, names[:6])) + (" and others" if names[6:] else "")
+        listed = f" (so do {len(names)} in all: {shown})" if names[1:] else ""
+        whole = {p.name for p in places(self.sch.mod) if p.spec is None}
+        if self.sch.world_size == 1 or not whole.intersection(names):
+            return listed
+        path, _, leaf = next(n for n in reversed(names) if n in whole).rpartition(".")
+        return (
+            f"{listed}; a whole parameter of which each rank sees a part only, of the tokens or "
+            f'the heads, wants sch["{path}"].annotate("{leaf}", "partial_grad", True)'
         )
 
     def _gradients(self) -> dict[str, Tensor]:

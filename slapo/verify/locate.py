@@ -163,8 +163,8 @@ class Comparison:
         Ranks of the scheduled model.
     rtol
         Tolerance, None for that of the dtype.
-    agree
-        Whether a condition holds on any rank.
+    agree, largest
+        Whether a condition holds on any rank; the largest of the ranks' numbers.
     """
 
     def __init__(
@@ -174,9 +174,10 @@ class Comparison:
         group: dist.ProcessGroup | None,
         rtol: float | None,
         agree: Callable[[bool], bool],
+        largest: Callable[[float], float],
     ) -> None:
         self.expected, self.given = wanted.by_key(), given
-        self.group, self.rtol, self.agree = group, rtol, agree
+        self.group, self.rtol, self.agree, self.largest = group, rtol, agree, largest
 
     def first_output(self) -> Divergence | None:
         """The first call whose output differs."""
@@ -218,7 +219,9 @@ class Comparison:
             return None
         error = difference(whole, target)
         limit = rtol_for(target, self.rtol) * scale_of(target)
-        return (call.path, call.module, error, limit) if self.agree(error > limit) else None
+        if not self.agree(error > limit):
+            return None
+        return call.path, call.module, self.largest(error), limit
 
     def _whole(self, call: Call, tensor: Tensor, target: Tensor, is_partial: bool) -> Tensor | None:
         """The tensor of all ranks together; None when it is not known how to put it together."""

@@ -157,3 +157,41 @@ def test_the_module_that_was_running_is_named_with_its_own_primitives() -> None:
         assert 'sch["h.0.attn"].set(name, whole // sch.world_size)' in gpt2
         assert "fails with RuntimeError in 'layers.0.self_attn' (LlamaAttention): " in llama
         assert 'sch["layers.0.self_attn.k_proj"].shard' in llama
+
+
+class OnOneRank(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + dist.get_rank()
+
+
+class HeadNorm(nn.Module):
+    """Each rank normalises its own features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 8), nn.LayerNorm(2), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x).unflatten(-1, (-1, 2))).flatten(-2))
+
+
+def differences(rank: int, world: int) -> list[str]:
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Identity()))
+    with pytest.raises(slapo.VerificationError) as one, slapo.Verify(sch, X):
+        sch["1"].replace(OnOneRank())
+    sch = slapo.create_schedule(nn.Sequential(HeadNorm()))
+    with pytest.raises(slapo.VerificationError) as parts, slapo.Verify(sch, torch.randn(3, 4)):
+        sch["0.up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+        sch["0.down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    return [str(one.value), str(parts.value)]
+
+
+def test_ranks_tell_the_same_of_a_difference() -> None:
+    found = run_distributed(differences, 2)
+    assert found[0] == found[1]
+    one, parts = found[0]
+    assert "differs, first at '1' (OnOneRank), by 1 where" in one
+    assert "the gradient of '0.norm.bias' differs" in parts
+    assert "(so do 2 in all: '0.norm.weight', '0.norm.bias')" in parts
+    assert 'sch["0.norm"].annotate("bias", "partial_grad", True)' in parts
