@@ -19,6 +19,7 @@ from slapo.pipeline import PipelinedModule, generate_pipeline_partition
 from slapo.pipeline.partition import cut_nodes
 from slapo.pipeline.pipelined import release
 from slapo.schedule import Schedule
+from slapo.sharding.guards import guard_wrappers
 from slapo.sharding.layout import Layout
 from slapo.sharding.partial import has_bias
 from slapo.sharding.state import sharding_of
@@ -174,6 +175,7 @@ def _build_module(
     check_shards(sch)
     _fill_module(sch, init_weights)
     share_wholes(sch.mod, sch.group, sync_replicated)
+    guard_wrappers(sch.mod, sch.group)
     allow_calls(sch.mod)
     return sch.mod
 

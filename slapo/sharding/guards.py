@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,52 +33,80 @@ def refuse_saving(model: nn.Module) -> None:
         model.__dict__["save_pretrained"] = _save_pretrained
 
 
-def refuse_replicas_of_slices(group: GroupHandle) -> None:
-    """Called in each forward: DDP must not take ranks for replicas that hold different slices.
+class WrapperGuard:
+    """A pre-forward hook of a built model: DDP and FSDP must not take its ranks for replicas.
 
-    Raises
-    ------
-    SlapoError
-        If it does.
+    Parameters
+    ----------
+    group
+        The ranks that the model is sharded over.
     """
-    wrapped = DistributedDataParallel._active_ddp_module
-    if wrapped is None or group.ranks is None or len(group.ranks) == 1:
-        return
-    replicas = dist.get_process_group_ranks(wrapped.process_group)
-    _refuse(
-        "DistributedDataParallel takes the ranks {} for replicas, over which this model is "
-        "sharded, and has given all of them the slices of the first; make the model and the "
-        "schedule anew, and pass DDP the process_group of the data-parallel ranks, such as "
-        "mesh.get_group('dp'), or let slapo.build(sch, target='torch', mesh=mesh) do it",
-        replicas,
-        group,
-    )
+
+    #: Forwards in which it looks for FSDP, which may come after the first.
+    _LOOKS = 16
+
+    def __init__(self, group: GroupHandle) -> None:
+        self.group, self._looks = group, 0
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Raise ``SlapoError`` if one does."""
+        if torch.compiler.is_compiling():
+            return
+        wrapped = DistributedDataParallel._active_ddp_module
+        if wrapped is not None:
+            self._refuse_replicas(dist.get_process_group_ranks(wrapped.process_group))
+        if self._looks < self._LOOKS:
+            self._looks += 1
+            parts = list(map(innermost, module.modules()))
+            if any("_is_fsdp_managed_module" in part.__dict__ for part in parts):
+                for each in (*_callers(), *module.modules()):
+                    _refuse_lost_sums(each)
+                    for ranks in _ranks_of_fsdp(each):
+                        self._refuse_shards(ranks)
+
+    def _refuse_replicas(self, ranks: list[int]) -> None:
+        both = self._both(ranks)
+        if both:
+            raise SlapoError(
+                f"DistributedDataParallel takes the ranks {both} for replicas, over which this "
+                "model is sharded, and has given all of them the slices of the first; make the "
+                "model and the schedule anew, and pass DDP the process_group of the data-parallel "
+                "ranks, such as mesh.get_group('dp'), or let slapo.build(sch, target='torch', "
+                "mesh=mesh) do it"
+            )
+
+    def _refuse_shards(self, ranks: list[int]) -> None:
+        both = self._both(ranks)
+        if both:
+            raise SlapoError(
+                f"FSDP splits parameters over the ranks {both}, over which this model is sharded "
+                "already, and would gather each from slices of different ones; make the model and "
+                "the schedule anew, and pass FSDP the data-parallel ranks, such as "
+                "fully_shard(model, mesh=mesh['dp']), or let slapo.build(sch, target='torch', "
+                "mesh=mesh, data_parallel='fsdp') do it"
+            )
+
+    def _both(self, ranks: list[int]) -> list[int]:
+        both = sorted(set(ranks) & set(self.group.ranks or ()))
+        return both if len(both) > 1 else []
 
 
-def refuse_shards_of_slices(group: GroupHandle) -> None:
-    """Called in a forward: FSDP must not take slices of several ranks for one tensor.
+def guard_wrappers(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Put a `WrapperGuard` on a built model that is split over several ranks."""
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if isinstance(hook, WrapperGuard):  # of an earlier build
+            del model._forward_pre_hooks[key]
+    handle = GroupHandle(group)
+    is_split = any(sharding_of(part) is not None for part in map(innermost, model.modules()))
+    if is_split and handle.ranks is not None and len(handle.ranks) > 1:
+        model.register_forward_pre_hook(WrapperGuard(handle))
 
-    Raises
-    ------
-    SlapoError
-        If it does.
-    """
-    if group.ranks is None or len(group.ranks) == 1:
-        return
+
+def _callers() -> Iterator[Any]:
+    """Objects whose methods are running, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        around = frame.f_locals.get("self")
-        _refuse_lost_sums(around)
-        for ranks in _ranks_of_fsdp(around):
-            _refuse(
-                "FSDP splits parameters over the ranks {}, over which this model is sharded "
-                "already, and would gather each from slices of different ones; make the model "
-                "and the schedule anew, and pass FSDP the data-parallel ranks, such as "
-                "fully_shard(model, mesh=mesh['dp']), or let slapo.build(sch, target='torch', "
-                "mesh=mesh, data_parallel='fsdp') do it",
-                ranks,
-                group,
-            )
+        yield frame.f_locals.get("self")
         frame = frame.f_back
 
 
@@ -115,9 +145,3 @@ def _refuse_lost_sums(module: Any) -> None:
                 "schedule; let slapo.build(sch, target='torch', mesh=mesh, data_parallel='fsdp') "
                 "shard it, which sums them"
             )
-
-
-def _refuse(text: str, ranks: list[int], group: GroupHandle) -> None:
-    both = sorted(set(ranks) & set(group.ranks or ()))
-    if len(both) > 1:
-        raise SlapoError(text.format(both))

@@ -19,7 +19,6 @@ from slapo.sharding.collectives import (
     scatter,
 )
 from slapo.sharding.groups import GroupHandle
-from slapo.sharding.guards import refuse_replicas_of_slices
 from slapo.sharding.layout import REPLICATE, KnownSync, Layout, Placement, shard
 
 MODES = ("fwd_pre", "fwd_post", "bwd_post")
@@ -81,7 +80,6 @@ class SyncOp:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Apply the collective."""
-        refuse_replicas_of_slices(self.group)
         if self.axis is not None:
             self._check_axis(tensor, self.axis)
         return _row(self.name).run(self, tensor)

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from slapo.sharding.collectives import copy_to_group
-from slapo.sharding.groups import GroupHandle
-from slapo.sharding.guards import refuse_replicas_of_slices, refuse_shards_of_slices
 from slapo.sharding.sync import SyncOp
 from slapo.wrapper import innermost
 
@@ -32,15 +30,6 @@ class SyncHook:
 
     def __init__(self, function: Callable[[Tensor], Tensor], mode: str) -> None:
         self.function, self._slapo_mode = function, mode
-        self._group: GroupHandle | None = getattr(function, "group", None)
-        self._knows_fsdp = False
-
-    def check(self, module: Any) -> None:
-        """Refuse FSDP over the ranks, in the first forward that it is around."""
-        managed = not self._knows_fsdp and getattr(module, "_is_fsdp_managed_module", False)
-        if managed and self._group is not None:
-            refuse_shards_of_slices(self._group)
-            self._knows_fsdp = True
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.function}, {self._slapo_mode!r})"
@@ -55,7 +44,6 @@ class InputHook(SyncHook):
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Map it."""
-        self.check(module)
         positions = input_names(innermost(module))
         named = getattr(self.function, "argument", None)
         wanted: tuple[str, ...] | list[str] = named or [
@@ -86,7 +74,6 @@ class OutputHook(SyncHook):
 
     def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
         """Map it."""
-        self.check(module)
         if isinstance(output, Tensor):
             return self.function(output)
         if isinstance(output, Mapping):  # as Transformers' output objects are, too
@@ -131,8 +118,6 @@ class GradientHook(SyncHook):
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass them on, with a backward of their own."""
-        self.check(module)
-        refuse_replicas_of_slices(self._handle)
         seen: dict[int, Tensor] = {}
 
         def passed(value: Any) -> Any:

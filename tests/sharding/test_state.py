@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
+from slapo.sharding import sync_ops
 from slapo.sharding.state import sharding_of, shards_of
 from tests.distributed import run_distributed
 
@@ -413,7 +414,11 @@ def test_a_limit_that_is_none() -> None:
         slapo.clip_grad_norm_(nn.Linear(2, 2), 0)
 
 
-def wrap(rank: int, world: int) -> dict[str, str]:
+def summed(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return sync_ops.reduce_forward_output(output, None)
+
+
+def wrap(rank: int, world: int, by_name: bool) -> dict[str, str]:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -423,15 +428,20 @@ def wrap(rank: int, world: int) -> dict[str, str]:
         model = Model()
         sch = slapo.create_schedule(model, group=groups[0])
         sch["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
-        sch["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+        down = sch["down"].shard("weight", 1)
+        if by_name:
+            down.sync("fwd_post", "all_reduce")
+        else:
+            down.sync("fwd_post", summed)
         slapo.build(sch)
         wrapped = DistributedDataParallel(model)
         found[name] = told(lambda wrapped=wrapped: wrapped(IDS).sum().backward())
     return found
 
 
-def test_ddp_over_the_ranks_that_a_model_is_sharded_over() -> None:
-    for found in run_distributed(wrap, 2):
+@pytest.mark.parametrize("by_name", [True, False])
+def test_ddp_over_the_ranks_that_a_model_is_sharded_over(by_name: bool) -> None:
+    for found in run_distributed(wrap, 2, by_name):
         assert "DistributedDataParallel takes the ranks [0, 1] for replicas, over" in found["tp"]
         assert found["dp"] == "None"
 
