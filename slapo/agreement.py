@@ -11,7 +11,9 @@ and under torch's fake process group, whose other ranks do not exist.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from math import isqrt
 from typing import Any, TypeVar
 
@@ -34,6 +36,9 @@ _BROKEN = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting|remote process",
     re.IGNORECASE,
 )
+
+# Seconds that other ranks have to notice a failure and to read what it was.
+_PATIENCE = 3.0
 
 # On an exception that every rank of the group raises: nobody is left waiting.
 _ON_EVERY_RANK = "_slapo_on_every_rank"
@@ -220,6 +225,61 @@ def is_on_every_rank(error: BaseException) -> bool:
     False
     """
     return getattr(error, _ON_EVERY_RANK, False)
+
+
+class FirstFailure:
+    """What failed first on some rank, left in a store for those that meet a broken collective.
+
+    A store whose keeper is gone is met with silence here: who reads it knows that by its error.
+
+    Parameters
+    ----------
+    store
+        Shared by the ranks, and by nothing else: a prefix of the job's.
+    rank
+        This one.
+
+    Examples
+    --------
+    >>> failure = FirstFailure(dist.HashStore(), rank=1)
+    >>> failure.tell("rank 1 ran out of memory")
+    >>> failure.told()
+    'rank 1 ran out of memory'
+    """
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+
+    def tell(self, text: str) -> None:
+        """Leave `text`, unless something has failed before."""
+        with suppress(RuntimeError):
+            if not self._store.check(["failed"]):
+                self._store.set("failed", text)
+
+    def told(self) -> str:
+        """What failed first; empty if nothing did. Raises RuntimeError where the store is gone."""
+        return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
+
+    def forget(self) -> None:
+        """All ranks know of it, and go on."""
+        with suppress(RuntimeError):
+            self._store.delete_key("failed")
+
+    def wait_for_readers(self, ranks: Callable[[], Iterable[int]]) -> None:
+        """Stay for a moment until others have read it: the store may go with this process.
+
+        Parameters
+        ----------
+        ranks
+            Gives those that are still to read it: not those that are known to be gone.
+        """
+        deadline = time.monotonic() + _PATIENCE
+        with suppress(RuntimeError):
+            self._store.set(f"read/{self._rank}", "")
+            while time.monotonic() < deadline:
+                if self._store.check([f"read/{rank}" for rank in ranks()]):
+                    return
+                time.sleep(0.05)
 
 
 def _attempt(check: Callable[[], T]) -> tuple[T | None, Exception | None]:

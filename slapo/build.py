@@ -90,9 +90,8 @@ def build(
     ------
     SlapoError
         If ranks applied different schedules, or hold different values of what is whole on all, if
-        something above a node was scheduled, a tie broke, a
-        module cannot initialise its parameters, or the schedule needs a runtime it is not built
-        for.
+        something above a node was scheduled, a tie broke, a module cannot initialise its
+        parameters, or the schedule needs a runtime it is not built for.
 
     Examples
     --------
@@ -137,11 +136,7 @@ def _as_whole(sch: Schedule) -> Schedule:
     """A node as the root of a schedule of its own; a root as it is."""
     if sch.parent is None:
         return sch
-    top, above = sch.get_top_schedule(), set()
-    node: Schedule | None = sch.parent
-    while node is not None:
-        above.add(node.path)
-        node = node.parent
+    top, above = sch.get_top_schedule(), {node.path for node in sch.ancestors()}
     around = next((record for record in sch.history if record.path in above), None)
     if around is not None:
         raise SlapoError(

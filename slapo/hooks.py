@@ -104,6 +104,14 @@ def move_output_hooks(source: nn.Module, target: nn.Module) -> None:
     _move(source, target, (*_POST, "_backward_pre_hooks"))
 
 
+def remove_pre_hooks(module: nn.Module, is_wanted: Callable[[Any], bool]) -> None:
+    """Remove the pre-forward hooks of `module` that are wanted."""
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if is_wanted(hook):
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
 def _move(source: nn.Module, target: nn.Module, slots: tuple[str, ...]) -> None:
     """Move the dictionaries, not their contents: the handles of the moved hooks point at them.
 

@@ -196,14 +196,14 @@ class Node:
         SlapoError
             Naming the path.
         """
-        node, parent = self, self.parent
-        while parent is not None:
+        node = self
+        for parent in self.ancestors():
             if _slot(parent.mod, node.name) is not node.mod:
                 raise SlapoError(
                     f"{spelled(self.path)}: another module was put at {node.path!r} since this "
                     "node was taken from the schedule; take it anew"
                 )
-            node, parent = parent, parent.parent
+            node = parent
 
     def describe_unknown(self, path: str) -> str:
         """What to say of a path that does not exist."""
@@ -294,9 +294,16 @@ class Node:
     def get_top_schedule(self) -> Self:
         """The root of the tree."""
         node = self
-        while node.parent is not None:
-            node = node.parent
+        for node in self.ancestors():  # noqa: B007  # the last is the root
+            pass
         return node
+
+    def ancestors(self) -> Iterator[Self]:
+        """The nodes above, the parent first."""
+        node = self.parent
+        while node is not None:
+            yield node
+            node = node.parent
 
     @property
     def where(self) -> str:

@@ -84,7 +84,7 @@ class Snapshot:
         self.modules = [_ModuleState(m) for m in (*_above(self.top, node), *_below(node.mod))]
         self.nodes = [
             (n, n.mod, dict(n.child), n.metadata.copy())
-            for n in (*_ancestors(node), *(below for _, below in node.named_schedules()))
+            for n in (*node.ancestors(), *(below for _, below in node.named_schedules()))
         ]
         self.state = self.top.state.copy()
 
@@ -98,13 +98,6 @@ class Snapshot:
             node.child.update(child)
             node.metadata = metadata
         self.top.state.restore(self.state)
-
-
-def _ancestors(node: Node) -> Iterator[Node]:
-    parent = node.parent
-    while parent is not None:
-        yield parent
-        parent = parent.parent
 
 
 def _above(top: Node, node: Node) -> Iterator[nn.Module]:

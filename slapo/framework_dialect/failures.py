@@ -25,7 +25,13 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo.agreement import has_peers, is_broken_collective, is_on_every_rank, on_every_rank
+from slapo.agreement import (
+    FirstFailure,
+    has_peers,
+    is_broken_collective,
+    is_on_every_rank,
+    on_every_rank,
+)
 from slapo.errors import SlapoError
 from slapo.mesh import describe_rank
 
@@ -55,6 +61,7 @@ class Failures:
         client: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch omits it
         client.set_timeout(_STORE_PATIENCE)
         self._store = dist.PrefixStore(f"slapo/failures/{number}", client)
+        self._failure = FirstFailure(self._store, self._rank)
         self._store.set(f"process/{self._rank}", json.dumps(_this_process()))
         self._has_told = False
         # Runs at the end of ordinary processes and of those that multiprocessing starts.
@@ -81,8 +88,7 @@ class Failures:
             raise
         if self._has_told:  # and was caught, on all ranks alike: training goes on
             self._has_told = False
-            with suppress(RuntimeError):
-                self._store.delete_key("first")
+            self._failure.forget()
 
     def _tell(self, what: str) -> None:
         self._has_told = True
@@ -90,10 +96,7 @@ class Failures:
 
     def _tell_of(self, rank: int, what: str) -> str:
         text = f"{describe_rank(self.mesh, rank)} {what}"
-        # A store that is gone is its keeper's failure, which the others see by themselves.
-        with suppress(RuntimeError):
-            if not self._store.check(["first"]):
-                self._store.set("first", text)
+        self._failure.tell(text)
         return text
 
     def _tell_uncaught(self) -> None:
@@ -117,11 +120,13 @@ class Failures:
         with suppress(RuntimeError):
             self._store.set(f"waiting/{self._rank}", "")
             while time.monotonic() < deadline:
-                if self._store.check(["first"]):
-                    return self._store.get("first").decode()
+                told = self._failure.told()
                 gone = [rank for rank in self._processes() if not self._is_running(rank)]
-                if gone:
-                    return self._tell_of(gone[0], "died without a word: its process is gone")
+                if gone and not told:
+                    told = self._tell_of(gone[0], "died without a word: its process is gone")
+                if told:
+                    self._failure.wait_for_readers(self._still_running)
+                    return told
                 seen = self._say_who_is_silent()
                 time.sleep(0.1)
         return seen
@@ -139,6 +144,9 @@ class Failures:
 
     def _processes(self) -> list[int]:
         return [r for r in range(dist.get_world_size()) if self._store.check([f"process/{r}"])]
+
+    def _still_running(self) -> list[int]:
+        return [rank for rank in self._processes() if self._is_running(rank)]
 
     def _is_running(self, rank: int) -> bool:
         """Whether a process is there, as far as this machine can tell."""

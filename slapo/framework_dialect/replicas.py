@@ -62,14 +62,8 @@ def share_values(
     ]
     wrong: tuple[str, str] | None = None
     for who, tensors, group in work:
-        if not has_peers(group) or group is None:
-            continue
-        for name, tensor in tensors:
-            if sync or name in created:
-                _broadcast(tensor, group)
-        if not sync:
-            differs = _first_difference(tensors, group)
-            wrong = wrong or (None if differs is None else (differs, who))
+        differs = _share(tensors, group, sync, created)
+        wrong = wrong or (None if differs is None else (differs, who))
     if not sync:
         all_ranks_or_none("build", lambda: _refuse(wrong))
 
@@ -83,15 +77,24 @@ def share_wholes(module: nn.Module, group: dist.ProcessGroup | None, sync: bool 
     SlapoError
         On every rank of the group, naming the first tensor that differs.
     """
-    if group is None or not has_peers(group):
-        return
     whole = [(n, t) for n, t in _tensors(module) if not (is_tensor_parallel(t) or t.is_meta)]
-    if sync:
-        for _, tensor in whole:
-            _broadcast(tensor, group)
-        return
-    differs = _first_difference(whole, group)
+    differs = _share(whole, group, sync)
     _refuse(None if differs is None else (differs, "tensor-parallel ranks"))
+
+
+def _share(
+    tensors: Sequence[tuple[str, Tensor]],
+    group: dist.ProcessGroup | None,
+    sync: bool,
+    created: Collection[str] = (),
+) -> str | None:
+    """Make the tensors of a group equal, or else name the first that differs."""
+    if group is None or not has_peers(group):
+        return None
+    for name, tensor in tensors:
+        if sync or name in created:
+            _broadcast(tensor, group)
+    return None if sync else _first_difference(tensors, group)
 
 
 def _refuse(wrong: tuple[str, str] | None) -> None:

@@ -95,11 +95,9 @@ def _containers_above(sch: Node, cuts: list[Node]) -> tuple[TracedModule, list[s
     found: dict[str, Node] = {}
     for cut in cuts:
         below: Node = cut
-        node = cut.parent
-        while node is not None:
+        for node in cut.ancestors():
             if not _is_passed_over(node, below):
                 found[node.model_path] = below = node
-            node = node.parent
     for node in found.values():
         _check_container(node)
     root = sch.mod
@@ -111,15 +109,12 @@ def _is_passed_over(node: Node, below: Node) -> bool:
     """Whether `node` is a mere namespace: what is above calls `below` directly, as OPT does."""
     if isinstance(innermost(node.mod), TracedModule):
         return False
-    above = node.parent
-    while above is not None and not isinstance(innermost(above.mod), TracedModule):
-        above = above.parent
-    if above is None:
-        return False
-    module = innermost(above.mod)
-    assert isinstance(module, TracedModule), "that is where the loop ends"
-    target = below.model_path[len(above.model_path) :].lstrip(".")
-    return bool(list(module.graph.find_nodes(op="call_module", target=target)))
+    for above in node.ancestors():
+        module = innermost(above.mod)
+        if isinstance(module, TracedModule):
+            target = below.model_path[len(above.model_path) :].lstrip(".")
+            return bool(list(module.graph.find_nodes(op="call_module", target=target)))
+    return False
 
 
 def _check_container(node: Node) -> None:

@@ -81,11 +81,9 @@ def _is_smaller(param: nn.Parameter) -> bool:
 
 def _check_not_in_graph(sch: Node) -> None:
     """Refuse to change a layer that a traced ancestor has seen already."""
-    node = sch.parent
-    while node is not None:
+    for node in sch.ancestors():
         if isinstance(innermost(node.mod), fx.GraphModule):
             raise SlapoError(
                 f"{node.where} was traced with the layer as one call, in whose "
                 "graph nothing would change; decompose first, and trace then"
             )
-        node = node.parent

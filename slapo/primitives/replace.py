@@ -177,14 +177,12 @@ def _set_ties(sch: Node, plan: TiePlan) -> None:
 def _check_not_above(sch: Node, new: nn.Module) -> None:
     """A module cannot contain itself."""
     inside = {id(module) for module in new.modules()}
-    node = sch.parent
-    while node is not None:
+    for node in sch.ancestors():
         if id(innermost(node.mod)) in inside or id(node.mod) in inside:
             raise ValueError(
                 f"the new {type(new).__name__} contains {node.where}, of which it "
                 "would become a part; make a copy of what you need of it"
             )
-        node = node.parent
 
 
 def _carry_notes(sch: Node, new: nn.Module) -> None:

@@ -155,7 +155,7 @@ def _add_op(sch: Node, mode: str, op: SyncOp) -> None:
     _check_names(module, mode, op)
     if mode == "bwd_post":
         _check_gradients(module, op)
-        sch.mod.register_forward_pre_hook(GradientHook(op, module), with_kwargs=True)
+        sch.mod.register_forward_pre_hook(GradientHook(op), with_kwargs=True)
     elif mode == "fwd_pre":
         sch.mod.register_forward_pre_hook(InputHook(op, mode), with_kwargs=True)
     else:

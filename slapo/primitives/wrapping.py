@@ -34,8 +34,8 @@ def check_called(sch: Node, tensor: str | None = None) -> None:
     SlapoError
         If the module was inlined into an ancestor's graph, where a change would have no effect.
     """
-    path, node = sch.name, sch.parent
-    while node is not None:
+    path = sch.name
+    for node in sch.ancestors():
         module = innermost(node.mod)
         if isinstance(module, fx.GraphModule):
             read = tensor is not None and _has(module, "get_attr", f"{path}.{tensor}")
@@ -46,7 +46,7 @@ def check_called(sch: Node, tensor: str | None = None) -> None:
                 "does not call the module any more; change the module before tracing, name it in "
                 "leaf_modules, or use find() and the static form of the primitive"
             )
-        path, node = f"{node.name}.{path}", node.parent
+        path = f"{node.name}.{path}"
 
 
 def _calls(module: fx.GraphModule, path: str) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slapo.errors import SlapoError
+from slapo.hooks import remove_pre_hooks
 from slapo.sharding.groups import GroupHandle
 from slapo.sharding.state import sharding_of
 from slapo.sharding.tags import PARTIAL_GRAD, has_partial_grad
@@ -93,9 +94,7 @@ class WrapperGuard:
 
 def guard_wrappers(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Put a `WrapperGuard` on a built model that is split over several ranks."""
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if isinstance(hook, WrapperGuard):  # of an earlier build
-            del model._forward_pre_hooks[key]
+    remove_pre_hooks(model, lambda hook: isinstance(hook, WrapperGuard))  # of an earlier build
     handle = GroupHandle(group)
     is_split = any(sharding_of(part) is not None for part in map(innermost, model.modules()))
     if is_split and handle.ranks is not None and len(handle.ranks) > 1:

@@ -107,14 +107,12 @@ class GradientHook(SyncHook):
     ----------
     op
         With the names of the inputs, or None for all that need a gradient.
-    module
-        That it is for; another of its class may take its place.
     """
 
-    def __init__(self, op: SyncOp, module: nn.Module) -> None:
+    function: SyncOp
+
+    def __init__(self, op: SyncOp) -> None:
         super().__init__(op, "bwd_post")
-        self._names, self._handle = op.argument, op.group
-        self._positions = (type(module), input_names(module))
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass them on, with a backward of their own."""
@@ -125,19 +123,16 @@ class GradientHook(SyncHook):
                 if not value.requires_grad:
                     return value
                 if id(value) not in seen:  # one that is given twice is one
-                    seen[id(value)] = copy_to_group(value, self._handle.group)
+                    seen[id(value)] = copy_to_group(value, self.function.group.group)
                 return seen[id(value)]
             if isinstance(value, (tuple, list, Mapping)):  # named tuples, Transformers' outputs
                 return pytree.tree_map_only(Tensor, passed, value)
             return value
 
-        names = self._names
+        names = self.function.argument
         if names is None:
             return tuple(map(passed, args)), {key: passed(v) for key, v in kwargs.items()}
-        bare = innermost(module)
-        if type(bare) is not self._positions[0]:
-            self._positions = (type(bare), input_names(bare))
-        named = zip(self._positions[1], args, strict=False)
+        named = zip(input_names(innermost(module)), args, strict=False)
         new = [passed(value) if name in names else value for name, value in named]
         new.extend(args[len(new) :])
         return tuple(new), {k: passed(v) if k in names else v for k, v in kwargs.items()}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from slapo.agreement import gathered, is_broken_collective, same_on_all_ranks
+from slapo.agreement import gathered, has_peers, is_broken_collective, same_on_all_ranks
 from slapo.build import check_shards
 from slapo.errors import SlapoError, VerificationError
 from slapo.history import Record
@@ -129,6 +129,12 @@ class Verify:
     # --- the block ---------------------------------------------------------------------------
     def __enter__(self) -> Verify:
         if self.enable:
+            if self.sch.world_size > 1 and not has_peers(self.sch.group):
+                raise SlapoError(
+                    f"Verify compares numbers of {self.sch.world_size} ranks, but this group is a "
+                    "fake one, whose other ranks do not exist; verify in real processes: torchrun "
+                    "--nproc-per-node 2, over gloo where there is no GPU, or pass enable=False"
+                )
             self.peers = Peers(self.sch.group)
             self.start = len(self.sch.history)
             self.reference = copy_model(self.sch)
@@ -327,21 +333,17 @@ class Verify:
                 f"{error}; {self._applied(path or '')}{sizes_kept(module, full, self._records())}"
             ) from error
 
+    def _of_all_ranks(self, value: Any) -> list[Any]:
+        alone = self.sch.group is None or self.sch.world_size == 1
+        return [value] if alone else gathered(value, self.sch.group)
+
     def _agree(self, condition: bool) -> bool:
         """Whether a condition holds on any rank."""
-        if self.sch.group is None or self.sch.world_size == 1:
-            return condition
-        flags: list[Any] = [None] * self.sch.world_size
-        dist.all_gather_object(flags, condition, group=self.sch.group)
-        return any(flags)
+        return any(self._of_all_ranks(condition))
 
     def _largest(self, value: float) -> float:
         """The largest of the ranks' values: all of them tell the same."""
-        if self.sch.group is None or self.sch.world_size == 1:
-            return value
-        values: list[Any] = [None] * self.sch.world_size
-        dist.all_gather_object(values, value, group=self.sch.group)
-        return max(values)
+        return max(self._of_all_ranks(value))
 
     def _compare_outputs(self, given: Any, wanted: Any) -> None:
         left, right = dict(tensors_in(given)), dict(tensors_in(wanted))
@@ -424,14 +426,13 @@ class Verify:
             error = difference(found, grad)
             if error > limit:
                 failures.append((name, error, limit))
-        if not self._agree(bool(failures)):
+        # Those of the first rank that has some, so that all ranks tell the same.
+        failures = next(filter(None, self._of_all_ranks(failures)), [])
+        if not failures:
             return
         explained = self._explain_gradient()
         if explained is not None:
             raise VerificationError(explained)
-        if self.sch.group is not None and self.sch.world_size > 1:
-            # Those of the first rank that has some, so that all ranks tell the same.
-            failures = next(filter(None, gathered(failures, self.sch.group)))
         name, error, limit = failures[-1]  # the last in the model is the first in the backward
         raise VerificationError(
             f"Verify: outputs agree, but the gradient of {name!r} differs by {error:.3g} where "
@@ -480,7 +481,7 @@ class Verify:
     def _compare_buffers(self) -> None:
         """Running statistics and the like after the run."""
         wanted = full_tensors(self.reference, self.sch.group)
-        worst = None
+        differing = []
         for place in places(self.sch.mod):
             if isinstance(place.tensor, nn.Parameter) or place.name not in wanted:
                 continue
@@ -488,13 +489,12 @@ class Verify:
             mine = place.spec.gather(mine, self.sch.group) if place.spec is not None else mine
             limit = rtol_for(mine, self.rtol) * scale_of(wanted[place.name])
             error = difference(mine, wanted[place.name])
-            if error > limit and worst is None:
-                worst = (place.name, error, limit)
-        if not self._agree(worst is not None):
+            if error > limit:
+                differing.append((place.name, error, limit))
+        differing = next(filter(None, self._of_all_ranks(differing)), [])
+        if not differing:
             return
-        if worst is None:
-            raise VerificationError("Verify: outputs agree, but buffers differ on another rank")
-        name, error, limit = worst
+        name, error, limit = differing[0]
         raise VerificationError(
             f"Verify: outputs agree, but the buffer {name!r} differs by {error:.3g} after the run "
             f"where {limit:.3g} is allowed; {self._applied(name.rpartition('.')[0])}"

@@ -11,15 +11,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from slapo.agreement import has_peers, is_broken_collective
+from slapo.agreement import FirstFailure, has_peers, is_broken_collective
 from slapo.errors import SlapoError, VerificationError
 
-#: Seconds that a rank may take to notice that another has left.
-_PATIENCE = 3.0
 #: How often these ranks have verified something together: the same on all of them.
 _TIMES: Counter[tuple[int, ...]] = Counter()
 
@@ -43,6 +41,7 @@ class Peers:
         place = f"slapo/verify/{'-'.join(map(str, self._ranks))}/{_TIMES[self._ranks]}"
         store = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(place, store)
+        self._failure = FirstFailure(self._store, self._rank)
         self._patience = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch omits it
 
     def meet(self, step: str) -> None:
@@ -84,17 +83,11 @@ class Peers:
 
     def tell(self, error: BaseException) -> None:
         """Let the others know, unless one has failed before."""
-        if self._store is None:
-            return
-        # A store that is gone is its keeper's failure, which the others see by themselves.
-        with suppress(RuntimeError):
-            if not self._store.check(["failed"]):
-                text = f"rank {self._rank} with {type(error).__name__}: {error}"
-                self._store.set("failed", text)
+        if self._store is not None:
+            self._failure.tell(f"rank {self._rank} with {type(error).__name__}: {error}")
 
     def _told_by_another(self) -> str:
-        assert self._store is not None
-        told = self._store.get("failed").decode() if self._store.check(["failed"]) else ""
+        told = self._failure.told()
         return "" if told.startswith(f"rank {self._rank} ") else told
 
     def _raise_for_others(self) -> None:
@@ -112,16 +105,6 @@ class Peers:
                 f"says why: {noticed}"
             ) from gone
         if told:
-            self._stay_until_all_have_read(told)
+            left = [rank for rank in self._ranks if not told.startswith(f"rank {rank} ")]
+            self._failure.wait_for_readers(lambda: left)
             raise VerificationError(f"Verify failed on {told}") from noticed
-
-    def _stay_until_all_have_read(self, told: str) -> None:
-        """The store may be this process's, and go with it."""
-        assert self._store is not None
-        left = [rank for rank in self._ranks if not told.startswith(f"rank {rank} ")]
-        deadline = time.monotonic() + _PATIENCE
-        with suppress(RuntimeError):
-            self._store.set(f"read/{self._rank}", "")
-            keys = [f"read/{rank}" for rank in left]
-            while time.monotonic() < deadline and not self._store.check(keys):
-                time.sleep(0.05)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from slapo.errors import SlapoError
+from slapo.hooks import remove_pre_hooks
 
 
 @contextmanager
@@ -111,10 +112,7 @@ def refuse_calls(model: nn.Module) -> None:
 
 def allow_calls(model: nn.Module) -> None:
     """Undo :func:`refuse_calls`."""
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if hook is _refuse_values:
-            del model._forward_pre_hooks[key]
-            model._forward_pre_hooks_with_kwargs.pop(key, None)
+    remove_pre_hooks(model, lambda hook: hook is _refuse_values)
 
 
 def _refuse_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import slapo
 from tests.mistakes import gpt2, llama, mistake, stack
@@ -265,6 +266,15 @@ def a_cut_in_the_block():
     with slapo.Verify(sch, torch.ones(2, 4)):
         sch.trace_until("")
         sch["layers.1"].cut_pipeline_stage()
+
+
+@mistake("Verify")
+def ranks_that_do_not_exist():
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    sch = slapo.create_schedule(Stack(), dist.group.WORLD)
+    yield
+    with slapo.Verify(sch, torch.ones(2, 4)):
+        sch["layers.0.fc1"].shard("weight", axis=0)
 
 
 @mistake("Verify", ranks=2)

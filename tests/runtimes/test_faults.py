@@ -119,6 +119,18 @@ def killed(rank: int) -> None:
             dist.all_reduce(torch.ones(1))
 
 
+def killed_while_another_is_late(rank: int) -> None:
+    """Rank 0, which keeps the store, notices at once; it may not leave before the last has read."""
+    failures = failures_of(init_mesh(pp=WORLD, device="cpu"))
+    for step in range(6):
+        with failures.named():
+            if rank == 1 and step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == 2 and step == 5:
+                time.sleep(1.5)
+            dist.all_reduce(torch.ones(1))
+
+
 def keeper_of_the_store_killed(rank: int) -> None:
     failures = failures_of(init_mesh(pp=WORLD, device="cpu"))
     for step in range(1000):
@@ -165,6 +177,7 @@ def meets_an_error_that_all_have(rank: int) -> None:
     ("job", "failed", "text"),
     [
         (killed, 1, "died without a word"),
+        (killed_while_another_is_late, 1, "died without a word"),
         (raises_between_steps, 2, "failed with KeyError: 'no such column'"),
         (meets_an_error_that_all_have, 1, "died without a word"),
     ],
