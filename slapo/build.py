@@ -126,6 +126,7 @@ def build(
         _fill(sch, lowering, init_weights)
         all_ranks_or_none(what, lambda: _check_filled(lowering, target))
         allow_calls(model)
+        guard_wrappers(model, None)
         return runtime.lower(lowering)
     finally:
         if isinstance(model, PipelinedModule):

@@ -91,7 +91,8 @@ class Selection(Generic[N]):
             first.setdefault(id(node.mod), node)
         nodes = list(first.values())
         if not nodes:
-            hint = root.describe_unknown(pattern.replace("*", "0"))
+            one = pattern.replace("*", "0")
+            hint = f"{'' if one == pattern else 'for one, '}{root.describe_unknown(one)}"
             raise ValueError(f"select({pattern!r}) matches no module: {hint}")
         return cls(nodes, pattern)
 

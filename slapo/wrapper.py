@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from types import FunctionType
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -31,7 +35,7 @@ class ModuleWrapper(nn.Module):
 
     #: A graph of the forward would lose the context it runs in.
     traceable = False
-    _origin: type[nn.Module] = nn.Module
+    _slapo_origin: type[nn.Module] = nn.Module
 
     mod: nn.Module
 
@@ -48,8 +52,11 @@ class ModuleWrapper(nn.Module):
             self.__dict__[slot] = mod.__dict__[slot]
         self.__dict__["_version"] = mod._version  # of its entries in a state_dict
         self.training = mod.training
-        kind = getattr(type(self), "_kind", type(self))
-        if type(self) in (kind, _CLASSES.get((kind, type(self)._origin))):  # no other's, of FSDP2
+        kind = getattr(type(self), "_slapo_kind", type(self))
+        if type(self) in (
+            kind,
+            _CLASSES.get((kind, type(self)._slapo_origin)),
+        ):  # no other's, of FSDP2
             self.__class__ = _class_for(kind, _class_of(innermost(mod)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +99,7 @@ class ModuleWrapper(nn.Module):
         return mod._get_name() if isinstance(mod, ModuleWrapper) else type(mod).__name__
 
     def _get_name(self) -> str:
-        name: str = getattr(type(self), "_kind", type(self)).__name__
+        name: str = getattr(type(self), "_slapo_kind", type(self)).__name__
         return name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleWrapper:
@@ -103,8 +110,8 @@ class ModuleWrapper(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """State, and how to find the class: no module has it under its name."""
-        kind = getattr(type(self), "_kind", type(self))
-        return _empty, (kind, type(self)._origin), self.__dict__.copy()
+        kind = getattr(type(self), "_slapo_kind", type(self))
+        return _empty, (kind, type(self)._slapo_origin), self.__dict__.copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -129,7 +136,7 @@ class _Delegated:
         self.name = name
 
     def __get__(self, wrapper: Any, owner: type[ModuleWrapper]) -> Any:
-        return getattr(owner._origin if wrapper is None else wrapper.mod, self.name)
+        return getattr(owner._slapo_origin if wrapper is None else wrapper.mod, self.name)
 
 
 #: (class as written, class of the original) -> class of its wrappers, while there are any.
@@ -149,13 +156,29 @@ def _class_for(kind: type[W], origin: type[nn.Module]) -> type[W]:
     ours = {name for base in kind.__mro__ for name in vars(base)}
     theirs = {name for base in origin.__mro__ for name in vars(base)} - ours
     delegated = {name: _Delegated(name) for name in theirs if not name.startswith("__")}
-    made: Any = type(origin.__name__, (kind,), {**delegated, "_kind": kind, "_origin": origin})
+    body = {"forward": _signed(kind, origin), "_slapo_kind": kind, "_slapo_origin": origin}
+    made: Any = type(origin.__name__, (kind,), {**delegated, **body})
     try:
         made.__bases__ = (kind, origin)
     except TypeError:  # a layout that does not go with another's, by __slots__ for one
         return kind
     _CLASSES[kind, origin] = made
     return made
+
+
+def _signed(kind: type[ModuleWrapper], origin: type[nn.Module]) -> Callable[..., Any]:
+    """The forward of a kind of wrapper, under the original's signature.
+
+    Trainers choose the columns of a batch by it.
+    """
+    code = kind.forward
+    signed = FunctionType(
+        code.__code__, code.__globals__, code.__name__, code.__defaults__, code.__closure__
+    )
+    signed.__doc__ = origin.forward.__doc__
+    with suppress(TypeError, ValueError):  # of a forward that is not written in Python
+        signed.__signature__ = inspect.signature(origin.forward)  # type: ignore[attr-defined]
+    return signed
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:

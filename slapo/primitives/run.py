@@ -38,7 +38,7 @@ def run(node: Node, primitive: type[Primitive], /, *args: Any, **kwargs: Any) ->
     try:
         with guard:
             result = primitive.apply(node, *args, **kwargs)
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         _put_in_front(error, record)
         raise
     finally:

@@ -11,6 +11,7 @@ from slapo.errors import SlapoError
 from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called
+from slapo.sharding.rules import tensor_of_size
 from slapo.wrapper import innermost
 
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -36,6 +37,8 @@ class SetPrimitive(Primitive):
     ------
     AttributeError
         If the module has no such attribute; the nearest are named.
+    ValueError
+        If it repeats the size of a weight that has another.
     TypeError
         If the attribute is a module, a tensor, a method or a property, or of another type.
     SlapoError
@@ -64,6 +67,7 @@ class SetPrimitive(Primitive):
                 "before the trace"
             )
         check_attribute(module, name, value)
+        _check_size(module, name, value)
         check_called(sch)
         setattr(module, name, value)
         return sch
@@ -75,17 +79,31 @@ def check_attribute(module: nn.Module, name: str, value: Any) -> None:
     if not isinstance(name, str) or not hasattr(module, name):
         own = [each for each in vars(module) if not each.startswith("_") and each != "training"]
         near = difflib.get_close_matches(str(name), own, n=3) or own
-        raise AttributeError(f"{kind} has no attribute {name!r}; it has {near}")
+        raise AttributeError(f"{kind} has no attribute {name!r}; set one of {near}")
     old = getattr(module, name)
     plain = name in vars(module) and name not in _OF_TORCH
     if isinstance(old, (nn.Module, Tensor)) or isinstance(value, (nn.Module, Tensor)):
-        raise TypeError(f"{name!r} of {kind} is set by replace or shard where it holds tensors")
+        raise TypeError(
+            f"{name!r} of {kind} is, or would be, a tensor or a module; use replace or shard"
+        )
     if callable(old) or not (plain or name in _class_constants(type(module))):
         raise TypeError(f"{name!r} of {kind} is no plain attribute, but {old!r}; set what it reads")
     if isinstance(old, (bool, int, float, str, tuple, list)) and type(value) is not type(old):
         raise TypeError(
             f"{name!r} of {kind} is {old!r}, of type {type(old).__name__}, and {value!r} is of "
             f"type {type(value).__name__}; pass one of the same type (sizes are divided by //)"
+        )
+
+
+def _check_size(module: nn.Module, name: str, value: Any) -> None:
+    """Refuse a number that repeats the size of a tensor, and would not any more."""
+    repeats = tensor_of_size(module, name)
+    size = value if repeats is None else getattr(module, repeats[0]).shape[repeats[1]]
+    if repeats is not None and value != size:
+        raise ValueError(
+            f"{name!r} of {type(module).__name__} is the size of its {repeats[0]!r} along axis "
+            f"{repeats[1]}, which is {size}; call shard({repeats[0]!r}, "
+            f"axis={repeats[1]}), which sets both"
         )
 
 

@@ -35,7 +35,11 @@ def refuse_saving(model: nn.Module) -> None:
 
 
 class WrapperGuard:
-    """A pre-forward hook of a built model: DDP and FSDP must not take its ranks for replicas.
+    """A pre-forward hook of a built model: what others do to it must not be lost on its slices.
+
+    DDP and FSDP must not take its ranks for replicas. Other parameters in the place of its own, by
+    ``torch.__future__.set_overwrite_module_params_on_conversion`` or in
+    ``torch.func.functional_call``, get what its own carry: gradients are summed over the ranks.
 
     Parameters
     ----------
@@ -43,11 +47,12 @@ class WrapperGuard:
         The ranks that the model is sharded over.
     """
 
-    #: Forwards in which it looks for FSDP, which may come after the first.
+    #: Forwards in which it looks at all modules: FSDP may come after the first.
     _LOOKS = 16
 
     def __init__(self, group: GroupHandle) -> None:
         self.group, self._looks = group, 0
+        self._tagged: list[nn.Module] = []
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Raise ``SlapoError`` if one does."""
@@ -64,6 +69,12 @@ class WrapperGuard:
                     _refuse_lost_sums(each)
                     for ranks in _ranks_of_fsdp(each):
                         self._refuse_shards(ranks)
+                return  # whose parameters are others, and are none of ours
+            self._tagged = [part for part in parts if (s := sharding_of(part)) and s.tags]
+            for part in parts:
+                _renew(part)
+        for part in self._tagged:
+            _renew(part)
 
     def _refuse_replicas(self, ranks: list[int]) -> None:
         both = self._both(ranks)
@@ -93,12 +104,25 @@ class WrapperGuard:
 
 
 def guard_wrappers(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Put a `WrapperGuard` on a built model that is split over several ranks."""
+    """Put a `WrapperGuard` on a built model that is split over several ranks.
+
+    Parameters
+    ----------
+    group
+        The ranks; None where an engine sees to all that.
+    """
     remove_pre_hooks(model, lambda hook: isinstance(hook, WrapperGuard))  # of an earlier build
     handle = GroupHandle(group)
     is_split = any(sharding_of(part) is not None for part in map(innermost, model.modules()))
     if is_split and handle.ranks is not None and len(handle.ranks) > 1:
         model.register_forward_pre_hook(WrapperGuard(handle))
+
+
+def _renew(part: nn.Module) -> None:
+    """Other parameters of a module carry what the first ones did."""
+    state = sharding_of(part)
+    if state is not None and not state.is_attached_to(part):
+        state.attach(part)
 
 
 def _callers() -> Iterator[Any]:

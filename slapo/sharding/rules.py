@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import nn
@@ -180,6 +181,22 @@ def register_shard_rule(cls: type[nn.Module], rule: Rule) -> None:
         ``rule(module, tensor_name, axis) -> Effect``; it may raise ``ValueError``.
     """
     _RULES[cls] = rule
+
+
+def tensor_of_size(module: nn.Module, name: str) -> tuple[str, int] | None:
+    """The tensor, and its axis, whose size an attribute of the module's repeats; None for others.
+
+    Examples
+    --------
+    >>> tensor_of_size(nn.Linear(4, 6), "out_features")
+    ('weight', 0)
+    """
+    for tensor, value in module._parameters.items():
+        for axis in range(0 if value is None else value.dim()):
+            with suppress(ValueError):  # of what cannot be sharded along it
+                if name in effect_of(module, tensor, axis).sizes:
+                    return tensor, axis
+    return None
 
 
 def effect_of(module: nn.Module, tensor: str, axis: int) -> Effect:

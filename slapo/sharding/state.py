@@ -85,6 +85,13 @@ class Sharding:
                 self._carriers[name] = tensor
                 self._dress(name, tensor)
 
+    def is_attached_to(self, module: nn.Module) -> bool:
+        """Whether the module's tensors are those that carry what is known here."""
+        return all(
+            module._parameters.get(name, tensor) is tensor
+            for name, tensor in self._carriers.items()
+        )
+
     def _dress(self, name: str, tensor: Tensor) -> None:
         if name in self.specs:
             tensor.orig_shape = self.specs[name].full_shape  # type: ignore[attr-defined]

@@ -32,6 +32,7 @@ from slapo.verify.setting import (
     fresh_input,
     full_tensors,
     gathered_gradients,
+    gradient_of,
     in_mode,
     random_states_kept,
 )
@@ -415,7 +416,7 @@ class Verify:
             if theirs.grad is not None:
                 name = f"<input {index}>"
                 wanted[name] = theirs.grad
-                given[name] = torch.zeros_like(mine) if mine.grad is None else mine.grad
+                given[name] = gradient_of(mine)
         floor = _GRADIENT_FLOOR * max((scale_of(g) for g in wanted.values()), default=0.0)
         failures = []
         for name, grad in wanted.items():
@@ -460,8 +461,7 @@ class Verify:
         for place in places(self.sch.mod):
             if not isinstance(place.tensor, nn.Parameter):
                 continue
-            grad = place.tensor.grad
-            grad = torch.zeros_like(place.tensor) if grad is None else grad
+            grad = gradient_of(place.tensor)
             if place.spec is not None:
                 grad = place.spec.gather(grad, self.sch.group)
             source = self._source_of(place.name)
@@ -473,9 +473,7 @@ class Verify:
         for param in compiled_parameters(self.sch.mod):
             name = self.names.get(id(param))
             if name is not None:
-                found.setdefault(
-                    name, torch.zeros_like(param) if param.grad is None else param.grad
-                )
+                found.setdefault(name, gradient_of(param))
         return found
 
     def _compare_buffers(self) -> None:

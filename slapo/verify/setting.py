@@ -58,6 +58,12 @@ def full_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str,
         }
 
 
+def gradient_of(tensor: Tensor) -> Tensor:
+    """None counts as zero; those of sparse embeddings are compared as any."""
+    grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+    return grad if grad.layout is torch.strided else grad.to_dense()
+
+
 def gathered_gradients(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Gradients by name, shards put together; none counts as zero."""
     found: dict[str, Tensor] = {}
@@ -65,7 +71,7 @@ def gathered_gradients(model: nn.Module, group: dist.ProcessGroup | None) -> dic
         tensor = place.tensor
         if not (isinstance(tensor, nn.Parameter) and tensor.requires_grad):
             continue
-        grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        grad = gradient_of(tensor)
         found[place.name] = place.spec.gather(grad, group) if place.spec is not None else grad
     return found
 

@@ -13,6 +13,29 @@ from tests.mistakes import gelu, gpt2, llama, mistake, stack
 from tests.primitives.models import Attention, Block, DataDependent, Tied
 
 
+# --- set -----------------------------------------------------------------------------------------
+@mistake("set")
+def an_attribute_that_is_none(sch):
+    sch["layers.0.drop"].set("rate", 0.1)
+
+
+@mistake("set")
+def a_number_of_heads_by_division():
+    sch = slapo.create_schedule(nn.Sequential(nn.MultiheadAttention(8, 4)))
+    yield sch
+    sch["0"].set("num_heads", 4 / 2)
+
+
+@mistake("set")
+def the_size_of_a_weight(sch):
+    sch["layers.0.fc1"].set("out_features", 4)
+
+
+@mistake("set")
+def a_weight(sch):
+    sch["layers.0.fc1"].set("weight", torch.ones(2, 4))
+
+
 # --- paths ---------------------------------------------------------------------------------------
 @mistake("paths")
 def a_letter_is_missing(sch):

@@ -1,6 +1,7 @@
 """``.checkpoint``: names stay, activations go, whatever stands around it."""
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -426,6 +427,7 @@ def test_a_wrapped_module_is_still_one_of_its_class(wrap: str) -> None:
     assert isinstance(wrapped, Owner)
     assert isinstance(wrapped, ModuleWrapper)
     assert type(wrapped).__name__ == "Owner"  # policies of Accelerate go by the name
+    assert inspect.signature(wrapped.forward) == inspect.signature(owner.forward)  # as Trainer asks
     assert (wrapped.scale, wrapped.twice, len(wrapped)) == (2.0, 4.0, 3)
     wrapped.scale = 3.0
     assert owner.scale == 3.0

@@ -126,11 +126,12 @@ CASES: dict[str, Case] = {
         signature=("cls", "make_fn", "kwargs"),
     ),
     "set": Case(
-        lambda s: s.set("out_features", 16),
-        {"name": "'out_features'", "value": "16"},
-        lambda s: s.set("out_feature", 16),
+        lambda s: s.set("p", 0.5),
+        {"name": "'p'", "value": "0.5"},
+        lambda s: s.set("rate", 0.5),
         AttributeError,
-        r"Linear has no attribute 'out_feature'; it has \['out_features', 'in_features'\]",
+        r"Dropout has no attribute 'rate'; set one of \['p', 'inplace'\]",
+        path="layers.1.drop",
         signature=("name", "value"),
     ),
     "shard": Case(

@@ -124,11 +124,12 @@ def test_an_attribute_is_set_and_recorded() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "error", "message"),
     [
-        ("head", 2, AttributeError, r"Heads has no attribute 'head'; it has \['heads'\]"),
+        ("head", 2, AttributeError, r"Heads has no attribute 'head'; set one of \['heads'\]"),
+        ("head", 2, AttributeError, r'sch\["0"\].set\(name='),
         ("heads", 2.0, TypeError, r"'heads' of Heads is 4, of type int, and 2.0 is of type float"),
         ("heads", True, TypeError, "True is of type bool; pass one of the same type"),
-        ("proj", 2, TypeError, "by replace or shard"),
-        ("heads", nn.Linear(2, 2), TypeError, "by replace or shard"),
+        ("proj", 2, TypeError, "use replace or shard"),
+        ("heads", nn.Linear(2, 2), TypeError, "use replace or shard"),
         ("head_size", 2, TypeError, "no plain attribute"),
         ("forward", 2, TypeError, "no plain attribute"),
         ("training", False, TypeError, "no plain attribute"),
@@ -137,6 +138,15 @@ def test_an_attribute_is_set_and_recorded() -> None:
 def test_what_cannot_be_set(name: str, value: Any, error: type[Exception], message: str) -> None:
     sch = slapo.create_schedule(nn.Sequential(Heads()))
     refused(sch, error, message, lambda: sch["0"].set(name, value))
+
+
+def test_a_size_follows_its_weight() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 6), nn.Embedding(5, 4)))
+    message = r"size of its 'weight' along axis 0, which is 6; call shard\('weight', axis=0\)"
+    refused(sch, ValueError, message, lambda: sch["0"].set("out_features", 3))
+    refused(sch, ValueError, "axis 1, which is 4", lambda: sch["1"].set("embedding_dim", 8))
+    sch["0"].mod.weight = nn.Parameter(torch.ones(3, 4))  # a slice that was made by hand
+    assert sch["0"].set("out_features", 3).mod.out_features == 3
 
 
 def test_set_after_a_trace_is_refused() -> None:

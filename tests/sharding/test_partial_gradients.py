@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
@@ -98,6 +99,38 @@ def what_others_see(rank: int, world: int) -> None:
 
 def test_what_looks_at_a_gradient_within_the_pass_sees_the_sum() -> None:
     run_distributed(what_others_see, 2)
+
+
+def with_other_parameters(rank: int, world: int) -> None:
+    """Those of a conversion, and those that a functional call puts in for itself."""
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        model, whole = scheduled(reentrant=False)
+        model(tokens(world)[rank])
+        before = dict(model.named_parameters())
+        model.double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    assert not any(before[name] is p for name, p in model.named_parameters())
+    x = [each.double() for each in tokens(world)]
+    whole.double()(torch.cat(x)).sum().backward()
+    for _ in range(20):  # more often than it looks at all modules
+        model.zero_grad()
+        model(x[rank]).sum().backward()
+    compare(model, whole)
+
+    theirs = {name: (p * 1.0).detach().requires_grad_() for name, p in model.named_parameters()}
+    functional_call(model, theirs, (x[rank],)).sum().backward()
+    for name, wanted in whole.named_parameters():
+        assert_close(theirs[name].grad, wanted.grad)
+    model.zero_grad()
+    model(x[rank]).sum().backward()
+    compare(model, whole)
+    compare(copy.deepcopy(model), copy.deepcopy(whole))
+
+
+def test_other_parameters_are_summed_too() -> None:
+    run_distributed(with_other_parameters, 2)
 
 
 def with_replicas(rank: int, world: int) -> None:

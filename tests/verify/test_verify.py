@@ -301,6 +301,15 @@ def _first_layer(rank: int, world_size: int) -> str:
     return "equal"
 
 
+def test_sparse_gradients_are_compared() -> None:
+    tokens = torch.tensor([[0, 2, 2]])
+    sch = slapo.create_schedule(nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)))
+    with slapo.Verify(sch, tokens):
+        sch["1"].checkpoint()
+    with pytest.raises(slapo.VerificationError, match="gradient"), slapo.Verify(sch, tokens):
+        sch["0"].sync("fwd_post", lambda module, args, output: (2 * output) - output.detach())
+
+
 def test_gradients_of_inputs_count() -> None:
     for message in run_distributed(_first_layer, 2):
         assert "gradient of '<input 0>' differs" in message
