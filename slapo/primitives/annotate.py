@@ -78,8 +78,6 @@ class AnnotatePrimitive(Primitive):
                 f"annotate: the tag {key!r} means nothing here, and is spelt like 'partial_grad', "
                 "which sums the parameter's gradient over the ranks; write that if you mean it"
             )
-        state = make_sharding(module, sch.group)
-        state.tags.setdefault(param_name, {})[key] = value
-        state.attach(module, param_name)
+        make_sharding(module, sch.group).tag(module, param_name, key, value)
         sch.metadata.param_tags.setdefault(param_name, {})[key] = value
         return sch

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slapo.sharding.collectives import copy_to_group, scatter
-from slapo.sharding.groups import GroupHandle
+from slapo.sharding.groups import GroupHandle, group_rank
 from slapo.sharding.state import Sharding, sharding_of
+from slapo.sharding.tags import PARTIAL_GRAD
 
 Product = Callable[[Any, Tensor], Tensor]
 #: A forward hook, called on the product before the bias is added.
@@ -152,11 +152,12 @@ def add_reducer(
     channel_axis = -1 - type(module)._bias_dims  # type: ignore[attr-defined]
     if scatter_axis is not None and group is not None:
         state.bias_part = _BiasPart(scatter_axis, channel_axis, group)
+        state.tag(module, "bias", PARTIAL_GRAD[0], True)
 
 
 @dataclass(frozen=True)
 class _BiasPart:
-    """What each rank adds to its slice of the sum, along `axis`."""
+    """What each rank adds to its slice of the sum, along `axis`; its gradient is a part then."""
 
     axis: int
     channel_axis: int
@@ -164,9 +165,9 @@ class _BiasPart:
 
     def __call__(self, bias: Tensor, dims: int) -> Tensor:
         if self.axis % dims == self.channel_axis % dims:
-            return scatter(bias, self.group.group, 0)
-        # Ranks add the bias to different tokens: its gradient is the sum of theirs.
-        return copy_to_group(bias, self.group.group)
+            ranks = len(self.group.ranks or (0,))
+            return bias.chunk(ranks)[group_rank(self.group.group)]
+        return bias
 
 
 def _known_product(module: nn.Module) -> tuple[Product, int] | None:

@@ -75,6 +75,11 @@ class Sharding:
                 new.__dict__[name] = dict(value)
         return new
 
+    def tag(self, module: nn.Module, name: str, key: str, value: Any) -> None:
+        """Let a parameter of the module carry an attribute, wherever it goes."""
+        self.tags[name] = {**self.tags.get(name, {}), key: value}  # snapshots have the old one
+        self.attach(module, name)
+
     def attach(self, module: nn.Module, *names: str) -> None:
         """Give the tensors that the module has now what they are to carry; or some of them."""
         carrying = {**self.specs, **self.tags}

@@ -255,7 +255,7 @@ class TokenNorm(nn.Module):
 
 def _sequence_parallel(
     rank: int, world: int, data_parallel: str, micro_batches: int
-) -> tuple[float, float, float, int]:
+) -> tuple[float, float, float, int, int]:
     mesh = slapo.init_mesh(dp=2, tp=2, device="cpu")
     torch.manual_seed(0)
     model = TokenNorm()
@@ -290,10 +290,14 @@ def _sequence_parallel(
     alone(whole).pow(2).mean().backward()
     norm = nn.utils.clip_grad_norm_(alone.parameters(), 1e3)
     torch.optim.SGD(alone.parameters(), lr=0.1).step()
-    weight = model.norm.weight
-    weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-    difference = (weight - alone.norm.weight).abs().max().item()
-    return difference, float(engine.grad_norm), float(norm), sums
+    differences = []
+    for mine, wanted in (
+        (model.norm.weight, alone.norm.weight),
+        (model.down.bias, alone.down.bias),
+    ):
+        whole = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
+        differences.append((whole - wanted).abs().max().item())
+    return max(differences), float(engine.grad_norm), float(norm), sums, before
 
 
 @pytest.mark.distributed
@@ -301,9 +305,11 @@ def _sequence_parallel(
 @pytest.mark.parametrize("data_parallel", ["ddp", "fsdp"])
 def test_sequence_parallel_gradients(data_parallel: str, micro_batches: int) -> None:
     args = (data_parallel, micro_batches)
-    for difference, norm, alone, sums in run_distributed(_sequence_parallel, 4, *args):
-        # One for both of the norm's gradients, the others for the length of the whole gradient.
+    for difference, norm, alone, sums, before in run_distributed(_sequence_parallel, 4, *args):
+        # One for the gradients of the norm and of the bias of the layer by rows, the others for the
+        # length of the whole gradient.
         assert sums == {"ddp": 2, "fsdp": 3}[data_parallel]
+        assert before == {"ddp": micro_batches, "fsdp": 0}[data_parallel]  # DDP's own
         assert difference < 1e-6
         assert norm == pytest.approx(alone, rel=1e-5)
 

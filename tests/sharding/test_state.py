@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
+from slapo.primitives import base
 from slapo.sharding import sync_ops
 from slapo.sharding.state import sharding_of, shards_of
 from tests.distributed import run_distributed
@@ -330,6 +331,26 @@ def test_schedules_that_would_compute_something_else() -> None:
         assert "would see the gradient before it is summed" in found["late function"]
         assert "argument has ['hidden'], and Linear.forward takes ['input']" in found["argument"]
         assert found["tag"].endswith("partial_grad is 'yes'; pass True or False")
+
+
+class TagThenFail(slapo.Primitive):
+    @staticmethod
+    def name() -> str:
+        return "tag_then_fail"
+
+    @staticmethod
+    def apply(sch: Any) -> None:
+        sch.annotate("weight", "first", 3).annotate("weight", "second", 2)
+        raise ValueError("no")
+
+
+def test_a_failed_primitive_leaves_no_tag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(base._REGISTRY, "tag_then_fail", TagThenFail)
+    sch = slapo.create_schedule(nn.Sequential(nn.LayerNorm(4)))
+    sch["0"].annotate("weight", "first", 1)
+    with pytest.raises(ValueError, match="no"):
+        sch["0"].tag_then_fail()
+    assert vars(copy.deepcopy(sch.mod)[0].weight) == vars(sch.mod[0].weight) == {"first": 1}
 
 
 def out_of_objects(rank: int, world: int) -> list[str]:
