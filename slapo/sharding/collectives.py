@@ -12,6 +12,8 @@ the front of its partner: gradients of gradients work too. All of them
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -29,12 +31,42 @@ from slapo.sharding.groups import (
 )
 
 # The fronts, with what their callers need of the groups.
-__all__ = ["all_gather", "all_to_all", "copy_to_group", "group_rank", "group_size"]
+__all__ = ["all_gather", "all_to_all", "announced", "copy_to_group", "group_rank", "group_size"]
 __all__ += ["parse_reshard", "reduce_from_group", "reduce_scatter", "reshard", "scatter"]
 
 # Newer releases of torch deprecate the second names for the first.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Announce = Callable[[str, Tensor, dist.ProcessGroup | None], None]
+_announce: Announce | None = None
+
+
+@contextmanager
+def announced(call: Announce) -> Iterator[None]:
+    """Call a function before each collective that this process begins within the block.
+
+    Parameters
+    ----------
+    call
+        Takes the name of the collective, the tensor and the group.
+
+    Examples
+    --------
+    >>> with announced(lambda name, tensor, group: print(name, tuple(tensor.shape))):
+    ...     total = reduce_from_group(torch.ones(2))  # in a world of one, none begins
+    """
+    global _announce
+    before, _announce = _announce, call
+    try:
+        yield
+    finally:
+        _announce = before
+
+
+def _begin(name: str, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    if _announce is not None:
+        _announce(name, tensor, group)
 
 
 def reduce_from_group(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -309,6 +341,7 @@ class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
+        _begin("all_reduce", tensor, group)
         # Contiguous, because gloo refuses other strides.
         total = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
@@ -343,6 +376,7 @@ class _AllGather(torch.autograd.Function):
         ctx.group, ctx.axis = group, axis
         ctx.scatter = reduce_scatter if tensor_parallel_output_grad else scatter
         ranks = group_size(group)
+        _begin("all_gather", tensor, group)
         gathered = tensor.new_empty(ranks * tensor.shape[0], *tensor.shape[1:])
         _all_gather_single(gathered, tensor.contiguous(), group=group)
         return move_blocks(gathered, ranks, 0, axis)
@@ -357,6 +391,7 @@ class _ReduceScatter(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
         ctx.group, ctx.axis = group, axis
         ranks = group_size(group)
+        _begin("reduce_scatter", tensor, group)
         blocks = move_blocks(tensor, ranks, axis, 0)
         own = blocks.new_empty(blocks.shape[0] // ranks, *blocks.shape[1:])
         _reduce_scatter_single(own, blocks, group=group)
@@ -389,6 +424,7 @@ class _AllToAll(torch.autograd.Function):
     ) -> Tensor:
         ctx.group, ctx.axes = group, (concat_axis, split_axis)
         ranks = group_size(group)
+        _begin("all_to_all", tensor, group)
         blocks = move_blocks(tensor, ranks, split_axis, 0)
         received = torch.empty_like(blocks)
         dist.all_to_all_single(received, blocks, group=group)

@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from slapo.agreement import gathered, has_peers, is_broken_collective, same_on_all_ranks
+from slapo.agreement import (
+    gathered,
+    has_peers,
+    is_broken_collective,
+    is_on_every_rank,
+    same_on_all_ranks,
+)
 from slapo.build import check_shards
 from slapo.errors import SlapoError, VerificationError
 from slapo.history import Record
@@ -21,6 +27,7 @@ from slapo.logger import get_logger
 from slapo.primitives.base import find_primitive
 from slapo.random import get_rng_tracker
 from slapo.schedule import Schedule
+from slapo.sharding.collectives import announced
 from slapo.utils.calls import as_call
 from slapo.verify.locate import Comparison, contains, recorded, running_in, sizes_kept
 from slapo.verify.peers import Peers
@@ -189,6 +196,7 @@ class Verify:
             stack.enter_context(in_mode(self.sch.mod, not self.eval_mode))
             stack.enter_context(in_mode(self.reference, not self.eval_mode))
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(announced(self.peers.meet_for))
             wanted = self._run_original()
             self.peers.meet("original")
             given = self._run_scheduled()
@@ -301,7 +309,7 @@ class Verify:
         try:
             return self._run(self.reference)
         except Exception as error:
-            if is_broken_collective(error):
+            if is_broken_collective(error) or is_on_every_rank(error):
                 raise
             names = list(inspect.signature(self.reference.forward).parameters)
             raise SlapoError(
@@ -323,7 +331,7 @@ class Verify:
         try:
             yield
         except Exception as error:
-            if is_broken_collective(error):
+            if is_broken_collective(error) or is_on_every_rank(error):
                 raise  # the fault is another rank's
             path = running_in(error, self.sch.mod)
             module = self.sch.mod.get_submodule(path or "")

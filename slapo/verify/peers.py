@@ -2,8 +2,9 @@
 
 A rank that fails is missing in the next collective, and the others would wait there until the
 group's timeout. So ranks tell each other through the job's store where they stand, and meet there
-before every collective of the verification. Those that are within a collective of the model itself
-when a rank fails notice when its process ends; what it has told is in their error then.
+before every collective of the verification, and before those of the schedule while the models run.
+Those that are within a collective of the model's own when a rank fails notice when its process
+ends; what it has told is in their error then.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from torch import Tensor
 
-from slapo.agreement import FirstFailure, has_peers, is_broken_collective
+from slapo.agreement import FirstFailure, has_peers, is_broken_collective, on_every_rank
 from slapo.errors import SlapoError, VerificationError
 
 #: How often these ranks have verified something together: the same on all of them.
@@ -41,6 +43,7 @@ class Peers:
         place = f"slapo/verify/{'-'.join(map(str, self._ranks))}/{_TIMES[self._ranks]}"
         store = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(place, store)
+        self._meetings = 0
         self._failure = FirstFailure(self._store, self._rank)
         self._patience = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch omits it
 
@@ -52,13 +55,15 @@ class Peers:
         VerificationError
             If one has failed instead, with what it told.
         SlapoError
-            If one does not come.
+            If one comes to another step, or to none.
         """
         if self._store is None:
             return
-        keys = {rank: f"{step}/{rank}" for rank in self._ranks}
-        self._store.set(keys[self._rank], "")
+        self._meetings += 1
+        keys = {rank: f"{self._meetings}/{rank}" for rank in self._ranks}
+        self._store.set(keys[self._rank], step)
         deadline = time.monotonic() + self._patience
+        pause = 1e-4
         while not self._store.check(list(keys.values())):
             self._raise_for_others()
             if time.monotonic() > deadline:
@@ -67,7 +72,21 @@ class Peers:
                     f"Verify: nothing was heard of rank {', '.join(map(str, late))} within "
                     f"{self._patience:.0f} s; every rank of the group has to verify the same"
                 )
-            time.sleep(0.005)
+            time.sleep(pause)
+            pause = min(2 * pause, 5e-3)
+        steps = {rank: self._store.get(key).decode() for rank, key in keys.items()}
+        other = next((rank for rank, theirs in steps.items() if theirs != step), None)
+        if other is not None:
+            raise SlapoError(
+                f"rank {self._rank} comes to {step} where rank {other} comes to {steps[other]}; "
+                "every rank has to begin the same collectives in the same order"
+            )
+
+    def meet_for(self, name: str, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Meet before a collective of the model: who has failed would be missing in it."""
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        if self._store is not None and tuple(ranks) == self._ranks:
+            self.meet(f"{name} of {tuple(tensor.shape)}")
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -93,7 +112,7 @@ class Peers:
     def _raise_for_others(self) -> None:
         told = self._told_by_another()
         if told:
-            raise VerificationError(f"Verify failed on {told}")
+            raise on_every_rank(VerificationError(f"Verify failed on {told}"))
 
     def _raise_for_who_left(self, noticed: Exception) -> None:
         """A collective broke here: say who has failed."""

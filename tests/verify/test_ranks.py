@@ -1,6 +1,7 @@
 """What fails on one rank is an error on all, and names the module that was running."""
 
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,51 @@ def test_a_failure_on_one_rank_is_one_on_all(where: str, failing: int, text: str
     assert text in told[failing]
     assert told[1 - failing].startswith(f"VerificationError: Verify failed on rank {failing} with")
     assert text in told[1 - failing]
+
+
+def sharded_pair(sch: slapo.Schedule) -> None:
+    sch["0"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+    sch["2"].shard("weight", 1).sync("fwd_post", "all_reduce")
+
+
+def fails_between_sums(rank: int, world: int, module: type[nn.Module]) -> str:
+    """Others have begun the sum after it, of which the failing rank, which lives on, is missing."""
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4)))
+    x = X.clone().requires_grad_()
+    with pytest.raises(slapo.VerificationError) as told, slapo.Verify(sch, x):
+        sharded_pair(sch)
+        sch["1"].replace(module(0) if module is FailsOn else module())
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.wait(["heard"], timedelta(seconds=20))
+    else:
+        store.set("heard", "")
+    return str(told.value)
+
+
+@pytest.mark.parametrize("module", [FailsOn, Backwards])
+def test_a_failure_between_collectives_is_one_on_all(module: type[nn.Module]) -> None:
+    failing, *others = run_distributed(fails_between_sums, 2, module)
+    assert "scheduled model fails with" in failing
+    assert all(told.startswith("Verify failed on rank 0 with ") for told in others)
+
+
+def goes_another_way(rank: int, world: int) -> str:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4)))
+    with pytest.raises(slapo.VerificationError) as told, slapo.Verify(sch, X):
+        sharded_pair(sch)
+        if rank == 1:
+            sch["1"].sync("fwd_post", "all_gather", axis=1)
+    return str(told.value)
+
+
+def test_collectives_that_do_not_meet_are_named() -> None:
+    for rank, told in enumerate(run_distributed(goes_another_way, 2)):
+        ways = ["all_reduce of (2, 4)", "all_gather of (2, 2)"]
+        if rank == 1:
+            ways.reverse()
+        assert f"rank {rank} comes to {ways[0]} where rank {1 - rank} comes to {ways[1]}" in told
+        assert f"in '{2 - rank}' (" in told
 
 
 def fails_in_a_sum(rank: int) -> None:
