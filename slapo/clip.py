@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo.framework_dialect.gradients import clip_factor, global_norm, scale_gradients
+from slapo.errors import SlapoError
+from slapo.framework_dialect.buckets import is_sharded
+from slapo.framework_dialect.gradients import (
+    clip_factor,
+    global_norm,
+    is_tensor_parallel,
+    scale_gradients,
+)
 from slapo.sharding.state import sharding_of
 from slapo.wrapper import innermost
 
@@ -16,8 +25,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scale gradients so that the norm of the whole model's is at most `max_norm`, in place.
 
     ``torch.nn.utils.clip_grad_norm_`` would take the norm of this rank's slices, another one on
-    each rank, by which parameters that all ranks hold drift apart. A collective of the ranks that
-    the model is split over. Engines clip by themselves: ``build(..., clip_grad_norm=)``.
+    each rank, by which parameters that all ranks hold drift apart: given slices, it raises. A
+    collective of the ranks that the model is split over, also by ``fully_shard``. Engines clip by
+    themselves: ``build(..., clip_grad_norm=)``.
 
     Parameters
     ----------
@@ -37,6 +47,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         If `max_norm` is not above 0.
     TypeError
         If `model` is no module.
+    SlapoError
+        If FSDP has put its parameters together, or has split them over several groups.
 
     Examples
     --------
@@ -53,11 +65,50 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         )
     if isinstance(max_norm, bool) or not max_norm > 0:
         raise ValueError(f"clip_grad_norm_: max_norm is {max_norm!r}; pass a number above 0")
-    parameters = list(model.parameters())
-    norm = global_norm(parameters, tp_group=_group_of(model))
+    parameters, slices = list(model.parameters()), _slices_of(model)
+    norm = global_norm(
+        parameters,
+        tp_group=_group_of(model),
+        shard_group=_shard_group(parameters),
+        tensor_parallel=lambda param: id(param) in slices,
+    )
     if max_norm != math.inf:
         scale_gradients(parameters, clip_factor(norm, max_norm))
     return norm
+
+
+def _slices_of(model: nn.Module) -> set[int]:
+    """Ids of the parameters of which each rank of the schedule has another slice.
+
+    By their names in their modules: FSDP2 has put others in their place.
+    """
+    owners = [(part, sharding_of(part)) for part in map(innermost, model.modules())]
+    found = [part._parameters.get(n) for part, state in owners if state for n in state.specs]
+    return {id(p) for p in (*found, *filter(is_tensor_parallel, model.parameters()))}
+
+
+def _shard_group(parameters: Iterable[nn.Parameter]) -> dist.ProcessGroup | None:
+    """The ranks over which FSDP2 has split parameters."""
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for param in parameters:
+        if hasattr(param, "_is_flat_param") or type(param).__name__ == "FlatParameter":
+            raise SlapoError(
+                "clip_grad_norm_: FullyShardedDataParallel has put parameters together, slices and "
+                "wholes; use fully_shard, or slapo.build(sch, target='torch', mesh=mesh, "
+                "data_parallel='fsdp', clip_grad_norm=...)"
+            )
+        if is_sharded(param):
+            placed: Any = param
+            for dim, placement in enumerate(placed.placements):
+                if placement.is_shard():
+                    group = placed.device_mesh.get_group(dim)
+                    groups[tuple(dist.get_process_group_ranks(group))] = group
+    if len(groups) > 1:
+        raise SlapoError(
+            f"clip_grad_norm_: parameters are split over several groups, {sorted(groups)}; use one "
+            "mesh for all, or let slapo.build(sch, target='torch', clip_grad_norm=...) clip"
+        )
+    return next(iter(groups.values()), None)
 
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup | None:

@@ -10,7 +10,7 @@ from slapo.logger import get_logger
 from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called, check_own_tensor
-from slapo.sharding.guards import refuse_saving
+from slapo.sharding.guards import refuse_clipping, refuse_saving
 from slapo.sharding.shards import ShardPlan
 from slapo.sharding.slicing import make_spec
 from slapo.sharding.state import shards_of
@@ -94,6 +94,7 @@ class ShardPrimitive(Primitive):
         sch.metadata.primitives["shard"][tensor_name] = plan.spec
         if sch.world_size > 1:
             refuse_saving(sch.get_top_schedule().mod)
+            refuse_clipping()
         return sch
 
 

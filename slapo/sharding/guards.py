@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -9,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
 
 from slapo.errors import SlapoError
 from slapo.hooks import remove_pre_hooks
@@ -18,6 +20,9 @@ from slapo.sharding.groups import GroupHandle
 from slapo.sharding.state import sharding_of
 from slapo.sharding.tags import PARTIAL_GRAD, has_partial_grad
 from slapo.wrapper import innermost
+
+#: On torch's function for clipping, once it is guarded.
+_REFUSES_SLICES = "_slapo_refuses_slices"
 
 
 def _save_pretrained(*args: Any, **kwargs: Any) -> None:
@@ -32,6 +37,33 @@ def refuse_saving(model: nn.Module) -> None:
     """Of a model of Transformers: let ``save_pretrained`` raise."""
     if hasattr(type(model), "save_pretrained"):
         model.__dict__["save_pretrained"] = _save_pretrained
+
+
+def refuse_clipping() -> None:
+    """From now on ``torch.nn.utils.clip_grad_norm_`` raises where it is given slices.
+
+    It sees tensors alone, each rank those of its own slices: norms and so factors would differ from
+    rank to rank, and what is whole on all of them would drift apart.
+    """
+    clip: Any = clip_grad._clip_grads_with_norm_
+    if hasattr(clip, _REFUSES_SLICES):
+        return
+
+    @functools.wraps(clip)
+    def refusing(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        part = next((p for p in given if getattr(p, "orig_shape", p.shape) != p.shape), None)
+        if part is not None:
+            raise SlapoError(
+                "torch.nn.utils.clip_grad_norm_ has taken the norm of this rank's slices, such as "
+                f"{tuple(part.shape)} of {tuple(part.orig_shape)}, which is another one on each "
+                "rank; no gradient was changed: call slapo.clip_grad_norm_(model, max_norm), which "
+                "takes that of the whole model"
+            )
+        clip(given, *args, **kwargs)
+
+    setattr(refusing, _REFUSES_SLICES, True)
+    clip_grad._clip_grads_with_norm_ = refusing
 
 
 class WrapperGuard:

@@ -430,6 +430,62 @@ def test_the_norm_of_the_whole_model_is_clipped() -> None:
         assert max(found.values()) < 1e-6, found
 
 
+def clip_as_torch_does(rank: int, world: int) -> tuple[str, bool]:
+    model, _ = scheduled()
+    model(IDS).square().sum().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    text = told(lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    nn.utils.clip_grad_norm_(Model().parameters(), 0.5)  # of a model that is whole
+    nn.utils.clip_grad_norm_(model.norm.weight, 1e9)
+    same = all(map(torch.equal, before, (p.grad for p in model.parameters())))
+    return text, same
+
+
+def test_torch_does_not_clip_by_the_norm_of_slices() -> None:
+    for text, unchanged in run_distributed(clip_as_torch_does, 2):
+        assert "the norm of this rank's slices, such as (" in text
+        assert "call slapo.clip_grad_norm_(model, max_norm)" in text
+        assert unchanged
+
+
+def clip_under_fsdp(rank: int, world: int) -> tuple[float, float, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = Model()
+        sch = slapo.create_schedule(model, group=mesh["tp"])
+        sch["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+        sch["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+        models.append(slapo.build(sch)[0])
+    torch.manual_seed(0)
+    reference = Model()
+    reference(IDS).square().sum().backward()
+    fully_shard(models[0], mesh=mesh["dp"])
+    models[0](IDS).square().sum().backward()
+    norm = slapo.clip_grad_norm_(models[0], 0.5)
+    wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+    up = models[0].up.weight.grad.full_tensor()
+    error = (up - reference.up.weight.grad.chunk(2)[mesh.get_local_rank("tp")]).abs().max()
+    flat = FullyShardedDataParallel(
+        models[1], process_group=mesh.get_group("dp"), device_id=torch.device("cpu")
+    )
+    return (
+        abs(float(norm / wanted) - 1),
+        float(error),
+        told(lambda: slapo.clip_grad_norm_(flat, 0.5)),
+    )
+
+
+def test_the_norm_is_that_of_the_model_under_fsdp() -> None:
+    for norm, error, flat in run_distributed(clip_under_fsdp, 4):
+        assert max(norm, error) < 1e-6
+        assert "FullyShardedDataParallel has put parameters together" in flat
+
+
 def test_a_limit_that_is_none() -> None:
     with pytest.raises(ValueError, match="max_norm is 0; pass a number above 0"):
         slapo.clip_grad_norm_(nn.Linear(2, 2), 0)
