@@ -15,16 +15,14 @@ from slapo.framework_dialect import Lowering, Runtime, get_dialect_cls
 from slapo.framework_dialect.replicas import share_wholes
 from slapo.graph.trace.module import TracedModule
 from slapo.node import ScheduleState
+from slapo.optimizers import refuse_earlier_optimizers
 from slapo.pipeline import PipelinedModule, generate_pipeline_partition
 from slapo.pipeline.partition import cut_nodes
 from slapo.pipeline.pipelined import release
 from slapo.schedule import Schedule
+from slapo.sharding.checks import check_modules
 from slapo.sharding.guards import guard_wrappers
-from slapo.sharding.layout import Layout
-from slapo.sharding.partial import has_bias
 from slapo.sharding.state import sharding_of
-from slapo.sharding.sync import REDUCTIONS
-from slapo.sharding.vocab import is_masked
 from slapo.snapshot import restored_on_error
 from slapo.weights.materialize import has_meta_tensors, materialize
 from slapo.weights.meta import allow_calls
@@ -127,7 +125,9 @@ def build(
         all_ranks_or_none(what, lambda: _check_filled(lowering, target))
         allow_calls(model)
         guard_wrappers(model, None)
-        return runtime.lower(lowering)
+        built = runtime.lower(lowering)
+        sch.state.built_for = target
+        return built
     finally:
         if isinstance(model, PipelinedModule):
             model.forget_whole()
@@ -173,6 +173,8 @@ def _build_module(
     share_wholes(sch.mod, sch.group, sync_replicated)
     guard_wrappers(sch.mod, sch.group)
     allow_calls(sch.mod)
+    refuse_earlier_optimizers(sch.mod, sch.state.parameters)
+    sch.state.built_for = ""
     return sch.mod
 
 
@@ -299,49 +301,7 @@ def check_shards(sch: Schedule) -> None:
     if sch.world_size == 1:
         return
     # Of the model, not of the tree: a flat trace takes what is in its leaves out of that.
-    for path, outer in sch.mod.named_modules():
-        module = innermost(outer)
-        state = sharding_of(module)
-        if state is None:
-            continue
-        specs, layout = state.specs, state.layout
-        if "bias" in specs and "weight" in module._parameters and "weight" not in specs:
-            raise SlapoError(
-                f"{path!r}: its bias is sharded and its weight is whole; shard the weight along "
-                f'the axis of its outputs too: sch["{path}"].shard("weight", axis=...)'
-            )
-        reduces = any(sync.mode == "fwd_post" and sync.op in REDUCTIONS for sync in state.syncs)
-        if specs and reduces and layout == Layout() and has_bias(module) and "bias" not in specs:
-            raise SlapoError(
-                f"{path!r}: nothing is known of {type(module).__name__}, whose output is reduced "
-                "and whose bias is whole: it may be added once per rank. Say how the class reacts "
-                "by slapo.sharding.register_shard_rule, or replace it by "
-                "slapo.op.LinearWithSyncFunc"
-            )
-        if reduces and not specs and _holds_only_wholes(module):
-            raise SlapoError(
-                f"{path!r}: fwd_post sums its output over the ranks, and no parameter in it is "
-                "sharded: each rank has the whole, which would be counted once per rank; leave "
-                "the sync out, or shard what is in it"
-            )
-        splits_output = layout.output is not None and layout.output.kind == "shard"
-        if "weight" in specs and splits_output and has_bias(module) and "bias" not in specs:
-            raise SlapoError(
-                f"{path!r}: its weight is sharded along axis {specs['weight'].axis}, which splits "
-                f'the output, and its bias is whole; add sch["{path}"].shard("bias", axis=0)'
-            )
-        by_hand = outer._forward_pre_hooks and outer._forward_hooks
-        if layout.vocabulary and not (is_masked(module) or by_hand):
-            raise SlapoError(
-                f"{path!r}: its rows are spread over the ranks, and nothing masks the tokens of "
-                f'others; add sch["{path}"].sync("fwd_post", "all_reduce")'
-            )
-
-
-def _holds_only_wholes(module: nn.Module) -> bool:
-    """Whether there are parameters, and none of them is a slice."""
-    slices = [getattr(p, "orig_shape", None) is not None for p in module.parameters()]
-    return bool(slices) and not any(slices)
+    check_modules(sch.mod)
 
 
 def _materialize(sch: Schedule, init_weights: bool | Callable[..., Any]) -> None:

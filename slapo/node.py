@@ -17,6 +17,7 @@ from slapo.errors import SlapoError
 from slapo.graph.trace.leaves import is_torch_leaf
 from slapo.graph.trace.module import inlined_in, kept_whole_in
 from slapo.history import Record, digest, spelled
+from slapo.optimizers import Known
 from slapo.weights.provenance import Source
 from slapo.weights.ties import TieGroups
 from slapo.wrapper import innermost
@@ -91,6 +92,10 @@ class ScheduleState:
     sources: dict[str, tuple[Source, list[str]]] = field(default_factory=dict)
     #: kind of module -> arguments of its first call, for recording tracers
     captured: dict[Any, Any] = field(default_factory=dict)
+    #: the model's parameters before it was scheduled
+    parameters: Known = field(default_factory=dict)
+    #: the target that the model was built for, "" for none and None before that
+    built_for: str | None = None
     #: > 0 while a primitive runs: what it calls is part of it and not recorded by itself
     depth: int = 0
 
@@ -105,6 +110,8 @@ class ScheduleState:
             set(self.followed),
             dict(self.sources),
             {},
+            {},
+            None,
             self.depth,
         )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from slapo import printing
 from slapo.errors import SlapoError, with_nearest
@@ -24,6 +25,7 @@ from slapo.graph.match.find import (
 from slapo.history import spelled, warn_caller
 from slapo.logger import get_logger
 from slapo.node import Node, ScheduleMetadata, ScheduleState, history_of
+from slapo.optimizers import parameters_of
 from slapo.primitives import (
     AnnotatePrimitive,
     CheckpointPrimitive,
@@ -222,6 +224,19 @@ class Schedule(Node):
             f"call .trace() with what it needs first:\n{reasons}"
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a Schedule is not pickled or copied by copy.copy; use copy.deepcopy(sch) for one over "
+            "a copy of the model, or pickle the model, sch.mod"
+        )
+
+    def __iter__(self) -> Any:
+        """A schedule is no sequence: paths are its items."""
+        raise TypeError(
+            "a Schedule is not iterated; take its nodes by sch.named_schedules(), sch.select(glob) "
+            "or sch.child.values()"
+        )
+
     if not TYPE_CHECKING:  # to which any attribute would be one, and no typo would show
 
         def __getattr__(self, name: str) -> Any:
@@ -321,6 +336,12 @@ def create_schedule(
     `-- 1: ReLU()
     """
     check_module(root, "create_schedule: root", "pass the model itself")
+    if isinstance(root, (DistributedDataParallel, nn.DataParallel)):
+        raise TypeError(
+            f"create_schedule: root is a {type(root).__name__} already, which has taken hold of "
+            "the parameters; schedule the model itself, model.module, and wrap what slapo.build "
+            "returns"
+        )
     if parent is not None:
         tp_group = parent.group if group is None else resolve_group(group)
         return Schedule(root, name, path, parent, tp_group, parent.state)
@@ -328,6 +349,7 @@ def create_schedule(
     state = ScheduleState(TieGroups(root), _start_note)
     schedule = Schedule(root, name, path, None, resolve_group(group), state)
     schedule.metadata.tie_weights = state.ties.as_dict()
+    state.parameters = parameters_of(root)
     refuse_calls(root)
     return schedule
 

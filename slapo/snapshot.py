@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from slapo.graph.trace.module import TracedModule
@@ -30,7 +30,7 @@ class _ModuleState:
             for owner in (module.graphs if isinstance(module, TracedModule) else ())
         ]
         self.tensors = [
-            (t, dict(t.__dict__), t.data)
+            _TensorState(t)
             for t in (*module._parameters.values(), *module._buffers.values())
             if t is not None and not is_lazy(t)
         ]
@@ -41,11 +41,8 @@ class _ModuleState:
         module.__dict__.clear()
         for key, value in self.attributes.items():
             module.__dict__[key] = self._refilled(key, value)
-        for tensor, attributes, data in self.tensors:
-            tensor.__dict__.clear()
-            tensor.__dict__.update(attributes)
-            if tensor.shape != data.shape:  # a shard keeps a slice in the same object
-                tensor.grad, tensor.data = None, data
+        for tensor in self.tensors:
+            tensor.restore()
         for owner, graph, before in self.graphs:
             if owner.graph is not graph or str(graph) != str(before):
                 with owner.rewritten_together():
@@ -62,6 +59,32 @@ class _ModuleState:
         else:
             original.update(value)
         return original
+
+
+class _TensorState:
+    """What hangs on a tensor; its values are kept by reference."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.attributes, self.data = tensor, dict(tensor.__dict__), tensor.data
+        self.needs_gradient = tensor.requires_grad
+        self.hooks = [set(table) for table in _hooks_of(tensor)]
+
+    def restore(self) -> None:
+        tensor = self.tensor
+        tensor.__dict__.clear()
+        tensor.__dict__.update(self.attributes)
+        if tensor.is_leaf:
+            tensor.requires_grad_(self.needs_gradient)
+        for table, before in zip(_hooks_of(tensor), self.hooks, strict=True):
+            for key in table.keys() - before:
+                del table[key]
+        if tensor.shape != self.data.shape:  # a shard keeps a slice in the same object
+            tensor.grad, tensor.data = None, self.data
+
+
+def _hooks_of(tensor: Tensor) -> list[dict[int, Any]]:
+    """Where a tensor keeps those that see its gradient."""
+    return [tensor._backward_hooks or {}, tensor._post_accumulate_grad_hooks or {}]
 
 
 def _shallow(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +17,21 @@ from torch import fx, nn
 W = TypeVar("W", bound="ModuleWrapper")
 
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+class MadeClass(type):
+    """A class that was made for another one: pickles make it again, as no module has its name.
+
+    Each says by ``_slapo_made`` how: a function and its arguments.
+    """
+
+    @property
+    def _slapo_made(cls) -> tuple[Any, ...]:
+        kind: Any = cls
+        return _class_for, (kind._slapo_kind, kind._slapo_origin)
+
+
+copyreg.pickle(MadeClass, lambda cls: cls._slapo_made)
 
 
 class ModuleWrapper(nn.Module):
@@ -157,7 +173,7 @@ def _class_for(kind: type[W], origin: type[nn.Module]) -> type[W]:
     theirs = {name for base in origin.__mro__ for name in vars(base)} - ours
     delegated = {name: _Delegated(name) for name in theirs if not name.startswith("__")}
     body = {"forward": _signed(kind, origin), "_slapo_kind": kind, "_slapo_origin": origin}
-    made: Any = type(origin.__name__, (kind,), {**delegated, **body})
+    made: Any = MadeClass(origin.__name__, (kind,), {**delegated, **body})
     try:
         made.__bases__ = (kind, origin)
     except TypeError:  # a layout that does not go with another's, by __slots__ for one

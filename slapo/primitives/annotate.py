@@ -9,7 +9,7 @@ from slapo.history import warn_caller
 from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_own_tensor
-from slapo.sharding.state import make_sharding
+from slapo.sharding.state import make_sharding, shards_of
 from slapo.sharding.tags import PARTIAL_GRAD
 from slapo.wrapper import innermost
 
@@ -77,6 +77,12 @@ class AnnotatePrimitive(Primitive):
             warn_caller(
                 f"annotate: the tag {key!r} means nothing here, and is spelt like 'partial_grad', "
                 "which sums the parameter's gradient over the ranks; write that if you mean it"
+            )
+        spec = shards_of(module).get(param_name)
+        if key in PARTIAL_GRAD and value and spec is not None and spec.world_size > 1:
+            raise ValueError(
+                f"{param_name!r} is sharded along axis {spec.axis}: each rank has another slice, "
+                "whose gradient is complete; annotate what is whole, and leave this call out"
             )
         make_sharding(module, sch.group).tag(module, param_name, key, value)
         sch.metadata.param_tags.setdefault(param_name, {})[key] = value

@@ -67,7 +67,9 @@ class CutPipelineStagePrimitive(Primitive):
         if not isinstance(parent, fx.GraphModule):
             raise SlapoError(
                 f"the parent, {sch.parent.where}, is not traced; call "
-                f'trace_until({sch.parent.path!r}, tracer="huggingface") on the root first'
+                f"trace_until({sch.parent.path!r}) on the root first; with "
+                'tracer="huggingface" for a model of Transformers, or where Python decides by '
+                "values, and then with the example_inputs= of a call"
             )
         count = sum(1 for _ in parent.graph.find_nodes(op="call_module", target=sch.name))
         if not count:

@@ -10,9 +10,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from slapo.errors import SlapoError
 from slapo.history import Record, caller_location, describe, identify, spelled
+from slapo.logger import get_logger
 from slapo.node import Node
 from slapo.primitives.base import Primitive, is_builtin
 from slapo.snapshot import restored_on_error
+
+logger = get_logger()
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,6 +36,18 @@ def run(node: Node, primitive: type[Primitive], /, *args: Any, **kwargs: Any) ->
         )
     node.check_live()
     state = node.state
+    if state.built_for and state.depth == 0:
+        raise SlapoError(
+            f"{record.call()}: the model was built for target={state.built_for!r}, whose engine "
+            "holds its parameters as they are; apply primitives before slapo.build, or make the "
+            "model and the schedule anew"
+        )
+    if state.built_for is not None and state.depth == 0:
+        logger.warning(
+            "%s after slapo.build: nothing has checked it together with the rest; call "
+            "slapo.build(sch) again",
+            record.call(),
+        )
     guard = nullcontext() if is_builtin(primitive) else restored_on_error(node)
     state.depth += 1
     try:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from slapo.history import describe
 from slapo.logger import get_logger
 from slapo.node import Node
 from slapo.primitives.base import Primitive
@@ -69,8 +70,8 @@ class ShardPrimitive(Primitive):
         """Check everything, then slice the tensor here and where it is tied."""
         if not isinstance(tensor_name, str):
             raise TypeError(
-                f"tensor_name must be the name of one tensor, got {tensor_name!r}; call shard() "
-                "once for each"
+                f"tensor_name must be the name of one tensor, got {describe(tensor_name)}; pass it "
+                "in quotes, as 'weight', and call shard() once for each"
             )
         if type(axis) is not int:
             raise TypeError(

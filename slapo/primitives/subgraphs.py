@@ -75,7 +75,10 @@ def parse(sch: Node, target_ops: Any, argument: str = "target_ops") -> Subgraphs
     owner = sch[parent] if parent else sch
     gm = innermost(owner.mod)
     if not isinstance(gm, fx.GraphModule):
-        raise ValueError(f"{owner.where} is not traced any more; call find() again")
+        raise ValueError(
+            f"{owner.where} is not traced, or not any more: what find() gives belongs to the node "
+            f"that it was called on; call find() again, on {spelled(sch.path)}"
+        )
     chains = [sorted(dict.fromkeys(node for _, node in group)) for group in groups]
     gm = _owner_of(chains[0][0], gm)
     for node in (node for chain in chains for node in chain):

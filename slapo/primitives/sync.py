@@ -11,13 +11,19 @@ from torch import nn
 from slapo.history import describe
 from slapo.node import Node
 from slapo.primitives.base import Primitive
-from slapo.primitives.wrapping import check_called
+from slapo.primitives.wrapping import check_called, check_runs
 from slapo.sharding.groups import GroupHandle
 from slapo.sharding.layout import KnownSync
 from slapo.sharding.partial import add_reducer, can_reduce
 from slapo.sharding.state import layout_of, make_sharding, syncs_of
 from slapo.sharding.sync import REDUCTIONS, SyncOp, check_mode, check_sync, make_sync_op
-from slapo.sharding.sync_hooks import GradientHook, InputHook, OutputHook, input_names
+from slapo.sharding.sync_hooks import (
+    GradientHook,
+    InputHook,
+    OutputHook,
+    input_names,
+    keyword_names,
+)
 from slapo.sharding.vocab import check_maskable, mask_vocabulary, masks_itself
 from slapo.utils.calls import check_takes
 from slapo.wrapper import innermost
@@ -96,6 +102,7 @@ class SyncPrimitive(Primitive):
     ) -> Node:
         """Check the sync against what is known, then register it."""
         check_mode(mode)
+        check_runs(sch)
         check_called(sch)
         if isinstance(sync_op_or_fn, str):
             op = make_sync_op(mode, sync_op_or_fn, GroupHandle(sch.group), kwargs)
@@ -157,6 +164,7 @@ def _add_op(sch: Node, mode: str, op: SyncOp) -> None:
         _check_gradients(module, op)
         sch.mod.register_forward_pre_hook(GradientHook(op), with_kwargs=True)
     elif mode == "fwd_pre":
+        _check_before_gradients(module, op)
         sch.mod.register_forward_pre_hook(InputHook(op, mode), with_kwargs=True)
     else:
         _check_output_gradient(module, op)
@@ -164,7 +172,7 @@ def _add_op(sch: Node, mode: str, op: SyncOp) -> None:
         _add_output_op(sch, module, replace(op, known_axis=_to_check(op, known)))
     completes = op.sums_gradient()
     output = op.output() if mode == "fwd_post" else None
-    _note(sch, KnownSync(mode, op.name, op.axis, output, completes))
+    _note(sch, KnownSync(mode, op.name, op.axis, output, completes, op.argument))
 
 
 def _to_check(op: SyncOp, known: int | None) -> int | None:
@@ -177,7 +185,7 @@ def _sums_gradients(module: nn.Module) -> bool:
 
 
 def _check_names(module: nn.Module, mode: str, op: SyncOp) -> None:
-    known = input_names(module)
+    known = (*input_names(module), *keyword_names(module))
     unknown = [name for name in op.argument or () if name not in known]
     if unknown:
         raise ValueError(
@@ -192,6 +200,17 @@ def _check_gradients(module: nn.Module, op: SyncOp) -> None:
         raise ValueError(
             f"bwd_post {op.name}: the gradient of the module's inputs is summed over the ranks "
             "already; leave one of the two out, or name the inputs of both in one argument="
+        )
+
+
+def _check_before_gradients(module: nn.Module, op: SyncOp) -> None:
+    """Refuse to change an input that another op, which stands before it, sums the gradient of."""
+    before = [sync.argument for sync in syncs_of(module) if sync.mode == "bwd_post" and sync.op]
+    if any(not names or not op.argument or {*names} & {*op.argument} for names in before):
+        raise ValueError(
+            f"fwd_pre {op.name}: bwd_post was called before it, and would sum the gradients of "
+            "what each rank had before that, of different slices; call fwd_pre first, and bwd_post "
+            "after it where the gradient is a part on each rank then"
         )
 
 
@@ -210,7 +229,8 @@ def _add_output_op(sch: Node, module: nn.Module, op: SyncOp) -> None:
     if _needs_mask(module, op):
         mask_vocabulary(module)
     if reduces and sch.mod is module and can_reduce(module):
-        add_reducer(module, OutputHook(op), op.axis, op.group)
+        bias = f"{sch.model_path}.bias".lstrip(".")
+        add_reducer(module, OutputHook(op), op.axis, op.group, bool(sch.state.ties.partners(bias)))
     else:
         sch.mod.register_forward_hook(OutputHook(op))
 

@@ -13,9 +13,33 @@ from slapo.wrapper import ModuleWrapper, innermost
 
 def wrap(sch: Node, wrapper: ModuleWrapper) -> None:
     """Put `wrapper`, which holds the node's module, in its place; hooks run around the wrapper."""
+    check_runs(sch)
     check_called(sch)
+    bare = innermost(sch.mod)
+    if "mod" in bare._modules or "mod" in bare._parameters or "mod" in bare.__dict__:
+        raise ValueError(
+            f"{type(bare).__name__} has an attribute 'mod', and so has what would be around it: "
+            "who reads it from outside would get the module itself; rename it, or apply this to "
+            "the modules within or around"
+        )
     move_hooks(sch.mod, wrapper)
     sch.set_module(wrapper)
+
+
+def check_runs(sch: Node) -> None:
+    """Refuse a container, which nobody calls: nothing would happen around its forward.
+
+    Raises
+    ------
+    ValueError
+        Naming what is in it.
+    """
+    module = innermost(sch.mod)
+    if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+        raise ValueError(
+            f"{type(module).__name__} has no forward, so that nothing would happen; name what is "
+            f"in it: {list(sch.child)[:4]}"
+        )
 
 
 def check_called(sch: Node, tensor: str | None = None) -> None:

@@ -90,9 +90,7 @@ class WrapperGuard:
         """Raise ``SlapoError`` if one does."""
         if torch.compiler.is_compiling():
             return
-        wrapped = DistributedDataParallel._active_ddp_module
-        if wrapped is not None:
-            self._refuse_replicas(dist.get_process_group_ranks(wrapped.process_group))
+        refuse_replicas(self)
         if self._looks < self._LOOKS:
             self._looks += 1
             parts = list(map(innermost, module.modules()))
@@ -108,19 +106,8 @@ class WrapperGuard:
         for part in self._tagged:
             _renew(part)
 
-    def _refuse_replicas(self, ranks: list[int]) -> None:
-        both = self._both(ranks)
-        if both:
-            raise SlapoError(
-                f"DistributedDataParallel takes the ranks {both} for replicas, over which this "
-                "model is sharded, and has given all of them the slices of the first; make the "
-                "model and the schedule anew, and pass DDP the process_group of the data-parallel "
-                "ranks, such as mesh.get_group('dp'), or let slapo.build(sch, target='torch', "
-                "mesh=mesh) do it"
-            )
-
     def _refuse_shards(self, ranks: list[int]) -> None:
-        both = self._both(ranks)
+        both = _both(self.group, ranks)
         if both:
             raise SlapoError(
                 f"FSDP splits parameters over the ranks {both}, over which this model is sharded "
@@ -130,9 +117,27 @@ class WrapperGuard:
                 "mesh=mesh, data_parallel='fsdp') do it"
             )
 
-    def _both(self, ranks: list[int]) -> list[int]:
-        both = sorted(set(ranks) & set(self.group.ranks or ()))
-        return both if len(both) > 1 else []
+
+def refuse_replicas(holder: Any) -> None:
+    """Raise ``SlapoError`` in a forward of DDP over the ranks of what has a ``group`` handle."""
+    if torch.compiler.is_compiling() or DistributedDataParallel._active_ddp_module is None:
+        return
+    wrapped = DistributedDataParallel._active_ddp_module
+    ranks = dist.get_process_group_ranks(wrapped.process_group)
+    both = _both(getattr(holder, "group", None), ranks)
+    if both:
+        raise SlapoError(
+            f"DistributedDataParallel takes the ranks {both} for replicas, over which this "
+            "model is sharded, and has given all of them the slices of the first; make the "
+            "model and the schedule anew, and pass DDP the process_group of the data-parallel "
+            "ranks, such as mesh.get_group('dp'), or let slapo.build(sch, target='torch', "
+            "mesh=mesh) do it"
+        )
+
+
+def _both(handle: GroupHandle | None, ranks: list[int]) -> list[int]:
+    both = sorted(set(ranks) & set(handle.ranks or ())) if handle is not None else []
+    return both if len(both) > 1 else []
 
 
 def guard_wrappers(model: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -67,6 +67,8 @@ class KnownSync:
         The placement after it (for ``fwd_post``), None when it is not known.
     completes_gradient
         Whether its backward sums the gradient over the ranks.
+    argument
+        Names of the inputs that it is for; None for those that the mode is about.
     """
 
     mode: str
@@ -74,6 +76,7 @@ class KnownSync:
     axis: int | None = None
     output: Placement | None = None
     completes_gradient: bool = False
+    argument: tuple[str, ...] | None = None
 
     def after(self, layout: Layout) -> Layout:
         """The layout around this sync, given the one within it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slapo.sharding.collectives import copy_to_group
 from slapo.sharding.groups import GroupHandle, group_rank
 from slapo.sharding.state import Sharding, sharding_of
 from slapo.sharding.tags import PARTIAL_GRAD
+from slapo.wrapper import MadeClass
 
 Product = Callable[[Any, Tensor], Tensor]
 #: A forward hook, called on the product before the bias is added.
@@ -61,6 +64,16 @@ class PartialSumMixin:
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """The class is made where it is needed, so pickles have that of the original."""
         return _new, (self._original,), self.__dict__
+
+
+class _DeferringClass(MadeClass):
+    @property
+    def _slapo_made(cls) -> tuple[Any, ...]:
+        kind: Any = cls
+        return _deferring_class, (kind._original,)
+
+
+copyreg.pickle(_DeferringClass, lambda cls: cls._slapo_made)
 
 
 def _new(original: type[nn.Module]) -> nn.Module:
@@ -141,18 +154,25 @@ def add_reducer(
     reduce: Reducer,
     scatter_axis: int | None = None,
     group: GroupHandle | None = None,
+    is_tied: bool = False,
 ) -> None:
     """Call `reduce` on the product of a deferring module, before its bias.
 
-    `scatter_axis`: the axis of which each rank of `group` keeps a slice of the sum, if it does.
+    Parameters
+    ----------
+    scatter_axis
+        The axis of which each rank of `group` keeps a slice of the sum, if it does.
+    is_tied
+        Whether the bias is another module's too, where its gradient may be complete.
     """
     state = sharding_of(module)
     assert state is not None, "a deferring module is sharded"
     state.reducers = (reduce,)
     channel_axis = -1 - type(module)._bias_dims  # type: ignore[attr-defined]
     if scatter_axis is not None and group is not None:
-        state.bias_part = _BiasPart(scatter_axis, channel_axis, group)
-        state.tag(module, "bias", PARTIAL_GRAD[0], True)
+        state.bias_part = _BiasPart(scatter_axis, channel_axis, group, sums=is_tied)
+        if not is_tied:
+            state.tag(module, "bias", PARTIAL_GRAD[0], True)
 
 
 @dataclass(frozen=True)
@@ -162,8 +182,12 @@ class _BiasPart:
     axis: int
     channel_axis: int
     group: GroupHandle
+    #: whether these parts are summed here, not with the parameter's whole gradient
+    sums: bool
 
     def __call__(self, bias: Tensor, dims: int) -> Tensor:
+        if self.sums:
+            bias = copy_to_group(bias, self.group.group)
         if self.axis % dims == self.channel_axis % dims:
             ranks = len(self.group.ranks or (0,))
             return bias.chunk(ranks)[group_rank(self.group.group)]
@@ -184,7 +208,8 @@ def _deferring_class(cls: type[nn.Module]) -> type[nn.Module]:
         known = _PRODUCTS[_product_owner(cls)]
         body = {"_original": cls, "_product": known[0], "_bias_dims": known[1]}
         body["__module__"] = cls.__module__
-        _CLASSES[cls] = type(cls.__name__, (PartialSumMixin, cls), body)
+        made: Any = _DeferringClass(cls.__name__, (PartialSumMixin, cls), body)
+        _CLASSES[cls] = made
     return _CLASSES[cls]
 
 

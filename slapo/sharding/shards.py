@@ -18,6 +18,7 @@ from slapo.sharding.rules import Effect, effect_of
 from slapo.sharding.slicing import ShardSpec, make_spec
 from slapo.sharding.state import make_sharding, sharding_of, shards_of, syncs_of
 from slapo.sharding.sync import REDUCTIONS, check_syncs
+from slapo.sharding.tags import PARTIAL_GRAD
 from slapo.sharding.vocab import check_maskable, mask_vocabulary
 
 
@@ -91,6 +92,12 @@ class ShardPlan:
         module, state = self.module, sharding_of(self.module)
         sizes = {} if state is None else state.sizes
         present = Layout() if state is None else state.layout
+        tags = {} if state is None else state.tags.get(self.name, {})
+        if self.spec.world_size > 1 and any(map(tags.get, PARTIAL_GRAD)):
+            raise ValueError(
+                f"{self.name!r} is annotated as partial_grad, which would add up the gradients of "
+                "different slices; keep it whole, or leave the annotation out"
+            )
         wanted = self.effect.layout
         self._check_blocks()
         if present.output is not None and wanted.output not in (None, present.output):

@@ -87,13 +87,15 @@ class Sharding:
             tensor: Tensor | None = module._parameters.get(name)
             tensor = module._buffers.get(name) if tensor is None else tensor
             if tensor is not None:
-                self._carriers[name] = tensor
+                if tensor.is_leaf:  # else one of a functional call, which goes again
+                    self._carriers[name] = tensor
                 self._dress(name, tensor)
 
     def is_attached_to(self, module: nn.Module) -> bool:
         """Whether the module's tensors are those that carry what is known here."""
         return all(
             module._parameters.get(name, tensor) is tensor
+            and (name not in self.specs or hasattr(tensor, "orig_shape"))
             for name, tensor in self._carriers.items()
         )
 

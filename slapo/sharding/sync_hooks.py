@@ -9,10 +9,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from slapo.sharding.collectives import copy_to_group
+from slapo.sharding.guards import refuse_replicas
 from slapo.sharding.sync import SyncOp
 from slapo.wrapper import innermost
 
@@ -44,11 +45,13 @@ class InputHook(SyncHook):
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Map it."""
-        positions = input_names(innermost(module))
+        refuse_replicas(self.function)
+        bare = innermost(module)
+        positions, ordered = input_names(bare), [*input_names(bare), *keyword_names(bare)]
         named = getattr(self.function, "argument", None)
         wanted: tuple[str, ...] | list[str] = named or [
             *positions[: len(args)],
-            *sorted(kwargs, key=lambda k: positions.index(k) if k in positions else len(positions)),
+            *sorted(kwargs, key=lambda k: ordered.index(k) if k in ordered else len(ordered)),
         ]
         given, found = {**dict(zip(positions, args, strict=False)), **kwargs}, False
         for name in wanted:
@@ -74,6 +77,7 @@ class OutputHook(SyncHook):
 
     def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
         """Map it."""
+        refuse_replicas(self.function)
         if isinstance(output, Tensor):
             return self.function(output)
         if isinstance(output, Mapping):  # as Transformers' output objects are, too
@@ -116,37 +120,70 @@ class GradientHook(SyncHook):
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass them on, with a backward of their own."""
+        refuse_replicas(self.function)
         seen: dict[int, Tensor] = {}
 
-        def passed(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                if not value.requires_grad:
-                    return value
-                if id(value) not in seen:  # one that is given twice is one
-                    seen[id(value)] = copy_to_group(value, self.function.group.group)
-                return seen[id(value)]
-            if isinstance(value, (tuple, list, Mapping)):  # named tuples, Transformers' outputs
-                return pytree.tree_map_only(Tensor, passed, value)
-            return value
+        def passed(tensor: Tensor) -> Tensor:
+            if id(tensor) not in seen:  # one that is given twice is one
+                wanted = tensor.requires_grad
+                group = self.function.group.group
+                seen[id(tensor)] = copy_to_group(tensor, group) if wanted else tensor
+            return seen[id(tensor)]
 
         names = self.function.argument
         if names is None:
-            return tuple(map(passed, args)), {key: passed(v) for key, v in kwargs.items()}
+            new_args = tuple(_mapped(value, passed) for value in args)
+            new_kwargs = {key: _mapped(value, passed) for key, value in kwargs.items()}
+            if (args or kwargs) and not seen and torch.is_grad_enabled():
+                raise TypeError(
+                    f"sync on {type(module).__name__}: the call has no tensor argument, in "
+                    f"{[type(value).__name__ for value in (*args, *kwargs.values())]}; put the "
+                    "sync on the module that takes the tensor"
+                )
+            return new_args, new_kwargs
         named = zip(input_names(innermost(module)), args, strict=False)
-        new = [passed(value) if name in names else value for name, value in named]
+        new = [_mapped(value, passed) if name in names else value for name, value in named]
         new.extend(args[len(new) :])
-        return tuple(new), {k: passed(v) if k in names else v for k, v in kwargs.items()}
+        return tuple(new), {k: _mapped(v, passed) if k in names else v for k, v in kwargs.items()}
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with its tensors mapped, those in containers and dataclasses too."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            new = _mapped(item, function)
+            value = value if new is item else _with_item(value, key, new)
+    elif isinstance(value, (tuple, list)):
+        items = [_mapped(item, function) for item in value]
+        if any(new is not item for new, item in zip(items, value, strict=True)):
+            value = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        new = {name: _mapped(item, function) for name, item in fields.items()}
+        changed = {name: item for name, item in new.items() if item is not fields[name]}
+        value = dataclasses.replace(value, **changed) if changed else value
+    return value
 
 
 def input_names(module: nn.Module) -> tuple[str, ...]:
     """Names of the positional arguments of a module's forward."""
     if "forward" not in module.__dict__:
-        return _names_of(type(module).forward)[1:]
-    return _names_of(module.forward)
+        return _names_of(type(module).forward)[0][1:]
+    return _names_of(module.forward)[0]
+
+
+def keyword_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of those that are given by keyword only."""
+    return _names_of(module.__dict__.get("forward", type(module).forward))[1]
 
 
 @functools.lru_cache(maxsize=256)
-def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    parameters = inspect.signature(function).parameters.values()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(p.name for p in parameters if p.kind in kinds)
+def _names_of(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Positional ones, and keywords."""
+    found: tuple[list[str], list[str]] = ([], [])
+    for p in inspect.signature(function).parameters.values():
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            found[p.kind is p.KEYWORD_ONLY].append(p.name)
+    return tuple(found[0]), tuple(found[1])

@@ -356,6 +356,13 @@ class Verify:
 
     def _compare_outputs(self, given: Any, wanted: Any) -> None:
         left, right = dict(tensors_in(given)), dict(tensors_in(wanted))
+        if not any(tensor.numel() for tensor in right.values()) and self.loss_fn is None:
+            raise SlapoError(
+                f"Verify: the output of the original, a {type(wanted).__name__}, holds no number "
+                "that could be compared; pass example_inputs that are not empty, a loss_fn that "
+                "makes one of the output, or verify a node below that returns tensors, in a tuple, "
+                "a dict or a dataclass"
+            )
         same_kind = type(given) is type(wanted) and left.keys() == right.keys()
         same_kind = same_kind and dict(constants_in(given)) == dict(constants_in(wanted))
         worst = 0.0

@@ -206,10 +206,15 @@ class _Materializer:
             left = self._try_ways(path, module, wanted)
             values = {place: _get(*place) for place in wanted}
         if left:
+            why = "init_weights, as it was passed, does not set them; let it"
+            if self.initialize[-1] is _reset:
+                why = (
+                    "neither a reset_parameters of its own nor the model's _init_weights sets "
+                    "them; pass init_weights=fn(module, path) to build"
+                )
             raise SlapoError(
                 f"{path!r} ({type(module).__name__}) cannot initialise "
-                f"{sorted(name for _, name in left)}: it has no reset_parameters, and the model's "
-                "_init_weights does not set them; pass init_weights=fn(module, path) to build"
+                f"{sorted(name for _, name in left)}: {why}"
             )
         # Ranks exchange values one by one, so all of them must take the tensors in one order.
         order = {id(innermost(m)): number for number, m in enumerate(module.modules())}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import slapo
 from slapo import Schedule
@@ -196,6 +196,9 @@ class Product(nn.Module):
 
     def __repr__(self) -> str:
         return f"Product(nf={self.nf}, nx={self.nx})"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
 
 
 def test_a_module_that_describes_itself() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextvars import ContextVar
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch.fx as fx
@@ -203,6 +204,11 @@ def _instantiate(pattern: Any) -> Callable[..., Any]:
     if not callable(pattern):
         raise TypeError(
             f"the pattern is {pattern!r}; pass a function, a Pattern or a regular expression"
+        )
+    if isinstance(pattern, BuiltinFunctionType):
+        raise TypeError(
+            f"the pattern is torch's own {pattern.__name__}, whose arguments nobody can see; pass "
+            f"a function that calls it: lambda x: {pattern.__name__}(x)"
         )
     return pattern
 

@@ -1,0 +1,74 @@
+"""Optimizers that were made before a schedule has put other parameters into the model.
+
+Where the whole or a slice of a parameter stays, the object stays, and so does its place in an
+optimizer. A replacement brings new ones, and so does a model without memory when it gets values: an
+optimizer from before would step, and train nothing of these.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from slapo.errors import SlapoError
+
+Known = Mapping[int, tuple[str, "weakref.ref[Tensor]"]]
+
+#: Steps of an optimizer that are looked at: gradients may be there from the second on.
+_LOOKS = 3
+
+#: Model -> its parameters from before that are gone from it, and those that came.
+_REPLACED: weakref.WeakKeyDictionary[nn.Module, tuple[Known, Known]] = weakref.WeakKeyDictionary()
+_SEEN: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_hooks: list[Any] = []
+
+
+def parameters_of(model: nn.Module) -> Known:
+    """Those that a model has now, which this does not keep."""
+    return {id(p): (name, weakref.ref(p)) for name, p in model.named_parameters()}
+
+
+def refuse_earlier_optimizers(model: nn.Module, before: Known) -> None:
+    """Let the first steps of an optimizer raise that has parameters the model has no more.
+
+    Parameters
+    ----------
+    model
+        What was built.
+    before
+        `parameters_of` it before it was scheduled.
+    """
+    now = parameters_of(model)
+    kept = {key for key, (_, ref) in before.items() if key in now and now[key][1]() is ref()}
+    gone = {k: v for k, v in before.items() if k not in kept and v[1]() is not None}
+    came = {k: v for k, v in now.items() if k not in kept}
+    _REPLACED.pop(model, None)
+    if gone and came:  # somebody still has one of the first
+        _REPLACED[model] = (gone, came)
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_check))
+
+
+def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    looks = _SEEN.get(optimizer, 0)
+    if looks >= _LOOKS:
+        return
+    _SEEN[optimizer] = looks + 1
+    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    for gone, came in list(_REPLACED.values()):
+        untrained = {k: p for k, p in held.items() if p.grad is None}
+        stale = [name for k, (name, ref) in gone.items() if k in untrained and ref() is held[k]]
+        trained = ((k, n, ref()) for k, (n, ref) in came.items() if k not in held)
+        missing = [n for _, n, p in trained if p is not None and p.grad is not None]
+        if stale and missing:
+            raise SlapoError(
+                f"this {type(optimizer).__name__} was made before the schedule and holds "
+                f"{stale[:3]}, in whose place the model has other parameters now, such as "
+                f"{missing[:3]}, which it would not train; make it after slapo.build, of "
+                "model.parameters()"
+            )

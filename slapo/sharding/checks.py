@@ -1,0 +1,128 @@
+"""Sharded modules that compute, or train, something else than the whole one does, refused.
+
+What one call of a primitive can see by itself it refuses by itself; here is what shows once all of
+them were made.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from slapo.errors import SlapoError
+from slapo.sharding.layout import Layout
+from slapo.sharding.partial import has_bias, is_deferring
+from slapo.sharding.state import Sharding, sharding_of
+from slapo.sharding.sync import REDUCTIONS
+from slapo.sharding.tags import has_partial_grad
+from slapo.sharding.vocab import is_masked
+from slapo.wrapper import innermost
+
+
+def check_modules(model: nn.Module) -> None:
+    """Refuse what is wrong with the modules of a model that is split over several ranks.
+
+    Raises
+    ------
+    SlapoError
+        Naming the module, and what to do.
+    """
+    for path, outer in model.named_modules():
+        module = innermost(outer)
+        state = sharding_of(module)
+        if state is not None:
+            _check_bias(path, module, state)
+            _check_unknown(path, module, state)
+            _check_sums(path, module, state)
+            _check_gathered_input(path, module, state)
+            _check_vocabulary(path, outer, state)
+
+
+def _check_bias(path: str, module: nn.Module, state: Sharding) -> None:
+    """Weight and bias of an output that is split are split together."""
+    specs, output = state.specs, state.layout.output
+    if "bias" in specs and "weight" in module._parameters and "weight" not in specs:
+        raise SlapoError(
+            f"{path!r}: its bias is sharded and its weight is whole; shard the weight along "
+            f'the axis of its outputs too: sch["{path}"].shard("weight", axis=...)'
+        )
+    splits_output = output is not None and output.kind == "shard"
+    if "weight" in specs and splits_output and has_bias(module) and "bias" not in specs:
+        raise SlapoError(
+            f"{path!r}: its weight is sharded along axis {specs['weight'].axis}, which splits "
+            f'the output, and its bias is whole; add sch["{path}"].shard("bias", axis=0)'
+        )
+
+
+def _check_unknown(path: str, module: nn.Module, state: Sharding) -> None:
+    """A class of which nothing is known may add what it holds whole once per rank."""
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    wholes = [n for n, p in own.items() if not (_is_slice(p) or has_partial_grad(p))]
+    known = state.layout != Layout() or is_deferring(module)
+    if known or not _reduces(state) or not wholes or not any(map(_is_slice, own.values())):
+        return
+    raise SlapoError(
+        f"{path!r}: nothing is known of {type(module).__name__}, whose output is reduced and whose "
+        f"{wholes} {'is' if len(wholes) == 1 else 'are'} whole: a bias would be added once per "
+        "rank. Say how the class reacts by slapo.sharding.register_shard_rule, or add the bias "
+        "behind the reduction, as slapo.op.LinearWithSyncFunc does. What is no bias sees a part of "
+        f'its gradient on each rank: sch["{path}"].annotate({wholes[0]!r}, "partial_grad", True)'
+    )
+
+
+def _check_sums(path: str, module: nn.Module, state: Sharding) -> None:
+    """What each rank computes whole is not summed, nor is its gradient."""
+    params = list(module.parameters())
+    if not params or any(map(_is_slice, params)):
+        return
+    if _reduces(state) and not state.specs:
+        raise SlapoError(
+            f"{path!r}: fwd_post sums its output over the ranks, and no parameter in it is "
+            "sharded: each rank has the whole, which would be counted once per rank; leave "
+            "the sync out, or shard what is in it"
+        )
+    sums = any(sync.mode == "bwd_post" and sync.op for sync in state.syncs)
+    if sums and not all(has_partial_grad(p) for p in params if p.requires_grad):
+        raise SlapoError(
+            f"{path!r}: bwd_post sums the gradient of its inputs over the ranks, and no parameter "
+            "in it is sharded: each rank has the whole gradient, which would be counted once per "
+            "rank; leave the sync out, or put it on the modules that are sharded"
+        )
+
+
+def _check_gathered_input(path: str, module: nn.Module, state: Sharding) -> None:
+    """A layer by columns sends back parts; a gather in front of it that only slices loses them."""
+    output = state.layout.output
+    if output is None or output.kind != "shard" or state.layout.input is None:
+        return
+    gathers = [
+        sync
+        for sync in state.syncs
+        if sync.mode == "fwd_pre" and sync.op and not sync.completes_gradient
+        if sync.op == "all_gather" or sync.op.endswith("->RR")
+    ]
+    sums = any(sync.mode == "bwd_post" for sync in state.syncs)
+    if gathers and state.layout.input.kind == "replicate" and not sums:
+        raise SlapoError(
+            f"{path!r}: {gathers[0].op!r} gives it the whole input, of which it sends back a part "
+            "of the gradient on each rank, and only slices that; write "
+            f'sync("fwd_pre", "all_gather", axis=...), which sums, or add sch["{path}"]'
+            '.sync("bwd_post", "all_reduce") after it'
+        )
+
+
+def _check_vocabulary(path: str, outer: nn.Module, state: Sharding) -> None:
+    """Of a table that is spread, each rank looks up its own tokens only."""
+    by_hand = outer._forward_pre_hooks and outer._forward_hooks
+    if state.layout.vocabulary and not (is_masked(innermost(outer)) or by_hand):
+        raise SlapoError(
+            f"{path!r}: its rows are spread over the ranks, and nothing masks the tokens of "
+            f'others; add sch["{path}"].sync("fwd_post", "all_reduce")'
+        )
+
+
+def _reduces(state: Sharding) -> bool:
+    return any(sync.mode == "fwd_post" and sync.op in REDUCTIONS for sync in state.syncs)
+
+
+def _is_slice(param: nn.Parameter) -> bool:
+    return getattr(param, "orig_shape", None) is not None

@@ -1,0 +1,410 @@
+"""Schedules that compute or train something else, which a cold reading found accepted."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+import slapo
+from tests.distributed import run_distributed
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class OwnLinear(nn.Module):
+    """Its bias has another name than torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.w, self.b)
+
+
+class Scaled(OwnLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.w) * self.b
+
+
+def pair(sch: slapo.Schedule) -> slapo.Schedule:
+    sch["fc1"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+    sch["fc2"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    return sch
+
+
+def gathers_after_a_sum(sch: slapo.Schedule) -> None:
+    fc1 = sch["fc1"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+    fc1.sync("fwd_pre", "all_gather", axis=1)
+
+
+def gathers_and_slices(sch: slapo.Schedule) -> None:
+    sch["fc1"].shard("weight", 0).shard("bias", 0).sync("fwd_pre", "SR->RR")
+
+
+def gathers_and_sums(sch: slapo.Schedule) -> None:
+    gathers_and_slices(sch)
+    sch["fc1"].sync("bwd_post", "all_reduce")
+
+
+def sums_a_whole_gradient(sch: slapo.Schedule) -> None:
+    sch["fc2"].sync("bwd_post", "all_reduce")
+
+
+def tags_a_slice(sch: slapo.Schedule) -> None:
+    sch["fc1"].shard("weight", 0).annotate("weight", "partial_grad", True)
+
+
+def slices_what_is_tagged(sch: slapo.Schedule) -> None:
+    sch["fc1"].annotate("weight", "partial_grad", True).shard("weight", 0)
+
+
+def puts_another_around_the_slices(sch: slapo.Schedule) -> None:
+    old: Any = pair(sch)["fc2"].mod
+    new = nn.Linear(old.in_features, old.out_features)
+    new.weight, new.bias = old.weight, old.bias
+    sch["fc2"].replace(new)
+
+
+def adds_its_bias_often(sch: slapo.Schedule) -> None:
+    sch["fc2"].replace(OwnLinear())
+    sch["fc2"].shard("w", 1).sync("fwd_post", "all_reduce")
+
+
+def says_what_is_no_bias(sch: slapo.Schedule) -> None:
+    sch["fc2"].replace(Scaled())
+    sch["fc2"].shard("w", 1).sync("fwd_post", "all_reduce").annotate("b", "partial_grad", True)
+
+
+REFUSED: dict[Callable[[slapo.Schedule], None], str] = {
+    gathers_after_a_sum: "would sum the gradients of what each rank had before that",
+    gathers_and_slices: "of which it sends back a part of the gradient on each rank, and only slic",
+    sums_a_whole_gradient: "each rank has the whole gradient, which would be counted once per rank",
+    tags_a_slice: "each rank has another slice, whose gradient is complete",
+    slices_what_is_tagged: "is annotated as partial_grad, which would add up the gradients of",
+    puts_another_around_the_slices: "whose output is reduced and whose ['bias'] is whole",
+    adds_its_bias_often: "nothing is known of OwnLinear, whose output is reduced and whose",
+}
+
+
+def build_all(rank: int, world: int) -> dict[str, str]:
+    found = {}
+    for schedule in (*REFUSED, gathers_and_sums, says_what_is_no_bias):
+        torch.manual_seed(0)
+        sch = slapo.create_schedule(MLP())
+        try:
+            schedule(sch)
+            slapo.build(sch)
+            found[schedule.__name__] = "accepted"
+        except (ValueError, slapo.SlapoError) as error:
+            found[schedule.__name__] = str(error)
+    return found
+
+
+def test_what_trains_something_else_is_refused() -> None:
+    for found in run_distributed(build_all, 2):
+        for schedule, text in REFUSED.items():
+            assert text in found[schedule.__name__]
+        assert found["gathers_and_sums"] == found["says_what_is_no_bias"] == "accepted"
+
+
+# --- what the bias of a layer by rows shares ----------------------------------------------------
+class SharedBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 4)
+        self.c.bias = self.b.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+def shares_a_bias(rank: int, world: int) -> float:
+    torch.manual_seed(0)
+    model, reference = SharedBias(), SharedBias()
+    reference.load_state_dict(model.state_dict())
+    sch = slapo.create_schedule(model)
+    sch["a"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+    sch["b"].shard("weight", 1).sync("fwd_post", "reduce_scatter", axis=1)
+    sch["c"].sync("fwd_pre", "all_gather", axis=1, tensor_parallel_output_grad=False)
+    slapo.build(sch)
+    x = torch.randn(2, 6, 4)
+    for each in (model, reference):
+        each(x).square().sum().backward()
+    return float((model.c.bias.grad - reference.c.bias.grad).abs().max())
+
+
+def test_a_bias_that_another_module_has_too() -> None:
+    assert max(run_distributed(shares_a_bias, 2)) < 1e-5
+
+
+# --- inputs in objects, and by keyword only ------------------------------------------------------
+@dataclass
+class State:
+    hidden: Tensor
+    step: int = 0
+
+
+class Reads(MLP):
+    def __init__(self, read: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.read = read
+
+    def forward(self, state: Any) -> Tensor:
+        return super().forward(self.read(state))
+
+
+class Keywords(MLP):
+    def forward(self, *, x: Tensor, memory: Tensor) -> Tensor:
+        return super().forward(x) + memory
+
+
+class Opaque:
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+def inputs_in_objects(rank: int, world: int) -> tuple[list[float], str, list[Any]]:
+    errors, opaque = [], ""
+    kinds: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = [
+        (State, lambda state: state.hidden),
+        (lambda x: UserDict(x=x, n=1), lambda state: state["x"]),
+        (lambda x: [State(x), 1], lambda state: state[0].hidden),
+        (Opaque, lambda state: state.hidden),
+    ]
+    for make, read in kinds:
+        torch.manual_seed(0)
+        model = Reads(read)
+        reference = copy.deepcopy(model)
+        x, y = (torch.ones(2, 4).requires_grad_() for _ in range(2))
+        sch = slapo.create_schedule(model)
+        sch["fc1"].shard("weight", 0).shard("bias", 0)
+        sch["fc2"].shard("weight", 1).sync("fwd_post", "all_reduce")
+        sch.sync("bwd_post", "all_reduce")
+        slapo.build(sch)
+        try:
+            model(make(x)).square().sum().backward()
+        except TypeError as error:
+            opaque = str(error)
+            continue
+        reference(make(y)).square().sum().backward()
+        assert x.grad is not None
+        errors.append(float((x.grad - y.grad).abs().max()))
+    sch = slapo.create_schedule(Keywords())
+    sch.sync("fwd_pre", "all_gather", axis=0, tensor_parallel_output_grad=False)
+    x, memory = torch.ones(1, 4), torch.ones(2, 4)
+    shapes = [sch.mod(x=x, memory=memory).shape[0], sch.mod(memory=memory, x=x).shape[0]]
+    named = slapo.create_schedule(Keywords()).sync("fwd_pre", "RS->RR", argument="memory").mod
+    shapes.append(named(x=torch.ones(2, 4), memory=torch.ones(2, 2)).shape[-1])
+    return errors, opaque, shapes
+
+
+def test_inputs_in_objects_and_by_keyword() -> None:
+    for errors, opaque, shapes in run_distributed(inputs_in_objects, 2):
+        assert len(errors) == 3
+        assert max(errors) < 1e-5
+        assert "the call has no tensor argument, in ['Opaque']; put the sync on" in opaque
+        assert shapes == [2, 2, 4]
+
+
+# --- what nobody calls ---------------------------------------------------------------------------
+def test_containers_take_no_hooks() -> None:
+    sch = slapo.create_schedule(nn.ModuleDict({"d": nn.ModuleDict({"a": nn.Linear(2, 2)})}))
+    for act in (
+        lambda: sch["d"].sync("bwd_post", "all_reduce"),
+        lambda: sch["d"].checkpoint(),
+        lambda: sch["d"].fork_rng(),
+    ):
+        with pytest.raises(ValueError, match=r"ModuleDict has no forward.*in it: \['a"):
+            act()
+    assert not sch.history
+
+
+class HasMod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mod = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mod(x)
+
+
+def test_a_name_that_a_wrapper_would_hide() -> None:
+    sch = slapo.create_schedule(nn.Sequential(HasMod()))
+    with pytest.raises(ValueError, match="HasMod has an attribute 'mod', and so has what would be"):
+        sch["0"].checkpoint()
+    sch["0.mod"].checkpoint()
+
+
+# --- around the model ----------------------------------------------------------------------------
+def ddp_without_build(rank: int, world: int) -> str:
+    wrapped = DistributedDataParallel(pair(slapo.create_schedule(MLP())).mod)
+    with pytest.raises(slapo.SlapoError) as told:
+        wrapped(torch.ones(2, 4))
+    return str(told.value)
+
+
+def test_ddp_over_a_model_that_was_not_built() -> None:
+    for told in run_distributed(ddp_without_build, 2):
+        assert "takes the ranks [0, 1] for replicas, over which this model is sharded" in told
+
+
+def test_a_model_that_is_wrapped_already() -> None:
+    with pytest.raises(TypeError, match=r"is a DataParallel already.*schedule the model itself"):
+        slapo.create_schedule(nn.DataParallel(MLP()))
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def replaced() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = MLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sch = slapo.create_schedule(model)
+    sch["fc1"].replace(nn.Linear(4, 8))
+    return slapo.build(sch)[0], optimizer
+
+
+def made_later() -> tuple[nn.Module, torch.optim.Optimizer]:
+    with slapo.init_empty_weights():
+        model = MLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return slapo.build(slapo.create_schedule(model))[0], optimizer
+
+
+@pytest.mark.parametrize("make", [replaced, made_later])
+def test_an_optimizer_of_parameters_that_are_gone(
+    make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]],
+) -> None:
+    model, optimizer = make()
+    model(torch.ones(2, 4)).sum().backward()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(slapo.SlapoError, match=r"SGD was made before.*\['fc1.weight', 'fc1.bias"):
+        optimizer.step()
+    assert_close(model.state_dict(), before, rtol=0, atol=0)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert not torch.equal(model.state_dict()["fc1.weight"], before["fc1.weight"])
+
+
+def test_optimizers_of_what_was_taken_out_go_on() -> None:
+    model = MLP()
+    sch = slapo.create_schedule(model)
+    old = model.fc1
+    sch["fc1"].replace(nn.Linear(4, 8))
+    slapo.build(sch)
+    optimizer = torch.optim.SGD(old.parameters(), lr=0.1)  # of what trains elsewhere
+    (old(torch.ones(2, 4)).sum() + model(torch.ones(2, 4)).sum()).backward()
+    optimizer.step()
+    kept = MLP()
+    optimizer = torch.optim.SGD(kept.parameters(), lr=0.1)
+    sch = slapo.create_schedule(kept)
+    sch["fc1"].shard("weight", 0).checkpoint()
+    slapo.build(sch)[0](torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+# --- after build ---------------------------------------------------------------------------------
+def test_primitives_after_build(caplog: pytest.LogCaptureFixture) -> None:
+    sch = slapo.create_schedule(MLP())
+    slapo.build(sch)
+    sch["fc1"].checkpoint()
+    assert 'sch["fc1"].checkpoint() after slapo.build: nothing has checked it' in caplog.text
+    slapo.build(
+        sch,
+        target="torch",
+        mesh=slapo.init_mesh(device="cpu"),
+        loss_fn=F.mse_loss,
+        optimizer=torch.optim.SGD,
+    )
+    with pytest.raises(slapo.SlapoError, match="was built for target='torch', whose engine holds"):
+        sch["fc2"].checkpoint()
+
+
+# --- undone --------------------------------------------------------------------------------------
+class Freeze(slapo.Primitive):
+    @staticmethod
+    def name() -> str:
+        return "freeze_all"
+
+    @staticmethod
+    def apply(sch: Any) -> None:
+        for param in sch.mod.parameters():
+            param.requires_grad_(False)
+        raise ValueError("no")
+
+
+class Watch(slapo.Primitive):
+    @staticmethod
+    def name() -> str:
+        return "watch"
+
+    @staticmethod
+    def apply(sch: Any) -> None:
+        for param in sch.mod.parameters():
+            param.register_hook(lambda grad: 0 * grad)
+            param.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize("primitive", [Freeze, Watch])
+def test_what_a_failed_primitive_does_to_parameters_is_undone(
+    primitive: type[slapo.Primitive], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slapo.primitives import base
+
+    monkeypatch.setitem(base._REGISTRY, primitive.name(), primitive)
+    sch = slapo.create_schedule(MLP())
+    seen = []
+    sch.mod.fc1.weight.register_hook(lambda grad: seen.append(1))
+    with pytest.raises(ValueError, match="no"):
+        getattr(sch, primitive.name())()
+    sch.mod(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in sch.mod.parameters())
+    assert seen == [1]
+
+
+# --- copies --------------------------------------------------------------------------------------
+def copies_after_a_functional_call(rank: int, world: int) -> None:
+    sch = pair(slapo.create_schedule(MLP()))
+    model = slapo.build(sch)[0]
+    theirs = {name: p * 1.0 for name, p in model.named_parameters()}
+    functional_call(model, theirs, (torch.ones(2, 4),)).sum().backward()
+    again = copy.deepcopy(model)
+    assert_close(again(torch.ones(2, 4)), model(torch.ones(2, 4)))
+
+
+def test_a_copy_after_a_functional_call() -> None:
+    run_distributed(copies_after_a_functional_call, 2)
+
+
+def test_a_schedule_is_copied_deeply_only() -> None:
+    sch = slapo.create_schedule(MLP())
+    with pytest.raises(TypeError, match=r"use copy.deepcopy\(sch\)"):
+        copy.copy(sch)
+    with pytest.raises(TypeError, match="is not iterated"):
+        list(sch)
+    assert repr(copy.deepcopy(sch)) == repr(sch)
