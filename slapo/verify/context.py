@@ -29,7 +29,7 @@ from slapo.random import get_rng_tracker
 from slapo.schedule import Schedule
 from slapo.sharding.collectives import announced
 from slapo.utils.calls import as_call
-from slapo.verify.locate import Comparison, contains, recorded, running_in, sizes_kept
+from slapo.verify.locate import Comparison, amount, contains, recorded, running_in, sizes_kept
 from slapo.verify.peers import Peers
 from slapo.verify.setting import (
     SEED,
@@ -339,7 +339,8 @@ class Verify:
             full = ".".join(filter(None, (self.sch.path, path)))
             raise VerificationError(
                 f"Verify: {what}the scheduled model fails with {type(error).__name__}{where}: "
-                f"{error}; {self._applied(path or '')}{sizes_kept(module, full, self._records())}"
+                f"{error}; {self._applied(path or '')}"
+                f"{sizes_kept(module, full, self._records(), self.sch.world_size)}"
             ) from error
 
     def _of_all_ranks(self, value: Any) -> list[Any]:
@@ -378,12 +379,15 @@ class Verify:
                 f"{dict(constants_in(given))}, the original's a {type(wanted).__name__} with "
                 f"{list(right)} and {dict(constants_in(wanted))}"
             )
-        raise VerificationError(self._explain_output(self._largest(worst)))
+        pairs = [(left[name], right[name]) for name in left]
+        shapes = [amount(0.0, 0.0, *both) for both in pairs if both[0].shape != both[1].shape]
+        raise VerificationError(self._explain_output(self._largest(worst), shapes))
 
-    def _explain_output(self, worst: float) -> str:
+    def _explain_output(self, worst: float, shapes: list[str]) -> str:
         found = self._runs(gradients=False).first_output()
         if found is None:
-            return f"Verify: the output differs by {worst:.3g}; {self._applied('')}"
+            how = shapes[0] if shapes else f" by {worst:.3g}"
+            return f"Verify: the output differs{how}; {self._applied('')}"
         hint = (
             f" (the last partial sum before it is the output of {found.suspect!r})"
             if found.suspect
@@ -391,8 +395,8 @@ class Verify:
         )
         return (
             f"Verify: the output differs, first at {found.path!r} "
-            f"({type(found.module).__name__}), by {found.error:.3g} where {found.limit:.3g} is "
-            f"allowed{hint}; {self._applied(found.path, found.suspect)}"
+            f"({type(found.module).__name__}){found.amount}{hint}; "
+            f"{self._applied(found.path, found.suspect)}"
         )
 
     def _explain_gradient(self) -> str | None:
@@ -402,8 +406,8 @@ class Verify:
         user = f", which {found.suspect!r} sends back," if found.suspect else ""
         return (
             f"Verify: outputs agree, but the gradient of the output of {found.path!r} "
-            f"({type(found.module).__name__}){user} differs by {found.error:.3g} where "
-            f"{found.limit:.3g} is allowed; {self._applied(found.suspect or found.path)}"
+            f"({type(found.module).__name__}){user} differs{found.amount.removeprefix(',')}; "
+            f"{self._applied(found.suspect or found.path)}"
         )
 
     def _runs(self, gradients: bool) -> Comparison:

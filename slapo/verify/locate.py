@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -27,8 +29,8 @@ class Divergence:
         The module's path in the model.
     module
         The scheduled one.
-    error, limit
-        Largest absolute difference, and the one allowed.
+    amount
+        By how much they differ, in words.
     suspect
         Path of another module that may be the cause: the last partial sum before, or the module
         that the gradient comes from.
@@ -36,8 +38,7 @@ class Divergence:
 
     path: str
     module: nn.Module
-    error: float
-    limit: float
+    amount: str
     suspect: str | None = None
 
 
@@ -110,7 +111,13 @@ def running_in(error: BaseException, model: nn.Module) -> str | None:
     return found
 
 
-def sizes_kept(module: nn.Module, path: str, records: Sequence[Record]) -> str:
+#: What models call the numbers of their heads.
+_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads")
+#: Numbers that are the same for one head as for all of them.
+_OF_ONE_HEAD = re.compile(r"head_(dim|size)|(groups|buckets|distance|idx|index)$")
+
+
+def sizes_kept(module: nn.Module, path: str, records: Sequence[Record], world_size: int) -> str:
     """Numbers of a module that holds shards: they are not shared out with its weights.
 
     Parameters
@@ -119,6 +126,8 @@ def sizes_kept(module: nn.Module, path: str, records: Sequence[Record]) -> str:
         The module's in the schedule.
     records
         What was applied.
+    world_size
+        Of the schedule's group.
 
     Returns
     -------
@@ -128,11 +137,24 @@ def sizes_kept(module: nn.Module, path: str, records: Sequence[Record]) -> str:
     below = [record for record in records if contains(path, record.path)]
     if not any(record.primitive == "shard" and record.path != path for record in below):
         return ""
+    bare = innermost(module)
     known = {record.arguments["name"] for record in below if record.primitive == "set"}
+    heads = [
+        (name, getattr(bare, name, getattr(getattr(bare, "config", None), name, None)))
+        for name in _HEADS
+        if repr(name) not in known
+    ]
+    uneven = [f"{name}={n}" for name, n in heads if type(n) is int and n % world_size]
+    if uneven:
+        return (
+            f"\nit holds shards, and {uneven[0]} cannot be split over {world_size} ranks by whole "
+            "heads; use a number of ranks that divides it, or keep its projections whole"
+        )
     numbers = [
         f"{name}={value}"
-        for name, value in vars(innermost(module)).items()
+        for name, value in vars(bare).items()
         if type(value) is int and value > 1 and name[0] != "_" and repr(name) not in known
+        if not _OF_ONE_HEAD.search(name)
     ]
     if not numbers:
         return ""
@@ -141,6 +163,16 @@ def sizes_kept(module: nn.Module, path: str, records: Sequence[Record]) -> str:
         f'rank\'s share, as by sch["{path}"].set(name, whole // sch.world_size), and leave each '
         "rank whole heads"
     )
+
+
+def amount(error: float, limit: float, mine: Tensor, target: Tensor) -> str:
+    """By how much a tensor differs, behind the name of where it does."""
+    if mine.shape != target.shape:
+        return f": its shape is {tuple(mine.shape)}, the original's {tuple(target.shape)}"
+    if math.isinf(error) and target.is_floating_point():
+        counts = [int((~t.isfinite()).sum()) for t in (mine, target)]
+        return f": {counts[0]} of its numbers are NaN or infinite, of the original's {counts[1]}"
+    return f", by {error:.3g} where {limit:.3g} is allowed"
 
 
 def contains(path: str, inner: str) -> bool:
@@ -213,7 +245,7 @@ class Comparison:
 
     def _compare(
         self, call: Call, mine: Tensor, target: Tensor, is_partial: bool
-    ) -> tuple[str, nn.Module, float, float] | None:
+    ) -> tuple[str, nn.Module, str] | None:
         whole = self._whole(call, mine, target, is_partial)
         if whole is None:
             return None
@@ -221,7 +253,7 @@ class Comparison:
         limit = rtol_for(target, self.rtol) * scale_of(target)
         if not self.agree(error > limit):
             return None
-        return call.path, call.module, self.largest(error), limit
+        return call.path, call.module, amount(self.largest(error), limit, whole, target)
 
     def _whole(self, call: Call, tensor: Tensor, target: Tensor, is_partial: bool) -> Tensor | None:
         """The tensor of all ranks together; None when it is not known how to put it together."""

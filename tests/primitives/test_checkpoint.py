@@ -459,3 +459,21 @@ def test_policies_by_class_find_what_is_checkpointed() -> None:
     for found in (Block, type(named[0])):  # Accelerate takes the class of the first of that name
         policy = ModuleWrapPolicy({found})
         assert [policy(child, False, 0) for child in sch.mod] == [True, True]
+
+
+def sharded_by_rows(sch: slapo.Schedule) -> None:
+    sch["fc2"].shard("weight", 1).sync("fwd_post", "all_reduce")
+
+
+def checkpointed(sch: slapo.Schedule) -> None:
+    sch["fc2"].checkpoint()
+
+
+@pytest.mark.parametrize("before", [sharded_by_rows, checkpointed])
+def test_pickles_of_a_trace_find_classes_that_were_made(before: Any) -> None:
+    sch = slapo.create_schedule(Block())
+    before(sch)
+    sch.trace()
+    again = pickle.loads(pickle.dumps(sch.mod))
+    assert type(again.fc2) is type(sch["fc2"].mod)
+    assert_close(again(torch.ones(2, 4)), sch.mod(torch.ones(2, 4)))

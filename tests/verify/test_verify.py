@@ -310,6 +310,41 @@ def test_sparse_gradients_are_compared() -> None:
         sch["0"].sync("fwd_post", lambda module, args, output: (2 * output) - output.detach())
 
 
+class Plain:
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class GivesAnObject(nn.Linear):
+    def forward(self, input: Tensor) -> Plain:
+        return Plain(super().forward(input))
+
+
+def test_nothing_to_compare_is_no_success() -> None:
+    sch = slapo.create_schedule(GivesAnObject(4, 4))
+    message = "a Plain, holds no number that could be compared; pass example_inputs that are"
+    with pytest.raises(slapo.SlapoError, match=message), slapo.Verify(sch, torch.ones(2, 4)):
+        sch.checkpoint()
+    with slapo.Verify(sch, torch.ones(2, 4), loss_fn=lambda output: output.hidden.sum()):
+        sch.fork_rng()
+    sch = slapo.create_schedule(nn.Sequential(nn.ReLU()))
+    with pytest.raises(slapo.SlapoError, match=message[7:]), slapo.Verify(sch, torch.ones(0, 4)):
+        sch["0"].replace(nn.Tanh())
+
+
+def test_another_shape_and_what_is_no_number_are_said() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    with pytest.raises(slapo.VerificationError) as told, slapo.Verify(sch, torch.ones(2, 4)):
+        sch["0"].replace(nn.Linear(4, 6))
+    assert "first at '0' (Linear): its shape is (2, 6), the original's (2, 4);" in str(told.value)
+    sch = slapo.create_schedule(nn.Sequential(nn.ReLU()))
+    with pytest.raises(slapo.VerificationError) as told, slapo.Verify(sch, -torch.ones(2, 4)):
+        sch["0"].sync("fwd_post", lambda module, args, output: output / 0)
+    assert "at '0' (ReLU): 8 of its numbers are NaN or infinite, of the original's 0;" in str(
+        told.value
+    )
+
+
 def test_gradients_of_inputs_count() -> None:
     for message in run_distributed(_first_layer, 2):
         assert "gradient of '<input 0>' differs" in message
