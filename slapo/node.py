@@ -18,6 +18,7 @@ from slapo.graph.trace.leaves import is_torch_leaf
 from slapo.graph.trace.module import inlined_in, kept_whole_in
 from slapo.history import Record, digest, spelled
 from slapo.optimizers import Known
+from slapo.sharding.groups import GroupHandle
 from slapo.weights.provenance import Source
 from slapo.weights.ties import TieGroups
 from slapo.wrapper import innermost
@@ -138,11 +139,11 @@ class Node:
         group: dist.ProcessGroup | None,
         state: ScheduleState,
     ) -> None:
-        self.mod = mod
+        self._mod = mod
         self.name = name
         self.path = path
         self.parent = parent
-        self.group = group
+        self._group = GroupHandle(group)
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.metadata = ScheduleMetadata(primitives=PrimitiveNotes(state.start_note))
@@ -305,6 +306,23 @@ class Node:
             pass
         return node
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The tensor-parallel group; None for a world of one."""
+        return self._group.group
+
+    @property
+    def mod(self) -> nn.Module:
+        """The module that stands at this path."""
+        return self._mod
+
+    @mod.setter
+    def mod(self, value: object) -> None:
+        raise AttributeError(
+            f"{spelled(self.path)}.mod is what stands in the model; put another module there by "
+            f"{spelled(self.path)}.replace(module)"
+        )
+
     def ancestors(self) -> Iterator[Self]:
         """The nodes above, the parent first."""
         node = self.parent
@@ -348,7 +366,7 @@ class Node:
         """Put `new` wherever the present module stands, and follow with the tree."""
         old = self.mod
         for node in self.state.nodes_of.pop(id(old)):
-            node.mod = new
+            node._mod = new
             self.state.nodes_of.setdefault(id(new), []).append(node)
             if node.parent is None:
                 _HISTORIES[new] = self.history

@@ -253,7 +253,7 @@ class Schedule(Node):
         children = [child for child in self.child if child.split(".")[0] == name]
         if children:
             return f"{text}; children are items: sch[{children[0]!r}]"
-        if hasattr(self.__dict__.get("mod"), name):
+        if hasattr(self.__dict__.get("_mod"), name):
             return f"{text}; that of the module is sch.mod.{name}"
         return f"{text}; {with_nearest(name, dir(self), f'its primitives are {list_primitives()}')}"
 

@@ -116,7 +116,7 @@ class Snapshot:
         for module in self.modules:
             module.restore()
         for node, mod, child, metadata in self.nodes:
-            node.mod = mod
+            node._mod = mod
             node.child.clear()
             node.child.update(child)
             node.metadata = metadata

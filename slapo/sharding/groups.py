@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,12 +12,16 @@ from slapo.errors import SlapoError
 
 _LAYOUTS = ("RR", "RS", "SR")
 
-#: Ranks -> the group that was used for them last in this process.
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+#: Ranks -> the group that was used for them last in this process, while it is there.
+_groups: weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]
+_groups = weakref.WeakValueDictionary()
 
 
 class GroupHandle:
     """A process group as modules hold it: copies share the group, and pickles find it again.
+
+    It does not keep the group: one that outlives ``dist.destroy_process_group`` ends with the
+    interpreter, where threads of gloo that still run abort the process.
 
     Parameters
     ----------
@@ -31,7 +37,7 @@ class GroupHandle:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+        self._ref = None if group is None else weakref.ref(group)
         self.ranks = None if group is None else tuple(dist.get_process_group_ranks(group))
         if self.ranks is not None and group is not None:
             _groups[self.ranks] = group
@@ -45,9 +51,13 @@ class GroupHandle:
         SlapoError
             If there is none.
         """
-        if self._group is None and self.ranks is not None:
-            self._group = _find_group(self.ranks)
-        return self._group
+        if self.ranks is None:
+            return None
+        found = None if self._ref is None else self._ref()
+        if found is None:
+            found = _find_group(self.ranks)
+            self._ref = weakref.ref(found)
+        return found
 
     def __copy__(self) -> GroupHandle:
         return self
@@ -71,16 +81,16 @@ def _unpickled(ranks: tuple[int, ...] | None) -> GroupHandle:
 def _find_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     if not _initialized():
         raise SlapoError(
-            f"a module that was loaded is sharded over the ranks {list(ranks)}, and "
-            "torch.distributed is not initialised; start it on so many processes first"
+            f"this is sharded over the ranks {list(ranks)}, and torch.distributed is not "
+            "initialised, or not any more; start it on so many processes first"
         )
     world = dist.group.WORLD
     if world is not None and tuple(dist.get_process_group_ranks(world)) == ranks:
         return world
     if ranks not in _groups:
         raise SlapoError(
-            f"a module that was loaded is sharded over the ranks {list(ranks)}, of which this "
-            "process has made no group; call slapo.init_mesh as the job that saved it did"
+            f"this is sharded over the ranks {list(ranks)}, of which this process has no group; "
+            "call slapo.init_mesh as the job that made it did"
         )
     return _groups[ranks]
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo.sharding.collectives import reduce_from_group
+from slapo.sharding.groups import GroupHandle
 
 #: Sum the parameter's gradient over the tensor-parallel group: each rank has a part of it, as where
 #: it saw other tokens, or other heads. The second is the older name.
@@ -36,12 +37,12 @@ def has_partial_grad(param: Tensor | None) -> bool:
 
 def _sum_gradient(param: Tensor, group: dist.ProcessGroup | None) -> object:
     """Register the hook; it acts while the parameter carries the tag and the returned mark."""
-    mark, param_ref = object(), weakref.ref(param)
+    mark, param_ref, handle = object(), weakref.ref(param), GroupHandle(group)
 
     def hook(grad: Tensor) -> Tensor:
         owner = param_ref()
         is_wanted = has_partial_grad(owner) and getattr(owner, _SUMMED, None) is mark
-        return reduce_from_group(grad, group) if is_wanted else grad
+        return reduce_from_group(grad, handle.group) if is_wanted else grad
 
     # A frozen one takes no hook, and may be unfrozen later.
     needs_gradient = param.requires_grad

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import slapo
 from tests.distributed import run_distributed
@@ -399,6 +403,28 @@ def copies_after_a_functional_call(rank: int, world: int) -> None:
 
 def test_a_copy_after_a_functional_call() -> None:
     run_distributed(copies_after_a_functional_call, 2)
+
+
+def test_a_group_ends_when_it_is_destroyed() -> None:
+    """Threads of gloo that outlive it abort the process at its end."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    group = weakref.ref(dist.group.WORLD)
+    sch = pair(slapo.create_schedule(MLP()))
+    sch["fc2"].annotate("bias", "partial_grad", True)
+    model = slapo.build(sch)[0]
+    model(torch.ones(2, 4)).sum().backward()
+    assert sch.group is group()
+    dist.destroy_process_group()
+    gc.collect()
+    assert group() is None
+    with pytest.raises(slapo.SlapoError, match="is not initialised, or not any more; start it"):
+        model(torch.ones(2, 4))
+
+
+def test_the_module_of_a_node_is_no_slot() -> None:
+    sch = slapo.create_schedule(MLP())
+    with pytest.raises(AttributeError, match=r'put another module there by sch\["fc1"\].replace'):
+        sch["fc1"].mod = nn.Linear(4, 8)  # type: ignore[assignment]
 
 
 def test_a_schedule_is_copied_deeply_only() -> None:
