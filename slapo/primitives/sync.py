@@ -50,7 +50,7 @@ class SyncPrimitive(Primitive):
     ``all_gather``        fwd_pre, fwd_post     concatenate along `axis`  reduce-scatter
     ``reduce_scatter``    fwd_post              sum, keep own slice       all-gather
     ``scatter``           fwd_post              keep own slice            all-gather
-    ``"XY->ZW"``          fwd_pre, fwd_post     reshard                   the reverse
+    ``"XY->ZW"``          fwd_pre, fwd_post     reshard                   the reverse, no sums
     ===================== ===================== ========================= =======================
 
     Parameters

@@ -54,7 +54,7 @@ class TorchOptions(TrainingOptions):
             raise TypeError(f"compile is {self.compile!r}; pass True or options of torch.compile")
         if self.autocast not in (None, *HALVES):
             raise ValueError(
-                f"autocast is {self.autocast}; pass torch.bfloat16, torch.float16 or None"
+                f"autocast is {self.autocast!r}; pass torch.bfloat16, torch.float16 or None"
             )
         if self.autocast is not None and self.half is not None:
             raise ValueError(
