@@ -118,7 +118,8 @@ class TrainingOptions:
             raise ValueError(f"clip_grad_norm is {limit!r}; pass a number above 0")
         if self.dtype not in (None, torch.float32, *HALVES):
             raise ValueError(
-                f"dtype is {self.dtype!r}; pass torch.float32, torch.bfloat16, torch.float16 or None"
+                f"dtype is {self.dtype!r}; pass torch.float32, torch.bfloat16, "
+                "torch.float16 or None"
             )
         if self.nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite is {self.nonfinite!r}; known are {list(NONFINITE)}")
