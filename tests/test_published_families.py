@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
+from torch.testing import assert_close
 
 import slapo
 from slapo.graph.trace.trees import tensors
@@ -101,3 +103,13 @@ def test_attentions_that_make_tensors_are_traced_without_memory(tracer: str, par
     torch.testing.assert_close(
         built(**inputs, use_cache=False).logits, whole(**inputs, use_cache=False).logits
     )
+
+
+def test_a_traced_root_is_saved_as_a_model(tmp_path: Path) -> None:
+    model = FAMILIES["gpt2"].build()
+    sch = slapo.create_schedule(model)
+    assert sch.trace_until("", concrete_args={"use_cache": False})
+    sch.mod.save_pretrained(tmp_path)
+    assert (tmp_path / "config.json").exists()
+    again = type(model).from_pretrained(tmp_path)
+    assert_close(dict(again.state_dict()), dict(model.state_dict()))
