@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
@@ -30,6 +30,7 @@ from slapo.schedule import Schedule
 from slapo.sharding.collectives import announced
 from slapo.utils.calls import as_call
 from slapo.verify.locate import Comparison, amount, contains, recorded, running_in, sizes_kept
+from slapo.verify.origins import Origins
 from slapo.verify.peers import Peers
 from slapo.verify.setting import (
     SEED,
@@ -44,8 +45,6 @@ from slapo.verify.setting import (
     random_states_kept,
 )
 from slapo.verify.tensors import (
-    Place,
-    compiled_parameters,
     constants_in,
     difference,
     other_tensors,
@@ -146,10 +145,7 @@ class Verify:
             self.peers = Peers(self.sch.group)
             self.start = len(self.sch.history)
             self.reference = copy_model(self.sch)
-            self.original_names = {place.name for place in places(self.reference)}
-            self.known_as: dict[str, str] = {}  # name now -> name in the original
-            self.names = {id(p.tensor): p.name for p in places(self.sch.mod)}
-            self.kept = [p.tensor for p in places(self.sch.mod)]  # so that ids stay theirs
+            self.origins = Origins(self.sch, self.reference)
         return self
 
     def __exit__(
@@ -167,7 +163,7 @@ class Verify:
                     self._verify()
         finally:
             self.__dict__.pop("reference", None)
-            self.__dict__.pop("kept", None)
+            self.__dict__.pop("origins", None)
 
     def _records(self) -> list[Record]:
         return self.sch.history[self.start :]
@@ -189,7 +185,7 @@ class Verify:
         self.reference.to(device)
         self._move_inputs(device)
         full = full_tensors(self.reference, group)
-        values = self._values(full, device)
+        values = self.origins.values(full, device)
         with ExitStack() as stack:
             stack.enter_context(random_states_kept(self.sch.rank))
             stack.enter_context(other_tensors(self.sch.mod, values, group))
@@ -243,53 +239,6 @@ class Verify:
             "pass inputs of one shape on all ranks; the values are those of rank 0",
         )
         self.args, self.kwargs = pytree.tree_map_only(Tensor, move, (self.args, self.kwargs))
-
-    def _values(self, full: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """This rank's slices of the original's tensors, by the names of the scheduled model."""
-        found: dict[str, Tensor] = {}
-        for place in places(self.sch.mod):
-            self.known_as[place.name] = self._original_name(place)
-            value = self._original(place, full)
-            if value is not None:
-                with torch.no_grad():
-                    found[place.name] = place.spec.slice(value) if place.spec else value
-            elif place.tensor.is_meta:
-                raise SlapoError(
-                    f"Verify: {place.name!r} is on meta and nothing says how it comes from the "
-                    "original's parameters; let its module define weight_sources()"
-                )
-            else:
-                found[place.name] = place.tensor.detach().to(device)
-        return found
-
-    def _original(self, place: Place, full: Mapping[str, Tensor]) -> Tensor | None:
-        """The full value that the tensor at `place` has in the original; None if it has none."""
-        shape = place.spec.full_shape if place.spec else place.tensor.shape
-        source = self._source_of(place.name)
-        if source is not None:
-            value: Tensor = source[0].pack([full[name] for name in source[1]])
-        else:
-            name = self._original_name(place)
-            if name not in full:
-                return None
-            value = full[name]
-        return value if value.shape == shape else None
-
-    def _original_name(self, place: Place) -> str:
-        """The name that a tensor had on entry; a fusion moves parameters to another module."""
-        if place.name in self.original_names:
-            return place.name
-        return self.names.get(id(place.tensor), place.name)
-
-    def _source_of(self, name: str) -> tuple[Any, list[str]] | None:
-        """How the parameter is made from the original's: source and names from here."""
-        prefix = f"{self.sch.path}." if self.sch.path else ""
-        found = self.sch.state.sources.get(prefix + name)
-        if found is None or not all(n.startswith(prefix) for n in found[1]):
-            return None
-        names = [n[len(prefix) :] for n in found[1]]
-        # A copy taken after the replacement has the new parameter itself.
-        return (found[0], names) if all(n in self.original_names for n in names) else None
 
     def _run(self, model: nn.Module) -> Outcome:
         """Run on the same inputs and random states each time."""
@@ -423,7 +372,7 @@ class Verify:
 
     def _compare_gradients(self, inputs: list[Tensor], expected: list[Tensor]) -> None:
         wanted = gathered_gradients(self.reference, self.sch.group)
-        given = self._gradients()
+        given = self.origins.gradients()
         lost = sorted(name for name in wanted if name not in given)
         if lost:
             logger.warning(
@@ -472,28 +421,6 @@ class Verify:
             f"{listed}; a whole parameter of which each rank sees a part only, of the tokens or "
             f'the heads, wants sch["{path}"].annotate("{leaf}", "partial_grad", True)'
         )
-
-    def _gradients(self) -> dict[str, Tensor]:
-        """Full gradients of the scheduled model, by the original's names."""
-        found: dict[str, Tensor] = {}
-        originals = {place.name: place for place in places(self.reference)}
-        for place in places(self.sch.mod):
-            if not isinstance(place.tensor, nn.Parameter):
-                continue
-            grad = gradient_of(place.tensor)
-            if place.spec is not None:
-                grad = place.spec.gather(grad, self.sch.group)
-            source = self._source_of(place.name)
-            if source is not None:
-                sizes = [source[0].size_of(originals[n].tensor) for n in source[1]]
-                found.update(zip(source[1], source[0].unpack(grad, sizes), strict=True))
-            else:
-                found[self.known_as.get(place.name, place.name)] = grad
-        for param in compiled_parameters(self.sch.mod):
-            name = self.names.get(id(param))
-            if name is not None:
-                found.setdefault(name, gradient_of(param))
-        return found
 
     def _compare_buffers(self) -> None:
         """Running statistics and the like after the run."""
