@@ -13,7 +13,7 @@ from slapo.graph.trace.capture import capture
 from slapo.graph.trace.examples import example_inputs, inputs_of_part
 from slapo.graph.trace.run import Inputs, capture_inputs
 from slapo.node import Node
-from slapo.utils.calls import as_call
+from slapo.utils.calls import as_call, refuse_batch
 from slapo.wrapper import innermost
 
 
@@ -63,6 +63,7 @@ class RecordingInputs:
 
     def _from_user(self) -> Inputs:
         args, kwargs = as_call(self.given)
+        refuse_batch(innermost(self.sch.mod), args)
         return args, {**kwargs, **self.concrete}
 
     def _from_model(self, module: nn.Module) -> Inputs:

@@ -54,6 +54,22 @@ that takes these
         ) from None
 
 
+def refuse_batch(module: Any, args: Sequence[Any]) -> None:
+    """Refuse a batch of inputs and targets in the place of the inputs of a model of Transformers.
+
+    Raises
+    ------
+    TypeError
+        Saying what to pass.
+    """
+    if args and isinstance(args[0], Mapping) and hasattr(module, "main_input_name"):
+        raise TypeError(
+            f"example_inputs begins with a {type(args[0]).__name__} of {list(args[0])}, where "
+            f"{type(module).__name__} takes {module.main_input_name}; pass the inputs alone, "
+            "batch[0] of a batch (inputs, targets)"
+        )
+
+
 def as_call(inputs: Any, name: str = "example_inputs") -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments.
 

@@ -28,7 +28,7 @@ from slapo.primitives.base import find_primitive
 from slapo.random import get_rng_tracker
 from slapo.schedule import Schedule
 from slapo.sharding.collectives import announced
-from slapo.utils.calls import as_call
+from slapo.utils.calls import as_call, refuse_batch
 from slapo.verify.locate import Comparison, amount, contains, recorded, running_in, sizes_kept
 from slapo.verify.origins import Origins
 from slapo.verify.peers import Peers
@@ -54,6 +54,7 @@ from slapo.verify.tensors import (
     tensors_in,
 )
 from slapo.weights.materialize import materialize
+from slapo.wrapper import innermost
 
 #: Gradients far below the largest are rounding of sums that cancel: they are compared on this
 #: fraction of the largest one's scale.
@@ -129,6 +130,7 @@ class Verify:
             )
         self.sch = sch
         self.args, self.kwargs = as_call(example_inputs)
+        refuse_batch(innermost(sch.mod), self.args)
         self.device = torch.device(device) if device is not None else None
         self.eval_mode, self.enable = eval_mode, enable
         self.loss_fn, self.rtol = loss_fn, rtol

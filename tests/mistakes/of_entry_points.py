@@ -269,6 +269,15 @@ def a_cut_in_the_block():
 
 
 @mistake("Verify")
+def a_batch_with_its_targets():
+    sch = slapo.create_schedule(gpt2())
+    yield sch
+    batch = ({"input_ids": torch.ones(1, 4, dtype=torch.int64)}, torch.ones(1, 4))
+    with slapo.Verify(sch, batch):
+        sch["transformer.h.0"].checkpoint()
+
+
+@mistake("Verify")
 def ranks_that_do_not_exist():
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     sch = slapo.create_schedule(Stack(), dist.group.WORLD)

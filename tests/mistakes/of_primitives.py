@@ -13,6 +13,32 @@ from tests.mistakes import gelu, gpt2, llama, mistake, stack
 from tests.primitives.models import Attention, Block, DataDependent, Tied
 
 
+@mistake("trace_until")
+def a_batch_with_its_targets_as_examples():
+    sch = slapo.create_schedule(gpt2())
+    yield sch
+    batch = ({"input_ids": torch.ones(1, 4, dtype=torch.int64)}, torch.ones(1, 4))
+    sch.trace_until("transformer", tracer="huggingface", example_inputs=batch)
+
+
+@mistake("trace")
+def a_leaf_by_its_class(sch):
+    sch.trace(leaf_modules=[Block])
+
+
+@mistake("find")
+def torchs_own_function_as_a_pattern(sch):
+    sch.find(F.gelu)
+
+
+@mistake("fuse")
+def matches_of_another_node():
+    sch = stack()
+    found = sch["layers.0"].find("fc1")
+    yield sch
+    sch["layers.1"].fuse(found)
+
+
 # --- set -----------------------------------------------------------------------------------------
 @mistake("set")
 def an_attribute_that_is_none(sch):

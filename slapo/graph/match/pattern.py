@@ -207,8 +207,8 @@ def _instantiate(pattern: Any) -> Callable[..., Any]:
         )
     if isinstance(pattern, BuiltinFunctionType):
         raise TypeError(
-            f"the pattern is torch's own {pattern.__name__}, whose arguments nobody can see; pass "
-            f"a function that calls it: lambda x: {pattern.__name__}(x)"
+            f"the pattern is torch's own {pattern.__name__!r}, whose arguments nobody can see; "
+            f"pass a function that calls it: lambda x: {pattern.__name__}(x)"
         )
     return pattern
 
