@@ -148,6 +148,8 @@ def _is_plain(item: Any) -> bool:
 
 
 def _add_identity(value: Any, parts: list[str]) -> None:
+    if isinstance(value, _PLAIN):
+        return
     if isinstance(value, functools.partial):
         given = [*value.args, *value.keywords.items()]
         parts.append(repr([each for each in given if isinstance(each, _PLAIN) or _is_plain(each)]))
@@ -165,7 +167,7 @@ def _add_identity(value: Any, parts: list[str]) -> None:
         # Constants without code objects, whose text has an address.
         plain = [c for c in code.co_consts if not isinstance(c, CodeType)]
         parts.append(f"{plain} {code.co_names} {value.__defaults__}")
-    elif isinstance(value, Sequence) and not isinstance(value, str):
+    elif isinstance(value, Sequence):
         for item in value:
             _add_identity(item, parts)
 

@@ -12,7 +12,7 @@ from slapo.history import describe
 from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called, check_runs
-from slapo.sharding.groups import GroupHandle
+from slapo.sharding.groups import handle_of
 from slapo.sharding.layout import KnownSync
 from slapo.sharding.partial import add_reducer, can_reduce
 from slapo.sharding.state import layout_of, make_sharding, syncs_of
@@ -105,7 +105,7 @@ class SyncPrimitive(Primitive):
         check_runs(sch)
         check_called(sch)
         if isinstance(sync_op_or_fn, str):
-            op = make_sync_op(mode, sync_op_or_fn, GroupHandle(sch.group), kwargs)
+            op = make_sync_op(mode, sync_op_or_fn, handle_of(sch.group), kwargs)
             _add_op(sch, mode, op)
         else:
             _add_callable(sch, mode, sync_op_or_fn, kwargs)
@@ -229,7 +229,7 @@ def _add_output_op(sch: Node, module: nn.Module, op: SyncOp) -> None:
     if _needs_mask(module, op):
         mask_vocabulary(module)
     if reduces and sch.mod is module and can_reduce(module):
-        bias = f"{sch.model_path}.bias".lstrip(".")
+        bias = "" if op.axis is None else f"{sch.model_path}.bias".lstrip(".")
         add_reducer(module, OutputHook(op), op.axis, op.group, bool(sch.state.ties.partners(bias)))
     else:
         sch.mod.register_forward_hook(OutputHook(op))

@@ -72,6 +72,17 @@ class GroupHandle:
         return f"GroupHandle({self.ranks})"
 
 
+def handle_of(group: dist.ProcessGroup | None) -> GroupHandle:
+    """A handle of `group`, that which was made last if it fits."""
+    global _last
+    if _last is None or group is None or _last._ref is None or _last._ref() is not group:
+        _last = GroupHandle(group)
+    return _last
+
+
+_last: GroupHandle | None = None
+
+
 def _unpickled(ranks: tuple[int, ...] | None) -> GroupHandle:
     handle = GroupHandle(None)
     handle.ranks = ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -203,11 +204,15 @@ def slice_tensor(module: nn.Module, name: str, spec: ShardSpec) -> None:
         tensor.grad = None
         # By way of another dtype, which has autograd forget a node that remembers the old shape:
         # one is there while an output from before is kept.
-        other = torch.float64 if tensor.dtype != torch.float64 else torch.float32
-        tensor.data = local.new_empty(0, dtype=other)
+        tensor.data = _empty(tensor.device, tensor.dtype == torch.float64)
         tensor.data = local
         if grad is not None:
             tensor.grad = spec.slice(grad)
+
+
+@functools.cache
+def _empty(device: torch.device, single: bool) -> Tensor:
+    return torch.empty(0, device=device, dtype=torch.float32 if single else torch.float64)
 
 
 def _check_columns(module: nn.Module) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo.hooks import SHARDING
-from slapo.sharding.groups import GroupHandle
+from slapo.sharding.groups import GroupHandle, handle_of
 from slapo.sharding.layout import KnownSync, Layout, around
 from slapo.sharding.slicing import ShardSpec
 from slapo.sharding.tags import apply_tags, forget_hook
@@ -157,7 +157,7 @@ def make_sharding(module: nn.Module, group: dist.ProcessGroup | None) -> Shardin
     """
     state = sharding_of(module)
     if state is None:
-        state = module.__dict__[SHARDING] = Sharding(GroupHandle(group))
+        state = module.__dict__[SHARDING] = Sharding(handle_of(group))
         module.register_load_state_dict_post_hook(attach_after_loading)
     return state
 

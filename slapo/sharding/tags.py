@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo.sharding.collectives import reduce_from_group
-from slapo.sharding.groups import GroupHandle
+from slapo.sharding.groups import handle_of
 
 #: Sum the parameter's gradient over the tensor-parallel group: each rank has a part of it, as where
 #: it saw other tokens, or other heads. The second is the older name.
@@ -37,7 +37,7 @@ def has_partial_grad(param: Tensor | None) -> bool:
 
 def _sum_gradient(param: Tensor, group: dist.ProcessGroup | None) -> object:
     """Register the hook; it acts while the parameter carries the tag and the returned mark."""
-    mark, param_ref, handle = object(), weakref.ref(param), GroupHandle(group)
+    mark, param_ref, handle = object(), weakref.ref(param), handle_of(group)
 
     def hook(grad: Tensor) -> Tensor:
         owner = param_ref()
