@@ -4,6 +4,8 @@ A rank that fails leaves others in collectives. These break when its process end
 it hangs, and the error that they raise then shows a socket. The rank that fails therefore writes
 what happened in the job's store before it leaves its step, and whoever meets a broken collective
 looks there. A process that was killed has written nothing; those on its machine see it is gone.
+The store goes with the process that keeps it, rank 0 without a launcher's: who waits for that one
+alone, and so notices last, can name no other.
 
 Nothing runs beside the training: no thread, no signal, no exit. Processes are ended by what has
 started them, torchrun at once.

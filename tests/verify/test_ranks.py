@@ -19,17 +19,17 @@ X = torch.ones(2, 4)
 
 
 class FailsOn(nn.Module):
-    """Raises on one rank, while the others begin a sum where `sums` is true."""
+    """Raises on one rank, for which the others wait where `awaited` is true."""
 
-    def __init__(self, rank: int, sums: bool = False) -> None:
+    def __init__(self, rank: int, awaited: bool = False) -> None:
         super().__init__()
-        self.rank, self.sums = rank, sums
+        self.rank, self.awaited = rank, awaited
 
     def forward(self, x: Tensor) -> Tensor:
         if dist.get_rank() == self.rank:
             raise IndexError("table of 3 rows")
-        if self.sums:
-            dist.all_reduce(x.detach().clone())
+        if self.awaited:
+            dist.recv(x.detach().clone(), self.rank)
         return x
 
 
@@ -134,15 +134,15 @@ def test_collectives_that_do_not_meet_are_named() -> None:
         assert f"in '{2 - rank}' (" in told
 
 
-def fails_in_a_sum(rank: int) -> None:
+def fails_while_others_wait(rank: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Identity()))
     with slapo.Verify(sch, X):
-        sch["1"].replace(FailsOn(1, sums=True))
+        sch["1"].replace(FailsOn(1, awaited=True))
 
 
 def test_those_that_wait_in_the_model_are_told_when_the_process_has_ended(tmp_path: Path) -> None:
-    outcome = run_job(tmp_path, fails_in_a_sum)
+    outcome = run_job(tmp_path, fails_while_others_wait)
     own = "VerificationError: Verify: the scheduled model fails with IndexError in '1' (FailsOn)"
     assert own in outcome.texts[1]
     for rank in (0, 2):
