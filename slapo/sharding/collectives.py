@@ -21,10 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slapo.sharding.groups import (
+    GroupHandle,
     check_axis,
     check_divisible,
     group_rank,
     group_size,
+    handle_of,
     move_blocks,
     parse_reshard,
     sharded_axis,
@@ -337,10 +339,22 @@ def _apply(function: type[torch.autograd.Function], tensor: Tensor, *args: Any) 
     return cast(Tensor, function.apply(tensor, *args))
 
 
+def _held(group: dist.ProcessGroup | None) -> Any:
+    """As a graph keeps the group: one that is alive at the end of a job must not keep it alive.
+
+    While torch.compile captures, there is no graph, and a handle could not be made.
+    """
+    return group if torch.compiler.is_compiling() else handle_of(group)
+
+
+def _group(held: Any) -> dist.ProcessGroup | None:
+    return held.group if isinstance(held, GroupHandle) else held
+
+
 class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.group = group
+        ctx.held = _held(group)
         _begin("all_reduce", tensor, group)
         # Contiguous, because gloo refuses other strides.
         total = tensor.clone(memory_format=torch.contiguous_format)
@@ -349,19 +363,19 @@ class _ReduceFromGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return copy_to_group(grad, ctx.group), None
+        return copy_to_group(grad, _group(ctx.held)), None
 
 
 class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.group = group
+        ctx.held = _held(group)
         # Of a view autograd would refuse changes in place, such as those of an activation.
         return tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return reduce_from_group(grad, ctx.group), None
+        return reduce_from_group(grad, _group(ctx.held)), None
 
 
 class _AllGather(torch.autograd.Function):
@@ -373,7 +387,7 @@ class _AllGather(torch.autograd.Function):
         axis: int,
         tensor_parallel_output_grad: bool,
     ) -> Tensor:
-        ctx.group, ctx.axis = group, axis
+        ctx.held, ctx.axis = _held(group), axis
         ctx.scatter = reduce_scatter if tensor_parallel_output_grad else scatter
         ranks = group_size(group)
         _begin("all_gather", tensor, group)
@@ -383,13 +397,13 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.scatter(grad, ctx.group, ctx.axis), None, None, None
+        return ctx.scatter(grad, _group(ctx.held), ctx.axis), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
-        ctx.group, ctx.axis = group, axis
+        ctx.held, ctx.axis = _held(group), axis
         ranks = group_size(group)
         _begin("reduce_scatter", tensor, group)
         blocks = move_blocks(tensor, ranks, axis, 0)
@@ -399,13 +413,13 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grad, ctx.group, ctx.axis), None, None
+        return all_gather(grad, _group(ctx.held), ctx.axis), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
-        ctx.group, ctx.axis = group, axis
+        ctx.held, ctx.axis = _held(group), axis
         size = tensor.shape[axis] // group_size(group)
         own = tensor.narrow(axis, group_rank(group) * size, size)
         # A copy: a view would keep the whole tensor alive, and in-place changes would reach it.
@@ -413,7 +427,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        grad = all_gather(grad, ctx.group, ctx.axis, tensor_parallel_output_grad=False)
+        grad = all_gather(grad, _group(ctx.held), ctx.axis, tensor_parallel_output_grad=False)
         return grad, None, None
 
 
@@ -422,7 +436,7 @@ class _AllToAll(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, split_axis: int, concat_axis: int
     ) -> Tensor:
-        ctx.group, ctx.axes = group, (concat_axis, split_axis)
+        ctx.held, ctx.axes = _held(group), (concat_axis, split_axis)
         ranks = group_size(group)
         _begin("all_to_all", tensor, group)
         blocks = move_blocks(tensor, ranks, split_axis, 0)
@@ -432,4 +446,4 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all(grad, ctx.group, *ctx.axes), None, None, None
+        return all_to_all(grad, _group(ctx.held), *ctx.axes), None, None, None

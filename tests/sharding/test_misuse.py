@@ -412,7 +412,8 @@ def test_a_group_ends_when_it_is_destroyed() -> None:
     sch = pair(slapo.create_schedule(MLP()))
     sch["fc2"].annotate("bias", "partial_grad", True)
     model = slapo.build(sch)[0]
-    model(torch.ones(2, 4)).sum().backward()
+    loss = model(torch.ones(2, 4)).sum()  # whose graph is alive to the end
+    loss.backward()
     assert sch.group is group()
     dist.destroy_process_group()
     gc.collect()
