@@ -1,0 +1,457 @@
+"""Six tiny models of Transformers and their right tensor-parallel schedules, as tables.
+
+With and without sequence parallelism. Tests take the right schedule from here, or plant a mistake:
+:class:`Steps` has one method a decision, and a planted mistake overrides one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import slapo
+
+VOCABULARY, HIDDEN, HEADS, LAYERS = 48, 32, 4, 2
+
+
+@dataclass(frozen=True)
+class Region:
+    """A block that whole activations enter and leave, with slices in between.
+
+    Parameters
+    ----------
+    enter
+        The module whose input is whole.
+    columns
+        ``(path, axis of the weight, blocks)`` of layers whose output is split.
+    rows
+        ``(path, axis of the weight)`` of layers whose input is.
+    arguments
+        Names of the inputs whose gradients are summed; empty for all.
+    counts
+        ``(path, attribute)``: what each rank has its share of.
+    inner
+        Norms in between, whole, of which each rank sees some heads.
+    forked
+        Modules that draw random numbers for slices and nothing else.
+    """
+
+    enter: str
+    columns: tuple[tuple[str, int, int], ...]
+    rows: tuple[tuple[str, int], ...]
+    arguments: tuple[str, ...] = ()
+    counts: tuple[tuple[str, str], ...] = ()
+    inner: tuple[str, ...] = ()
+    forked: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Packed experts ``(expert, out, in)`` behind a router that every rank computes."""
+
+    block: str = "mlp"
+    path: str = "mlp.experts"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A list of layers.
+
+    Parameters
+    ----------
+    layers
+        Glob of their paths.
+    norms, dropouts
+        Modules of a layer that see whole activations; under sequence parallelism, some tokens.
+    last
+        Where the tokens are put together again: a module's output.
+    reads_parts
+        Whether what reads that sends back parts of its gradient.
+    norms_last
+        Whether the module `last` has weights that see some tokens only.
+    """
+
+    layers: str
+    regions: tuple[Region, ...]
+    norms: tuple[str, ...]
+    last: str
+    dropouts: tuple[str, ...] = ()
+    reads_parts: bool = True
+    norms_last: bool = True
+    experts: Experts | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model, and how it is split."""
+
+    build: Callable[[float], nn.Module]
+    stacks: tuple[Stack, ...]
+    embeddings: tuple[str, ...]
+    head: str
+    inputs: Callable[[int, int], dict[str, Tensor]]
+
+
+def tokens(batch: int, length: int, seed: int = 5) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCABULARY, (batch, length), generator=generator)
+
+
+def causal_inputs(batch: int, length: int) -> dict[str, Tensor]:
+    ids = tokens(batch, length)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+
+def encoder_decoder_inputs(batch: int, length: int) -> dict[str, Tensor]:
+    labels = tokens(batch, length, seed=6)
+    return {"input_ids": tokens(batch, length), "labels": labels}
+
+
+_COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+
+
+def _gpt2(dropout: float) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_embd=HIDDEN,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        n_positions=32,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=0.0,  # heads' dropout and that of their sum lie in one module
+        use_cache=False,
+        **_COMMON,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def _decoder_sizes(dropout: float) -> dict[str, Any]:
+    return {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 3 * HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS // 2,
+        "max_position_embeddings": 32,
+        "attention_dropout": dropout,
+        "use_cache": False,
+        **_COMMON,
+    }
+
+
+def _llama(dropout: float) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = _decoder_sizes(dropout)
+    return LlamaForCausalLM(LlamaConfig(mlp_bias=True, attention_bias=True, **sizes))
+
+
+def _qwen3(dropout: float) -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(head_dim=HIDDEN // HEADS, **_decoder_sizes(dropout)))
+
+
+def _mixtral(dropout: float) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **_decoder_sizes(dropout))
+    return MixtralForCausalLM(config)
+
+
+def _bert(dropout: float) -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        intermediate_size=3 * HIDDEN,
+        max_position_embeddings=32,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    return BertForMaskedLM(config)
+
+
+def _t5(dropout: float) -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=HIDDEN,
+        d_kv=HIDDEN // HEADS,
+        d_ff=3 * HIDDEN,
+        num_layers=LAYERS,
+        num_decoder_layers=LAYERS,
+        num_heads=HEADS,
+        dropout_rate=dropout,
+        use_cache=False,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def _decoder(layers: str, last: str, inner: tuple[str, ...] = (), moe: bool = False) -> Stack:
+    attention = Region(
+        "self_attn",
+        tuple((f"self_attn.{n}_proj", 0, 1) for n in "qkv"),
+        (("self_attn.o_proj", 1),),
+        inner=inner,
+        forked=("self_attn",),
+    )
+    mlp = Region(
+        "mlp", tuple((f"mlp.{n}_proj", 0, 1) for n in ("gate", "up")), (("mlp.down_proj", 1),)
+    )
+    norms = ("input_layernorm", "post_attention_layernorm")
+    regions = (attention,) if moe else (attention, mlp)
+    return Stack(layers, regions, norms, last, experts=Experts() if moe else None)
+
+
+def _t5_attention(path: str, arguments: tuple[str, ...]) -> Region:
+    columns = tuple((f"{path}.{n}", 0, 1) for n in "qkv")
+    counts = ((path, "n_heads"), (path, "inner_dim"))
+    return Region(path, columns, ((f"{path}.o", 1),), arguments, counts, forked=(path,))
+
+
+def _t5_mlp(number: int) -> Region:
+    path = f"layer.{number}.DenseReluDense"
+    return Region(path, ((f"{path}.wi", 0, 1),), ((f"{path}.wo", 1),), forked=(path,))
+
+
+_T5_SELF = _t5_attention("layer.0.SelfAttention", ("hidden_states",))
+_T5_CROSS = _t5_attention("layer.1.EncDecAttention", ("hidden_states", "key_value_states"))
+
+FAMILIES = {
+    "gpt2": Family(
+        _gpt2,
+        (
+            Stack(
+                "transformer.h.*",
+                (
+                    Region(
+                        "attn",
+                        (("attn.c_attn", 1, 3),),
+                        (("attn.c_proj", 0),),
+                        counts=(("attn", "num_heads"), ("attn", "split_size")),
+                    ),
+                    Region("mlp", (("mlp.c_fc", 1, 1),), (("mlp.c_proj", 0),)),
+                ),
+                ("ln_1", "ln_2"),
+                "transformer.ln_f",
+                dropouts=("attn.resid_dropout", "mlp.dropout"),
+            ),
+        ),
+        ("transformer.wte",),
+        "lm_head",
+        causal_inputs,
+    ),
+    "llama": Family(
+        _llama,
+        (_decoder("model.layers.*", "model.norm"),),
+        ("model.embed_tokens",),
+        "lm_head",
+        causal_inputs,
+    ),
+    "qwen3": Family(
+        _qwen3,
+        (_decoder("model.layers.*", "model.norm", ("self_attn.q_norm", "self_attn.k_norm")),),
+        ("model.embed_tokens",),
+        "lm_head",
+        causal_inputs,
+    ),
+    "mixtral": Family(
+        _mixtral,
+        (_decoder("model.layers.*", "model.norm", moe=True),),
+        ("model.embed_tokens",),
+        "lm_head",
+        causal_inputs,
+    ),
+    "bert": Family(
+        _bert,
+        (
+            Stack(
+                "bert.encoder.layer.*",
+                (
+                    Region(
+                        "attention.self",
+                        tuple((f"attention.self.{n}", 0, 1) for n in ("query", "key", "value")),
+                        (("attention.output.dense", 1),),
+                        counts=(
+                            ("attention.self", "num_attention_heads"),
+                            ("attention.self", "all_head_size"),
+                        ),
+                        forked=("attention.self",),
+                    ),
+                    Region("intermediate", (("intermediate.dense", 0, 1),), (("output.dense", 1),)),
+                ),
+                ("attention.output.LayerNorm", "output.LayerNorm"),
+                f"bert.encoder.layer.{LAYERS - 1}",
+                dropouts=("attention.output.dropout", "output.dropout"),
+                reads_parts=False,
+                norms_last=False,
+            ),
+        ),
+        ("bert.embeddings.word_embeddings",),
+        "cls.predictions.decoder",
+        causal_inputs,
+    ),
+    "t5": Family(
+        _t5,
+        (
+            Stack(
+                "encoder.block.*",
+                (_T5_SELF, _t5_mlp(1)),
+                ("layer.0.layer_norm", "layer.1.layer_norm"),
+                "encoder.final_layer_norm",
+                dropouts=("layer.0.dropout", "layer.1.dropout"),
+            ),
+            Stack(
+                "decoder.block.*",
+                (_T5_SELF, _T5_CROSS, _t5_mlp(2)),
+                ("layer.0.layer_norm", "layer.1.layer_norm", "layer.2.layer_norm"),
+                "decoder.final_layer_norm",
+                dropouts=("layer.0.dropout", "layer.1.dropout", "layer.2.dropout"),
+            ),
+        ),
+        ("encoder.embed_tokens", "decoder.embed_tokens"),
+        "lm_head",
+        encoder_decoder_inputs,
+    ),
+}
+
+
+class Steps:
+    """The right schedule of a family, one decision a method.
+
+    Parameters
+    ----------
+    sequence_parallel
+        Whether what lies between the regions holds a part of the tokens on each rank.
+    """
+
+    def __init__(self, family: Family, sequence_parallel: bool = False) -> None:
+        self.family, self.spreads = family, sequence_parallel
+
+    def apply(self, sch: slapo.Schedule) -> None:
+        for stack in self.family.stacks:
+            for number, layer in enumerate(sch.select(stack.layers)):
+                for region in stack.regions:
+                    self.region(layer, region, number)
+                if stack.experts is not None:
+                    self.experts(layer, stack.experts, number)
+                if self.spreads:
+                    self.tokens(layer, stack, number)
+            if self.spreads:
+                self.together(sch, stack)
+        self.vocabulary(sch)
+        self.head(sch)
+
+    def region(self, layer: slapo.Schedule, region: Region, number: int) -> None:
+        self.enter(layer, region, number)
+        for column in region.columns:
+            self.column(layer, column, number)
+        for row in region.rows:
+            self.row(layer, row, number)
+        for path, attribute in region.counts:
+            self.count(layer, path, attribute, number)
+        for path in region.inner:
+            self.whole_inside(layer, path, number)
+        for path in region.forked:
+            self.fork(layer, path, number)
+        bias = f"{region.enter}.relative_attention_bias"  # of T5's first layer: a column a head
+        if bias in layer:
+            layer[bias].shard("weight", axis=1)
+
+    def enter(self, layer: slapo.Schedule, region: Region, number: int) -> None:
+        if self.spreads:
+            argument = region.arguments[0] if region.arguments else None
+            layer[region.enter].sync("fwd_pre", "all_gather", axis=1, argument=argument)
+        else:
+            layer[region.enter].sync("bwd_post", "all_reduce", argument=region.arguments or None)
+
+    def column(self, layer: slapo.Schedule, column: tuple[str, int, int], number: int) -> None:
+        path, axis, blocks = column
+        node = layer[path].shard("weight", axis=axis, blocks=blocks)
+        if getattr(node.mod, "bias", None) is not None:
+            node.shard("bias", axis=0, blocks=blocks)
+
+    def row(self, layer: slapo.Schedule, row: tuple[str, int], number: int) -> None:
+        path, axis = row
+        self.reduce(layer[path].shard("weight", axis=axis), number)
+
+    def reduce(self, node: slapo.Schedule, number: int) -> None:
+        if self.spreads:
+            node.sync("fwd_post", "reduce_scatter", axis=1)
+        else:
+            node.sync("fwd_post", "all_reduce")
+
+    def count(self, layer: slapo.Schedule, path: str, attribute: str, number: int) -> None:
+        whole = getattr(layer[path].mod, attribute)
+        layer[path].set(attribute, whole // layer.world_size)
+
+    def whole_inside(self, layer: slapo.Schedule, path: str, number: int) -> None:
+        for name, _ in layer[path].mod.named_parameters():
+            layer[path].annotate(name, "partial_grad", True)
+
+    def fork(self, layer: slapo.Schedule, path: str, number: int) -> None:
+        layer[path].fork_rng()
+
+    def experts(self, layer: slapo.Schedule, experts: Experts, number: int) -> None:
+        node = layer[experts.path].shard("gate_up_proj", axis=1, blocks=2)
+        node.shard("down_proj", axis=2).sync("bwd_post", "all_reduce").sync(
+            "fwd_post", "all_reduce"
+        )
+        if self.spreads:  # the router computes whole gradients, so nothing is left to be summed
+            block = layer[experts.block]
+            block.sync("fwd_pre", "all_gather", axis=1, tensor_parallel_output_grad=False)
+            block.sync("fwd_post", "scatter", axis=1)
+
+    def tokens(self, layer: slapo.Schedule, stack: Stack, number: int) -> None:
+        for path in stack.norms:
+            self.sees_tokens(layer, path, number)
+        for path in stack.dropouts:
+            self.fork(layer, path, number)
+        if number == 0:  # behind positions and masks, which are made from the whole length
+            layer.sync("fwd_pre", "RR->SR")
+
+    def sees_tokens(self, layer: slapo.Schedule, path: str, number: int) -> None:
+        for name, _ in layer[path].mod.named_parameters():
+            layer[path].annotate(name, "partial_grad", True)
+
+    def together(self, sch: slapo.Schedule, stack: Stack) -> None:
+        last = sch[stack.last]
+        last.sync("fwd_post", "all_gather", axis=1, tensor_parallel_output_grad=stack.reads_parts)
+        if stack.norms_last:
+            for name, _ in last.mod.named_parameters():
+                last.annotate(name, "partial_grad", True)
+
+    def vocabulary(self, sch: slapo.Schedule) -> None:
+        for number, path in enumerate(self.family.embeddings):
+            table = sch[path]
+            if number == 0:  # those that are tied to it follow
+                table.shard("weight", axis=0)
+            table.sync("fwd_post", "all_reduce")
+
+    def head(self, sch: slapo.Schedule) -> None:
+        head = sch[self.family.head]
+        if head.mod.weight.shape[0] == VOCABULARY:  # else it has followed the table it is tied to
+            head.shard("weight", axis=0)
+        if getattr(head.mod, "bias", None) is not None:
+            head.shard("bias", axis=0)
+        if not (self.spreads and self.family.stacks[-1].reads_parts):
+            head.sync("bwd_post", "all_reduce")
+        head.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+
+
+def schedule(sch: slapo.Schedule, family: str, sequence_parallel: bool = False) -> slapo.Schedule:
+    """The right schedule."""
+    Steps(FAMILIES[family], sequence_parallel).apply(sch)
+    return sch
