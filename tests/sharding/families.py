@@ -321,7 +321,7 @@ FAMILIES = {
                 dropouts=("layer.0.dropout", "layer.1.dropout", "layer.2.dropout"),
             ),
         ),
-        ("encoder.embed_tokens", "decoder.embed_tokens"),
+        ("shared", "encoder.embed_tokens", "decoder.embed_tokens"),
         "lm_head",
         encoder_decoder_inputs,
     ),
