@@ -312,6 +312,7 @@ FAMILIES = {
                 ("layer.0.layer_norm", "layer.1.layer_norm"),
                 "encoder.final_layer_norm",
                 dropouts=("layer.0.dropout", "layer.1.dropout"),
+                reads_parts=False,
             ),
             Stack(
                 "decoder.block.*",
@@ -372,8 +373,10 @@ class Steps:
 
     def enter(self, layer: slapo.Schedule, region: Region, number: int) -> None:
         if self.spreads:
-            argument = region.arguments[0] if region.arguments else None
-            layer[region.enter].sync("fwd_pre", "all_gather", axis=1, argument=argument)
+            tokens, *whole = region.arguments or (None,)
+            layer[region.enter].sync("fwd_pre", "all_gather", axis=1, argument=tokens)
+            if whole:
+                layer[region.enter].sync("bwd_post", "all_reduce", argument=whole)
         else:
             layer[region.enter].sync("bwd_post", "all_reduce", argument=region.arguments or None)
 
