@@ -27,7 +27,7 @@ from slapo.logger import get_logger
 from slapo.primitives.base import find_primitive
 from slapo.random import get_rng_tracker
 from slapo.schedule import Schedule
-from slapo.sharding.collectives import announced
+from slapo.sharding.steps import carried_by
 from slapo.utils.calls import as_call, refuse_batch
 from slapo.verify.locate import Comparison, amount, contains, recorded, running_in, sizes_kept
 from slapo.verify.origins import Origins
@@ -194,7 +194,7 @@ class Verify:
             stack.enter_context(in_mode(self.sch.mod, not self.eval_mode))
             stack.enter_context(in_mode(self.reference, not self.eval_mode))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(announced(self.peers.meet_for))
+            stack.enter_context(carried_by(self.peers.carry_out))
             wanted = self._run_original()
             self.peers.meet("original")
             given = self._run_scheduled()
