@@ -21,7 +21,9 @@ def total(call: Call) -> list[Place]:
     """A sum over slices is a summand; a mean over them is none that could be added up."""
     place, dims = call.places[0], _dims(call)
     if place.kind == MASKED:
-        raise call.misfit("tokens that are masked for a table are looked up there, and nowhere else")
+        raise call.misfit(
+            "tokens that are masked for a table are looked up there, and nowhere else"
+        )
     if place.is_slice and place.dim in dims:
         if call.name != "sum":
             raise call.misfit(

@@ -30,28 +30,17 @@ from slapo.check.place import (
 from slapo.check.pointwise import is_pointwise, of_wholes, pointwise
 from slapo.check.products import product as product
 from slapo.check.raw import raw_collective
+from slapo.check.sizes import Sized, is_sized
 from slapo.errors import SlapoError
 from slapo.random import get_rng_tracker
 from slapo.sharding.groups import group_rank, group_size
 from slapo.sharding.steps import Step
 
 #: Operations that draw random numbers.
-_DRAWS = frozenset(
-    "native_dropout bernoulli rand_like rand randn randn_like randint randint_like uniform normal "
-    "exponential random multinomial randperm dropout".split()
-)
-#: Operations whose sizes say what a module computes, with the sizes of the whole model.
-_SIZED = ("_softmax", "_safe_softmax", "native_layer_norm", "_fused_rms_norm", "bmm", "pow", *ATTENTION)
+_DRAWS = {"native_dropout", "bernoulli", "rand", "randn", "randint", "uniform", "normal"}
+_DRAWS |= {"rand_like", "randn_like", "randint_like", "exponential", "random", "multinomial"}
+_DRAWS |= {"randperm", "dropout"}
 _RAW = ("c10d", "_c10d_functional")
-
-
-@dataclass(frozen=True)
-class Sized:
-    """One operation of a module on tensors of these sizes, those of all ranks together."""
-
-    path: str
-    name: str
-    shapes: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -103,6 +92,7 @@ class PlaceMode(TorchDispatchMode):
         self.group = group
         self.rank, self.ranks = group_rank(group), group_size(group)
         self.sized: list[Sized] = []
+        #: operations so far
         self.calls = 0
         self._quiet = 0
 
@@ -121,12 +111,16 @@ class PlaceMode(TorchDispatchMode):
         name = name_of(func)
         if name in _DRAWS or (name.startswith(ATTENTION) and "backward" not in name):
             self._check_state(func, name, args, kwargs, tensors, places)
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:  # sizes that do not fit
+            raise self.stop(name, tensors, places, str(error)) from error
         outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         call = Call(func, name, args, kwargs, tensors, places, outs, self.rank, self.ranks)
         self._settle(call)
-        if name in _SIZED or name.startswith(ATTENTION):
-            self._note_sizes(call)
+        if is_sized(name):
+            shapes = tuple(self._whole_shape(t) for t in tensors)
+            self.sized.append(Sized(self.paths.now()[0], name, shapes))
         return out
 
     # --- places ------------------------------------------------------------------------------
@@ -144,12 +138,17 @@ class PlaceMode(TorchDispatchMode):
             put_place(out, self._born(call, place))
 
     def _born(self, call: Call, place: Place) -> Place:
-        """With where it came to be, for what is new."""
-        if place.kind in ("replicate", MASKED) or place.birth is not None:
+        """With where it came to be; of what is whole, with the last step that made it so."""
+        if place.birth is not None or place.kind == MASKED:
             return place
-        before = next((p.birth for p in call.places if p.kind == place.kind and p.birth), None)
+        births = [p.birth for p in call.places if p.kind == place.kind and p.birth is not None]
+        if births:
+            return replace(place, birth=max(births, key=lambda birth: birth.number))
+        return place if place.is_whole else replace(place, birth=self._birth(call.name))
+
+    def _birth(self, operation: str) -> Birth:
         path, in_backward = self.paths.now()
-        return replace(place, birth=before or Birth(call.name, path, in_backward))
+        return Birth(operation, path, in_backward, self.calls)
 
     def _check_in_place(self, call: Call, found: list[Place]) -> None:
         """What is changed in place has views that are not followed: they must stay right."""
@@ -201,10 +200,8 @@ class PlaceMode(TorchDispatchMode):
                 result = function(tensor, group, **arguments)
         finally:
             self._quiet -= 1
-        if step is not None and given.kind != "replicate" and given.kind != MASKED:
-            path, in_backward = self.paths.now()
-            given = replace(given, birth=Birth(step.name, path, in_backward))
-        put_place(result, given)
+        self.calls += 1
+        put_place(result, replace(given, birth=self._birth(step.name)))
         return result
 
     def _wrong_for(self, step: Step, place: Place, axis: int | None, tensor: Tensor) -> str:
@@ -251,19 +248,16 @@ class PlaceMode(TorchDispatchMode):
             return
         is_slice = any(place.is_slice for place in places)
         is_forked = get_rng_tracker().is_forked
-        if is_slice == is_forked:
+        blank = next((p.blank_of for p in places if p.blank_of is not None), None)
+        if is_slice == is_forked and blank is None:
             return
-        if is_slice:
+        if blank is not None:
+            why = "random numbers for a partial sum"
+        elif is_slice:
             why = "random numbers for a slice are drawn from the state that all ranks share"
         else:
             why = "random numbers for what is whole are drawn from a state of this rank's own"
         raise self.stop(name, tensors, places, why)
-
-    def _note_sizes(self, call: Call) -> None:
-        path, in_backward = self.paths.now()
-        if not in_backward and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
-            shapes = tuple(self._whole_shape(t) for t in call.tensors)
-            self.sized.append(Sized(path, call.name, shapes))
 
     def _whole_shape(self, tensor: Tensor) -> tuple[int, ...]:
         place = place_of(tensor)

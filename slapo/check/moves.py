@@ -18,13 +18,15 @@ def _first(call: Call) -> Place:
     """Of the tensor that is moved; masked tokens are for a lookup alone."""
     place = call.places[0]
     if place.kind == "masked":
-        raise call.misfit("tokens that are masked for a table are looked up there, and nowhere else")
+        raise call.misfit(
+            "tokens that are masked for a table are looked up there, and nowhere else"
+        )
     return place
 
 
 @rule_for("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten")
 def view(call: Call) -> list[Place]:
-    """A slice is runs of elements, one for every index before it; where are such runs after?
+    """A slice is runs of elements, one for every index before it: it is where such runs are after.
 
     Where several dimensions fit, as where a rank's share is one head, that is taken which the
     caller left open by -1, and the outermost of the others.
@@ -115,7 +117,9 @@ def repeat(call: Call) -> list[Place]:
     return [place.along(dim, place.blocks * repeats[dim])]
 
 
-@rule_for("split", "split_with_sizes", "slice", "select", "narrow", "chunk", "unbind", "unsafe_split")
+@rule_for(
+    "split", "split_with_sizes", "slice", "select", "narrow", "chunk", "unbind", "unsafe_split"
+)
 def cut(call: Call) -> list[Place]:
     """Free along other dimensions; along the sliced one only whole blocks are taken."""
     place, tensor = _first(call), call.tensors[0]
@@ -164,7 +168,7 @@ def cat(call: Call) -> list[Place]:
             return [first]
         raise call.misfit("it joins partial sums with what is none")
     joins_slices = first.dim == axis
-    for tensor, place in parts:
+    for _, place in parts:
         constant = place.is_whole and first.dim in place.uniform and not joins_slices
         alike = place.is_slice and place.dim == first.dim
         if not (constant or (alike and (joins_slices or place.blocks == first.blocks))):
@@ -200,7 +204,7 @@ def pad(call: Call) -> list[Place]:
     return [place]
 
 
-# --- choice by index -------------------------------------------------------------------------------
+# --- choice by index -----------------------------------------------------------------------------
 @rule_for("index", "_unsafe_index")
 def index(call: Call) -> list[Place]:
     """Rows chosen by whole indices: of all dimensions but the sliced one."""
@@ -237,9 +241,8 @@ def index_select(call: Call) -> list[Place]:
     """As `index`, along one dimension."""
     place, indices = call.places[0], call.places[1]
     axis = call.get("dim") % call.tensors[0].ndim
-    if place.is_slice and indices.is_slice and call.name == "gather" and place.same(indices):
-        if place.dim != axis:
-            return [place]
+    if place.is_slice and place.same(indices) and call.name == "gather" and place.dim != axis:
+        return [place]
     if not indices.is_whole or (place.is_slice and place.dim == axis):
         raise call.misfit(f"it chooses along dimension {axis}, of which each rank has a slice")
     if place.is_slice and call.name == "gather":

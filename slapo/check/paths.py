@@ -68,7 +68,7 @@ class Paths:
 
     def _note(self, path: str) -> None:
         """Nodes from now on belong to `path`."""
-        number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        number = torch.autograd._get_sequence_nr()
         if self._numbers and self._numbers[-1] == number:
             self._paths[-1] = path
         else:
@@ -79,7 +79,7 @@ class Paths:
         """The module that is running, and whether in its backward pass."""
         if self._running:
             return self._running[-1], False
-        node: Any = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        node: Any = torch._C._current_autograd_node()
         if node is None:
             return "", False
         index = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1

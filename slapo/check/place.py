@@ -12,7 +12,7 @@ _ATTRIBUTE = "_slapo_place"
 
 @dataclass(frozen=True)
 class Birth:
-    """Where a partial sum or a slice came to be.
+    """Where a tensor came to lie as it does.
 
     Parameters
     ----------
@@ -22,11 +22,14 @@ class Birth:
         The module that was running.
     in_backward
         Whether in the backward pass of that module.
+    number
+        Of operations before it.
     """
 
     operation: str
     path: str
     in_backward: bool = False
+    number: int = 0
 
     def __str__(self) -> str:
         where = f"{self.path!r}" if self.path else "the model"
@@ -53,6 +56,8 @@ class Place:
         Whether all of a whole tensor is zero, or nothing yet: then it may count as a summand too.
     birth
         For messages.
+    blank_of
+        Of a blank tensor made in the shape of a partial sum: the birth of that.
     """
 
     kind: str = REPLICATE
@@ -61,6 +66,7 @@ class Place:
     uniform: frozenset[int] = frozenset()
     is_zero: bool = False
     birth: Birth | None = None
+    blank_of: Birth | None = None
 
     @property
     def is_whole(self) -> bool:

@@ -22,8 +22,26 @@ _LINEAR_IN = {
 #: Linear in all of their arguments together.
 _ADDITIVE = ("add", "sub", "rsub", "_foreach_add")
 #: Makers of tensors that hold one value.
-_CONSTANT = ("ones", "full", "scalar_tensor", "new_ones", "new_full", "ones_like", "full_like", "fill")
-_ZERO = ("zeros", "new_zeros", "zeros_like", "zero", "empty", "new_empty", "empty_like", "empty_strided")
+_CONSTANT = (
+    "ones",
+    "full",
+    "scalar_tensor",
+    "new_ones",
+    "new_full",
+    "ones_like",
+    "full_like",
+    "fill",
+)
+_ZERO: tuple[str, ...] = (
+    "zeros",
+    "new_zeros",
+    "zeros_like",
+    "zero",
+    "empty",
+    "new_empty",
+    "empty_like",
+    "empty_strided",
+)
 _ZERO += ("new_empty_strided", "_efficientzerotensor")
 
 
@@ -35,18 +53,22 @@ def is_pointwise(call: Call) -> bool:
 def of_wholes(call: Call) -> list[Place]:
     """Places of what was made of whole tensors alone: whole, and perhaps constant."""
     if call.name in _CONSTANT or call.name in _ZERO:
-        zero = call.name in _ZERO or call.name == "full" and call.get("fill_value") == 0
+        zero = call.name in _ZERO or (call.name == "full" and call.get("fill_value") == 0)
         return [Place(uniform=frozenset(range(out.ndim)), is_zero=zero) for out in call.outs]
     if not any(place.uniform or place.is_zero for place in call.places):
         return [WHOLE] * len(call.outs)
-    return [
-        Place(uniform=_uniform_dims(call, out), is_zero=_stays_zero(call)) for out in call.outs
-    ]
+    return [Place(uniform=_uniform_dims(call, out), is_zero=_stays_zero(call)) for out in call.outs]
 
 
 def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
     """Dimensions along which all that it was made of is constant."""
-    if not is_pointwise(call) and call.name not in ("expand", "_to_copy", "clone", "detach", "alias"):
+    if not is_pointwise(call) and call.name not in (
+        "expand",
+        "_to_copy",
+        "clone",
+        "detach",
+        "alias",
+    ):
         return frozenset()
     found = set()
     for dim, size in enumerate(out.shape):
@@ -61,7 +83,16 @@ def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
 
 def _stays_zero(call: Call) -> bool:
     """Of what was all zero: whether the result is."""
-    if call.name in ("view", "_unsafe_view", "expand", "clone", "_to_copy", "detach", "alias", "neg"):
+    if call.name in (
+        "view",
+        "_unsafe_view",
+        "expand",
+        "clone",
+        "_to_copy",
+        "detach",
+        "alias",
+        "neg",
+    ):
         return call.places[0].is_zero
     if call.name in ("add", "mul"):
         scalars = [a for a in call.args[:2] if not isinstance(a, Tensor)]
@@ -79,7 +110,9 @@ def pointwise(call: Call) -> list[Place]:
     first_at = next(i for i, place in enumerate(call.places) if not place.is_whole)
     first = call.places[first_at]
     if not first.is_slice:
-        raise call.misfit("tokens that are masked for a table are looked up there, and nowhere else")
+        raise call.misfit(
+            "tokens that are masked for a table are looked up there, and nowhere else"
+        )
     # From the end, as broadcasting aligns.
     dim = first.dim - call.tensors[first_at].ndim
     for tensor, place in zip(call.tensors, call.places, strict=True):
@@ -105,18 +138,24 @@ def _linear(call: Call) -> list[Place]:
         source = places[-1]
         return [source] * len(call.outs)
     if name == "where":
-        if at and all(places[i].is_partial or places[i].is_zero for i in range(1, len(places))):
-            if places[0].is_whole and call.tensors[0].dtype is torch.bool:
-                return [partial] * len(call.outs)
+        chosen = all(place.is_partial or place.is_zero for place in places[1:])
+        if chosen and places[0].is_whole and call.tensors[0].dtype is torch.bool:
+            return [partial] * len(call.outs)
     elif name == "masked_fill":
         value = call.get("value")
         zero = value == 0 if not isinstance(value, Tensor) else places[-1].is_zero
         if at == [0] and places[1].is_whole and zero:
             return [partial] * len(call.outs)
-    elif len(at) == 1 and all(p.is_whole for i, p in enumerate(places) if i != at[0]):
-        if at[0] in _LINEAR_IN.get(name, ()):
-            return [partial] * len(call.outs)
-    raise call.misfit("it is not linear, and what it is given is a partial sum that nobody has summed")
+    elif at[0] in _LINEAR_IN.get(name, ()) and _others_whole(places):
+        return [partial] * len(call.outs)
+    raise call.misfit(
+        "it is not linear, and what it is given is a partial sum that nobody has summed"
+    )
+
+
+def _others_whole(places: list[Place]) -> bool:
+    """All but the one that is partial."""
+    return sum(place.is_whole for place in places) == len(places) - 1
 
 
 @rule_for("detach", "alias", "clone", "contiguous", "lift_fresh", "positive", "conj", "_conj")
@@ -130,13 +169,13 @@ def like(call: Call) -> list[Place]:
     """Constants in the shape of a slice are slices; in that of a summand they are whole."""
     place = call.places[0]
     if place.is_slice:
-        return [replace(place, birth=place.birth)] * len(call.outs)
-    return [replace(made, uniform=frozenset(range(out.ndim))) for made, out in _blank(call)]
-
-
-def _blank(call: Call) -> list[tuple[Place, Tensor]]:
+        return [place] * len(call.outs)
     zero = call.name in _ZERO
-    return [(Place(is_zero=zero), out) for out in call.outs]
+    return [
+        # A random mask may be drawn into it, for what is no mask's.
+        Place(uniform=frozenset(range(out.ndim)), is_zero=zero, blank_of=place.birth)
+        for out in call.outs
+    ]
 
 
 @rule_for("new_zeros", "new_ones", "new_full", "new_empty")

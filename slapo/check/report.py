@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
-from slapo.check.mode import Finding, Sized
+from slapo.check.mode import Finding
 from slapo.check.place import Birth, Place
+from slapo.check.sizes import Sized
 from slapo.errors import PlacementError, SlapoError
-from slapo.history import spelled
+from slapo.history import Record, spelled
 from slapo.schedule import Schedule
 from slapo.sharding.state import sharding_of
 from slapo.utils.raised import running_in
@@ -22,7 +25,9 @@ def explain(sch: Schedule, finding: Finding) -> PlacementError:
     if finding.operation == "output":
         said = f"the output, or the loss, is {shown.partition(') ')[2]}"
     else:
-        said = f"{_where(sch, finding.path, finding.in_backward)}: {finding.operation} of {shown}{why}"
+        said = (
+            f"{_where(sch, finding.path, finding.in_backward)}: {finding.operation} of {shown}{why}"
+        )
     return _error(sch, said, finding.path, suspect, remedy)
 
 
@@ -38,20 +43,14 @@ def explain_gradient(sch: Schedule, name: str, wanted: Place, found: Place) -> P
     return _error(sch, said, path, suspect, remedy)
 
 
-def explain_sizes(sch: Schedule, found: list[Sized], wanted: list[Sized]) -> PlacementError | None:
-    """The first module that runs the same operations on other sizes than in one process."""
-    mine, theirs = _by_path(found), _by_path(wanted)
-    for path, before in theirs.items():
-        now = mine.get(path, [])
-        if [each.name for each in now] != [each.name for each in before] or now == before:
-            continue
-        new, old = next(pair for pair in zip(now, before, strict=True) if pair[0] != pair[1])
-        said = (
-            f"{_where(sch, path, False)}: {new.name} works on {_sizes(new)} over all ranks, and on "
-            f"{_sizes(old)} in one process{_changed(sch, path)}"
-        )
-        return _error(sch, said, path, path, "")
-    return None
+def explain_sizes(sch: Schedule, found: Sized, wanted: Sized) -> PlacementError:
+    """The error for a module that runs an operation on other sizes than in one process."""
+    path = found.path
+    said = (
+        f"{_where(sch, path, False)}: {found.name} works on {_sizes(found)} over all ranks, and on "
+        f"{_sizes(wanted)} in one process{_changed(sch, path)}"
+    )
+    return _error(sch, said, path, path, "")
 
 
 def unrunnable(sch: Schedule, error: Exception) -> SlapoError:
@@ -66,20 +65,34 @@ def unrunnable(sch: Schedule, error: Exception) -> SlapoError:
 # --- judgement -----------------------------------------------------------------------------------
 def _judge(sch: Schedule, finding: Finding) -> tuple[str, str]:
     """The module where the fault most likely is, and the call that mends it."""
+    partial = _latest(p.birth for _, p in finding.given if p.is_partial)
     if "random numbers" in finding.why:
-        return finding.path, _about_random(finding)
+        return _about_random(sch, finding)
+    if partial is not None and not (finding.step and finding.step.takes == "partial"):
+        return _about_partial(sch, finding, partial)
     if finding.step is not None:
         return finding.path, _about_step(finding)
-    partial = next((p.birth for _, p in finding.given if p.is_partial and p.birth), None)
-    if partial is not None:
-        return _about_partial(sch, finding, partial)
     return _about_slice(sch, finding)
 
 
-def _about_random(finding: Finding) -> str:
+def _latest(births: Iterable[Birth | None]) -> Birth | None:
+    return max((b for b in births if b is not None), key=lambda birth: birth.number, default=None)
+
+
+def _about_random(sch: Schedule, finding: Finding) -> tuple[str, str]:
+    birth = _latest(p.blank_of or p.birth for _, p in finding.given)
+    if "partial sum" in finding.why and birth is not None:
+        return _about_partial(sch, finding, birth)
     if "all ranks share" in finding.why:
-        return f"{spelled(finding.path)}.fork_rng()"
-    return f"leave fork_rng out around {finding.path!r}, or fork what draws for slices alone"
+        return finding.path, f"{spelled(finding.path)}.fork_rng()"
+    if _spreads_tokens(sch) and birth is not None and birth.operation == "all_reduce":
+        return birth.path, (
+            f'{spelled(birth.path)}.sync("fwd_post", "reduce_scatter", axis=1) in place of its '
+            f"all_reduce, or leave fork_rng out around {finding.path!r}"
+        )
+    return finding.path, (
+        f"leave fork_rng out around {finding.path!r}, or fork what draws for slices alone"
+    )
 
 
 def _about_step(finding: Finding) -> str:
@@ -88,8 +101,6 @@ def _about_step(finding: Finding) -> str:
     if place.is_whole and step.takes == "partial":
         what = "the sum of its gradient" if finding.in_backward else step.name
         return f"leave {what} out there: it would count once per rank"
-    if place.is_partial and step.takes == "replicate" and not finding.in_backward:
-        return "sum it first, by all_reduce"
     return ""
 
 
@@ -99,34 +110,34 @@ def _about_partial(sch: Schedule, finding: Finding, birth: Birth) -> tuple[str, 
         return entry, f'{spelled(entry)}.sync("bwd_post", "all_reduce")'
     if birth.path == finding.path and not finding.in_backward:
         return birth.path, (
-            f"add what is whole behind the sum: {spelled(birth.path)} is no layer whose bias is "
-            "known; slapo.op.LinearWithSyncFunc adds its bias behind the reduction"
+            f"add what is whole behind the sum, as slapo.op.LinearWithSyncFunc does: nothing is "
+            f"known of the layer at {birth.path!r}"
         )
-    scatters = any("reduce_scatter" in r.arguments.values() for r in _plain(sch))
-    op = '"reduce_scatter", axis=1' if scatters else '"all_reduce"'
+    op = '"reduce_scatter", axis=1' if _reduces_by_tokens(sch, birth.path) else '"all_reduce"'
     return birth.path, f'{spelled(birth.path)}.sync("fwd_post", {op})'
 
 
-def _plain(sch: Schedule) -> list[_Texts]:
-    return [_Texts(r.path, r.primitive, {k: v.strip("'\"") for k, v in r.arguments.items()}) for r in sch.history]
+def _reduces_by_tokens(sch: Schedule, path: str) -> bool:
+    """Whether its siblings in other layers do."""
+    like = _numberless(path)
+    return any(_numberless(r.path) == like and _names(r, "reduce_scatter") for r in sch.history)
 
 
-class _Texts:
-    """A record with its texts unquoted."""
+def _spreads_tokens(sch: Schedule) -> bool:
+    return any(_names(record, "reduce_scatter") for record in sch.history)
 
-    def __init__(self, path: str, primitive: str, arguments: dict[str, str]) -> None:
-        self.path, self.primitive, self.arguments = path, primitive, arguments
+
+def _names(record: Record, text: str) -> bool:
+    """Whether one of the arguments of a primitive is this text."""
+    return repr(text) in record.arguments.values()
 
 
 def _entry(sch: Schedule, path: str) -> str:
     """The module whose input is whole: where its siblings in other layers sum, or itself."""
-    sums = [_numberless(r.path) for r in _plain(sch) if "bwd_post" in r.arguments.values()]
+    sums = {_numberless(r.path) for r in sch.history if _names(r, "bwd_post")}
     parts = path.split(".")
-    for count in range(len(parts), 0, -1):
-        above = ".".join(parts[:count])
-        if _numberless(above) in sums:
-            return above
-    return path
+    around = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((above for above in around if _numberless(above) in sums), path)
 
 
 def _numberless(path: str) -> str:
@@ -134,23 +145,24 @@ def _numberless(path: str) -> str:
 
 
 def _about_slice(sch: Schedule, finding: Finding) -> tuple[str, str]:
-    births = [p.birth for _, p in finding.given if p.is_slice and p.birth]
+    slices = [p for _, p in finding.given if p.is_slice]
+    birth = _latest(p.birth for p in slices)
     module = _module(sch, finding.path)
-    own = sharding_of(module) if module is not None else None
-    linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    if births and linear and own is None and not finding.in_backward:
-        axis = 0 if type(module).__name__ == "Conv1D" else 1
+    is_row = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    if birth and is_row and module and sharding_of(module) is None and not finding.in_backward:
+        axis = 1 if isinstance(module, nn.Linear) else 0
         return finding.path, (
             f'{spelled(finding.path)}.shard("weight", axis={axis}).sync("fwd_post", "all_reduce"), '
-            f'or {spelled(births[0].path)}.sync("fwd_post", "all_gather", axis=-1)'
+            f'or {spelled(birth.path)}.sync("fwd_post", "all_gather", axis=-1)'
         )
+    whole = _latest(p.birth for _, p in finding.given if p.is_whole)
+    if slices and whole is not None and whole.operation == "all_reduce" and _spreads_tokens(sch):
+        return whole.path, f'{spelled(whole.path)}.sync("fwd_post", "reduce_scatter", axis=1)'
     return finding.path, ""
 
 
 # --- words ---------------------------------------------------------------------------------------
-def _error(
-    sch: Schedule, said: str, path: str, suspect: str, remedy: str
-) -> PlacementError:
+def _error(sch: Schedule, said: str, path: str, suspect: str, remedy: str) -> PlacementError:
     does = f"; {'add ' if remedy.startswith('sch') else ''}{remedy}" if remedy else ""
     records = _applied(sch, path, suspect)
     return PlacementError(f"check: {said}{does}{records}", path, suspect, remedy)
@@ -193,13 +205,6 @@ def _module(sch: Schedule, path: str) -> nn.Module | None:
         return None
 
 
-def _by_path(sized: list[Sized]) -> dict[str, list[Sized]]:
-    found: dict[str, list[Sized]] = {}
-    for each in sized:
-        found.setdefault(each.path, []).append(each)
-    return found
-
-
 def _sizes(each: Sized) -> str:
     return " and ".join(map(str, each.shapes))
 
@@ -209,7 +214,9 @@ def _changed(sch: Schedule, path: str) -> str:
     module = _module(sch, path)
     for ref, own in sch.state.numbers:
         if ref() is module and module is not None:
-            changed = {n: (v, vars(module).get(n)) for n, v in own.items() if vars(module).get(n) != v}
+            changed = {
+                n: (v, vars(module).get(n)) for n, v in own.items() if vars(module).get(n) != v
+            }
             if changed:
                 listed = ", ".join(f"{n} was {a} and is {b}" for n, (a, b) in changed.items())
                 return f"; of its numbers, {listed}"

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from slapo.agreement import gathered, has_peers
-from slapo.check.mode import Finding, PlaceMode, Sized, Stop
+from slapo.check.mode import Finding, PlaceMode, Stop
 from slapo.check.place import Place, place_of
 from slapo.check.report import explain, explain_gradient, explain_sizes, unrunnable
+from slapo.check.sizes import Sized, SizeMode, first_difference
 from slapo.check.stand_ins import StandIns, as_before, standing_in
 from slapo.errors import PlacementError, SlapoError
 from slapo.logger import get_logger
@@ -126,7 +127,7 @@ class _Check:
             self._compare_sizes(found)
 
     def _fresh_inputs(self) -> tuple[Any, Any]:
-        return pytree.tree_map_only(Tensor, self.stand_ins.given, self.inputs)  # type: ignore[no-any-return]
+        return pytree.tree_map_only(Tensor, self.stand_ins.given, self.inputs)
 
     def _follow(self) -> list[Sized]:
         sch, mode = self.sch, PlaceMode(self.sch.mod, self.sch.group)
@@ -170,7 +171,7 @@ class _Check:
         sch = self.sch
         if sch.world_size == 1:
             return
-        mode = PlaceMode(sch.mod, None)
+        mode = SizeMode(sch.mod)
         try:
             with ExitStack() as stack:
                 for context in (
@@ -182,15 +183,15 @@ class _Check:
                     mode.paths.followed(),
                     mode,
                 ):
-                    stack.enter_context(context)  # type: ignore[arg-type]
+                    stack.enter_context(context)
                 args, kwargs = self._fresh_inputs()
                 sch.mod(*args, **kwargs)
         except Exception as error:
-            logger.info("check: sizes are not compared with those of one rank: %s", error)
+            logger.info("check: sizes are not compared with those of one process: %s", error)
             return
-        problem = explain_sizes(sch, found, mode.sized)
-        if problem is not None:
-            raise problem
+        pair = first_difference(found, mode.sized)
+        if pair is not None:
+            raise explain_sizes(sch, *pair)
 
 
 def _noting(gradients: dict[str, Place], name: str) -> Callable[[Tensor], None]:
@@ -232,4 +233,3 @@ def _eager() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
-

@@ -55,7 +55,9 @@ class StandIns:
             return tensor.detach().clone()
         if not tensor.is_floating_point():
             return torch.zeros(shape, dtype=tensor.dtype, device=device)
-        numbers = torch.empty(shape, dtype=torch.float32).uniform_(0.1, 1, generator=self._generator)
+        numbers = torch.empty(shape, dtype=torch.float32).uniform_(
+            0.1, 1, generator=self._generator
+        )
         return numbers.to(device, tensor.dtype)
 
     def given(self, tensor: Tensor) -> Tensor:
@@ -91,6 +93,7 @@ def standing_in(
         Parameter name -> stand-in and its place, those that are tied by one of their names.
     """
     new: dict[int, Tensor] = {}
+    seen: set[int] = set()
     named: dict[str, tuple[Tensor, Place]] = {}
     with ExitStack() as stack:
         for path, outer in model.named_modules(remove_duplicate=False):
@@ -98,11 +101,14 @@ def standing_in(
             if isinstance(module, torch.jit.ScriptModule):
                 _place_compiled(path, module, named, stack)
                 continue
-            for table in (module._parameters, module._buffers):
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
                 for leaf, tensor in list(table.items()):
-                    if tensor is None or (id(module), leaf) in new:
+                    if tensor is None:
                         continue
-                    new[id(module), leaf] = tensor  # type: ignore[index]
                     spec = shards_of(module).get(leaf)
                     if id(tensor) not in new:
                         new[id(tensor)] = _stand_in(tensor, spec, stand_ins, group, whole)
@@ -110,7 +116,7 @@ def standing_in(
                             name = f"{path}.{leaf}".lstrip(".")
                             named[name] = new[id(tensor)], _place(spec)
                         put_place(new[id(tensor)], WHOLE if whole else _place(spec))
-                    table[leaf] = new[id(tensor)]  # type: ignore[assignment]
+                    table[leaf] = new[id(tensor)]
                     stack.callback(table.__setitem__, leaf, tensor)
         yield named
 

@@ -58,14 +58,22 @@ class NoBackwardSync(Planted):
         if self.spreads:
             argument = region.arguments[0] if region.arguments else None
             layer[region.enter].sync(
-                "fwd_pre", "all_gather", axis=1, argument=argument, tensor_parallel_output_grad=False
+                "fwd_pre",
+                "all_gather",
+                axis=1,
+                argument=argument,
+                tensor_parallel_output_grad=False,
             )
 
 
 class WrongAxis(Planted):
     def column(self, layer: slapo.Schedule, column: tuple[str, int, int], number: int) -> None:
-        path, axis, blocks = column
-        if number == AT and self.is_last(layer) and column == self.last_stack().regions[0].columns[-1]:
+        path, axis, _ = column
+        if (
+            number == AT
+            and self.is_last(layer)
+            and column == self.last_stack().regions[0].columns[-1]
+        ):
             layer[path].shard("weight", axis=1 - axis)
             self.here(layer, path)
         else:
@@ -79,7 +87,11 @@ class OwnLinear(nn.Module):
         super().__init__()
         self.weight, self.transposed = like.weight, axis == 0
         bias = getattr(like, "bias", None)
-        self.bias = nn.Parameter(like.weight.new_ones(like.weight.shape[1 - axis])) if bias is None else bias
+        self.bias = (
+            nn.Parameter(like.weight.new_ones(like.weight.shape[1 - axis]))
+            if bias is None
+            else bias
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return (x @ self.weight if self.transposed else F.linear(x, self.weight)) + self.bias
@@ -248,7 +260,9 @@ class NotInBlocks(Planted):
             return
         self.here(layer, experts.path)
         node = layer[experts.path].shard("gate_up_proj", axis=1)
-        node.shard("down_proj", axis=2).sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
+        node.shard("down_proj", axis=2).sync("bwd_post", "all_reduce").sync(
+            "fwd_post", "all_reduce"
+        )
         if self.spreads:
             block = layer[experts.block]
             block.sync("fwd_pre", "all_gather", axis=1, tensor_parallel_output_grad=False)
@@ -328,7 +342,7 @@ class NotTogether(Planted):
         if stack != self.last_stack():
             super().together(sch, stack)
         else:
-            self.places += [stack.last, self.family.head, ""]
+            self.places += [stack.last, self.family.head, stack.last.rpartition(".")[0]]
 
 
 MISTAKES: dict[str, type[Planted]] = {
