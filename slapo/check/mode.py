@@ -27,10 +27,10 @@ from slapo.check.place import (
     put_place,
     sliced,
 )
-from slapo.check.pointwise import is_pointwise, of_wholes, pointwise
+from slapo.check.pointwise import is_pointwise, of_wholes, others_whole, pointwise
 from slapo.check.products import product as product
 from slapo.check.raw import raw_collective
-from slapo.check.sizes import Sized, is_sized
+from slapo.check.sizes import ANY, Sized, is_sized
 from slapo.errors import SlapoError
 from slapo.random import get_rng_tracker
 from slapo.sharding.groups import group_rank, group_size
@@ -210,7 +210,7 @@ class PlaceMode(TorchDispatchMode):
             return f"{step.name} takes {wanted[step.takes]}, and this is {place}"
         if axis is not None and place.dim != axis % tensor.ndim:
             return f"{step.name} along axis {axis} of what is {place}"
-        if place.is_slice and place.blocks > 1:
+        if place.is_slice and place.blocks:
             return f"{step.name} would put the ranks' blocks one behind the other: this is {place}"
         return ""
 
@@ -261,18 +261,27 @@ class PlaceMode(TorchDispatchMode):
 
     def _whole_shape(self, tensor: Tensor) -> tuple[int, ...]:
         place = place_of(tensor)
-        return tuple(
-            size * (self.ranks if place.is_slice and place.dim == dim else 1)
-            for dim, size in enumerate(tensor.shape)
-        )
+        if place.is_slice:
+            sizes = list(tensor.shape)
+            sizes[place.dim] *= self.ranks
+            return tuple(sizes)
+        return tuple(ANY if d in place.uniform else n for d, n in enumerate(tensor.shape))
 
 
 def _places_of(call: Call) -> list[Place]:
     """By a rule, where something is not whole."""
     if all(place.is_whole for place in call.places):
         return of_wholes(call)
+    if _is_linear(call):
+        return [call.places[0]] * len(call.outs)
     found = _rule(call)(call)
     return [found] * len(call.outs) if isinstance(found, Place) else list(found)
+
+
+def _is_linear(call: Call) -> bool:
+    """Whether it is a derivative, of a gradient that is a partial sum, where all else is whole."""
+    is_derivative = call.name.endswith(("_backward", "_backward_data"))
+    return is_derivative and call.places[0].is_partial and others_whole(call.places)
 
 
 def _rule(call: Call) -> Rule:
@@ -293,5 +302,5 @@ def place_of_result(step: Step, arguments: dict[str, Any]) -> Place:
     if step.gives == "shard":
         return sliced(arguments[step.gives_along])
     if step.gives == MASKED:
-        return Place(MASKED, arguments["start"], arguments["count"])
+        return Place(MASKED, rows=(arguments["start"], arguments["count"]))
     return WHOLE if step.gives == "replicate" else Place(step.gives)

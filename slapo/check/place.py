@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -46,10 +47,12 @@ class Place:
         ``"replicate"``: whole on every rank; ``"partial"``: ranks hold summands; ``"shard"``:
         slices; ``"masked"``: tokens as rows of this rank's part of a table.
     dim
-        Of a slice: the dimension, from the front. Of masked tokens: the first row.
+        Of a slice: the dimension, from the front.
     blocks
-        Of a slice: how many equal blocks lie along the dimension, each split by itself. Of masked
-        tokens: the number of rows.
+        Of a slice: the sizes of what this rank has of each block, where several lie along the
+        dimension and each is split by itself; else empty.
+    rows
+        Of masked tokens: the first row, and how many.
     uniform
         Of a whole tensor: the dimensions along which it is constant, so that any slice is alike.
     is_zero
@@ -62,7 +65,8 @@ class Place:
 
     kind: str = REPLICATE
     dim: int = -1
-    blocks: int = 1
+    blocks: tuple[int, ...] = ()
+    rows: tuple[int, int] = (0, 0)
     uniform: frozenset[int] = frozenset()
     is_zero: bool = False
     birth: Birth | None = None
@@ -88,31 +92,37 @@ class Place:
         if self.kind != other.kind:
             return False
         plain = self.kind in (REPLICATE, PARTIAL)
-        return plain or (self.dim, self.blocks) == (other.dim, other.blocks)
+        return plain or (self.dim, self.blocks, self.rows) == (other.dim, other.blocks, other.rows)
 
-    def along(self, dim: int, blocks: int | None = None) -> Place:
-        """The same slice along another dimension, in as many blocks unless told."""
-        return replace(self, dim=dim, blocks=self.blocks if blocks is None else blocks)
+    def along(self, dim: int, blocks: Sequence[int] | None = None) -> Place:
+        """The same slice along another dimension, in the same blocks unless others are given."""
+        if blocks is None:
+            return replace(self, dim=dim)
+        return replace(self, dim=dim, blocks=tuple(blocks) if len(blocks) > 1 else ())
+
+    def blocks_in(self, size: int) -> tuple[int, ...]:
+        """Sizes of the blocks of a slice, of which this rank has `size` in all."""
+        return self.blocks or (size,)
 
     def __str__(self) -> str:
         if self.kind == MASKED:
-            text = f"tokens masked for rows {self.dim} to {self.dim + self.blocks - 1}"
+            text = f"tokens masked for rows {self.rows[0]} to {sum(self.rows) - 1}"
         else:
             text = {
                 REPLICATE: "whole",
                 PARTIAL: "a partial sum",
                 SHARD: f"sliced along dimension {self.dim}",
             }[self.kind]
-            text += f" in {self.blocks} blocks" if self.blocks > 1 else ""
+            text += f" in {len(self.blocks)} blocks" if self.blocks else ""
         return text + (f" (since {self.birth})" if self.birth is not None else "")
 
 
 WHOLE, PARTIAL_SUM = Place(), Place(PARTIAL)
 
 
-def sliced(dim: int, blocks: int = 1) -> Place:
+def sliced(dim: int, blocks: Sequence[int] = ()) -> Place:
     """Slices along a dimension, counted from the front."""
-    return Place(SHARD, dim, blocks)
+    return Place(SHARD, dim, tuple(blocks) if len(blocks) > 1 else ())
 
 
 class Misfit(Exception):

@@ -146,14 +146,14 @@ def _linear(call: Call) -> list[Place]:
         zero = value == 0 if not isinstance(value, Tensor) else places[-1].is_zero
         if at == [0] and places[1].is_whole and zero:
             return [partial] * len(call.outs)
-    elif at[0] in _LINEAR_IN.get(name, ()) and _others_whole(places):
+    elif at[0] in _LINEAR_IN.get(name, ()) and others_whole(places):
         return [partial] * len(call.outs)
     raise call.misfit(
         "it is not linear, and what it is given is a partial sum that nobody has summed"
     )
 
 
-def _others_whole(places: list[Place]) -> bool:
+def others_whole(places: list[Place]) -> bool:
     """All but the one that is partial."""
     return sum(place.is_whole for place in places) == len(places) - 1
 

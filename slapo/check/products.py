@@ -48,7 +48,7 @@ def multiplied(call: Call, equation: str, left: Place, right: Place) -> Place:
         if place.is_slice != (letter in names) or (place.is_slice and names[place.dim] != letter):
             raise call.misfit("a slice meets a dimension that is whole, or other slices")
     if len(set(letters)) > 1:
-        raise call.misfit("the two are sliced in another number of blocks")
+        raise call.misfit("the two are sliced in other blocks")
     return PARTIAL_SUM if letter not in output else sliced(output.index(letter), blocks)
 
 
@@ -99,13 +99,22 @@ def _convolved(call: Call, x: Place, weight: Place, groups: int, transposed: boo
     """Input (batch, in, ...), weight (out, in, ...), or (in, out, ...) where it is transposed."""
     if x.is_slice and x.dim > 1:
         raise call.misfit("it mixes pixels, of which each rank has a slice")
+    if _by_groups(x, weight):
+        return sliced(1, x.blocks)
     if groups > 1:
-        if x.is_slice and x.dim == 1 and weight.is_slice and weight.dim == 0:
-            return sliced(1, x.blocks)
         if x.is_slice and x.dim == 0 and weight.is_whole:
             return x
         raise call.misfit("groups of channels and their weights are to be sliced alike")
     return multiplied(call, "bi,io->bo" if transposed else "bi,oi->bo", x, weight)
+
+
+def _by_groups(x: Place, weight: Place) -> bool:
+    """Whether each rank has some of the groups: their channels, and the weights for these alone.
+
+    One group may be left of several. Of a convolution that had one, such weights would be for more
+    channels than the rank has.
+    """
+    return x.is_slice and x.dim == 1 and weight.is_slice and weight.dim == 0
 
 
 @rule_for("convolution_backward")
@@ -114,7 +123,7 @@ def convolution_backward(call: Call) -> list[Place]:
     grad, x, weight = call.places[:3]
     groups, transposed = call.get("groups"), bool(call.get("transposed"))
     mask = call.get("output_mask")
-    if groups > 1:
+    if groups > 1 or _by_groups(x, weight):
         places = _grouped_gradients(call, grad, x, weight)
     else:
         io = "io" if transposed else "oi"

@@ -21,6 +21,10 @@ from slapo.check.paths import Paths
 _SIZED = ("_softmax", "_safe_softmax", "native_layer_norm", "_fused_rms_norm", "bmm", "pow")
 
 
+#: In place of the size of a dimension along which a tensor is constant.
+ANY = -1
+
+
 @dataclass(frozen=True)
 class Sized:
     """One operation of a module on tensors of these sizes, those of all ranks together."""
@@ -28,6 +32,14 @@ class Sized:
     path: str
     name: str
     shapes: tuple[tuple[int, ...], ...]
+
+    def fits(self, other: Sized) -> bool:
+        """Whether the sizes are those of `other`."""
+        pairs = zip(self.shapes, other.shapes, strict=False)
+        return len(self.shapes) == len(other.shapes) and all(
+            len(a) == len(b) and all(m in (n, ANY) for m, n in zip(a, b, strict=True))
+            for a, b in pairs
+        )
 
 
 def is_sized(name: str) -> bool:
@@ -63,7 +75,7 @@ def first_difference(found: list[Sized], wanted: list[Sized]) -> tuple[Sized, Si
         now = mine.get(path, [])
         if [each.name for each in now] == [each.name for each in before]:
             for pair in zip(now, before, strict=True):
-                if pair[0] != pair[1]:
+                if not pair[0].fits(pair[1]):
                     return pair
     return None
 

@@ -122,7 +122,9 @@ def standing_in(
 
 
 def _place(spec: ShardSpec | None) -> Place:
-    return WHOLE if spec is None or spec.world_size == 1 else sliced(spec.axis, len(spec.blocks))
+    if spec is None or spec.world_size == 1:
+        return WHOLE
+    return sliced(spec.axis, [size // spec.world_size for size in spec.blocks])
 
 
 def _stand_in(
