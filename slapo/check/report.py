@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch import nn
 
+from slapo.check import remedy
 from slapo.check.mode import Finding
 from slapo.check.place import Birth, Place
+from slapo.check.remedy import Remedy
 from slapo.check.sizes import Sized
 from slapo.errors import PlacementError, SlapoError
-from slapo.history import Record, spelled
+from slapo.history import Record
 from slapo.schedule import Schedule
 from slapo.sharding.state import sharding_of
 from slapo.utils.raised import running_in
@@ -19,7 +22,7 @@ from slapo.wrapper import innermost
 
 def explain(sch: Schedule, finding: Finding) -> PlacementError:
     """The error for an operation that misfits."""
-    suspect, remedy = _judge(sch, finding)
+    advice = _judge(sch, finding)
     shown = ", ".join(f"{shape} {place}" for shape, place in _telling(finding))
     why = f": {finding.why}" if finding.why else ""
     if finding.operation == "output":
@@ -28,19 +31,17 @@ def explain(sch: Schedule, finding: Finding) -> PlacementError:
         said = (
             f"{_where(sch, finding.path, finding.in_backward)}: {finding.operation} of {shown}{why}"
         )
-    return _error(sch, said, finding.path, suspect, remedy)
+    return _error(sch, said, finding.path, advice)
 
 
 def explain_gradient(sch: Schedule, name: str, wanted: Place, found: Place) -> PlacementError:
     """The error for a gradient that lies otherwise than its parameter."""
     path, _, leaf = name.rpartition(".")
-    suspect, remedy = path, ""
-    if wanted.is_whole and found.is_partial:
-        remedy = f'{spelled(path)}.annotate("{leaf}", "partial_grad", True)'
     said = f"{name!r} is {wanted}, and its gradient is {found}"
-    if remedy:
-        said += ": each rank sees a part of the tokens, or of the heads"
-    return _error(sch, said, path, suspect, remedy)
+    if not (wanted.is_whole and found.is_partial):
+        return _error(sch, said, path, Advice(path))
+    said += ": each rank sees a part of the tokens, or of the heads"
+    return _error(sch, said, path, Advice(path, remedy.annotate(path, leaf)))
 
 
 def explain_sizes(sch: Schedule, found: Sized, wanted: Sized) -> PlacementError:
@@ -50,7 +51,7 @@ def explain_sizes(sch: Schedule, found: Sized, wanted: Sized) -> PlacementError:
         f"{_where(sch, path, False)}: {found.name} works on {_sizes(found)} over all ranks, and on "
         f"{_sizes(wanted)} in one process{_changed(sch, path)}"
     )
-    return _error(sch, said, path, path, "")
+    return _error(sch, said, path, Advice(path))
 
 
 def unrunnable(sch: Schedule, error: Exception) -> SlapoError:
@@ -59,19 +60,31 @@ def unrunnable(sch: Schedule, error: Exception) -> SlapoError:
     said = f"{_where(sch, path, False)} fails with {type(error).__name__}: {error}"
     hint = _changed(sch, path) or "; divide the sizes that count what is split, by set(name, value)"
     is_sharded = any(record.primitive == "shard" for record in sch.history)
-    return _error(sch, said + (hint if is_sharded else ""), path, path, "")
+    return _error(sch, said + (hint if is_sharded else ""), path, Advice(path))
 
 
 # --- judgement -----------------------------------------------------------------------------------
-def _judge(sch: Schedule, finding: Finding) -> tuple[str, str]:
-    """The module where the fault most likely is, and the call that mends it."""
+@dataclass(frozen=True)
+class Advice:
+    """The module where the fault most likely is, the call that mends it, or else what to do."""
+
+    suspect: str
+    remedy: Remedy | None = None
+    words: str = ""
+
+    def __str__(self) -> str:
+        added = "" if self.remedy is None else f"add {self.remedy}"
+        return ", or ".join(filter(None, (added, self.words)))
+
+
+def _judge(sch: Schedule, finding: Finding) -> Advice:
     partial = _latest(p.birth for _, p in finding.given if p.is_partial)
     if "random numbers" in finding.why:
         return _about_random(sch, finding)
     if partial is not None and not (finding.step and finding.step.takes == "partial"):
         return _about_partial(sch, finding, partial)
     if finding.step is not None:
-        return finding.path, _about_step(finding)
+        return _about_step(finding)
     return _about_slice(sch, finding)
 
 
@@ -79,42 +92,39 @@ def _latest(births: Iterable[Birth | None]) -> Birth | None:
     return max((b for b in births if b is not None), key=lambda birth: birth.number, default=None)
 
 
-def _about_random(sch: Schedule, finding: Finding) -> tuple[str, str]:
+def _about_random(sch: Schedule, finding: Finding) -> Advice:
     birth = _latest(p.blank_of or p.birth for _, p in finding.given)
     if "partial sum" in finding.why and birth is not None:
         return _about_partial(sch, finding, birth)
     if "all ranks share" in finding.why:
-        return finding.path, f"{spelled(finding.path)}.fork_rng()"
+        return Advice(finding.path, remedy.fork_rng(finding.path))
+    unfork = f"leave fork_rng out around {finding.path!r}"
     if _spreads_tokens(sch) and birth is not None and birth.operation == "all_reduce":
-        return birth.path, (
-            f'{spelled(birth.path)}.sync("fwd_post", "reduce_scatter", axis=1) in place of its '
-            f"all_reduce, or leave fork_rng out around {finding.path!r}"
-        )
-    return finding.path, (
-        f"leave fork_rng out around {finding.path!r}, or fork what draws for slices alone"
-    )
+        instead = remedy.sync(birth.path, "fwd_post", "reduce_scatter", axis=1)
+        return Advice(birth.path, words=f"write {instead} in place of its all_reduce, or {unfork}")
+    return Advice(finding.path, words=f"{unfork}, or fork what draws for slices alone")
 
 
-def _about_step(finding: Finding) -> str:
+def _about_step(finding: Finding) -> Advice:
     (_, place), step = finding.given[0], finding.step
-    assert step is not None, "asked for steps"
-    if place.is_whole and step.takes == "partial":
+    words = ""
+    if step is not None and place.is_whole and step.takes == "partial":
         what = "the sum of its gradient" if finding.in_backward else step.name
-        return f"leave {what} out there: it would count once per rank"
-    return ""
+        words = f"leave {what} out there: it would count once per rank"
+    return Advice(finding.path, words=words)
 
 
-def _about_partial(sch: Schedule, finding: Finding, birth: Birth) -> tuple[str, str]:
+def _about_partial(sch: Schedule, finding: Finding, birth: Birth) -> Advice:
+    path = birth.path
     if birth.in_backward:
-        entry = _entry(sch, birth.path)
-        return entry, f'{spelled(entry)}.sync("bwd_post", "all_reduce")'
-    if birth.path == finding.path and not finding.in_backward:
-        return birth.path, (
-            f"add what is whole behind the sum, as slapo.op.LinearWithSyncFunc does: nothing is "
-            f"known of the layer at {birth.path!r}"
-        )
-    op = '"reduce_scatter", axis=1' if _reduces_by_tokens(sch, birth.path) else '"all_reduce"'
-    return birth.path, f'{spelled(birth.path)}.sync("fwd_post", {op})'
+        entry = _entry(sch, path)
+        return Advice(entry, remedy.sync(entry, "bwd_post", "all_reduce"))
+    if path == finding.path and not finding.in_backward:
+        known = "slapo.op.LinearWithSyncFunc adds its bias behind the sum"
+        return Advice(path, words=f"add what is whole behind the sum, not before it: {known}")
+    if _reduces_by_tokens(sch, path):
+        return Advice(path, remedy.sync(path, "fwd_post", "reduce_scatter", axis=1))
+    return Advice(path, remedy.sync(path, "fwd_post", "all_reduce"))
 
 
 def _reduces_by_tokens(sch: Schedule, path: str) -> bool:
@@ -144,28 +154,27 @@ def _numberless(path: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
-def _about_slice(sch: Schedule, finding: Finding) -> tuple[str, str]:
+def _about_slice(sch: Schedule, finding: Finding) -> Advice:
     slices = [p for _, p in finding.given if p.is_slice]
     birth = _latest(p.birth for p in slices)
     module = _module(sch, finding.path)
     is_row = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     if birth and is_row and module and sharding_of(module) is None and not finding.in_backward:
-        axis = 1 if isinstance(module, nn.Linear) else 0
-        return finding.path, (
-            f'{spelled(finding.path)}.shard("weight", axis={axis}).sync("fwd_post", "all_reduce"), '
-            f'or {spelled(birth.path)}.sync("fwd_post", "all_gather", axis=-1)'
-        )
+        split = remedy.row(finding.path, 1 if isinstance(module, nn.Linear) else 0)
+        gather = remedy.sync(birth.path, "fwd_post", "all_gather", axis=-1)
+        return Advice(finding.path, split, str(gather))
     whole = _latest(p.birth for _, p in finding.given if p.is_whole)
     if slices and whole is not None and whole.operation == "all_reduce" and _spreads_tokens(sch):
-        return whole.path, f'{spelled(whole.path)}.sync("fwd_post", "reduce_scatter", axis=1)'
-    return finding.path, ""
+        instead = remedy.sync(whole.path, "fwd_post", "reduce_scatter", axis=1)
+        return Advice(whole.path, words=f"write {instead} in place of its all_reduce")
+    return Advice(finding.path)
 
 
 # --- words ---------------------------------------------------------------------------------------
-def _error(sch: Schedule, said: str, path: str, suspect: str, remedy: str) -> PlacementError:
-    does = f"; {'add ' if remedy.startswith('sch') else ''}{remedy}" if remedy else ""
-    records = _applied(sch, path, suspect)
-    return PlacementError(f"check: {said}{does}{records}", path, suspect, remedy)
+def _error(sch: Schedule, said: str, path: str, advice: Advice) -> PlacementError:
+    does = f"; {advice}" if str(advice) else ""
+    records = _applied(sch, path, advice.suspect)
+    return PlacementError(f"check: {said}{does}{records}", path, advice.suspect, advice.remedy)
 
 
 def _applied(sch: Schedule, *paths: str) -> str:

@@ -102,8 +102,8 @@ def _raise_alike(sch: Schedule, error: Exception | None) -> None:
         raise PlacementError(*first)
 
 
-def _attributes(error: Exception) -> tuple[str, str, str]:
-    return tuple(getattr(error, name, "") for name in ("path", "suspect", "remedy"))  # type: ignore[return-value]
+def _attributes(error: Exception) -> tuple[Any, ...]:
+    return tuple(getattr(error, name, None) for name in ("path", "suspect", "remedy"))
 
 
 class _Check:

@@ -31,7 +31,15 @@ from slapo.sharding.steps import carried_by
 from slapo.verify.peers import Peers
 from slapo.wrapper import innermost
 from tests.distributed import run_distributed
-from tests.sharding.families import FAMILIES, VOCABULARY, Experts, Family, Region, Stack, Steps
+from tests.sharding.families import (
+    FAMILIES,
+    Experts,
+    Family,
+    Region,
+    Stack,
+    Steps,
+    is_whole,
+)
 
 BATCH = 3
 
@@ -200,7 +208,7 @@ class Random(Steps):
 
     def head(self, sch: slapo.Schedule) -> None:
         head = sch[self.family.head]
-        split = head.mod.weight.shape[0] != VOCABULARY or self.choose.random() < 0.7
+        split = not is_whole(head) or self.choose.random() < 0.7
         if split and not self.other("head", "no gradient", "gradient twice"):
             super().head(sch)
             return
@@ -208,7 +216,7 @@ class Random(Steps):
             if self.spreads and self.family.stacks[-1].reads_parts:
                 self.decisions.append("head: whole behind a gather that sums")
             return
-        if head.mod.weight.shape[0] == VOCABULARY:
+        if is_whole(head):
             head.shard("weight", axis=0)
         if getattr(head.mod, "bias", None) is not None:
             head.shard("bias", axis=0)
@@ -309,7 +317,13 @@ def _compute(kind: str, seed: int) -> Verdict:
     sch, original, family, what = scheduled(kind, seed)
     if sch is None:
         return Verdict(seed, "schedule", what)
-    inputs = inputs_of(kind, family)
+    return computed_by_two(seed, sch, original, inputs_of(kind, family))
+
+
+def computed_by_two(
+    seed: int, sch: slapo.Schedule, original: nn.Module, inputs: dict[str, Tensor]
+) -> Verdict:
+    """Loss and gradients of the ranks of this job, against those of one process."""
     peers = Peers(dist.group.WORLD)
     try:
         with peers.told():

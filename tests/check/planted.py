@@ -15,7 +15,16 @@ from torch import Tensor, nn
 import slapo
 from slapo.sharding.collectives import all_gather, copy_to_group, reduce_from_group
 from slapo.sharding.vocab import vocabulary_hooks
-from tests.sharding.families import FAMILIES, VOCABULARY, Experts, Family, Region, Stack, Steps
+from tests.sharding.families import (
+    FAMILIES,
+    VOCABULARY,
+    Experts,
+    Family,
+    Region,
+    Stack,
+    Steps,
+    is_whole,
+)
 
 #: The layer that mistakes are in.
 AT = 1
@@ -236,7 +245,7 @@ class HeadGradientsSummed(Planted):
     def head(self, sch: slapo.Schedule) -> None:
         head = sch[self.family.head]
         self.places.append(head.path)
-        if head.mod.weight.shape[0] == VOCABULARY:
+        if is_whole(head):
             head.shard("weight", axis=0)
         if getattr(head.mod, "bias", None) is not None:
             head.shard("bias", axis=0)
