@@ -15,8 +15,15 @@ Examples
 # Bound for `slapo.env` and so on; the other modules are by the imports below.
 from slapo import env, initialization, tracer
 from slapo.build import build
+from slapo.check import check, register_place_rule
 from slapo.clip import clip_grad_norm_
-from slapo.errors import MissingPackageError, SlapoError, TraceError, VerificationError
+from slapo.errors import (
+    MissingPackageError,
+    PlacementError,
+    SlapoError,
+    TraceError,
+    VerificationError,
+)
 from slapo.logger import get_logger
 from slapo.mesh import init_mesh
 from slapo.op.checkpoint import checkpoint
@@ -38,6 +45,7 @@ __all__ = [
     "MissingPackageError",
     "ModulePattern",
     "Pattern",
+    "PlacementError",
     "Primitive",
     "Schedule",
     "SlapoError",
@@ -46,6 +54,7 @@ __all__ = [
     "Verify",
     "build",
     "call_module",
+    "check",
     "checkpoint",
     "clip_grad_norm_",
     "create_schedule",
@@ -58,6 +67,7 @@ __all__ = [
     "initialization",
     "is_random_seed_set",
     "list_primitives",
+    "register_place_rule",
     "register_primitive",
     "set_random_seed",
     "tracer",

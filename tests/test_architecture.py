@@ -20,9 +20,10 @@ FLOORS = [
     ["framework_dialect", "primitives"],
     ["clip", "selection"],
     ["schedule"],
-    ["build"],
+    ["check"],
+    ["build", "command"],
     ["verify"],
-    ["__init__"],
+    ["__init__", "__main__"],
 ]
 
 
