@@ -14,6 +14,7 @@ Examples
 
 # Bound for `slapo.env` and so on; the other modules are by the imports below.
 from slapo import env, initialization, tracer
+from slapo.blame import bisect
 from slapo.build import build
 from slapo.check import check, register_place_rule
 from slapo.clip import clip_grad_norm_
@@ -52,6 +53,7 @@ __all__ = [
     "TraceError",
     "VerificationError",
     "Verify",
+    "bisect",
     "build",
     "call_module",
     "check",

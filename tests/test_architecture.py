@@ -23,6 +23,7 @@ FLOORS = [
     ["check"],
     ["build", "command"],
     ["verify"],
+    ["blame"],
     ["__init__", "__main__"],
 ]
 

@@ -16,6 +16,7 @@ from slapo.errors import PlacementError, SlapoError
 from slapo.history import Record
 from slapo.schedule import Schedule
 from slapo.sharding.state import sharding_of
+from slapo.sharding.steps import REDUCE_SCATTER
 from slapo.utils.raised import running_in
 from slapo.wrapper import innermost
 
@@ -108,7 +109,12 @@ def _about_random(sch: Schedule, finding: Finding) -> Advice:
 def _about_step(finding: Finding) -> Advice:
     (_, place), step = finding.given[0], finding.step
     words = ""
-    if step is not None and place.is_whole and step.takes == "partial":
+    if step == REDUCE_SCATTER and finding.in_backward and place.is_whole:
+        words = (
+            "every rank has the whole gradient of what was gathered: pass "
+            "tensor_parallel_output_grad=False to that all_gather"
+        )
+    elif step is not None and place.is_whole and step.takes == "partial":
         what = "the sum of its gradient" if finding.in_backward else step.name
         words = f"leave {what} out there: it would count once per rank"
     return Advice(finding.path, words=words)

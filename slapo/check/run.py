@@ -23,7 +23,7 @@ from slapo.schedule import Schedule
 from slapo.sharding.checks import check_modules
 from slapo.sharding.groups import as_if_alone
 from slapo.sharding.steps import carried_by
-from slapo.utils.calls import as_call, refuse_batch
+from slapo.utils.calls import as_call, outline, refuse_batch
 from slapo.wrapper import innermost
 
 logger = get_logger()
@@ -76,6 +76,7 @@ def check(sch: Schedule, example_inputs: Any, loss_fn: LossFn | None = None) -> 
             "slapo.create_schedule(model) returned"
         )
     args, kwargs = as_call(example_inputs)
+    sch.state.example_inputs = outline(example_inputs)
     refuse_batch(innermost(sch.mod), args)
     error = None
     try:

@@ -48,6 +48,8 @@ def run(node: Node, primitive: type[Primitive], /, *args: Any, **kwargs: Any) ->
             "slapo.build(sch) again",
             record.call(),
         )
+    if state.admits is not None and state.depth == 0 and not state.admits(record, args, kwargs):
+        return node
     guard = nullcontext() if is_builtin(primitive) else restored_on_error(node)
     state.depth += 1
     try:
