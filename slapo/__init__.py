@@ -28,6 +28,8 @@ from slapo.random import (
     is_random_seed_set,
     set_random_seed,
 )
+from slapo.record import ScheduleRecord
+from slapo.replay import replay
 from slapo.schedule import Schedule, create_schedule
 from slapo.verify import Verify
 from slapo.weights.meta import init_empty_weights
@@ -40,6 +42,7 @@ __all__ = [
     "Pattern",
     "Primitive",
     "Schedule",
+    "ScheduleRecord",
     "SlapoError",
     "TraceError",
     "VerificationError",
@@ -59,6 +62,7 @@ __all__ = [
     "is_random_seed_set",
     "list_primitives",
     "register_primitive",
+    "replay",
     "set_random_seed",
     "tracer",
 ]

@@ -16,11 +16,11 @@ FLOORS = [
     ["agreement", "utils", "sharding", "graph"],
     ["mesh", "weights", "pattern", "tracer"],
     ["env", "initialization", "node", "op"],
-    ["pipeline", "printing", "snapshot"],
+    ["pipeline", "printing", "record", "snapshot"],
     ["framework_dialect", "primitives"],
     ["clip", "selection"],
     ["schedule"],
-    ["build"],
+    ["build", "replay"],
     ["verify"],
     ["__init__"],
 ]

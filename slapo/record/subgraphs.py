@@ -1,0 +1,244 @@
+"""What ``find`` returned, by the names that its nodes have in the graph."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from slapo.errors import SlapoError
+from slapo.graph.match.bindings import Match
+from slapo.graph.match.canonical import ModuleState
+from slapo.graph.match.find import Located, Subgraph
+from slapo.graph.trace.nodes import called_name
+from slapo.history import describe, spelled
+from slapo.node import Node
+from slapo.record.callables import Unnamed
+from slapo.record.kept import Decode, Part, encode, revive
+from slapo.wrapper import innermost
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """By what a node is known again: its name, what it calls, and what with."""
+
+    name: str
+    op: str
+    target: str
+    inputs: tuple[str, ...]
+
+    @classmethod
+    def of(cls, node: fx.Node) -> NodeFacts:
+        """Those of a node."""
+        target = str(node.target) if isinstance(node.target, str) else called_name(node)
+        return cls(node.name, node.op, target, tuple(n.name for n in node.all_input_nodes))
+
+    def __str__(self) -> str:
+        return f"{self.target}({', '.join(self.inputs)})"
+
+
+@dataclass(frozen=True)
+class GraphPart(Part):
+    """Nodes of one graph.
+
+    Parameters
+    ----------
+    path
+        The traced module, from the node that the primitive was called on.
+    graph
+        Which of its graphs, of those for different calls.
+    nodes
+        The nodes.
+    bindings
+        What the arguments of the pattern stand for.
+    """
+
+    tag = "subgraph"
+    path: str
+    graph: int
+    nodes: tuple[NodeFacts, ...]
+    bindings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The nodes' names."""
+        names = [f"%{node.name}" for node in self.nodes]
+        return f"[{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}]"
+
+    def inner(self) -> Iterable[Any]:
+        """What the arguments stand for."""
+        return self.bindings.values()
+
+    def encode(self) -> Any:
+        """All, node by node."""
+        nodes = [[n.name, n.op, n.target, list(n.inputs)] for n in self.nodes]
+        bindings = {name: encode(value) for name, value in self.bindings.items()}
+        return {"path": self.path, "graph": self.graph, "nodes": nodes, "bindings": bindings}
+
+    @classmethod
+    def decode(cls, data: Any, decode: Decode) -> GraphPart:
+        """The same again."""
+        nodes = tuple(NodeFacts(n, op, target, tuple(ins)) for n, op, target, ins in data["nodes"])
+        bindings = {name: decode(value) for name, value in data["bindings"].items()}
+        return cls(data["path"], data["graph"], nodes, bindings)
+
+    def revive(self, node: Node) -> Any:
+        """Look the nodes up in the graph that stands there now.
+
+        Raises
+        ------
+        SlapoError
+            Naming the first that is not there, or is another operation.
+        """
+        graph = self._graph_at(node)
+        present = {each.name: each for each in graph.nodes}
+        for facts in self.nodes:
+            self._check(facts, present, node)
+        found = [present[facts.name] for facts in self.nodes]
+        values = {name: _with_nodes(value, present, node) for name, value in self.bindings.items()}
+        return Subgraph(self.path, Match(found, values))
+
+    def _graph_at(self, node: Node) -> fx.Graph:
+        owner = node[self.path] if self.path else node
+        module: Any = innermost(owner.mod)
+        if not isinstance(module, fx.GraphModule):
+            raise SlapoError(
+                f"{spelled(owner.path)} is not traced, and was when its {self.text} were found; "
+                "replay on a model that is traced by the record, not before it"
+            )
+        graphs: tuple[fx.GraphModule, ...] = getattr(module, "graphs", (module,))
+        return graphs[min(self.graph, len(graphs) - 1)].graph
+
+    def _check(self, facts: NodeFacts, present: dict[str, fx.Node], node: Node) -> None:
+        here = present.get(facts.name)
+        now = NodeFacts.of(here) if here is not None else None
+        if now == facts:
+            return
+        where = spelled(f"{node.path}.{self.path}".strip("."))
+        near = difflib.get_close_matches(facts.name, present, n=3) or list(present)[:3]
+        what = f"is {now}" if now is not None else f"is missing; the nearest are {near}"
+        raise SlapoError(
+            f"the graph of {where} is not the one that was recorded: its node {facts.name!r} was "
+            f"{facts} and {what}; replay on the same model, traced by the same versions, or write "
+            "the record anew by the program that made it"
+        )
+
+
+@dataclass(frozen=True)
+class GraphNode(GraphPart):
+    """One node, as ``find_node`` returns it."""
+
+    tag = "node"
+
+    @property
+    def text(self) -> str:
+        """Its name."""
+        return f"%{self.nodes[0].name}"
+
+    def revive(self, node: Node) -> Located:
+        """The pair of path and node."""
+        (pair,) = super().revive(node)
+        return pair
+
+
+@dataclass(frozen=True)
+class Bound(Part):
+    """A node that an argument of a pattern stands for."""
+
+    tag = "value"
+    name: str
+
+    @property
+    def text(self) -> str:
+        """Its name."""
+        return f"%{self.name}"
+
+    def encode(self) -> Any:
+        """Its name."""
+        return self.name
+
+    @classmethod
+    def decode(cls, data: Any, decode: Decode) -> Bound:
+        """By its name."""
+        return cls(data)
+
+
+@dataclass(frozen=True)
+class BoundState(Part):
+    """A parameter or the mode of a called module, that an argument of a pattern stands for."""
+
+    tag = "state"
+    state: ModuleState
+
+    @property
+    def text(self) -> str:
+        """Module and name."""
+        return f"{self.state.target}.{self.state.name}"
+
+    def encode(self) -> Any:
+        """Module and name."""
+        return [self.state.target, self.state.name]
+
+    @classmethod
+    def decode(cls, data: Any, decode: Decode) -> BoundState:
+        """Module and name."""
+        return cls(ModuleState(*data))
+
+    def revive(self, node: Node) -> ModuleState:
+        """The same."""
+        return self.state
+
+
+def _with_nodes(value: Any, present: dict[str, fx.Node], node: Node) -> Any:
+    """A bound value with the nodes of a graph in it."""
+    if isinstance(value, Bound):
+        if value.name in present:
+            return present[value.name]
+        raise SlapoError(f"node {value.name!r} is missing; replay on the same model")
+    if isinstance(value, (list, tuple)):
+        return type(value)(_with_nodes(item, present, node) for item in value)
+    if isinstance(value, dict):
+        return {key: _with_nodes(item, present, node) for key, item in value.items()}
+    if isinstance(value, slice):
+        parts = (value.start, value.stop, value.step)
+        return slice(*(_with_nodes(part, present, node) for part in parts))
+    return revive(value, node)
+
+
+def is_pair(value: Any) -> bool:
+    """Whether it is what ``find_node`` returns."""
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], fx.Node)
+
+
+def keep_pair(value: Any, node: Node) -> Part:
+    """One located node."""
+    return _located(GraphNode, [value], {}, node)
+
+
+def keep_subgraph(value: Subgraph, keep: Any, node: Node) -> Part:
+    """A match."""
+    bindings = {name: keep(bound) for name, bound in value.bindings.items()}
+    return _located(GraphPart, value, bindings, node)
+
+
+def _located(
+    kind: type[GraphPart], pairs: list[Located], bindings: dict[str, Any], node: Node
+) -> Part:
+    path, first = pairs[0]
+    index = _index_of(path, first, node)
+    if index is None:
+        why = "nodes of another graph than stands there; pass what find() gives now"
+        return Unnamed(describe(pairs), why)
+    return kind(path, index, tuple(NodeFacts.of(n) for _, n in pairs), bindings)
+
+
+def _index_of(path: str, first: fx.Node, node: Node) -> int | None:
+    """Which of the graphs of a traced module has a node."""
+    if not isinstance(path, str) or path not in node:
+        return None
+    module: Any = innermost(node[path].mod)
+    graphs = getattr(module, "graphs", (module,))
+    return next((k for k, g in enumerate(graphs) if getattr(g, "graph", 0) is first.graph), None)
