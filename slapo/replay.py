@@ -17,7 +17,7 @@ from slapo.history import Record, identify, warn_caller
 from slapo.primitives.base import Primitive, find_primitive, list_primitives
 from slapo.primitives.run import perform
 from slapo.record import Part, Recipe, ScheduleRecord, revive, walk
-from slapo.record.callables import Named
+from slapo.record.callables import MadeBy, Named
 from slapo.record.subgraphs import GraphPart
 from slapo.schedule import Schedule, create_schedule
 from slapo.snapshot import restored_on_error
@@ -66,6 +66,9 @@ def replay(
     Notes
     -----
     A record names what it imports, and may name anything: replay those that you trust.
+
+    Until the last step is done, what each took away (the rest of a sharded weight, a module that
+    was replaced) is held, to be put back if one fails. Of a model on ``meta`` that is nothing.
 
     Examples
     --------
@@ -140,6 +143,8 @@ def _check_imports(record: ScheduleRecord) -> None:
 
 #: Primitives whose integers may count something that another number of ranks has less of.
 _PER_RANK = frozenset({"set", "replace", "replace_all"})
+#: Arguments that are the same for any number of ranks.
+_FOR_ALL = frozenset({"axis", "dilation", "dim", "end_dim", "kernel_size", "start_dim", "stride"})
 
 
 def _check_numbers(record: ScheduleRecord, world_size: int) -> None:
@@ -169,19 +174,14 @@ def _numbers(value: Any) -> Iterator[int]:
     if type(value) is int and value > 0:
         yield value
     elif isinstance(value, dict):
-        for item in value.values():
-            yield from _numbers(item)
+        for name, item in value.items():
+            yield from () if name in _FOR_ALL else _numbers(item)
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _numbers(item)
-    elif isinstance(value, Part) and not _says_no_number(value):
+    elif isinstance(value, Part) and not isinstance(value, GraphPart):
         for item in value.inner():
             yield from _numbers(item)
-
-
-def _says_no_number(part: Part) -> bool:
-    """Nodes of a graph, and modules that know nothing of ranks."""
-    return isinstance(part, GraphPart) or (isinstance(part, Recipe) and part.is_of_torch)
 
 
 def _apply(sch: Schedule, primitive: type[Primitive], record: Record, what: str) -> bool:
@@ -200,7 +200,9 @@ def _apply(sch: Schedule, primitive: type[Primitive], record: Record, what: str)
         where = f"{what} (recorded at {record.location})"
         error.args = (f"{where}: {message}; the model is as it was", *error.args[1:])
         raise
-    return identity == record.identity
+    # What a function makes for its place may well have other sizes at this one.
+    made_here = any(isinstance(value, MadeBy) for value in record.given.values())
+    return made_here or identity == record.identity
 
 
 def _call(

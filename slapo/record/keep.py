@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from slapo.graph.match.canonical import ModuleState
 from slapo.graph.match.find import Subgraph
 from slapo.history import describe
 from slapo.node import Node
@@ -46,7 +45,7 @@ def keep(value: Any, node: Node) -> Any:
     >>> keep(nn.functional.relu, sch), keep(lambda x: x, sch).shown
     (Named(module='torch.nn.functional', qualname='relu'), '<lambda>')
     """
-    if type(value) in PLAIN:
+    if type(value) in PLAIN or isinstance(value, Part):
         return value
 
     def inner(each: Any) -> Any:
@@ -58,10 +57,6 @@ def keep(value: Any, node: Node) -> Any:
         return keep_tensor(value)
     if isinstance(value, (tuple, list, Mapping, set, frozenset, range, slice)):
         return _keep_container(value, inner, node)
-    if isinstance(value, fx.Node):
-        return Bound(value.name)
-    if isinstance(value, ModuleState):
-        return BoundState(value)
     if callable(value):
         return keep_callable(value, inner)
     why = f"an object of {type(value).__qualname__}; pass plain values, or leave it out"

@@ -56,11 +56,6 @@ class Recipe(Part):
         """The name of the class."""
         return self.cls.text
 
-    @property
-    def is_of_torch(self) -> bool:
-        """Whether torch has the class, and its numbers have nothing to do with a schedule."""
-        return self.cls.module.startswith("torch.nn")
-
     def inner(self) -> Iterable[Any]:
         """The constructor's arguments."""
         return (self.args, self.kwargs)

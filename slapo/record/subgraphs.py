@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from slapo.errors import SlapoError
 from slapo.graph.match.bindings import Match
@@ -48,8 +49,11 @@ class GraphPart(Part):
     ----------
     path
         The traced module, from the node that the primitive was called on.
-    graph
-        Which of its graphs, of those for different calls.
+    graphs
+        What each of its graphs holds for. Their order says in which mode it was traced, and with
+        that which operations of them are one and are rewritten together.
+    index
+        Which of the graphs.
     nodes
         The nodes.
     bindings
@@ -58,7 +62,8 @@ class GraphPart(Part):
 
     tag = "subgraph"
     path: str
-    graph: int
+    graphs: tuple[str, ...]
+    index: int
     nodes: tuple[NodeFacts, ...]
     bindings: dict[str, Any] = field(default_factory=dict)
 
@@ -76,14 +81,15 @@ class GraphPart(Part):
         """All, node by node."""
         nodes = [[n.name, n.op, n.target, list(n.inputs)] for n in self.nodes]
         bindings = {name: encode(value) for name, value in self.bindings.items()}
-        return {"path": self.path, "graph": self.graph, "nodes": nodes, "bindings": bindings}
+        graphs = {"graphs": list(self.graphs), "index": self.index}
+        return {"path": self.path, **graphs, "nodes": nodes, "bindings": bindings}
 
     @classmethod
     def decode(cls, data: Any, decode: Decode) -> GraphPart:
         """The same again."""
         nodes = tuple(NodeFacts(n, op, target, tuple(ins)) for n, op, target, ins in data["nodes"])
         bindings = {name: decode(value) for name, value in data["bindings"].items()}
-        return cls(data["path"], data["graph"], nodes, bindings)
+        return cls(data["path"], tuple(data["graphs"]), data["index"], nodes, bindings)
 
     def revive(self, node: Node) -> Any:
         """Look the nodes up in the graph that stands there now.
@@ -109,8 +115,14 @@ class GraphPart(Part):
                 f"{spelled(owner.path)} is not traced, and was when its {self.text} were found; "
                 "replay on a model that is traced by the record, not before it"
             )
-        graphs: tuple[fx.GraphModule, ...] = getattr(module, "graphs", (module,))
-        return graphs[min(self.graph, len(graphs) - 1)].graph
+        present = _kinds_of(module)
+        if present != self.graphs:
+            raise SlapoError(
+                f"{spelled(owner.path)} has graphs for {list(present)}, and had graphs for "
+                f"{list(self.graphs)} when {self.text} were found; replay on the same model, in "
+                "the mode (model.train() or model.eval()) that it was traced in"
+            )
+        return _graphs_of(module)[self.index].graph
 
     def _check(self, facts: NodeFacts, present: dict[str, fx.Node], node: Node) -> None:
         here = present.get(facts.name)
@@ -220,25 +232,44 @@ def keep_pair(value: Any, node: Node) -> Part:
 
 def keep_subgraph(value: Subgraph, keep: Any, node: Node) -> Part:
     """A match."""
-    bindings = {name: keep(bound) for name, bound in value.bindings.items()}
+    bound = {name: map_aggregate(each, _by_name) for name, each in value.bindings.items()}
+    bindings = {name: keep(each) for name, each in bound.items()}
     return _located(GraphPart, value, bindings, node)
+
+
+def _by_name(value: Any) -> Any:
+    """What only the graph has, by its name in that."""
+    if isinstance(value, fx.Node):
+        return Bound(value.name)
+    return BoundState(value) if isinstance(value, ModuleState) else value
 
 
 def _located(
     kind: type[GraphPart], pairs: list[Located], bindings: dict[str, Any], node: Node
 ) -> Part:
     path, first = pairs[0]
-    index = _index_of(path, first, node)
-    if index is None:
+    module = innermost(node[path].mod) if isinstance(path, str) and path in node else None
+    graphs = [each.graph for each in _graphs_of(module)]
+    if first.graph not in graphs:
         why = "nodes of another graph than stands there; pass what find() gives now"
         return Unnamed(describe(pairs), why)
-    return kind(path, index, tuple(NodeFacts.of(n) for _, n in pairs), bindings)
+    facts = tuple(NodeFacts.of(n) for _, n in pairs)
+    return kind(path, _kinds_of(module), graphs.index(first.graph), facts, bindings)
 
 
-def _index_of(path: str, first: fx.Node, node: Node) -> int | None:
-    """Which of the graphs of a traced module has a node."""
-    if not isinstance(path, str) or path not in node:
-        return None
-    module: Any = innermost(node[path].mod)
-    graphs = getattr(module, "graphs", (module,))
-    return next((k for k, g in enumerate(graphs) if getattr(g, "graph", 0) is first.graph), None)
+def _graphs_of(module: Any) -> tuple[fx.GraphModule, ...]:
+    """The owners of the graphs of a traced module; none of another."""
+    own = (module,) if isinstance(module, fx.GraphModule) else ()
+    return getattr(module, "graphs", own) if own else own
+
+
+def _kinds_of(module: Any) -> tuple[str, ...]:
+    """For each graph of a module, mode and constants of the calls that it is for."""
+    graphs = _graphs_of(module)
+    return tuple(_kind_of(each.contract) if len(graphs) > 1 else "" for each in graphs)
+
+
+def _kind_of(contract: Any) -> str:
+    mode = {True: "train", False: "eval", None: "any mode"}[contract.training]
+    constants = sorted(f"{name}={describe(value)}" for name, value in contract.concrete.items())
+    return ", ".join([mode, *constants])
