@@ -108,7 +108,9 @@ def _loaded(record: Any) -> ScheduleRecord:
     if isinstance(record, (str, os.PathLike)):
         return ScheduleRecord.load(record)
     remedy = "its .record" if isinstance(record, Schedule) else "the path of a file, or sch.record"
-    raise TypeError(f"replay: the record is a {type(record).__name__}; pass {remedy}")
+    raise TypeError(
+        f"replay: a record is data or a file, got {type(record).__name__}; pass {remedy}"
+    )
 
 
 def _primitive(step: int, record: Record) -> type[Primitive]:

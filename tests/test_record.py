@@ -518,8 +518,8 @@ REFUSED: dict[str, tuple[Callable[[Schedule], Any], str]] = {
     "module with values": (
         lambda s: s["head"].replace(nn.Linear(8, 8)),
         r"new_mod is 'Linear', its values of \['weight', 'bias'\] are its own, and no part of the "
-        r"record; make it under slapo.init_empty_weights\(\), give it weight_sources\(\); have a "
-        r"function at the top level of a module make it: select\(path\).replace\(make\) or "
+        r"record; make it under slapo.init_empty_weights\(\), give it weight_sources\(\), or "
+        r"have a function at the top level of a module make it: select\(path\).replace\(make\) or "
         r"replace_all\(cls, make\)",
     ),
     "module with the old one in it": (
@@ -651,7 +651,7 @@ def test_no_graph() -> None:
     sch.trace()
     sch.replace(torch.tanh, sch.find(lambda x: F.gelu(x)))
     record = ScheduleRecord(sch.history[1:])
-    message = "sch is not traced, and was when its .*gelu.* were found"
+    message = "sch is not traced here, and its .*gelu.* were found in a graph"
     refused(block(), record, slapo.SlapoError, message)
 
 
@@ -696,8 +696,8 @@ def test_a_step_that_fails_names_itself() -> None:
 
 def test_what_is_no_record() -> None:
     sch = slapo.create_schedule(stack())
-    refused(stack(), sch, TypeError, "the record is a Schedule; pass its .record")
-    refused(stack(), 3, TypeError, "a int; pass the path of a file, or sch.record")
+    refused(stack(), sch, TypeError, "a file, got Schedule; pass its .record")
+    refused(stack(), 3, TypeError, "got int; pass the path of a file, or sch.record")
     with pytest.raises(FileNotFoundError):
         slapo.replay(stack(), "nowhere.json")
 
@@ -745,7 +745,10 @@ def saved(path: Path, edit: Callable[[Any], None] = lambda data: None) -> Path:
     ("edit", "message"),
     [
         (lambda d: d.update(version=7), "has version 7 of the format, and this library reads ve"),
-        (lambda d: d.update(format="other"), "is no record of a schedule; write it anew"),
+        (
+            lambda d: d.update(format="other"),
+            "its format is 'other', not 'slapo.schedule'; write it anew",
+        ),
         (lambda d: d.pop("steps"), "'steps' is missing; write it anew"),
         (lambda d: d["steps"][1].pop("path"), "step 1: 'path' is missing; write it anew"),
         (lambda d: d["steps"].append(3), "step 2: "),

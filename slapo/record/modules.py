@@ -104,7 +104,10 @@ class Recipe(Part):
 
 
 class _OpaqueError(Exception):
-    """Something in a module that cannot be compared with what another one has."""
+    """Something in a module that another one, made anew, might not have."""
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        super().__init__(f"{what}; {remedy}{_BY_A_FUNCTION}")
 
 
 def keep_module(module: nn.Module, keep: Keep, node: Node) -> Part:
@@ -113,8 +116,10 @@ def keep_module(module: nn.Module, keep: Keep, node: Node) -> Part:
         empty = _is_empty(module, node)
         made = _recipe(module, keep)
         return Recipe(*made, empty, _state_of(module))
-    except Exception as error:  # of the module's own code too, before its primitive has checked it
-        return Unnamed(describe(module), f"{error}; {_BY_A_FUNCTION}")
+    except _OpaqueError as error:
+        return Unnamed(describe(module), str(error))
+    except Exception as error:  # of the module's own code, before its primitive has checked it
+        return Unnamed(describe(module), f"{type(error).__name__}: {error}; {_BY_A_FUNCTION}")
 
 
 def _is_empty(module: nn.Module, node: Node) -> bool:
@@ -130,8 +135,8 @@ def _is_empty(module: nn.Module, node: Node) -> bool:
     own = [name for name, param in named.items() if not param.is_meta and name not in sources]
     if own:
         raise _OpaqueError(
-            f"its values of {own[:3]} are its own, and no part of the record; make it under "
-            "slapo.init_empty_weights(), give it weight_sources()"
+            f"its values of {own[:3]} are its own, and no part of the record",
+            "make it under slapo.init_empty_weights(), give it weight_sources(), or ",
         )
     return True
 

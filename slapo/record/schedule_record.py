@@ -155,8 +155,12 @@ class ScheduleRecord(Sequence[Record]):
             data = json.loads(Path(path).read_text())
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is no JSON: {error}; {_WRITE_ANEW}") from error
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError(f"{path} is no record of a schedule; {_WRITE_ANEW}")
+        found = data.get("format") if isinstance(data, dict) else None
+        if found != FORMAT:
+            raise ValueError(
+                f"{path} is no record of a schedule: its format is {found!r}, not {FORMAT!r}; "
+                f"{_WRITE_ANEW}"
+            )
         if data.get("version") != VERSION:
             raise ValueError(
                 f"{path} has version {data.get('version')!r} of the format, and this library reads "

@@ -112,8 +112,8 @@ class GraphPart(Part):
         module: Any = innermost(owner.mod)
         if not isinstance(module, fx.GraphModule):
             raise SlapoError(
-                f"{spelled(owner.path)} is not traced, and was when its {self.text} were found; "
-                "replay on a model that is traced by the record, not before it"
+                f"{spelled(owner.path)} is not traced here, and its {self.text} were found in a "
+                "graph; replay on the same model, by the whole record"
             )
         present = _kinds_of(module)
         if present != self.graphs:
