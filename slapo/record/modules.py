@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ _BY_A_FUNCTION = (
 )
 
 Keep = Callable[[Any], Any]
+_DEFAULTS: WeakKeyDictionary[type[nn.Module], Mapping[str, Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -148,23 +150,23 @@ def _recipe(module: nn.Module, keep: Keep) -> tuple[Named, tuple[Any, ...], dict
     if type(module) is nn.Sequential:
         return cls, tuple(keep(child) for child in module), {}
     kwargs: dict[str, Any] = {}
-    for name, parameter in _parameters(type(module)).items():
-        found, value = _attribute(module, name, parameter.default)
+    for name, default in _parameters(type(module)).items():
+        found, value = _attribute(module, name, default)
         kept = keep(value) if found else None
         if found and not isinstance(kept, Unnamed):
             kwargs[name] = kept
     return cls, (), kwargs
 
 
-def _parameters(cls: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return {
-            name: parameter
-            for name, parameter in inspect.signature(cls).parameters.items()
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        }
-    except (TypeError, ValueError) as error:
-        raise _OpaqueError(f"its class does not say what it takes ({error})") from error
+def _parameters(cls: type[nn.Module]) -> Mapping[str, Any]:
+    """What its constructor takes by name, and the defaults; looking them up takes a while."""
+    known = _DEFAULTS.get(cls)
+    if known is None:
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        parameters = inspect.signature(cls).parameters.items()
+        known = {name: each.default for name, each in parameters if each.kind in by_name}
+        _DEFAULTS[cls] = known
+    return known
 
 
 def _attribute(module: nn.Module, name: str, default: Any) -> tuple[bool, Any]:
