@@ -632,7 +632,8 @@ def test_another_graph() -> None:
     sch.fuse(sch.find(lambda x: F.gelu(slapo.call_module(r"layers\.2\.fc1", x))))
     message = (
         r"replay: step 1 .*the graph of sch is not the one that was recorded: its node "
-        r"'layers_2_fc1' was layers.2.fc1\(add_1\) and is missing; the nearest are \['layers_1_fc1'"
+        r"'layers_2_fc1' was layers.2.fc1\(add_1\), of Linear\(in_features=#, out_features=#, "
+        r"bias=True\) and is missing; the nearest are \['layers_1_fc1'"
     )
     refused(Stack(depth=2, size=8).eval(), sch.record, slapo.SlapoError, message)
 
@@ -653,6 +654,49 @@ def test_no_graph() -> None:
     record = ScheduleRecord(sch.history[1:])
     message = "sch is not traced here, and its .*gelu.* were found in a graph"
     refused(block(), record, slapo.SlapoError, message)
+
+
+class Acts(nn.Module):
+    def __init__(self, act: nn.Module, scale: float = 0.5) -> None:
+        super().__init__()
+        self.act, self.scale = act, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x * self.scale).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Acts(nn.ReLU()), r"'act' was act\(mul\), of GELU\(.*'none'\) and is .*, of ReLU\(\)"),
+        (Acts(nn.GELU("tanh")), r"GELU\(approximate='none'\) and is .*, of GELU\(.*'tanh'\)"),
+        (Acts(nn.GELU(), scale=0.25), r"'mul' was mul\(x, 0.5\) and is mul\(x, 0.25\)"),
+        (nn.Sequential(nn.GELU()), r"its node 'mul' was mul\(x, 0.5\) and is missing"),
+    ],
+)
+def test_other_operations_of_the_same_names(model: nn.Module, message: str) -> None:
+    sch = slapo.create_schedule(Acts(nn.GELU()))
+
+    def pattern(x: Any, scale: Any) -> Any:
+        return F.gelu(x * scale).transpose(0, 1)
+
+    sch.replace(scaled_tanh, sch.find(pattern))
+    torch.testing.assert_close(sch.mod(torch.ones(2, 2)), torch.tanh(torch.full((2, 2), 0.5)))
+    refused(model, sch.record, slapo.SlapoError, message)
+    assert slapo.replay(Acts(nn.GELU()), sch.record).digest() == sch.digest()
+
+
+def scaled_tanh(x: Tensor, scale: float) -> Tensor:
+    return torch.tanh(x * scale).transpose(0, 1)
+
+
+def test_sizes_of_weights_may_be_others(tmp_path: Path) -> None:
+    """Recorded on a small model, replayed on a large one."""
+    sch = slapo.create_schedule(Stack(size=4))
+    for layer in sch.select("layers.*"):
+        layer.fuse(layer.find(lambda x: F.gelu(slapo.call_module("fc1", x))), compiler=None)
+    sch.record.save(tmp_path / "record")
+    assert slapo.replay(Stack(size=12), tmp_path / "record").digest() == sch.digest()
 
 
 def test_graphs_for_other_calls() -> None:

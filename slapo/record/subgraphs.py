@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from slapo.errors import SlapoError
@@ -24,21 +25,62 @@ from slapo.wrapper import innermost
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """By what a node is known again: its name, what it calls, and what with."""
+    """By what a node is known again.
+
+    Parameters
+    ----------
+    name, op
+        Its own.
+    target
+        What it calls.
+    arguments
+        Text of the inputs, by their names, and of the constants.
+    module
+        Class and settings of the module that it calls.
+    """
 
     name: str
     op: str
     target: str
-    inputs: tuple[str, ...]
+    arguments: str
+    module: str = ""
 
     @classmethod
-    def of(cls, node: fx.Node) -> NodeFacts:
+    def of(cls, node: fx.Node, gm: fx.GraphModule) -> NodeFacts:
         """Those of a node."""
         target = str(node.target) if isinstance(node.target, str) else called_name(node)
-        return cls(node.name, node.op, target, tuple(n.name for n in node.all_input_nodes))
+        given = [_spelled_out(arg) for arg in node.args]
+        given += (f"{name}={_spelled_out(arg)}" for name, arg in node.kwargs.items())
+        module = _settings(gm.get_submodule(target)) if node.op == "call_module" else ""
+        return cls(node.name, node.op, target, ", ".join(given), module)
 
     def __str__(self) -> str:
-        return f"{self.target}({', '.join(self.inputs)})"
+        return f"{self.target}({self.arguments})" + (f", of {self.module}" if self.module else "")
+
+
+def _spelled_out(value: Any) -> str:
+    """An argument of a node, with all that is in it."""
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_spelled_out, value))})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{k}: {_spelled_out(v)}' for k, v in value.items())}}}"
+    if isinstance(value, slice):
+        return f"slice{_spelled_out((value.start, value.stop, value.step))}"
+    return describe(value)
+
+
+#: A number that is no part of another one or of a word.
+_NUMBER = re.compile(r"(?<![\w.+-])\d+(?![\w.])")
+
+
+def _settings(module: nn.Module) -> str:
+    """Class and settings; without the sizes of weights, which may be those of another model."""
+    bare = innermost(module)
+    shown = "" if isinstance(bare, fx.GraphModule) else bare.extra_repr()
+    weights = any(param is not None for param in bare._parameters.values())
+    return f"{type(bare).__name__}({_NUMBER.sub('#', shown) if weights else shown})"
 
 
 @dataclass(frozen=True)
@@ -79,7 +121,7 @@ class GraphPart(Part):
 
     def encode(self) -> Any:
         """All, node by node."""
-        nodes = [[n.name, n.op, n.target, list(n.inputs)] for n in self.nodes]
+        nodes = [[n.name, n.op, n.target, n.arguments, n.module] for n in self.nodes]
         bindings = {name: encode(value) for name, value in self.bindings.items()}
         graphs = {"graphs": list(self.graphs), "index": self.index}
         return {"path": self.path, **graphs, "nodes": nodes, "bindings": bindings}
@@ -87,7 +129,7 @@ class GraphPart(Part):
     @classmethod
     def decode(cls, data: Any, decode: Decode) -> GraphPart:
         """The same again."""
-        nodes = tuple(NodeFacts(n, op, target, tuple(ins)) for n, op, target, ins in data["nodes"])
+        nodes = tuple(NodeFacts(*facts) for facts in data["nodes"])
         bindings = {name: decode(value) for name, value in data["bindings"].items()}
         return cls(data["path"], tuple(data["graphs"]), data["index"], nodes, bindings)
 
@@ -99,15 +141,15 @@ class GraphPart(Part):
         SlapoError
             Naming the first that is not there, or is another operation.
         """
-        graph = self._graph_at(node)
-        present = {each.name: each for each in graph.nodes}
+        gm = self._graph_at(node)
+        present = {each.name: each for each in gm.graph.nodes}
         for facts in self.nodes:
-            self._check(facts, present, node)
+            self._check(facts, present, gm, node)
         found = [present[facts.name] for facts in self.nodes]
         values = {name: _with_nodes(value, present, node) for name, value in self.bindings.items()}
         return Subgraph(self.path, Match(found, values))
 
-    def _graph_at(self, node: Node) -> fx.Graph:
+    def _graph_at(self, node: Node) -> fx.GraphModule:
         owner = node[self.path] if self.path else node
         module: Any = innermost(owner.mod)
         if not isinstance(module, fx.GraphModule):
@@ -122,11 +164,13 @@ class GraphPart(Part):
                 f"{list(self.graphs)} when {self.text} were found; replay on the same model, in "
                 "the mode (model.train() or model.eval()) that it was traced in"
             )
-        return _graphs_of(module)[self.index].graph
+        return _graphs_of(module)[self.index]
 
-    def _check(self, facts: NodeFacts, present: dict[str, fx.Node], node: Node) -> None:
+    def _check(
+        self, facts: NodeFacts, present: dict[str, fx.Node], gm: fx.GraphModule, node: Node
+    ) -> None:
         here = present.get(facts.name)
-        now = NodeFacts.of(here) if here is not None else None
+        now = NodeFacts.of(here, gm) if here is not None else None
         if now == facts:
             return
         where = spelled(f"{node.path}.{self.path}".strip("."))
@@ -249,12 +293,13 @@ def _located(
 ) -> Part:
     path, first = pairs[0]
     module = innermost(node[path].mod) if isinstance(path, str) and path in node else None
-    graphs = [each.graph for each in _graphs_of(module)]
-    if first.graph not in graphs:
+    owners = enumerate(_graphs_of(module))
+    index, gm = next(((k, gm) for k, gm in owners if gm.graph is first.graph), (0, None))
+    if gm is None or any(n._erased for _, n in pairs):
         why = "nodes of another graph than stands there; pass what find() gives now"
         return Unnamed(describe(pairs), why)
-    facts = tuple(NodeFacts.of(n) for _, n in pairs)
-    return kind(path, _kinds_of(module), graphs.index(first.graph), facts, bindings)
+    facts = tuple(NodeFacts.of(n, gm) for _, n in pairs)
+    return kind(path, _kinds_of(module), index, facts, bindings)
 
 
 def _graphs_of(module: Any) -> tuple[fx.GraphModule, ...]:
