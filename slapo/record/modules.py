@@ -6,6 +6,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -126,13 +127,17 @@ def keep_module(module: nn.Module, keep: Keep, node: Node) -> Part:
 
 def _is_empty(module: nn.Module, node: Node) -> bool:
     """Whether a module has parameters, none of which has a value that would be lost."""
+    for path, part in module.named_modules():
+        if id(part) in node.state.nodes_of:
+            what = f"in it {path!r} stands" if path else "it stands"
+            raise _OpaqueError(f"{what} in the model already, and another one would not be that")
     named = dict(module.named_parameters())
     if not named:
         return False
     model = {id(param) for param in node.mod.parameters()}
-    for name, param in named.items():
-        if id(param) in model:
-            raise _OpaqueError(f"it holds the model's own {name!r}")
+    shared = [name for name, param in named.items() if id(param) in model]
+    if shared:
+        raise _OpaqueError(f"it holds the model's own {shared[0]!r}")
     sources = declared_sources(module)
     own = [name for name, param in named.items() if not param.is_meta and name not in sources]
     if own:
@@ -187,20 +192,31 @@ def _state_of(module: nn.Module) -> str:
         If something in it says nothing by which to compare it.
     """
     digest = hashlib.sha256()
+    numbers: dict[int, int] = {}  # what is registered twice has one
     for path, part in module.named_modules():
         digest.update(f"\n{path}: {type(part).__module__}.{type(part).__qualname__}".encode())
         hooks = [name for name in _HOOKS if part.__dict__.get(name)]
         if hooks:
             raise _OpaqueError(f"hooks were registered on it ({hooks[0].strip('_')})")
-        for name, value in sorted(_attributes(part)):
+        for name, value in sorted(_attributes(part, numbers), key=itemgetter(0)):
             digest.update(f"\n{name}={_comparable(name, value)}".encode())
     return digest.hexdigest()
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _attributes(module: nn.Module, numbers: dict[int, int]) -> Iterator[tuple[str, Any]]:
     yield from ((k, v) for k, v in vars(module).items() if k not in _OF_TORCH)
     for name, param in module._parameters.items():  # without values, which are no part of it
-        yield name, None if param is None else (tuple(param.shape), param.dtype)
+        yield (
+            name,
+            None
+            if param is None
+            else (
+                *(numbers.setdefault(id(param), len(numbers)), tuple(param.shape), param.dtype),
+                *(param.requires_grad, dict(vars(param))),
+            ),
+        )
+    for name, child in module._modules.items():
+        yield name, numbers.setdefault(id(child), len(numbers))
     yield from module._buffers.items()
 
 

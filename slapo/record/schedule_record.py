@@ -7,7 +7,7 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from slapo.errors import SlapoError
 from slapo.history import Record, digest
@@ -54,8 +54,14 @@ class ScheduleRecord(Sequence[Record]):
     def __len__(self) -> int:
         return len(self.records)
 
-    def __getitem__(self, index: Any) -> Any:
-        """A record by its step, from 0, or several as a tuple."""
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> ScheduleRecord: ...
+    def __getitem__(self, index: int | slice) -> Record | ScheduleRecord:
+        """A record by its step, from 0; for a slice, that part of the schedule."""
+        if isinstance(index, slice):
+            return ScheduleRecord(self.records[index], self.world_size, self.root)
         return self.records[index]
 
     def __iter__(self) -> Iterator[Record]:
