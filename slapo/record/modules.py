@@ -205,19 +205,17 @@ def _state_of(module: nn.Module) -> str:
 
 def _attributes(module: nn.Module, numbers: dict[int, int]) -> Iterator[tuple[str, Any]]:
     yield from ((k, v) for k, v in vars(module).items() if k not in _OF_TORCH)
-    for name, param in module._parameters.items():  # without values, which are no part of it
-        yield (
-            name,
-            None
-            if param is None
-            else (
-                *(numbers.setdefault(id(param), len(numbers)), tuple(param.shape), param.dtype),
-                *(param.requires_grad, dict(vars(param))),
-            ),
-        )
+    for name, param in module._parameters.items():
+        yield name, None if param is None else _facts(param, numbers)
     for name, child in module._modules.items():
         yield name, numbers.setdefault(id(child), len(numbers))
     yield from module._buffers.items()
+
+
+def _facts(param: nn.Parameter, numbers: dict[int, int]) -> tuple[Any, ...]:
+    """What a parameter is, but for its values, which are no part of a recipe."""
+    number = numbers.setdefault(id(param), len(numbers))
+    return number, tuple(param.shape), param.dtype, param.requires_grad, dict(vars(param))
 
 
 def _comparable(name: str, value: Any) -> str:
