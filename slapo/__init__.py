@@ -36,6 +36,8 @@ from slapo.random import (
     is_random_seed_set,
     set_random_seed,
 )
+from slapo.record import ScheduleRecord
+from slapo.replay import replay
 from slapo.schedule import Schedule, create_schedule
 from slapo.verify import Verify
 from slapo.weights.meta import init_empty_weights
@@ -49,6 +51,7 @@ __all__ = [
     "PlacementError",
     "Primitive",
     "Schedule",
+    "ScheduleRecord",
     "SlapoError",
     "TraceError",
     "VerificationError",
@@ -71,6 +74,7 @@ __all__ = [
     "list_primitives",
     "register_place_rule",
     "register_primitive",
+    "replay",
     "set_random_seed",
     "tracer",
 ]
