@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,6 +124,20 @@ class PlaceMode(TorchDispatchMode):
             self.sized.append(Sized(self.paths.now()[0], name, shapes))
         return out
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether what runs is not looked at."""
+        return self._quiet > 0
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What runs in the block is not looked at: who runs it says what it gives."""
+        self._quiet += 1
+        try:
+            yield
+        finally:
+            self._quiet -= 1
+
     # --- places ------------------------------------------------------------------------------
     def _settle(self, call: Call) -> None:
         """Places of the results."""
@@ -135,9 +150,9 @@ class PlaceMode(TorchDispatchMode):
         except Misfit as misfit:
             raise self.stop(call.name, call.tensors, call.places, str(misfit)) from None
         for out, place in zip(call.outs, found, strict=False):
-            put_place(out, self._born(call, place))
+            put_place(out, self.born(call, place))
 
-    def _born(self, call: Call, place: Place) -> Place:
+    def born(self, call: Call, place: Place) -> Place:
         """With where it came to be; of what is whole, with the last step that made it so."""
         if place.birth is not None or place.kind == MASKED:
             return place
@@ -192,14 +207,11 @@ class PlaceMode(TorchDispatchMode):
         if why:
             raise self.stop(step.name, [tensor], [place], why, step)
         given = place_of_result(step, arguments)
-        self._quiet += 1
-        try:
+        with self.unseen():
             if step.communicates:
                 result = self._alone(step, tensor, arguments)
             else:
                 result = function(tensor, group, **arguments)
-        finally:
-            self._quiet -= 1
         self.calls += 1
         put_place(result, replace(given, birth=self._birth(step.name)))
         return result
@@ -228,13 +240,11 @@ class PlaceMode(TorchDispatchMode):
         """A collective that the model, or a hook of the user's, calls itself."""
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         places = [place_of(tensor) for tensor in tensors]
-        self._quiet += 1
         try:
-            return raw_collective(func, args, kwargs, tensors, places, self.ranks)
+            with self.unseen():
+                return raw_collective(func, args, kwargs, tensors, places, self.ranks)
         except Misfit as misfit:
             raise self.stop(func.overloadpacket.__name__, tensors, places, str(misfit)) from None
-        finally:
-            self._quiet -= 1
 
     # --- random numbers and sizes ----------------------------------------------------------------
     def _check_state(

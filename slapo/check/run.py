@@ -14,6 +14,7 @@ from slapo.agreement import gathered, has_peers
 from slapo.check.mode import Finding, PlaceMode, Stop
 from slapo.check.place import Place, place_of
 from slapo.check.report import explain, explain_gradient, explain_sizes, unrunnable
+from slapo.check.rules import rules_of_functions
 from slapo.check.sizes import Sized, SizeMode, first_difference
 from slapo.check.stand_ins import StandIns, as_before, standing_in
 from slapo.errors import PlacementError, SlapoError
@@ -140,10 +141,16 @@ class _Check:
                     handle = param.register_hook(_noting(gradients, name))
                     stack.callback(handle.remove)
             try:
-                with self.stand_ins.mode(), carried_by(mode.carry_out), mode.paths.followed(), mode:
-                    args, kwargs = self._fresh_inputs()
-                    output = sch.mod(*args, **kwargs)
-                    self._backward(output, mode)
+                for context in (
+                    self.stand_ins.mode(),
+                    rules_of_functions(mode),
+                    carried_by(mode.carry_out),
+                    mode.paths.followed(),
+                    mode,
+                ):
+                    stack.enter_context(context)
+                args, kwargs = self._fresh_inputs()
+                self._backward(sch.mod(*args, **kwargs))
             except Stop as stop:
                 raise explain(sch, stop.finding) from None
             except (SlapoError, RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -153,7 +160,7 @@ class _Check:
                     raise explain_gradient(sch, name, wanted, gradients[name])
         return mode.sized
 
-    def _backward(self, output: Any, mode: PlaceMode) -> None:
+    def _backward(self, output: Any) -> None:
         if self.loss_fn is not None:
             losses = [self.loss_fn(output)]
         else:
