@@ -29,7 +29,7 @@ def raw_collective(
         if not all(place.is_partial for place in places):
             raise Misfit(f"it sums over the ranks what is no partial sum; {_REMEDY}")
         return _summed(name, args, tensors)
-    if name in ("wait_tensor", "barrier"):
+    if name in ("wait_tensor", "_wrap_tensor_autograd", "barrier"):
         return tensors[0] if tensors else _work()
     raise Misfit(f"nothing is known of this collective here; {_REMEDY}")
 
