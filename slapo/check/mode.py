@@ -192,7 +192,7 @@ class PlaceMode(TorchDispatchMode):
                 continue
             before = call.places[at]
             fresh = before.is_zero or (place.is_slice and place.dim in before.uniform)
-            if not fresh or torch._C._storage_Use_Count(out.untyped_storage()._cdata) > 3:
+            if not fresh or _has_views(out):
                 raise Misfit(
                     f"it writes what is {place} into a tensor that is {before}; make a new tensor "
                     "in place of the write"
@@ -307,6 +307,11 @@ class PlaceMode(TorchDispatchMode):
             sizes[place.dim] *= self.ranks
             return tuple(sizes)
         return tuple(ANY if d in place.uniform else n for d, n in enumerate(tensor.shape))
+
+
+def _has_views(tensor: Tensor) -> bool:
+    """Whether other tensors have its memory: there is one besides the storage object here."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
 
 
 def _places_of(call: Call) -> list[Place]:
