@@ -6,6 +6,7 @@ import copy
 import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from slapo.check import PlacementError, check, register_place_rule, rules, stand
 from slapo.check.call import RULES, independent_along
 from slapo.check.place import Place
 from slapo.sharding import masked, reduce_from_group
+from slapo.sharding.steps import STEPS
 from tests.check.fuzz import fake_world
 from tests.distributed import run_distributed
 from tests.sharding.families import FAMILIES, Steps
@@ -522,3 +524,17 @@ def test_inputs_of_a_trace_serve_build() -> None:
     sch = slapo.create_schedule(model)
     assert sch.trace(tracer="dynamo", example_inputs=torch.ones(2, 4))
     slapo.build(sch, check=True)
+
+
+def test_the_guide_tells_what_steps_take_and_give() -> None:
+    said = {"replicate": "whole", "partial": "a partial sum", "masked": "masked tokens"}
+
+    def side(kind: str, along: str) -> str:
+        return f"slices along `{along}`" if kind == "shard" else said[kind]
+
+    rows = [
+        f"| `{s.name}` | {side(s.takes, s.takes_along)} | {side(s.gives, s.gives_along)} |"
+        for s in STEPS
+    ]
+    text = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
+    assert "\n".join(["| step | takes | gives |", "| --- | --- | --- |", *rows]) in text
