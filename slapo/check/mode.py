@@ -24,6 +24,7 @@ from slapo.check.place import (
     WHOLE,
     Birth,
     Misfit,
+    NoRule,
     Place,
     place_of,
     put_place,
@@ -67,6 +68,7 @@ class Finding:
     given: tuple[tuple[tuple[int, ...], Place], ...]
     why: str
     step: Step | None = None
+    is_certain: bool = True
 
 
 class Stop(SlapoError):
@@ -159,7 +161,10 @@ class PlaceMode(TorchDispatchMode):
             if any(out is tensor for out in call.outs for tensor in call.tensors):
                 self._check_in_place(call, found)
         except Misfit as misfit:
-            raise self.stop(call.name, call.tensors, call.places, str(misfit)) from None
+            stop = self.stop(call.name, call.tensors, call.places, str(misfit))
+            if isinstance(misfit, NoRule):
+                stop.finding = replace(stop.finding, is_certain=False)
+            raise stop from None
         for out, place in zip(call.outs, found, strict=False):
             put_place(out, self.born(call, place))
 
@@ -338,7 +343,7 @@ def _rule(call: Call) -> Rule:
         return attention
     if is_pointwise(call):
         return pointwise
-    raise Misfit(
+    raise NoRule(
         f"no rule says what {call.func} makes of a tensor that is not whole; give one to "
         "slapo.register_place_rule"
     )

@@ -32,7 +32,9 @@ def explain(sch: Schedule, finding: Finding) -> PlacementError:
         said = (
             f"{_where(sch, finding.path, finding.in_backward)}: {finding.operation} of {shown}{why}"
         )
-    return _error(sch, said, finding.path, advice)
+    error = _error(sch, said, finding.path, advice)
+    error.is_certain = finding.is_certain
+    return error
 
 
 def explain_gradient(sch: Schedule, name: str, wanted: Place, found: Place) -> PlacementError:
@@ -65,9 +67,11 @@ def unrunnable(sch: Schedule, error: Exception) -> SlapoError:
     """The error for a model that fails by itself."""
     path = running_in(error, sch.mod) or ""
     said = f"{_where(sch, path, False)} fails with {type(error).__name__}: {error}"
-    hint = _changed(sch, path) or "; divide the sizes that count what is split, by set(name, value)"
+    hint = _changed(sch, path) or "; divide the sizes that count what is split, by set(name, whole=...)"
     is_sharded = any(record.primitive == "shard" for record in sch.history)
-    return _error(sch, said + (hint if is_sharded else ""), path, Advice(path))
+    found = _error(sch, said + (hint if is_sharded else ""), path, Advice(path))
+    found.is_certain = False
+    return found
 
 
 # --- judgement -----------------------------------------------------------------------------------
