@@ -40,11 +40,12 @@ class Outcome:
     inputs: list[Tensor]
 
 
-def fresh_input(tensor: Tensor, inputs: list[Tensor]) -> Tensor:
+def fresh_input(tensor: Tensor, inputs: list[Tensor], double: bool) -> Tensor:
     """A copy to run on; of a floating point tensor the gradient can be asked for afterwards."""
     if not tensor.is_floating_point():
         return tensor.clone()
-    leaf = tensor.detach().clone().requires_grad_()
+    value = tensor.detach().to(torch.float64 if double else tensor.dtype, copy=True)
+    leaf = value.requires_grad_()
     inputs.append(leaf)
     return leaf.clone()  # no leaf, so the model may change it in place
 
@@ -89,7 +90,8 @@ def backward(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> None:
         weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
         if tensor.requires_grad:
             usable = tensor.masked_fill(~tensor.detach().isfinite(), 0.0)
-            terms.append((usable.float() * weights.to(tensor.device)).sum())
+            usable = usable if tensor.dtype == torch.float64 else usable.float()
+            terms.append((usable * weights.to(tensor.device)).sum().double())
     if terms:
         torch.stack(terms).sum().backward()
 

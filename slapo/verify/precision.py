@@ -1,0 +1,115 @@
+"""Both models in float64, where rounding is far below any mistake; and tolerances elsewhere."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+#: Largest difference allowed, relative to the largest value: rounding that another order of
+#: summation explains, some hundred times the spacing of float32 numbers.
+RTOL = {
+    torch.float64: 1e-9,
+    torch.float32: 2e-5,
+    torch.float16: 5e-3,
+    torch.bfloat16: 3e-2,
+}
+
+#: Modules with parameters that a tolerance is meant for; of more, rounding adds up as chance does.
+_SHALLOW = 10
+
+#: What modules say that do not take float64.
+_REFUSAL = re.compile(
+    r"dtype|double|float64|float32|scalar type|not implemented|not support|unsupported", re.I
+)
+
+_CONVERSIONS = {
+    Tensor.float: torch.float32,
+    Tensor.half: torch.float16,
+    Tensor.bfloat16: torch.bfloat16,
+}
+
+
+def refuses(error: BaseException) -> bool:
+    """Whether an error, or what it explains, is about dtypes."""
+    return bool(_REFUSAL.search(str(error.__cause__ or error)))
+
+
+def rtol_for(dtype: torch.dtype, model: nn.Module) -> float:
+    """The tolerance for a model that computes in a dtype; 0 for integers."""
+    base = RTOL.get(dtype, 0.0)
+    if dtype == torch.float64:
+        return base
+    depth = sum(1 for module in model.modules() if module._parameters)
+    return base * max(1.0, math.sqrt(depth / _SHALLOW))
+
+
+def can_double(*models: nn.Module) -> bool:
+    """Whether it may be tried: compiled code keeps the dtypes that it was compiled for."""
+    return not any(
+        isinstance(m, torch.jit.ScriptModule) for model in models for m in model.modules()
+    )
+
+
+class Doubled(TorchFunctionMode):
+    """While it is entered, what asks for float32 or a dtype of the model gets float64.
+
+    Norms and rotary embeddings compute in float32 whatever the model's dtype is: their rounding
+    would hide as much as that of a float32 model.
+
+    Parameters
+    ----------
+    dtypes
+        To be taken as float64.
+
+    Attributes
+    ----------
+    narrow
+        Dtypes that results were rounded to all the same.
+    """
+
+    def __init__(self, dtypes: Collection[torch.dtype]) -> None:
+        super().__init__()
+        self.dtypes = {torch.float32, *dtypes} - {torch.float64}
+        self.narrow: set[torch.dtype] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call `func` with other dtypes."""
+        if _CONVERSIONS.get(func) in self.dtypes:
+            return args[0].double()
+        args = tuple(self._wider(arg) for arg in args)
+        kwargs = {name: self._wider(arg) for name, arg in (kwargs or {}).items()}
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.is_floating_point():
+            self._note(result, args)
+        return result
+
+    def _wider(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype) and value in self.dtypes:
+            return torch.float64
+        return value
+
+    def _note(self, result: Tensor, args: tuple[Any, ...]) -> None:
+        if result.dtype != torch.float64 and any(
+            isinstance(arg, Tensor) and arg.dtype == torch.float64 for arg in args
+        ):
+            self.narrow.add(result.dtype)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Tensors made without a dtype get this one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
