@@ -16,6 +16,24 @@ class VerificationError(SlapoError):
     """A schedule that changed what the model computes, found by :class:`slapo.Verify`."""
 
 
+class PlacementError(SlapoError):
+    """A schedule that would train something else than the model, found by :func:`slapo.check`.
+
+    Attributes
+    ----------
+    path : str
+        The module in which it shows.
+    suspect : str
+        The module where the fault most likely is; often the same.
+    remedy : str
+        The call to write, or empty where it is not known.
+    """
+
+    def __init__(self, message: str, path: str = "", suspect: str = "", remedy: str = "") -> None:
+        super().__init__(message)
+        self.path, self.suspect, self.remedy = path, suspect, remedy
+
+
 class MissingPackageError(SlapoError, ImportError):
     """An optional package that a feature needs is not installed."""
 

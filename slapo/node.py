@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,27 @@ if TYPE_CHECKING:
 
 #: Root of a model -> the history of the schedule over it. Modules are not kept alive by it.
 _HISTORIES: WeakKeyDictionary[nn.Module, list[Record]] = WeakKeyDictionary()
+
+
+#: Attributes of modules that may count what is split.
+Numbers = list[tuple["weakref.ref[nn.Module]", dict[str, Any]]]
+
+
+def numbers_of(model: nn.Module) -> Numbers:
+    """Whole numbers, and tuples and lists of them, that the modules of a model have."""
+    found: Numbers = []
+    for module in model.modules():
+        own = {name: value for name, value in vars(module).items() if _counts(name, value)}
+        if own:
+            found.append((weakref.ref(module), own))
+    return found
+
+
+def _counts(name: str, value: Any) -> bool:
+    kind = type(value)
+    if name[0] == "_" or (kind is not int and kind is not tuple and kind is not list):
+        return False
+    return kind is int or (len(value) > 0 and all(type(each) is int for each in value))
 
 
 def history_of(root: nn.Module) -> list[Record]:
@@ -95,6 +117,8 @@ class ScheduleState:
     captured: dict[Any, Any] = field(default_factory=dict)
     #: the model's parameters before it was scheduled
     parameters: Known = field(default_factory=dict)
+    #: modules, and the whole numbers that they had before they were scheduled
+    numbers: Numbers = field(default_factory=list)
     #: the target that the model was built for, "" for none and None before that
     built_for: str | None = None
     #: > 0 while a primitive runs: what it calls is part of it and not recorded by itself
@@ -112,6 +136,7 @@ class ScheduleState:
             dict(self.sources),
             {},
             {},
+            list(self.numbers),
             None,
             self.depth,
         )

@@ -132,6 +132,17 @@ class RNGTracker:
         finally:
             self._switch(outside)
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether a block is running under a state of this tracker.
+
+        Examples
+        --------
+        >>> RNGTracker().is_forked
+        False
+        """
+        return self._current is not None
+
     def get_states(self) -> dict[str, RNGState]:
         """Return a copy of all states, by name.
 
@@ -320,6 +331,28 @@ def set_random_seed(
     torch.manual_seed(own_seed + _TENSOR_PARALLEL_STRIDE if always_enable_tp_seed else shared_seed)
     _tracker.add(TENSOR_PARALLEL, own_seed)
     _is_seed_set = True
+
+
+@contextmanager
+def states_kept(tp_rank: int, seed: int = 2013) -> Iterator[None]:
+    """Default states and the tracker's as they were; a tracker without a seed gets one.
+
+    Examples
+    --------
+    >>> with states_kept(tp_rank=0), get_rng_tracker().fork():
+    ...     mask = torch.rand(2) < 0.1
+    """
+    with torch.random.fork_rng():
+        states = _tracker.get_states()
+        if not states:
+            _tracker.add(TENSOR_PARALLEL, seed + tp_rank)
+        try:
+            yield
+        finally:
+            if states:
+                _tracker.set_states(states)
+            else:
+                _tracker.reset()
 
 
 def _check_rank(name: str, rank: int | None) -> int:

@@ -24,7 +24,7 @@ from slapo.graph.match.find import (
 )
 from slapo.history import spelled, warn_caller
 from slapo.logger import get_logger
-from slapo.node import Node, ScheduleMetadata, ScheduleState, history_of
+from slapo.node import Node, ScheduleMetadata, ScheduleState, history_of, numbers_of
 from slapo.optimizers import parameters_of
 from slapo.primitives import (
     AnnotatePrimitive,
@@ -349,7 +349,7 @@ def create_schedule(
     state = ScheduleState(TieGroups(root), _start_note)
     schedule = Schedule(root, name, path, None, resolve_group(group), state)
     schedule.metadata.tie_weights = state.ties.as_dict()
-    state.parameters = parameters_of(root)
+    state.parameters, state.numbers = parameters_of(root), numbers_of(root)
     refuse_calls(root)
     return schedule
 

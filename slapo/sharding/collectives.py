@@ -12,8 +12,6 @@ the front of its partner: gradients of gradients work too. All of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -31,44 +29,23 @@ from slapo.sharding.groups import (
     parse_reshard,
     sharded_axis,
 )
+from slapo.sharding.steps import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    COPY,
+    REDUCE_SCATTER,
+    SCATTER,
+    carry_out,
+)
 
 # The fronts, with what their callers need of the groups.
-__all__ = ["all_gather", "all_to_all", "announced", "copy_to_group", "group_rank", "group_size"]
+__all__ = ["all_gather", "all_to_all", "copy_to_group", "group_rank", "group_size"]
 __all__ += ["parse_reshard", "reduce_from_group", "reduce_scatter", "reshard", "scatter"]
 
 # Newer releases of torch deprecate the second names for the first.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-Announce = Callable[[str, Tensor, dist.ProcessGroup | None], None]
-_announce: Announce | None = None
-
-
-@contextmanager
-def announced(call: Announce) -> Iterator[None]:
-    """Call a function before each collective that this process begins within the block.
-
-    Parameters
-    ----------
-    call
-        Takes the name of the collective, the tensor and the group.
-
-    Examples
-    --------
-    >>> with announced(lambda name, tensor, group: print(name, tuple(tensor.shape))):
-    ...     total = reduce_from_group(torch.ones(2))  # in a world of one, none begins
-    """
-    global _announce
-    before, _announce = _announce, call
-    try:
-        yield
-    finally:
-        _announce = before
-
-
-def _begin(name: str, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    if _announce is not None:
-        _announce(name, tensor, group)
 
 
 def reduce_from_group(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -351,15 +328,58 @@ def _group(held: Any) -> dist.ProcessGroup | None:
     return held.group if isinstance(held, GroupHandle) else held
 
 
+# --- what they do -------------------------------------------------------------------------------
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    # Contiguous, because gloo refuses other strides.
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _copy(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    # Of a view autograd would refuse changes in place, such as those of an activation.
+    return tensor.clone()
+
+
+def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
+    ranks = group_size(group)
+    gathered = tensor.new_empty(ranks * tensor.shape[0], *tensor.shape[1:])
+    _all_gather_single(gathered, tensor.contiguous(), group=group)
+    return move_blocks(gathered, ranks, 0, axis)
+
+
+def _reduce_scatter(tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
+    ranks = group_size(group)
+    blocks = move_blocks(tensor, ranks, axis, 0)
+    own = blocks.new_empty(blocks.shape[0] // ranks, *blocks.shape[1:])
+    _reduce_scatter_single(own, blocks, group=group)
+    return own
+
+
+def own_slice(tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
+    """This rank's slice of what all ranks hold, without a gradient of its own."""
+    size = tensor.shape[axis] // group_size(group)
+    own = tensor.narrow(axis, group_rank(group) * size, size)
+    # A copy: a view would keep the whole tensor alive, and in-place changes would reach it.
+    return own.clone(memory_format=torch.contiguous_format)
+
+
+def _exchange(
+    tensor: Tensor, group: dist.ProcessGroup | None, split_axis: int, concat_axis: int
+) -> Tensor:
+    ranks = group_size(group)
+    blocks = move_blocks(tensor, ranks, split_axis, 0)
+    received = torch.empty_like(blocks)
+    dist.all_to_all_single(received, blocks, group=group)
+    return move_blocks(received, ranks, 0, concat_axis)
+
+
+# --- how autograd goes through them -------------------------------------------------------------
 class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.held = _held(group)
-        _begin("all_reduce", tensor, group)
-        # Contiguous, because gloo refuses other strides.
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
+        return carry_out(ALL_REDUCE, _all_reduce, tensor, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -370,8 +390,7 @@ class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.held = _held(group)
-        # Of a view autograd would refuse changes in place, such as those of an activation.
-        return tensor.clone()
+        return carry_out(COPY, _copy, tensor, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -389,11 +408,7 @@ class _AllGather(torch.autograd.Function):
     ) -> Tensor:
         ctx.held, ctx.axis = _held(group), axis
         ctx.scatter = reduce_scatter if tensor_parallel_output_grad else scatter
-        ranks = group_size(group)
-        _begin("all_gather", tensor, group)
-        gathered = tensor.new_empty(ranks * tensor.shape[0], *tensor.shape[1:])
-        _all_gather_single(gathered, tensor.contiguous(), group=group)
-        return move_blocks(gathered, ranks, 0, axis)
+        return carry_out(ALL_GATHER, _all_gather, tensor, group, axis=axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -404,12 +419,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
         ctx.held, ctx.axis = _held(group), axis
-        ranks = group_size(group)
-        _begin("reduce_scatter", tensor, group)
-        blocks = move_blocks(tensor, ranks, axis, 0)
-        own = blocks.new_empty(blocks.shape[0] // ranks, *blocks.shape[1:])
-        _reduce_scatter_single(own, blocks, group=group)
-        return own
+        return carry_out(REDUCE_SCATTER, _reduce_scatter, tensor, group, axis=axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -420,10 +430,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
         ctx.held, ctx.axis = _held(group), axis
-        size = tensor.shape[axis] // group_size(group)
-        own = tensor.narrow(axis, group_rank(group) * size, size)
-        # A copy: a view would keep the whole tensor alive, and in-place changes would reach it.
-        return own.clone(memory_format=torch.contiguous_format)
+        return carry_out(SCATTER, own_slice, tensor, group, axis=axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -437,12 +444,8 @@ class _AllToAll(torch.autograd.Function):
         ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, split_axis: int, concat_axis: int
     ) -> Tensor:
         ctx.held, ctx.axes = _held(group), (concat_axis, split_axis)
-        ranks = group_size(group)
-        _begin("all_to_all", tensor, group)
-        blocks = move_blocks(tensor, ranks, split_axis, 0)
-        received = torch.empty_like(blocks)
-        dist.all_to_all_single(received, blocks, group=group)
-        return move_blocks(received, ranks, 0, concat_axis)
+        axes = {"split_axis": split_axis, "concat_axis": concat_axis}
+        return carry_out(ALL_TO_ALL, _exchange, tensor, group, **axes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -106,6 +108,27 @@ def _find_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return _groups[ranks]
 
 
+_alone = False
+
+
+@contextmanager
+def as_if_alone() -> Iterator[None]:
+    """Within the block every group counts as one of a single rank: nothing is communicated.
+
+    Examples
+    --------
+    >>> with as_if_alone():
+    ...     group_size()
+    1
+    """
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
+
+
 def group_size(group: dist.ProcessGroup | None = None) -> int:
     """Return the number of ranks in ``group``.
 
@@ -128,7 +151,7 @@ def group_size(group: dist.ProcessGroup | None = None) -> int:
     >>> group_size()
     1
     """
-    if not _initialized():
+    if _alone or not _initialized():
         return 1
     size = dist.get_world_size(group)
     if size < 1:
@@ -156,7 +179,7 @@ def group_rank(group: dist.ProcessGroup | None = None) -> int:
     >>> group_rank()
     0
     """
-    return dist.get_rank(group) if _initialized() else 0
+    return dist.get_rank(group) if _initialized() and not _alone else 0
 
 
 def check_axis(what: str, tensor: Tensor, axis: int) -> int:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slapo.sharding.collectives import copy_to_group
-from slapo.sharding.groups import GroupHandle, group_rank
+from slapo.sharding.collectives import copy_to_group, own_slice
+from slapo.sharding.groups import GroupHandle, group_rank, group_size
 from slapo.sharding.state import Sharding, sharding_of
+from slapo.sharding.steps import PAD, SCATTER, SHARE, carry_out
 from slapo.sharding.tags import PARTIAL_GRAD
 from slapo.wrapper import MadeClass
 
@@ -31,11 +33,29 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, world_size: int) -> Tensor:
-        return tensor / world_size
+        return carry_out(SHARE, lambda whole, _: whole / world_size, tensor, None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+class _OwnPart(torch.autograd.Function):
+    """This rank's slice of a vector; the gradient is that slice among zeros, a summand."""
+
+    @staticmethod
+    def forward(ctx: Any, vector: Tensor, handle: GroupHandle) -> Tensor:
+        ctx.handle, ctx.size = handle, vector.shape[0]
+        return carry_out(SCATTER, own_slice, vector, handle.group, axis=0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        def padded(part: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
+            whole, rank = part.new_zeros(ctx.size), group_rank(group)
+            whole[rank * len(part) : (rank + 1) * len(part)] = part
+            return whole
+
+        return carry_out(PAD, padded, grad, ctx.handle.group, axis=0), None
 
 
 class PartialSumMixin:
@@ -188,10 +208,9 @@ class _BiasPart:
     def __call__(self, bias: Tensor, dims: int) -> Tensor:
         if self.sums:
             bias = copy_to_group(bias, self.group.group)
-        if self.axis % dims == self.channel_axis % dims:
-            ranks = len(self.group.ranks or (0,))
-            return bias.chunk(ranks)[group_rank(self.group.group)]
-        return bias
+        if self.axis % dims != self.channel_axis % dims or group_size(self.group.group) == 1:
+            return bias
+        return cast(Tensor, _OwnPart.apply(bias, self.group))
 
 
 def _known_product(module: nn.Module) -> tuple[Product, int] | None:

@@ -20,6 +20,7 @@ from slapo.sharding.collectives import (
 )
 from slapo.sharding.groups import GroupHandle
 from slapo.sharding.layout import REPLICATE, KnownSync, Layout, Placement, shard
+from slapo.sharding.steps import ALL_GATHER, ALL_REDUCE, COPY, REDUCE_SCATTER, SCATTER
 
 MODES = ("fwd_pre", "fwd_post", "bwd_post")
 
@@ -35,7 +36,8 @@ class _Row:
     keywords
         Arguments that it takes.
     takes
-        The kinds of output of a module, as far as these are known, that it makes sense on.
+        The kinds of output of a module, as far as these are known, that it makes sense on: what its
+        collective takes.
     run
         The collective, which autograd differentiates into its conjugate.
     output
@@ -119,37 +121,37 @@ _TABLE = {
     "all_reduce": _Row(
         ("fwd_post", "bwd_post"),
         ("argument",),
-        ("partial",),
+        (ALL_REDUCE.takes,),
         lambda op, tensor: reduce_from_group(tensor, op.group.group),
-        lambda op: REPLICATE,
+        lambda op: Placement(ALL_REDUCE.gives),
     ),
     "all_gather": _Row(
         ("fwd_pre", "fwd_post"),
         ("axis", "tensor_parallel_output_grad", "argument"),
-        ("shard",),
+        (ALL_GATHER.takes,),
         _run_all_gather,
-        lambda op: REPLICATE,
+        lambda op: Placement(ALL_GATHER.gives),
     ),
     "reduce_scatter": _Row(
         ("fwd_post",),
         ("axis",),
-        ("partial",),
+        (REDUCE_SCATTER.takes,),
         lambda op, tensor: reduce_scatter(tensor, op.group.group, op.axis or 0),
         _own_slice,
     ),
     "scatter": _Row(
         ("fwd_post",),
         ("axis",),
-        ("replicate",),
+        (SCATTER.takes,),
         lambda op, tensor: scatter(tensor, op.group.group, op.axis or 0),
         _own_slice,
     ),
     "all_reduce_grad": _Row(
         ("fwd_post",),
         (),
-        ("replicate",),
+        (COPY.takes,),
         lambda op, tensor: copy_to_group(tensor, op.group.group),
-        lambda op: REPLICATE,
+        lambda op: Placement(COPY.gives),
     ),
 }
 _RESHARD = _Row(

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from slapo.sharding.state import sharding_of, syncs_of
+from slapo.sharding.steps import MASK_TOKENS, carry_out
 from slapo.sharding.sync_hooks import InputHook, OutputHook, SyncHook
 
 PreHook = Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]
@@ -82,10 +83,13 @@ class _Rows:
 
         What is no token of the whole table stays none of this part of it, for the lookup to refuse.
         """
-        foreign = (tokens < self.start) | (tokens >= self.start + self.count)
+        return carry_out(MASK_TOKENS, self._mask, tokens, None, start=self.start, count=self.count)
+
+    def _mask(self, tokens: Tensor, _: object, start: int, count: int) -> Tensor:
+        foreign = (tokens < start) | (tokens >= start + count)
         self._foreign[:] = [foreign]
         elsewhere = foreign & (tokens >= 0) & (tokens < self.total)
-        return (tokens - self.start).masked_fill(elsewhere, 0)
+        return (tokens - start).masked_fill(elsewhere, 0)
 
     def zero(self, output: Tensor) -> Tensor:
         """What row 0 gave for tokens of other ranks is taken out."""

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from slapo.agreement import FirstFailure, has_peers, is_broken_collective, on_every_rank
 from slapo.errors import SlapoError, VerificationError
+from slapo.sharding.steps import Step
 
 #: How often these ranks have verified something together: the same on all of them.
 _TIMES: Counter[tuple[int, ...]] = Counter()
@@ -82,11 +84,20 @@ class Peers:
                 "every rank has to begin the same collectives in the same order"
             )
 
-    def meet_for(self, name: str, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    def carry_out(
+        self,
+        step: Step,
+        function: Callable[..., Tensor],
+        tensor: Tensor,
+        group: dist.ProcessGroup | None,
+        **arguments: Any,
+    ) -> Tensor:
         """Meet before a collective of the model: who has failed would be missing in it."""
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        if self._store is not None and tuple(ranks) == self._ranks:
-            self.meet(f"{name} of {tuple(tensor.shape)}")
+        if step.communicates and self._store is not None:
+            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+            if tuple(ranks) == self._ranks:
+                self.meet(f"{step.name} of {tuple(tensor.shape)}")
+        return function(tensor, group, **arguments)
 
     @contextmanager
     def told(self) -> Iterator[None]:

@@ -8,13 +8,14 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from slapo.agreement import is_broken_collective, is_on_every_rank, on_every_rank
 from slapo.errors import SlapoError, VerificationError
 from slapo.random import get_rng_tracker
-from slapo.sharding.collectives import announced
+from slapo.sharding.steps import carried_by
 from slapo.verify.locate import running_in
 from slapo.verify.peers import Peers
 from slapo.verify.precision import RTOL, Doubled, default_dtype, refuses, rtol_for
@@ -104,14 +105,16 @@ class Trial:
             self.peers = peers
         heard = error is not None and is_on_every_rank(error)
         fatal = error is not None and not heard and not (whatever or refuses(error))
-        told = self.sides.of_all_ranks((fatal, None if error is None else str(error)))
+        told = self.sides.of_all_ranks((fatal, error and f"{type(error).__name__}: {error}"))
         self._go_on_together(told, error)
 
     def _go_on_together(self, told: list[tuple[bool, str | None]], error: Exception | None) -> None:
         """Raise on every rank or on none."""
         wrong = next((rank for rank, (fatal, _) in enumerate(told) if fatal), None)
         if wrong is not None:
-            text = f"Verify failed on rank {wrong} of the group with {told[wrong][1]}"
+            group = self.sides.sch.group
+            number = wrong if group is None else dist.get_process_group_ranks(group)[wrong]
+            text = f"Verify failed on rank {number} with {told[wrong][1]}"
             raise error if error is not None else on_every_rank(VerificationError(text))
         failed = next((text for _, text in told if text is not None), None)
         if failed is not None:
@@ -123,7 +126,7 @@ class Trial:
         """What is changed of torch's functions while a model runs, forward or backward."""
         dtypes = {t.dtype for t in self.sides.full.values() if t.is_floating_point()}
         doubled = Doubled(dtypes) if self.way.double else None
-        with quiet or nullcontext(), doubled or nullcontext(), announced(self.peers.meet_for):
+        with quiet or nullcontext(), doubled or nullcontext(), carried_by(self.peers.carry_out):
             yield doubled
 
     def run(self, model: nn.Module, quiet: Quiet | None = None) -> Outcome:

@@ -1,0 +1,124 @@
+"""One operation as rules see it, and the registry of rules."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo.check.place import Misfit, Place, place_of
+
+_MISSING = object()
+
+
+@dataclass
+class Call:
+    """One call of an operation that has run on this rank.
+
+    Parameters
+    ----------
+    func
+        The operation.
+    name
+        Its name without the overload; that of another namespace than ``aten`` in front, as in
+        ``"mylib::gelu"``. In-place operations have the name of the others.
+    args, kwargs
+        As it was called.
+    tensors, places
+        Tensors among the arguments, in order, and how they lie.
+    outs
+        Tensors that it returned.
+    rank, ranks
+        This rank, and how many there are.
+    """
+
+    func: Any
+    name: str
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    tensors: list[Tensor]
+    places: list[Place]
+    outs: list[Tensor]
+    rank: int
+    ranks: int
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An argument by its name in the operation's schema."""
+        index, ordinary = _parameters(self.func).get(name, (len(self.args), default))
+        if index < len(self.args):
+            return self.args[index]
+        return self.kwargs.get(name, ordinary)
+
+    def place(self, name: str) -> Place | None:
+        """How the tensor of an argument lies; None where there is none."""
+        value = self.get(name)
+        return place_of(value) if isinstance(value, Tensor) else None
+
+    def misfit(self, why: str) -> Misfit:
+        """An error to raise; what the operation was given is said before."""
+        return Misfit(why)
+
+
+@functools.cache
+def _parameters(func: Any) -> dict[str, tuple[int, Any]]:
+    """Argument -> its position and default value."""
+    found = {}
+    for index, argument in enumerate(func._schema.arguments):
+        position = index if not argument.kwarg_only else 1_000
+        found[argument.name] = (position, argument.default_value)
+    return found
+
+
+Rule = Callable[[Call], Place | Sequence[Place]]
+#: Name of an operation -> its rule.
+RULES: dict[str, Rule] = {}
+
+
+def rule_for(*names: str) -> Callable[[Rule], Rule]:
+    """Enter a rule of this library for operations of torch."""
+
+    def enter(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, rule))
+        return rule
+
+    return enter
+
+
+@functools.cache
+def name_of(func: Any) -> str:
+    """The name that rules have."""
+    name = func.overloadpacket.__name__
+    base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    return base if func.namespace == "aten" else f"{func.namespace}::{base}"
+
+
+def independent_along(*dims: int) -> Rule:
+    """A rule: what is sliced along one of these dimensions is computed slice by slice.
+
+    All tensors with as many dimensions as the first result have to be sliced there alike; others
+    have to be whole, or constant.
+    """
+
+    def rule(call: Call) -> list[Place]:
+        first = next(place for place in call.places if not place.is_whole)
+        size = call.outs[0].ndim
+        allowed = {dim % size for dim in dims}
+        for tensor, place in zip(call.tensors, call.places, strict=True):
+            if tensor.ndim == size and not (first.is_slice and place.same(first)):
+                if place.is_whole and (tensor.shape[first.dim] == 1 or first.dim in place.uniform):
+                    continue
+                raise call.misfit("its inputs lie differently, or are partial sums")
+        if first.dim not in allowed:
+            raise call.misfit(f"it mixes what lies along dimension {first.dim}")
+        return [first if out.ndim == size else Place() for out in call.outs]
+
+    return rule
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor: for trees of arguments."""
+    return isinstance(value, torch.Tensor)

@@ -1,0 +1,203 @@
+"""Rules of what mixes values along a dimension: sums, softmax, norms, attention, lookups."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from slapo.check.call import Call, rule_for
+from slapo.check.place import MASKED, PARTIAL_SUM, WHOLE, Place, sliced
+
+
+def _dims(call: Call) -> set[int]:
+    """The dimensions that a reduction runs over."""
+    ndim, given = call.tensors[0].ndim, call.get("dim")
+    if given is None or given == []:
+        return set(range(ndim))
+    return {dim % ndim for dim in ([given] if isinstance(given, int) else given)}
+
+
+@rule_for("sum", "mean", "nansum")
+def total(call: Call) -> list[Place]:
+    """A sum over slices is a summand; a mean over them is none that could be added up."""
+    place, dims = call.places[0], _dims(call)
+    if place.kind == MASKED:
+        raise call.misfit(
+            "tokens that are masked for a table are looked up there, and nowhere else"
+        )
+    if place.is_slice and place.dim in dims:
+        if call.name != "sum":
+            raise call.misfit(
+                f"{call.name} over dimension {place.dim}, of which each rank has a slice"
+            )
+        return [PARTIAL_SUM]
+    if not place.is_slice or call.get("keepdim"):
+        return [place]
+    return [place.along(place.dim - sum(dim < place.dim for dim in dims))]
+
+
+@rule_for("amax", "amin", "max", "min", "any", "all", "prod", "argmax", "argmin", "logsumexp")
+@rule_for("var", "std", "var_mean", "topk", "sort", "norm", "linalg_vector_norm", "median")
+def reduced(call: Call) -> list[Place]:
+    """Over other dimensions each slice by itself; no summands."""
+    place, ndim = call.places[0], call.tensors[0].ndim
+    if place.is_partial:
+        raise call.misfit("it is not linear, and what it is given is a partial sum")
+    dims = {-1 % ndim} if call.name in ("topk", "sort") and call.get("dim") is None else _dims(call)
+    if not place.is_slice or place.dim in dims:
+        raise call.misfit(f"it runs over dimension {place.dim}, of which each rank has a slice")
+    keeps = call.get("keepdim") or call.name in ("topk", "sort")
+    moved = 0 if keeps else sum(dim < place.dim for dim in dims)
+    return [place.along(place.dim - moved)] * len(call.outs)
+
+
+@rule_for("_softmax", "_safe_softmax", "_log_softmax", "softmax", "log_softmax")
+@rule_for("_softmax_backward_data", "_log_softmax_backward_data")
+def softmax(call: Call) -> list[Place]:
+    """It needs all of its dimension."""
+    axis = call.get("dim") % call.tensors[0].ndim
+    first = call.places[0]
+    if not all(place.is_slice and place.same(first) for place in call.places):
+        raise call.misfit("it is not linear, and its inputs are partial sums or lie differently")
+    if first.dim == axis:
+        raise call.misfit(f"it runs over dimension {axis}, of which each rank has a slice")
+    return [first] * len(call.outs)
+
+
+@rule_for("native_layer_norm", "_fused_rms_norm", "rms_norm")
+@rule_for("native_layer_norm_backward", "_fused_rms_norm_backward")
+def norm(call: Call) -> list[Place]:
+    """Sliced along the other dimensions; its weights get parts of their gradients then."""
+    count = len(call.get("normalized_shape"))
+    rows = [p for t, p in zip(call.tensors, call.places, strict=True) if t.ndim > count]
+    weights = [p for t, p in zip(call.tensors, call.places, strict=True) if t.ndim <= count]
+    first = rows[0]
+    if any(place.is_partial for place in rows):
+        raise call.misfit("it is not linear, and what it is given is a partial sum")
+    if not (first.is_slice and first.dim < call.tensors[0].ndim - count):
+        raise call.misfit("it needs all of the normalised dimensions on one rank")
+    if not all(place.same(first) for place in rows) or not all(p.is_whole for p in weights):
+        raise call.misfit("its inputs lie differently")
+    return [first if out.ndim > count else PARTIAL_SUM for out in call.outs]
+
+
+@rule_for("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "miopen_batch_norm")
+@rule_for("_native_batch_norm_legit_no_training", "_batch_norm_with_update")
+def batch_norm(call: Call) -> list[Place]:
+    """Channels may be sliced, with everything that there is one of for each."""
+    return _by_channels(call, call.places[0])
+
+
+@rule_for("native_batch_norm_backward", "cudnn_batch_norm_backward", "batch_norm_backward")
+def batch_norm_backward(call: Call) -> list[Place]:
+    """As forward."""
+    return _by_channels(call, call.places[0])
+
+
+@rule_for("native_group_norm", "native_group_norm_backward")
+def group_norm(call: Call) -> list[Place]:
+    """Whole groups of channels may be sliced, or the batch."""
+    first = call.places[0]
+    if first.is_slice and first.dim == 0:
+        if not all(p.same(first) or p.is_whole for p in call.places):
+            raise call.misfit("its inputs lie differently")
+        ndim = call.tensors[0].ndim
+        return [first if out.ndim in (2, ndim) else PARTIAL_SUM for out in call.outs]
+    if not (first.is_slice and first.dim == 1):
+        raise call.misfit("it needs whole groups of channels on one rank, and no partial sums")
+    for tensor, place in zip(call.tensors, call.places, strict=True):
+        wanted = sliced(0 if tensor.ndim == 1 else 1, first.blocks)
+        if not place.same(wanted):
+            raise call.misfit("channels, and what there is one of for each, lie differently")
+    return [sliced(0 if out.ndim == 1 else 1, first.blocks) for out in call.outs]
+
+
+def _by_channels(call: Call, first: Place) -> list[Place]:
+    if not (first.is_slice and first.dim == 1):
+        raise call.misfit(
+            "its statistics run over the batch and the pixels: only channels may be sliced"
+        )
+    for tensor, place in zip(call.tensors, call.places, strict=True):
+        wanted = first if tensor.ndim > 1 else sliced(0, first.blocks)
+        if tensor.numel() and not place.same(wanted):
+            raise call.misfit("channels, and what there is one of for each, lie differently")
+    return [first if out.ndim > 1 else sliced(0, first.blocks) for out in call.outs]
+
+
+#: Names of torch's attention functions begin so, forward and backward.
+ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
+
+
+def attention(call: Call) -> list[Place]:
+    """Batch or heads may be sliced, of query, key, value and what belongs to them alike.
+
+    A mask may be whole where it is the same for all heads.
+    """
+    big = [
+        (tensor, place)
+        for tensor, place in zip(call.tensors, call.places, strict=True)
+        if tensor.ndim >= 3 and not _is_shared(tensor, place)
+    ]
+    first = big[0][1]
+    if any(place.is_partial for _, place in big):
+        raise call.misfit("it is not linear, and what it is given is a partial sum")
+    if not first.is_slice or first.dim > 1 or not all(p.same(first) for _, p in big):
+        shown = ", ".join(str(place) for _, place in big)
+        raise call.misfit(f"query, key and value lie differently: {shown}")
+    return [first if out.ndim >= 3 else WHOLE for out in call.outs]
+
+
+def _is_shared(tensor: Tensor, place: Place) -> bool:
+    """Whether a whole tensor is the same for all heads: a mask."""
+    return place.is_whole and (tensor.shape[1] == 1 or 1 in place.uniform)
+
+
+@rule_for("embedding")
+def lookup(call: Call) -> list[Place]:
+    """Rows of a table: of a part of it, for tokens that are masked for that part."""
+    table, tokens = call.places[:2]
+    if table.is_slice and table.dim == 0:
+        _check_mask(call, tokens)
+        return [PARTIAL_SUM]
+    if table.is_slice and tokens.is_whole:
+        return [sliced(call.outs[0].ndim - 1, table.blocks)]
+    if table.is_whole and tokens.is_slice:
+        return [tokens]
+    raise call.misfit("the table and the tokens are not sliced so that they go together")
+
+
+def _check_mask(call: Call, tokens: Place) -> None:
+    rows = call.tensors[0].shape[0]
+    first = call.rank * rows
+    if tokens.kind != MASKED:
+        raise call.misfit(
+            "the rows of the table are spread over the ranks, and its tokens are not masked: "
+            "those of other ranks would be looked up here"
+        )
+    if (tokens.dim, tokens.blocks) != (first, rows):
+        raise call.misfit(
+            f"rank {call.rank} has rows {first} to {first + rows - 1} of the table, and the mask "
+            f"keeps tokens {tokens.dim} to {tokens.dim + tokens.blocks - 1}"
+        )
+
+
+@rule_for("embedding_dense_backward")
+def lookup_backward(call: Call) -> list[Place]:
+    """The gradient of a table lies as the table does."""
+    grad, tokens = call.places[:2]
+    if tokens.kind == MASKED and grad.is_whole:
+        return [sliced(0)]
+    if tokens.is_slice and grad.same(tokens):
+        return [PARTIAL_SUM]
+    if tokens.is_whole and not grad.is_slice:
+        return [grad]
+    if tokens.is_whole and grad.dim == call.tensors[0].ndim - 1:
+        return [sliced(1, grad.blocks)]
+    raise call.misfit("the gradient and the tokens are not sliced so that they go together")
+
+
+@rule_for("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "mse_loss", "l1_loss")
+def loss(call: Call) -> list[Place]:
+    """A loss of slices is a mean over parts, which nobody can add up."""
+    partial = any(place.is_partial for place in call.places)
+    what = "a partial sum" if partial else "a slice"
+    raise call.misfit(f"a loss of {what}; put the parts together before it")

@@ -1,0 +1,311 @@
+"""A dispatch mode that follows the places of tensors through every operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# Their rules enter the registry when they are imported.
+from slapo.check import moves as moves
+from slapo.check.call import RULES, Call, Rule, name_of
+from slapo.check.mixing import ATTENTION, attention
+from slapo.check.paths import Paths
+from slapo.check.place import (
+    MASKED,
+    WHOLE,
+    Birth,
+    Misfit,
+    Place,
+    place_of,
+    put_place,
+    sliced,
+)
+from slapo.check.pointwise import is_pointwise, of_wholes, pointwise
+from slapo.check.products import product as product
+from slapo.check.raw import raw_collective
+from slapo.errors import SlapoError
+from slapo.random import get_rng_tracker
+from slapo.sharding.groups import group_rank, group_size
+from slapo.sharding.steps import Step
+
+#: Operations that draw random numbers.
+_DRAWS = frozenset(
+    "native_dropout bernoulli rand_like rand randn randn_like randint randint_like uniform normal "
+    "exponential random multinomial randperm dropout".split()
+)
+#: Operations whose sizes say what a module computes, with the sizes of the whole model.
+_SIZED = (
+    "_softmax",
+    "_safe_softmax",
+    "native_layer_norm",
+    "_fused_rms_norm",
+    "bmm",
+    "pow",
+    *ATTENTION,
+)
+_RAW = ("c10d", "_c10d_functional")
+
+
+@dataclass(frozen=True)
+class Sized:
+    """One operation of a module on tensors of these sizes, those of all ranks together."""
+
+    path: str
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first thing that is wrong.
+
+    Parameters
+    ----------
+    operation, path, in_backward
+        Where.
+    given
+        ``(shape, place)`` of the tensors that it was given.
+    why
+        What is wrong with them.
+    step
+        The collective, where it is one.
+    """
+
+    operation: str
+    path: str
+    in_backward: bool
+    given: tuple[tuple[tuple[int, ...], Place], ...]
+    why: str
+    step: Step | None = None
+
+
+class Stop(SlapoError):
+    """Ends the run at the first finding."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.why)
+        self.finding = finding
+
+
+class PlaceMode(TorchDispatchMode):
+    """Give every tensor a place, and stop at the first operation that misfits.
+
+    Parameters
+    ----------
+    model
+        Whose modules are named.
+    group
+        The ranks.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.paths = Paths(model)
+        self.group = group
+        self.rank, self.ranks = group_rank(group), group_size(group)
+        self.sized: list[Sized] = []
+        self.calls = 0
+        self._quiet = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation, and say where its results lie."""
+        kwargs = kwargs or {}
+        if func.namespace == "prim" or self._quiet:  # an error in the first would end the process
+            return func(*args, **kwargs)
+        if func.namespace in _RAW:
+            return self._raw(func, args, kwargs)
+        self.calls += 1
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        places = [place_of(tensor) for tensor in tensors]
+        name = name_of(func)
+        if name in _DRAWS or (name.startswith(ATTENTION) and "backward" not in name):
+            self._check_state(func, name, args, kwargs, tensors, places)
+        out = func(*args, **kwargs)
+        outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        call = Call(func, name, args, kwargs, tensors, places, outs, self.rank, self.ranks)
+        self._settle(call)
+        if name in _SIZED or name.startswith(ATTENTION):
+            self._note_sizes(call)
+        return out
+
+    # --- places ------------------------------------------------------------------------------
+    def _settle(self, call: Call) -> None:
+        """Places of the results."""
+        try:
+            if call.name == "_local_scalar_dense" and not call.places[0].is_whole:
+                raise Misfit("a Python number is read from what differs between ranks")
+            found = _places_of(call)
+            if any(out is tensor for out in call.outs for tensor in call.tensors):
+                self._check_in_place(call, found)
+        except Misfit as misfit:
+            raise self.stop(call.name, call.tensors, call.places, str(misfit)) from None
+        for out, place in zip(call.outs, found, strict=False):
+            put_place(out, self._born(call, place))
+
+    def _born(self, call: Call, place: Place) -> Place:
+        """With where it came to be, for what is new."""
+        if place.kind in ("replicate", MASKED) or place.birth is not None:
+            return place
+        before = next((p.birth for p in call.places if p.kind == place.kind and p.birth), None)
+        path, in_backward = self.paths.now()
+        return replace(place, birth=before or Birth(call.name, path, in_backward))
+
+    def _check_in_place(self, call: Call, found: list[Place]) -> None:
+        """What is changed in place has views that are not followed: they must stay right."""
+        for out, place in zip(call.outs, found, strict=False):
+            at = next((i for i, t in enumerate(call.tensors) if t is out), None)
+            if at is None or call.places[at].same(place):
+                continue
+            before = call.places[at]
+            fresh = before.is_zero or (place.is_slice and place.dim in before.uniform)
+            if not fresh or torch._C._storage_Use_Count(out.untyped_storage()._cdata) > 3:
+                raise Misfit(
+                    f"it writes what is {place} into a tensor that is {before}; make a new tensor "
+                    "in place of the write"
+                )
+
+    def stop(
+        self,
+        operation: str,
+        tensors: Iterable[Tensor],
+        places: Iterable[Place],
+        why: str,
+        step: Step | None = None,
+    ) -> Stop:
+        """The exception that ends the run."""
+        path, in_backward = self.paths.now()
+        given = tuple((tuple(t.shape), p) for t, p in zip(tensors, places, strict=True))
+        return Stop(Finding(operation, path, in_backward, given, why, step))
+
+    # --- steps -------------------------------------------------------------------------------
+    def carry_out(
+        self,
+        step: Step,
+        function: Callable[..., Tensor],
+        tensor: Tensor,
+        group: dist.ProcessGroup | None,
+        **arguments: Any,
+    ) -> Tensor:
+        """A step of tensor parallelism: checked by what it takes, without communication."""
+        place, axis = place_of(tensor), arguments.get(step.takes_along)
+        why = self._wrong_for(step, place, axis, tensor)
+        if why:
+            raise self.stop(step.name, [tensor], [place], why, step)
+        given = place_of_result(step, arguments)
+        self._quiet += 1
+        try:
+            if step.communicates:
+                result = self._alone(step, tensor, arguments)
+            else:
+                result = function(tensor, group, **arguments)
+        finally:
+            self._quiet -= 1
+        if step is not None and given.kind != "replicate" and given.kind != MASKED:
+            path, in_backward = self.paths.now()
+            given = replace(given, birth=Birth(step.name, path, in_backward))
+        put_place(result, given)
+        return result
+
+    def _wrong_for(self, step: Step, place: Place, axis: int | None, tensor: Tensor) -> str:
+        if place.kind != step.takes and not (step.takes == "partial" and place.is_zero):
+            wanted = {"partial": "a partial sum", "shard": "slices", "replicate": "what is whole"}
+            return f"{step.name} takes {wanted[step.takes]}, and this is {place}"
+        if axis is not None and place.dim != axis % tensor.ndim:
+            return f"{step.name} along axis {axis} of what is {place}"
+        if place.is_slice and place.blocks > 1:
+            return f"{step.name} would put the ranks' blocks one behind the other: this is {place}"
+        return ""
+
+    def _alone(self, step: Step, tensor: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """The result's shape, with any values: nothing is communicated."""
+        with torch.no_grad():
+            result = tensor.clone(memory_format=torch.contiguous_format)
+            if step.gives_along:
+                result = result.chunk(self.ranks, arguments[step.gives_along])[0].contiguous()
+            if step.takes_along:
+                result = torch.cat([result] * self.ranks, arguments[step.takes_along])
+            return result
+
+    def _raw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A collective that the model, or a hook of the user's, calls itself."""
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        places = [place_of(tensor) for tensor in tensors]
+        self._quiet += 1
+        try:
+            return raw_collective(func, args, kwargs, tensors, places, self.ranks)
+        except Misfit as misfit:
+            raise self.stop(func.overloadpacket.__name__, tensors, places, str(misfit)) from None
+        finally:
+            self._quiet -= 1
+
+    # --- random numbers and sizes ----------------------------------------------------------------
+    def _check_state(
+        self, func: Any, name: str, args: Any, kwargs: Any, tensors: Any, places: list[Place]
+    ) -> None:
+        """Numbers for slices come from this rank's state, those for wholes from the common one."""
+        call = Call(func, name, args, kwargs, tensors, places, [], self.rank, self.ranks)
+        if name.startswith(ATTENTION) and not call.get("dropout_p"):
+            return
+        if name in ("bernoulli", "dropout", "native_dropout") and call.get("p") == 0:
+            return
+        is_slice = any(place.is_slice for place in places)
+        is_forked = get_rng_tracker().is_forked
+        if is_slice == is_forked:
+            return
+        if is_slice:
+            why = "random numbers for a slice are drawn from the state that all ranks share"
+        else:
+            why = "random numbers for what is whole are drawn from a state of this rank's own"
+        raise self.stop(name, tensors, places, why)
+
+    def _note_sizes(self, call: Call) -> None:
+        path, in_backward = self.paths.now()
+        if not in_backward and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+            shapes = tuple(self._whole_shape(t) for t in call.tensors)
+            self.sized.append(Sized(path, call.name, shapes))
+
+    def _whole_shape(self, tensor: Tensor) -> tuple[int, ...]:
+        place = place_of(tensor)
+        return tuple(
+            size * (self.ranks if place.is_slice and place.dim == dim else 1)
+            for dim, size in enumerate(tensor.shape)
+        )
+
+
+def _places_of(call: Call) -> list[Place]:
+    """By a rule, where something is not whole."""
+    if all(place.is_whole for place in call.places):
+        return of_wholes(call)
+    found = _rule(call)(call)
+    return [found] * len(call.outs) if isinstance(found, Place) else list(found)
+
+
+def _rule(call: Call) -> Rule:
+    if call.name in RULES:
+        return RULES[call.name]
+    if call.name.startswith(ATTENTION):
+        return attention
+    if is_pointwise(call):
+        return pointwise
+    raise Misfit(
+        f"no rule says what {call.func} makes of a tensor that is not whole; give one to "
+        "slapo.check.register_place_rule"
+    )
+
+
+def place_of_result(step: Step, arguments: dict[str, Any]) -> Place:
+    """Where the result of a step lies."""
+    if step.gives == "shard":
+        return sliced(arguments[step.gives_along])
+    if step.gives == MASKED:
+        return Place(MASKED, arguments["start"], arguments["count"])
+    return WHOLE if step.gives == "replicate" else Place(step.gives)

@@ -1,0 +1,297 @@
+"""Rules of operations that move, cut, join or choose along dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+
+from slapo.check.call import Call, Rule, rule_for
+from slapo.check.place import PARTIAL_SUM, Place
+
+#: New dimension of a slice, from its dimension, the call and the number of dimensions before.
+Where = Callable[[int, Call, int], int]
+
+
+def _first(call: Call) -> Place:
+    """Of the tensor that is moved; masked tokens are for a lookup alone."""
+    place = call.places[0]
+    if place.kind == "masked":
+        raise call.misfit(
+            "tokens that are masked for a table are looked up there, and nowhere else"
+        )
+    return place
+
+
+@rule_for("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten")
+def view(call: Call) -> list[Place]:
+    """A slice is runs of elements, one for every index before it; where are such runs after?
+
+    Where several dimensions fit, as where a rank's share is one head, that is taken which the
+    caller left open by -1, and the outermost of the others.
+    """
+    place, old, new = _first(call), call.tensors[0].shape, call.outs[0].shape
+    if not place.is_slice:
+        return [place]
+    asked = call.get("size", call.get("shape", new))
+    run = old[place.dim] // place.blocks * prod(old[place.dim + 1 :])
+    fits = []
+    for dim, size in enumerate(new):
+        inner = prod(new[dim + 1 :])
+        length = run // inner if inner and run % inner == 0 else 0
+        if length and size % length == 0:
+            left_open = dim < len(asked) and asked[dim] == -1
+            fits.append((size // length, not left_open, dim))
+    if not fits:
+        raise call.misfit(f"{tuple(old)} -> {tuple(new)} cuts across the ranks' slices")
+    blocks, _, dim = min(fits)
+    return [place.along(dim, blocks)]
+
+
+def _moved(where: Where) -> Rule:
+    def rule(call: Call) -> list[Place]:
+        place = _first(call)
+        if place.is_slice:
+            place = place.along(where(place.dim, call, call.tensors[0].ndim))
+        return [place] * len(call.outs)
+
+    return rule
+
+
+def _swapped(dim: int, call: Call, ndim: int) -> int:
+    given = call.args[1:3] if len(call.args) > 2 else (0, ndim - 1)
+    a, b = (axis % ndim for axis in given)
+    return {a: b, b: a}.get(dim, dim)
+
+
+def _permuted(dim: int, call: Call, ndim: int) -> int:
+    return [axis % ndim for axis in call.get("dims")].index(dim)
+
+
+def _behind_new(dim: int, call: Call, ndim: int) -> int:
+    return dim + (dim >= call.get("dim") % (ndim + 1))
+
+
+def _behind_selected(dim: int, call: Call, ndim: int) -> int:
+    return dim + (dim >= call.get("dim") % (ndim + 1))
+
+
+def _without(dim: int, call: Call, ndim: int) -> int:
+    gone = call.get("dim")
+    gone = range(ndim) if gone is None else [gone] if isinstance(gone, int) else gone
+    shape = call.tensors[0].shape
+    return dim - sum(axis % ndim < dim and shape[axis] == 1 for axis in gone)
+
+
+def _expanded(dim: int, call: Call, ndim: int) -> int:
+    return dim + call.outs[0].ndim - ndim
+
+
+rule_for("transpose", "t", "swapaxes")(_moved(_swapped))
+rule_for("permute")(_moved(_permuted))
+rule_for("unsqueeze")(_moved(_behind_new))
+rule_for("squeeze")(_moved(_without))
+rule_for("select_backward")(_moved(_behind_selected))
+
+
+@rule_for("expand", "expand_as")
+def expand(call: Call) -> list[Place]:
+    """A slice stays one, unless its one element is repeated: then ranks repeat different ones."""
+    place = _first(call)
+    if not place.is_slice:
+        return [place]
+    dim = _expanded(place.dim, call, call.tensors[0].ndim)
+    if call.outs[0].shape[dim] != call.tensors[0].shape[place.dim]:
+        raise call.misfit(f"it repeats dimension {place.dim}, of which each rank has a slice")
+    return [place.along(dim)]
+
+
+@rule_for("repeat", "tile")
+def repeat(call: Call) -> list[Place]:
+    """Along other dimensions each slice by itself; along its own it makes as many blocks."""
+    place, repeats = _first(call), call.get("repeats", call.get("dims"))
+    if not place.is_slice:
+        return [place]
+    dim = place.dim + len(repeats) - call.tensors[0].ndim
+    return [place.along(dim, place.blocks * repeats[dim])]
+
+
+@rule_for(
+    "split", "split_with_sizes", "slice", "select", "narrow", "chunk", "unbind", "unsafe_split"
+)
+def cut(call: Call) -> list[Place]:
+    """Free along other dimensions; along the sliced one only whole blocks are taken."""
+    place, tensor = _first(call), call.tensors[0]
+    axis = (call.get("dim") or 0) % tensor.ndim
+    drops = call.name in ("select", "unbind")
+    if not place.is_slice or axis != place.dim:
+        moved = drops and place.is_slice and axis < place.dim
+        return [place.along(place.dim - moved)] * len(call.outs)
+    if drops:
+        raise call.misfit(f"it takes one of dimension {axis}, of which each rank has a slice")
+    size, block = tensor.shape[axis], tensor.shape[axis] // place.blocks
+    if all(out.shape[axis] == size for out in call.outs):
+        return [place] * len(call.outs)
+    start = call.get("start") or 0 if call.name in ("slice", "narrow") else 0
+    step = call.get("step", 1) if call.name == "slice" else 1
+    whole_blocks = all(out.shape[axis] % block == 0 and out.shape[axis] for out in call.outs)
+    if step == 1 and whole_blocks and start % block == 0:
+        return [place.along(axis, out.shape[axis] // block) for out in call.outs]
+    raise call.misfit(
+        f"it takes dimension {axis} apart, of which each rank has a slice"
+        + (f" in {place.blocks} blocks" if place.blocks > 1 else "")
+        + "; pack parts in one weight by shard(..., blocks=...), and divide the sizes by which "
+        "the module splits"
+    )
+
+
+@rule_for("slice_backward")
+def slice_backward(call: Call) -> list[Place]:
+    """Among zeros: a slice along the same dimension has got other blocks beside it."""
+    place, axis = call.places[0], call.get("dim") % call.tensors[0].ndim
+    if not place.is_slice or axis != place.dim:
+        return [place]
+    block = call.tensors[0].shape[axis] // place.blocks
+    return [place.along(axis, call.outs[0].shape[axis] // block)]
+
+
+@rule_for("cat", "concat")
+def cat(call: Call) -> list[Place]:
+    """Parts that lie alike; along the sliced dimension they become blocks."""
+    ndim = call.outs[0].ndim
+    axis = (call.get("dim") or 0) % ndim
+    parts = [(t, p) for t, p in zip(call.tensors, call.places, strict=True) if t.numel()]
+    first = next(place for _, place in parts if not place.is_whole)
+    if first.is_partial:
+        if all(place.is_partial or place.is_zero for _, place in parts):
+            return [first]
+        raise call.misfit("it joins partial sums with what is none")
+    joins_slices = first.dim == axis
+    for tensor, place in parts:
+        constant = place.is_whole and first.dim in place.uniform and not joins_slices
+        alike = place.is_slice and place.dim == first.dim
+        if not (constant or (alike and (joins_slices or place.blocks == first.blocks))):
+            raise call.misfit("it joins tensors that lie differently")
+    if not joins_slices:
+        return [first]
+    sizes = {t.shape[axis] // p.blocks for t, p in parts}
+    if len(sizes) > 1:
+        raise call.misfit("it joins slices of different sizes along the dimension that is sliced")
+    return [first.along(axis, sum(place.blocks for _, place in parts))]
+
+
+@rule_for("stack")
+def stack(call: Call) -> list[Place]:
+    """Parts that lie alike."""
+    axis = (call.get("dim") or 0) % call.outs[0].ndim
+    first = call.places[0]
+    if not all(place.same(first) for place in call.places):
+        raise call.misfit("it joins tensors that lie differently")
+    return [first.along(first.dim + (first.dim >= axis)) if first.is_slice else first]
+
+
+@rule_for("constant_pad_nd")
+def pad(call: Call) -> list[Place]:
+    """Free along other dimensions than the sliced one; a partial sum takes zeros."""
+    place, ndim = _first(call), call.tensors[0].ndim
+    padding = call.get("pad")
+    padded = {ndim - 1 - i // 2 for i, amount in enumerate(padding) if amount}
+    if place.is_slice and place.dim in padded:
+        raise call.misfit(f"it pads dimension {place.dim}, of which each rank has a slice")
+    if place.is_partial and call.get("value"):
+        raise call.misfit("it pads a partial sum by another number than zero")
+    return [place]
+
+
+# --- choice by index -------------------------------------------------------------------------------
+@rule_for("index", "_unsafe_index")
+def index(call: Call) -> list[Place]:
+    """Rows chosen by whole indices: of all dimensions but the sliced one."""
+    place, chosen = call.places[0], call.get("indices")
+    others = [p for t, p in zip(call.tensors[1:], call.places[1:], strict=True) if t is not None]
+    if not all(other.is_whole for other in others):
+        return _sliced_indices(call)
+    if not place.is_slice:
+        return [place]
+    at = [dim for dim, tensor in enumerate(chosen) if tensor is not None]
+    if place.dim in at:
+        raise call.misfit(f"it chooses along dimension {place.dim}, of which each rank has a slice")
+    if any(chosen[dim].dtype is torch.bool for dim in at):
+        raise call.misfit("no rule follows a slice through a choice by a boolean mask")
+    wide = max(chosen[dim].ndim for dim in at)
+    together = at == list(range(at[0], at[-1] + 1))
+    start = at[0] if together else 0
+    before = sum(dim < place.dim for dim in at)
+    kept = place.dim - before
+    return [place.along(kept if kept < start else kept + wide)]
+
+
+def _sliced_indices(call: Call) -> list[Place]:
+    """A whole table looked up by slices of indices: the result is sliced as they are."""
+    table, chosen = call.places[0], call.get("indices")
+    given = [tensor for tensor in chosen if tensor is not None]
+    if table.is_whole and len(given) == 1 and chosen[0] is not None:
+        return [call.places[1]]
+    raise call.misfit("indices that differ between ranks choose from what is no whole table")
+
+
+@rule_for("index_select", "gather")
+def index_select(call: Call) -> list[Place]:
+    """As `index`, along one dimension."""
+    place, indices = call.places[0], call.places[1]
+    axis = call.get("dim") % call.tensors[0].ndim
+    if place.is_slice and indices.is_slice and call.name == "gather" and place.same(indices):
+        if place.dim != axis:
+            return [place]
+    if not indices.is_whole or (place.is_slice and place.dim == axis):
+        raise call.misfit(f"it chooses along dimension {axis}, of which each rank has a slice")
+    if place.is_slice and call.name == "gather":
+        raise call.misfit("whole indices choose from slices")
+    return [place]
+
+
+@rule_for("index_put", "_index_put_impl", "index_add", "index_copy", "scatter_add", "scatter")
+def put(call: Call) -> list[Place]:
+    """Rows put in, or added, at whole indices: the rows lie as what takes them."""
+    target, source = call.places[0], call.places[-1]
+    if not all(place.is_whole for place in call.places[1:-1]):
+        raise call.misfit("the indices differ between ranks")
+    if source.is_partial and (target.is_partial or target.is_zero):
+        return [PARTIAL_SUM if not source.birth else source]
+    if target.is_partial and source.is_zero:
+        return [target]
+    if source.is_slice and call.name in ("index_put", "_index_put_impl", "index_add"):
+        return [_put_slices(call, target, source)]
+    if target.is_slice and source.is_whole and target.dim in source.uniform:
+        return [target]
+    raise call.misfit("what is put in lies differently from what takes it")
+
+
+def _put_slices(call: Call, target: Place, source: Place) -> Place:
+    """Rows that are sliced along a dimension behind the index, as what takes them is."""
+    values, rows = call.tensors[-1], call.tensors[0]
+    behind = values.ndim - source.dim
+    dim = rows.ndim - behind
+    chosen = call.get("indices")
+    first = call.get("dim", 0) if chosen is None else len(chosen) - 1
+    if dim <= first or source.dim < 1:
+        raise call.misfit("it puts slices of rows in, where each rank has others")
+    if target.same(source.along(dim)) or target.is_zero or dim in target.uniform:
+        return source.along(dim)
+    raise call.misfit("what is put in lies differently from what takes it")
+
+
+@rule_for("masked_scatter", "masked_select", "nonzero", "argwhere")
+def refuse_data(call: Call) -> list[Place]:
+    """The size of what is chosen would be another one on each rank."""
+    raise call.misfit("what it chooses depends on values that differ between ranks")
+
+
+@rule_for("unfold", "as_strided", "diagonal")
+def refuse_strides(call: Call) -> list[Place]:
+    """Along other dimensions nobody knows yet."""
+    place = _first(call)
+    if place.is_partial:
+        return [place]
+    raise call.misfit("no rule follows a slice through it")

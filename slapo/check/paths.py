@@ -1,0 +1,86 @@
+"""Which module is running, in the forward pass and in the backward pass of it."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo.wrapper import innermost
+
+
+class Paths:
+    """Paths of the modules of a model, as they run.
+
+    Autograd numbers its nodes in the order they are made, so the module that ran when a node was
+    made is known by the node's number when its backward runs.
+
+    Parameters
+    ----------
+    model
+        Whose modules are told.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names: dict[int, str] = {}
+        for path, module in model.named_modules():
+            self._names.setdefault(id(module), path)
+            self._names.setdefault(id(innermost(module)), path)
+        self._running: list[str] = []
+        self._numbers: list[int] = []
+        self._paths: list[str] = []
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow every call of a module that begins within the block.
+
+        By the call itself and not by hooks: a module's own hooks, which hold collectives, run
+        while it is told as running.
+        """
+        call = nn.Module.__call__
+        follow = self._follow
+
+        def following(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return follow(module, call, args, kwargs)
+
+        nn.Module.__call__ = following  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = call  # type: ignore[method-assign]
+
+    def _follow(self, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
+        around = self._running[-1] if self._running else ""
+        self._enter(self._names.get(id(module), around))
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            self._running.pop()
+            self._note(around)
+
+    def _enter(self, path: str) -> None:
+        self._running.append(path)
+        self._note(path)
+
+    def _note(self, path: str) -> None:
+        """Nodes from now on belong to `path`."""
+        number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        if self._numbers and self._numbers[-1] == number:
+            self._paths[-1] = path
+        else:
+            self._numbers.append(number)
+            self._paths.append(path)
+
+    def now(self) -> tuple[str, bool]:
+        """The module that is running, and whether in its backward pass."""
+        if self._running:
+            return self._running[-1], False
+        node: Any = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        if node is None:
+            return "", False
+        index = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
+        return (self._paths[index] if index >= 0 else ""), True

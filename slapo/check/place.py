@@ -1,0 +1,123 @@
+"""How a tensor lies across the ranks of one group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+REPLICATE, PARTIAL, SHARD, MASKED = "replicate", "partial", "shard", "masked"
+_ATTRIBUTE = "_slapo_place"
+
+
+@dataclass(frozen=True)
+class Birth:
+    """Where a partial sum or a slice came to be.
+
+    Parameters
+    ----------
+    operation
+        Its name.
+    path
+        The module that was running.
+    in_backward
+        Whether in the backward pass of that module.
+    """
+
+    operation: str
+    path: str
+    in_backward: bool = False
+
+    def __str__(self) -> str:
+        where = f"{self.path!r}" if self.path else "the model"
+        return f"{self.operation} in {'the backward pass of ' if self.in_backward else ''}{where}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """How one tensor lies across the ranks.
+
+    Parameters
+    ----------
+    kind
+        ``"replicate"``: whole on every rank; ``"partial"``: ranks hold summands; ``"shard"``:
+        slices; ``"masked"``: tokens as rows of this rank's part of a table.
+    dim
+        Of a slice: the dimension, from the front. Of masked tokens: the first row.
+    blocks
+        Of a slice: how many equal blocks lie along the dimension, each split by itself. Of masked
+        tokens: the number of rows.
+    uniform
+        Of a whole tensor: the dimensions along which it is constant, so that any slice is alike.
+    is_zero
+        Whether all of a whole tensor is zero, or nothing yet: then it may count as a summand too.
+    birth
+        For messages.
+    """
+
+    kind: str = REPLICATE
+    dim: int = -1
+    blocks: int = 1
+    uniform: frozenset[int] = frozenset()
+    is_zero: bool = False
+    birth: Birth | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all of it."""
+        return self.kind == REPLICATE
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether ranks hold summands."""
+        return self.kind == PARTIAL
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether ranks hold slices."""
+        return self.kind == SHARD
+
+    def same(self, other: Place) -> bool:
+        """Whether two tensors lie alike."""
+        if self.kind != other.kind:
+            return False
+        plain = self.kind in (REPLICATE, PARTIAL)
+        return plain or (self.dim, self.blocks) == (other.dim, other.blocks)
+
+    def along(self, dim: int, blocks: int | None = None) -> Place:
+        """The same slice along another dimension, in as many blocks unless told."""
+        return replace(self, dim=dim, blocks=self.blocks if blocks is None else blocks)
+
+    def __str__(self) -> str:
+        if self.kind == MASKED:
+            text = f"tokens masked for rows {self.dim} to {self.dim + self.blocks - 1}"
+        else:
+            text = {
+                REPLICATE: "whole",
+                PARTIAL: "a partial sum",
+                SHARD: f"sliced along dimension {self.dim}",
+            }[self.kind]
+            text += f" in {self.blocks} blocks" if self.blocks > 1 else ""
+        return text + (f" (since {self.birth})" if self.birth is not None else "")
+
+
+WHOLE, PARTIAL_SUM = Place(), Place(PARTIAL)
+
+
+def sliced(dim: int, blocks: int = 1) -> Place:
+    """Slices along a dimension, counted from the front."""
+    return Place(SHARD, dim, blocks)
+
+
+class Misfit(Exception):
+    """An operation whose result would not be that of the whole model."""
+
+
+def place_of(tensor: Tensor) -> Place:
+    """How it lies; what nothing was noted of is whole."""
+    return getattr(tensor, _ATTRIBUTE, WHOLE)
+
+
+def put_place(tensor: Tensor, place: Place) -> None:
+    """Note how it lies."""
+    setattr(tensor, _ATTRIBUTE, place)

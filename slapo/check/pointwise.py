@@ -1,0 +1,211 @@
+"""Rules of operations that work element by element, and of the copies and constants among them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from slapo.check.call import Call, rule_for
+from slapo.check.place import PARTIAL_SUM, WHOLE, Place
+
+#: Linear in the argument at one of these positions, when the others are whole.
+_LINEAR_IN = {
+    "mul": (0, 1),
+    "div": (0,),
+    "true_divide": (0,),
+    "neg": (0,),
+    "_to_copy": (0,),
+    "real": (0,),
+}
+#: Linear in all of their arguments together.
+_ADDITIVE = ("add", "sub", "rsub", "_foreach_add")
+#: Makers of tensors that hold one value.
+_CONSTANT = (
+    "ones",
+    "full",
+    "scalar_tensor",
+    "new_ones",
+    "new_full",
+    "ones_like",
+    "full_like",
+    "fill",
+)
+_ZERO = (
+    "zeros",
+    "new_zeros",
+    "zeros_like",
+    "zero",
+    "empty",
+    "new_empty",
+    "empty_like",
+    "empty_strided",
+)
+_ZERO += ("new_empty_strided", "_efficientzerotensor")
+
+
+def is_pointwise(call: Call) -> bool:
+    """Whether the operation works element by element."""
+    return torch.Tag.pointwise in call.func.tags or call.name in ("copy", "masked_fill")
+
+
+def of_wholes(call: Call) -> list[Place]:
+    """Places of what was made of whole tensors alone: whole, and perhaps constant."""
+    if call.name in _CONSTANT or call.name in _ZERO:
+        zero = call.name in _ZERO or call.name == "full" and call.get("fill_value") == 0
+        return [Place(uniform=frozenset(range(out.ndim)), is_zero=zero) for out in call.outs]
+    if not any(place.uniform or place.is_zero for place in call.places):
+        return [WHOLE] * len(call.outs)
+    return [Place(uniform=_uniform_dims(call, out), is_zero=_stays_zero(call)) for out in call.outs]
+
+
+def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
+    """Dimensions along which all that it was made of is constant."""
+    if not is_pointwise(call) and call.name not in (
+        "expand",
+        "_to_copy",
+        "clone",
+        "detach",
+        "alias",
+    ):
+        return frozenset()
+    found = set()
+    for dim, size in enumerate(out.shape):
+        alike = True
+        for tensor, place in zip(call.tensors, call.places, strict=True):
+            here = dim - (out.ndim - tensor.ndim)
+            alike &= here < 0 or tensor.shape[here] == 1 or here in place.uniform
+        if alike and size > 1:
+            found.add(dim)
+    return frozenset(found)
+
+
+def _stays_zero(call: Call) -> bool:
+    """Of what was all zero: whether the result is."""
+    if call.name in (
+        "view",
+        "_unsafe_view",
+        "expand",
+        "clone",
+        "_to_copy",
+        "detach",
+        "alias",
+        "neg",
+    ):
+        return call.places[0].is_zero
+    if call.name in ("add", "mul"):
+        scalars = [a for a in call.args[:2] if not isinstance(a, Tensor)]
+        if scalars and call.name == "add":
+            return False
+        zeros = [place.is_zero for place in call.places]
+        return all(zeros) if call.name == "add" else any(zeros)
+    return False
+
+
+def pointwise(call: Call) -> list[Place]:
+    """Slices meet slices of the same kind, or what is broadcast or constant along them."""
+    if any(place.is_partial for place in call.places):
+        return _linear(call)
+    first_at = next(i for i, place in enumerate(call.places) if not place.is_whole)
+    first = call.places[first_at]
+    if not first.is_slice:
+        raise call.misfit(
+            "tokens that are masked for a table are looked up there, and nowhere else"
+        )
+    # From the end, as broadcasting aligns.
+    dim = first.dim - call.tensors[first_at].ndim
+    for tensor, place in zip(call.tensors, call.places, strict=True):
+        here = tensor.ndim + dim
+        constant = here < 0 or tensor.shape[here] == 1 or here in place.uniform
+        alike = place.is_slice and place.dim == here and place.blocks == first.blocks
+        if not (alike or (place.is_whole and constant)):
+            raise call.misfit("its inputs lie differently")
+    return [first.along(out.ndim + dim) for out in call.outs]
+
+
+def _linear(call: Call) -> list[Place]:
+    """A sum of summands is a summand of the sum; what is not linear has to wait for the sum."""
+    name, places = call.name, call.places
+    partial = next(place for place in places if place.is_partial)
+    at = [index for index, place in enumerate(places) if place.is_partial]
+    summands = all(place.is_partial or place.is_zero for place in places)
+    if name in _ADDITIVE:
+        if summands and not any(isinstance(a, (int, float)) and a for a in call.args[:2]):
+            return [partial] * len(call.outs)
+        raise call.misfit("a partial sum is added to what is none: that would count once per rank")
+    if name == "copy":
+        source = places[-1]
+        return [source] * len(call.outs)
+    if name == "where":
+        if at and all(places[i].is_partial or places[i].is_zero for i in range(1, len(places))):
+            if places[0].is_whole and call.tensors[0].dtype is torch.bool:
+                return [partial] * len(call.outs)
+    elif name == "masked_fill":
+        value = call.get("value")
+        zero = value == 0 if not isinstance(value, Tensor) else places[-1].is_zero
+        if at == [0] and places[1].is_whole and zero:
+            return [partial] * len(call.outs)
+    elif len(at) == 1 and all(p.is_whole for i, p in enumerate(places) if i != at[0]):
+        if at[0] in _LINEAR_IN.get(name, ()):
+            return [partial] * len(call.outs)
+    raise call.misfit(
+        "it is not linear, and what it is given is a partial sum that nobody has summed"
+    )
+
+
+@rule_for("detach", "alias", "clone", "contiguous", "lift_fresh", "positive", "conj", "_conj")
+def same(call: Call) -> list[Place]:
+    """What is copied lies as before."""
+    return [call.places[0]] * len(call.outs)
+
+
+@rule_for("ones_like", "full_like", "zeros_like", "empty_like", "new_empty_strided")
+def like(call: Call) -> list[Place]:
+    """Constants in the shape of a slice are slices; in that of a summand they are whole."""
+    place = call.places[0]
+    if place.is_slice:
+        return [replace(place, birth=place.birth)] * len(call.outs)
+    return [replace(made, uniform=frozenset(range(out.ndim))) for made, out in _blank(call)]
+
+
+def _blank(call: Call) -> list[tuple[Place, Tensor]]:
+    zero = call.name in _ZERO
+    return [(Place(is_zero=zero), out) for out in call.outs]
+
+
+@rule_for("new_zeros", "new_ones", "new_full", "new_empty")
+def new(call: Call) -> list[Place]:
+    """A constant of another shape than the tensor it takes its type from."""
+    return of_wholes(replace_places(call, WHOLE))
+
+
+def replace_places(call: Call, place: Place) -> Call:
+    """The same call with all tensors lying alike."""
+    return replace(call, places=[place] * len(call.places))
+
+
+@rule_for("bernoulli", "native_dropout", "rand_like", "randn_like", "randint_like")
+@rule_for("uniform", "normal", "exponential", "random", "dropout")
+def drawn(call: Call) -> list[Place]:
+    """Numbers for a slice are drawn slice by slice; the mode checks from which state."""
+    if not call.places[0].is_slice:
+        if call.name in ("uniform", "normal", "exponential", "random", "rand_like", "randn_like"):
+            return [WHOLE] * len(call.outs)
+        raise call.misfit("a random mask on a partial sum differs from that on the sum")
+    return [call.places[0]] * len(call.outs)
+
+
+@rule_for("cumsum", "cumprod", "flip", "logcumsumexp")
+def along_one(call: Call) -> list[Place]:
+    """Along another dimension each slice by itself."""
+    place = call.places[0]
+    dims = call.get("dim", call.get("dims"))
+    dims = [dims] if isinstance(dims, int) else dims
+    if place.is_partial:
+        if call.name in ("cumsum", "flip"):
+            return [PARTIAL_SUM] * len(call.outs)
+        raise call.misfit("it is not linear, and what it is given is a partial sum")
+    if place.dim in {dim % call.tensors[0].ndim for dim in dims}:
+        raise call.misfit(f"it runs along dimension {place.dim}, of which each rank has a slice")
+    return [place] * len(call.outs)

@@ -1,0 +1,59 @@
+"""Collectives of torch that a model, or a hook of a user's, calls without this library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from slapo.check.place import WHOLE, Misfit, Place, put_place
+
+_REMEDY = (
+    "the collectives of slapo.sharding (reduce_from_group, all_gather, ...) say what they take and "
+    "give, and have a gradient"
+)
+
+
+def raw_collective(
+    func: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    tensors: list[Tensor],
+    places: list[Place],
+    ranks: int,
+) -> Any:
+    """Its result without communication; places of sums over the ranks are known."""
+    name = func.overloadpacket.__name__
+    if name in ("allreduce_", "all_reduce", "all_reduce_"):
+        _check_sum(args, kwargs)
+        if not all(place.is_partial for place in places):
+            raise Misfit(f"it sums over the ranks what is no partial sum; {_REMEDY}")
+        return _summed(name, args, tensors)
+    if name in ("wait_tensor", "barrier"):
+        return tensors[0] if tensors else _work()
+    raise Misfit(f"nothing is known of this collective here; {_REMEDY}")
+
+
+def _summed(name: str, args: Any, tensors: list[Tensor]) -> Any:
+    if name == "all_reduce":
+        result = tensors[0].clone()
+        put_place(result, WHOLE)
+        return result
+    for tensor in tensors:
+        put_place(tensor, WHOLE)
+    return tensors[0] if name == "all_reduce_" else (args[0], _work())
+
+
+def _check_sum(args: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse a maximum or another reduction than a sum."""
+    for value in (*args, *kwargs.values()):
+        operation = getattr(value, "op", value)
+        if isinstance(operation, str) and operation.lower() in ("avg", "max", "min", "product"):
+            raise Misfit(f"it is no sum over the ranks; {_REMEDY}")
+
+
+def _work() -> Any:
+    from torch._C._distributed_c10d import FakeWork
+
+    work = FakeWork()
+    return work.boxed() if hasattr(work, "boxed") else work

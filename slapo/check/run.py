@@ -1,0 +1,234 @@
+"""``slapo.check``: one forward and one backward pass, in which every tensor has a place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from slapo.agreement import gathered, has_peers
+from slapo.check.mode import Finding, PlaceMode, Sized, Stop
+from slapo.check.place import Place, place_of
+from slapo.check.report import explain, explain_gradient, explain_sizes, unrunnable
+from slapo.check.stand_ins import StandIns, as_before, standing_in
+from slapo.errors import PlacementError, SlapoError
+from slapo.logger import get_logger
+from slapo.random import states_kept
+from slapo.schedule import Schedule
+from slapo.sharding.checks import check_modules
+from slapo.sharding.groups import as_if_alone
+from slapo.sharding.steps import carried_by
+from slapo.utils.calls import as_call, refuse_batch
+from slapo.wrapper import innermost
+
+logger = get_logger()
+
+LossFn = Callable[[Any], Tensor]
+
+
+def check(sch: Schedule, example_inputs: Any, loss_fn: LossFn | None = None) -> None:
+    """Refuse a tensor-parallel schedule under which the model would train something else.
+
+    The scheduled model runs once forward and once backward, on this process, without communication:
+    every tensor is followed as whole, sliced or a partial sum through every operation that torch
+    runs, those of the backward pass too, and in the end each gradient has to lie as its parameter
+    does. Models up to some 100 MB run on numbers, larger ones and those on ``meta`` without memory
+    for their weights, which are not touched either way.
+
+    It knows nothing of the values: whether a replacement computes the same, see
+    :class:`slapo.Verify`.
+
+    Parameters
+    ----------
+    sch
+        The root schedule, before ``slapo.build``. Its group may be one of real processes, all of
+        which call this and hear the same, or a fake one of any size.
+    example_inputs
+        A tensor, a tuple of positional arguments or a dict of keyword arguments; sizes that differ
+        from each other, and from those of the model, tell most.
+    loss_fn
+        Output -> scalar. By default the output's ``loss`` if it has one, else all of its tensors.
+
+    Raises
+    ------
+    PlacementError
+        Naming the module, the operation, what it was given, and the call that mends it where that
+        is known.
+    SlapoError
+        If the model cannot run on these inputs.
+
+    Examples
+    --------
+    >>> import slapo, torch
+    >>> from torch import nn
+    >>> sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)))
+    >>> _ = sch["0"].shard("weight", axis=0).shard("bias", axis=0)
+    >>> slapo.check(sch, torch.ones(3, 4))  # of one rank each slice is the whole
+    """
+    if not isinstance(sch, Schedule):
+        raise TypeError(
+            f"check takes a schedule, got {type(sch).__name__}; pass what "
+            "slapo.create_schedule(model) returned"
+        )
+    args, kwargs = as_call(example_inputs)
+    refuse_batch(innermost(sch.mod), args)
+    error = None
+    try:
+        if sch.world_size > 1:
+            check_modules(sch.mod)
+        _Check(sch, args, kwargs, loss_fn).run()
+    except (SlapoError, TypeError, ValueError) as raised:
+        error = raised
+    _raise_alike(sch, error)
+
+
+def _raise_alike(sch: Schedule, error: Exception | None) -> None:
+    """What one rank has found all ranks raise: rank 0 takes a wrong offset for right."""
+    if not has_peers(sch.group) or sch.world_size == 1:
+        if error is not None:
+            raise error
+        return
+    told = None if error is None else (str(error), *_attributes(error))
+    found = gathered(told, sch.group)
+    if error is not None:
+        raise error
+    first = next((each for each in found if each is not None), None)
+    if first is not None:
+        raise PlacementError(*first)
+
+
+def _attributes(error: Exception) -> tuple[str, str, str]:
+    return tuple(getattr(error, name, "") for name in ("path", "suspect", "remedy"))  # type: ignore[return-value]
+
+
+class _Check:
+    """One check of one schedule."""
+
+    def __init__(
+        self, sch: Schedule, args: Any, kwargs: dict[str, Any], loss_fn: LossFn | None
+    ) -> None:
+        self.sch, self.loss_fn = sch, loss_fn
+        self.stand_ins = StandIns(sch.mod)
+        self.inputs = (args, kwargs)
+
+    def run(self) -> None:
+        """Check it, and put everything back."""
+        with ExitStack() as stack:
+            stack.enter_context(states_kept(self.sch.rank))
+            stack.enter_context(_in_training(self.sch.mod))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(_eager())
+            found = self._follow()
+            self._compare_sizes(found)
+
+    def _fresh_inputs(self) -> tuple[Any, Any]:
+        return pytree.tree_map_only(Tensor, self.stand_ins.given, self.inputs)  # type: ignore[no-any-return]
+
+    def _follow(self) -> list[Sized]:
+        sch, mode = self.sch, PlaceMode(self.sch.mod, self.sch.group)
+        gradients: dict[str, Place] = {}
+        with ExitStack() as stack:
+            params = stack.enter_context(standing_in(sch.mod, self.stand_ins, sch.group))
+            for name, (param, _) in params.items():
+                if param.requires_grad:
+                    handle = param.register_hook(_noting(gradients, name))
+                    stack.callback(handle.remove)
+            try:
+                with self.stand_ins.mode(), carried_by(mode.carry_out), mode.paths.followed(), mode:
+                    args, kwargs = self._fresh_inputs()
+                    output = sch.mod(*args, **kwargs)
+                    self._backward(output, mode)
+            except Stop as stop:
+                raise explain(sch, stop.finding) from None
+            except (SlapoError, RuntimeError, ValueError, TypeError, IndexError) as error:
+                raise unrunnable(sch, error) from error
+            for name, (_, wanted) in params.items():
+                if name in gradients and not gradients[name].same(wanted):
+                    raise explain_gradient(sch, name, wanted, gradients[name])
+        return mode.sized
+
+    def _backward(self, output: Any, mode: PlaceMode) -> None:
+        if self.loss_fn is not None:
+            losses = [self.loss_fn(output)]
+        else:
+            losses = losses_in(output)
+        for loss in losses:
+            place = place_of(loss)
+            if not place.is_whole:
+                finding = Finding("output", "", False, ((tuple(loss.shape), place),), "")
+                raise Stop(finding)
+        wanted = [loss for loss in losses if loss.requires_grad]
+        if wanted:
+            torch.autograd.backward(wanted, [torch.ones_like(loss) for loss in wanted])
+
+    def _compare_sizes(self, found: list[Sized]) -> None:
+        """The same operations run on the same sizes where nothing is sharded."""
+        sch = self.sch
+        if sch.world_size == 1:
+            return
+        mode = PlaceMode(sch.mod, None)
+        try:
+            with ExitStack() as stack:
+                for context in (
+                    as_if_alone(),
+                    as_before(sch.mod, sch.state.numbers),
+                    standing_in(sch.mod, self.stand_ins, sch.group, whole=True),
+                    torch.no_grad(),
+                    self.stand_ins.mode(),
+                    mode.paths.followed(),
+                    mode,
+                ):
+                    stack.enter_context(context)  # type: ignore[arg-type]
+                args, kwargs = self._fresh_inputs()
+                sch.mod(*args, **kwargs)
+        except Exception as error:
+            logger.info("check: sizes are not compared with those of one rank: %s", error)
+            return
+        problem = explain_sizes(sch, found, mode.sized)
+        if problem is not None:
+            raise problem
+
+
+def _noting(gradients: dict[str, Place], name: str) -> Callable[[Tensor], None]:
+    def note(grad: Tensor) -> None:
+        gradients[name] = place_of(grad)
+
+    return note
+
+
+def losses_in(output: Any) -> list[Tensor]:
+    """What is differentiated without a loss function."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor) and loss.ndim == 0:
+        return [loss]
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves if leaf.is_floating_point()]
+
+
+@contextmanager
+def _in_training(model: nn.Module) -> Iterator[None]:
+    """A model in eval mode is taken to train; one in train mode has its own flags."""
+    if model.training:
+        yield
+        return
+    flags = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """What was compiled runs operation by operation."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,0 +1,165 @@
+"""Tensors to run a model on that stand in for its own: no weights needed, and none touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from slapo.check.place import WHOLE, Place, put_place, sliced
+from slapo.node import Numbers
+from slapo.sharding.slicing import ShardSpec
+from slapo.sharding.state import sharding_of, shards_of
+from slapo.sharding.tags import apply_tags, new_parameter
+from slapo.wrapper import innermost
+
+#: Up to this many bytes of weights a model runs on numbers, which take the branches that numbers
+#: take; larger ones run on fakes, which have sizes alone.
+REAL_BYTES = 128 * 2**20
+
+
+class StandIns:
+    """Makes tensors in place of others, with numbers in them or without.
+
+    Parameters
+    ----------
+    model
+        The sharded model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        tensors = [*model.parameters(), *model.buffers()]
+        whole = sum(_full_size(t) * t.element_size() for t in tensors)
+        self.fake = None if whole <= REAL_BYTES else FakeTensorMode(allow_non_fake_inputs=True)
+        devices = {t.device for t in tensors if not t.is_meta}
+        self.device = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
+        self._generator = torch.Generator().manual_seed(1)
+
+    def mode(self) -> Any:
+        """The context to run in."""
+        return nullcontext() if self.fake is None else self.fake
+
+    def like(self, tensor: Tensor, shape: torch.Size | None = None) -> Tensor:
+        """A tensor of its type, of its shape unless another is given."""
+        shape = tensor.shape if shape is None else shape
+        device = self.device if tensor.is_meta else tensor.device
+        if self.fake is not None:
+            with self.fake:
+                return torch.empty(shape, dtype=tensor.dtype, device=device)
+        if not tensor.is_meta and shape == tensor.shape:
+            return tensor.detach().clone()
+        if not tensor.is_floating_point():
+            return torch.zeros(shape, dtype=tensor.dtype, device=device)
+        numbers = torch.empty(shape, dtype=torch.float32).uniform_(
+            0.1, 1, generator=self._generator
+        )
+        return numbers.to(device, tensor.dtype)
+
+    def given(self, tensor: Tensor) -> Tensor:
+        """An input of the user's, to be differentiated where that was asked for."""
+        if self.fake is not None:
+            copy = self.like(tensor)
+        elif tensor.is_meta:
+            copy = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.device)
+        else:
+            copy = tensor.detach().to(self.device, copy=True)
+        return copy.requires_grad_(tensor.requires_grad)
+
+
+def _full_size(tensor: Tensor) -> int:
+    shape = getattr(tensor, "orig_shape", tensor.shape)
+    return int(torch.Size(shape).numel())
+
+
+@contextmanager
+def standing_in(
+    model: nn.Module, stand_ins: StandIns, group: dist.ProcessGroup | None, whole: bool = False
+) -> Iterator[dict[str, tuple[Tensor, Place]]]:
+    """Put stand-ins into a model while the block runs.
+
+    Parameters
+    ----------
+    whole
+        Of the full size, as if nothing was sharded.
+
+    Yields
+    ------
+    dict
+        Parameter name -> stand-in and its place, those that are tied by one of their names.
+    """
+    new: dict[int, Tensor] = {}
+    named: dict[str, tuple[Tensor, Place]] = {}
+    with ExitStack() as stack:
+        for path, outer in model.named_modules(remove_duplicate=False):
+            module = innermost(outer)
+            if isinstance(module, torch.jit.ScriptModule):
+                _place_compiled(path, module, named, stack)
+                continue
+            for table in (module._parameters, module._buffers):
+                for leaf, tensor in list(table.items()):
+                    if tensor is None or (id(module), leaf) in new:
+                        continue
+                    new[id(module), leaf] = tensor  # type: ignore[index]
+                    spec = shards_of(module).get(leaf)
+                    if id(tensor) not in new:
+                        new[id(tensor)] = _stand_in(tensor, spec, stand_ins, group, whole)
+                        if isinstance(tensor, nn.Parameter):
+                            name = f"{path}.{leaf}".lstrip(".")
+                            named[name] = new[id(tensor)], _place(spec)
+                        put_place(new[id(tensor)], WHOLE if whole else _place(spec))
+                    table[leaf] = new[id(tensor)]  # type: ignore[assignment]
+                    stack.callback(table.__setitem__, leaf, tensor)
+        yield named
+
+
+def _place(spec: ShardSpec | None) -> Place:
+    return WHOLE if spec is None or spec.world_size == 1 else sliced(spec.axis, len(spec.blocks))
+
+
+def _stand_in(
+    tensor: Tensor,
+    spec: ShardSpec | None,
+    stand_ins: StandIns,
+    group: dist.ProcessGroup | None,
+    whole: bool,
+) -> Tensor:
+    made = stand_ins.like(tensor, spec.full_shape if spec is not None and whole else None)
+    if not isinstance(tensor, nn.Parameter):
+        return made
+    with stand_ins.mode():
+        param = new_parameter(made, tensor)
+    if not whole:
+        apply_tags(param, {}, group)
+    return param
+
+
+def _place_compiled(path: str, module: nn.Module, named: Any, stack: ExitStack) -> None:
+    """Parameters of a compiled module cannot be exchanged: they run as they are."""
+    for leaf, param in module.named_parameters():
+        named[f"{path}.{leaf}".lstrip(".")] = param, WHOLE
+        put_place(param, WHOLE)
+        stack.callback(setattr, param, "grad", param.grad)
+
+
+@contextmanager
+def as_before(model: nn.Module, numbers: Numbers) -> Iterator[None]:
+    """Modules with the whole numbers that they had before they were scheduled."""
+    before: list[tuple[nn.Module, dict[str, Any]]] = [
+        (module, own) for ref, own in numbers if (module := ref()) is not None
+    ]
+    for outer in model.modules():
+        state = sharding_of(innermost(outer))
+        if state is not None:
+            before.append((innermost(outer), state.sizes))
+    with ExitStack() as stack:
+        for module, own in before:
+            for name, value in own.items():
+                if name in module.__dict__ and module.__dict__[name] != value:
+                    stack.callback(module.__dict__.__setitem__, name, module.__dict__[name])
+                    module.__dict__[name] = value
+        yield

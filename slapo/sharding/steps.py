@@ -1,0 +1,100 @@
+"""What steps of tensor parallelism mean over the ranks, beyond what they compute on this one.
+
+Collectives, and the few computations that give each rank something else, say here what they take
+and what they give. One table, read by the layout check of ``Schedule.sync``, by the placement check
+and by the manual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kind of step, from how its input lies across the ranks to how its output does.
+
+    Parameters
+    ----------
+    name
+        Of the collective.
+    takes, gives
+        ``"replicate"`` (whole on every rank), ``"partial"`` (summands), ``"shard"`` (slices), or
+        ``"masked"`` (tokens as rows of this rank's part of a table).
+    takes_along, gives_along
+        Which of the step's arguments is the axis of the slices that it takes, or gives.
+    """
+
+    name: str
+    takes: str
+    gives: str
+    takes_along: str = ""
+    gives_along: str = ""
+    communicates: bool = True
+
+
+ALL_REDUCE = Step("all_reduce", "partial", "replicate")
+#: Its gradient is summed.
+COPY = Step("copy", "replicate", "replicate", communicates=False)
+ALL_GATHER = Step("all_gather", "shard", "replicate", takes_along="axis")
+REDUCE_SCATTER = Step("reduce_scatter", "partial", "shard", gives_along="axis")
+SCATTER = Step("scatter", "replicate", "shard", gives_along="axis", communicates=False)
+ALL_TO_ALL = Step("all_to_all", "shard", "shard", "concat_axis", "split_axis")
+#: 1/n of a tensor in the forward pass, so that a sum over n ranks adds it once.
+SHARE = Step("share", "replicate", "partial", communicates=False)
+#: This rank's slice among zeros: the gradient of a slice that other ranks have others of.
+PAD = Step("pad", "shard", "partial", takes_along="axis", communicates=False)
+MASK_TOKENS = Step("mask_tokens", "replicate", "masked", communicates=False)
+
+STEPS = (ALL_REDUCE, COPY, ALL_GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL, SHARE, PAD, MASK_TOKENS)
+
+#: Gets the step, the function that carries it out, the tensor, the group and further arguments.
+Carrier = Callable[..., Tensor]
+_carrier: Carrier | None = None
+
+
+def carry_out(
+    step: Step,
+    function: Callable[..., Tensor],
+    tensor: Tensor,
+    group: dist.ProcessGroup | None,
+    **arguments: Any,
+) -> Tensor:
+    """Call ``function(tensor, group, **arguments)``, or let who watches do it."""
+    if _carrier is None:
+        return function(tensor, group, **arguments)
+    return _carrier(step, function, tensor, group, **arguments)
+
+
+@contextmanager
+def carried_by(carrier: Carrier) -> Iterator[None]:
+    """Let a function carry out the steps that this process begins within the block.
+
+    Parameters
+    ----------
+    carrier
+        Takes the step, the function that carries it out, the tensor, the group and the function's
+        further arguments by name; returns the result.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from slapo.sharding.collectives import reduce_from_group
+    >>> def printed(step, function, tensor, group, **arguments):
+    ...     print(step.name, tuple(tensor.shape))
+    ...     return function(tensor, group, **arguments)
+    >>> with carried_by(printed):
+    ...     total = reduce_from_group(torch.ones(2))  # in a world of one, none begins
+    """
+    global _carrier
+    before, _carrier = _carrier, carrier
+    try:
+        yield
+    finally:
+        _carrier = before
