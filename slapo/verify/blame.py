@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from slapo.sharding.state import layout_of, shards_of, syncs_of
 from slapo.verify.locate import Call, Comparison, Run, Verdict
@@ -97,8 +98,8 @@ class Blame:
             if packed is not None:
                 return _at(
                     packed,
-                    " holds several blocks, as of query, key and value, and is split as if it were "
-                    f"one: shard it with blocks=; {_differing(call)}{found.amount}",
+                    " is as wide as several layers, of query, key and value perhaps, and is not split "
+                    f"in as many blocks: shard it with blocks=; {_differing(call)}{found.amount}",
                     call.path,
                 )
             return _at(
@@ -124,53 +125,89 @@ class Blame:
                 break
             for spec in shards_of(innermost(call.module)).values():
                 sizes = spec.full_shape
-                wide = len(sizes) > 1 and sizes[spec.axis] % sizes[1 - spec.axis] == 0
-                several = wide and sizes[spec.axis] // sizes[1 - spec.axis] in (2, 3)
-                if several and len(spec.blocks) == 1 and spec.axis in (0, 1) and not call.parts:
+                wide = len(sizes) == 2 and sizes[spec.axis] % sizes[1 - spec.axis] == 0
+                several = sizes[spec.axis] // sizes[1 - spec.axis] if wide else 1
+                if several in (2, 3) and len(spec.blocks) != several and not call.parts:
                     return call
         return None
 
     # --- gradients ---------------------------------------------------------------------------
-    def gradient(self, parameters: Collection[str]) -> Guess | None:
-        """Where gradients part; `parameters` are those whose gradients differ."""
+    def gradient(self) -> Guess | None:
+        """Where gradients part: the innermost that gets the right one and sends back another."""
         current, verdict = self.given.root, Verdict()
         while True:
+            cut = self._cut_off(current)
+            if cut:
+                current, verdict = cut[0], Verdict(amount=": none goes through it")
+                continue
             found = self._senders(current)
-            if not found:
-                break
             sharded = {c.path for c, _ in found if shards_of(innermost(c.module))}
-            if current.parent is not None and len(sharded) > 1:
+            if not found or (current.parent is not None and len(sharded) > 1):
                 break
             current, verdict = found[-1]
             if _completes_gradient(current.module):
                 break
-        if current.parent is None or (current.path == "" and not verdict.differs):
+        if current is self.given.root:
             return None
-        how = (
-            " sends back another gradient than the original's"
-            f"{verdict.amount}{_hint(verdict, back=True, path=current.path)}"
-        )
-        return _at(current, how)
+        why = f"{verdict.amount}{_hint(verdict, back=True, path=current.path)}"
+        return _at(current, f", which sends back another gradient than the original's{why}")
 
-    def _senders(self, parent: Call) -> list[tuple[Call, Verdict]]:
-        """Parts of a call that get the right gradient and send back a wrong one."""
+    def _cut_off(self, parent: Call) -> list[Call]:
+        """Parts of a call whose output needs no gradient where the original's does."""
         found = []
         for call in parent.parts:
             target = self.expected.get(call.key)
-            if target is None:
+            has = target is not None and target.gradient is not None
+            if self.comparison.any_rank(has and call.gradient is None and not call.needs_gradient):
+                found.append(call)
+        return found
+
+    def _senders(self, parent: Call) -> list[tuple[Call, Verdict]]:
+        """Parts of a call that get the right gradient and send back a wrong one."""
+        found: list[tuple[Call, Verdict]] = []
+        for call in parent.parts:
+            target = self.expected.get(call.key)
+            if target is None or not target.sent:  # a new one, or of inputs without gradients
+                found.extend(self._senders(call))
                 continue
-            got = self._compare(call, call.gradient, target.gradient)
+            if self._compare(call, call.gradient, target.gradient).differs:
+                continue
             sent = [
                 self._compare(call, call.sent.get(k), target.sent.get(k))
                 for k in range(min(len(call.inputs), len(target.inputs)))
             ]
-            wrong = [v for v in sent if v.differs]
-            if wrong and not got.differs:
+            wrong = [
+                v
+                for tensor, v in zip(call.inputs, sent, strict=False)
+                if v.differs and not (v.factor == "sum" and self._is_summed(tensor))
+            ]
+            if wrong:
                 found.append((call, wrong[0]))
         return found
 
+    def _is_summed(self, tensor: Tensor) -> bool:
+        """Whether a sync on the module that gave a tensor sums its gradient over the ranks."""
+        givers = [c for c in self.given.calls if c.output is not None and same(c.output, tensor)]
+        syncs = [s for call in givers for s in syncs_of(innermost(call.module))]
+        return any(s.mode == "fwd_post" and s.completes_gradient for s in syncs)
+
+    def gets_it_right(self, path: str) -> bool:
+        """Whether every call of a module gets the gradient of its output that the original gets."""
+        calls = [call for call in self.given.calls if call.path == path]
+        verdicts = [
+            self._compare(call, call.gradient, self.expected[call.key].gradient)
+            for call in calls
+            if call.key in self.expected
+        ]
+        return bool(verdicts) and all(v.known and not v.differs for v in verdicts)
+
     def _compare(self, call: Call, mine: object, target: object, partial: bool = False) -> Verdict:
         return self.comparison.compare(call.module, mine, target, partial)  # type: ignore[arg-type]
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors hold the same numbers."""
+    return one.shape == other.shape and torch.equal(one, other)
 
 
 def _gives_partial(call: Call) -> bool:

@@ -130,12 +130,13 @@ def _blame(trial: Trial, gradients: bool) -> Blame:
 def compare_gradients(trial: Trial, given: Outcome, wanted: Outcome) -> None:
     """Gradients of parameters, whole, and of inputs."""
     sides = trial.sides
-    expected = gathered_gradients(sides.reference, sides.sch.group)
+    expected: dict[str, Tensor] = {}
     found = sides.origins.gradients()
     for index, (mine, theirs) in enumerate(zip(given.inputs, wanted.inputs, strict=True)):
         if theirs.grad is not None:
             expected[f"<input {index}>"] = theirs.grad
             found[f"<input {index}>"] = gradient_of(mine)
+    expected |= gathered_gradients(sides.reference, sides.sch.group)
     floor = _GRADIENT_FLOOR * max((scale_of(g) for g in expected.values()), default=0.0)
     failures = []
     for name, grad in expected.items():
@@ -156,7 +157,13 @@ def _raise_gradients(
     sides = trial.sides
     partial = _partial_wholes(trial, [name for name, *_ in failures], expected)
     names = [name for name, *_ in failures]
-    guess = _blame(trial, gradients=True).gradient(names)
+    blame = _blame(trial, gradients=True)
+    owners = {name.rpartition(".")[0] for name in names}
+    # In a fixed order: each look is a collective.
+    alone = len(partial) == len(names) and all(
+        [blame.gets_it_right(path) for path in sorted(owners)]
+    )
+    guess = None if alone else blame.gradient()
     start = f"Verify: outputs agree{_in_mode(trial)}, but {_listed(failures)}"
     if guess is not None:
         raise VerificationError(f"{start}. Most likely {guess}; {sides.applied(guess.path)}")

@@ -33,6 +33,10 @@ class Call:
         Its floating point inputs, and its first output tensor.
     sent, gradient
         After a backward, what it sends back to each input, and the gradient of its output.
+    needs_gradient
+        Whether the output has one at all.
+    parts
+        Calls that it made.
     """
 
     path: str
@@ -43,6 +47,7 @@ class Call:
     output: Tensor | None = None
     sent: dict[int, Tensor] = field(default_factory=dict)
     gradient: Tensor | None = None
+    needs_gradient: bool = False
     parts: list[Call] = field(default_factory=list)
 
     @property
@@ -100,6 +105,7 @@ def recorded(model: nn.Module) -> Iterator[Run]:
             if tensor is None:
                 return
             call.output = tensor.detach().clone()
+            call.needs_gradient = tensor.requires_grad
             if tensor.requires_grad:
                 tensor.register_hook(lambda grad: _keep_gradient(call, grad))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -77,11 +77,8 @@ def gathered_gradients(model: nn.Module, group: dist.ProcessGroup | None) -> dic
     return found
 
 
-def backward(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> None:
-    """Differentiate the loss, or all outputs against fixed random numbers."""
-    if loss_fn is not None:
-        loss_fn(output).backward()
-        return
+def weighed(output: Any) -> Tensor | None:
+    """All outputs against fixed random numbers; None where none needs a gradient."""
     generator = torch.Generator().manual_seed(SEED)
     terms = []
     for _, tensor in tensors_in(output):
@@ -92,8 +89,7 @@ def backward(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> None:
             usable = tensor.masked_fill(~tensor.detach().isfinite(), 0.0)
             usable = usable if tensor.dtype == torch.float64 else usable.float()
             terms.append((usable * weights.to(tensor.device)).sum().double())
-    if terms:
-        torch.stack(terms).sum().backward()
+    return torch.stack(terms).sum() if terms else None
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from slapo.verify.locate import running_in
 from slapo.verify.peers import Peers
 from slapo.verify.precision import RTOL, Doubled, default_dtype, refuses, rtol_for
 from slapo.verify.randomness import Quiet
-from slapo.verify.setting import SEED, Outcome, backward, fresh_input, in_mode
+from slapo.verify.setting import SEED, Outcome, fresh_input, in_mode, weighed
 from slapo.verify.sides import Sides
 from slapo.verify.sizes import sizes_kept
 from slapo.verify.tensors import other_tensors
@@ -169,9 +169,13 @@ class Trial:
             return self.run(self.sides.sch.mod, quiet)
 
     def backward(self, outcome: Outcome) -> None:
-        """Of either."""
+        """Of either, from the user's loss or from all outputs."""
+        loss_fn = self.sides.loss_fn
+        loss = None if loss_fn is not None else weighed(outcome.output)  # which draws numbers
         with self.modes(Quiet() if self.way.quiet else None):
-            backward(outcome.output, self.sides.loss_fn)
+            loss = loss_fn(outcome.output) if loss_fn is not None else loss
+            if loss is not None:
+                loss.backward()
 
     def backward_scheduled(self, outcome: Outcome) -> None:
         """Of the scheduled model, whose failure names the module."""

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 import slapo
 from slapo.op import FusedQKV
+from slapo.sharding import reduce_from_group
 from slapo.weights.provenance import Source
-from tests.sharding.families import FAMILIES, Experts, Region, Stack, Steps
+from tests.sharding.families import FAMILIES, Region, Stack, Steps
 from tests.verify.models import build, initialize, inputs
 
 Schedule = slapo.Schedule
@@ -66,20 +67,6 @@ def plant(
     return add
 
 
-def run_planted(name: str) -> str:
-    """What Verify says of a mistake on this rank; empty for nothing."""
-    case = PLANTED[name]
-    seed = torch.distributed.get_rank() if not case.seeded else 0
-    model = build(case.family, seed=seed)
-    initialize(model, case.init)
-    sch = slapo.create_schedule(model)
-    verify = slapo.Verify(sch, inputs(case.family))
-    with verify:
-        case.apply(sch)
-        verify.applied = True  # type: ignore[attr-defined]  # what fails from here on is told
-    return ""
-
-
 def caught(name: str) -> str:
     """The message, empty where Verify lets a mistake pass. What primitives refuse raises."""
     state: dict[str, bool] = {}
@@ -117,8 +104,10 @@ def named_first(message: str) -> str:
 def is_right(name: str, message: str) -> bool:
     """Whether the message names the right place first."""
     place = named_first(message)
-    return any(place == right or place.startswith(f"{right}.") and place.rpartition(".")[0] == right
-               for right in PLANTED[name].places)
+    return any(
+        place == right or (place.startswith(f"{right}.") and place.rpartition(".")[0] == right)
+        for right in PLANTED[name].places
+    )
 
 
 # --- tensor parallelism ---------------------------------------------------------------------------
@@ -206,17 +195,29 @@ def times(factor: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
     return lambda module, args, output: output * factor
 
 
-def scaled_back(factor: float) -> Callable[..., Any]:
+def summed_times(factor: float, group: Any) -> Callable[..., Any]:
     def hook(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
-        return tuple(None if g is None else g * factor for g in grad_input)
+        return tuple(g if g is None else factor * reduce_from_group(g, group) for g in grad_input)
 
     return hook
 
 
 _REGIONS = {
-    "gpt2": ("transformer.h.1", ("attn", "attn.c_attn", "attn.c_proj"), ("mlp", "mlp.c_fc", "mlp.c_proj")),
-    "llama": ("model.layers.1", ("self_attn", "", "self_attn.o_proj"), ("mlp", "", "mlp.down_proj")),
-    "qwen3": ("model.layers.1", ("self_attn", "", "self_attn.o_proj"), ("mlp", "", "mlp.down_proj")),
+    "gpt2": (
+        "transformer.h.1",
+        ("attn", "attn.c_attn", "attn.c_proj"),
+        ("mlp", "mlp.c_fc", "mlp.c_proj"),
+    ),
+    "llama": (
+        "model.layers.1",
+        ("self_attn", "", "self_attn.o_proj"),
+        ("mlp", "", "mlp.down_proj"),
+    ),
+    "qwen3": (
+        "model.layers.1",
+        ("self_attn", "", "self_attn.o_proj"),
+        ("mlp", "", "mlp.down_proj"),
+    ),
     "bert": (
         "bert.encoder.layer.1",
         ("attention.self", "", "attention.output.dense"),
@@ -237,6 +238,8 @@ def _plant_regions() -> None:
             name = f"{family}: no sum behind the {part}"
             tensor_parallel(name, family, f"{layer}.{row}")(without_row_sync(row))
             places = [f"{layer}.{path}" for path in (enter, column) if path]
+            if family == "t5":  # whose decoder has the same paths
+                places += [path.replace("encoder", "decoder") for path in places]
             name = f"{family}: no sum of gradients before the {part}"
             tensor_parallel(name, family, *places)(without_enter(enter))
 
@@ -257,15 +260,11 @@ tensor_parallel("llama: mean in place of a sum", "llama", f"{LLAMA}.self_attn.o_
     other_row_sync("self_attn.o_proj", lambda node: node.sync("fwd_post", times(0.5)))
 )
 tensor_parallel("gpt2: gradients summed twice", "gpt2", f"{GPT2}.mlp")(
-    other_enter(
-        "mlp",
-        lambda node, _: node.sync("bwd_post", "all_reduce").sync("bwd_post", scaled_back(2.0)),
-    )
+    other_enter("mlp", lambda node, _: node.sync("bwd_post", summed_times(2.0, node.group)))
 )
 tensor_parallel("bert: gradients of the mlp averaged", "bert", f"{BERT}.intermediate")(
     other_enter(
-        "intermediate",
-        lambda node, _: node.sync("bwd_post", "all_reduce").sync("bwd_post", scaled_back(0.5)),
+        "intermediate", lambda node, _: node.sync("bwd_post", summed_times(0.5, node.group))
     )
 )
 tensor_parallel("gpt2: packed projection split as one block", "gpt2", f"{GPT2}.attn.c_attn")(
@@ -281,40 +280,34 @@ tensor_parallel(
         lambda node, axis, blocks: node.shard("weight", axis, 6).shard("bias", 0, 6),
     )
 )
-tensor_parallel("gpt2: heads not divided", "gpt2", f"{GPT2}.attn")(without_count("num_heads"))
 tensor_parallel("gpt2: split_size not divided", "gpt2", f"{GPT2}.attn")(without_count("split_size"))
-tensor_parallel("bert: heads not divided", "bert", f"{BERT}.attention.self")(
-    without_count("num_attention_heads")
-)
-tensor_parallel("t5: heads not divided", "t5", "encoder.block.1.layer.0.SelfAttention",)(
-    without_count("n_heads")
-)
 
 
-class OwnConv1D(nn.Module):
-    """GPT-2's layer as somebody writes it anew, with the same parameters."""
+def instead_of(attribute: str, other: str) -> type[Steps]:
+    """The size of a head is cut where their number should be."""
 
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
+    class Steps_(Planting):
+        def count(self, layer: Schedule, path: str, name: str, number: int) -> None:
+            wrong = number == self.layer and name == attribute
+            super().count(layer, path, other if wrong else name, number)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-
-def _own_bias(node: Schedule) -> None:
-    layer = node.mod
-    node.replace(OwnConv1D(layer))
-    rank, size = node.rank, layer.weight.shape[0] // node.world_size
-    weight = nn.Parameter(layer.weight.detach()[rank * size : (rank + 1) * size].clone())
-    del weight
+    return Steps_
 
 
-class BiasPerRank(nn.Module):
-    """Adds the bias on every rank, before the sum."""
+for _family, _path, _number, _size in (
+    ("gpt2", f"{GPT2}.attn", "num_heads", "head_dim"),
+    ("bert", f"{BERT}.attention.self", "num_attention_heads", "attention_head_size"),
+    ("t5", "encoder.block.1.layer.0.SelfAttention", "n_heads", "key_value_proj_dim"),
+):
+    tensor_parallel(f"{_family}: heads are cut", _family, _path)(instead_of(_number, _size))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x
+
+@tensor_parallel("llama: heads are cut", "llama", f"{LLAMA}.self_attn")
+class _CutHeads(Planting):
+    def fork(self, layer: Schedule, path: str, number: int) -> None:
+        super().fork(layer, path, number)
+        if number == self.layer and path == "self_attn":
+            layer[path].set("head_dim", layer[path].mod.head_dim // layer.world_size)
 
 
 @tensor_parallel("gpt2: bias added once per rank", "gpt2", f"{GPT2}.mlp.c_proj")
@@ -380,7 +373,9 @@ class _LastNorm(Planting):
         sch[stack.last].sync("fwd_post", "all_gather", axis=1)
 
 
-@tensor_parallel("llama: gathered as if its reader were whole", "llama", "model.norm", spread=True)
+@tensor_parallel(  # either may be mended
+    "llama: gathered as if its reader were whole", "llama", "model.norm", "lm_head", spread=True
+)
 class _Gathered(Planting):
     def together(self, sch: Schedule, stack: Stack) -> None:
         last = sch[stack.last]
@@ -426,9 +421,15 @@ def replaced(path: str, make: Callable[[Any], nn.Module]) -> Callable[[Schedule]
 
 for _name, _family, _path, _attribute, _value in (
     ("gpt2: eps of a norm", "gpt2", f"{GPT2}.ln_1", "eps", 1e-4),
-    ("llama: eps of a norm", "llama", f"{LLAMA}.post_attention_layernorm", "variance_epsilon", 1e-5),
+    (
+        "llama: eps of a norm",
+        "llama",
+        f"{LLAMA}.post_attention_layernorm",
+        "variance_epsilon",
+        1e-5,
+    ),
     ("qwen3: eps of an inner norm", "qwen3", f"{QWEN3}.self_attn.q_norm", "variance_epsilon", 1e-5),
-    ("bert: eps of a norm", "bert", f"{BERT}.output.LayerNorm", "eps", 1e-9),
+    ("bert: eps of a norm", "bert", f"{BERT}.output.LayerNorm", "eps", 1e-6),
     ("t5: eps of a norm", "t5", "decoder.block.1.layer.0.layer_norm", "variance_epsilon", 1e-5),
     ("conv: eps of a norm", "conv", "blocks.1.bn1", "eps", 1e-4),
     ("conv: momentum of a norm", "conv", "blocks.1.bn1", "momentum", 0.2),
@@ -445,12 +446,22 @@ for _name, _family, _path, _attribute, _value in (
 for _name, _family, _path, _make in (
     ("gpt2: activation", "gpt2", f"{GPT2}.mlp.act", lambda old: nn.GELU()),
     ("llama: activation", "llama", f"{LLAMA}.mlp.act_fn", lambda old: nn.GELU(approximate="tanh")),
-    ("conv: activation", "conv", "blocks.1.act", lambda old: nn.ReLU6()),
+    ("conv: activation", "conv", "blocks.1.act", lambda old: nn.LeakyReLU()),
     ("gpt2: a fresh layer", "gpt2", f"{GPT2}.mlp.c_fc", lambda old: type(old)(128, 32)),
-    ("bert: a fresh head", "bert", "cls.predictions.transform.dense", lambda old: nn.Linear(32, 32)),
+    (
+        "bert: a fresh head",
+        "bert",
+        "cls.predictions.transform.dense",
+        lambda old: nn.Linear(32, 32),
+    ),
     ("qwen3: a layer of other names", "qwen3", f"{QWEN3}.mlp.up_proj", lambda old: Renamed(old)),
     ("conv: a norm is dropped", "conv", "blocks.1.bn2", lambda old: nn.Identity()),
-    ("conv: a fresh norm", "conv", "norm", lambda old: nn.BatchNorm2d(8, track_running_stats=False)),
+    (
+        "conv: a fresh norm",
+        "conv",
+        "norm",
+        lambda old: nn.BatchNorm2d(8, track_running_stats=False),
+    ),
     ("conv: padding", "conv", "blocks.1.conv1", lambda old: reflecting(old)),
 ):
     plant(_name, _family, _path)(replaced(_path, _make))
@@ -569,9 +580,7 @@ def _with_hook(path: str) -> Callable[[Schedule], None]:
 
 @plant("qwen3: computes in half precision", "qwen3", f"{QWEN3}.mlp.down_proj")
 def _half(sch: Schedule) -> None:
-    sch[f"{QWEN3}.mlp.down_proj"].sync(
-        "fwd_post", lambda module, args, out: out.bfloat16().float()
-    )
+    sch[f"{QWEN3}.mlp.down_proj"].sync("fwd_post", lambda module, args, out: out.bfloat16().float())
 
 
 @plant("gpt2: detached", "gpt2", f"{GPT2}.mlp.c_proj")

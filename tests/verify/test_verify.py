@@ -83,7 +83,7 @@ def test_a_wrong_gradient_behind_an_equal_output_is_found() -> None:
     with pytest.raises(slapo.VerificationError, match="outputs agree, but the gradient") as info:
         with slapo.Verify(sch, X):
             sch["act"].replace(WrongGradient())
-    assert "Most likely 'act' (WrongGradient) sends back" in str(info.value)
+    assert "Most likely 'act' (WrongGradient), which sends back" in str(info.value)
     assert 'sch["act"].replace' in str(info.value)
 
 
