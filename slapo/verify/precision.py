@@ -1,4 +1,4 @@
-"""Both models in float64, where rounding is far below any mistake; and tolerances elsewhere."""
+"""Both models in float64, or at least float32, where rounding is far below any mistake; and tolerances elsewhere."""
 
 from __future__ import annotations
 
@@ -50,23 +50,30 @@ def rtol_for(dtype: torch.dtype, model: nn.Module) -> float:
     return base * max(1.0, math.sqrt(depth / _SHALLOW))
 
 
-def can_double(*models: nn.Module) -> bool:
-    """Whether it may be tried: compiled code keeps the dtypes that it was compiled for."""
-    return not any(
-        isinstance(m, torch.jit.ScriptModule) for model in models for m in model.modules()
-    )
+def wider(*models: nn.Module) -> list[torch.dtype | None]:
+    """Dtypes to run models in, the best first, their own last.
+
+    Compiled code keeps the dtypes that it was compiled for.
+    """
+    modules = [module for model in models for module in model.modules()]
+    if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
+        return [None]
+    sizes = [t.dtype.itemsize for m in models for t in m.parameters() if t.is_floating_point()]
+    return [torch.float64, *([torch.float32] if min(sizes, default=4) < 4 else []), None]
 
 
-class Doubled(TorchFunctionMode):
-    """While it is entered, what asks for float32 or a dtype of the model gets float64.
+class Widened(TorchFunctionMode):
+    """While it is entered, what asks for float32 or a dtype of the model gets a wider one.
 
     Norms and rotary embeddings compute in float32 whatever the model's dtype is: their rounding
     would hide as much as that of a float32 model.
 
     Parameters
     ----------
+    wide
+        The wider dtype.
     dtypes
-        To be taken as float64.
+        To be taken for it, if they are narrower.
 
     Attributes
     ----------
@@ -74,9 +81,10 @@ class Doubled(TorchFunctionMode):
         Dtypes that results were rounded to all the same.
     """
 
-    def __init__(self, dtypes: Collection[torch.dtype]) -> None:
+    def __init__(self, wide: torch.dtype, dtypes: Collection[torch.dtype]) -> None:
         super().__init__()
-        self.dtypes = {torch.float32, *dtypes} - {torch.float64}
+        self.wide = wide
+        self.dtypes = {d for d in (torch.float32, *dtypes) if d.itemsize < wide.itemsize}
         self.narrow: set[torch.dtype] = set()
 
     def __torch_function__(
@@ -84,7 +92,7 @@ class Doubled(TorchFunctionMode):
     ) -> Any:
         """Call `func` with other dtypes."""
         if _CONVERSIONS.get(func) in self.dtypes:
-            return args[0].double()
+            return args[0].to(self.wide)
         args = tuple(self._wider(arg) for arg in args)
         kwargs = {name: self._wider(arg) for name, arg in (kwargs or {}).items()}
         result = func(*args, **kwargs)
@@ -94,12 +102,12 @@ class Doubled(TorchFunctionMode):
 
     def _wider(self, value: Any) -> Any:
         if isinstance(value, torch.dtype) and value in self.dtypes:
-            return torch.float64
+            return self.wide
         return value
 
     def _note(self, result: Tensor, args: tuple[Any, ...]) -> None:
-        if result.dtype != torch.float64 and any(
-            isinstance(arg, Tensor) and arg.dtype == torch.float64 for arg in args
+        if result.dtype.itemsize < self.wide.itemsize and any(
+            isinstance(arg, Tensor) and arg.dtype == self.wide for arg in args
         ):
             self.narrow.add(result.dtype)
 

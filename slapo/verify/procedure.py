@@ -6,7 +6,7 @@
    eval mode does, as with statistics of batches; else in eval mode.
 3. Forward in the other mode where the two differ.
 
-What refuses float64 is compared in its own dtype.
+What refuses float64 is compared in float32, or in its own dtype.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slapo.verify.compare import (
     compare_kinds,
     compare_outputs,
 )
-from slapo.verify.precision import can_double
+from slapo.verify.precision import wider
 from slapo.verify.randomness import Quiet
 from slapo.verify.sides import Sides
 from slapo.verify.tensors import difference, scale_of, tensors_in
@@ -61,18 +61,17 @@ def compare_all(sides: Sides, eval_mode: bool) -> None:
     VerificationError
         At the first that differs.
     """
-    double = can_double(sides.reference, sides.sch.mod)
     plain = _run_plainly(sides, eval_mode)
     if not eval_mode:
-        _compare_numbers(sides, Way(training=True, double=double))
+        _compare_numbers(sides, Way(training=True))
         return
     if plain.quiet is not None and plain.quiet.differs:
-        _compare_numbers(sides, Way(training=True, double=double, quiet=True))
-        _compare_numbers(sides, Way(training=False, double=double, gradients=False))
+        _compare_numbers(sides, Way(training=True, quiet=True))
+        _compare_numbers(sides, Way(training=False, gradients=False))
         return
-    wanted = _compare_numbers(sides, Way(training=False, double=double))
+    wanted = _compare_numbers(sides, Way(training=False))
     if plain.quiet is not None and sides.any_rank(_are_apart(plain.wanted, wanted)):
-        _compare_numbers(sides, Way(training=True, double=double, quiet=True))
+        _compare_numbers(sides, Way(training=True, quiet=True))
 
 
 def _run_plainly(sides: Sides, eval_mode: bool) -> _Plain:
@@ -104,25 +103,26 @@ def _plain_in(sides: Sides, training: bool, may_refuse: bool, original_may: bool
 
 
 def _compare_numbers(sides: Sides, way: Way) -> Any:
-    """One comparison of numbers; returns the original's output."""
-    if way.double:
+    """One comparison of numbers, as precise as may be; returns the original's output."""
+    *wide, own = wider(sides.reference, sides.sch.mod)
+    for dtype in wide:
         try:
-            return _numbers(sides, way)
+            return _numbers(sides, replace(way, wide=dtype))
         except Refused as refused:
-            logger.info("Verify compares in the model's own dtype, as in float64: %s", refused)
-    return _numbers(sides, replace(way, double=False))
+            logger.info("Verify does not compare in %s: %s", dtype, refused)
+    return _numbers(sides, replace(way, wide=own))
 
 
 def _numbers(sides: Sides, way: Way) -> Any:
-    trial = Trial(sides, way)
+    trial, may_refuse = Trial(sides, way), way.wide is not None
     with trial.prepared():
-        with trial.attempt(whatever=True) if way.double else nullcontext():
+        with trial.attempt(whatever=True) if may_refuse else nullcontext():
             wanted = trial.run_original()
             given = trial.run_scheduled()
         sides.peers.meet("numbers")
         compare_outputs(trial, given.output, wanted.output)
         if way.gradients:
-            with trial.attempt() if way.double else nullcontext():
+            with trial.attempt() if may_refuse else nullcontext():
                 trial.backward(wanted)
                 trial.backward_scheduled(given)
             sides.peers.meet("backward")

@@ -40,11 +40,11 @@ class Outcome:
     inputs: list[Tensor]
 
 
-def fresh_input(tensor: Tensor, inputs: list[Tensor], double: bool) -> Tensor:
+def fresh_input(tensor: Tensor, inputs: list[Tensor], wide: torch.dtype | None) -> Tensor:
     """A copy to run on; of a floating point tensor the gradient can be asked for afterwards."""
     if not tensor.is_floating_point():
         return tensor.clone()
-    value = tensor.detach().to(torch.float64 if double else tensor.dtype, copy=True)
+    value = tensor.detach().to(wide or tensor.dtype, copy=True)
     leaf = value.requires_grad_()
     inputs.append(leaf)
     return leaf.clone()  # no leaf, so the model may change it in place

@@ -66,7 +66,7 @@ def other_tensors(
     values: Mapping[str, Tensor],
     group: dist.ProcessGroup | None,
     compiled: Mapping[int, Tensor] | None = None,
-    double: bool = False,
+    wide: torch.dtype | None = None,
 ) -> Iterator[None]:
     """The model with copies of its tensors, or with `values` by name, while the block runs.
 
@@ -76,15 +76,15 @@ def other_tensors(
     ----------
     compiled
         Values of parameters inside compiled modules, by their identities.
-    double
-        Floating point tensors are float64.
+    wide
+        Dtype of all floating point tensors; None for their own.
     """
     originals = [(place, place.tensor) for place in places(model)]
     copies: dict[int, Tensor] = {}
     for place, old in originals:
         if id(old) not in copies:
             data = values[place.name] if place.name in values else old.detach()
-            dtype = torch.float64 if double and old.is_floating_point() else old.dtype
+            dtype = wide if wide is not None and old.is_floating_point() else old.dtype
             data = data.to(dtype=dtype, copy=True)
             copies[id(old)] = new_parameter(data, old) if isinstance(old, nn.Parameter) else data
             apply_tags(copies[id(old)], {}, group)

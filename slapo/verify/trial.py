@@ -18,7 +18,7 @@ from slapo.random import get_rng_tracker
 from slapo.sharding.steps import carried_by
 from slapo.verify.locate import running_in
 from slapo.verify.peers import Peers
-from slapo.verify.precision import RTOL, Doubled, default_dtype, refuses, rtol_for
+from slapo.verify.precision import RTOL, Widened, default_dtype, refuses, rtol_for
 from slapo.verify.randomness import Quiet
 from slapo.verify.setting import SEED, Outcome, fresh_input, in_mode, weighed
 from slapo.verify.sides import Sides
@@ -34,8 +34,8 @@ class Way:
     ----------
     training
         In train mode.
-    double
-        In float64.
+    wide
+        A dtype for all floating point numbers, wider than the model's; None for its own.
     quiet
         Without random numbers.
     gradients
@@ -43,7 +43,7 @@ class Way:
     """
 
     training: bool
-    double: bool = False
+    wide: torch.dtype | None = None
     quiet: bool = False
     gradients: bool = True
 
@@ -81,12 +81,12 @@ class Trial:
                 values = sides.values if mine else sides.full
                 compiled = sides.compiled if mine else None
                 stack.enter_context(
-                    other_tensors(model, values, sides.sch.group, compiled, way.double)
+                    other_tensors(model, values, sides.sch.group, compiled, way.wide)
                 )
                 stack.enter_context(in_mode(model, way.training))
             stack.enter_context(torch.set_grad_enabled(way.gradients))
-            if way.double:
-                stack.enter_context(default_dtype(torch.float64))
+            if way.wide is not None:
+                stack.enter_context(default_dtype(way.wide))
             yield
 
     @contextmanager
@@ -122,12 +122,12 @@ class Trial:
 
     # --- runs --------------------------------------------------------------------------------
     @contextmanager
-    def modes(self, quiet: Quiet | None) -> Iterator[Doubled | None]:
+    def modes(self, quiet: Quiet | None) -> Iterator[Widened | None]:
         """What is changed of torch's functions while a model runs, forward or backward."""
         dtypes = {t.dtype for t in self.sides.full.values() if t.is_floating_point()}
-        doubled = Doubled(dtypes) if self.way.double else None
-        with quiet or nullcontext(), doubled or nullcontext(), carried_by(self.peers.carry_out):
-            yield doubled
+        widened = Widened(self.way.wide, dtypes) if self.way.wide is not None else None
+        with quiet or nullcontext(), widened or nullcontext(), carried_by(self.peers.carry_out):
+            yield widened
 
     def run(self, model: nn.Module, quiet: Quiet | None = None) -> Outcome:
         """Run on the same inputs and random states each time."""
@@ -136,15 +136,15 @@ class Trial:
         states = tracker.get_states()
         torch.manual_seed(SEED)
         inputs: list[Tensor] = []
-        double = self.way.double
+        wide = self.way.wide
         args, kwargs = pytree.tree_map_only(
-            Tensor, lambda t: fresh_input(t, inputs, double), (sides.args, sides.kwargs)
+            Tensor, lambda t: fresh_input(t, inputs, wide), (sides.args, sides.kwargs)
         )
         try:
-            with self.modes(quiet) as doubled:
+            with self.modes(quiet) as widened:
                 output = model(*args, **kwargs)
-            if doubled is not None and model is sides.reference:
-                self._narrow = doubled.narrow
+            if widened is not None and model is sides.reference:
+                self._narrow = widened.narrow
             return Outcome(output, inputs)
         finally:
             tracker.set_states(states)
@@ -175,7 +175,7 @@ class Trial:
         with self.modes(Quiet() if self.way.quiet else None):
             loss = loss_fn(outcome.output) if loss_fn is not None else loss
             if loss is not None:
-                loss.backward()
+                _run_backward(loss)
 
     def backward_scheduled(self, outcome: Outcome) -> None:
         """Of the scheduled model, whose failure names the module."""
@@ -208,3 +208,15 @@ class Trial:
             return self.sides.rtol
         dtypes = [tensor.dtype, *(self._narrow if tensor.dtype in RTOL else ())]
         return max(rtol_for(dtype, self.sides.reference) for dtype in dtypes)
+
+
+def _run_backward(loss: Tensor) -> None:
+    """``loss.backward()``, which runs without the modes of its caller.
+
+    Checkpoints compute forward again within it.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    ones = (torch.ones_like(loss),)
+    engine.run_backward(
+        (loss,), ones, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )

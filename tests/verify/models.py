@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -47,15 +48,22 @@ class ConvNet(nn.Module):
 
 
 def build(family: str, dropout: float = 0.1, seed: int = 0) -> nn.Module:
-    """A model of a family, or the convolutional network."""
+    """A model of a family, of twelve layers where it is called deep, or the convolutional one."""
     torch.manual_seed(seed)
-    return ConvNet(dropout) if family == "conv" else FAMILIES[family].build(dropout)
+    if family == "conv":
+        return ConvNet(dropout)
+    if not family.startswith("deep "):
+        return FAMILIES[family].build(dropout)
+    model = FAMILIES[family.removeprefix("deep ")].build(dropout)
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 12
+    return type(model)(config)
 
 
 def inputs(family: str) -> Any:
     if family == "conv":
         return torch.randn(5, 3, 7, 7, generator=torch.Generator().manual_seed(2))
-    return FAMILIES[family].inputs(BATCH, LENGTH)
+    return FAMILIES[family.removeprefix("deep ")].inputs(BATCH, LENGTH)
 
 
 @torch.no_grad()
