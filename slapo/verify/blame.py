@@ -98,8 +98,8 @@ class Blame:
             if packed is not None:
                 return _at(
                     packed,
-                    " is as wide as several layers, of query, key and value perhaps, and is not split "
-                    f"in as many blocks: shard it with blocks=; {_differing(call)}{found.amount}",
+                    " is as wide as several layers, of query, key and value perhaps, and is not "
+                    f"split in as many blocks: shard it with blocks=; {_differing(call)}{found.amount}",
                     call.path,
                 )
             return _at(
@@ -179,27 +179,27 @@ class Blame:
             wrong = [
                 v
                 for tensor, v in zip(call.inputs, sent, strict=False)
-                if v.differs and not (v.factor == "sum" and self._is_summed(tensor))
+                if v.differs and not (v.factor == "sum" and self._is_summed(call, tensor))
             ]
             if wrong:
                 found.append((call, wrong[0]))
         return found
 
-    def _is_summed(self, tensor: Tensor) -> bool:
-        """Whether a sync on the module that gave a tensor sums its gradient over the ranks."""
+    def _is_summed(self, call: Call, tensor: Tensor) -> bool:
+        """Whether the module that gave an input to a call sums its gradient over the ranks."""
         givers = [c for c in self.given.calls if c.output is not None and same(c.output, tensor)]
-        syncs = [s for call in givers for s in syncs_of(innermost(call.module))]
-        return any(s.mode == "fwd_post" and s.completes_gradient for s in syncs)
+        # Or that before it, where the code in between changes what is passed on.
+        before = [c for c in self.given.calls[: call.after] if not c.parts]
+        return any(_sums_behind(c.module) for c in (*givers, *before[-1:]))
 
     def gets_it_right(self, path: str) -> bool:
         """Whether every call of a module gets the gradient of its output that the original gets."""
-        calls = [call for call in self.given.calls if call.path == path]
-        verdicts = [
-            self._compare(call, call.gradient, self.expected[call.key].gradient)
-            for call in calls
-            if call.key in self.expected
-        ]
-        return bool(verdicts) and all(v.known and not v.differs for v in verdicts)
+        calls = [c for c in self.given.calls if c.path == path and c.key in self.expected]
+        verdicts = [self._compare(c, c.gradient, self.expected[c.key].gradient) for c in calls]
+        return bool(verdicts) and all(
+            v.known and (not v.differs or (v.factor == "sum" and _sums_behind(c.module)))
+            for c, v in zip(calls, verdicts, strict=True)
+        )
 
     def _compare(self, call: Call, mine: object, target: object, partial: bool = False) -> Verdict:
         return self.comparison.compare(call.module, mine, target, partial)  # type: ignore[arg-type]
@@ -221,6 +221,12 @@ def _completes_gradient(module: nn.Module) -> bool:
         sync.mode == "bwd_post" or (sync.mode == "fwd_pre" and sync.op == "all_gather")
         for sync in syncs_of(innermost(module))
     )
+
+
+def _sums_behind(module: nn.Module) -> bool:
+    """Whether a sync on the module's output sums the gradient that comes back to it."""
+    syncs = syncs_of(innermost(module))
+    return any(sync.mode == "fwd_post" and sync.completes_gradient for sync in syncs)
 
 
 def _is_part(call: Call, of: Call) -> bool:

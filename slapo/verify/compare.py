@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo.errors import SlapoError, VerificationError
 from slapo.verify.blame import Blame, Guess
-from slapo.verify.locate import Comparison, amount, recorded
-from slapo.verify.randomness import Quiet
+from slapo.verify.locate import Comparison, amount, hookable, recorded
+from slapo.verify.randomness import Drop, Quiet
 from slapo.verify.setting import (
     Outcome,
     full_tensors,
@@ -159,10 +159,8 @@ def _raise_gradients(
     names = [name for name, *_ in failures]
     blame = _blame(trial, gradients=True)
     owners = {name.rpartition(".")[0] for name in names}
-    # In a fixed order: each look is a collective.
-    alone = len(partial) == len(names) and all(
-        [blame.gets_it_right(path) for path in sorted(owners)]
-    )
+    # In one order on all ranks: each look is a collective.
+    alone = len(partial) == len(names) and all(map(blame.gets_it_right, sorted(owners)))
     guess = None if alone else blame.gradient()
     start = f"Verify: outputs agree{_in_mode(trial)}, but {_listed(failures)}"
     if guess is not None:
@@ -247,13 +245,23 @@ def compare_finite(trial: Trial, given: Any, wanted: Any) -> None:
 
 
 def compare_drops(trial: Trial, given: Quiet, wanted: Quiet) -> None:
-    """Probabilities of dropouts, in the order of their calls."""
+    """Probabilities of dropouts, in the order of their calls, and whose numbers they draw."""
     sides = trial.sides
-    if not sides.any_rank(given.drops != wanted.drops):
-        return
-    theirs, mine = _drops_by_module(trial, sides.reference), _drops_by_module(trial, sides.sch.mod)
-    wrong = [p for p in {**mine, **theirs} if mine.get(p) != theirs.get(p)]
-    wrong = sides.first(wrong)
+    if sides.any_rank([d.p for d in given.drops] != [d.p for d in wanted.drops]):
+        _raise_drops(trial)
+    pairs = zip(given.drops, wanted.drops, strict=True)
+    apart = sides.sch.world_size > 1 and any(m.forked and m.shape == t.shape for m, t in pairs)
+    if sides.any_rank(apart):
+        _raise_forked(trial)
+
+
+def _raise_drops(trial: Trial) -> None:
+    sides = trial.sides
+    theirs, mine = (
+        {path: [d.p for d in drops] for path, drops in _drops_by_module(trial, model).items()}
+        for model in (sides.reference, sides.sch.mod)
+    )
+    wrong = sides.first([p for p in {**mine, **theirs} if mine.get(p) != theirs.get(p)])
     path = wrong[0] if wrong else ""
     raise VerificationError(
         f"Verify: in train mode {path!r} drops with p={_list(mine.get(path))}, the original with "
@@ -261,27 +269,51 @@ def compare_drops(trial: Trial, given: Quiet, wanted: Quiet) -> None:
     )
 
 
+def _raise_forked(trial: Trial) -> None:
+    """Ranks go apart: each drops other numbers of what they all hold."""
+    sides = trial.sides
+    theirs, mine = (_drops_by_module(trial, m) for m in (sides.reference, sides.sch.mod))
+    wrong = [
+        path
+        for path, drops in mine.items()
+        if any(
+            m.forked and m.shape == t.shape
+            for m, t in zip(drops, theirs.get(path, []), strict=False)
+        )
+    ]
+    path = (sides.first(wrong) or [""])[0]
+    raise VerificationError(
+        f"Verify: in train mode {path!r} drops with numbers of each rank's own, under fork_rng(), "
+        "and what it drops is whole: ranks that hold the same would go apart; leave fork_rng() "
+        f"out there, or put it on the part that holds slices; {sides.applied(path)}"
+    )
+
+
 def _list(values: list[float] | None) -> str:
     return ", ".join(map(str, values or [0]))
 
 
-def _drops_by_module(trial: Trial, model: nn.Module) -> dict[str, list[float]]:
+def _drops_by_module(trial: Trial, model: nn.Module) -> dict[str, list[Drop]]:
     """Run again and note where the dropouts are."""
     open_paths = [""]
     quiet = Quiet(lambda: open_paths[-1])
-    handles = []
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            continue
-        enter = module.register_forward_pre_hook(lambda *_, path=path: open_paths.append(path))
-        leave = module.register_forward_hook(lambda *_: (open_paths.pop(), None)[1])
-        handles += [enter, leave]
-    try:
+    with ExitStack() as stack:
+        for path, module in hookable(model):
+            enter, leave = _entering(open_paths, path)
+            stack.callback(module.register_forward_pre_hook(enter).remove)
+            stack.callback(module.register_forward_hook(leave).remove)
         trial.run(model, quiet)
-    finally:
-        for handle in handles:
-            handle.remove()
-    found: dict[str, list[float]] = {}
-    for path, p in zip(quiet.where, quiet.drops, strict=True):
-        found.setdefault(path, []).append(p)
+    found: dict[str, list[Drop]] = {}
+    for drop in quiet.drops:
+        found.setdefault(drop.where, []).append(drop)
     return found
+
+
+def _entering(open_paths: list[str], path: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    def enter(*_: Any) -> None:
+        open_paths.append(path)
+
+    def leave(*_: Any) -> None:
+        open_paths.pop()
+
+    return enter, leave

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from slapo.graph.trace.module import inlined_in
 from slapo.sharding.slicing import ShardSpec
 from slapo.sharding.state import shards_of
 from slapo.verify.tensors import difference, scale_of, tensors_in
@@ -35,6 +36,8 @@ class Call:
         After a backward, what it sends back to each input, and the gradient of its output.
     needs_gradient
         Whether the output has one at all.
+    after
+        How many calls had ended when it began.
     parts
         Calls that it made.
     """
@@ -48,6 +51,7 @@ class Call:
     sent: dict[int, Tensor] = field(default_factory=dict)
     gradient: Tensor | None = None
     needs_gradient: bool = False
+    after: int = 0
     parts: list[Call] = field(default_factory=list)
 
     @property
@@ -72,6 +76,15 @@ class Run:
         return {call.key: call for call in self.calls}
 
 
+def hookable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that are called and take hooks: no compiled ones, none that a graph took in."""
+    taken: set[str] = set()
+    for path, module in model.named_modules():
+        taken.update(f"{path}.{name}" if path else name for name in inlined_in(innermost(module)))
+        if path not in taken and not isinstance(module, torch.jit.ScriptModule):
+            yield path, module
+
+
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[Run]:
     """Note what every module call takes, gives and sends back while the block runs."""
@@ -84,7 +97,7 @@ def recorded(model: nn.Module) -> Iterator[Run]:
             if run.ended:
                 return None
             counts[path] = counts.get(path, -1) + 1
-            call = Call(path, counts[path], module, open_calls[-1])
+            call = Call(path, counts[path], module, open_calls[-1], after=len(run.calls))
             open_calls[-1].parts.append(call)
             open_calls.append(call)
             return pytree.tree_map_only(Tensor, lambda t: _enter(call, t), (args, kwargs))
@@ -112,11 +125,10 @@ def recorded(model: nn.Module) -> Iterator[Run]:
         return hook
 
     with ExitStack() as stack:
-        for path, module in model.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):
-                pre = module.register_forward_pre_hook(begin(path), prepend=True, with_kwargs=True)
-                stack.callback(pre.remove)
-                stack.callback(module.register_forward_hook(end(path)).remove)
+        for path, module in hookable(model):
+            pre = module.register_forward_pre_hook(begin(path), prepend=True, with_kwargs=True)
+            stack.callback(pre.remove)
+            stack.callback(module.register_forward_hook(end(path)).remove)
         yield run
 
 
@@ -135,6 +147,24 @@ def _enter(call: Call, tensor: Tensor) -> Tensor:
 
 def _keep_gradient(call: Call, grad: Tensor) -> None:
     call.gradient = grad.detach().clone()
+
+
+@contextmanager
+def shapes_noted(model: nn.Module) -> Iterator[dict[str, list[tuple[int, ...]]]]:
+    """Shapes of what every module gives in its first call, in the order that these ended."""
+    found: dict[str, list[tuple[int, ...]]] = {}
+
+    def note(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if path not in found:
+                found[path] = [tuple(tensor.shape) for _, tensor in tensors_in(output)]
+
+        return hook
+
+    with ExitStack() as stack:
+        for path, module in hookable(model):
+            stack.callback(module.register_forward_hook(note(path)).remove)
+        yield found
 
 
 def running_in(error: BaseException, model: nn.Module) -> str | None:

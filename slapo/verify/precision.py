@@ -1,4 +1,4 @@
-"""Both models in float64, or at least float32, where rounding is far below any mistake; and tolerances elsewhere."""
+"""Wider dtypes for both models, where rounding is below any mistake; tolerances elsewhere."""
 
 from __future__ import annotations
 

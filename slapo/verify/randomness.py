@@ -8,12 +8,15 @@ probability and lets everything through, and other draws give one constant.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from slapo.random import get_rng_tracker
 
 #: Function -> places of its probability and of its flag; None for one that always drops.
 _DROPS: dict[Any, tuple[tuple[int, str], tuple[int, str, bool] | None]] = {
@@ -51,23 +54,42 @@ _DRAWS: dict[Any, float] = {
 _STATISTICS = (F.batch_norm, F.instance_norm)
 
 
+@dataclass(frozen=True)
+class Drop:
+    """One dropout.
+
+    Parameters
+    ----------
+    p
+        Its probability.
+    shape
+        Of what it drops.
+    forked
+        Whether each rank draws numbers of its own.
+    where
+        The module that was running, if that is noted.
+    """
+
+    p: float
+    shape: tuple[int, ...]
+    forked: bool
+    where: str
+
+
 class Quiet(TorchFunctionMode):
     """Lets dropouts through and makes draws constant while it is entered.
 
     Attributes
     ----------
     drops
-        Probabilities of the dropouts that were called, in order, those of zero left out.
-    where
-        The module that each was called in, as `place` says.
+        The dropouts that were called, in order, those of probability zero left out.
     differs
         Whether the model computes something else in train mode than in eval mode, dropouts aside.
     """
 
     def __init__(self, place: Callable[[], str] = lambda: "") -> None:
         super().__init__()
-        self.drops: list[float] = []
-        self.where: list[str] = []
+        self.drops: list[Drop] = []
         self.differs = False
         self.place = place
 
@@ -96,8 +118,8 @@ class Quiet(TorchFunctionMode):
         if flag is not None:
             active = args[flag[0]] if len(args) > flag[0] else kwargs.get(flag[1], flag[2])
         if active and given:
-            self.drops.append(float(given))
-            self.where.append(self.place())
+            forked = get_rng_tracker().is_forked
+            self.drops.append(Drop(float(given), tuple(args[0].shape), forked, self.place()))
         if len(args) > index:
             return (*args[:index], 0.0, *args[index + 1 :])
         kwargs[name] = 0.0

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from slapo.agreement import is_broken_collective, is_on_every_rank, on_every_ran
 from slapo.errors import SlapoError, VerificationError
 from slapo.random import get_rng_tracker
 from slapo.sharding.steps import carried_by
-from slapo.verify.locate import running_in
+from slapo.verify.locate import contains, running_in, shapes_noted
 from slapo.verify.peers import Peers
 from slapo.verify.precision import RTOL, Widened, default_dtype, refuses, rtol_for
 from slapo.verify.randomness import Quiet
@@ -70,6 +72,7 @@ class Trial:
         self.sides, self.way = sides, way
         self.peers = sides.peers
         self._narrow: set[torch.dtype] = set()
+        self._shapes: dict[str, list[tuple[int, ...]]] = {}
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
@@ -153,7 +156,8 @@ class Trial:
         """The copy; its failure is one of the inputs."""
         reference = self.sides.reference
         try:
-            return self.run(reference, quiet)
+            with shapes_noted(reference) as self._shapes:
+                return self.run(reference, quiet)
         except Exception as error:
             if is_broken_collective(error) or is_on_every_rank(error):
                 raise
@@ -165,7 +169,7 @@ class Trial:
 
     def run_scheduled(self, quiet: Quiet | None = None) -> Outcome:
         """The scheduled model; its failure names the module that was running."""
-        with self._explained(""):
+        with shapes_noted(self.sides.sch.mod) as shapes, self._explained("", shapes):
             return self.run(self.sides.sch.mod, quiet)
 
     def backward(self, outcome: Outcome) -> None:
@@ -183,7 +187,9 @@ class Trial:
             self.backward(outcome)
 
     @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
+    def _explained(
+        self, what: str, shapes: Mapping[str, list[tuple[int, ...]]] = MappingProxyType({})
+    ) -> Iterator[None]:
         """Name the module in which the block fails, and what was applied there."""
         sides = self.sides
         try:
@@ -191,15 +197,28 @@ class Trial:
         except Exception as error:
             if is_broken_collective(error) or is_on_every_rank(error):
                 raise  # the fault is another rank's
-            path = running_in(error, sides.sch.mod)
-            module = sides.sch.mod.get_submodule(path or "")
+            path = running_in(error, sides.sch.mod) or ""
+            module = sides.sch.mod.get_submodule(path)
             where = f" in {path!r} ({type(module).__name__})" if path else ""
+            before = self._other_shape_in(path, shapes)
             full = ".".join(filter(None, (sides.sch.path, path)))
             raise VerificationError(
-                f"Verify: {what}the scheduled model fails with {type(error).__name__}{where}: "
-                f"{error}; {sides.applied(path or '')}"
+                f"Verify: {what}the scheduled model fails with {type(error).__name__}{where}"
+                f"{self._described(before, shapes)}: {error}; {sides.applied(path or before or '')}"
                 f"{sizes_kept(module, full, sides.records(), sides.sch.world_size)}"
             ) from error
+
+    def _other_shape_in(self, path: str, shapes: Mapping[str, list[tuple[int, ...]]]) -> str | None:
+        """The last part of a module that ran before it failed, if its output has another shape."""
+        last = next((p for p in reversed(shapes) if p != path and contains(path, p)), None)
+        wrong = last is not None and self._shapes.get(last, shapes[last]) != shapes[last]
+        return last if wrong else None
+
+    def _described(self, before: str | None, shapes: Mapping[str, list[tuple[int, ...]]]) -> str:
+        if before is None:
+            return ""
+        mine, theirs = shapes[before], self._shapes[before]
+        return f" behind {before!r}, which gives {mine}, in the original {theirs}"
 
     # --- tolerances --------------------------------------------------------------------------
     def rtol(self, tensor: Tensor) -> float:

@@ -87,7 +87,8 @@ def caught(name: str) -> str:
 
 
 _PLACE = re.compile(
-    r"(?:Most likely|first at|differs(?: in train mode)?\.|train mode|with \w+ in|Verify:) "
+    r"(?:Most likely|first at|differs(?: in train mode)?\.|train mode|with \w+ (?:in|behind)"
+    r"|Verify:) "
     r"'([^']*)'"
 )
 
@@ -399,6 +400,14 @@ class _CrossAttention(Planting):
 @plant("gpt2: ranks are not seeded", "gpt2", "transformer.wte", ranks=2, seeded=False)
 def _unseeded(sch: Schedule) -> None:
     Steps(FAMILIES["gpt2"]).apply(sch)
+
+
+@tensor_parallel("gpt2: each rank drops others of what is whole", "gpt2", f"{GPT2}.mlp.dropout")
+class _ForkedWhole(Planting):
+    def region(self, layer: Schedule, region: Region, number: int) -> None:
+        super().region(layer, region, number)
+        if number == self.layer and region.enter == "mlp":
+            layer["mlp"].fork_rng()
 
 
 @plant("bert: one rank's schedule drops elsewhere", "bert", f"{BERT}.output.dropout", ranks=2)
