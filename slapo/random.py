@@ -143,17 +143,6 @@ class RNGTracker:
         """
         return self._current is not None
 
-    @property
-    def is_forked(self) -> bool:
-        """Whether numbers are drawn from a state of this tracker now.
-
-        Examples
-        --------
-        >>> RNGTracker().is_forked
-        False
-        """
-        return self._current is not None
-
     def get_states(self) -> dict[str, RNGState]:
         """Return a copy of all states, by name.
 

@@ -99,7 +99,8 @@ class Blame:
                 return _at(
                     packed,
                     " is as wide as several layers, of query, key and value perhaps, and is not "
-                    f"split in as many blocks: shard it with blocks=; {_differing(call)}{found.amount}",
+                    "split in as many blocks: shard it with blocks=; "
+                    f"{_differing(call)}{found.amount}",
                     call.path,
                 )
             return _at(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,9 @@ from slapo.sharding.slicing import ShardSpec
 from slapo.sharding.state import shards_of
 from slapo.sharding.tags import apply_tags, new_parameter
 from slapo.wrapper import innermost
+
+#: What is larger stands for infinity.
+_FILL = 1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,12 +155,15 @@ def difference(given: Tensor, wanted: Tensor) -> float:
         return float("inf")
     if given.numel() == 0:
         return 0.0
-    a, b = given.detach().to("cpu"), wanted.detach().to("cpu")
+    a, b = given.detach(), wanted.detach().to(given.device)
     if not (a.is_floating_point() or a.is_complex()):
         return 0.0 if torch.equal(a, b) else float("inf")
-    a, b = a.to(torch.float64), b.to(torch.float64)
-    equal = (a == b) | (a.isnan() & b.isnan())  # infinities of one sign, masked scores
-    worst = (a - b).abs().masked_fill(equal, 0.0).max().item()
+    wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    apart = (a.to(wide) - b.to(wide)).abs()
+    worst = apart.max().item()
+    if not math.isfinite(worst):
+        # Infinities of one sign, as of masked scores, and NaN on both sides.
+        worst = apart.masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0).max().item()
     return float("inf") if worst != worst else float(worst)
 
 
@@ -164,6 +171,9 @@ def scale_of(tensor: Tensor) -> float:
     """The largest finite absolute value."""
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return 0.0
-    values = tensor.detach().abs().to("cpu", torch.float64)
-    finite = values[values.isfinite() & (values < 1e30)]  # not the fill value of a mask
+    values = tensor.detach().abs()
+    largest = float(values.max())
+    if largest < _FILL:
+        return largest
+    finite = values[values < _FILL]  # not the fill value of a mask
     return float(finite.max()) if finite.numel() else 0.0

@@ -200,7 +200,7 @@ class Trial:
             path = running_in(error, sides.sch.mod) or ""
             module = sides.sch.mod.get_submodule(path)
             where = f" in {path!r} ({type(module).__name__})" if path else ""
-            before = self._other_shape_in(path, shapes)
+            before = None if path else self._other_shape_in(path, shapes)
             full = ".".join(filter(None, (sides.sch.path, path)))
             raise VerificationError(
                 f"Verify: {what}the scheduled model fails with {type(error).__name__}{where}"
