@@ -8,9 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from slapo.history import spelled
 from slapo.sharding.state import layout_of, shards_of, syncs_of
 from slapo.verify.locate import Call, Comparison, Run, Verdict
 from slapo.wrapper import innermost
+
+_TOO_LARGE = "; it is as many times too large as there are ranks: one sum is too many"
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,13 @@ class Blame:
         Of the original and of the scheduled model.
     comparison
         How tensors are compared.
+    prefix
+        Path of the model in the schedule.
     """
 
-    def __init__(self, wanted: Run, given: Run, comparison: Comparison) -> None:
+    def __init__(self, wanted: Run, given: Run, comparison: Comparison, prefix: str = "") -> None:
         self.expected, self.given, self.comparison = wanted.by_key(), given, comparison
+        self.prefix = prefix
 
     # --- outputs -----------------------------------------------------------------------------
     def output(self) -> Guess | None:
@@ -78,7 +84,7 @@ class Blame:
             return _at(
                 partial,
                 " gives a partial sum that is used as if it were whole: add "
-                f'sch["{partial.path}"].sync("fwd_post", "all_reduce") there, or to what is '
+                f'{self._node(partial.path)}.sync("fwd_post", "all_reduce"), or one to what is '
                 f"around it; {_differing(call)}{found.amount}",
                 call.path,
             )
@@ -150,7 +156,7 @@ class Blame:
                 break
         if current is self.given.root:
             return None
-        why = f"{verdict.amount}{_hint(verdict, back=True, path=current.path)}"
+        why = f"{verdict.amount}{self._missing_sum(verdict, current.path)}"
         return _at(current, f", which sends back another gradient than the original's{why}")
 
     def _cut_off(self, parent: Call) -> list[Call]:
@@ -202,6 +208,16 @@ class Blame:
             for c, v in zip(calls, verdicts, strict=True)
         )
 
+    def _missing_sum(self, found: Verdict, path: str) -> str:
+        """What the ranks' gradients together say."""
+        if found.factor == "sum":
+            add = f'{self._node(path)}.sync("bwd_post", "all_reduce")'
+            return f"; those of the ranks add up to it: {add} is missing"
+        return _TOO_LARGE if found.factor == "share" else ""
+
+    def _node(self, path: str) -> str:
+        return spelled(".".join(filter(None, (self.prefix, path))))
+
     def _compare(self, call: Call, mine: object, target: object, partial: bool = False) -> Verdict:
         return self.comparison.compare(call.module, mine, target, partial)  # type: ignore[arg-type]
 
@@ -241,20 +257,11 @@ def _differing(call: Call) -> str:
     return f"the first output that differs is that of {call.path!r} ({_kind(call.module)})"
 
 
-def _hint(found: Verdict, back: bool = False, path: str = "") -> str:
-    """What the ranks' tensors together say."""
+def _hint(found: Verdict) -> str:
+    """What the ranks' outputs together say."""
     if found.factor == "sum":
-        mode = "bwd_post" if back else "fwd_post"
-        where = f'sch["{path}"]' if path else "it"
-        add = f'.sync("{mode}", "all_reduce")'
-        return (
-            f"; those of the ranks add up to it: {where}{add} is missing"
-            if back
-            else (f"; the ranks' add up to it, so a {add[1:]} is missing")
-        )
-    if found.factor == "share":
-        return "; it is as many times too large as there are ranks: one sum is too many"
-    return ""
+        return "; those of the ranks add up to it: a sync that sums them is missing"
+    return _TOO_LARGE if found.factor == "share" else ""
 
 
 def _at(call: Call, why: str, seen: str | None = None) -> Guess:

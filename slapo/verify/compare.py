@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo.errors import SlapoError, VerificationError
+from slapo.history import spelled
 from slapo.verify.blame import Blame, Guess
 from slapo.verify.locate import Comparison, amount, hookable, recorded
 from slapo.verify.randomness import Drop, Quiet
@@ -123,7 +124,7 @@ def _blame(trial: Trial, gradients: bool) -> Blame:
                 trial.backward(outcome)
         runs.append(run)
     comparison = Comparison(sides.sch.group, trial.rtol, sides.any_rank, sides.largest)
-    return Blame(runs[0], runs[1], comparison)
+    return Blame(runs[0], runs[1], comparison, sides.sch.path)
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -167,9 +168,10 @@ def _raise_gradients(
         raise VerificationError(f"{start}. Most likely {guess}; {sides.applied(guess.path)}")
     name = (partial or names)[-1]  # the last in the model is the first in the backward
     path, _, leaf = name.rpartition(".")
+    node = spelled(".".join(filter(None, (sides.sch.path, path))))
     remedy = (
         f". Most likely {path!r}: each rank has a part of the gradient of {name!r}, of its tokens "
-        f'or its heads: add sch["{path}"].annotate("{leaf}", "partial_grad", True)'
+        f'or its heads: add {node}.annotate("{leaf}", "partial_grad", True)'
         if partial
         else f". Most likely {path!r}"
     )

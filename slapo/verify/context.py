@@ -145,13 +145,13 @@ class Verify:
         self.peers.meet("block")
         # Placements come first, as they cost no run: the place for slapo.check.
         check_shards(self.sch)
-        check_replicas(self.reference, self.sch.group)
         device = self._pick_device()
+        self._move_inputs(device)
+        check_replicas(self.reference, self.sch.group)
         sides = Sides(self.sch, self.reference, self.origins, self.peers, self.start)
         self._check_state(sides)
         self._materialize_reference(device)
         self.reference.to(device)
-        self._move_inputs(device)
         sides.args, sides.kwargs = self.args, self.kwargs
         sides.loss_fn, sides.rtol = self.loss_fn, self.rtol
         with random_states_kept(self.sch.rank):

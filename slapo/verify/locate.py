@@ -258,8 +258,9 @@ class Comparison:
             return Verdict()
         assert mine is not None, "looked at above"
         assert target is not None, "looked at above"
-        whole = self._sum(mine) if partial and mine.shape == target.shape else mine
-        whole = whole if whole.shape == target.shape else self._put_together(module, mine, target)
+        alike = mine.shape == target.shape
+        summed = self._sum(mine) if partial and alike else mine
+        whole = summed if alike else self._put_together(module, mine, target)
         if self.any_rank(whole is None):
             return Verdict()
         assert whole is not None, "looked at above"

@@ -41,10 +41,11 @@ logger = get_logger()
 
 @dataclass(frozen=True)
 class _Plain:
-    """The first run: the original's output, and what the original drops; None in eval mode."""
+    """The first run: the original's output, and what both drop; None in eval mode."""
 
+    trial: Trial
     wanted: Any
-    quiet: Quiet | None
+    drops: tuple[Quiet, Quiet] | None
 
 
 def compare_all(sides: Sides, eval_mode: bool) -> None:
@@ -64,14 +65,16 @@ def compare_all(sides: Sides, eval_mode: bool) -> None:
     plain = _run_plainly(sides, eval_mode)
     if not eval_mode:
         _compare_numbers(sides, Way(training=True))
-        return
-    if plain.quiet is not None and plain.quiet.differs:
+    elif plain.drops is not None and plain.drops[1].differs:
         _compare_numbers(sides, Way(training=True, quiet=True))
         _compare_numbers(sides, Way(training=False, gradients=False))
-        return
-    wanted = _compare_numbers(sides, Way(training=False))
-    if plain.quiet is not None and sides.any_rank(_are_apart(plain.wanted, wanted)):
-        _compare_numbers(sides, Way(training=True, quiet=True))
+    else:
+        wanted = _compare_numbers(sides, Way(training=False))
+        if plain.drops is not None and sides.any_rank(_are_apart(plain.wanted, wanted)):
+            _compare_numbers(sides, Way(training=True, quiet=True))
+    if plain.drops is not None:
+        with plain.trial.prepared():
+            compare_drops(plain.trial, *plain.drops)
 
 
 def _run_plainly(sides: Sides, eval_mode: bool) -> _Plain:
@@ -97,9 +100,7 @@ def _plain_in(sides: Sides, training: bool, may_refuse: bool, original_may: bool
         sides.peers.meet("forward")
         compare_kinds(trial, given.output, wanted.output)
         compare_finite(trial, given.output, wanted.output)
-        if training:
-            compare_drops(trial, mine, theirs)
-    return _Plain(wanted.output, theirs if training else None)
+    return _Plain(trial, wanted.output, (mine, theirs) if training else None)
 
 
 def _compare_numbers(sides: Sides, way: Way) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +56,14 @@ def full_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str,
         return {
             p.name: p.spec.gather(p.tensor.detach(), group) if p.spec else p.tensor.detach().clone()
             for p in places(model)
+        }
+
+
+def local_tensors(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's slices of full tensors by name."""
+    with torch.no_grad():
+        return {
+            p.name: p.spec.slice(full[p.name]) if p.spec else full[p.name] for p in places(model)
         }
 
 

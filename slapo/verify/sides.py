@@ -16,7 +16,7 @@ from slapo.verify.locate import contains
 from slapo.verify.origins import Origins
 from slapo.verify.peers import Peers
 from slapo.verify.perturb import perturbed
-from slapo.verify.setting import full_tensors
+from slapo.verify.setting import full_tensors, local_tensors
 
 
 @dataclass
@@ -39,6 +39,11 @@ class Sides:
         Inputs.
     loss_fn, rtol
         As `Verify` takes them.
+    full
+        Tensors that both models get, whole, by the original's names.
+    original, values, compiled
+        This rank's share of them: of the copy, of the scheduled model by its names, and of its
+        compiled modules by identity.
     """
 
     sch: Schedule
@@ -51,12 +56,14 @@ class Sides:
     loss_fn: Callable[[Any], Tensor] | None = None
     rtol: float | None = None
     full: dict[str, Tensor] = field(default_factory=dict)
+    original: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
     compiled: dict[int, Tensor] = field(default_factory=dict)
 
     def load(self, device: torch.device) -> None:
         """Values for both sides, of which the constant ones get noise."""
-        self.full = perturbed(self.reference, full_tensors(self.reference, self.sch.group))
+        full = perturbed(self.reference, full_tensors(self.reference, self.sch.group))
+        self.full, self.original = full, local_tensors(self.reference, full)
         self.values = self.origins.values(self.full, device)
         self.compiled = self.origins.compiled_values(self.full)
 

@@ -81,7 +81,7 @@ class Trial:
         with ExitStack() as stack:
             for model in (sides.reference, sides.sch.mod):
                 mine = model is sides.sch.mod
-                values = sides.values if mine else sides.full
+                values = sides.values if mine else sides.original
                 compiled = sides.compiled if mine else None
                 stack.enter_context(
                     other_tensors(model, values, sides.sch.group, compiled, way.wide)
@@ -210,7 +210,7 @@ class Trial:
 
     def _other_shape_in(self, path: str, shapes: Mapping[str, list[tuple[int, ...]]]) -> str | None:
         """The last part of a module that ran before it failed, if its output has another shape."""
-        last = next((p for p in reversed(shapes) if p != path and contains(path, p)), None)
+        last = next((p for p in reversed(list(shapes)) if p != path and contains(path, p)), None)
         wrong = last is not None and self._shapes.get(last, shapes[last]) != shapes[last]
         return last if wrong else None
 
