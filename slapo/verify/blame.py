@@ -88,7 +88,8 @@ class Blame:
                 f"around it; {_differing(call)}{found.amount}",
                 call.path,
             )
-        inside = [c for c in new if _is_part(c, call)]
+        is_new = not isinstance(innermost(call.module), type(innermost(target.module)))
+        inside = [] if is_new else [c for c in new if _is_part(c, call)]
         fed_wrong = not inside and self._fed_wrong(call, target)
         culprits = inside or (list(new) if fed_wrong else [])
         if culprits:

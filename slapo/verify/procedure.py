@@ -64,14 +64,20 @@ def compare_all(sides: Sides, eval_mode: bool) -> None:
     """
     plain = _run_plainly(sides, eval_mode)
     if not eval_mode:
+        _compare_drops(plain)  # first: masks of other probabilities are other numbers
         _compare_numbers(sides, Way(training=True))
-    elif plain.drops is not None and plain.drops[1].differs:
+        return
+    if plain.drops is not None and plain.drops[1].differs:
         _compare_numbers(sides, Way(training=True, quiet=True))
         _compare_numbers(sides, Way(training=False, gradients=False))
     else:
         wanted = _compare_numbers(sides, Way(training=False))
         if plain.drops is not None and sides.any_rank(_are_apart(plain.wanted, wanted)):
             _compare_numbers(sides, Way(training=True, quiet=True))
+    _compare_drops(plain)
+
+
+def _compare_drops(plain: _Plain) -> None:
     if plain.drops is not None:
         with plain.trial.prepared():
             compare_drops(plain.trial, *plain.drops)
