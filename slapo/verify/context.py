@@ -31,9 +31,11 @@ from slapo.wrapper import innermost
 class Verify:
     """Check that the schedule inside a ``with`` block does not change what the model computes.
 
-    On entry the module is copied. On exit both run on the same inputs, weights and random state,
-    forward and backward; outputs, and parameter gradients gathered from all ranks, must agree.
-    The model's weights, gradients, buffers, mode and random states are left as they were.
+    On entry the module is copied. On exit the tensors of both are compared, then both run on the
+    same inputs, weights and random state, forward and backward: outputs, and parameter gradients
+    gathered from all ranks, must agree, in float64 where the model allows it. Parameters whose
+    elements are all equal get some noise for that. The model's weights, gradients, buffers, mode
+    and random states are left as they were.
 
     Parameters
     ----------
@@ -46,22 +48,25 @@ class Verify:
         Where to run; by default where the model is, for a model on ``meta`` where it would be
         built.
     eval_mode
-        Run in eval mode, else in train mode. In train mode random masks must be the same on both
-        sides, which they are not under tensor parallelism.
+        Compare in eval mode, and, with dropouts told by their probabilities and let through, in
+        train mode. False: in train mode alone, where random masks must be the same on both sides,
+        which they are not under tensor parallelism.
     enable
         False does nothing.
     loss_fn
         Output -> scalar to differentiate. By default the product of every output tensor with fixed
         random numbers.
     rtol
-        Largest difference relative to the largest value of a tensor; by default that of its dtype
-        (2e-5 for float32, 3e-2 for bfloat16).
+        Largest difference relative to the largest value of a tensor; by default that of the dtype
+        in which both run (1e-9 for float64, 2e-5 for float32, 3e-2 for bfloat16).
 
     Raises
     ------
     VerificationError
-        On every rank, naming the first module whose output differs, or the parameter whose
-        gradient does, and the primitives applied there.
+        On every rank, naming the tensor that the schedule changed, or the module where the fault
+        most likely is, the parameters whose gradients differ, and the primitives applied there.
+    SlapoError
+        If ranks hold different originals, or the original cannot run.
 
     Examples
     --------

@@ -11,7 +11,7 @@ What refuses float64 is compared in float32, or in its own dtype.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,8 +122,9 @@ def _compare_numbers(sides: Sides, way: Way) -> Any:
 
 def _numbers(sides: Sides, way: Way) -> Any:
     trial, may_refuse = Trial(sides, way), way.wide is not None
-    with trial.prepared():
+    with ExitStack() as stack:
         with trial.attempt(whatever=True) if may_refuse else nullcontext():
+            stack.enter_context(trial.prepared())  # for which there may be no room
             wanted = trial.run_original()
             given = trial.run_scheduled()
         sides.peers.meet("numbers")
