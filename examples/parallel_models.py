@@ -337,8 +337,7 @@ def _split_layer(layer: slapo.Schedule, table: Layer) -> None:
     for split in table.rows:
         layer[split.path].shard("weight", axis=split.axis).sync("fwd_post", "all_reduce")
     for path, attribute in table.shared_out:
-        whole = getattr(layer[path].mod, attribute)
-        layer[path].set(attribute, whole // layer.world_size)
+        layer[path].set(attribute, whole=getattr(layer[path].mod, attribute))
     bias = "layer.0.SelfAttention.relative_attention_bias"  # T5's first layer: one row a head
     if bias in layer:
         layer[bias].shard("weight", axis=1)

@@ -14,9 +14,17 @@ Examples
 
 # Bound for `slapo.env` and so on; the other modules are by the imports below.
 from slapo import env, initialization, tracer
+from slapo.blame import bisect
 from slapo.build import build
+from slapo.check import check, register_place_rule
 from slapo.clip import clip_grad_norm_
-from slapo.errors import MissingPackageError, SlapoError, TraceError, VerificationError
+from slapo.errors import (
+    MissingPackageError,
+    PlacementError,
+    SlapoError,
+    TraceError,
+    VerificationError,
+)
 from slapo.logger import get_logger
 from slapo.mesh import init_mesh
 from slapo.op.checkpoint import checkpoint
@@ -28,6 +36,8 @@ from slapo.random import (
     is_random_seed_set,
     set_random_seed,
 )
+from slapo.record import ScheduleRecord
+from slapo.replay import replay
 from slapo.schedule import Schedule, create_schedule
 from slapo.verify import Verify
 from slapo.weights.meta import init_empty_weights
@@ -38,14 +48,18 @@ __all__ = [
     "MissingPackageError",
     "ModulePattern",
     "Pattern",
+    "PlacementError",
     "Primitive",
     "Schedule",
+    "ScheduleRecord",
     "SlapoError",
     "TraceError",
     "VerificationError",
     "Verify",
+    "bisect",
     "build",
     "call_module",
+    "check",
     "checkpoint",
     "clip_grad_norm_",
     "create_schedule",
@@ -58,7 +72,9 @@ __all__ = [
     "initialization",
     "is_random_seed_set",
     "list_primitives",
+    "register_place_rule",
     "register_primitive",
+    "replay",
     "set_random_seed",
     "tracer",
 ]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from slapo.agreement import all_ranks_or_none, gathered, has_peers, same_on_all_ranks
+from slapo.check import check as check_places
 from slapo.errors import SlapoError, with_nearest
 from slapo.framework_dialect import Lowering, Runtime, get_dialect_cls
 from slapo.framework_dialect.replicas import share_wholes
@@ -34,6 +35,7 @@ def build(
     sch: Schedule,
     target: str | None = None,
     init_weights: bool | Callable[..., Any] = True,
+    check: Any = False,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """Make the scheduled model ready to run.
@@ -53,6 +55,9 @@ def build(
     init_weights
         How to create parameters on ``meta``: True for the model's own initialisation, a callable
         ``fn(module)`` or ``fn(module, path)``, or False to leave them.
+    check
+        Example inputs to run :func:`slapo.check` on first; or True, for those that the schedule
+        has seen last, in :class:`slapo.Verify`, ``check`` or as `example_inputs` of a trace.
     **kwargs
         For the runtime; a name that it does not know is an error with the nearest one. Without a
         target there is ``sync_replicated``: True gives what is whole on every rank the values of
@@ -86,6 +91,8 @@ def build(
 
     Raises
     ------
+    PlacementError
+        If `check` finds that the model would train something else.
     SlapoError
         If ranks applied different schedules, or hold different values of what is whole on all, if
         something above a node was scheduled, a tie broke, a module cannot initialise its
@@ -110,6 +117,8 @@ def build(
             f"init_weights is {init_weights!r}; pass True, False or a function of a "
             "module and its path"
         )
+    if check is not False:
+        _check_places(sch, check)
     sch = _as_whole(sch)
     if target is None:
         return _build_module(sch, init_weights, **kwargs), None
@@ -131,6 +140,17 @@ def build(
     finally:
         if isinstance(model, PipelinedModule):
             model.forget_whole()
+
+
+def _check_places(sch: Schedule, inputs: Any) -> None:
+    if inputs is True:
+        inputs = sch.state.example_inputs
+        if inputs is None:
+            raise ValueError(
+                "build(check=True): this schedule has seen no example inputs; pass them, "
+                "check=example_inputs"
+            )
+    all_ranks_or_none("build(check=...)", lambda: check_places(sch, inputs))
 
 
 def _as_whole(sch: Schedule) -> Schedule:

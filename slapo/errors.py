@@ -25,11 +25,13 @@ class PlacementError(SlapoError):
         The module in which it shows.
     suspect : str
         The module where the fault most likely is; often the same.
-    remedy : str
-        The call to write, or empty where it is not known.
+    remedy
+        The call to write, whose text reads as it is written; None where it is not known.
     """
 
-    def __init__(self, message: str, path: str = "", suspect: str = "", remedy: str = "") -> None:
+    def __init__(
+        self, message: str, path: str = "", suspect: str = "", remedy: object = None
+    ) -> None:
         super().__init__(message)
         self.path, self.suspect, self.remedy = path, suspect, remedy
 

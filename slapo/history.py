@@ -18,6 +18,18 @@ from torch import fx, nn
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
+class Kept:
+    """What a record keeps in the place of an argument that it must not hold on to.
+
+    Those that there are, and what becomes of them: :mod:`slapo.record`.
+    """
+
+    @property
+    def text(self) -> str:
+        """The argument as messages and digests show it."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, repr=False)
 class Record:
     """One applied primitive, as data.
@@ -28,8 +40,9 @@ class Record:
         The schedule node's path; empty for the root.
     primitive
         Name of the primitive.
-    arguments
-        Argument name -> text of its value, defaults left out.
+    given
+        Argument name -> its value, defaults left out; for what may change later, or would be kept
+        alive, what :func:`slapo.record.keep` made of it.
     location
         ``file:line`` of the caller.
     positional
@@ -40,10 +53,15 @@ class Record:
 
     path: str
     primitive: str
-    arguments: Mapping[str, str]
+    given: Mapping[str, Any]
     location: str
     positional: int = 0
     identity: str = ""
+
+    @functools.cached_property
+    def arguments(self) -> Mapping[str, str]:
+        """Argument name -> text of its value, defaults left out."""
+        return {name: describe(value) for name, value in self.given.items()}
 
     def __str__(self) -> str:
         return f"{self.call()}  # {self.location}"
@@ -106,6 +124,8 @@ def _caller_frame() -> FrameType:
 
 def describe(value: Any) -> str:
     """A short text of an argument, the same on every rank."""
+    if isinstance(value, Kept):
+        return value.text
     if isinstance(value, nn.Module):
         return type(value).__name__
     if isinstance(value, torch.Tensor):
@@ -116,6 +136,8 @@ def describe(value: Any) -> str:
         return "{" + ", ".join(f"{k!r}: {describe(v)}" for k, v in value.items()) + "}"
     if isinstance(value, Sequence) and not isinstance(value, str):
         return _describe_sequence(value)
+    if isinstance(value, (set, frozenset)):  # whose order differs from process to process
+        return "{" + ", ".join(sorted(map(describe, value))) + "}"
     if callable(value):
         return str(getattr(value, "__name__", type(value).__name__))
     text = repr(value)

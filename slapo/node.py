@@ -121,6 +121,10 @@ class ScheduleState:
     numbers: Numbers = field(default_factory=list)
     #: the target that the model was built for, "" for none and None before that
     built_for: str | None = None
+    #: what the model was last run on, without the numbers of what is large
+    example_inputs: Any = None
+    #: asked before a primitive is applied, with its record and what it was given
+    admits: Callable[[Record, tuple[Any, ...], dict[str, Any]], bool] | None = None
     #: > 0 while a primitive runs: what it calls is part of it and not recorded by itself
     depth: int = 0
 
@@ -137,6 +141,8 @@ class ScheduleState:
             {},
             {},
             list(self.numbers),
+            None,
+            self.example_inputs,
             None,
             self.depth,
         )

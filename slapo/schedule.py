@@ -44,6 +44,7 @@ from slapo.primitives import (
 from slapo.primitives.base import find_primitive, list_primitives, reserve_names
 from slapo.primitives.run import as_method, as_question, run
 from slapo.primitives.wrapping import check_module
+from slapo.record import ScheduleRecord
 from slapo.selection import Selection
 from slapo.sharding.tp_group import resolve_group
 from slapo.snapshot import Snapshot
@@ -122,6 +123,20 @@ class Schedule(Node):
         3
         """
         return Selection.matching(self, pattern)
+
+    @property
+    def record(self) -> ScheduleRecord:
+        """What was applied to the whole tree so far, as data: to save, compare and replay.
+
+        Examples
+        --------
+        >>> import slapo
+        >>> sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+        >>> before = sch["0"].checkpoint().record
+        >>> print(before.diff(sch["1"].replace(nn.GELU()).record))
+        step 1 of the second: sch["1"].replace(new_mod=GELU) is missing in the first
+        """
+        return ScheduleRecord(self.history, self.world_size, self.get_top_schedule().path)
 
     # --- graphs ------------------------------------------------------------------------------
     def find(self, pattern: str | Callable[..., Any] | nn.Module) -> Matches[Subgraph]:

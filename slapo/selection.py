@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator
@@ -25,7 +26,8 @@ from slapo.primitives import (
     TracePrimitive,
 )
 from slapo.primitives.base import Primitive, find_primitive, list_primitives
-from slapo.primitives.run import document, run
+from slapo.primitives.run import document, perform, record_of, run
+from slapo.record import made_by
 from slapo.snapshot import restored_on_error
 from slapo.utils.calls import check_takes
 
@@ -109,7 +111,11 @@ class Selection(Generic[N]):
         return self
 
     def replace(self, make_module: Callable[[str, Any], Any]) -> Selection[N]:
-        """Replace every module by ``make_module(path, module)``."""
+        """Replace every module by ``make_module(path, module)``.
+
+        A function that can be imported by name stands in the record as that, and makes the modules
+        of another model when the record is replayed.
+        """
         if isinstance(make_module, nn.Module) or not callable(make_module):
             raise TypeError(
                 f"select({self.pattern!r}).replace: got {describe(make_module)}, and one module "
@@ -121,7 +127,11 @@ class Selection(Generic[N]):
         assert replace is not None, "replace is registered with the package"
         with restored_on_error(self.nodes[0].get_top_schedule()):
             for node in self.nodes:
-                run(node, replace, make_module(node.path, node.mod))
+                module = make_module(node.path, node.mod)
+                record = record_of(node, replace, (module,), {})
+                given = {"new_mod": made_by(make_module, module, node)}
+                record = dataclasses.replace(record, given=given)
+                perform(node, replace, (module,), {}, record)
         return self
 
     def __iter__(self) -> Iterator[N]:

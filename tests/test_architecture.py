@@ -16,13 +16,15 @@ FLOORS = [
     ["agreement", "utils", "sharding", "graph"],
     ["mesh", "weights", "pattern", "tracer"],
     ["env", "initialization", "node", "op"],
-    ["pipeline", "printing", "snapshot"],
+    ["pipeline", "printing", "record", "snapshot"],
     ["framework_dialect", "primitives"],
     ["clip", "selection"],
     ["schedule"],
-    ["build"],
+    ["check"],
+    ["build", "command", "replay"],
     ["verify"],
-    ["__init__"],
+    ["blame"],
+    ["__init__", "__main__"],
 ]
 
 

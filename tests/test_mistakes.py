@@ -19,9 +19,9 @@ from slapo.framework_dialect import registry
 from slapo.primitives import base
 from tests.distributed import run_distributed
 from tests.fingerprint import fingerprint
-from tests.mistakes import TABLE, Mistake, of_entry_points, of_primitives, stack
+from tests.mistakes import TABLE, Mistake, of_entry_points, of_primitives, of_records, stack
 
-__all__ = ["of_entry_points", "of_primitives"]  # importing them has filled the table
+__all__ = ["of_entry_points", "of_primitives", "of_records"]  # importing them has filled the table
 
 GOLDEN = Path(__file__).parent / "golden" / "mistakes"
 
@@ -76,6 +76,7 @@ def stable(text: str) -> str:
     """A message without what differs between machines, runs and versions of this file."""
     text = re.sub(r"0x[0-9a-f]{6,}", "0x...", text)
     text = re.sub(r"\S*/(\w+\.py):\d+", r"\1", text)
+    text = re.sub(r"\S*/(\w+\.json)", r"\1", text)
     return re.sub(r"by \S+ where \S+ is allowed", "by ... where ... is allowed", text)
 
 
@@ -142,7 +143,7 @@ def test_what_users_of_two_ranks_are_told(
 REMEDY = re.compile(
     r"(?:[;:,.?] |- )(?:(?:and|or) )?"
     r"(?:add|apply|bind|build|call|choose|create|cut|decompose|derive|fix|fuse|keep|launch|leave|look"
-    r"|make|name|pad|pass|pick|replace|return|set|shard|take|trace|use|write)\b"
+    r"|make|name|pad|pass|pick|replace|replay|return|set|shard|take|trace|use|write)\b"
     r"|did you mean"
     r"|\b(?:known|nearest paths|there|classes|parameters|primitives) are |it has \['|\btakes [([]"
     r"|children are items|that of the module is|\.trace\(flatten=True\)|\.decompose\(\)"

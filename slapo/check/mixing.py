@@ -173,10 +173,10 @@ def _check_mask(call: Call, tokens: Place) -> None:
             "the rows of the table are spread over the ranks, and its tokens are not masked: "
             "those of other ranks would be looked up here"
         )
-    if (tokens.dim, tokens.blocks) != (first, rows):
+    if tokens.rows != (first, rows):
         raise call.misfit(
             f"rank {call.rank} has rows {first} to {first + rows - 1} of the table, and the mask "
-            f"keeps tokens {tokens.dim} to {tokens.dim + tokens.blocks - 1}"
+            f"keeps tokens {tokens.rows[0]} to {sum(tokens.rows) - 1}"
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,39 +29,20 @@ from slapo.check.place import (
     put_place,
     sliced,
 )
-from slapo.check.pointwise import is_pointwise, of_wholes, pointwise
+from slapo.check.pointwise import is_pointwise, of_wholes, others_whole, pointwise
 from slapo.check.products import product as product
 from slapo.check.raw import raw_collective
+from slapo.check.sizes import ANY, VIEWS, Sized, Views, is_sized
 from slapo.errors import SlapoError
 from slapo.random import get_rng_tracker
 from slapo.sharding.groups import group_rank, group_size
 from slapo.sharding.steps import Step
 
 #: Operations that draw random numbers.
-_DRAWS = frozenset(
-    "native_dropout bernoulli rand_like rand randn randn_like randint randint_like uniform normal "
-    "exponential random multinomial randperm dropout".split()
-)
-#: Operations whose sizes say what a module computes, with the sizes of the whole model.
-_SIZED = (
-    "_softmax",
-    "_safe_softmax",
-    "native_layer_norm",
-    "_fused_rms_norm",
-    "bmm",
-    "pow",
-    *ATTENTION,
-)
+_DRAWS = {"native_dropout", "bernoulli", "rand", "randn", "randint", "uniform", "normal"}
+_DRAWS |= {"rand_like", "randn_like", "randint_like", "exponential", "random", "multinomial"}
+_DRAWS |= {"randperm", "dropout"}
 _RAW = ("c10d", "_c10d_functional")
-
-
-@dataclass(frozen=True)
-class Sized:
-    """One operation of a module on tensors of these sizes, those of all ranks together."""
-
-    path: str
-    name: str
-    shapes: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -103,16 +86,25 @@ class PlaceMode(TorchDispatchMode):
         Whose modules are named.
     group
         The ranks.
+    views
+        Shapes in one process, where they are known.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup | None, views: Views | None = None
+    ) -> None:
         super().__init__()
         self.paths = Paths(model)
         self.group = group
         self.rank, self.ranks = group_rank(group), group_size(group)
         self.sized: list[Sized] = []
+        #: operations so far
         self.calls = 0
         self._quiet = 0
+        self._views = views or {}
+        self._viewed: Counter[str] = Counter()
+        #: autograd's number of a view -> how its input lies
+        self._places_of_views: dict[int, Place] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -129,13 +121,33 @@ class PlaceMode(TorchDispatchMode):
         name = name_of(func)
         if name in _DRAWS or (name.startswith(ATTENTION) and "backward" not in name):
             self._check_state(func, name, args, kwargs, tensors, places)
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:  # sizes that do not fit
+            raise self.stop(name, tensors, places, str(error)) from error
         outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         call = Call(func, name, args, kwargs, tensors, places, outs, self.rank, self.ranks)
+        if name in VIEWS:
+            self._compare_view(call)
         self._settle(call)
-        if name in _SIZED or name.startswith(ATTENTION):
-            self._note_sizes(call)
+        if is_sized(name):
+            shapes = tuple(self._whole_shape(t) for t in tensors)
+            self.sized.append(Sized(self.paths.now()[0], name, shapes))
         return out
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether what runs is not looked at."""
+        return self._quiet > 0
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What runs in the block is not looked at: who runs it says what it gives."""
+        self._quiet += 1
+        try:
+            yield
+        finally:
+            self._quiet -= 1
 
     # --- places ------------------------------------------------------------------------------
     def _settle(self, call: Call) -> None:
@@ -149,15 +161,28 @@ class PlaceMode(TorchDispatchMode):
         except Misfit as misfit:
             raise self.stop(call.name, call.tensors, call.places, str(misfit)) from None
         for out, place in zip(call.outs, found, strict=False):
-            put_place(out, self._born(call, place))
+            put_place(out, self.born(call, place))
 
-    def _born(self, call: Call, place: Place) -> Place:
-        """With where it came to be, for what is new."""
-        if place.kind in ("replicate", MASKED) or place.birth is not None:
+    def born(self, call: Call, place: Place) -> Place:
+        """With where it came to be; of what is whole, with the last step that made it so."""
+        if place.birth is not None or place.kind == MASKED:
             return place
-        before = next((p.birth for p in call.places if p.kind == place.kind and p.birth), None)
+        births = [p.birth for p in call.places if p.kind == place.kind and p.birth is not None]
+        if births:
+            return replace(place, birth=max(births, key=lambda birth: birth.number))
+        if place.is_whole:
+            return place
+        birth, owner = self._birth(call.name), self._owner(call)
+        return replace(place, birth=birth if owner is None else replace(birth, path=owner))
+
+    def _birth(self, operation: str) -> Birth:
         path, in_backward = self.paths.now()
-        return replace(place, birth=before or Birth(call.name, path, in_backward))
+        return Birth(operation, path, in_backward, self.calls)
+
+    def _owner(self, call: Call) -> str | None:
+        """The module whose parameter is used, where the operation stands in a graph of another."""
+        owners = [p.birth.path for p in call.places if p.birth and p.birth.operation == "shard"]
+        return owners[-1] if owners and self.paths.in_graph() else None
 
     def _check_in_place(self, call: Call, found: list[Place]) -> None:
         """What is changed in place has views that are not followed: they must stay right."""
@@ -167,7 +192,7 @@ class PlaceMode(TorchDispatchMode):
                 continue
             before = call.places[at]
             fresh = before.is_zero or (place.is_slice and place.dim in before.uniform)
-            if not fresh or torch._C._storage_Use_Count(out.untyped_storage()._cdata) > 3:
+            if not fresh or _has_views(out):
                 raise Misfit(
                     f"it writes what is {place} into a tensor that is {before}; make a new tensor "
                     "in place of the write"
@@ -201,18 +226,13 @@ class PlaceMode(TorchDispatchMode):
         if why:
             raise self.stop(step.name, [tensor], [place], why, step)
         given = place_of_result(step, arguments)
-        self._quiet += 1
-        try:
+        with self.unseen():
             if step.communicates:
                 result = self._alone(step, tensor, arguments)
             else:
                 result = function(tensor, group, **arguments)
-        finally:
-            self._quiet -= 1
-        if step is not None and given.kind != "replicate" and given.kind != MASKED:
-            path, in_backward = self.paths.now()
-            given = replace(given, birth=Birth(step.name, path, in_backward))
-        put_place(result, given)
+        self.calls += 1
+        put_place(result, replace(given, birth=self._birth(step.name)))
         return result
 
     def _wrong_for(self, step: Step, place: Place, axis: int | None, tensor: Tensor) -> str:
@@ -221,7 +241,7 @@ class PlaceMode(TorchDispatchMode):
             return f"{step.name} takes {wanted[step.takes]}, and this is {place}"
         if axis is not None and place.dim != axis % tensor.ndim:
             return f"{step.name} along axis {axis} of what is {place}"
-        if place.is_slice and place.blocks > 1:
+        if place.is_slice and place.blocks:
             return f"{step.name} would put the ranks' blocks one behind the other: this is {place}"
         return ""
 
@@ -239,13 +259,11 @@ class PlaceMode(TorchDispatchMode):
         """A collective that the model, or a hook of the user's, calls itself."""
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         places = [place_of(tensor) for tensor in tensors]
-        self._quiet += 1
         try:
-            return raw_collective(func, args, kwargs, tensors, places, self.ranks)
+            with self.unseen():
+                return raw_collective(func, args, kwargs, tensors, places, self.ranks)
         except Misfit as misfit:
             raise self.stop(func.overloadpacket.__name__, tensors, places, str(misfit)) from None
-        finally:
-            self._quiet -= 1
 
     # --- random numbers and sizes ----------------------------------------------------------------
     def _check_state(
@@ -259,34 +277,57 @@ class PlaceMode(TorchDispatchMode):
             return
         is_slice = any(place.is_slice for place in places)
         is_forked = get_rng_tracker().is_forked
-        if is_slice == is_forked:
+        blank = next((p.blank_of for p in places if p.blank_of is not None), None)
+        if is_slice == is_forked and blank is None:
             return
-        if is_slice:
+        if blank is not None:
+            why = "random numbers for a partial sum"
+        elif is_slice:
             why = "random numbers for a slice are drawn from the state that all ranks share"
         else:
             why = "random numbers for what is whole are drawn from a state of this rank's own"
         raise self.stop(name, tensors, places, why)
 
-    def _note_sizes(self, call: Call) -> None:
+    def _compare_view(self, call: Call) -> None:
+        """Tell a view what it gives in one process, or what its input was in the forward pass."""
         path, in_backward = self.paths.now()
-        if not in_backward and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
-            shapes = tuple(self._whole_shape(t) for t in call.tensors)
-            self.sized.append(Sized(path, call.name, shapes))
+        if in_backward:
+            call.of_gradient_of = self._places_of_views.get(self.paths.number())
+            return
+        self._places_of_views[self.paths.number()] = call.places[0]
+        shapes = self._views.get(path)
+        if shapes:  # a module that runs again does the same again
+            call.shape_in_one_process = shapes[self._viewed[path] % len(shapes)]
+            self._viewed[path] += 1
 
     def _whole_shape(self, tensor: Tensor) -> tuple[int, ...]:
         place = place_of(tensor)
-        return tuple(
-            size * (self.ranks if place.is_slice and place.dim == dim else 1)
-            for dim, size in enumerate(tensor.shape)
-        )
+        if place.is_slice:
+            sizes = list(tensor.shape)
+            sizes[place.dim] *= self.ranks
+            return tuple(sizes)
+        return tuple(ANY if d in place.uniform else n for d, n in enumerate(tensor.shape))
+
+
+def _has_views(tensor: Tensor) -> bool:
+    """Whether other tensors have its memory: there is one besides the storage object here."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
 
 
 def _places_of(call: Call) -> list[Place]:
     """By a rule, where something is not whole."""
     if all(place.is_whole for place in call.places):
         return of_wholes(call)
+    if _is_linear(call):
+        return [call.places[0]] * len(call.outs)
     found = _rule(call)(call)
     return [found] * len(call.outs) if isinstance(found, Place) else list(found)
+
+
+def _is_linear(call: Call) -> bool:
+    """Whether it is a derivative, of a gradient that is a partial sum, where all else is whole."""
+    is_derivative = call.name.endswith(("_backward", "_backward_data"))
+    return is_derivative and call.places[0].is_partial and others_whole(call.places)
 
 
 def _rule(call: Call) -> Rule:
@@ -298,7 +339,7 @@ def _rule(call: Call) -> Rule:
         return pointwise
     raise Misfit(
         f"no rule says what {call.func} makes of a tensor that is not whole; give one to "
-        "slapo.check.register_place_rule"
+        "slapo.register_place_rule"
     )
 
 
@@ -307,5 +348,5 @@ def place_of_result(step: Step, arguments: dict[str, Any]) -> Place:
     if step.gives == "shard":
         return sliced(arguments[step.gives_along])
     if step.gives == MASKED:
-        return Place(MASKED, arguments["start"], arguments["count"])
+        return Place(MASKED, rows=(arguments["start"], arguments["count"]))
     return WHOLE if step.gives == "replicate" else Place(step.gives)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from math import prod
 
@@ -26,27 +27,61 @@ def _first(call: Call) -> Place:
 
 @rule_for("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten")
 def view(call: Call) -> list[Place]:
-    """A slice is runs of elements, one for every index before it; where are such runs after?
+    """A slice is runs of elements, one for every index before it: it is where such runs are after.
 
-    Where several dimensions fit, as where a rank's share is one head, that is taken which the
-    caller left open by -1, and the outermost of the others.
+    Where several dimensions fit, as where a rank's share is one head, that is taken which is longer
+    in one process, or along which the tensor lies that it is the gradient of; if neither is known,
+    which the caller left open by -1, or the outermost.
     """
     place, old, new = _first(call), call.tensors[0].shape, call.outs[0].shape
     if not place.is_slice:
         return [place]
     asked = call.get("size", call.get("shape", new))
-    run = old[place.dim] // place.blocks * prod(old[place.dim + 1 :])
+    inner = prod(old[place.dim + 1 :])
+    runs = [size * inner for size in place.blocks_in(old[place.dim])]
     fits = []
     for dim, size in enumerate(new):
-        inner = prod(new[dim + 1 :])
-        length = run // inner if inner and run % inner == 0 else 0
-        if length and size % length == 0:
+        blocks = _covered(runs, size, prod(new[dim + 1 :]))
+        if blocks:
             left_open = dim < len(asked) and asked[dim] == -1
-            fits.append((size // length, not left_open, dim))
+            unlikely = not (_is_longer(call, dim) or _is_like_forward(call, dim, blocks))
+            fits.append((unlikely, len(blocks), not left_open, dim, blocks))
     if not fits:
         raise call.misfit(f"{tuple(old)} -> {tuple(new)} cuts across the ranks' slices")
-    blocks, _, dim = min(fits)
-    return [place.along(dim, blocks)]
+    *_, dim, found = min(fits)
+    return [place.along(dim, found)]
+
+
+def _is_longer(call: Call, dim: int) -> bool:
+    """Whether this dimension alone of the result is that of all ranks in one process."""
+    shape = list(call.outs[0].shape)
+    shape[dim] *= call.ranks
+    return call.shape_in_one_process == tuple(shape)
+
+
+def _is_like_forward(call: Call, dim: int, blocks: list[int]) -> bool:
+    """Whether the tensor that this is the gradient of lies so."""
+    before = call.of_gradient_of
+    return before is not None and before.same(before.along(dim, blocks)) and before.is_slice
+
+
+def _covered(runs: list[int], size: int, inner: int) -> list[int]:
+    """The blocks of a dimension of `size`, `inner` elements each, that is made of runs.
+
+    Empty if they do not fill it, or if a boundary between two runs falls into an element.
+    """
+    if not inner or any(run % inner for run in runs):
+        return []
+    blocks = [run // inner for run in runs]
+    whole = sum(blocks)
+    if size % whole == 0:
+        return blocks * (size // whole)
+    # The dimension has some of the blocks, and others before it tell which.
+    ends = list(itertools.accumulate(blocks))
+    if whole % size or size not in ends:
+        return []
+    some = blocks[: ends.index(size) + 1]
+    return some if blocks == some * (whole // size) else []
 
 
 def _moved(where: Where) -> Rule:
@@ -88,8 +123,10 @@ def _expanded(dim: int, call: Call, ndim: int) -> int:
     return dim + call.outs[0].ndim - ndim
 
 
-rule_for("transpose", "t", "swapaxes")(_moved(_swapped))
-rule_for("permute")(_moved(_permuted))
+#: Operations that put the dimensions in another order.
+REORDERS = {"transpose": _swapped, "t": _swapped, "swapaxes": _swapped, "permute": _permuted}
+for _name, _where in REORDERS.items():
+    rule_for(_name)(_moved(_where))
 rule_for("unsqueeze")(_moved(_behind_new))
 rule_for("squeeze")(_moved(_without))
 rule_for("select_backward")(_moved(_behind_selected))
@@ -114,7 +151,8 @@ def repeat(call: Call) -> list[Place]:
     if not place.is_slice:
         return [place]
     dim = place.dim + len(repeats) - call.tensors[0].ndim
-    return [place.along(dim, place.blocks * repeats[dim])]
+    size = call.tensors[0].shape[place.dim]
+    return [place.along(dim, place.blocks_in(size) * repeats[dim])]
 
 
 @rule_for(
@@ -130,20 +168,36 @@ def cut(call: Call) -> list[Place]:
         return [place.along(place.dim - moved)] * len(call.outs)
     if drops:
         raise call.misfit(f"it takes one of dimension {axis}, of which each rank has a slice")
-    size, block = tensor.shape[axis], tensor.shape[axis] // place.blocks
+    size = tensor.shape[axis]
     if all(out.shape[axis] == size for out in call.outs):
         return [place] * len(call.outs)
     start = call.get("start") or 0 if call.name in ("slice", "narrow") else 0
-    step = call.get("step", 1) if call.name == "slice" else 1
-    whole_blocks = all(out.shape[axis] % block == 0 and out.shape[axis] for out in call.outs)
-    if step == 1 and whole_blocks and start % block == 0:
-        return [place.along(axis, out.shape[axis] // block) for out in call.outs]
+    if call.name != "slice" or call.get("step", 1) == 1:
+        found = _whole_blocks(
+            place.blocks_in(size), start % size, [o.shape[axis] for o in call.outs]
+        )
+        if found:
+            return [place.along(axis, blocks) for blocks in found]
     raise call.misfit(
         f"it takes dimension {axis} apart, of which each rank has a slice"
-        + (f" in {place.blocks} blocks" if place.blocks > 1 else "")
+        + (f" in {len(place.blocks)} blocks" if place.blocks else "")
         + "; pack parts in one weight by shard(..., blocks=...), and divide the sizes by which "
         "the module splits"
     )
+
+
+def _whole_blocks(
+    blocks: tuple[int, ...], start: int, sizes: list[int]
+) -> list[tuple[int, ...]] | None:
+    """The blocks of parts that follow one another from `start`; None if they cut one."""
+    ends = [0, *itertools.accumulate(blocks)]
+    found = []
+    for size in sizes:
+        if start not in ends or start + size not in ends or not size:
+            return None
+        found.append(blocks[ends.index(start) : ends.index(start + size)])
+        start += size
+    return found
 
 
 @rule_for("slice_backward")
@@ -152,8 +206,11 @@ def slice_backward(call: Call) -> list[Place]:
     place, axis = call.places[0], call.get("dim") % call.tensors[0].ndim
     if not place.is_slice or axis != place.dim:
         return [place]
-    block = call.tensors[0].shape[axis] // place.blocks
-    return [place.along(axis, call.outs[0].shape[axis] // block)]
+    own = place.blocks_in(call.tensors[0].shape[axis])
+    after = call.outs[0].shape[axis]
+    if len(set(own)) > 1 or after % own[0]:
+        raise call.misfit(f"it puts blocks of {own} among others of which the sizes are not known")
+    return [place.along(axis, own[:1] * (after // own[0]))]
 
 
 @rule_for("cat", "concat")
@@ -168,17 +225,15 @@ def cat(call: Call) -> list[Place]:
             return [first]
         raise call.misfit("it joins partial sums with what is none")
     joins_slices = first.dim == axis
-    for tensor, place in parts:
+    for _, place in parts:
         constant = place.is_whole and first.dim in place.uniform and not joins_slices
         alike = place.is_slice and place.dim == first.dim
         if not (constant or (alike and (joins_slices or place.blocks == first.blocks))):
             raise call.misfit("it joins tensors that lie differently")
     if not joins_slices:
         return [first]
-    sizes = {t.shape[axis] // p.blocks for t, p in parts}
-    if len(sizes) > 1:
-        raise call.misfit("it joins slices of different sizes along the dimension that is sliced")
-    return [first.along(axis, sum(place.blocks for _, place in parts))]
+    blocks = [size for t, p in parts for size in p.blocks_in(t.shape[axis])]
+    return [first.along(axis, blocks)]
 
 
 @rule_for("stack")
@@ -204,7 +259,7 @@ def pad(call: Call) -> list[Place]:
     return [place]
 
 
-# --- choice by index -------------------------------------------------------------------------------
+# --- choice by index -----------------------------------------------------------------------------
 @rule_for("index", "_unsafe_index")
 def index(call: Call) -> list[Place]:
     """Rows chosen by whole indices: of all dimensions but the sliced one."""
@@ -241,9 +296,8 @@ def index_select(call: Call) -> list[Place]:
     """As `index`, along one dimension."""
     place, indices = call.places[0], call.places[1]
     axis = call.get("dim") % call.tensors[0].ndim
-    if place.is_slice and indices.is_slice and call.name == "gather" and place.same(indices):
-        if place.dim != axis:
-            return [place]
+    if place.is_slice and place.same(indices) and call.name == "gather" and place.dim != axis:
+        return [place]
     if not indices.is_whole or (place.is_slice and place.dim == axis):
         raise call.misfit(f"it chooses along dimension {axis}, of which each rank has a slice")
     if place.is_slice and call.name == "gather":

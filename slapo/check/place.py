@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -12,7 +13,7 @@ _ATTRIBUTE = "_slapo_place"
 
 @dataclass(frozen=True)
 class Birth:
-    """Where a partial sum or a slice came to be.
+    """Where a tensor came to lie as it does.
 
     Parameters
     ----------
@@ -22,11 +23,14 @@ class Birth:
         The module that was running.
     in_backward
         Whether in the backward pass of that module.
+    number
+        Of operations before it.
     """
 
     operation: str
     path: str
     in_backward: bool = False
+    number: int = 0
 
     def __str__(self) -> str:
         where = f"{self.path!r}" if self.path else "the model"
@@ -43,24 +47,30 @@ class Place:
         ``"replicate"``: whole on every rank; ``"partial"``: ranks hold summands; ``"shard"``:
         slices; ``"masked"``: tokens as rows of this rank's part of a table.
     dim
-        Of a slice: the dimension, from the front. Of masked tokens: the first row.
+        Of a slice: the dimension, from the front.
     blocks
-        Of a slice: how many equal blocks lie along the dimension, each split by itself. Of masked
-        tokens: the number of rows.
+        Of a slice: the sizes of what this rank has of each block, where several lie along the
+        dimension and each is split by itself; else empty.
+    rows
+        Of masked tokens: the first row, and how many.
     uniform
         Of a whole tensor: the dimensions along which it is constant, so that any slice is alike.
     is_zero
         Whether all of a whole tensor is zero, or nothing yet: then it may count as a summand too.
     birth
         For messages.
+    blank_of
+        Of a blank tensor made in the shape of a partial sum: the birth of that.
     """
 
     kind: str = REPLICATE
     dim: int = -1
-    blocks: int = 1
+    blocks: tuple[int, ...] = ()
+    rows: tuple[int, int] = (0, 0)
     uniform: frozenset[int] = frozenset()
     is_zero: bool = False
     birth: Birth | None = None
+    blank_of: Birth | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -82,31 +92,37 @@ class Place:
         if self.kind != other.kind:
             return False
         plain = self.kind in (REPLICATE, PARTIAL)
-        return plain or (self.dim, self.blocks) == (other.dim, other.blocks)
+        return plain or (self.dim, self.blocks, self.rows) == (other.dim, other.blocks, other.rows)
 
-    def along(self, dim: int, blocks: int | None = None) -> Place:
-        """The same slice along another dimension, in as many blocks unless told."""
-        return replace(self, dim=dim, blocks=self.blocks if blocks is None else blocks)
+    def along(self, dim: int, blocks: Sequence[int] | None = None) -> Place:
+        """The same slice along another dimension, in the same blocks unless others are given."""
+        if blocks is None:
+            return replace(self, dim=dim)
+        return replace(self, dim=dim, blocks=tuple(blocks) if len(blocks) > 1 else ())
+
+    def blocks_in(self, size: int) -> tuple[int, ...]:
+        """Sizes of the blocks of a slice, of which this rank has `size` in all."""
+        return self.blocks or (size,)
 
     def __str__(self) -> str:
         if self.kind == MASKED:
-            text = f"tokens masked for rows {self.dim} to {self.dim + self.blocks - 1}"
+            text = f"tokens masked for rows {self.rows[0]} to {sum(self.rows) - 1}"
         else:
             text = {
                 REPLICATE: "whole",
                 PARTIAL: "a partial sum",
                 SHARD: f"sliced along dimension {self.dim}",
             }[self.kind]
-            text += f" in {self.blocks} blocks" if self.blocks > 1 else ""
+            text += f" in {len(self.blocks)} blocks" if self.blocks else ""
         return text + (f" (since {self.birth})" if self.birth is not None else "")
 
 
 WHOLE, PARTIAL_SUM = Place(), Place(PARTIAL)
 
 
-def sliced(dim: int, blocks: int = 1) -> Place:
+def sliced(dim: int, blocks: Sequence[int] = ()) -> Place:
     """Slices along a dimension, counted from the front."""
-    return Place(SHARD, dim, blocks)
+    return Place(SHARD, dim, tuple(blocks) if len(blocks) > 1 else ())
 
 
 class Misfit(Exception):

@@ -36,20 +36,27 @@ def multiplied(call: Call, equation: str, left: Place, right: Place) -> Place:
         if {left.kind, right.kind} == {PARTIAL_SUM.kind, WHOLE.kind}:
             return left if left.is_partial else right
         raise call.misfit("a product with a partial sum is right for whole factors only")
+    names = inputs.split(",")
     letters = [
-        (names[place.dim], place.blocks)
-        for names, place in zip(inputs.split(","), (left, right), strict=True)
+        (each[place.dim], place.blocks)
+        for each, place in zip(names, (left, right), strict=True)
         if place.is_slice
     ]
     if any(place.kind == "masked" for place in (left, right)) or not letters:
         raise call.misfit("masked tokens are no factors")
     letter, blocks = letters[0]
-    for names, place in zip(inputs.split(","), (left, right), strict=True):
-        if place.is_slice != (letter in names) or (place.is_slice and names[place.dim] != letter):
+    for each, place in zip(names, (left, right), strict=True):
+        constant = place.is_whole and each.find(letter) in place.uniform
+        if not (constant or _lies_along(letter, each, place)):
             raise call.misfit("a slice meets a dimension that is whole, or other slices")
     if len(set(letters)) > 1:
-        raise call.misfit("the two are sliced in another number of blocks")
+        raise call.misfit("the two are sliced in other blocks")
     return PARTIAL_SUM if letter not in output else sliced(output.index(letter), blocks)
+
+
+def _lies_along(letter: str, names: str, place: Place) -> bool:
+    """Whether a factor is sliced along a letter if it has that, and whole if not."""
+    return names[place.dim] == letter if place.is_slice else letter not in names
 
 
 def _check_added(call: Call, result: Place) -> None:
@@ -99,13 +106,22 @@ def _convolved(call: Call, x: Place, weight: Place, groups: int, transposed: boo
     """Input (batch, in, ...), weight (out, in, ...), or (in, out, ...) where it is transposed."""
     if x.is_slice and x.dim > 1:
         raise call.misfit("it mixes pixels, of which each rank has a slice")
+    if _by_groups(x, weight):
+        return sliced(1, x.blocks)
     if groups > 1:
-        if x.is_slice and x.dim == 1 and weight.is_slice and weight.dim == 0:
-            return sliced(1, x.blocks)
         if x.is_slice and x.dim == 0 and weight.is_whole:
             return x
         raise call.misfit("groups of channels and their weights are to be sliced alike")
     return multiplied(call, "bi,io->bo" if transposed else "bi,oi->bo", x, weight)
+
+
+def _by_groups(x: Place, weight: Place) -> bool:
+    """Whether each rank has some of the groups: their channels, and the weights for these alone.
+
+    One group may be left of several. Of a convolution that had one, such weights would be for more
+    channels than the rank has.
+    """
+    return x.is_slice and x.dim == 1 and weight.is_slice and weight.dim == 0
 
 
 @rule_for("convolution_backward")
@@ -114,7 +130,7 @@ def convolution_backward(call: Call) -> list[Place]:
     grad, x, weight = call.places[:3]
     groups, transposed = call.get("groups"), bool(call.get("transposed"))
     mask = call.get("output_mask")
-    if groups > 1:
+    if groups > 1 or _by_groups(x, weight):
         places = _grouped_gradients(call, grad, x, weight)
     else:
         io = "io" if transposed else "oi"

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 from torch import nn
 
-from slapo.check.mode import Finding, Sized
+from slapo.check import remedy
+from slapo.check.mode import Finding
 from slapo.check.place import Birth, Place
+from slapo.check.remedy import Remedy
+from slapo.check.sizes import Sized
 from slapo.errors import PlacementError, SlapoError
-from slapo.history import spelled
+from slapo.history import Record
 from slapo.schedule import Schedule
 from slapo.sharding.state import sharding_of
+from slapo.sharding.steps import REDUCE_SCATTER
 from slapo.utils.raised import running_in
 from slapo.wrapper import innermost
 
 
 def explain(sch: Schedule, finding: Finding) -> PlacementError:
     """The error for an operation that misfits."""
-    suspect, remedy = _judge(sch, finding)
+    advice = _judge(sch, finding)
     shown = ", ".join(f"{shape} {place}" for shape, place in _telling(finding))
     why = f": {finding.why}" if finding.why else ""
     if finding.operation == "output":
@@ -25,35 +32,27 @@ def explain(sch: Schedule, finding: Finding) -> PlacementError:
         said = (
             f"{_where(sch, finding.path, finding.in_backward)}: {finding.operation} of {shown}{why}"
         )
-    return _error(sch, said, finding.path, suspect, remedy)
+    return _error(sch, said, finding.path, advice)
 
 
 def explain_gradient(sch: Schedule, name: str, wanted: Place, found: Place) -> PlacementError:
     """The error for a gradient that lies otherwise than its parameter."""
     path, _, leaf = name.rpartition(".")
-    suspect, remedy = path, ""
-    if wanted.is_whole and found.is_partial:
-        remedy = f'{spelled(path)}.annotate("{leaf}", "partial_grad", True)'
     said = f"{name!r} is {wanted}, and its gradient is {found}"
-    if remedy:
-        said += ": each rank sees a part of the tokens, or of the heads"
-    return _error(sch, said, path, suspect, remedy)
+    if not (wanted.is_whole and found.is_partial):
+        return _error(sch, said, path, Advice(path))
+    said += ": each rank sees a part of the tokens, or of the heads"
+    return _error(sch, said, path, Advice(path, remedy.annotate(path, leaf)))
 
 
-def explain_sizes(sch: Schedule, found: list[Sized], wanted: list[Sized]) -> PlacementError | None:
-    """The first module that runs the same operations on other sizes than in one process."""
-    mine, theirs = _by_path(found), _by_path(wanted)
-    for path, before in theirs.items():
-        now = mine.get(path, [])
-        if [each.name for each in now] != [each.name for each in before] or now == before:
-            continue
-        new, old = next(pair for pair in zip(now, before, strict=True) if pair[0] != pair[1])
-        said = (
-            f"{_where(sch, path, False)}: {new.name} works on {_sizes(new)} over all ranks, and on "
-            f"{_sizes(old)} in one process{_changed(sch, path)}"
-        )
-        return _error(sch, said, path, path, "")
-    return None
+def explain_sizes(sch: Schedule, found: Sized, wanted: Sized) -> PlacementError:
+    """The error for a module that runs an operation on other sizes than in one process."""
+    path = found.path
+    said = (
+        f"{_where(sch, path, False)}: {found.name} works on {_sizes(found)} over all ranks, and on "
+        f"{_sizes(wanted)} in one process{_changed(sch, path)}"
+    )
+    return _error(sch, said, path, Advice(path))
 
 
 def unrunnable(sch: Schedule, error: Exception) -> SlapoError:
@@ -62,101 +61,126 @@ def unrunnable(sch: Schedule, error: Exception) -> SlapoError:
     said = f"{_where(sch, path, False)} fails with {type(error).__name__}: {error}"
     hint = _changed(sch, path) or "; divide the sizes that count what is split, by set(name, value)"
     is_sharded = any(record.primitive == "shard" for record in sch.history)
-    return _error(sch, said + (hint if is_sharded else ""), path, path, "")
+    return _error(sch, said + (hint if is_sharded else ""), path, Advice(path))
 
 
 # --- judgement -----------------------------------------------------------------------------------
-def _judge(sch: Schedule, finding: Finding) -> tuple[str, str]:
-    """The module where the fault most likely is, and the call that mends it."""
+@dataclass(frozen=True)
+class Advice:
+    """The module where the fault most likely is, the call that mends it, or else what to do."""
+
+    suspect: str
+    remedy: Remedy | None = None
+    words: str = ""
+
+    def __str__(self) -> str:
+        added = "" if self.remedy is None else f"add {self.remedy}"
+        return ", or ".join(filter(None, (added, self.words)))
+
+
+def _judge(sch: Schedule, finding: Finding) -> Advice:
+    partial = _latest(p.birth for _, p in finding.given if p.is_partial)
     if "random numbers" in finding.why:
-        return finding.path, _about_random(finding)
-    if finding.step is not None:
-        return finding.path, _about_step(finding)
-    partial = next((p.birth for _, p in finding.given if p.is_partial and p.birth), None)
-    if partial is not None:
+        return _about_random(sch, finding)
+    if partial is not None and not (finding.step and finding.step.takes == "partial"):
         return _about_partial(sch, finding, partial)
+    if finding.step is not None:
+        return _about_step(finding)
     return _about_slice(sch, finding)
 
 
-def _about_random(finding: Finding) -> str:
+def _latest(births: Iterable[Birth | None]) -> Birth | None:
+    return max((b for b in births if b is not None), key=lambda birth: birth.number, default=None)
+
+
+def _about_random(sch: Schedule, finding: Finding) -> Advice:
+    birth = _latest(p.blank_of or p.birth for _, p in finding.given)
+    if "partial sum" in finding.why and birth is not None:
+        return _about_partial(sch, finding, birth)
     if "all ranks share" in finding.why:
-        return f"{spelled(finding.path)}.fork_rng()"
-    return f"leave fork_rng out around {finding.path!r}, or fork what draws for slices alone"
+        return Advice(finding.path, remedy.fork_rng(finding.path))
+    unfork = f"leave fork_rng out around {finding.path!r}"
+    if _spreads_tokens(sch) and birth is not None and birth.operation == "all_reduce":
+        instead = remedy.sync(birth.path, "fwd_post", "reduce_scatter", axis=1)
+        return Advice(birth.path, words=f"write {instead} in place of its all_reduce, or {unfork}")
+    return Advice(finding.path, words=f"{unfork}, or fork what draws for slices alone")
 
 
-def _about_step(finding: Finding) -> str:
+def _about_step(finding: Finding) -> Advice:
     (_, place), step = finding.given[0], finding.step
-    assert step is not None, "asked for steps"
-    if place.is_whole and step.takes == "partial":
-        what = "the sum of its gradient" if finding.in_backward else step.name
-        return f"leave {what} out there: it would count once per rank"
-    if place.is_partial and step.takes == "replicate" and not finding.in_backward:
-        return "sum it first, by all_reduce"
-    return ""
-
-
-def _about_partial(sch: Schedule, finding: Finding, birth: Birth) -> tuple[str, str]:
-    if birth.in_backward:
-        entry = _entry(sch, birth.path)
-        return entry, f'{spelled(entry)}.sync("bwd_post", "all_reduce")'
-    if birth.path == finding.path and not finding.in_backward:
-        return birth.path, (
-            f"add what is whole behind the sum: {spelled(birth.path)} is no layer whose bias is "
-            "known; slapo.op.LinearWithSyncFunc adds its bias behind the reduction"
+    words = ""
+    if step == REDUCE_SCATTER and finding.in_backward and place.is_whole:
+        words = (
+            "every rank has the whole gradient of what was gathered: pass "
+            "tensor_parallel_output_grad=False to that all_gather"
         )
-    scatters = any("reduce_scatter" in r.arguments.values() for r in _plain(sch))
-    op = '"reduce_scatter", axis=1' if scatters else '"all_reduce"'
-    return birth.path, f'{spelled(birth.path)}.sync("fwd_post", {op})'
+    elif step is not None and place.is_whole and step.takes == "partial":
+        what = "the sum of its gradient" if finding.in_backward else step.name
+        words = f"leave {what} out there: it would count once per rank"
+    return Advice(finding.path, words=words)
 
 
-def _plain(sch: Schedule) -> list[_Texts]:
-    return [
-        _Texts(r.path, r.primitive, {k: v.strip("'\"") for k, v in r.arguments.items()})
-        for r in sch.history
-    ]
+def _about_partial(sch: Schedule, finding: Finding, birth: Birth) -> Advice:
+    path = birth.path
+    if birth.in_backward:
+        entry = _entry(sch, path)
+        return Advice(entry, remedy.sync(entry, "bwd_post", "all_reduce"))
+    if path == finding.path and not finding.in_backward:
+        known = "slapo.op.LinearWithSyncFunc adds its bias behind the sum"
+        return Advice(path, words=f"add what is whole behind the sum, not before it: {known}")
+    if _reduces_by_tokens(sch, path):
+        return Advice(path, remedy.sync(path, "fwd_post", "reduce_scatter", axis=1))
+    return Advice(path, remedy.sync(path, "fwd_post", "all_reduce"))
 
 
-class _Texts:
-    """A record with its texts unquoted."""
+def _reduces_by_tokens(sch: Schedule, path: str) -> bool:
+    """Whether its siblings in other layers do."""
+    like = _numberless(path)
+    return any(_numberless(r.path) == like and _names(r, "reduce_scatter") for r in sch.history)
 
-    def __init__(self, path: str, primitive: str, arguments: dict[str, str]) -> None:
-        self.path, self.primitive, self.arguments = path, primitive, arguments
+
+def _spreads_tokens(sch: Schedule) -> bool:
+    return any(_names(record, "reduce_scatter") for record in sch.history)
+
+
+def _names(record: Record, text: str) -> bool:
+    """Whether one of the arguments of a primitive is this text."""
+    return repr(text) in record.arguments.values()
 
 
 def _entry(sch: Schedule, path: str) -> str:
     """The module whose input is whole: where its siblings in other layers sum, or itself."""
-    sums = [_numberless(r.path) for r in _plain(sch) if "bwd_post" in r.arguments.values()]
+    sums = {_numberless(r.path) for r in sch.history if _names(r, "bwd_post")}
     parts = path.split(".")
-    for count in range(len(parts), 0, -1):
-        above = ".".join(parts[:count])
-        if _numberless(above) in sums:
-            return above
-    return path
+    around = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((above for above in around if _numberless(above) in sums), path)
 
 
 def _numberless(path: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
-def _about_slice(sch: Schedule, finding: Finding) -> tuple[str, str]:
-    births = [p.birth for _, p in finding.given if p.is_slice and p.birth]
+def _about_slice(sch: Schedule, finding: Finding) -> Advice:
+    slices = [p for _, p in finding.given if p.is_slice]
+    birth = _latest(p.birth for p in slices)
     module = _module(sch, finding.path)
-    own = sharding_of(module) if module is not None else None
-    linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    if births and linear and own is None and not finding.in_backward:
-        axis = 0 if type(module).__name__ == "Conv1D" else 1
-        return finding.path, (
-            f'{spelled(finding.path)}.shard("weight", axis={axis}).sync("fwd_post", "all_reduce"), '
-            f'or {spelled(births[0].path)}.sync("fwd_post", "all_gather", axis=-1)'
-        )
-    return finding.path, ""
+    is_row = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    if birth and is_row and module and sharding_of(module) is None and not finding.in_backward:
+        split = remedy.row(finding.path, 1 if isinstance(module, nn.Linear) else 0)
+        gather = remedy.sync(birth.path, "fwd_post", "all_gather", axis=-1)
+        return Advice(finding.path, split, str(gather))
+    whole = _latest(p.birth for _, p in finding.given if p.is_whole)
+    if slices and whole is not None and whole.operation == "all_reduce" and _spreads_tokens(sch):
+        instead = remedy.sync(whole.path, "fwd_post", "reduce_scatter", axis=1)
+        return Advice(whole.path, words=f"write {instead} in place of its all_reduce")
+    return Advice(finding.path)
 
 
 # --- words ---------------------------------------------------------------------------------------
-def _error(sch: Schedule, said: str, path: str, suspect: str, remedy: str) -> PlacementError:
-    does = f"; {'add ' if remedy.startswith('sch') else ''}{remedy}" if remedy else ""
-    records = _applied(sch, path, suspect)
-    return PlacementError(f"check: {said}{does}{records}", path, suspect, remedy)
+def _error(sch: Schedule, said: str, path: str, advice: Advice) -> PlacementError:
+    does = f"; {advice}" if str(advice) else ""
+    records = _applied(sch, path, advice.suspect)
+    return PlacementError(f"check: {said}{does}{records}", path, advice.suspect, advice.remedy)
 
 
 def _applied(sch: Schedule, *paths: str) -> str:
@@ -194,13 +218,6 @@ def _module(sch: Schedule, path: str) -> nn.Module | None:
         return innermost(sch.mod.get_submodule(path))
     except AttributeError:
         return None
-
-
-def _by_path(sized: list[Sized]) -> dict[str, list[Sized]]:
-    found: dict[str, list[Sized]] = {}
-    for each in sized:
-        found.setdefault(each.path, []).append(each)
-    return found
 
 
 def _sizes(each: Sized) -> str:

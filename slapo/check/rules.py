@@ -1,29 +1,143 @@
-"""Rules of users' own operations."""
+"""Rules of users' own operations, and of kernels that torch does not see."""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
-from slapo.check.call import RULES, Rule
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from slapo.check.call import RULES, Call, Rule
+from slapo.check.place import Misfit, Place, place_of, put_place
+
+if TYPE_CHECKING:
+    from slapo.check.mode import PlaceMode
+
+#: Functions of autograd with rules of their own: forward, and backward.
+_FUNCTIONS: dict[type[torch.autograd.Function], tuple[Rule, Rule]] = {}
 
 
-def register_place_rule(operation: Any, rule: Rule) -> None:
+def register_place_rule(operation: Any, rule: Rule, backward: Rule | None = None) -> None:
     """Say where the results of an operation lie, for :func:`slapo.check`.
 
-    Needed for operations of ``torch.library`` that get slices or partial sums; on whole tensors
-    every operation gives whole ones.
+    Needed for operations of ``torch.library`` and for functions of autograd around kernels of your
+    own, where they get slices or partial sums; of whole tensors every operation makes whole ones.
 
     Parameters
     ----------
     operation
-        ``torch.ops.mylib.gelu``, one of its overloads, or its name, ``"mylib::gelu"``.
+        ``torch.ops.mylib.gelu``, one of its overloads, or its name, ``"mylib::gelu"``. Or a
+        subclass of ``torch.autograd.Function``: what its two functions do is not looked at then.
     rule
-        Takes a :class:`slapo.check.call.Call`, returns a :class:`slapo.check.place.Place` for each
-        tensor that the operation returns (or one for all), or raises ``call.misfit(why)``.
+        Takes a :class:`slapo.check.call.Call`; returns a :class:`slapo.check.place.Place` for each
+        tensor that the operation returns, or one for all; or raises ``call.misfit(why)``.
+        :func:`slapo.check.call.independent_along` makes one for operations that work slice by slice
+        along some dimensions.
+    backward
+        Of a function of autograd, the same for its backward: tensors are the gradients that it is
+        given. An operation of ``torch.library`` has another operation for it.
+
+    Raises
+    ------
+    TypeError
+        If a function of autograd has no rule for its backward, or something else has.
+
+    Examples
+    --------
+    >>> from slapo.check.call import independent_along
+    >>> class Double(torch.autograd.Function):
+    ...     @staticmethod
+    ...     def forward(ctx, x):
+    ...         return 2 * x
+    ...     @staticmethod
+    ...     def backward(ctx, grad):
+    ...         return 2 * grad
+    >>> by_batch = independent_along(0)
+    >>> register_place_rule(Double, by_batch, backward=by_batch)
     """
+    is_function = isinstance(operation, type) and issubclass(operation, torch.autograd.Function)
+    if is_function != (backward is not None):
+        raise TypeError(
+            "register_place_rule: a subclass of torch.autograd.Function needs backward=, the rule "
+            f"of its gradient, and nothing else takes it; got {operation!r}"
+        )
+    if is_function and backward is not None:
+        _FUNCTIONS[operation] = (rule, backward)
+        return
     name = operation if isinstance(operation, str) else _name(operation)
     RULES[name.removeprefix("aten::")] = rule
 
 
 def _name(operation: Any) -> str:
     return str(getattr(operation, "_qualified_op_name", None) or operation.name()).partition(".")[0]
+
+
+@contextmanager
+def rules_of_functions(mode: PlaceMode) -> Iterator[None]:
+    """Functions of autograd go by their rules while the block runs, and other kernels are seen."""
+    with ExitStack() as stack:
+        for cls, (forward, backward) in _FUNCTIONS.items():
+            for name, rule in (("forward", forward), ("backward", backward)):
+                original = inspect.getattr_static(cls, name)
+                setattr(cls, name, staticmethod(_ruled(mode, cls, name, original.__func__, rule)))
+                stack.callback(setattr, cls, name, original)
+        _watch_kernels(mode, stack)
+        yield
+
+
+def _ruled(
+    mode: PlaceMode, cls: type, name: str, function: Callable[..., Any], rule: Rule
+) -> Callable[..., Any]:
+    shown = cls.__name__ if name == "forward" else f"the backward of {cls.__name__}"
+
+    def run(*args: Any) -> Any:
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        places = [place_of(tensor) for tensor in tensors]
+        with mode.unseen():
+            result = function(*args)
+        outs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        call = Call(None, shown, args, {}, tensors, places, outs, mode.rank, mode.ranks)
+        if not all(place.is_whole for place in places):
+            try:
+                found = rule(call)
+            except Misfit as misfit:
+                raise mode.stop(shown, tensors, places, str(misfit)) from None
+            listed = [found] * len(outs) if isinstance(found, Place) else found
+            for out, place in zip(outs, listed, strict=False):
+                put_place(out, mode.born(call, place))
+        return result
+
+    return run
+
+
+def _watch_kernels(mode: PlaceMode, stack: ExitStack) -> None:
+    """Kernels of Triton write into tensors without an operation of torch."""
+    jit = sys.modules.get("triton.runtime.jit")
+    kernel: Any = getattr(jit, "JITFunction", None)
+    if kernel is None:
+        return
+    launch = kernel.run
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        places = [place_of(tensor) for tensor in tensors]
+        name = getattr(self, "__name__", "a kernel of Triton")
+        if not mode.is_quiet and not all(place.is_whole for place in places):
+            why = (
+                "a kernel of Triton, of which nothing is known: give the function of autograd, or "
+                "the operation of torch.library, around it to slapo.register_place_rule"
+            )
+            raise mode.stop(name, tensors, places, why)
+        # Without memory, its results have their sizes and nothing else.
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return launch(self, *args, **kwargs)
+        return None
+
+    kernel.run = watched
+    stack.callback(setattr, kernel, "run", launch)

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from slapo.agreement import gathered, has_peers
-from slapo.check.mode import Finding, PlaceMode, Sized, Stop
+from slapo.check.mode import Finding, PlaceMode, Stop
 from slapo.check.place import Place, place_of
 from slapo.check.report import explain, explain_gradient, explain_sizes, unrunnable
+from slapo.check.rules import rules_of_functions
+from slapo.check.sizes import Sized, SizeMode, Views, first_difference
 from slapo.check.stand_ins import StandIns, as_before, standing_in
 from slapo.errors import PlacementError, SlapoError
 from slapo.logger import get_logger
@@ -22,7 +24,7 @@ from slapo.schedule import Schedule
 from slapo.sharding.checks import check_modules
 from slapo.sharding.groups import as_if_alone
 from slapo.sharding.steps import carried_by
-from slapo.utils.calls import as_call, refuse_batch
+from slapo.utils.calls import as_call, outline, refuse_batch
 from slapo.wrapper import innermost
 
 logger = get_logger()
@@ -75,6 +77,7 @@ def check(sch: Schedule, example_inputs: Any, loss_fn: LossFn | None = None) -> 
             "slapo.create_schedule(model) returned"
         )
     args, kwargs = as_call(example_inputs)
+    sch.state.example_inputs = outline(example_inputs)
     refuse_batch(innermost(sch.mod), args)
     error = None
     try:
@@ -101,8 +104,8 @@ def _raise_alike(sch: Schedule, error: Exception | None) -> None:
         raise PlacementError(*first)
 
 
-def _attributes(error: Exception) -> tuple[str, str, str]:
-    return tuple(getattr(error, name, "") for name in ("path", "suspect", "remedy"))  # type: ignore[return-value]
+def _attributes(error: Exception) -> tuple[Any, ...]:
+    return tuple(getattr(error, name, None) for name in ("path", "suspect", "remedy"))
 
 
 class _Check:
@@ -122,14 +125,17 @@ class _Check:
             stack.enter_context(_in_training(self.sch.mod))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_eager())
-            found = self._follow()
-            self._compare_sizes(found)
+            alone = self._run_alone()
+            found = self._follow(alone.views if alone is not None else None)
+            pair = first_difference(found, alone.sized) if alone is not None else None
+            if pair is not None:
+                raise explain_sizes(self.sch, *pair)
 
     def _fresh_inputs(self) -> tuple[Any, Any]:
-        return pytree.tree_map_only(Tensor, self.stand_ins.given, self.inputs)  # type: ignore[no-any-return]
+        return pytree.tree_map_only(Tensor, self.stand_ins.given, self.inputs)
 
-    def _follow(self) -> list[Sized]:
-        sch, mode = self.sch, PlaceMode(self.sch.mod, self.sch.group)
+    def _follow(self, views: Views | None) -> list[Sized]:
+        sch, mode = self.sch, PlaceMode(self.sch.mod, self.sch.group, views)
         gradients: dict[str, Place] = {}
         with ExitStack() as stack:
             params = stack.enter_context(standing_in(sch.mod, self.stand_ins, sch.group))
@@ -138,20 +144,28 @@ class _Check:
                     handle = param.register_hook(_noting(gradients, name))
                     stack.callback(handle.remove)
             try:
-                with self.stand_ins.mode(), carried_by(mode.carry_out), mode.paths.followed(), mode:
-                    args, kwargs = self._fresh_inputs()
-                    output = sch.mod(*args, **kwargs)
-                    self._backward(output, mode)
+                for context in (
+                    self.stand_ins.mode(),
+                    rules_of_functions(mode),
+                    carried_by(mode.carry_out),
+                    mode.paths.followed(),
+                    mode,
+                ):
+                    stack.enter_context(context)
+                args, kwargs = self._fresh_inputs()
+                self._backward(sch.mod(*args, **kwargs))
             except Stop as stop:
                 raise explain(sch, stop.finding) from None
             except (SlapoError, RuntimeError, ValueError, TypeError, IndexError) as error:
                 raise unrunnable(sch, error) from error
             for name, (_, wanted) in params.items():
-                if name in gradients and not gradients[name].same(wanted):
-                    raise explain_gradient(sch, name, wanted, gradients[name])
+                found = gradients.get(name, wanted)
+                alike = found.is_whole and wanted.dim in found.uniform
+                if not (found.same(wanted) or alike):
+                    raise explain_gradient(sch, name, wanted, found)
         return mode.sized
 
-    def _backward(self, output: Any, mode: PlaceMode) -> None:
+    def _backward(self, output: Any) -> None:
         if self.loss_fn is not None:
             losses = [self.loss_fn(output)]
         else:
@@ -165,12 +179,12 @@ class _Check:
         if wanted:
             torch.autograd.backward(wanted, [torch.ones_like(loss) for loss in wanted])
 
-    def _compare_sizes(self, found: list[Sized]) -> None:
-        """The same operations run on the same sizes where nothing is sharded."""
+    def _run_alone(self) -> SizeMode | None:
+        """The sizes that the model runs on where nothing is sharded; None if it does not run so."""
         sch = self.sch
         if sch.world_size == 1:
-            return
-        mode = PlaceMode(sch.mod, None)
+            return None
+        mode = SizeMode(sch.mod)
         try:
             with ExitStack() as stack:
                 for context in (
@@ -182,15 +196,13 @@ class _Check:
                     mode.paths.followed(),
                     mode,
                 ):
-                    stack.enter_context(context)  # type: ignore[arg-type]
+                    stack.enter_context(context)
                 args, kwargs = self._fresh_inputs()
                 sch.mod(*args, **kwargs)
         except Exception as error:
-            logger.info("check: sizes are not compared with those of one rank: %s", error)
-            return
-        problem = explain_sizes(sch, found, mode.sized)
-        if problem is not None:
-            raise problem
+            logger.info("check: sizes are not compared with those of one process: %s", error)
+            return None
+        return mode
 
 
 def _noting(gradients: dict[str, Place], name: str) -> Callable[[Tensor], None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from slapo.check.place import WHOLE, Place, put_place, sliced
+from slapo.check.place import WHOLE, Birth, Place, put_place, sliced
 from slapo.node import Numbers
 from slapo.sharding.slicing import ShardSpec
 from slapo.sharding.state import sharding_of, shards_of
@@ -93,6 +94,7 @@ def standing_in(
         Parameter name -> stand-in and its place, those that are tied by one of their names.
     """
     new: dict[int, Tensor] = {}
+    seen: set[int] = set()
     named: dict[str, tuple[Tensor, Place]] = {}
     with ExitStack() as stack:
         for path, outer in model.named_modules(remove_duplicate=False):
@@ -100,25 +102,30 @@ def standing_in(
             if isinstance(module, torch.jit.ScriptModule):
                 _place_compiled(path, module, named, stack)
                 continue
-            for table in (module._parameters, module._buffers):
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
                 for leaf, tensor in list(table.items()):
-                    if tensor is None or (id(module), leaf) in new:
+                    if tensor is None:
                         continue
-                    new[id(module), leaf] = tensor  # type: ignore[index]
-                    spec = shards_of(module).get(leaf)
+                    spec, at = shards_of(module).get(leaf), f"{path}.{leaf}".lstrip(".")
                     if id(tensor) not in new:
                         new[id(tensor)] = _stand_in(tensor, spec, stand_ins, group, whole)
                         if isinstance(tensor, nn.Parameter):
-                            name = f"{path}.{leaf}".lstrip(".")
-                            named[name] = new[id(tensor)], _place(spec)
-                        put_place(new[id(tensor)], WHOLE if whole else _place(spec))
-                    table[leaf] = new[id(tensor)]  # type: ignore[assignment]
+                            named[at] = new[id(tensor)], _place(spec, path)
+                        put_place(new[id(tensor)], WHOLE if whole else _place(spec, path))
+                    table[leaf] = new[id(tensor)]
                     stack.callback(table.__setitem__, leaf, tensor)
         yield named
 
 
-def _place(spec: ShardSpec | None) -> Place:
-    return WHOLE if spec is None or spec.world_size == 1 else sliced(spec.axis, len(spec.blocks))
+def _place(spec: ShardSpec | None, path: str) -> Place:
+    if spec is None or spec.world_size == 1:
+        return WHOLE
+    place = sliced(spec.axis, [size // spec.world_size for size in spec.blocks])
+    return replace(place, birth=Birth("shard", path))
 
 
 def _stand_in(

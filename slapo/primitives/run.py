@@ -9,10 +9,12 @@ from contextlib import nullcontext
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from slapo.errors import SlapoError
-from slapo.history import Record, caller_location, describe, identify, spelled
+from slapo.history import Record, caller_location, identify, spelled
 from slapo.logger import get_logger
 from slapo.node import Node
 from slapo.primitives.base import Primitive, is_builtin
+from slapo.record.keep import keep
+from slapo.record.kept import PLAIN
 from slapo.snapshot import restored_on_error
 
 logger = get_logger()
@@ -28,7 +30,17 @@ def run(node: Node, primitive: type[Primitive], /, *args: Any, **kwargs: Any) ->
     Errors get the call in front of their message. What users' own primitives changed at the node
     and below, before they failed, is undone; this library's own check before they change anything.
     """
-    record = _record(node, primitive, args, kwargs)
+    return perform(node, primitive, args, kwargs, record_of(node, primitive, args, kwargs))
+
+
+def perform(
+    node: Node,
+    primitive: type[Primitive],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    record: Record,
+) -> Any:
+    """The same, noted as `record` says."""
     if not node.is_current:
         raise SlapoError(
             f"{record.call()}: this node left the schedule when a module above it was replaced; "
@@ -48,6 +60,8 @@ def run(node: Node, primitive: type[Primitive], /, *args: Any, **kwargs: Any) ->
             "slapo.build(sch) again",
             record.call(),
         )
+    if state.admits is not None and state.depth == 0 and not state.admits(record, args, kwargs):
+        return node
     guard = nullcontext() if is_builtin(primitive) else restored_on_error(node)
     state.depth += 1
     try:
@@ -63,16 +77,17 @@ def run(node: Node, primitive: type[Primitive], /, *args: Any, **kwargs: Any) ->
     return node if result is None else result
 
 
-def _record(
+def record_of(
     node: Node, primitive: type[Primitive], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Record:
+    """What is noted of a call, taken before it: arguments may be other things after it."""
     given = _named(primitive.apply, args, kwargs)
     if given is None:
         given = _bound(node, primitive, args, kwargs)
-    arguments = {name: describe(value) for name, value in given.items()}
+    kept = {k: v if type(v) in PLAIN else keep(v, node) for k, v in given.items()}
     identity = identify((*args, *kwargs.values()))
     place = caller_location()
-    return Record(node.path, primitive.name(), arguments, place, len(args), identity)
+    return Record(node.path, primitive.name(), kept, place, len(args), identity)
 
 
 def _named(

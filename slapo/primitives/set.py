@@ -17,6 +17,16 @@ from slapo.wrapper import innermost
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
+class _NotGiven:
+    """Stands for a value that may be None."""
+
+    def __repr__(self) -> str:
+        return "<not given>"
+
+
+_NONE = _NotGiven()
+
+
 class SetPrimitive(Primitive):
     """Set a plain attribute of the module: a number of heads, a size, a flag.
 
@@ -32,15 +42,19 @@ class SetPrimitive(Primitive):
         An attribute that the module has already.
     value
         Its new value; of the same type where that is a number, a bool, a string, a tuple or a list.
+    whole
+        In place of `value`, a number, or a tuple or list of them, of which every rank has its part:
+        sets ``whole // world_size``. Recorded so, the call is right for any number of ranks.
 
     Raises
     ------
     AttributeError
         If the module has no such attribute; the nearest are named.
     ValueError
-        If it repeats the size of a weight that has another.
+        If it repeats the size of a weight that has another, or `whole` is not divisible.
     TypeError
-        If the attribute is a module, a tensor, a method or a property, or of another type.
+        If the attribute is a module, a tensor, a method or a property, or of another type; if not
+        one of `value` and `whole` is given.
     SlapoError
         If the module was traced already: the value is built into its graph.
 
@@ -50,6 +64,8 @@ class SetPrimitive(Primitive):
     >>> sch = slapo.create_schedule(torch.nn.MultiheadAttention(8, 4))
     >>> sch.set("num_heads", 2).mod.num_heads
     2
+    >>> sch.set("num_heads", whole=4).mod.num_heads  # a world of one
+    4
     """
 
     @staticmethod
@@ -58,8 +74,9 @@ class SetPrimitive(Primitive):
         return "set"
 
     @staticmethod
-    def apply(sch: Node, /, name: str, value: Any) -> Node:
+    def apply(sch: Node, /, name: str, value: Any = _NONE, whole: Any = None) -> Node:
         """Check against what is there, and set."""
+        value = _one_of(name, value, whole, sch.world_size)
         module = innermost(sch.mod)
         if isinstance(module, fx.GraphModule):
             raise SlapoError(
@@ -71,6 +88,29 @@ class SetPrimitive(Primitive):
         check_called(sch)
         setattr(module, name, value)
         return sch
+
+
+def _one_of(name: str, value: Any, whole: Any, world_size: int) -> Any:
+    """The value for this rank."""
+    if (value is _NONE) == (whole is None):
+        raise TypeError(
+            f"got {'neither' if whole is None else 'both'} of value and whole; pass the value of "
+            f"{name!r}, or as whole= a number of which every rank has its part"
+        )
+    return value if whole is None else _part(name, whole, world_size)
+
+
+def _part(name: str, whole: Any, world_size: int) -> Any:
+    if isinstance(whole, (tuple, list)):
+        return type(whole)(_part(name, item, world_size) for item in whole)
+    if type(whole) is not int:
+        raise TypeError(f"whole is {whole!r}; pass an integer, or a tuple or a list of them")
+    if whole % world_size:
+        raise ValueError(
+            f"whole={whole} of {name!r} is not divisible by world_size {world_size}; pass a number "
+            "that is, or what this rank shall have as value"
+        )
+    return whole // world_size
 
 
 def check_attribute(module: nn.Module, name: str, value: Any) -> None:

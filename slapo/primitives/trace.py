@@ -17,6 +17,7 @@ from slapo.hooks import move_hooks
 from slapo.logger import get_logger
 from slapo.node import Node
 from slapo.primitives.base import Primitive
+from slapo.utils.calls import outline
 from slapo.wrapper import innermost, replace_innermost
 
 logger = get_logger()
@@ -103,6 +104,7 @@ class TracePrimitive(Primitive):
                 f"leaf_modules is a list of names, got the string {leaf_modules!r}; "
                 f"pass [{leaf_modules!r}]"
             )
+        remember_inputs(sch, example_inputs)
         module = innermost(sch.mod)
         _check_leaves(module, leaf_modules)
         concrete_args = named_constants(module, concrete_args)
@@ -120,6 +122,12 @@ class TracePrimitive(Primitive):
             result.traced[""]._kept_whole = _named(module, leaf_modules)
         _put_in_place(sch, result)
         return True
+
+
+def remember_inputs(sch: Node, example_inputs: Any) -> None:
+    """Inputs of the whole model serve ``build(check=True)`` too."""
+    if sch.parent is None and example_inputs is not None:
+        sch.state.example_inputs = outline(example_inputs)
 
 
 #: ``concrete_args``, ``config`` and ``example_inputs``.
@@ -231,6 +239,7 @@ class TraceUntilPrimitive(Primitive):
                 f"trace_until traces from the root down; call it on the root, with {sch.path!r} "
                 "in front of the paths"
             )
+        remember_inputs(sch, example_inputs)
         wanted = [paths] if isinstance(paths, str) else list(paths)
         for path in wanted:
             sch[path]  # a path that does not exist is a KeyError that names the nearest

@@ -23,6 +23,7 @@ from slapo.sharding.sync_ops import (
     reduce_scatter_forward_output,
     scatter_forward_output,
 )
+from slapo.sharding.vocab import masked, vocabulary_hooks
 
 __all__ = [
     "PARTIAL",
@@ -35,6 +36,7 @@ __all__ = [
     "all_gather_forward_output",
     "all_to_all",
     "copy_to_group",
+    "masked",
     "reduce_backward_grad",
     "reduce_forward_output",
     "reduce_from_group",
@@ -45,4 +47,5 @@ __all__ = [
     "scatter",
     "scatter_forward_output",
     "shard",
+    "vocabulary_hooks",
 ]

@@ -71,6 +71,33 @@ def vocabulary_hooks(
     return mask_tokens, zero_and_reduce
 
 
+def masked(tokens: Tensor, start: int, count: int) -> Tensor:
+    """Tokens as rows of a part of a table, those of other parts as row 0.
+
+    For hooks of your own around a table that is spread over the ranks: :func:`slapo.check` knows by
+    it which rows are looked up. What row 0 gives for tokens of other parts is yours to zero.
+
+    Parameters
+    ----------
+    tokens
+        Integers of any shape.
+    start, count
+        The rows that this rank has.
+
+    Examples
+    --------
+    >>> import torch
+    >>> masked(torch.tensor([3, 5, 9]), start=4, count=4)
+    tensor([0, 1, 0])
+    """
+
+    def local(tokens: Tensor, _: object, start: int, count: int) -> Tensor:
+        rows = tokens - start
+        return rows.masked_fill((rows < 0) | (rows >= count), 0)
+
+    return carry_out(MASK_TOKENS, local, tokens, None, start=start, count=count)
+
+
 class _Rows:
     """The rows of a table that this rank holds, and the tokens of the present call."""
 

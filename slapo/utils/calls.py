@@ -7,8 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from slapo.history import describe
+
+#: Elements of a tensor that is kept with its numbers.
+_SMALL = 100_000
 
 
 def check_takes(
@@ -68,6 +72,17 @@ def refuse_batch(module: Any, args: Sequence[Any]) -> None:
             f"{type(module).__name__} takes {module.main_input_name}; pass the inputs alone, "
             "batch[0] of a batch (inputs, targets)"
         )
+
+
+def outline(inputs: Any) -> Any:
+    """Example inputs to keep: copies of small tensors on the CPU, of larger ones the shape."""
+
+    def kept(tensor: Tensor) -> Tensor:
+        small = tensor.numel() <= _SMALL and not tensor.is_meta
+        copy = tensor.detach().to("cpu", copy=True) if small else tensor.detach().to("meta")
+        return copy.requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(Tensor, kept, inputs)
 
 
 def as_call(inputs: Any, name: str = "example_inputs") -> tuple[tuple[Any, ...], dict[str, Any]]:

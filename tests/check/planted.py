@@ -15,7 +15,16 @@ from torch import Tensor, nn
 import slapo
 from slapo.sharding.collectives import all_gather, copy_to_group, reduce_from_group
 from slapo.sharding.vocab import vocabulary_hooks
-from tests.sharding.families import FAMILIES, VOCABULARY, Experts, Family, Region, Stack, Steps
+from tests.sharding.families import (
+    FAMILIES,
+    VOCABULARY,
+    Experts,
+    Family,
+    Region,
+    Stack,
+    Steps,
+    is_whole,
+)
 
 #: The layer that mistakes are in.
 AT = 1
@@ -68,7 +77,7 @@ class NoBackwardSync(Planted):
 
 class WrongAxis(Planted):
     def column(self, layer: slapo.Schedule, column: tuple[str, int, int], number: int) -> None:
-        path, axis, blocks = column
+        path, axis, _ = column
         if (
             number == AT
             and self.is_last(layer)
@@ -236,7 +245,7 @@ class HeadGradientsSummed(Planted):
     def head(self, sch: slapo.Schedule) -> None:
         head = sch[self.family.head]
         self.places.append(head.path)
-        if head.mod.weight.shape[0] == VOCABULARY:
+        if is_whole(head):
             head.shard("weight", axis=0)
         if getattr(head.mod, "bias", None) is not None:
             head.shard("bias", axis=0)
@@ -342,7 +351,7 @@ class NotTogether(Planted):
         if stack != self.last_stack():
             super().together(sch, stack)
         else:
-            self.places += [stack.last, self.family.head, ""]
+            self.places += [stack.last, self.family.head, stack.last.rpartition(".")[0]]
 
 
 MISTAKES: dict[str, type[Planted]] = {

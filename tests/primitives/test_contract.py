@@ -132,7 +132,7 @@ CASES: dict[str, Case] = {
         AttributeError,
         r"Dropout has no attribute 'rate'; set one of \['p', 'inplace'\]",
         path="layers.1.drop",
-        signature=("name", "value"),
+        signature=("name", "value", "whole"),
     ),
     "shard": Case(
         lambda s: s.shard("weight", axis=0),

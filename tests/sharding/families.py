@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import slapo
+from slapo.sharding.state import shards_of
+from slapo.wrapper import innermost
 
 VOCABULARY, HIDDEN, HEADS, LAYERS = 48, 32, 4, 2
 
@@ -329,6 +331,11 @@ FAMILIES = {
 }
 
 
+def is_whole(node: slapo.Schedule) -> bool:
+    """Whether a layer's weight is not sharded: it may have followed one that it is tied to."""
+    return "weight" not in shards_of(innermost(node.mod))
+
+
 class Steps:
     """The right schedule of a family, one decision a method.
 
@@ -445,7 +452,7 @@ class Steps:
 
     def head(self, sch: slapo.Schedule) -> None:
         head = sch[self.family.head]
-        if head.mod.weight.shape[0] == VOCABULARY:  # else it has followed the table it is tied to
+        if is_whole(head):  # else it has followed the table it is tied to
             head.shard("weight", axis=0)
         if getattr(head.mod, "bias", None) is not None:
             head.shard("bias", axis=0)

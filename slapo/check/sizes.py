@@ -1,0 +1,97 @@
+"""What modules compute on: sizes that have to be those of the model in one process.
+
+Half the size of a head where half the number of heads was meant fits every shape, and every slice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from slapo.check.call import name_of
+from slapo.check.mixing import ATTENTION
+from slapo.check.paths import Paths
+
+#: Operations whose sizes say what a module computes.
+_SIZED = ("_softmax", "_safe_softmax", "native_layer_norm", "_fused_rms_norm", "bmm", "pow")
+
+
+#: In place of the size of a dimension along which a tensor is constant.
+ANY = -1
+
+
+@dataclass(frozen=True)
+class Sized:
+    """One operation of a module on tensors of these sizes, those of all ranks together."""
+
+    path: str
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+
+    def fits(self, other: Sized) -> bool:
+        """Whether the sizes are those of `other`."""
+        pairs = zip(self.shapes, other.shapes, strict=False)
+        return len(self.shapes) == len(other.shapes) and all(
+            len(a) == len(b) and all(m in (n, ANY) for m, n in zip(a, b, strict=True))
+            for a, b in pairs
+        )
+
+
+#: Operations after which a slice may lie along one of several dimensions.
+VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten")
+#: Module -> shapes that its views have in one process, in order.
+Views = dict[str, list[tuple[int, ...]]]
+
+
+def is_sized(name: str) -> bool:
+    """Whether the sizes of an operation, which runs forward, are noted."""
+    forward = torch._C._current_graph_task_id() == -1
+    return forward and (name in _SIZED or name.startswith(ATTENTION))
+
+
+class SizeMode(TorchDispatchMode):
+    """Notes the sizes that a model runs on in one process."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.paths = Paths(model)
+        self.sized: list[Sized] = []
+        self.views: Views = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation, and note its sizes."""
+        name = name_of(func)
+        if is_sized(name):
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            shapes = tuple(tuple(t.shape) for t in tensors)
+            self.sized.append(Sized(self.paths.now()[0], name, shapes))
+        result = func(*args, **(kwargs or {}))
+        if name in VIEWS:
+            self.views.setdefault(self.paths.now()[0], []).append(tuple(result.shape))
+        return result
+
+
+def first_difference(found: list[Sized], wanted: list[Sized]) -> tuple[Sized, Sized] | None:
+    """The first operation on other sizes, in a module that runs the same ones on both sides."""
+    mine = _by_path(found)
+    for path, before in _by_path(wanted).items():
+        now = mine.get(path, [])
+        if [each.name for each in now] == [each.name for each in before]:
+            for pair in zip(now, before, strict=True):
+                if not pair[0].fits(pair[1]):
+                    return pair
+    return None
+
+
+def _by_path(sized: list[Sized]) -> dict[str, list[Sized]]:
+    found: dict[str, list[Sized]] = {}
+    for each in sized:
+        found.setdefault(each.path, []).append(each)
+    return found

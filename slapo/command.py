@@ -1,0 +1,106 @@
+"""The command ``slapo``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from slapo.check.world import check_at
+from slapo.errors import SlapoError, with_nearest
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status is 0, 1 for what was found wrong, 2 for wrong usage."""
+    parser = argparse.ArgumentParser(
+        prog="slapo", description="A schedule language for training large PyTorch models."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_check(commands)
+    given = parser.parse_args(arguments)
+    try:
+        return int(given.run(given))
+    except _UsageError as error:
+        print(f"slapo {given.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _add_check(commands: Any) -> None:
+    check = commands.add_parser(
+        "check",
+        help="refuse a wrong tensor-parallel schedule, on one process and without weights",
+        description=(
+            "Apply a schedule as one of many ranks would, follow every tensor through one forward "
+            "and backward pass, and refuse it if a gradient would not be that of the model. Runs "
+            "for the number of ranks and for two."
+        ),
+    )
+    check.add_argument(
+        "make",
+        metavar="SCRIPT.py:FUNCTION",
+        help="a function without arguments that returns (model, schedule) or (model, schedule, "
+        "example_inputs); or MODULE:FUNCTION",
+    )
+    check.add_argument("--tp", type=int, required=True, help="ranks that tensors are split over")
+    check.add_argument(
+        "--sp", action="store_true", help="call the schedule with sequence_parallel=True"
+    )
+    check.set_defaults(run=_check)
+
+
+def _check(given: argparse.Namespace) -> int:
+    make = load(given.make)
+    try:
+        for checked in check_at(make, given.tp, given.sp):
+            print(checked, flush=True)
+    except (SlapoError, ValueError, TypeError, KeyError) as error:
+        print(error.args[0] if error.args else error, file=sys.stderr)
+        return 1
+    return 0
+
+
+class _UsageError(Exception):
+    """A command that names something that is not there."""
+
+
+def load(name: str) -> Callable[..., Any]:
+    """The function called ``script.py:function`` or ``module:function``."""
+    where, colon, what = name.rpartition(":")
+    if not colon or not what.isidentifier():
+        raise _UsageError(f"{name!r} names no function; write script.py:function")
+    module = _load_script(Path(where)) if where.endswith(".py") else _load_module(where)
+    function = getattr(module, what, None)
+    if not callable(function):
+        known = [n for n, v in vars(module).items() if callable(v) and n[0] != "_"]
+        raise _UsageError(
+            with_nearest(what, known, f"{where} has no function {what!r}, it has {known[:8]}")
+        )
+    return function
+
+
+def _load_script(path: Path) -> Any:
+    if not path.exists():
+        raise _UsageError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise _UsageError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    # As Python does for a script that it runs: what lies beside it can be imported.
+    sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _load_module(name: str) -> Any:
+    sys.path.insert(0, "")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise _UsageError(
+            f"{error}; run from the directory it lies in, or give a .py file"
+        ) from None

@@ -1,0 +1,112 @@
+"""From arguments to what a record keeps of them, and from JSON to that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from slapo.graph.match.find import Subgraph
+from slapo.history import describe
+from slapo.node import Node
+from slapo.record.callables import MadeBy, Named, Partial, Unnamed, keep_callable
+from slapo.record.kept import PLAIN, Part, decode_plain
+from slapo.record.modules import Recipe, keep_module
+from slapo.record.subgraphs import (
+    Bound,
+    BoundState,
+    GraphNode,
+    GraphPart,
+    is_pair,
+    keep_pair,
+    keep_subgraph,
+)
+from slapo.record.tensors import Values, keep_tensor
+
+_PARTS: dict[str, type[Part]] = {
+    part.tag: part
+    for part in (Bound, BoundState, GraphNode, GraphPart, MadeBy, Named, Partial, Recipe, Values)
+}
+
+
+def keep(value: Any, node: Node) -> Any:
+    """What a record keeps of an argument of a primitive of `node`, taken before it is applied.
+
+    It holds no module, graph or large tensor, and later changes of `value` do not reach it. What
+    no file can hold is kept as its text, and refused when the record is saved.
+
+    Examples
+    --------
+    >>> import slapo
+    >>> sch = slapo.create_schedule(nn.ReLU())
+    >>> keep([1, {"axis": (0, -1)}], sch)
+    [1, {'axis': (0, -1)}]
+    >>> keep(nn.functional.relu, sch), keep(lambda x: x, sch).shown
+    (Named(module='torch.nn.functional', qualname='relu'), '<lambda>')
+    """
+    if type(value) in PLAIN or isinstance(value, Part):
+        return value
+
+    def inner(each: Any) -> Any:
+        return keep(each, node)
+
+    if isinstance(value, nn.Module):
+        return keep_module(value, inner, node)
+    if isinstance(value, Tensor):
+        return keep_tensor(value)
+    if isinstance(value, (tuple, list, Mapping, set, frozenset, range, slice)):
+        return _keep_container(value, inner, node)
+    if callable(value):
+        return keep_callable(value, inner)
+    why = f"an object of {type(value).__qualname__}; pass plain values, or leave it out"
+    return Unnamed(describe(value), why)
+
+
+def _keep_container(value: Any, inner: Any, node: Node) -> Any:
+    if is_pair(value):
+        return keep_pair(value, node)
+    if isinstance(value, Subgraph) and value:
+        return keep_subgraph(value, inner, node)
+    if isinstance(value, slice):
+        return slice(*(inner(part) for part in (value.start, value.stop, value.step)))
+    if hasattr(value, "_fields"):
+        why = f"a named tuple, {type(value).__qualname__}; pass a tuple or a dict"
+        return Unnamed(describe(value), why)
+    try:
+        if isinstance(value, Mapping):
+            return {inner(key): inner(item) for key, item in value.items()}
+        for kind in (tuple, set, frozenset):
+            if isinstance(value, kind):
+                return kind(inner(item) for item in value)
+        return [inner(item) for item in value]
+    except TypeError:  # keys and items that could be hashed, and what is kept of them cannot
+        why = f"a {type(value).__qualname__} of objects; pass plain values in it"
+        return Unnamed(describe(value), why)
+
+
+def made_by(make: Any, module: nn.Module, node: Node) -> Any:
+    """What a record keeps of a module that `make` made: the function, where it has a name."""
+    function = keep(make, node)
+    is_named = isinstance(function, (Named, Partial))
+    return MadeBy(function, describe(module)) if is_named else keep(module, node)
+
+
+def decode(data: Any) -> Any:
+    """What :func:`.kept.encode` wrote, as a record keeps it.
+
+    Raises
+    ------
+    ValueError
+        If it is nothing that this version writes.
+    """
+    if isinstance(data, list):
+        return [decode(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    try:
+        ((tag, inner),) = data.items()
+        part = _PARTS.get(tag)
+        return decode_plain(tag, inner, decode) if part is None else part.decode(inner, decode)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{data!r} is no argument of a record ({error})") from error

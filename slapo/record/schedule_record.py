@@ -1,0 +1,211 @@
+"""The record of a whole schedule: save, load, compare."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from slapo.errors import SlapoError
+from slapo.history import Record, digest
+from slapo.record.diff import describe_difference
+from slapo.record.keep import decode
+from slapo.record.kept import Part, encode, walk
+
+FORMAT = "slapo.schedule"
+#: Of the format. One more whenever a program that knows the former would misread a file.
+VERSION = 1
+_MOST_SHOWN = 5
+
+
+class ScheduleRecord(Sequence[Record]):
+    """The primitives of a schedule in order, as data; a sequence of :class:`.history.Record`.
+
+    ``sch.record`` is that of a schedule as it is at the moment; :func:`slapo.replay` applies it to
+    another model.
+
+    Parameters
+    ----------
+    records
+        What was applied.
+    world_size
+        Size of the tensor-parallel group.
+    root
+        Path of the schedule's root, where it has one.
+
+    Examples
+    --------
+    >>> import slapo, torch
+    >>> sch = slapo.create_schedule(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+    >>> _ = sch["0"].shard("weight", axis=0).sync("fwd_post", "all_gather", axis=-1)
+    >>> record = sch.record
+    >>> len(record), record[0].primitive, record[0].arguments["axis"]
+    (2, 'shard', '0')
+    """
+
+    def __init__(self, records: Sequence[Record], world_size: int = 1, root: str = "") -> None:
+        self.records = tuple(records)
+        self.world_size = world_size
+        self.root = root
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> ScheduleRecord: ...
+    def __getitem__(self, index: int | slice) -> Record | ScheduleRecord:
+        """A record by its step, from 0; for a slice, that part of the schedule."""
+        if isinstance(index, slice):
+            return ScheduleRecord(self.records[index], self.world_size, self.root)
+        return self.records[index]
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self.records)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{step}: {record}" for step, record in enumerate(self.records))
+
+    def __repr__(self) -> str:
+        return f"<ScheduleRecord of {len(self)} primitives, world_size {self.world_size}>"
+
+    def digest(self) -> str:
+        """The fingerprint, equal to that of the schedule; see :meth:`Schedule.digest`."""
+        return digest(self.records)
+
+    def diff(self, other: ScheduleRecord) -> str:
+        """What differs between two records, in words, a line for each; empty where nothing does.
+
+        Lines of programs and sizes of groups are no difference.
+
+        Examples
+        --------
+        >>> import slapo, torch
+        >>> def record(axis):
+        ...     sch = slapo.create_schedule(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+        ...     return sch["0"].shard("weight", axis=axis).record
+        >>> print(record(0).diff(record(1)))
+        step 0: sch["0"].shard: axis is 0 in the first and 1 in the second
+        >>> record(0).diff(record(0))
+        ''
+        """
+        if not isinstance(other, ScheduleRecord):
+            raise TypeError(
+                f"diff compares with another record, got {type(other).__name__}; pass sch.record, "
+                "or slapo.ScheduleRecord.load(path)"
+            )
+        return describe_difference(self.records, other.records)
+
+    # --- files -------------------------------------------------------------------------------
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the record as JSON. Every rank may: the file is there as a whole or not at all.
+
+        Raises
+        ------
+        SlapoError
+            If an argument is something that no file can hold, with the line that passed it and what
+            to pass in its place.
+        """
+        self.check_holds()
+        lines = ",\n".join(
+            f"  {json.dumps(_encoded(record), allow_nan=False)}" for record in self.records
+        )
+        head = {"format": FORMAT, "version": VERSION, "world_size": self.world_size}
+        head |= {"root": self.root} if self.root else {}
+        text = f'{json.dumps(head)[:-1]}, "steps": [\n{lines}\n]}}\n'
+        target = Path(path)
+        scratch = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+        try:
+            scratch.write_text(text)
+            scratch.replace(target)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+    def check_holds(self) -> None:
+        """Refuse arguments that no file can hold.
+
+        Raises
+        ------
+        SlapoError
+            Naming each.
+        """
+        wrong = [
+            f"- step {step}, {record}: {name} is {part.text!r}, {problem}"
+            for step, record in enumerate(self.records)
+            for name, value in record.given.items()
+            for part in walk(value)
+            if isinstance(part, Part) and (problem := part.problem())
+        ]
+        if wrong:
+            more = f"\n(and {len(wrong) - _MOST_SHOWN} more)" if len(wrong) > _MOST_SHOWN else ""
+            raise SlapoError(
+                "the record has arguments that cannot be made anew from a file:\n"
+                + "\n".join(wrong[:_MOST_SHOWN])
+                + more
+            )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ScheduleRecord:
+        """Read what :meth:`save` wrote. Nothing is imported yet, :func:`slapo.replay` does that.
+
+        Raises
+        ------
+        ValueError
+            If it is no such file, or of a version that this library does not know.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is no JSON: {error}; {_WRITE_ANEW}") from error
+        found = data.get("format") if isinstance(data, dict) else None
+        if found != FORMAT:
+            raise ValueError(
+                f"{path} is no record of a schedule: its format is {found!r}, not {FORMAT!r}; "
+                f"{_WRITE_ANEW}"
+            )
+        if data.get("version") != VERSION:
+            raise ValueError(
+                f"{path} has version {data.get('version')!r} of the format, and this library reads "
+                f"version {VERSION}; use the library that wrote it, or {_WRITE_ANEW}"
+            )
+        try:
+            steps, world_size = data["steps"], data["world_size"]
+            records = [_decoded(step, each, path) for step, each in enumerate(steps)]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path}: {_said(error)}; {_WRITE_ANEW}") from error
+        return cls(records, world_size, data.get("root", ""))
+
+
+_WRITE_ANEW = "write it anew by sch.record.save(path)"
+
+
+def _said(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
+
+
+def _encoded(record: Record) -> dict[str, Any]:
+    step = {
+        "path": record.path,
+        "primitive": record.primitive,
+        "arguments": {name: encode(value) for name, value in record.given.items()},
+        "positional": record.positional,
+        "location": record.location,
+    }
+    return step | ({"identity": record.identity} if record.identity else {})
+
+
+def _decoded(step: int, data: Mapping[str, Any], path: str | os.PathLike[str]) -> Record:
+    try:
+        given = {name: decode(value) for name, value in data["arguments"].items()}
+        texts = [data[key] for key in ("path", "primitive", "location")]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"path, primitive and location are {texts}, not texts")
+        name, primitive, location = texts
+        positional, identity = data["positional"], data.get("identity", "")
+        return Record(name, primitive, given, location, positional, identity)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: step {step}: {_said(error)}; {_WRITE_ANEW}") from error

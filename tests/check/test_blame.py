@@ -1,0 +1,166 @@
+"""`slapo.bisect`: the primitive that makes a schedule wrong, or the place of the missing one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo
+from slapo.blame import Blame, bisect
+from tests.check.fuzz import fake_world
+from tests.check.planted import Case, names_the_place
+from tests.distributed import run_distributed
+from tests.sharding.families import FAMILIES
+
+#: Mistake -> what is said of it.
+SAID = {
+    "no_forward_sync": "missing",
+    "no_backward_sync": "missing",
+    "wrong_axis": "different",
+    "only_one_column_split": "missing",
+    "logits_gradient_summed": "different",
+    "dropout_not_forked": "missing",
+    "not_in_blocks": "different",
+    "states_not_summed": "different",
+    "inner_norm_not_tagged": "missing",
+}
+
+
+def applied(family: str, mistake: str, spreads: bool = False) -> tuple[Blame, list[str]]:
+    places: list[str] = []
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return FAMILIES[family].build(0.1)
+
+    def schedule(sch: slapo.Schedule) -> None:
+        steps = Case(mistake, family, spreads).steps()
+        steps.apply(sch)
+        places[:] = steps.places
+
+    blame = bisect(make, schedule, FAMILIES[family].inputs(3, 6 if spreads else 7))
+    assert blame is not None
+    return blame, places
+
+
+@pytest.mark.parametrize(
+    ("family", "mistake"),
+    [
+        *(("gpt2", mistake) for mistake in list(SAID)[:3]),
+        ("llama", "no_forward_sync"),
+        ("bert", "no_backward_sync"),
+        ("bert", "only_one_column_split"),
+        ("gpt2", "logits_gradient_summed"),
+        ("llama", "dropout_not_forked"),
+        ("mixtral", "not_in_blocks"),
+        ("t5", "states_not_summed"),
+        ("qwen3", "inner_norm_not_tagged"),
+    ],
+)
+def test_a_planted_mistake(family: str, mistake: str) -> None:
+    with fake_world():
+        blame, places = applied(family, mistake)
+    assert blame.kind == SAID[mistake], blame
+    path = blame.call.split('"')[1]
+    assert names_the_place(path, places), blame
+
+
+def test_a_missing_call_stands_behind_those_of_its_module() -> None:
+    with fake_world():
+        blame, _ = applied("gpt2", "no_forward_sync")
+    assert blame.call == 'sch["transformer.h.1.attn.c_proj"].sync("fwd_post", "all_reduce")'
+    assert blame.record is not None
+    assert blame.record.path == "transformer.h.1.attn.c_proj"
+    assert blame.record.primitive == "shard"
+    assert str(blame) == f"the schedule is right with {blame.call} after {blame.record}"
+
+
+def test_under_sequence_parallelism() -> None:
+    with fake_world():
+        blame, places = applied("llama", "norm_not_tagged", spreads=True)
+    assert blame.kind == "missing"
+    assert names_the_place(blame.call.split('"')[1], places), blame
+
+
+def test_a_hook_of_the_function_itself() -> None:
+    with fake_world():
+        blame, _ = applied("gpt2", "summed_twice")
+    assert blame.kind == "beside"
+    assert "beside primitives" in str(blame)
+
+
+def make_stack() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)))
+
+
+def bisected(schedule: Callable[[slapo.Schedule], Any]) -> Blame | None:
+    return bisect(make_stack, schedule, torch.linspace(-1, 1, 20).view(5, 4))
+
+
+def test_in_one_process_by_verify() -> None:
+    def schedule(sch: slapo.Schedule) -> None:
+        sch["0.0"].decompose()
+        sch["1"].checkpoint()
+        sch["1.1"].replace(nn.GELU(approximate="tanh"))
+        sch["2.0"].decompose()
+
+    blame = bisected(schedule)
+    assert blame is not None
+    assert (blame.kind, blame.record and blame.record.path) == ("surplus", "1.1")
+
+
+def test_a_right_schedule() -> None:
+    assert bisected(lambda sch: sch["0.0"].decompose()) is None
+
+
+def test_what_no_single_change_mends() -> None:
+    def schedule(sch: slapo.Schedule) -> None:
+        sch["0.0"].decompose()
+        for layer in "12":
+            sch[f"{layer}.1"].replace(nn.ReLU())
+
+    blame = bisected(schedule)
+    assert blame is not None
+    assert blame.kind == "since"
+    assert blame.record is not None
+    assert blame.record.path == "1.1"
+    assert "never right again" in str(blame)
+
+
+def test_a_primitive_that_raises_names_itself() -> None:
+    def schedule(sch: slapo.Schedule) -> None:
+        sch["1.0"].shard("weigth", axis=0)
+
+    with pytest.raises(ValueError, match=r'sch\["1.0"\]\.shard\(.*no parameter or buffer'):
+        bisected(schedule)
+
+
+def test_a_model_that_does_not_run() -> None:
+    with pytest.raises(slapo.SlapoError, match=r"before it is scheduled|the original model fails"):
+        bisect(make_stack, lambda sch: sch["0.1"].replace(nn.ReLU()), torch.ones(3, 5))
+
+
+def on_two_ranks(rank: int, world_size: int) -> tuple[str, str]:
+    def schedule(sch: slapo.Schedule) -> None:
+        for layer in sch.select("*"):
+            layer["0"].shard("weight", axis=0).shard("bias", axis=0)
+            layer["0"].sync("bwd_post", "all_reduce")
+            if layer.path != "1":
+                layer.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+
+    blame = bisected(schedule)
+    assert blame is not None
+    return blame.kind, blame.call
+
+
+@pytest.mark.distributed
+def test_on_processes() -> None:
+    found = run_distributed(on_two_ranks, 2)
+    assert found[0] == found[1]
+    assert found[0][0] == "missing"
+    assert 'sch["1"].sync("fwd_post", "all_gather"' in found[0][1]
