@@ -50,13 +50,17 @@ def rtol_for(dtype: torch.dtype, model: nn.Module) -> float:
     return base * max(1.0, math.sqrt(depth / _SHALLOW))
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether parts of a model are TorchScript."""
+    return any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+
+
 def wider(*models: nn.Module) -> list[torch.dtype | None]:
     """Dtypes to run models in, the best first, their own last.
 
     Compiled code keeps the dtypes that it was compiled for.
     """
-    modules = [module for model in models for module in model.modules()]
-    if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
+    if any(map(is_compiled, models)):
         return [None]
     sizes = [t.dtype.itemsize for m in models for t in m.parameters() if t.is_floating_point()]
     return [torch.float64, *([torch.float32] if min(sizes, default=4) < 4 else []), None]

@@ -106,6 +106,29 @@ def test_a_model_that_cannot_train_is_compared_in_eval_mode() -> None:
         sch["0"].checkpoint()
 
 
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bias = nn.Linear(4, 4, bias=False), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.fc(x) + self.bias, 0.1, self.training)
+
+
+def test_dropouts_in_compiled_fusions_are_out_of_sight() -> None:
+    def pattern(x: Tensor, bias: Tensor, training: bool) -> Tensor:
+        return F.dropout(x + bias, 0.1, training)
+
+    sch = slapo.create_schedule(nn.Sequential(Dropping(), nn.Dropout(0.2)))
+    with slapo.Verify(sch, X):
+        sch["0"].trace(flatten=True)
+        found = sch["0"].find(pattern)
+        assert len(found) == 1
+        sch["0"].fuse(found, compiler="TorchScript")
+    with pytest.raises(slapo.VerificationError, match="'1' drops with"), slapo.Verify(sch, X):
+        sch["1"].mod.p = 0.3
+
+
 class Branches(nn.Module):
     def __init__(self, factor: float) -> None:
         super().__init__()
