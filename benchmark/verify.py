@@ -135,7 +135,8 @@ def messages_of(rank: int, world_size: int, kind: str, names: Sequence[str]) -> 
 
 
 def _short(message: str) -> str:
-    text = " ".join(message.split())
+    # Without the lines of the program that it quotes, whose paths are those of this machine.
+    text = " ".join(message.partition("; primitives applied there")[0].split())
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 

@@ -6,6 +6,7 @@ Of the first layers nothing is left out, as the second ones are alike. Left out 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -157,6 +158,7 @@ def _gradients(model: nn.Module, example: Any, sch: slapo.Schedule) -> dict[str,
 
 def all_outcomes(rank: int, world_size: int, family: str, spread: bool) -> list[dict[str, Any]]:
     """A row for each line."""
+    logging.disable(logging.WARNING)  # which each of the schedules would repeat
     slapo.set_random_seed(0)
     rows = []
     for line in lines_of(family, spread):
