@@ -576,15 +576,10 @@ def _buffer_dtype(sch: Schedule) -> None:
     norm.running_mean = norm.running_mean.double()
 
 
-def _with_hook(path: str) -> Callable[[Schedule], None]:
-    def apply(sch: Schedule) -> None:
-        layer = sch[path].mod
-        new = copy.deepcopy(layer)
-        new._forward_hooks.clear()
-        parent, _, name = path.rpartition(".")
-        setattr(sch[parent].mod if parent else sch.mod, name, new)
-
-    return apply
+@plant("gpt2: hooks are lost", "gpt2", f"{GPT2}.attn", f"{GPT2}.attn.c_attn", ranks=2)
+def _lost_hooks(sch: Schedule) -> None:
+    Steps(FAMILIES["gpt2"]).apply(sch)
+    sch[f"{GPT2}.attn"].mod._forward_pre_hooks.clear()
 
 
 @plant("qwen3: computes in half precision", "qwen3", f"{QWEN3}.mlp.down_proj")
