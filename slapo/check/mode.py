@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 # Their rules enter the registry when they are imported.
 from slapo.check import moves as moves
-from slapo.check.call import RULES, Call, Rule, name_of
+from slapo.check.call import RULES, Call, Rule, name_of, run
 from slapo.check.mixing import ATTENTION, attention
 from slapo.check.paths import Paths
 from slapo.check.place import (
@@ -122,7 +122,7 @@ class PlaceMode(TorchDispatchMode):
         if name in _DRAWS or (name.startswith(ATTENTION) and "backward" not in name):
             self._check_state(func, name, args, kwargs, tensors, places)
         try:
-            out = func(*args, **kwargs)
+            out = run(func, args, kwargs)
         except (RuntimeError, IndexError) as error:  # sizes that do not fit
             raise self.stop(name, tensors, places, str(error)) from error
         outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
@@ -306,7 +306,8 @@ class PlaceMode(TorchDispatchMode):
             sizes = list(tensor.shape)
             sizes[place.dim] *= self.ranks
             return tuple(sizes)
-        return tuple(ANY if d in place.uniform else n for d, n in enumerate(tensor.shape))
+        constant = {*place.uniform, *(d for d, n in enumerate(tensor.shape) if n == 1)}
+        return tuple(ANY if d in constant else n for d, n in enumerate(tensor.shape))
 
 
 def _has_views(tensor: Tensor) -> bool:

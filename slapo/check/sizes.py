@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from slapo.check.call import name_of
+from slapo.check.call import name_of, run
 from slapo.check.mixing import ATTENTION
 from slapo.check.paths import Paths
 
@@ -72,7 +72,7 @@ class SizeMode(TorchDispatchMode):
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             shapes = tuple(tuple(t.shape) for t in tensors)
             self.sized.append(Sized(self.paths.now()[0], name, shapes))
-        result = func(*args, **(kwargs or {}))
+        result = run(func, args, kwargs or {})
         if name in VIEWS:
             self.views.setdefault(self.paths.now()[0], []).append(tuple(result.shape))
         return result

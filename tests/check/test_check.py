@@ -6,6 +6,7 @@ import copy
 import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from slapo.check import PlacementError, check, register_place_rule, rules, stand
 from slapo.check.call import RULES, independent_along
 from slapo.check.place import Place
 from slapo.sharding import masked, reduce_from_group
+from slapo.sharding.steps import STEPS
 from tests.check.fuzz import fake_world
 from tests.distributed import run_distributed
 from tests.sharding.families import FAMILIES, Steps
@@ -121,7 +123,7 @@ def test_in_a_world_of_one() -> None:
     check(split_block(), X)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "mixtral"])
 def test_on_fakes(two_ranks: None, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """Larger models run without numbers, where Transformers takes other branches."""
     monkeypatch.setattr(stand_ins, "REAL_BYTES", 0)
@@ -311,8 +313,10 @@ def test_functional_collectives_in_a_hook(two_ranks: None) -> None:
     # Its gradient is summed again, of what is whole.
     assert "backward pass of 'fc2'" in str(refused(reduced_by(total)))
 
+    gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+
     def gathered(out: Tensor) -> Tensor:
-        return functional.all_gather_tensor(out, 0, dist.group.WORLD)[:3]
+        return gather(out, 0, dist.group.WORLD)[:3]
 
     assert "slapo.sharding" in str(refused(reduced_by(gathered)))
 
@@ -520,3 +524,67 @@ def test_inputs_of_a_trace_serve_build() -> None:
     sch = slapo.create_schedule(model)
     assert sch.trace(tracer="dynamo", example_inputs=torch.ones(2, 4))
     slapo.build(sch, check=True)
+
+
+def test_the_guide_tells_what_steps_take_and_give() -> None:
+    said = {"replicate": "whole", "partial": "a partial sum", "masked": "masked tokens"}
+
+    def side(kind: str, along: str) -> str:
+        return f"slices along `{along}`" if kind == "shard" else said[kind]
+
+    rows = [
+        f"| `{s.name}` | {side(s.takes, s.takes_along)} | {side(s.gives, s.gives_along)} |"
+        for s in STEPS
+    ]
+    text = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
+    assert "\n".join(["| step | takes | gives |", "| --- | --- | --- |", *rows]) in text
+
+
+class OneHeadOfKeys(nn.Module):
+    """Multi-query attention: all heads share one head of keys and values."""
+
+    def __init__(self, repeats: bool) -> None:
+        super().__init__()
+        self.q, self.kv, self.out = (nn.Linear(16, n) for n in (16, 8, 16))
+        self.heads, self.repeats = 4, repeats
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (self.heads, 4)).transpose(1, 2)
+        k, v = (part.unsqueeze(1) for part in self.kv(x).chunk(2, -1))
+        if self.repeats:
+            k, v = (part.expand(-1, self.heads, -1, -1) for part in (k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, enable_gqa=not self.repeats)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def split_queries(sch: slapo.Schedule) -> None:
+    sch["q"].shard("weight", axis=0).shard("bias", axis=0)
+    sch["out"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    sch.sync("bwd_post", "all_reduce").set("heads", whole=4)
+
+
+def one_head_on_ranks(rank: int, world_size: int, repeats: bool) -> str:
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(OneHeadOfKeys(repeats))
+    x = torch.randn(3, 5, 16)
+    with slapo.Verify(sch, x):
+        split_queries(sch)
+        for name in ("weight", "bias"):
+            sch["kv"].annotate(name, "partial_grad", True)
+    check(sch, x)
+    return "right"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("repeats", [False, True])
+def test_keys_that_all_heads_share(repeats: bool) -> None:
+    assert run_distributed(one_head_on_ranks, 2, repeats) == ["right"] * 2
+    with fake_world(4, 3):  # one head of queries each
+        sch = slapo.create_schedule(OneHeadOfKeys(repeats))
+        split_queries(sch)
+        error = refused(sch, torch.randn(3, 5, 16))
+        assert error.suspect == "kv"
+        assert 'sch["kv"].annotate("weight", "partial_grad", True)' in str(error)
+        for name in ("weight", "bias"):
+            sch["kv"].annotate(name, "partial_grad", True)
+        check(sch, torch.randn(3, 5, 16))
