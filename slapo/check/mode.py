@@ -32,7 +32,7 @@ from slapo.check.place import (
 )
 from slapo.check.pointwise import is_pointwise, of_wholes, others_whole, pointwise
 from slapo.check.products import product as product
-from slapo.check.raw import raw_collective
+from slapo.check.raw import RAW, raw_collective
 from slapo.check.sizes import ANY, VIEWS, Sized, Views, is_sized
 from slapo.errors import SlapoError
 from slapo.random import get_rng_tracker
@@ -43,7 +43,6 @@ from slapo.sharding.steps import Step
 _DRAWS = {"native_dropout", "bernoulli", "rand", "randn", "randint", "uniform", "normal"}
 _DRAWS |= {"rand_like", "randn_like", "randint_like", "exponential", "random", "multinomial"}
 _DRAWS |= {"randperm", "dropout"}
-_RAW = ("c10d", "_c10d_functional")
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,8 @@ class Finding:
     why: str
     step: Step | None = None
     is_certain: bool = True
+    #: False for sizes that torch refuses
+    fits: bool = True
 
 
 class Stop(SlapoError):
@@ -115,7 +116,7 @@ class PlaceMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim" or self._quiet:  # an error in the first would end the process
             return func(*args, **kwargs)
-        if func.namespace in _RAW:
+        if func.namespace in RAW:
             return self._raw(func, args, kwargs)
         self.calls += 1
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -125,8 +126,10 @@ class PlaceMode(TorchDispatchMode):
             self._check_state(func, name, args, kwargs, tensors, places)
         try:
             out = run(func, args, kwargs)
-        except (RuntimeError, IndexError) as error:  # sizes that do not fit
-            raise self.stop(name, tensors, places, str(error)) from error
+        except (RuntimeError, IndexError) as error:
+            stop = self.stop(name, tensors, places, str(error))
+            stop.finding = replace(stop.finding, fits=False)
+            raise stop from error
         outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         call = Call(func, name, args, kwargs, tensors, places, outs, self.rank, self.ranks)
         if name in VIEWS:
@@ -266,7 +269,7 @@ class PlaceMode(TorchDispatchMode):
         places = [place_of(tensor) for tensor in tensors]
         try:
             with self.unseen():
-                return raw_collective(func, args, kwargs, tensors, places, self.ranks)
+                return raw_collective(func, args, kwargs, tensors, places)
         except Misfit as misfit:
             raise self.stop(func.overloadpacket.__name__, tensors, places, str(misfit)) from None
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from slapo.errors import SlapoError, VerificationError
 from slapo.history import spelled
+from slapo.sharding.numbers import sizes_kept
 from slapo.verify.blame import Blame, Guess
 from slapo.verify.locate import Comparison, amount, hookable, recorded
 from slapo.verify.precision import is_compiled
@@ -22,7 +23,6 @@ from slapo.verify.setting import (
     gathered_gradients,
     gradient_of,
 )
-from slapo.verify.sizes import sizes_kept
 from slapo.verify.tensors import constants_in, difference, places, scale_of, tensors_in
 from slapo.verify.trial import Trial
 

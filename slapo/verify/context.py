@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -13,19 +14,32 @@ from torch.utils import _pytree as pytree
 
 from slapo.agreement import has_peers, same_on_all_ranks
 from slapo.build import check_shards
-from slapo.errors import SlapoError, VerificationError
+from slapo.check import check
+from slapo.errors import PlacementError, SlapoError, VerificationError
 from slapo.primitives.base import find_primitive
+from slapo.random import states_kept
 from slapo.schedule import Schedule
 from slapo.utils.calls import as_call, refuse_batch
 from slapo.verify.origins import Origins
 from slapo.verify.peers import Peers
 from slapo.verify.procedure import compare_all
-from slapo.verify.setting import copy_model, random_states_kept
+from slapo.verify.setting import SEED, copy_model
 from slapo.verify.sides import Sides
 from slapo.verify.state import changes, check_replicas
 from slapo.weights.materialize import materialize
 from slapo.weights.ties import check_ties
 from slapo.wrapper import innermost
+
+
+@contextmanager
+def _explained_by(misplaced: PlacementError | None) -> Iterator[None]:
+    """Of numbers that differ, with what the placement check has found."""
+    try:
+        yield
+    except VerificationError as error:
+        if misplaced is not None and not isinstance(error, PlacementError):
+            error.args = (f"{error}\n{misplaced}", *error.args[1:])
+        raise
 
 
 class Verify:
@@ -148,7 +162,6 @@ class Verify:
     # --- the comparison ----------------------------------------------------------------------
     def _verify(self) -> None:
         self.peers.meet("block")
-        # Placements come first, as they cost no run: the place for slapo.check.
         check_shards(self.sch)
         device = self._pick_device()
         self._move_inputs(device)
@@ -159,9 +172,22 @@ class Verify:
         self.reference.to(device)
         sides.args, sides.kwargs = self.args, self.kwargs
         sides.loss_fn, sides.rtol = self.loss_fn, self.rtol
-        with random_states_kept(self.sch.rank):
+        misplaced = self._check_places()
+        with states_kept(self.sch.rank, SEED), _explained_by(misplaced):
             sides.load(device)
             compare_all(sides, self.eval_mode)
+        if misplaced is not None and misplaced.is_certain:  # numbers do not show all, such as masks
+            raise misplaced
+
+    def _check_places(self) -> PlacementError | None:
+        """What the placement check says of a whole model on several ranks."""
+        if self.sch.world_size == 1 or self.sch.path:
+            return None
+        try:
+            check(self.sch, self.kwargs or self.args, self.loss_fn)
+        except PlacementError as error:
+            return error
+        return None
 
     def _check_state(self, sides: Sides) -> None:
         """Tensors are what they were, but for what the schedule declares."""

@@ -167,23 +167,6 @@ def shapes_noted(model: nn.Module) -> Iterator[dict[str, list[tuple[int, ...]]]]
         yield found
 
 
-def running_in(error: BaseException, model: nn.Module) -> str | None:
-    """The path of the innermost module of `model` that was running when `error` was raised."""
-    paths = {}
-    for path, module in model.named_modules():
-        paths[id(module)] = paths[id(innermost(module))] = path
-    found, frame = None, error.__traceback__
-    while frame is not None:
-        found = paths.get(id(frame.tb_frame.f_locals.get("self")), found)
-        frame = frame.tb_next
-    return found
-
-
-def contains(path: str, inner: str) -> bool:
-    """Whether the module at `path` is the one at `inner`, or around it."""
-    return not path or inner == path or inner.startswith(f"{path}.")
-
-
 def amount(error: float, limit: float, mine: Tensor, target: Tensor) -> str:
     """By how much a tensor differs, behind the name of where it does."""
     if mine.shape != target.shape:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo.random import TENSOR_PARALLEL, get_rng_tracker
 from slapo.schedule import Schedule
 from slapo.sharding.tags import apply_tags, tags_of
 from slapo.verify.tensors import places, tensors_in
@@ -111,20 +110,3 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for module, flag in flags:
             module.training = flag
-
-
-@contextmanager
-def random_states_kept(tp_rank: int) -> Iterator[None]:
-    """Default states and the tracker's as they were; a tracker without a seed gets one."""
-    tracker = get_rng_tracker()
-    with torch.random.fork_rng():
-        states = tracker.get_states()
-        if not states:
-            tracker.add(TENSOR_PARALLEL, SEED + tp_rank)
-        try:
-            yield
-        finally:
-            if states:
-                tracker.set_states(states)
-            else:
-                tracker.reset()

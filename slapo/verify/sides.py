@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from slapo.agreement import gathered
-from slapo.history import Record
+from slapo.history import Record, contains
 from slapo.schedule import Schedule
-from slapo.verify.locate import contains
 from slapo.verify.origins import Origins
 from slapo.verify.peers import Peers
 from slapo.verify.perturb import perturbed

@@ -16,15 +16,17 @@ from torch.utils import _pytree as pytree
 
 from slapo.agreement import is_broken_collective, is_on_every_rank, on_every_rank
 from slapo.errors import SlapoError, VerificationError
+from slapo.history import contains
 from slapo.random import get_rng_tracker
+from slapo.sharding.numbers import sizes_kept
 from slapo.sharding.steps import carried_by
-from slapo.verify.locate import contains, running_in, shapes_noted
+from slapo.utils.raised import running_in
+from slapo.verify.locate import shapes_noted
 from slapo.verify.peers import Peers
 from slapo.verify.precision import RTOL, Widened, default_dtype, refuses, rtol_for
 from slapo.verify.randomness import Quiet
 from slapo.verify.setting import SEED, Outcome, fresh_input, in_mode, weighed
 from slapo.verify.sides import Sides
-from slapo.verify.sizes import sizes_kept
 from slapo.verify.tensors import other_tensors
 
 

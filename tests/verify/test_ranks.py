@@ -200,7 +200,7 @@ def test_the_module_that_was_running_is_named_with_its_own_primitives() -> None:
         assert "h.1" not in gpt2
         assert "checkpoint" not in gpt2
         assert "keeps embed_dim=16, num_heads=4, split_size=16: give those" in gpt2
-        assert 'sch["h.0.attn"].set(name, whole // sch.world_size)' in gpt2
+        assert 'sch["h.0.attn"].set(name, whole=...)' in gpt2
         assert "fails with RuntimeError in 'layers.0.self_attn' (LlamaAttention): " in llama
         assert 'sch["layers.0.self_attn.k_proj"].shard' in llama
         assert "num_key_value_heads=1 cannot be split over 2 ranks by whole heads" in llama

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from slapo.history import Record
-from slapo.verify.locate import contains
+from slapo.history import Record, contains
 from slapo.wrapper import innermost
 
 #: What models call the numbers of their heads.
@@ -60,6 +59,5 @@ def sizes_kept(module: nn.Module, path: str, records: Sequence[Record], world_si
         return ""
     return (
         f"\nit holds shards, and keeps {', '.join(numbers)}: give those that count the whole this "
-        f'rank\'s share, as by sch["{path}"].set(name, whole // sch.world_size), and leave each '
-        "rank whole heads"
+        f'rank\'s share, as by sch["{path}"].set(name, whole=...), and leave each rank whole heads'
     )
