@@ -28,7 +28,7 @@ class PlacementError(VerificationError):
     remedy
         The call to write, whose text reads as it is written; None where it is not known.
     is_certain : bool
-        False where nothing is known of an operation, or the model does not run in the check.
+        False where nothing is known of an operation, or the model does not run.
     """
 
     is_certain = True

@@ -35,7 +35,7 @@ def explain(sch: Schedule, finding: Finding) -> PlacementError:
         )
     further = "" if finding.fits else _numbers(sch, finding.path)
     error = _error(sch, said, finding.path, advice, further)
-    error.is_certain = finding.is_certain
+    error.is_certain = finding.is_certain and finding.fits
     return error
 
 

@@ -37,8 +37,9 @@ def _explained_by(misplaced: PlacementError | None) -> Iterator[None]:
     try:
         yield
     except VerificationError as error:
-        if misplaced is not None and not isinstance(error, PlacementError):
-            error.args = (f"{error}\n{misplaced}", *error.args[1:])
+        if misplaced is not None and misplaced.is_certain:
+            found = str(misplaced).partition("; primitives applied there")[0]
+            error.args = (f"{error}\n{found}", *error.args[1:])
         raise
 
 
