@@ -588,3 +588,21 @@ def test_keys_that_all_heads_share(repeats: bool) -> None:
         for name in ("weight", "bias"):
             sch["kv"].annotate(name, "partial_grad", True)
         check(sch, torch.randn(3, 5, 16))
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+@pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "llama"])
+def test_the_examples_pass(family: str, ratio: float) -> None:
+    from examples import parallel_models as examples
+
+    table = examples.FAMILIES[family]
+    tokens = torch.randint(1, 60, (3, 7))
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+    inputs, labels = table.batch(batch)
+    for world_size in (2, 4):
+        if family == "llama" and world_size == 4:
+            continue  # two heads of keys
+        with fake_world(world_size, world_size - 1):
+            sch = slapo.create_schedule(table.build(examples.Sizes(dropout=0.1)))
+            examples.schedule(sch, table, checkpoint_ratio=ratio)
+            check(sch, inputs, loss_fn=lambda output: table.loss(output, labels))
