@@ -1,0 +1,343 @@
+"""The primitives of a mixed schedule, in the order of a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slapo
+from slapo.wrapper import innermost
+from tests.check.fuzz import Random
+from tests.check.mixed_models import Model
+from tests.sharding.families import Region
+
+
+@dataclass(frozen=True)
+class Move:
+    """One decision of a schedule.
+
+    Parameters
+    ----------
+    kind
+        The primitive.
+    what
+        Where, and the like.
+    phase
+        Its place in a sensible order.
+    run
+        Carries it out; False if nothing came of it.
+    """
+
+    kind: str
+    what: str
+    phase: float
+    run: Callable[[slapo.Schedule], Any]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.what}"
+
+
+class Steps(Random):
+    """The decisions of tensor parallelism, the statistics of norms among them."""
+
+    def column(self, layer: slapo.Schedule, column: tuple[str, int, int], number: int) -> None:
+        super().column(layer, column, number)
+        node = layer[column[0]]
+        for name in ("running_mean", "running_var"):
+            if getattr(node.mod, name, None) is not None:
+                if not self.other(f"{name} {node.path}", "whole"):
+                    node.shard(name, axis=0)
+
+    def ends(self, sch: slapo.Schedule) -> None:
+        """The table of tokens, and the head."""
+        super(Random, self).vocabulary(sch)
+        self.head(sch)
+
+
+# --- tensor parallelism --------------------------------------------------------------------------
+def tensor_parallel(sch: slapo.Schedule, steps: Steps) -> Iterator[Move]:
+    """Each decision as a move."""
+    for stack in steps.family.stacks:
+        for number, layer in enumerate(sch.select(stack.layers)):
+            for region in stack.regions:
+                if steps.spreads or steps.choose.random() > 0.15:
+                    yield from _region(steps, layer.path, region, number)
+            if steps.spreads:
+                yield _step(layer.path, "tokens", steps.tokens, stack, number)
+        if steps.spreads:
+            yield Move("tp", "together", 2, partial(steps.together, stack=stack))
+    if steps.choose.random() < 0.7:  # one move: a head that is tied follows the table
+        yield Move("tp", "vocabulary", 2, steps.ends)
+
+
+def _step(path: str, what: str, method: Callable[..., Any], *args: Any) -> Move:
+    return Move("tp", f"{path} {what}", 2, lambda sch: method(sch[path], *args))
+
+
+def _region(steps: Steps, path: str, region: Region, number: int) -> Iterator[Move]:
+    if steps.choose.random() < 0.3:
+        whole = super(Random, steps).region
+        yield _step(path, region.enter, whole, region, number)
+        return
+    yield _step(path, f"enter {region.enter}", steps.enter, region, number)
+    for column in region.columns:
+        yield _step(path, f"column {column[0]}", steps.column, column, number)
+    for row in region.rows:
+        yield _step(path, f"row {row[0]}", steps.row, row, number)
+    for count in region.counts:
+        yield _step(path, f"count {count}", steps.count, *count, number)
+    for inner in region.inner:
+        yield _step(path, f"inside {inner}", steps.whole_inside, inner, number)
+    for forked in region.forked:
+        yield _step(path, f"fork {forked}", steps.fork, forked, number)
+    yield _step(path, f"bias of {region.enter}", _position_bias, region)
+
+
+def _position_bias(layer: slapo.Schedule, region: Region) -> None:
+    """Of T5's first layer: a column a head."""
+    path = f"{region.enter}.relative_attention_bias"
+    if path in layer:
+        layer[path].shard("weight", axis=1)
+
+
+# --- modules in the place of equal ones --------------------------------------------------------
+class Rms(nn.Module):
+    """Divides by the root of the mean square, as Transformers' norms without a mean."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+
+
+_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "NewGELUActivation": lambda: nn.GELU(approximate="tanh"),
+    "GELUActivation": nn.GELU,
+    "SiLUActivation": nn.SiLU,
+    "SiLU": nn.SiLU,
+    "ReLU": nn.ReLU,
+}
+
+
+def equal_to(module: nn.Module) -> nn.Module | None:
+    """A module that computes the same, whose values are still to be set; None for no idea."""
+    name = type(module).__name__
+    if name in _ACTIVATIONS:
+        return _ACTIVATIONS[name]()
+    if name.endswith("RMSNorm") or name == "T5LayerNorm":
+        return Rms(module.weight.numel(), module.variance_epsilon)
+    if isinstance(module, nn.LayerNorm):
+        return nn.LayerNorm(module.normalized_shape, module.eps)
+    if type(module) is nn.Linear:
+        sizes = module.weight.shape
+        return nn.Linear(sizes[1], sizes[0], bias=module.bias is not None)
+    if type(module) is nn.BatchNorm2d:
+        return nn.BatchNorm2d(module.num_features)
+    return None
+
+
+def replace_module(sch: slapo.Schedule, path: str, on_meta: bool) -> None:
+    """By an equal module, which takes the values over."""
+    old = innermost(sch[path].mod)
+    with slapo.init_empty_weights(on_meta):
+        new = equal_to(old)
+    if new is None:
+        raise ValueError(f"nothing is equal to what is at {path} by now")
+    if not on_meta:
+        new.load_state_dict(old.state_dict())
+    sch[path].replace(new)
+
+
+# --- operations ----------------------------------------------------------------------------------
+def _bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(x + bias)
+
+
+def _bias_relu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.relu(x + bias)
+
+
+def _bias_silu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.silu(x + bias)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x)
+
+
+def _new_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _silu(x: Tensor) -> Tensor:
+    return F.silu(x)
+
+
+def _relu(x: Tensor) -> Tensor:
+    return F.relu(x)
+
+
+def _relu_pair(x: Tensor, y: Tensor) -> Tensor:
+    return F.silu(x) * y
+
+
+def _linear_gelu(x: Tensor) -> Tensor:
+    return F.gelu(slapo.call_module(r"fc1|dense|c_fc", x))
+
+
+def _norm_relu(x: Tensor) -> Tensor:
+    return F.relu(slapo.call_module("norm", x))
+
+
+def _drop_add(x: Tensor, y: Tensor) -> Tensor:
+    return slapo.call_module(r".*drop.*", x) + y
+
+
+def _plain_add(x: Tensor, y: Tensor) -> Tensor:
+    """Equal to dropout and addition, as nothing is dropped."""
+    return x + y
+
+
+#: What is looked for, and a function of the same values for what may be replaced by one.
+PATTERNS: tuple[tuple[Callable[..., Any], Callable[..., Any] | None], ...] = (
+    (_bias_gelu, _bias_gelu),
+    (_bias_relu, _bias_relu),
+    (_bias_silu, _bias_silu),
+    (_gelu, _gelu),
+    (_new_gelu, _new_gelu),
+    (_silu, _silu),
+    (_relu, _relu),
+    (_relu_pair, _relu_pair),
+    (_linear_gelu, None),
+    (_norm_relu, None),
+    (_drop_add, _plain_add),
+)
+
+
+def _matches(node: slapo.Schedule, order: list[int]) -> tuple[int, Any]:
+    """The first pattern, in some order, that there is in the node, and a match."""
+    for number in order:
+        found = node.find(PATTERNS[number][0])
+        if found:
+            return number, found[0]
+    raise ValueError("no pattern is there")
+
+
+def fuse(sch: slapo.Schedule, path: str, order: list[int], compiler: str | None) -> None:
+    _, found = _matches(sch[path], order)
+    sch[path].fuse(found, compiler=compiler)
+
+
+def replace_operations(sch: slapo.Schedule, path: str, order: list[int]) -> None:
+    number, found = _matches(sch[path], [n for n in order if PATTERNS[n][1] is not None])
+    sch[path].replace(PATTERNS[number][1], found)
+
+
+def checkpoint_operations(sch: slapo.Schedule, path: str, order: list[int]) -> None:
+    _, found = _matches(sch[path], order)
+    sch[path].checkpoint(found)
+
+
+# --- a choice of them ----------------------------------------------------------------------------
+def other_primitives(
+    sch: slapo.Schedule, choose: random.Random, count: int, tracer: str
+) -> Iterator[Move]:
+    """Primitives that change nothing of what is computed, at any places where they may be."""
+    paths = [path for path, _ in sch.named_schedules() if path]
+    linears = [p for p in paths if getattr(sch[p].mod, "bias", None) is not None]
+    linears = [p for p in linears if type(sch[p].mod) is nn.Linear]
+    equals = [p for p in paths if equal_to(sch[p].mod) is not None]
+    parents = [p for p in paths if sch[p].child]
+    insides = [p for p in parents if _is_cheap(sch[p].mod) or choose.random() < 0.03]
+    tensors = [(p, n) for p in paths for n, t in sch[p].mod._parameters.items() if t is not None]
+    kinds: dict[str, int] = {
+        "decompose": 2 if linears else 0,
+        "replace": 3,
+        "fuse": 3,
+        "replace operations": 2,
+        "checkpoint": 2,
+        "checkpoint operations": 2,
+        "trace": 2,
+        "fork_rng": 1,
+        "annotate": 1,
+    }
+    for kind in choose.choices(list(kinds), list(kinds.values()), k=count):
+        order = choose.sample(range(len(PATTERNS)), len(PATTERNS))
+        inside, any_path = choose.choice(insides), choose.choice(paths)
+        if kind == "decompose":
+            path = choose.choice(linears)
+            yield Move(kind, path, 0, partial(_call, path=path, method=kind))
+            around = path.rpartition(".")[0]
+            if around in insides and choose.random() < 0.7:  # so that there is something to fuse
+                compiler = choose.choice(("TorchScript", None))
+                run = partial(fuse, path=around, order=order, compiler=compiler)
+                yield Move("fuse", f"{around} {compiler}", 1, run)
+        elif kind == "replace":
+            path, on_meta = choose.choice(equals), choose.random() < 0.3
+            run = partial(replace_module, path=path, on_meta=on_meta)
+            yield Move(kind, f"{path}{' on meta' * on_meta}", 1, run)
+        elif kind == "fuse":
+            compiler = choose.choice(("TorchScript", None))
+            run = partial(fuse, path=inside, order=order, compiler=compiler)
+            yield Move(kind, f"{inside} {compiler}", 3, run)
+        elif kind == "replace operations":
+            yield Move(kind, inside, 3, partial(replace_operations, path=inside, order=order))
+        elif kind == "checkpoint":
+            reentrant = choose.random() < 0.2
+            run = partial(_call, path=any_path, method=kind, use_reentrant=reentrant)
+            yield Move(kind, f"{any_path}{' reentrant' * reentrant}", 4, run)
+        elif kind == "checkpoint operations":
+            yield Move(kind, inside, 3, partial(checkpoint_operations, path=inside, order=order))
+        elif kind == "trace":
+            flat = choose.random() < 0.3
+            used = choose.choice(("pytorch", tracer))
+            run = partial(_call, path=inside, method=kind, flatten=flat, tracer=used)
+            yield Move(kind, f"{inside} {used}{' flat' * flat}", 3, run)
+        elif kind == "fork_rng":
+            yield Move(kind, any_path, 2, partial(_call, path=any_path, method=kind))
+        else:
+            path, name = choose.choice(tensors)
+            run = partial(_call, path=path, method=kind)
+            yield Move(
+                kind,
+                f"{path} {name}",
+                2,
+                lambda sch, path=path, name=name: sch[path].annotate(name, "mine", 3),
+            )
+
+
+#: Of Transformers; those of BERT, and T5's layers.
+_BY_PROXIES = ("Output", "Intermediate", "Transform", "LayerFF", "LayerCrossAttention")
+
+
+def _is_cheap(module: nn.Module) -> bool:
+    """Whether proxies trace it; else the whole model is captured, which takes 20 s and more."""
+    name = type(module).__name__
+    ours = type(module).__module__.startswith("tests")
+    return ours or "MLP" in name or name.endswith(_BY_PROXIES)
+
+
+def _call(sch: slapo.Schedule, path: str, method: str, **kwargs: Any) -> Any:
+    return getattr(sch[path], method)(**kwargs)
+
+
+def cut(sch: slapo.Schedule, model: Model, end: str, tracer: str, inputs: Any) -> Any:
+    """Trace down to the layers, and end a stage after one."""
+    traced = sch.trace_until(
+        model.containers,
+        tracer=tracer,
+        concrete_args=dict(model.constants),
+        example_inputs=inputs,
+    )
+    if traced:
+        sch[end].cut_pipeline_stage()
+    return traced
