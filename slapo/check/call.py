@@ -45,6 +45,10 @@ class Call:
     outs: list[Tensor]
     rank: int
     ranks: int
+    #: of a view, the shape of its result where nothing is sharded
+    shape_in_one_process: tuple[int, ...] | None = None
+    #: of a view in the backward pass, how the tensor lay whose gradient its result is
+    of_gradient_of: Place | None = None
 
     def get(self, name: str, default: Any = None) -> Any:
         """An argument by its name in the operation's schema."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from slapo.check.place import (
 from slapo.check.pointwise import is_pointwise, of_wholes, others_whole, pointwise
 from slapo.check.products import product as product
 from slapo.check.raw import raw_collective
-from slapo.check.sizes import ANY, Sized, is_sized
+from slapo.check.sizes import ANY, VIEWS, Sized, Views, is_sized
 from slapo.errors import SlapoError
 from slapo.random import get_rng_tracker
 from slapo.sharding.groups import group_rank, group_size
@@ -85,9 +86,13 @@ class PlaceMode(TorchDispatchMode):
         Whose modules are named.
     group
         The ranks.
+    views
+        Shapes in one process, where they are known.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup | None, views: Views | None = None
+    ) -> None:
         super().__init__()
         self.paths = Paths(model)
         self.group = group
@@ -96,6 +101,10 @@ class PlaceMode(TorchDispatchMode):
         #: operations so far
         self.calls = 0
         self._quiet = 0
+        self._views = views or {}
+        self._viewed: Counter[str] = Counter()
+        #: autograd's number of a view -> how its input lies
+        self._places_of_views: dict[int, Place] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -118,6 +127,8 @@ class PlaceMode(TorchDispatchMode):
             raise self.stop(name, tensors, places, str(error)) from error
         outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         call = Call(func, name, args, kwargs, tensors, places, outs, self.rank, self.ranks)
+        if name in VIEWS:
+            self._compare_view(call)
         self._settle(call)
         if is_sized(name):
             shapes = tuple(self._whole_shape(t) for t in tensors)
@@ -159,11 +170,19 @@ class PlaceMode(TorchDispatchMode):
         births = [p.birth for p in call.places if p.kind == place.kind and p.birth is not None]
         if births:
             return replace(place, birth=max(births, key=lambda birth: birth.number))
-        return place if place.is_whole else replace(place, birth=self._birth(call.name))
+        if place.is_whole:
+            return place
+        birth, owner = self._birth(call.name), self._owner(call)
+        return replace(place, birth=birth if owner is None else replace(birth, path=owner))
 
     def _birth(self, operation: str) -> Birth:
         path, in_backward = self.paths.now()
         return Birth(operation, path, in_backward, self.calls)
+
+    def _owner(self, call: Call) -> str | None:
+        """The module whose parameter is used, where the operation stands in a graph of another."""
+        owners = [p.birth.path for p in call.places if p.birth and p.birth.operation == "shard"]
+        return owners[-1] if owners and self.paths.in_graph() else None
 
     def _check_in_place(self, call: Call, found: list[Place]) -> None:
         """What is changed in place has views that are not followed: they must stay right."""
@@ -173,7 +192,7 @@ class PlaceMode(TorchDispatchMode):
                 continue
             before = call.places[at]
             fresh = before.is_zero or (place.is_slice and place.dim in before.uniform)
-            if not fresh or torch._C._storage_Use_Count(out.untyped_storage()._cdata) > 3:
+            if not fresh or _has_views(out):
                 raise Misfit(
                     f"it writes what is {place} into a tensor that is {before}; make a new tensor "
                     "in place of the write"
@@ -269,6 +288,18 @@ class PlaceMode(TorchDispatchMode):
             why = "random numbers for what is whole are drawn from a state of this rank's own"
         raise self.stop(name, tensors, places, why)
 
+    def _compare_view(self, call: Call) -> None:
+        """Tell a view what it gives in one process, or what its input was in the forward pass."""
+        path, in_backward = self.paths.now()
+        if in_backward:
+            call.of_gradient_of = self._places_of_views.get(self.paths.number())
+            return
+        self._places_of_views[self.paths.number()] = call.places[0]
+        shapes = self._views.get(path)
+        if shapes:  # a module that runs again does the same again
+            call.shape_in_one_process = shapes[self._viewed[path] % len(shapes)]
+            self._viewed[path] += 1
+
     def _whole_shape(self, tensor: Tensor) -> tuple[int, ...]:
         place = place_of(tensor)
         if place.is_slice:
@@ -276,6 +307,11 @@ class PlaceMode(TorchDispatchMode):
             sizes[place.dim] *= self.ranks
             return tuple(sizes)
         return tuple(ANY if d in place.uniform else n for d, n in enumerate(tensor.shape))
+
+
+def _has_views(tensor: Tensor) -> bool:
+    """Whether other tensors have its memory: there is one besides the storage object here."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
 
 
 def _places_of(call: Call) -> list[Place]:
@@ -303,7 +339,7 @@ def _rule(call: Call) -> Rule:
         return pointwise
     raise Misfit(
         f"no rule says what {call.func} makes of a tensor that is not whole; give one to "
-        "slapo.check.register_place_rule"
+        "slapo.register_place_rule"
     )
 
 

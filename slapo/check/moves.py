@@ -29,8 +29,9 @@ def _first(call: Call) -> Place:
 def view(call: Call) -> list[Place]:
     """A slice is runs of elements, one for every index before it: it is where such runs are after.
 
-    Where several dimensions fit, as where a rank's share is one head, that is taken which the
-    caller left open by -1, and the outermost of the others.
+    Where several dimensions fit, as where a rank's share is one head, that is taken which is longer
+    in one process, or along which the tensor lies that it is the gradient of; if neither is known,
+    which the caller left open by -1, or the outermost.
     """
     place, old, new = _first(call), call.tensors[0].shape, call.outs[0].shape
     if not place.is_slice:
@@ -43,11 +44,25 @@ def view(call: Call) -> list[Place]:
         blocks = _covered(runs, size, prod(new[dim + 1 :]))
         if blocks:
             left_open = dim < len(asked) and asked[dim] == -1
-            fits.append((len(blocks), not left_open, dim, blocks))
+            unlikely = not (_is_longer(call, dim) or _is_like_forward(call, dim, blocks))
+            fits.append((unlikely, len(blocks), not left_open, dim, blocks))
     if not fits:
         raise call.misfit(f"{tuple(old)} -> {tuple(new)} cuts across the ranks' slices")
     *_, dim, found = min(fits)
     return [place.along(dim, found)]
+
+
+def _is_longer(call: Call, dim: int) -> bool:
+    """Whether this dimension alone of the result is that of all ranks in one process."""
+    shape = list(call.outs[0].shape)
+    shape[dim] *= call.ranks
+    return call.shape_in_one_process == tuple(shape)
+
+
+def _is_like_forward(call: Call, dim: int, blocks: list[int]) -> bool:
+    """Whether the tensor that this is the gradient of lies so."""
+    before = call.of_gradient_of
+    return before is not None and before.same(before.along(dim, blocks)) and before.is_slice
 
 
 def _covered(runs: list[int], size: int, inner: int) -> list[int]:
@@ -108,8 +123,10 @@ def _expanded(dim: int, call: Call, ndim: int) -> int:
     return dim + call.outs[0].ndim - ndim
 
 
-rule_for("transpose", "t", "swapaxes")(_moved(_swapped))
-rule_for("permute")(_moved(_permuted))
+#: Operations that put the dimensions in another order.
+REORDERS = {"transpose": _swapped, "t": _swapped, "swapaxes": _swapped, "permute": _permuted}
+for _name, _where in REORDERS.items():
+    rule_for(_name)(_moved(_where))
 rule_for("unsqueeze")(_moved(_behind_new))
 rule_for("squeeze")(_moved(_without))
 rule_for("select_backward")(_moved(_behind_selected))

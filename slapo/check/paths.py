@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from slapo.wrapper import innermost
 
@@ -30,6 +30,11 @@ class Paths:
         for path, module in model.named_modules():
             self._names.setdefault(id(module), path)
             self._names.setdefault(id(innermost(module)), path)
+        self._graphs = {
+            path
+            for path, module in model.named_modules()
+            if isinstance(innermost(module), fx.GraphModule)
+        }
         self._running: list[str] = []
         self._numbers: list[int] = []
         self._paths: list[str] = []
@@ -74,6 +79,17 @@ class Paths:
         else:
             self._numbers.append(number)
             self._paths.append(path)
+
+    def in_graph(self) -> bool:
+        """Whether what runs is a graph: operations of other modules may stand in it."""
+        return self.now()[0] in self._graphs
+
+    def number(self) -> int:
+        """Autograd's number of the node that runs, or of the one that was made last."""
+        node: Any = torch._C._current_autograd_node()
+        if node is not None and not self._running:
+            return int(node._sequence_nr())
+        return torch.autograd._get_sequence_nr() - 1
 
     def now(self) -> tuple[str, bool]:
         """The module that is running, and whether in its backward pass."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slapo.check.call import Call, rule_for
+from slapo.check.moves import REORDERS
 from slapo.check.place import PARTIAL_SUM, WHOLE, Place
 
 #: Linear in the argument at one of these positions, when the others are whole.
@@ -47,7 +48,8 @@ _ZERO += ("new_empty_strided", "_efficientzerotensor")
 
 def is_pointwise(call: Call) -> bool:
     """Whether the operation works element by element."""
-    return torch.Tag.pointwise in call.func.tags or call.name in ("copy", "masked_fill")
+    also = ("copy", "masked_fill", "_to_copy")
+    return torch.Tag.pointwise in call.func.tags or call.name in also
 
 
 def of_wholes(call: Call) -> list[Place]:
@@ -55,13 +57,44 @@ def of_wholes(call: Call) -> list[Place]:
     if call.name in _CONSTANT or call.name in _ZERO:
         zero = call.name in _ZERO or (call.name == "full" and call.get("fill_value") == 0)
         return [Place(uniform=frozenset(range(out.ndim)), is_zero=zero) for out in call.outs]
-    if not any(place.uniform or place.is_zero for place in call.places):
+    pairs = zip(call.tensors, call.places, strict=True)
+    if not any(p.uniform or p.is_zero or tensor.ndim == 0 for tensor, p in pairs):
         return [WHOLE] * len(call.outs)
     return [Place(uniform=_uniform_dims(call, out), is_zero=_stays_zero(call)) for out in call.outs]
 
 
+#: What they give of one value everywhere has one value everywhere.
+_MOVES: tuple[str, ...] = (
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "transpose",
+    "t",
+    "permute",
+    "slice",
+    "select",
+    "expand",
+)
+_MOVES += ("squeeze", "unsqueeze", "clone", "detach", "split", "repeat", "narrow", "as_strided")
+
+
+def _is_constant(tensor: Tensor, place: Place) -> bool:
+    return all(size == 1 or dim in place.uniform for dim, size in enumerate(tensor.shape))
+
+
 def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
     """Dimensions along which all that it was made of is constant."""
+    pairs = zip(call.tensors, call.places, strict=True)
+    if call.name in _MOVES and all(_is_constant(tensor, place) for tensor, place in pairs):
+        return frozenset(range(out.ndim))
+    if call.name in REORDERS:
+        moved = REORDERS[call.name]
+        return frozenset(moved(dim, call, out.ndim) for dim in call.places[0].uniform)
+    if call.name == "mm":
+        rows, columns = (place.uniform for place in call.places)
+        return frozenset({0} & rows | {1} & columns)
+    if call.name == "sum":
+        return _left_by_sum(call)
     if not is_pointwise(call) and call.name not in (
         "expand",
         "_to_copy",
@@ -79,6 +112,14 @@ def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
         if alike and size > 1:
             found.add(dim)
     return frozenset(found)
+
+
+def _left_by_sum(call: Call) -> frozenset[int]:
+    """Of the dimensions that a sum leaves, those along which it is constant."""
+    ndim, given = call.tensors[0].ndim, call.get("dim")
+    gone = range(ndim) if not given else [dim % ndim for dim in given]
+    left = [dim for dim in range(ndim) if call.get("keepdim") or dim not in gone]
+    return frozenset(left.index(dim) for dim in call.places[0].uniform if dim in left)
 
 
 def _stays_zero(call: Call) -> bool:
@@ -105,6 +146,8 @@ def _stays_zero(call: Call) -> bool:
 
 def pointwise(call: Call) -> list[Place]:
     """Slices meet slices of the same kind, or what is broadcast or constant along them."""
+    if call.name == "copy":
+        return _copied(call)
     if any(place.is_partial for place in call.places):
         return _linear(call)
     first_at = next(i for i, place in enumerate(call.places) if not place.is_whole)
@@ -124,6 +167,14 @@ def pointwise(call: Call) -> list[Place]:
     return [first.along(out.ndim + dim) for out in call.outs]
 
 
+def _copied(call: Call) -> list[Place]:
+    """What a tensor is overwritten with."""
+    source = call.places[-1]
+    if source.is_slice:
+        source = source.along(source.dim + call.outs[0].ndim - call.tensors[-1].ndim)
+    return [source] * len(call.outs)
+
+
 def _linear(call: Call) -> list[Place]:
     """A sum of summands is a summand of the sum; what is not linear has to wait for the sum."""
     name, places = call.name, call.places
@@ -134,9 +185,6 @@ def _linear(call: Call) -> list[Place]:
         if summands and not any(isinstance(a, (int, float)) and a for a in call.args[:2]):
             return [partial] * len(call.outs)
         raise call.misfit("a partial sum is added to what is none: that would count once per rank")
-    if name == "copy":
-        source = places[-1]
-        return [source] * len(call.outs)
     if name == "where":
         chosen = all(place.is_partial or place.is_zero for place in places[1:])
         if chosen and places[0].is_whole and call.tensors[0].dtype is torch.bool:

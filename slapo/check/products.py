@@ -36,20 +36,27 @@ def multiplied(call: Call, equation: str, left: Place, right: Place) -> Place:
         if {left.kind, right.kind} == {PARTIAL_SUM.kind, WHOLE.kind}:
             return left if left.is_partial else right
         raise call.misfit("a product with a partial sum is right for whole factors only")
+    names = inputs.split(",")
     letters = [
-        (names[place.dim], place.blocks)
-        for names, place in zip(inputs.split(","), (left, right), strict=True)
+        (each[place.dim], place.blocks)
+        for each, place in zip(names, (left, right), strict=True)
         if place.is_slice
     ]
     if any(place.kind == "masked" for place in (left, right)) or not letters:
         raise call.misfit("masked tokens are no factors")
     letter, blocks = letters[0]
-    for names, place in zip(inputs.split(","), (left, right), strict=True):
-        if place.is_slice != (letter in names) or (place.is_slice and names[place.dim] != letter):
+    for each, place in zip(names, (left, right), strict=True):
+        constant = place.is_whole and each.find(letter) in place.uniform
+        if not (constant or _lies_along(letter, each, place)):
             raise call.misfit("a slice meets a dimension that is whole, or other slices")
     if len(set(letters)) > 1:
         raise call.misfit("the two are sliced in other blocks")
     return PARTIAL_SUM if letter not in output else sliced(output.index(letter), blocks)
+
+
+def _lies_along(letter: str, names: str, place: Place) -> bool:
+    """Whether a factor is sliced along a letter if it has that, and whole if not."""
+    return names[place.dim] == letter if place.is_slice else letter not in names
 
 
 def _check_added(call: Call, result: Place) -> None:

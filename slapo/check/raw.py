@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from slapo.check.place import WHOLE, Misfit, Place, put_place
@@ -29,7 +32,7 @@ def raw_collective(
         if not all(place.is_partial for place in places):
             raise Misfit(f"it sums over the ranks what is no partial sum; {_REMEDY}")
         return _summed(name, args, tensors)
-    if name in ("wait_tensor", "barrier"):
+    if name in ("wait_tensor", "_wrap_tensor_autograd", "barrier"):
         return tensors[0] if tensors else _work()
     raise Misfit(f"nothing is known of this collective here; {_REMEDY}")
 
@@ -46,10 +49,23 @@ def _summed(name: str, args: Any, tensors: list[Tensor]) -> Any:
 
 def _check_sum(args: Any, kwargs: dict[str, Any]) -> None:
     """Refuse a maximum or another reduction than a sum."""
-    for value in (*args, *kwargs.values()):
-        operation = getattr(value, "op", value)
-        if isinstance(operation, str) and operation.lower() in ("avg", "max", "min", "product"):
-            raise Misfit(f"it is no sum over the ranks; {_REMEDY}")
+    names = [value.lower() for value in (*args, *kwargs.values()) if isinstance(value, str)]
+    if any(name in ("avg", "max", "min", "product") for name in names) or not _asked_for_sum():
+        raise Misfit(f"it is no sum over the ranks; {_REMEDY}")
+
+
+def _asked_for_sum() -> bool:
+    """Whether the function of ``torch.distributed`` that runs was asked for a sum.
+
+    The operation has it as an object that cannot be read; the options of its caller can.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        operation = getattr(frame.f_locals.get("opts"), "reduceOp", None)
+        if operation is not None:
+            return bool(operation == dist.ReduceOp.SUM)
+        frame = frame.f_back
+    return True
 
 
 def _work() -> Any:

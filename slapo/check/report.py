@@ -41,6 +41,11 @@ def explain_gradient(sch: Schedule, name: str, wanted: Place, found: Place) -> P
     said = f"{name!r} is {wanted}, and its gradient is {found}"
     if not (wanted.is_whole and found.is_partial):
         return _error(sch, said, path, Advice(path))
+    birth = found.birth
+    if birth is not None and birth.in_backward and not _contains(path, birth.path):
+        entry = _entry(sch, birth.path)
+        advice = Advice(entry, remedy.sync(entry, "bwd_post", "all_reduce"))
+        return _error(sch, f"{said}: nobody has summed what that sends back", path, advice)
     said += ": each rank sees a part of the tokens, or of the heads"
     return _error(sch, said, path, Advice(path, remedy.annotate(path, leaf)))
 

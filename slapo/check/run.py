@@ -15,7 +15,7 @@ from slapo.check.mode import Finding, PlaceMode, Stop
 from slapo.check.place import Place, place_of
 from slapo.check.report import explain, explain_gradient, explain_sizes, unrunnable
 from slapo.check.rules import rules_of_functions
-from slapo.check.sizes import Sized, SizeMode, first_difference
+from slapo.check.sizes import Sized, SizeMode, Views, first_difference
 from slapo.check.stand_ins import StandIns, as_before, standing_in
 from slapo.errors import PlacementError, SlapoError
 from slapo.logger import get_logger
@@ -125,14 +125,17 @@ class _Check:
             stack.enter_context(_in_training(self.sch.mod))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_eager())
-            found = self._follow()
-            self._compare_sizes(found)
+            alone = self._run_alone()
+            found = self._follow(alone.views if alone is not None else None)
+            pair = first_difference(found, alone.sized) if alone is not None else None
+            if pair is not None:
+                raise explain_sizes(self.sch, *pair)
 
     def _fresh_inputs(self) -> tuple[Any, Any]:
         return pytree.tree_map_only(Tensor, self.stand_ins.given, self.inputs)
 
-    def _follow(self) -> list[Sized]:
-        sch, mode = self.sch, PlaceMode(self.sch.mod, self.sch.group)
+    def _follow(self, views: Views | None) -> list[Sized]:
+        sch, mode = self.sch, PlaceMode(self.sch.mod, self.sch.group, views)
         gradients: dict[str, Place] = {}
         with ExitStack() as stack:
             params = stack.enter_context(standing_in(sch.mod, self.stand_ins, sch.group))
@@ -156,8 +159,10 @@ class _Check:
             except (SlapoError, RuntimeError, ValueError, TypeError, IndexError) as error:
                 raise unrunnable(sch, error) from error
             for name, (_, wanted) in params.items():
-                if name in gradients and not gradients[name].same(wanted):
-                    raise explain_gradient(sch, name, wanted, gradients[name])
+                found = gradients.get(name, wanted)
+                alike = found.is_whole and wanted.dim in found.uniform
+                if not (found.same(wanted) or alike):
+                    raise explain_gradient(sch, name, wanted, found)
         return mode.sized
 
     def _backward(self, output: Any) -> None:
@@ -174,11 +179,11 @@ class _Check:
         if wanted:
             torch.autograd.backward(wanted, [torch.ones_like(loss) for loss in wanted])
 
-    def _compare_sizes(self, found: list[Sized]) -> None:
-        """The same operations run on the same sizes where nothing is sharded."""
+    def _run_alone(self) -> SizeMode | None:
+        """The sizes that the model runs on where nothing is sharded; None if it does not run so."""
         sch = self.sch
         if sch.world_size == 1:
-            return
+            return None
         mode = SizeMode(sch.mod)
         try:
             with ExitStack() as stack:
@@ -196,10 +201,8 @@ class _Check:
                 sch.mod(*args, **kwargs)
         except Exception as error:
             logger.info("check: sizes are not compared with those of one process: %s", error)
-            return
-        pair = first_difference(found, mode.sized)
-        if pair is not None:
-            raise explain_sizes(sch, *pair)
+            return None
+        return mode
 
 
 def _noting(gradients: dict[str, Place], name: str) -> Callable[[Tensor], None]:

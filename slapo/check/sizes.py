@@ -42,6 +42,12 @@ class Sized:
         )
 
 
+#: Operations after which a slice may lie along one of several dimensions.
+VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten")
+#: Module -> shapes that its views have in one process, in order.
+Views = dict[str, list[tuple[int, ...]]]
+
+
 def is_sized(name: str) -> bool:
     """Whether the sizes of an operation, which runs forward, are noted."""
     forward = torch._C._current_graph_task_id() == -1
@@ -55,6 +61,7 @@ class SizeMode(TorchDispatchMode):
         super().__init__()
         self.paths = Paths(model)
         self.sized: list[Sized] = []
+        self.views: Views = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -65,7 +72,10 @@ class SizeMode(TorchDispatchMode):
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             shapes = tuple(tuple(t.shape) for t in tensors)
             self.sized.append(Sized(self.paths.now()[0], name, shapes))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if name in VIEWS:
+            self.views.setdefault(self.paths.now()[0], []).append(tuple(result.shape))
+        return result
 
 
 def first_difference(found: list[Sized], wanted: list[Sized]) -> tuple[Sized, Sized] | None:

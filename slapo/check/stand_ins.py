@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from slapo.check.place import WHOLE, Place, put_place, sliced
+from slapo.check.place import WHOLE, Birth, Place, put_place, sliced
 from slapo.node import Numbers
 from slapo.sharding.slicing import ShardSpec
 from slapo.sharding.state import sharding_of, shards_of
@@ -109,22 +110,22 @@ def standing_in(
                 for leaf, tensor in list(table.items()):
                     if tensor is None:
                         continue
-                    spec = shards_of(module).get(leaf)
+                    spec, at = shards_of(module).get(leaf), f"{path}.{leaf}".lstrip(".")
                     if id(tensor) not in new:
                         new[id(tensor)] = _stand_in(tensor, spec, stand_ins, group, whole)
                         if isinstance(tensor, nn.Parameter):
-                            name = f"{path}.{leaf}".lstrip(".")
-                            named[name] = new[id(tensor)], _place(spec)
-                        put_place(new[id(tensor)], WHOLE if whole else _place(spec))
+                            named[at] = new[id(tensor)], _place(spec, path)
+                        put_place(new[id(tensor)], WHOLE if whole else _place(spec, path))
                     table[leaf] = new[id(tensor)]
                     stack.callback(table.__setitem__, leaf, tensor)
         yield named
 
 
-def _place(spec: ShardSpec | None) -> Place:
+def _place(spec: ShardSpec | None, path: str) -> Place:
     if spec is None or spec.world_size == 1:
         return WHOLE
-    return sliced(spec.axis, [size // spec.world_size for size in spec.blocks])
+    place = sliced(spec.axis, [size // spec.world_size for size in spec.blocks])
+    return replace(place, birth=Birth("shard", path))
 
 
 def _stand_in(

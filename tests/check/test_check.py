@@ -1,0 +1,540 @@
+"""`slapo.check` beyond planted mistakes: what it runs on, what it leaves alone, what it says."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import slapo
+from slapo.check import PlacementError, check, register_place_rule, rules, stand_ins
+from slapo.check.call import RULES, independent_along
+from slapo.check.place import Place
+from slapo.sharding import masked, reduce_from_group
+from slapo.sharding.steps import STEPS
+from tests.check.fuzz import fake_world
+from tests.distributed import run_distributed
+from tests.sharding.families import FAMILIES, Steps
+from tests.sharding.parallel_models import CASES
+
+HIDDEN = 12
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    with fake_world():
+        yield
+
+
+class Block(nn.Module):
+    """A pair of layers around a function."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor] = F.gelu) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.fc1, self.fc2 = nn.Linear(HIDDEN, 20), nn.Linear(20, HIDDEN)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc2(self.act(self.fc1(self.norm(x))))
+
+
+def split(sch: slapo.Schedule) -> slapo.Schedule:
+    sch["fc1"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
+    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    return sch
+
+
+def split_block(act: Callable[[Tensor], Tensor] = F.gelu) -> slapo.Schedule:
+    return split(slapo.create_schedule(Block(act)))
+
+
+X = torch.randn(3, 5, HIDDEN, requires_grad=True)
+
+
+def refused(sch: slapo.Schedule, inputs: Any = X, **kwargs: Any) -> PlacementError:
+    with pytest.raises(PlacementError) as caught:
+        check(sch, inputs, **kwargs)
+    return caught.value
+
+
+# --- right schedules -----------------------------------------------------------------------------
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_a_right_schedule_passes(name: str, world_size: int) -> None:
+    torch.manual_seed(0)
+    with fake_world(world_size, world_size - 1):
+        sch = slapo.create_schedule(CASES[name].make())
+        CASES[name].schedule(sch)
+        check(sch, CASES[name].inputs())
+
+
+@pytest.mark.parametrize("spreads", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_right_schedule_of_a_family_passes(family: str, spreads: bool) -> None:
+    for world_size in (2, 4):  # of four ranks each has one head
+        with fake_world(world_size, world_size - 1):
+            if family in ("llama", "qwen3", "mixtral") and world_size == 4:
+                continue  # two heads of keys
+            sch = slapo.create_schedule(FAMILIES[family].build(0.1))
+            Steps(FAMILIES[family], spreads).apply(sch)
+            for layer in sch.select(FAMILIES[family].stacks[0].layers)[:1]:
+                layer.checkpoint()
+            check(sch, FAMILIES[family].inputs(3, 12 if spreads else 7))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_any_dtype(two_ranks: None, dtype: torch.dtype) -> None:
+    sch = split(slapo.create_schedule(Block().to(dtype)))
+    check(sch, X.to(dtype))
+
+
+def test_autocast(two_ranks: None) -> None:
+    def act(x: Tensor) -> Tensor:
+        return F.gelu(x.float()).to(x.dtype)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        check(split_block(act), X)
+
+
+def test_a_model_without_memory(two_ranks: None) -> None:
+    with slapo.init_empty_weights():
+        model = Block()
+    sch = split(slapo.create_schedule(model))
+    check(sch, X)
+    assert all(param.is_meta for param in sch.mod.parameters())
+    sch = slapo.create_schedule(Block().to("meta"))
+    sch["fc1"].shard("weight", axis=0).shard("bias", axis=0)
+    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    assert refused(sch).suspect == "fc1"
+
+
+def test_in_a_world_of_one() -> None:
+    check(split_block(), X)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
+def test_on_fakes(two_ranks: None, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Larger models run without numbers, where Transformers takes other branches."""
+    monkeypatch.setattr(stand_ins, "REAL_BYTES", 0)
+    inputs = FAMILIES[family].inputs(3, 7)
+    sch = slapo.create_schedule(FAMILIES[family].build(0.1))
+    Steps(FAMILIES[family]).apply(sch)
+    check(sch, inputs)
+    from tests.check.planted import MISTAKES
+
+    for mistake in ("no_forward_sync", "no_backward_sync", "head_size_cut", "mask_of_rank_0"):
+        steps = MISTAKES[mistake](FAMILIES[family])
+        sch = slapo.create_schedule(FAMILIES[family].build(0.1))
+        steps.apply(sch)
+        assert refused(sch, inputs).path
+
+
+def test_what_was_compiled(two_ranks: None) -> None:
+    sch = slapo.create_schedule(Block())
+    sch["fc1"].decompose()
+    sch.fuse(sch.find(lambda x, b: F.gelu(x + b)), compiler="inductor")
+    sch["fc1"].shard("weight", axis=0).shard("bias", axis=0)
+    sch["norm"].sync("fwd_post", "all_reduce_grad")
+    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    check(sch, X)
+
+
+@pytest.mark.parametrize("compiler", ["TorchScript", None])
+def test_what_was_fused(two_ranks: None, compiler: str | None) -> None:
+    sch = slapo.create_schedule(Block())
+    sch["fc1"].decompose()
+    sch.fuse(sch.find(lambda x, b: F.gelu(x + b)), compiler=compiler)
+    sch["fc1"].shard("weight", axis=0).shard("bias", axis=0)
+    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    assert refused(sch).suspect == "fc1"
+    sch["norm"].sync("fwd_post", "all_reduce_grad")
+    check(sch, X)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_checkpoint_of_the_models_own(two_ranks: None, is_reentrant: bool) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(self.block, x, use_reentrant=is_reentrant)
+            return out
+
+    sch = slapo.create_schedule(Outer())
+    split(sch["block"])
+    check(sch, X)
+    sch = slapo.create_schedule(Outer())
+    sch["block.fc1"].shard("weight", axis=0).shard("bias", axis=0)
+    sch["block.fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    assert refused(sch).suspect == "block.fc1"
+
+
+# --- what is left alone --------------------------------------------------------------------------
+def test_nothing_is_changed(two_ranks: None) -> None:
+    model = nn.Sequential(Block(), nn.BatchNorm1d(5), nn.Dropout(0.5)).eval()
+    model[1].weight.grad = torch.ones(5)
+    before = copy.deepcopy(model.state_dict())
+    parameters, hooks = list(model.parameters()), len(model[0].fc1._forward_pre_hooks)
+    random = torch.random.get_rng_state()
+    sch = slapo.create_schedule(model)
+    check(sch, X)
+    assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert torch.equal(model[1].weight.grad, torch.ones(5))
+    assert model[0].fc1.weight.grad is None
+    assert X.grad is None
+    assert not model.training
+    assert len(model[0].fc1._forward_pre_hooks) == hooks
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert not slapo.get_rng_tracker().get_states()
+    assert nn.Module.__call__.__qualname__.startswith("Module.")
+
+
+def test_nothing_is_changed_by_a_refusal(two_ranks: None) -> None:
+    sch = slapo.create_schedule(Block())
+    sch["fc1"].shard("weight", axis=0).shard("bias", axis=0)
+    before = copy.deepcopy(sch.mod.state_dict())
+    refused(sch)
+    assert all(torch.equal(sch.mod.state_dict()[name], value) for name, value in before.items())
+    assert nn.Module.__call__.__qualname__.startswith("Module.")
+    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    sch["fc1"].sync("bwd_post", "all_reduce")
+    check(sch, X)
+
+
+# --- what it says --------------------------------------------------------------------------------
+def test_the_message(two_ranks: None) -> None:
+    sch = slapo.create_schedule(nn.Sequential(Block(), Block()))
+    split(sch["0"])
+    block = sch["1"]
+    block["fc1"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
+    block["fc2"].shard("weight", axis=1)
+    error = refused(sch)
+    text = str(error)
+    assert text.startswith("check: '1' (Block): add of (3, 5, 12) a partial sum (since ")
+    assert 'add sch["1.fc2"].sync("fwd_post", "all_reduce")' in text
+    assert "test_check.py:" in text
+    assert (error.path, error.suspect) == ("1", "1.fc2")
+    error.remedy.apply(sch)  # type: ignore[attr-defined]
+    check(sch, X)
+
+
+def test_a_layer_that_was_left_whole(two_ranks: None) -> None:
+    sch = slapo.create_schedule(Block())
+    sch["fc1"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
+    error = refused(sch)
+    assert error.suspect == "fc2"
+    assert 'sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")' in str(error)
+    assert 'sch["fc1"].sync("fwd_post", "all_gather", axis=-1)' in str(error)
+
+
+def test_heads_that_were_not_divided(two_ranks: None) -> None:
+    sch = slapo.create_schedule(FAMILIES["gpt2"].build(0.0))
+    for layer in sch.select("transformer.h.*"):
+        attention = layer["attn"]
+        attention["c_attn"].shard("weight", axis=1, blocks=3).shard("bias", axis=0, blocks=3)
+        attention["c_proj"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
+        attention.sync("bwd_post", "all_reduce")
+    error = refused(sch, FAMILIES["gpt2"].inputs(3, 7))
+    assert error.path == "transformer.h.0.attn"
+    assert "split_size" in str(error)
+
+
+def test_outputs_that_are_not_whole(two_ranks: None) -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(HIDDEN, 8)))
+    sch["0"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
+    assert "the output, or the loss, is sliced along dimension 2" in str(refused(sch))
+    check(sch, X, loss_fn=lambda y: reduce_from_group(y.sum()))
+    assert "is a partial sum" in str(refused(sch, loss_fn=lambda y: y.sum()))
+
+
+def test_what_is_no_schedule_or_does_not_run(two_ranks: None) -> None:
+    with pytest.raises(TypeError, match="create_schedule"):
+        check(nn.Linear(2, 2), X)  # type: ignore[arg-type]
+    error = refused(split_block(), torch.ones(3, HIDDEN + 1))
+    assert "norm" in str(error)
+    with pytest.raises(slapo.SlapoError, match="missing"):
+        check(split_block(), {})
+
+
+def test_what_build_refuses_is_refused_first(two_ranks: None) -> None:
+    sch = slapo.create_schedule(Block())
+    sch["fc1"].shard("weight", axis=0)
+    with pytest.raises(slapo.SlapoError, match="its bias is whole"):
+        check(sch, X)
+
+
+# --- what models and hooks do by themselves ------------------------------------------------------
+def reduced_by(hook: Callable[[Tensor], Any]) -> slapo.Schedule:
+    sch = slapo.create_schedule(Block())
+    sch["fc1"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
+    sch["fc2"].replace(nn.Linear(20, HIDDEN, bias=False)).shard("weight", axis=1)
+    sch["fc2"].mod.register_forward_hook(lambda module, args, out: hook(out))
+    return sch
+
+
+def all_reduced(tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    total = tensor.clone()
+    dist.all_reduce(total, op)
+    return total
+
+
+# torch warns of what has no gradient, as it would in training.
+@pytest.mark.filterwarnings("ignore:c10d..allreduce_:UserWarning")
+def test_collectives_of_torch_in_a_hook(two_ranks: None) -> None:
+    check(reduced_by(all_reduced), X)
+    check(reduced_by(reduce_from_group), X)
+    error = refused(reduced_by(lambda out: all_reduced(all_reduced(out))))
+    assert error.path == "fc2"
+    assert "what is no partial sum" in str(error)
+    error = refused(reduced_by(lambda out: all_reduced(out, dist.ReduceOp.MAX)))
+    assert "no sum over the ranks" in str(error)
+
+
+def test_functional_collectives_in_a_hook(two_ranks: None) -> None:
+    from torch.distributed import _functional_collectives as functional
+
+    def total(out: Tensor) -> Tensor:
+        return functional.all_reduce(out, "sum", dist.group.WORLD)
+
+    # Its gradient is summed again, of what is whole.
+    assert "backward pass of 'fc2'" in str(refused(reduced_by(total)))
+
+    gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+
+    def gathered(out: Tensor) -> Tensor:
+        return gather(out, 0, dist.group.WORLD)[:3]
+
+    assert "slapo.sharding" in str(refused(reduced_by(gathered)))
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(24, HIDDEN), nn.Linear(HIDDEN, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.table(tokens))
+
+
+def spread_table(start: int, mask: Callable[[Tensor, int, int], Tensor]) -> slapo.Schedule:
+    sch = slapo.create_schedule(Table())
+    sch["table"].shard("weight", axis=0)
+    foreign: list[Tensor] = []
+
+    def before(module: Any, args: Any) -> Any:
+        foreign[:] = [(args[0] < start) | (args[0] >= start + 12)]
+        return (mask(args[0], start, 12),)
+
+    def after(module: Any, args: Any, out: Tensor) -> Tensor:
+        return reduce_from_group(out.masked_fill(foreign[0].unsqueeze(-1), 0.0))
+
+    sch["table"].sync("fwd_pre", before).sync("fwd_post", after)
+    return sch
+
+
+TOKENS = torch.randint(0, 24, (3, 7))
+
+
+def test_tokens_masked_by_hand(two_ranks: None) -> None:
+    """This is rank 1, which has rows 12 to 23."""
+    check(spread_table(12, masked), TOKENS)
+    error = refused(spread_table(0, masked), TOKENS)
+    assert error.path == "table"
+    assert "rank 1 has rows 12 to 23 of the table, and the mask keeps tokens 0 to 11" in str(error)
+    by_hand = spread_table(12, lambda tokens, start, count: (tokens - start).clamp(0, count - 1))
+    assert "masked" in str(refused(by_hand, TOKENS))
+
+
+def test_a_partial_sum_may_change_its_dtype(two_ranks: None) -> None:
+    check(reduced_by(lambda out: reduce_from_group(out.double()).float()), X)
+
+
+def test_writes_in_place(two_ranks: None) -> None:
+    def added(x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        total.add_(F.gelu(x))
+        return total.mul_(2.0)
+
+    check(split_block(added), X)
+
+    def written(x: Tensor) -> Tensor:
+        total = torch.zeros(3, 5, 20)
+        total[..., :10] = x[..., :10]
+        return total[..., : x.shape[-1]]
+
+    error = refused(split_block(written))
+    assert "into a tensor that is whole" in str(error)
+
+
+def test_a_number_read_from_a_slice(two_ranks: None) -> None:
+    def branching(x: Tensor) -> Tensor:
+        return F.gelu(x) if bool((x[0, 0, :3] > 0).any().item()) else x
+
+    assert "rank has a slice" in str(refused(split_block(branching)))
+    error = refused(reduced_by(lambda out: reduce_from_group(out) * float(out.detach().sum())))
+    assert "a Python number is read from what differs between ranks" in str(error)
+
+
+def test_random_numbers(two_ranks: None) -> None:
+    def noisy(x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+    error = refused(split_block(noisy))
+    assert "state that all ranks share" in str(error)
+    sch = split_block(nn.Dropout(0.1))
+    assert refused(sch).path == "act"
+    sch["act"].fork_rng()
+    check(sch, X)
+    check(split_block(nn.Dropout(0.0)), X)
+
+
+# --- rules ---------------------------------------------------------------------------------------
+@torch.library.custom_op("slapo_tests::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@twice.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+twice.register_autograd(lambda ctx, grad: twice(grad))
+
+
+def test_an_operation_of_ones_own(two_ranks: None) -> None:
+    error = refused(split_block(twice))  # type: ignore[arg-type]
+    assert "slapo.register_place_rule" in str(error)
+    register_place_rule(torch.ops.slapo_tests.twice, lambda call: call.places[0])
+    try:
+        check(split_block(twice), X)  # type: ignore[arg-type]
+    finally:
+        del RULES["slapo_tests::twice"]
+    register_place_rule("slapo_tests::twice", independent_along(0))
+    try:
+        assert "mixes what lies along" in str(refused(split_block(twice)))  # type: ignore[arg-type]
+    finally:
+        del RULES["slapo_tests::twice"]
+
+
+class Kernel(torch.autograd.Function):
+    """As around a kernel that torch does not see."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = torch.empty(x.shape)
+        launch(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        out = torch.empty(grad.shape)
+        launch(grad, out)
+        return out
+
+
+def launch(x: Tensor, out: Tensor) -> None:
+    jit = sys.modules["triton.runtime.jit"]
+    jit.JITFunction().run(x, out)  # type: ignore[attr-defined]
+
+
+class JITFunction:
+    __name__ = "doubled"
+
+    def run(self, x: Tensor, out: Tensor) -> None:
+        with torch.no_grad():
+            out.copy_(2 * x)
+
+
+def test_a_kernel_of_triton(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("triton.runtime.jit")
+    module.JITFunction = JITFunction  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton.runtime.jit", module)
+    monkeypatch.setattr(rules, "_FUNCTIONS", {})
+    run = JITFunction.run
+    error = refused(split_block(Kernel.apply))
+    assert "a kernel of Triton" in str(error)
+    assert "doubled of (3, 5, 10)" in str(error)
+    assert JITFunction.run is run
+    alike: Callable[[Any], Place] = lambda call: call.places[0]  # noqa: E731
+    with pytest.raises(TypeError, match="backward="):
+        register_place_rule(Kernel, alike)
+    register_place_rule(Kernel, alike, backward=alike)
+    check(split_block(Kernel.apply), X)
+    assert Kernel.forward.__qualname__ == "Kernel.forward"
+    register_place_rule(Kernel, independent_along(0, 1), backward=alike)
+    assert "Kernel" in str(refused(split_block(Kernel.apply)))
+
+
+# --- on processes --------------------------------------------------------------------------------
+def on_ranks(rank: int, world_size: int) -> list[str]:
+    slapo.set_random_seed(3, tp_rank=rank)
+    found = []
+    for start in (12 * rank, 0):  # a mask that is right on rank 0 alone
+        try:
+            check(spread_table(start, masked), TOKENS)
+            found.append("right")
+        except PlacementError as error:
+            found.append(f"{error.path}: {error}")
+    sch = split_block()
+    check(sch, X)
+    slapo.build(sch)
+    return found
+
+
+@pytest.mark.distributed
+def test_all_ranks_hear_the_same() -> None:
+    zero, one = run_distributed(on_ranks, 2)
+    assert zero == one
+    assert zero[0] == "right"
+    assert zero[1].startswith("table: ")
+
+
+# --- build ---------------------------------------------------------------------------------------
+def test_build_checks_first(two_ranks: None) -> None:
+    sch = slapo.create_schedule(Block())
+    sch["fc1"].shard("weight", axis=0).shard("bias", axis=0)
+    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    with pytest.raises(ValueError, match="pass them, check=example_inputs"):
+        slapo.build(sch, check=True)
+    with pytest.raises(PlacementError, match="bwd_post"):
+        slapo.build(sch, check=X)
+    with pytest.raises(PlacementError, match="bwd_post"):
+        slapo.build(sch, check=True)  # what the check has seen is known
+    sch["fc1"].sync("bwd_post", "all_reduce")
+    slapo.build(sch, check=True)
+
+
+def test_inputs_of_a_trace_serve_build() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    sch = slapo.create_schedule(model)
+    assert sch.trace(tracer="dynamo", example_inputs=torch.ones(2, 4))
+    slapo.build(sch, check=True)
+
+
+def test_the_guide_tells_what_steps_take_and_give() -> None:
+    said = {"replicate": "whole", "partial": "a partial sum", "masked": "masked tokens"}
+
+    def side(kind: str, along: str) -> str:
+        return f"slices along `{along}`" if kind == "shard" else said[kind]
+
+    rows = [
+        f"| `{s.name}` | {side(s.takes, s.takes_along)} | {side(s.gives, s.gives_along)} |"
+        for s in STEPS
+    ]
+    text = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
+    assert "\n".join(["| step | takes | gives |", "| --- | --- | --- |", *rows]) in text

@@ -1,0 +1,145 @@
+"""``slapo check`` on the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import slapo
+from slapo.check.world import check_at, token_inputs
+from slapo.command import main
+from tests.check.fuzz import fake_world
+
+SCRIPT = """
+import torch
+from torch import nn
+from beside import HIDDEN
+
+
+def layers():
+    model = nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 40), nn.Linear(40, HIDDEN))
+    return model, torch.ones(3, 5, HIDDEN, requires_grad=True)
+
+
+def right():
+    model, x = layers()
+
+    def schedule(sch, sequence_parallel=False):
+        if sequence_parallel:
+            raise ValueError("no tokens here")
+        sch["1"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
+        sch["2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+    return model, schedule, x
+
+
+def wrong():
+    model, x = layers()
+
+    def schedule(sch):
+        sch["1"].shard("weight", axis=0).shard("bias", axis=0)
+        sch["2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+    return model, schedule, x
+
+
+def odd():
+    return "model"
+
+
+def tokens_wanted():
+    return layers()[0], lambda sch: None
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "beside.py").write_text("HIDDEN = 16\n")
+    path = tmp_path / "script_of_mine.py"
+    path.write_text(SCRIPT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return str(path)
+
+
+def test_right_and_wrong(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{script}:right", "--tp", "4"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(" (")[0] for line in said] == [
+        "Sequential on 4 ranks: 5 primitives, every tensor where it belongs",
+        "Sequential on 2 ranks: 5 primitives, every tensor where it belongs",
+    ]
+    assert main(["check", f"{script}:wrong", "--tp", "2"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert 'add sch["1"].sync("bwd_post", "all_reduce")' in said.err
+    assert f"{script}:" in said.err
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "said"),
+    [
+        ((":right", "--tp", "3"), 1, "size 40 is not divisible by world_size 3"),
+        ((":right", "--tp", "1"), 1, "1 ranks share nothing out"),
+        ((":right", "--tp", "2", "--sp"), 1, "no tokens here"),
+        ((":odd", "--tp", "2"), 1, "return (model, schedule)"),
+        ((":tokens_wanted", "--tp", "2"), 1, "example inputs too"),
+        ((":rihgt", "--tp", "2"), 2, "did you mean 'right'?"),
+        (("", "--tp", "2"), 2, "write script.py:function"),
+        (("x:right", "--tp", "2"), 2, "No module named"),
+    ],
+)
+def test_mistakes(
+    script: str,
+    capsys: pytest.CaptureFixture[str],
+    given: tuple[str, ...],
+    status: int,
+    said: str,
+) -> None:
+    assert main(["check", f"{script}{given[0]}", *given[1:]]) == status
+    assert said in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "nowhere.py:make", "--tp", "2"]) == 2
+    assert "there is no file nowhere.py" in capsys.readouterr().err
+
+
+def test_as_a_module_in_a_process(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "slapo", "check", f"{script}:right", "--tp", "2"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Sequential on 2 ranks" in done.stdout
+
+
+def test_within_a_process_group() -> None:
+    with fake_world(), pytest.raises(slapo.SlapoError, match=r"call slapo\.check"):
+        list(check_at(lambda: None, 2))
+
+
+def test_models_of_transformers_need_no_inputs() -> None:
+    from tests.sharding.families import FAMILIES, Steps
+
+    def make() -> object:
+        return FAMILIES["t5"].build(0.1), lambda sch, sequence_parallel: Steps(
+            FAMILIES["t5"], sequence_parallel
+        ).apply(sch)
+
+    assert [checked.ranks for checked in check_at(make, 4, sequence_parallel=True)] == [4, 2]
+    inputs = token_inputs(FAMILIES["gpt2"].build(0.0), 4)
+    assert {name: tuple(t.shape) for name, t in inputs.items()} == dict.fromkeys(
+        ("input_ids", "attention_mask", "labels"), (3, 20)
+    )
+    assert not any(torch.is_floating_point(t) for t in inputs.values())
+    with pytest.raises(slapo.SlapoError, match="no model of Transformers"):
+        token_inputs(nn.Linear(2, 2), 2)
