@@ -78,6 +78,12 @@ class SizeMode(TorchDispatchMode):
         return result
 
 
+    def forget(self, paths: set[str]) -> None:
+        """What ran in these modules was not as in one process."""
+        self.sized = [each for each in self.sized if each.path not in paths]
+        self.views = {path: shapes for path, shapes in self.views.items() if path not in paths}
+
+
 def first_difference(found: list[Sized], wanted: list[Sized]) -> tuple[Sized, Sized] | None:
     """The first operation on other sizes, in a module that runs the same ones on both sides."""
     mine = _by_path(found)

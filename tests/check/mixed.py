@@ -339,3 +339,8 @@ def _of_job(world_size: int, seeds: list[int]) -> list[Outcome]:
             return [Outcome(verdict, verdict)]
         half = len(seeds) // 2
         return [*_of_job(world_size, seeds[:half]), *_of_job(world_size, seeds[half:])]
+
+
+def is_crash(said: Verdict, true: Verdict) -> bool:
+    """Failed by an error that is no answer."""
+    return "crash" in (said.said, true.said)
