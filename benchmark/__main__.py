@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmark import (
+    check,
     engines,
     families,
     import_time,
@@ -30,6 +31,7 @@ BENCHMARKS: dict[str, Callable[[bool, Progress], Result]] = {
     "partition": partition.run,
     "pipeline": pipeline.run,
     "engines": engines.run,
+    "check": check.run,
 }
 
 #: Draw a picture from the CSV file of a benchmark.

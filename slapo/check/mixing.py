@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 from torch import Tensor
 
 from slapo.check.call import Call, rule_for
@@ -130,7 +132,8 @@ ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 def attention(call: Call) -> list[Place]:
     """Batch or heads may be sliced, of query, key, value and what belongs to them alike.
 
-    A mask may be whole where it is the same for all heads.
+    A mask, or the one head of keys and values that all heads share, may be whole: each rank sends
+    back a part of its gradient.
     """
     big = [
         (tensor, place)
@@ -143,7 +146,16 @@ def attention(call: Call) -> list[Place]:
     if not first.is_slice or first.dim > 1 or not all(p.same(first) for _, p in big):
         shown = ", ".join(str(place) for _, place in big)
         raise call.misfit(f"query, key and value lie differently: {shown}")
-    return [first if out.ndim >= 3 else WHOLE for out in call.outs]
+    found = [first if out.ndim >= 3 else WHOLE for out in call.outs]
+    if "backward" in call.name:
+        shared = [_is_whole(call, name) for name in ("query", "key", "value")]
+        found = [PARTIAL_SUM if whole else place for whole, place in zip_longest(shared, found)]
+    return found
+
+
+def _is_whole(call: Call, name: str) -> bool:
+    place = call.place(name)
+    return place is not None and place.is_whole
 
 
 def _is_shared(tensor: Tensor, place: Place) -> bool:

@@ -306,7 +306,8 @@ class PlaceMode(TorchDispatchMode):
             sizes = list(tensor.shape)
             sizes[place.dim] *= self.ranks
             return tuple(sizes)
-        return tuple(ANY if d in place.uniform else n for d, n in enumerate(tensor.shape))
+        constant = {*place.uniform, *(d for d, n in enumerate(tensor.shape) if n == 1)}
+        return tuple(ANY if d in constant else n for d, n in enumerate(tensor.shape))
 
 
 def _has_views(tensor: Tensor) -> bool:

@@ -58,7 +58,8 @@ def of_wholes(call: Call) -> list[Place]:
         zero = call.name in _ZERO or (call.name == "full" and call.get("fill_value") == 0)
         return [Place(uniform=frozenset(range(out.ndim)), is_zero=zero) for out in call.outs]
     pairs = zip(call.tensors, call.places, strict=True)
-    if not any(p.uniform or p.is_zero or tensor.ndim == 0 for tensor, p in pairs):
+    known = any(p.uniform or p.is_zero or tensor.ndim == 0 for tensor, p in pairs)
+    if not known and call.name != "expand":
         return [WHOLE] * len(call.outs)
     return [Place(uniform=_uniform_dims(call, out), is_zero=_stays_zero(call)) for out in call.outs]
 

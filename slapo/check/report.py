@@ -42,7 +42,8 @@ def explain_gradient(sch: Schedule, name: str, wanted: Place, found: Place) -> P
     if not (wanted.is_whole and found.is_partial):
         return _error(sch, said, path, Advice(path))
     birth = found.birth
-    if birth is not None and birth.in_backward and not _contains(path, birth.path):
+    sent_back = birth is not None and birth.in_backward and not _contains(path, birth.path)
+    if birth is not None and sent_back and not _is_split_around(sch, path):
         entry = _entry(sch, birth.path)
         advice = Advice(entry, remedy.sync(entry, "bwd_post", "all_reduce"))
         return _error(sch, f"{said}: nobody has summed what that sends back", path, advice)
@@ -151,6 +152,16 @@ def _spreads_tokens(sch: Schedule) -> bool:
 def _names(record: Record, text: str) -> bool:
     """Whether one of the arguments of a primitive is this text."""
     return repr(text) in record.arguments.values()
+
+
+def _is_split_around(sch: Schedule, path: str) -> bool:
+    """Whether a module around this one takes whole inputs into a split region."""
+    return any(
+        _contains(r.path, path)
+        and r.path != path
+        and (_names(r, "bwd_post") or _names(r, "fwd_pre"))
+        for r in sch.history
+    )
 
 
 def _entry(sch: Schedule, path: str) -> str:

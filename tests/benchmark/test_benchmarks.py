@@ -27,6 +27,7 @@ COLUMNS = {
     "step_time": {"model", "form", "cpu_ms", "cpu_ratio", "wall_ratio"},
     "partition": {"model", "layers", "stages", "trace_cpu_s", "partition_cpu_s", "peak_mb"},
     "pipeline": {"schedule", "pp", "micro_batches", "bubble", "bubble_formula", "bubble_of_order"},
+    "check": {"model", "layers", "ranks", "cpu_s", "peak_mb"},
     "engines": {"target", "rank", "bare_ms", "engine_ms", "ratio"},
 }
 # They start processes, or record a model of Transformers.
@@ -48,7 +49,7 @@ def _read(path: Path) -> list[dict[str, str]]:
 def test_quick_run_writes_a_csv_file(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name in ("partition", "engines"):
+    if name in ("partition", "engines", "check"):
         pytest.importorskip("transformers")
     if name == "engines":
         pytest.importorskip("deepspeed")

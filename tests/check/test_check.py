@@ -538,3 +538,53 @@ def test_the_guide_tells_what_steps_take_and_give() -> None:
     ]
     text = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
     assert "\n".join(["| step | takes | gives |", "| --- | --- | --- |", *rows]) in text
+
+
+class OneHeadOfKeys(nn.Module):
+    """Multi-query attention: all heads share one head of keys and values."""
+
+    def __init__(self, repeats: bool) -> None:
+        super().__init__()
+        self.q, self.kv, self.out = (nn.Linear(16, n) for n in (16, 8, 16))
+        self.heads, self.repeats = 4, repeats
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (self.heads, 4)).transpose(1, 2)
+        k, v = (part.unsqueeze(1) for part in self.kv(x).chunk(2, -1))
+        if self.repeats:
+            k, v = (part.expand(-1, self.heads, -1, -1) for part in (k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, enable_gqa=not self.repeats)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def split_queries(sch: slapo.Schedule) -> None:
+    sch["q"].shard("weight", axis=0).shard("bias", axis=0)
+    sch["out"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    sch.sync("bwd_post", "all_reduce").set("heads", whole=4)
+
+
+def one_head_on_ranks(rank: int, world_size: int, repeats: bool) -> str:
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(OneHeadOfKeys(repeats))
+    x = torch.randn(3, 5, 16)
+    with slapo.Verify(sch, x):
+        split_queries(sch)
+        for name in ("weight", "bias"):
+            sch["kv"].annotate(name, "partial_grad", True)
+    check(sch, x)
+    return "right"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("repeats", [False, True])
+def test_keys_that_all_heads_share(repeats: bool) -> None:
+    assert run_distributed(one_head_on_ranks, 2, repeats) == ["right"] * 2
+    with fake_world(4, 3):  # one head of queries each
+        sch = slapo.create_schedule(OneHeadOfKeys(repeats))
+        split_queries(sch)
+        error = refused(sch, torch.randn(3, 5, 16))
+        assert error.suspect == "kv"
+        assert 'sch["kv"].annotate("weight", "partial_grad", True)' in str(error)
+        for name in ("weight", "bias"):
+            sch["kv"].annotate(name, "partial_grad", True)
+        check(sch, torch.randn(3, 5, 16))
