@@ -77,7 +77,6 @@ class SizeMode(TorchDispatchMode):
             self.views.setdefault(self.paths.now()[0], []).append(tuple(result.shape))
         return result
 
-
     def forget(self, paths: set[str]) -> None:
         """What ran in these modules was not as in one process."""
         self.sized = [each for each in self.sized if each.path not in paths]

@@ -11,8 +11,7 @@ import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,14 +23,17 @@ from slapo.sharding.state import shards_of
 from slapo.sharding.steps import carried_by
 from slapo.verify.peers import Peers
 from slapo.wrapper import innermost
-from tests.check.fuzz import Verdict
 from tests.check.mixed_models import MODELS, Batch, Model, loss_of
 from tests.check.mixed_moves import Move, Steps, cut, other_primitives, tensor_parallel
+from tests.check.verdicts import Verdict
 from tests.distributed import RankFailure, run_distributed
 
 #: Relative to the change of a parameter in all steps; float32 leaves a difference of some 1e-5.
 TOLERANCE = 1e-3
 MICRO_BATCHES = 2
+
+#: What is said, and what is true.
+Pair = tuple[Verdict, Verdict]
 
 
 class Crash(Exception):
@@ -136,18 +138,8 @@ class Plan:
 
 
 # --- one seed ------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Outcome:
-    """What was said of a seed, and what is true of it."""
-
-    said: Verdict
-    true: Verdict
-    done: tuple[str, ...] = ()
-    refused: tuple[tuple[str, str], ...] = ()
-
-
-def judged(rank: int, world_size: int, seeds: list[int]) -> list[Outcome]:
-    """Outcomes, in a job of two processes; of four for seeds with cuts."""
+def judged(rank: int, world_size: int, seeds: list[int]) -> list[Pair]:
+    """What is said and true, in a job of two processes; of four for seeds with cuts."""
     logging.disable(logging.ERROR)
     mesh = slapo.init_mesh(pp=world_size // 2, tp=2, device="cpu")
     slapo.set_random_seed(1, mesh=mesh)
@@ -159,12 +151,12 @@ def judged(rank: int, world_size: int, seeds: list[int]) -> list[Outcome]:
     return found
 
 
-def judge(plan: Plan, mesh: Any) -> Outcome:
+def judge(plan: Plan, mesh: Any) -> Pair:
     """Schedule, check, build and train the model of a plan."""
     seed = plan.seed
     sch, original = _scheduled(plan, mesh)
     if isinstance(sch, Verdict):
-        return Outcome(sch, sch)
+        return sch, sch
     said = Verdict(seed, "accepted", plan.told())
     inputs, targets = plan.example()
     try:
@@ -180,7 +172,7 @@ def judge(plan: Plan, mesh: Any) -> Outcome:
         true = Verdict(seed, "not run")
     else:
         true = _trained(plan, sch, original, mesh)
-    return Outcome(said, true, tuple(plan.done), tuple(plan.refused))
+    return replace(said, done=tuple(plan.done), refused=tuple(plan.refused)), true
 
 
 def _scheduled(plan: Plan, mesh: Any) -> tuple[Any, nn.Module]:
@@ -319,15 +311,15 @@ def _compared(
 
 
 # --- many seeds ----------------------------------------------------------------------------------
-def outcomes(seeds: list[int]) -> list[Outcome]:
-    """Of all seeds, in their order; a job that hangs or dies is an outcome of its seed."""
+def compared(seeds: list[int]) -> list[Pair]:
+    """Of all seeds, in their order; that a job hangs or dies is told of the seed that did it."""
     cuts = [seed for seed in seeds if Plan.of(seed).is_cut]
     others = [seed for seed in seeds if seed not in cuts]
     found = [*_of_job(2, others), *_of_job(4, cuts)]
-    return sorted(found, key=lambda outcome: outcome.said.seed)
+    return sorted(found, key=lambda pair: pair[0].seed)
 
 
-def _of_job(world_size: int, seeds: list[int]) -> list[Outcome]:
+def _of_job(world_size: int, seeds: list[int]) -> list[Pair]:
     if not seeds:
         return []
     try:
@@ -336,11 +328,6 @@ def _of_job(world_size: int, seeds: list[int]) -> list[Outcome]:
     except RankFailure as failure:
         if len(seeds) == 1:
             verdict = Verdict(seeds[0], "crash", f"job: {failure}")
-            return [Outcome(verdict, verdict)]
+            return [(verdict, verdict)]
         half = len(seeds) // 2
         return [*_of_job(world_size, seeds[:half]), *_of_job(world_size, seeds[half:])]
-
-
-def is_crash(said: Verdict, true: Verdict) -> bool:
-    """Failed by an error that is no answer."""
-    return "crash" in (said.said, true.said)

@@ -213,9 +213,7 @@ _NO_CACHE = (("use_cache", False),)
 MODELS = {
     "transformer": Model(_TRANSFORMER, _ids, ("",), ("h.0",)),
     "convnet": Model(_CONVNET, _images, ("",), ("blocks.0",)),
-    "gpt2": Model(
-        FAMILIES["gpt2"], _text, ("transformer",), ("transformer.h.0",), _NO_CACHE
-    ),
+    "gpt2": Model(FAMILIES["gpt2"], _text, ("transformer",), ("transformer.h.0",), _NO_CACHE),
     "llama": Model(FAMILIES["llama"], _text, ("model",), ("model.layers.0",), _NO_CACHE),
     "qwen3": Model(FAMILIES["qwen3"], _text, ("model",), ("model.layers.0",), _NO_CACHE),
     "bert": Model(FAMILIES["bert"], _text, ("bert.encoder",), ("bert.encoder.layer.0",)),

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import slapo
 from slapo.wrapper import innermost
-from tests.check.fuzz import Random
 from tests.check.mixed_models import Model
+from tests.check.random_steps import Random
 from tests.sharding.families import Region
 
 
@@ -51,9 +51,9 @@ class Steps(Random):
         super().column(layer, column, number)
         node = layer[column[0]]
         for name in ("running_mean", "running_var"):
-            if getattr(node.mod, name, None) is not None:
-                if not self.other(f"{name} {node.path}", "whole"):
-                    node.shard(name, axis=0)
+            present = getattr(node.mod, name, None) is not None
+            if present and not self.other(f"{name} {node.path}", "whole"):
+                node.shard(name, axis=0)
 
     def ends(self, sch: slapo.Schedule) -> None:
         """The table of tokens, and the head."""

@@ -16,16 +16,15 @@ pytest.importorskip("transformers")
 
 import slapo
 from slapo.check import check
-from tests.check.fuzz import fake_world, is_false_alarm, is_miss
-from tests.check.mixed import is_crash, outcomes
+from tests.check.mixed import compared
 from tests.check.mixed_models import HIDDEN, Layer
+from tests.check.verdicts import fake_world, is_crash, is_false_alarm, is_miss
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_what_is_accepted_trains_alike() -> None:
-    found = outcomes(list(range(36)))
-    pairs = [(each.said, each.true) for each in found]
+    pairs = compared(list(range(36)))
     assert [pair for pair in pairs if is_crash(*pair)] == []
     assert [pair for pair in pairs if is_miss(*pair)] == []
     assert [pair for pair in pairs if is_false_alarm(*pair)] == []
