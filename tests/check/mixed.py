@@ -312,7 +312,12 @@ def _compared(
 
 # --- many seeds ----------------------------------------------------------------------------------
 def compared(seeds: list[int]) -> list[Pair]:
-    """Of all seeds, in their order; that a job hangs or dies is told of the seed that did it."""
+    """What is said and what is true of all seeds, in their order.
+
+    That a job hangs or dies is told of the seed that did it.
+    """
+    import transformers.modeling_utils  # noqa: F401  # so that no process has to
+
     cuts = [seed for seed in seeds if Plan.of(seed).is_cut]
     others = [seed for seed in seeds if seed not in cuts]
     found = [*_of_job(2, others), *_of_job(4, cuts)]

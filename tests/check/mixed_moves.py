@@ -257,7 +257,7 @@ def other_primitives(
     linears = [p for p in linears if type(sch[p].mod) is nn.Linear]
     equals = [p for p in paths if equal_to(sch[p].mod) is not None]
     parents = [p for p in paths if sch[p].child]
-    insides = [p for p in parents if _is_cheap(sch[p].mod) or choose.random() < 0.03]
+    insides = [p for p in parents if _is_cheap(sch[p].mod) or choose.random() < 0.01]
     tensors = [(p, n) for p in paths for n, t in sch[p].mod._parameters.items() if t is not None]
     kinds: dict[str, int] = {
         "decompose": 2 if linears else 0,
