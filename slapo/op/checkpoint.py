@@ -67,6 +67,8 @@ def checkpoint(
         function = _Replayed(function, states, kept)
     if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
         function = _unprofiled(function)
+        # A recomputation ends early by an exception, which no script lets through.
+        kwargs["early_stop"] = False
     return torch_checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
 
 

@@ -118,8 +118,10 @@ class Plan:
 
     def _carry_out(self, sch: slapo.Schedule, move: Move) -> None:
         try:
-            if move.run(sch) is False:
-                raise ValueError("it says that it is not traced")
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                if move.run(sch) is False:  # a trace warns
+                    raise ValueError(str(told[-1].message) if told else "it was not traced")
             self.done.append(str(move))
         except (slapo.SlapoError, ValueError, TypeError, KeyError) as error:
             self.refused.append((str(move), str(error)))
