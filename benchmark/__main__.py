@@ -20,6 +20,7 @@ from benchmark import (
     report,
     scheduling,
     step_time,
+    verify,
 )
 from benchmark.measure import Progress, Result
 
@@ -46,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["families"]:  # no figures of speed, and options of its own
         families.main(given[1:])
+        return
+    if given[:1] == ["verify"]:
+        verify.main(given[1:])
         return
     parser = _parser()
     options = parser.parse_args(given)

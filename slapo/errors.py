@@ -16,7 +16,7 @@ class VerificationError(SlapoError):
     """A schedule that changed what the model computes, found by :class:`slapo.Verify`."""
 
 
-class PlacementError(SlapoError):
+class PlacementError(VerificationError):
     """A schedule that would train something else than the model, found by :func:`slapo.check`.
 
     Attributes
@@ -27,7 +27,11 @@ class PlacementError(SlapoError):
         The module where the fault most likely is; often the same.
     remedy
         The call to write, whose text reads as it is written; None where it is not known.
+    is_certain : bool
+        False where nothing is known of an operation, or the model does not run in the check.
     """
+
+    is_certain = True
 
     def __init__(
         self, message: str, path: str = "", suspect: str = "", remedy: object = None

@@ -95,6 +95,17 @@ def spelled(path: str) -> str:
     return f'sch["{path}"]' if path else "sch"
 
 
+def contains(path: str, inner: str) -> bool:
+    """Whether the module at `path` is the one at `inner`, or around it.
+
+    Examples
+    --------
+    >>> contains("h.1", "h.1.mlp"), contains("h.1", "h.11"), contains("", "h")
+    (True, False, True)
+    """
+    return not path or inner == path or inner.startswith(f"{path}.")
+
+
 def digest(records: Iterable[Record]) -> str:
     """A fingerprint of what was applied, equal on every rank that applied the same."""
     text = "\n".join(f"{record.call()} {record.identity}" for record in records)

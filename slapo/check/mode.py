@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 # Their rules enter the registry when they are imported.
 from slapo.check import moves as moves
-from slapo.check.call import RULES, Call, Rule, name_of
+from slapo.check.call import RULES, Call, Rule, name_of, run
 from slapo.check.mixing import ATTENTION, attention
 from slapo.check.paths import Paths
 from slapo.check.place import (
@@ -24,6 +24,7 @@ from slapo.check.place import (
     WHOLE,
     Birth,
     Misfit,
+    NoRule,
     Place,
     place_of,
     put_place,
@@ -31,7 +32,7 @@ from slapo.check.place import (
 )
 from slapo.check.pointwise import is_pointwise, of_wholes, others_whole, pointwise
 from slapo.check.products import product as product
-from slapo.check.raw import raw_collective
+from slapo.check.raw import RAW, raw_collective
 from slapo.check.sizes import ANY, VIEWS, Sized, Views, is_sized
 from slapo.errors import SlapoError
 from slapo.random import get_rng_tracker
@@ -42,7 +43,10 @@ from slapo.sharding.steps import Step
 _DRAWS = {"native_dropout", "bernoulli", "rand", "randn", "randint", "uniform", "normal"}
 _DRAWS |= {"rand_like", "randn_like", "randint_like", "exponential", "random", "multinomial"}
 _DRAWS |= {"randperm", "dropout"}
-_RAW = ("c10d", "_c10d_functional")
+
+
+#: In what is wrong with a step over other ranks.
+OURS = "the group of the schedule"
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,9 @@ class Finding:
     given: tuple[tuple[tuple[int, ...], Place], ...]
     why: str
     step: Step | None = None
+    is_certain: bool = True
+    #: False for sizes that torch refuses
+    fits: bool = True
 
 
 class Stop(SlapoError):
@@ -113,7 +120,7 @@ class PlaceMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim" or self._quiet:  # an error in the first would end the process
             return func(*args, **kwargs)
-        if func.namespace in _RAW:
+        if func.namespace in RAW:
             return self._raw(func, args, kwargs)
         self.calls += 1
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -122,9 +129,11 @@ class PlaceMode(TorchDispatchMode):
         if name in _DRAWS or (name.startswith(ATTENTION) and "backward" not in name):
             self._check_state(func, name, args, kwargs, tensors, places)
         try:
-            out = func(*args, **kwargs)
-        except (RuntimeError, IndexError) as error:  # sizes that do not fit
-            raise self.stop(name, tensors, places, str(error)) from error
+            out = run(func, args, kwargs)
+        except (RuntimeError, IndexError) as error:
+            stop = self.stop(name, tensors, places, str(error))
+            stop.finding = replace(stop.finding, fits=False)
+            raise stop from error
         outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         call = Call(func, name, args, kwargs, tensors, places, outs, self.rank, self.ranks)
         if name in VIEWS:
@@ -159,7 +168,10 @@ class PlaceMode(TorchDispatchMode):
             if any(out is tensor for out in call.outs for tensor in call.tensors):
                 self._check_in_place(call, found)
         except Misfit as misfit:
-            raise self.stop(call.name, call.tensors, call.places, str(misfit)) from None
+            stop = self.stop(call.name, call.tensors, call.places, str(misfit))
+            if isinstance(misfit, NoRule):
+                stop.finding = replace(stop.finding, is_certain=False)
+            raise stop from None
         for out, place in zip(call.outs, found, strict=False):
             put_place(out, self.born(call, place))
 
@@ -222,7 +234,7 @@ class PlaceMode(TorchDispatchMode):
     ) -> Tensor:
         """A step of tensor parallelism: checked by what it takes, without communication."""
         place, axis = place_of(tensor), arguments.get(step.takes_along)
-        why = self._wrong_for(step, place, axis, tensor)
+        why = self._other_ranks(group) or self._wrong_for(step, place, axis, tensor)
         if why:
             raise self.stop(step.name, [tensor], [place], why, step)
         given = place_of_result(step, arguments)
@@ -234,6 +246,14 @@ class PlaceMode(TorchDispatchMode):
         self.calls += 1
         put_place(result, replace(given, birth=self._birth(step.name)))
         return result
+
+    def _other_ranks(self, group: dist.ProcessGroup | None) -> str:
+        if self.ranks == 1:
+            return ""
+        theirs, ours = ranks_of(group), ranks_of(self.group)
+        if theirs == ours:
+            return ""
+        return f"it runs over ranks {theirs}, and {OURS} is {ours}"
 
     def _wrong_for(self, step: Step, place: Place, axis: int | None, tensor: Tensor) -> str:
         if place.kind != step.takes and not (step.takes == "partial" and place.is_zero):
@@ -261,7 +281,7 @@ class PlaceMode(TorchDispatchMode):
         places = [place_of(tensor) for tensor in tensors]
         try:
             with self.unseen():
-                return raw_collective(func, args, kwargs, tensors, places, self.ranks)
+                return raw_collective(func, args, kwargs, tensors, places)
         except Misfit as misfit:
             raise self.stop(func.overloadpacket.__name__, tensors, places, str(misfit)) from None
 
@@ -315,6 +335,11 @@ def _has_views(tensor: Tensor) -> bool:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
 
 
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Global ranks of a group; None for all of the job, as collectives take it."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
 def _places_of(call: Call) -> list[Place]:
     """By a rule, where something is not whole."""
     if all(place.is_whole for place in call.places):
@@ -338,7 +363,7 @@ def _rule(call: Call) -> Rule:
         return attention
     if is_pointwise(call):
         return pointwise
-    raise Misfit(
+    raise NoRule(
         f"no rule says what {call.func} makes of a tensor that is not whole; give one to "
         "slapo.register_place_rule"
     )

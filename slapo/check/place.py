@@ -129,6 +129,10 @@ class Misfit(Exception):
     """An operation whose result would not be that of the whole model."""
 
 
+class NoRule(Misfit):
+    """An operation of which nothing is known."""
+
+
 def place_of(tensor: Tensor) -> Place:
     """How it lies; what nothing was noted of is whole."""
     return getattr(tensor, _ATTRIBUTE, WHOLE)

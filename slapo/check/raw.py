@@ -11,6 +11,8 @@ from torch import Tensor
 
 from slapo.check.place import WHOLE, Misfit, Place, put_place
 
+#: Namespaces of torch's collectives.
+RAW = ("c10d", "_c10d_functional")
 _REMEDY = (
     "the collectives of slapo.sharding (reduce_from_group, all_gather, ...) say what they take and "
     "give, and have a gradient"
@@ -23,7 +25,6 @@ def raw_collective(
     kwargs: dict[str, Any],
     tensors: list[Tensor],
     places: list[Place],
-    ranks: int,
 ) -> Any:
     """Its result without communication; places of sums over the ranks are known."""
     name = func.overloadpacket.__name__

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from slapo.check import remedy
-from slapo.check.mode import Finding
+from slapo.check.mode import OURS, Finding
 from slapo.check.place import Birth, Place
 from slapo.check.remedy import Remedy
 from slapo.check.sizes import Sized
 from slapo.errors import PlacementError, SlapoError
-from slapo.history import Record
+from slapo.history import Record, contains
 from slapo.schedule import Schedule
+from slapo.sharding.numbers import sizes_kept
 from slapo.sharding.state import sharding_of
 from slapo.sharding.steps import REDUCE_SCATTER
 from slapo.utils.raised import running_in
@@ -32,7 +33,10 @@ def explain(sch: Schedule, finding: Finding) -> PlacementError:
         said = (
             f"{_where(sch, finding.path, finding.in_backward)}: {finding.operation} of {shown}{why}"
         )
-    return _error(sch, said, finding.path, advice)
+    further = "" if finding.fits else _numbers(sch, finding.path)
+    error = _error(sch, said, finding.path, advice, further)
+    error.is_certain = finding.is_certain
+    return error
 
 
 def explain_gradient(sch: Schedule, name: str, wanted: Place, found: Place) -> PlacementError:
@@ -42,7 +46,7 @@ def explain_gradient(sch: Schedule, name: str, wanted: Place, found: Place) -> P
     if not (wanted.is_whole and found.is_partial):
         return _error(sch, said, path, Advice(path))
     birth = found.birth
-    sent_back = birth is not None and birth.in_backward and not _contains(path, birth.path)
+    sent_back = birth is not None and birth.in_backward and not contains(path, birth.path)
     if birth is not None and sent_back and not _is_split_around(sch, path):
         entry = _entry(sch, birth.path)
         advice = Advice(entry, remedy.sync(entry, "bwd_post", "all_reduce"))
@@ -65,9 +69,16 @@ def unrunnable(sch: Schedule, error: Exception) -> SlapoError:
     """The error for a model that fails by itself."""
     path = running_in(error, sch.mod) or ""
     said = f"{_where(sch, path, False)} fails with {type(error).__name__}: {error}"
-    hint = _changed(sch, path) or "; divide the sizes that count what is split, by set(name, value)"
-    is_sharded = any(record.primitive == "shard" for record in sch.history)
-    return _error(sch, said + (hint if is_sharded else ""), path, Advice(path))
+    found = _error(sch, said, path, Advice(path), _numbers(sch, path))
+    found.is_certain = False
+    return found
+
+
+def _numbers(sch: Schedule, path: str) -> str:
+    """Numbers of a module that holds shards, as far as they may be the cause."""
+    module = _module(sch, path)
+    full = ".".join(filter(None, (sch.path, path)))
+    return "" if module is None else sizes_kept(module, full, sch.history, sch.world_size)
 
 
 # --- judgement -----------------------------------------------------------------------------------
@@ -86,6 +97,8 @@ class Advice:
 
 def _judge(sch: Schedule, finding: Finding) -> Advice:
     partial = _latest(p.birth for _, p in finding.given if p.is_partial)
+    if OURS in finding.why:
+        return Advice(finding.path, words="pass group=sch.group to the collective")
     if "random numbers" in finding.why:
         return _about_random(sch, finding)
     if partial is not None and not (finding.step and finding.step.takes == "partial"):
@@ -157,7 +170,7 @@ def _names(record: Record, text: str) -> bool:
 def _is_split_around(sch: Schedule, path: str) -> bool:
     """Whether a module around this one takes whole inputs into a split region."""
     return any(
-        _contains(r.path, path)
+        contains(r.path, path)
         and r.path != path
         and (_names(r, "bwd_post") or _names(r, "fwd_pre"))
         for r in sch.history
@@ -193,26 +206,25 @@ def _about_slice(sch: Schedule, finding: Finding) -> Advice:
 
 
 # --- words ---------------------------------------------------------------------------------------
-def _error(sch: Schedule, said: str, path: str, advice: Advice) -> PlacementError:
+def _error(
+    sch: Schedule, said: str, path: str, advice: Advice, further: str = ""
+) -> PlacementError:
     does = f"; {advice}" if str(advice) else ""
     records = _applied(sch, path, advice.suspect)
-    return PlacementError(f"check: {said}{does}{records}", path, advice.suspect, advice.remedy)
+    text = f"check: {said}{does}{records}{further}"
+    return PlacementError(text, path, advice.suspect, advice.remedy)
 
 
 def _applied(sch: Schedule, *paths: str) -> str:
     """Records of the modules, of what is in them, or else of what is around them."""
     history = sch.history
-    below = [r for r in history if any(_contains(path, r.path) for path in paths if path)]
-    above = [r for r in history if any(_contains(r.path, path) for path in paths) and r.path]
+    below = [r for r in history if any(contains(path, r.path) for path in paths if path)]
+    above = [r for r in history if any(contains(r.path, path) for path in paths) and r.path]
     chosen = below or above
     if not chosen:
         return ""
     lines = "\n  ".join(map(str, chosen[:8]))
     return f"; primitives applied there:\n  {lines}"
-
-
-def _contains(path: str, inner: str) -> bool:
-    return not path or inner == path or inner.startswith(f"{path}.")
 
 
 def _telling(finding: Finding) -> list[tuple[tuple[int, ...], Place]]:

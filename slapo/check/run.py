@@ -17,7 +17,7 @@ from slapo.check.report import explain, explain_gradient, explain_sizes, unrunna
 from slapo.check.rules import rules_of_functions
 from slapo.check.sizes import Sized, SizeMode, Views, first_difference
 from slapo.check.stand_ins import StandIns, as_before, built_in, standing_in
-from slapo.errors import PlacementError, SlapoError
+from slapo.errors import PlacementError
 from slapo.logger import get_logger
 from slapo.random import states_kept
 from slapo.schedule import Schedule
@@ -79,12 +79,12 @@ def check(sch: Schedule, example_inputs: Any, loss_fn: LossFn | None = None) -> 
     args, kwargs = as_call(example_inputs)
     sch.state.example_inputs = outline(example_inputs)
     refuse_batch(innermost(sch.mod), args)
-    error = None
+    error: Exception | None = None
     try:
         if sch.world_size > 1:
             check_modules(sch.mod)
         _Check(sch, args, kwargs, loss_fn).run()
-    except (SlapoError, TypeError, ValueError) as raised:
+    except Exception as raised:  # all ranks are to hear of it
         error = raised
     _raise_alike(sch, error)
 
@@ -156,7 +156,7 @@ class _Check:
                 self._backward(sch.mod(*args, **kwargs))
             except Stop as stop:
                 raise explain(sch, stop.finding) from None
-            except (SlapoError, RuntimeError, ValueError, TypeError, IndexError) as error:
+            except Exception as error:
                 raise unrunnable(sch, error) from error
             for name, (_, wanted) in params.items():
                 found = gradients.get(name, wanted)

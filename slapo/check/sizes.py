@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from slapo.check.call import name_of
+from slapo.check.call import name_of, run
 from slapo.check.mixing import ATTENTION
 from slapo.check.paths import Paths
+from slapo.check.place import PARTIAL_SUM
+from slapo.check.raw import RAW, raw_collective
 
 #: Operations whose sizes say what a module computes.
 _SIZED = ("_softmax", "_safe_softmax", "native_layer_norm", "_fused_rms_norm", "bmm", "pow")
@@ -72,7 +74,10 @@ class SizeMode(TorchDispatchMode):
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             shapes = tuple(tuple(t.shape) for t in tensors)
             self.sized.append(Sized(self.paths.now()[0], name, shapes))
-        result = func(*args, **(kwargs or {}))
+        if func.namespace in RAW:  # nothing is communicated
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            return raw_collective(func, args, kwargs or {}, tensors, [PARTIAL_SUM] * len(tensors))
+        result = run(func, args, kwargs or {})
         if name in VIEWS:
             self.views.setdefault(self.paths.now()[0], []).append(tuple(result.shape))
         return result

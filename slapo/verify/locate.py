@@ -1,10 +1,9 @@
-"""Find the first module whose output, or the gradient of whose output, differs."""
+"""What every module gave, in both models, call by call: where outputs and gradients part."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,157 +11,160 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from slapo.history import Record
-from slapo.sharding.state import layout_of, shards_of
-from slapo.verify.tensors import difference, rtol_for, scale_of, tensors_in
+from slapo.graph.trace.module import inlined_in
+from slapo.sharding.slicing import ShardSpec
+from slapo.sharding.state import shards_of
+from slapo.verify.tensors import difference, scale_of, tensors_in
 from slapo.wrapper import innermost
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """Where two models part.
-
-    Parameters
-    ----------
-    path
-        The module's path in the model.
-    module
-        The scheduled one.
-    amount
-        By how much they differ, in words.
-    suspect
-        Path of another module that may be the cause: the last partial sum before, or the module
-        that the gradient comes from.
-    """
-
-    path: str
-    module: nn.Module
-    amount: str
-    suspect: str | None = None
 
 
 @dataclass
 class Call:
-    """One call of a module: its first output tensor and, after a backward, its gradient."""
+    """One call of a module.
+
+    Parameters
+    ----------
+    path, index, module
+        Which, and the how manieth of its calls.
+    parent
+        The call that it is part of.
+    inputs, output
+        Its floating point inputs, and its first output tensor.
+    sent, gradient
+        After a backward, what it sends back to each input, and the gradient of its output.
+    needs_gradient
+        Whether the output has one at all.
+    after
+        How many calls had ended when it began.
+    parts
+        Calls that it made.
+    """
 
     path: str
     index: int
     module: nn.Module
-    output: Tensor
+    parent: Call | None
+    inputs: list[Tensor] = field(default_factory=list)
+    output: Tensor | None = None
+    sent: dict[int, Tensor] = field(default_factory=dict)
     gradient: Tensor | None = None
+    needs_gradient: bool = False
+    after: int = 0
+    parts: list[Call] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The same for the same call of another model."""
+        return self.path, self.index
 
 
 @dataclass
 class Run:
-    """What a model's modules gave, in the order that their calls ended.
+    """Calls of a model's modules in the order that they ended; `root` holds the outermost.
 
-    ``started`` holds paths in the order that calls began.
+    Calls after the forward, those of checkpoints, are not counted: ``ended`` is true then.
     """
 
     calls: list[Call] = field(default_factory=list)
-    started: list[str] = field(default_factory=list)
+    ended: bool = False
+    root: Call = field(default_factory=lambda: Call("", -1, nn.Identity(), None))
 
     def by_key(self) -> dict[tuple[str, int], Call]:
         """Calls by path and number."""
-        return {(call.path, call.index): call for call in self.calls}
+        return {call.key: call for call in self.calls}
+
+
+def hookable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that are called and take hooks: no compiled ones, none that a graph took in."""
+    taken: set[str] = set()
+    for path, module in model.named_modules():
+        taken.update(f"{path}.{name}" if path else name for name in inlined_in(innermost(module)))
+        if path not in taken and not isinstance(module, torch.jit.ScriptModule):
+            yield path, module
 
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[Run]:
-    """Note what every module call gives while the block runs."""
+    """Note what every module call takes, gives and sends back while the block runs."""
     run = Run()
     counts: dict[str, int] = {}
+    open_calls = [run.root]
 
-    def begin(path: str) -> Callable[..., None]:
-        return lambda *_: run.started.append(path)
+    def begin(path: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if run.ended:
+                return None
+            counts[path] = counts.get(path, -1) + 1
+            call = Call(path, counts[path], module, open_calls[-1], after=len(run.calls))
+            open_calls[-1].parts.append(call)
+            open_calls.append(call)
+            return pytree.tree_map_only(Tensor, lambda t: _enter(call, t), (args, kwargs))
+
+        return hook
 
     def end(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if run.ended:
+                return
+            call = run.root
+            while len(open_calls) > 1:
+                call = open_calls.pop()
+                if call.path == path:
+                    break
             tensor = next((t for _, t in tensors_in(output)), None)
+            run.calls.append(call)
             if tensor is None:
                 return
-            counts[path] = counts.get(path, -1) + 1
-            call = Call(path, counts[path], module, tensor.detach().clone())
-            run.calls.append(call)
+            call.output = tensor.detach().clone()
+            call.needs_gradient = tensor.requires_grad
             if tensor.requires_grad:
-                tensor.register_hook(lambda grad: _keep(call, grad))
+                tensor.register_hook(lambda grad: _keep_gradient(call, grad))
 
         return hook
 
     with ExitStack() as stack:
-        for path, module in model.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):
-                pre = module.register_forward_pre_hook(begin(path), prepend=True)
-                stack.callback(pre.remove)
-                stack.callback(module.register_forward_hook(end(path)).remove)
+        for path, module in hookable(model):
+            pre = module.register_forward_pre_hook(begin(path), prepend=True, with_kwargs=True)
+            stack.callback(pre.remove)
+            stack.callback(module.register_forward_hook(end(path)).remove)
         yield run
 
 
-def running_in(error: BaseException, model: nn.Module) -> str | None:
-    """The path of the innermost module of `model` that was running when `error` was raised."""
-    paths = {}
-    for path, module in model.named_modules():
-        paths[id(module)] = paths[id(innermost(module))] = path
-    found, frame = None, error.__traceback__
-    while frame is not None:
-        found = paths.get(id(frame.tb_frame.f_locals.get("self")), found)
-        frame = frame.tb_next
-    return found
+def _enter(call: Call, tensor: Tensor) -> Tensor:
+    """An input seen by this call alone, so that its gradient is what the call sends back."""
+    if not tensor.is_floating_point():
+        return tensor
+    number = len(call.inputs)
+    call.inputs.append(tensor.detach().clone())
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    own = tensor.view_as(tensor)
+    own.register_hook(lambda grad: call.sent.__setitem__(number, grad.detach().clone()))
+    return own
 
 
-#: What models call the numbers of their heads.
-_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads")
-#: Numbers that are the same for one head as for all of them.
-_OF_ONE_HEAD = re.compile(r"head_(dim|size)|(groups|buckets|distance|idx|index)$")
+def _keep_gradient(call: Call, grad: Tensor) -> None:
+    call.gradient = grad.detach().clone()
 
 
-def sizes_kept(module: nn.Module, path: str, records: Sequence[Record], world_size: int) -> str:
-    """Numbers of a module that holds shards: they are not shared out with its weights.
+@contextmanager
+def shapes_noted(model: nn.Module) -> Iterator[dict[str, list[tuple[int, ...]]]]:
+    """Shapes of what every module gives in its first call, in the order that these ended."""
+    found: dict[str, list[tuple[int, ...]]] = {}
 
-    Parameters
-    ----------
-    path
-        The module's in the schedule.
-    records
-        What was applied.
-    world_size
-        Of the schedule's group.
+    def note(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if path not in found:
+                found[path] = [tuple(tensor.shape) for _, tensor in tensors_in(output)]
 
-    Returns
-    -------
-    str
-        A line for a message; empty if nothing was sharded below, or no number is left.
-    """
-    below = [record for record in records if contains(path, record.path)]
-    if not any(record.primitive == "shard" and record.path != path for record in below):
-        return ""
-    bare = innermost(module)
-    known = {record.arguments["name"] for record in below if record.primitive == "set"}
-    heads = [
-        (name, getattr(bare, name, getattr(getattr(bare, "config", None), name, None)))
-        for name in _HEADS
-        if repr(name) not in known
-    ]
-    uneven = [f"{name}={n}" for name, n in heads if type(n) is int and n % world_size]
-    if uneven:
-        return (
-            f"\nit holds shards, and {uneven[0]} cannot be split over {world_size} ranks by whole "
-            "heads; use a number of ranks that divides it, or keep its projections whole"
-        )
-    numbers = [
-        f"{name}={value}"
-        for name, value in vars(bare).items()
-        if type(value) is int and value > 1 and name[0] != "_" and repr(name) not in known
-        if not _OF_ONE_HEAD.search(name)
-    ]
-    if not numbers:
-        return ""
-    return (
-        f"\nit holds shards, and keeps {', '.join(numbers)}: give those that count the whole this "
-        f'rank\'s share, as by sch["{path}"].set(name, whole // sch.world_size), and leave each '
-        "rank whole heads"
-    )
+        return hook
+
+    with ExitStack() as stack:
+        for path, module in hookable(model):
+            stack.callback(module.register_forward_hook(note(path)).remove)
+        yield found
 
 
 def amount(error: float, limit: float, mine: Tensor, target: Tensor) -> str:
@@ -175,105 +177,117 @@ def amount(error: float, limit: float, mine: Tensor, target: Tensor) -> str:
     return f", by {error:.3g} where {limit:.3g} is allowed"
 
 
-def contains(path: str, inner: str) -> bool:
-    """Whether the module at `path` is the one at `inner`, or around it."""
-    return not path or inner == path or inner.startswith(f"{path}.")
-
-
-def _keep(call: Call, grad: Tensor) -> None:
-    call.gradient = grad.detach().clone()
-
-
-class Comparison:
-    """Compares two runs call by call, parts of all ranks put together.
+@dataclass(frozen=True)
+class Verdict:
+    """How a tensor of a call compares with the original's.
 
     Parameters
     ----------
-    wanted, given
-        Runs of the reference and of the scheduled model.
+    known
+        Whether the parts of the ranks could be put together.
+    differs
+        Whether they are another tensor.
+    amount
+        By how much, in words.
+    factor
+        What makes the ranks' tensors equal the original: ``"sum"`` of them all, or one
+        ``"share"`` of a rank; empty for neither.
+    """
+
+    known: bool = False
+    differs: bool = False
+    amount: str = ""
+    factor: str = ""
+
+
+class Comparison:
+    """Compares tensors of two runs, parts of all ranks put together; collectives of all of them.
+
+    Parameters
+    ----------
     group
         Ranks of the scheduled model.
     rtol
-        Tolerance, None for that of the dtype.
-    agree, largest
+        Tensor -> tolerance.
+    any_rank, largest
         Whether a condition holds on any rank; the largest of the ranks' numbers.
     """
 
     def __init__(
         self,
-        wanted: Run,
-        given: Run,
         group: dist.ProcessGroup | None,
-        rtol: float | None,
-        agree: Callable[[bool], bool],
+        rtol: Callable[[Tensor], float],
+        any_rank: Callable[[bool], bool],
         largest: Callable[[float], float],
     ) -> None:
-        self.expected, self.given = wanted.by_key(), given
-        self.group, self.rtol, self.agree, self.largest = group, rtol, agree, largest
+        self.group, self.rtol, self.any_rank, self.largest = group, rtol, any_rank, largest
+        self.world_size = dist.get_world_size(group) if group is not None else 1
 
-    def first_output(self) -> Divergence | None:
-        """The first call whose output differs."""
-        partial = None
-        for call in self.given.calls:
-            placement = layout_of(innermost(call.module)).output
-            target = self.expected.get((call.path, call.index))
-            if target is not None:
-                is_partial = placement is not None and placement.kind == "partial"
-                found = self._compare(call, call.output, target.output, is_partial)
-                if found is not None:
-                    return Divergence(*found, suspect=partial)
-                partial = call.path if is_partial else partial
-        return None
+    def compare(
+        self,
+        module: nn.Module,
+        mine: Tensor | None,
+        target: Tensor | None,
+        partial: bool = False,
+    ) -> Verdict:
+        """One tensor of a call of `module`.
 
-    def first_gradient(self) -> Divergence | None:
-        """The first call, seen from the loss, for whose output the gradient differs."""
-        for call in reversed(self.given.calls):
-            target = self.expected.get((call.path, call.index))
-            if target is None or call.gradient is None or target.gradient is None:
-                continue
-            found = self._compare(call, call.gradient, target.gradient, False)
-            if found is not None:
-                return Divergence(*found, suspect=self._user_of(call))
-        return None
+        Parameters
+        ----------
+        partial
+            The ranks hold summands.
+        """
+        if self.any_rank(mine is None or target is None):
+            return Verdict()
+        assert mine is not None, "looked at above"
+        assert target is not None, "looked at above"
+        alike = mine.shape == target.shape
+        summed = self._sum(mine) if partial and alike else mine
+        whole = summed if alike else self._put_together(module, mine, target)
+        if self.any_rank(whole is None):
+            return Verdict()
+        assert whole is not None, "looked at above"
+        error, limit = self._error(whole, target)
+        if not self.any_rank(error > limit):
+            return Verdict(known=True)
+        factor = self._factor(mine, target)
+        return Verdict(True, True, amount(self.largest(error), limit, whole, target), factor)
 
-    def _user_of(self, call: Call) -> str | None:
-        """The module called next, which most likely uses the output."""
-        started = self.given.started
-        after = len(started) - 1 - started[::-1].index(call.path)
-        inside = f"{call.path}."
-        return next((p for p in started[after + 1 :] if not p.startswith(inside)), None)
+    def _error(self, mine: Tensor, target: Tensor) -> tuple[float, float]:
+        return difference(mine, target), self.rtol(target) * scale_of(target)
 
-    def _compare(
-        self, call: Call, mine: Tensor, target: Tensor, is_partial: bool
-    ) -> tuple[str, nn.Module, str] | None:
-        whole = self._whole(call, mine, target, is_partial)
-        if whole is None:
-            return None
-        error = difference(whole, target)
-        limit = rtol_for(target, self.rtol) * scale_of(target)
-        if not self.agree(error > limit):
-            return None
-        return call.path, call.module, amount(self.largest(error), limit, whole, target)
+    def _factor(self, mine: Tensor, target: Tensor) -> str:
+        alike = mine.shape == target.shape and mine.is_floating_point()
+        if self.world_size == 1 or self.any_rank(not alike):
+            return ""
+        for name, other in (("sum", self._sum(mine)), ("share", mine / self.world_size)):
+            error, limit = self._error(other, target)
+            if not self.any_rank(error > max(limit, 1e-6 * scale_of(target))):
+                return name
+        return ""
 
-    def _whole(self, call: Call, tensor: Tensor, target: Tensor, is_partial: bool) -> Tensor | None:
-        """The tensor of all ranks together; None when it is not known how to put it together."""
-        world_size = dist.get_world_size(self.group) if self.group is not None else 1
-        if tensor.shape == target.shape:
-            if is_partial and world_size > 1:
-                tensor = tensor.contiguous().clone()
-                dist.all_reduce(tensor, group=self.group)
+    def _sum(self, tensor: Tensor) -> Tensor:
+        if self.world_size == 1:
             return tensor
-        if world_size == 1:
+        tensor = tensor.contiguous().clone()
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def _put_together(self, module: nn.Module, tensor: Tensor, target: Tensor) -> Tensor | None:
+        """The tensor of all ranks together; None when it is not known how to put it together."""
+        if self.world_size == 1:
             return tensor  # nothing explains another shape
         axes = [
             a for a, (m, t) in enumerate(zip(tensor.shape, target.shape, strict=False)) if m != t
         ]
-        packed = any(len(s.blocks) > 1 for s in shards_of(innermost(call.module)).values())
-        if tensor.dim() != target.dim() or len(axes) != 1 or packed or world_size == 1:
+        if tensor.dim() != target.dim() or len(axes) != 1:
             return None
         (axis,) = axes
-        if tensor.shape[axis] * world_size != target.shape[axis]:
+        if tensor.shape[axis] * self.world_size != target.shape[axis]:
             return None
-        parts = [torch.empty_like(tensor.contiguous()) for _ in range(world_size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self.group)
-        return torch.cat(parts, axis)
+        specs = [s for s in shards_of(innermost(module)).values() if len(s.blocks) > 1]
+        blocks = specs[0].blocks if specs else (target.shape[axis],)
+        if sum(blocks) != target.shape[axis]:
+            return None
+        spec = ShardSpec(axis, target.shape, blocks, 0, self.world_size)
+        return spec.gather(tensor, self.group)

@@ -36,7 +36,7 @@ class Origins:
         """This rank's slices of the original's tensors, by the names of the scheduled model."""
         found: dict[str, Tensor] = {}
         for place in places(self._sch.mod):
-            self._known_as[place.name] = self._original_name(place)
+            self._known_as[place.name] = self.original_name(place)
             value = self._original(place, full)
             if value is not None:
                 with torch.no_grad():
@@ -53,23 +53,32 @@ class Origins:
     def _original(self, place: Place, full: Mapping[str, Tensor]) -> Tensor | None:
         """The full value that the tensor at `place` has in the original; None if it has none."""
         shape = place.spec.full_shape if place.spec else place.tensor.shape
-        source = self._source_of(place.name)
+        source = self.source_of(place.name)
         if source is not None:
             value: Tensor = source[0].pack([full[name] for name in source[1]])
         else:
-            name = self._original_name(place)
+            name = self.original_name(place)
             if name not in full:
                 return None
             value = full[name]
         return value if value.shape == shape else None
 
-    def _original_name(self, place: Place) -> str:
+    def names_by_tensor(self) -> dict[int, str]:
+        """Identity of a tensor on entry -> its name."""
+        return self._names
+
+    def compiled_values(self, full: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """Values of parameters that a fusion took into compiled code, by their identities."""
+        params = compiled_parameters(self._sch.mod)
+        return {id(p): full[self._names[id(p)]] for p in params if id(p) in self._names}
+
+    def original_name(self, place: Place) -> str:
         """The name that a tensor had on entry; a fusion moves parameters to another module."""
         if place.name in self.original_names:
             return place.name
         return self._names.get(id(place.tensor), place.name)
 
-    def _source_of(self, name: str) -> tuple[Any, list[str]] | None:
+    def source_of(self, name: str) -> tuple[Any, list[str]] | None:
         """How the parameter is made from the original's: source and names from here."""
         prefix = f"{self._sch.path}." if self._sch.path else ""
         found = self._sch.state.sources.get(prefix + name)
@@ -89,7 +98,7 @@ class Origins:
             grad = gradient_of(place.tensor)
             if place.spec is not None:
                 grad = place.spec.gather(grad, self._sch.group)
-            source = self._source_of(place.name)
+            source = self.source_of(place.name)
             if source is not None:
                 sizes = [source[0].size_of(originals[n].tensor) for n in source[1]]
                 found.update(zip(source[1], source[0].unpack(grad, sizes), strict=True))

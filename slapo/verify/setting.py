@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo.random import TENSOR_PARALLEL, get_rng_tracker
 from slapo.schedule import Schedule
 from slapo.sharding.tags import apply_tags, tags_of
 from slapo.verify.tensors import places, tensors_in
@@ -40,11 +39,12 @@ class Outcome:
     inputs: list[Tensor]
 
 
-def fresh_input(tensor: Tensor, inputs: list[Tensor]) -> Tensor:
+def fresh_input(tensor: Tensor, inputs: list[Tensor], wide: torch.dtype | None) -> Tensor:
     """A copy to run on; of a floating point tensor the gradient can be asked for afterwards."""
     if not tensor.is_floating_point():
         return tensor.clone()
-    leaf = tensor.detach().clone().requires_grad_()
+    value = tensor.detach().to(wide or tensor.dtype, copy=True)
+    leaf = value.requires_grad_()
     inputs.append(leaf)
     return leaf.clone()  # no leaf, so the model may change it in place
 
@@ -55,6 +55,14 @@ def full_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str,
         return {
             p.name: p.spec.gather(p.tensor.detach(), group) if p.spec else p.tensor.detach().clone()
             for p in places(model)
+        }
+
+
+def local_tensors(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's slices of full tensors by name."""
+    with torch.no_grad():
+        return {
+            p.name: p.spec.slice(full[p.name]) if p.spec else full[p.name] for p in places(model)
         }
 
 
@@ -76,11 +84,8 @@ def gathered_gradients(model: nn.Module, group: dist.ProcessGroup | None) -> dic
     return found
 
 
-def backward(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> None:
-    """Differentiate the loss, or all outputs against fixed random numbers."""
-    if loss_fn is not None:
-        loss_fn(output).backward()
-        return
+def weighed(output: Any) -> Tensor | None:
+    """All outputs against fixed random numbers; None where none needs a gradient."""
     generator = torch.Generator().manual_seed(SEED)
     terms = []
     for _, tensor in tensors_in(output):
@@ -89,9 +94,9 @@ def backward(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> None:
         weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
         if tensor.requires_grad:
             usable = tensor.masked_fill(~tensor.detach().isfinite(), 0.0)
-            terms.append((usable.float() * weights.to(tensor.device)).sum())
-    if terms:
-        torch.stack(terms).sum().backward()
+            usable = usable if tensor.dtype == torch.float64 else usable.float()
+            terms.append((usable * weights.to(tensor.device)).sum().double())
+    return torch.stack(terms).sum() if terms else None
 
 
 @contextmanager
@@ -105,20 +110,3 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for module, flag in flags:
             module.training = flag
-
-
-@contextmanager
-def random_states_kept(tp_rank: int) -> Iterator[None]:
-    """Default states and the tracker's as they were; a tracker without a seed gets one."""
-    tracker = get_rng_tracker()
-    with torch.random.fork_rng():
-        states = tracker.get_states()
-        if not states:
-            tracker.add(TENSOR_PARALLEL, SEED + tp_rank)
-        try:
-            yield
-        finally:
-            if states:
-                tracker.set_states(states)
-            else:
-                tracker.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,14 +17,8 @@ from slapo.sharding.state import shards_of
 from slapo.sharding.tags import apply_tags, new_parameter
 from slapo.wrapper import innermost
 
-#: Largest difference allowed, relative to the largest value: rounding that another order of
-#: summation explains, some hundred times the spacing of float32 numbers.
-RTOL = {
-    torch.float64: 1e-10,
-    torch.float32: 2e-5,
-    torch.float16: 5e-3,
-    torch.bfloat16: 3e-2,
-}
+#: What is larger stands for infinity.
+_FILL = 1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,30 +66,54 @@ def places(model: nn.Module) -> list[Place]:
 
 @contextmanager
 def other_tensors(
-    model: nn.Module, values: Mapping[str, Tensor], group: dist.ProcessGroup | None
+    model: nn.Module,
+    values: Mapping[str, Tensor],
+    group: dist.ProcessGroup | None,
+    compiled: Mapping[int, Tensor] | None = None,
+    wide: torch.dtype | None = None,
 ) -> Iterator[None]:
     """The model with copies of its tensors, or with `values` by name, while the block runs.
 
     Values are this rank's slices. Gradients and changes of buffers fall on the copies.
+
+    Parameters
+    ----------
+    compiled
+        Values of parameters inside compiled modules, by their identities.
+    wide
+        Dtype of all floating point tensors; None for their own.
     """
     originals = [(place, place.tensor) for place in places(model)]
     copies: dict[int, Tensor] = {}
     for place, old in originals:
         if id(old) not in copies:
             data = values[place.name] if place.name in values else old.detach()
-            data = data.to(dtype=old.dtype).clone()
+            dtype = wide if wide is not None and old.is_floating_point() else old.dtype
+            data = data.to(dtype=dtype, copy=True)
             copies[id(old)] = new_parameter(data, old) if isinstance(old, nn.Parameter) else data
             apply_tags(copies[id(old)], {}, group)
         place.put(copies[id(old)])
-    compiled = [(param, param.grad) for param in compiled_parameters(model)]
     try:
-        for param, _ in compiled:
-            param.grad = None
-        yield
+        with _compiled_values(model, compiled or {}):
+            yield
     finally:
         for place, old in originals:
             place.put(old)
-        for param, grad in compiled:
+
+
+@contextmanager
+def _compiled_values(model: nn.Module, values: Mapping[int, Tensor]) -> Iterator[None]:
+    """Parameters inside compiled modules stay the objects that they are."""
+    kept = [(param, param.data, param.grad) for param in compiled_parameters(model)]
+    try:
+        for param, data, _ in kept:
+            param.grad = None
+            param.data = values.get(id(param), data).to(data, copy=True)
+        yield
+    finally:
+        for param, data, grad in kept:
+            param.grad = None
+            param.data = data
             param.grad = grad
 
 
@@ -136,12 +155,15 @@ def difference(given: Tensor, wanted: Tensor) -> float:
         return float("inf")
     if given.numel() == 0:
         return 0.0
-    a, b = given.detach().to("cpu"), wanted.detach().to("cpu")
+    a, b = given.detach(), wanted.detach().to(given.device)
     if not (a.is_floating_point() or a.is_complex()):
         return 0.0 if torch.equal(a, b) else float("inf")
-    a, b = a.to(torch.float64), b.to(torch.float64)
-    equal = (a == b) | (a.isnan() & b.isnan())  # infinities of one sign, masked scores
-    worst = (a - b).abs().masked_fill(equal, 0.0).max().item()
+    wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    apart = (a.to(wide) - b.to(wide)).abs()
+    worst = apart.max().item()
+    if not math.isfinite(worst):
+        # Infinities of one sign, as of masked scores, and NaN on both sides.
+        worst = apart.masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0).max().item()
     return float("inf") if worst != worst else float(worst)
 
 
@@ -149,11 +171,9 @@ def scale_of(tensor: Tensor) -> float:
     """The largest finite absolute value."""
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return 0.0
-    values = tensor.detach().abs().to("cpu", torch.float64)
-    finite = values[values.isfinite() & (values < 1e30)]  # not the fill value of a mask
+    values = tensor.detach().abs()
+    largest = float(values.max())
+    if largest < _FILL:
+        return largest
+    finite = values[values < _FILL]  # not the fill value of a mask
     return float(finite.max()) if finite.numel() else 0.0
-
-
-def rtol_for(tensor: Tensor, given: float | None) -> float:
-    """The tolerance for a tensor's dtype."""
-    return given if given is not None else RTOL.get(tensor.dtype, 0.0)

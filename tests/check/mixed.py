@@ -287,10 +287,12 @@ def _compared(
     start, end = before.state_dict(), after.state_dict()
     changes = {name: float((end[name] - start[name]).abs().max()) for name in end}
     largest = max(changes.values())
-    names = {id(tensor): name for name, tensor in plan.tensors.items()}
+    names = {t.data_ptr(): name for name, t in plan.tensors.items() if not t.is_meta}
     found = set()
     for held, (value, spec) in parts.items():
-        name = held if held in end else names.get(id(value), "")  # fused modules hold it elsewhere
+        name = (
+            held if held in end else names.get(value.data_ptr(), "")
+        )  # fused modules hold it elsewhere
         if not name:
             continue
         found.add(name)

@@ -123,7 +123,7 @@ def test_in_a_world_of_one() -> None:
     check(split_block(), X)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "mixtral"])
 def test_on_fakes(two_ranks: None, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """Larger models run without numbers, where Transformers takes other branches."""
     monkeypatch.setattr(stand_ins, "REAL_BYTES", 0)

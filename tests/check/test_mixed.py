@@ -6,6 +6,7 @@ More of them by ``python -m tests.check.fuzz mixed 500``. Below those, what they
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ pytest.importorskip("transformers")
 
 import slapo
 from slapo.check import check
+from slapo.sharding.collectives import reduce_from_group
 from tests.check.mixed import compared
 from tests.check.mixed_models import HIDDEN, Layer
 from tests.check.verdicts import fake_world, is_crash, is_false_alarm, is_miss
@@ -76,3 +78,35 @@ def test_reentrant_checkpoint_of_what_has_no_gradient_to_send_back() -> None:
         slapo.build(sch)[0](ids)
     with torch.no_grad():
         slapo.build(sch)[0](ids)
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 8), nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.fc2(torch.tanh(self.fc1(x)))
+
+
+def test_a_collective_over_other_ranks_than_those_of_the_schedule() -> None:
+    """The default group of a job has all stages and replicas."""
+    with fake_world(4, rank=3):
+        group = slapo.init_mesh(pp=2, tp=2, device="cpu")["tp"]
+        for given in (None, group.get_group()):
+            sch = slapo.create_schedule(Halves(), group=group)
+            sch["fc1"].shard("weight", axis=0).shard("bias", axis=0)
+            sch["fc1"].sync("bwd_post", "all_reduce")
+            sch["fc2"].shard("weight", axis=1)
+            hook = partial(_reduced, given)
+            sch["fc2"].mod.register_forward_hook(hook)
+            if given is not None:
+                check(sch, torch.randn(3, 4))
+                continue
+            message = r"'fc2'.*over ranks \[0, 1, 2, 3\].*is \[2, 3\].*group=sch.group"
+            with pytest.raises(slapo.SlapoError, match=message):
+                check(sch, torch.randn(3, 4))
+
+
+def _reduced(group: Any, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return reduce_from_group(output, group)

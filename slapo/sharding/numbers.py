@@ -1,0 +1,63 @@
+"""Numbers of a sharded module that count the whole, such as its heads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from torch import nn
+
+from slapo.history import Record, contains
+from slapo.wrapper import innermost
+
+#: What models call the numbers of their heads.
+_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads")
+#: Numbers that are the same for one head as for all of them.
+_OF_ONE_HEAD = re.compile(r"head_(dim|size)|(groups|buckets|distance|idx|index)$")
+
+
+def sizes_kept(module: nn.Module, path: str, records: Sequence[Record], world_size: int) -> str:
+    """Numbers of a module that holds shards: they are not shared out with its weights.
+
+    Parameters
+    ----------
+    path
+        The module's in the schedule.
+    records
+        What was applied.
+    world_size
+        Of the schedule's group.
+
+    Returns
+    -------
+    str
+        A line for a message; empty if nothing was sharded below, or no number is left.
+    """
+    below = [record for record in records if contains(path, record.path)]
+    if not any(record.primitive == "shard" and record.path != path for record in below):
+        return ""
+    bare = innermost(module)
+    known = {record.arguments["name"] for record in below if record.primitive == "set"}
+    heads = [
+        (name, getattr(bare, name, getattr(getattr(bare, "config", None), name, None)))
+        for name in _HEADS
+        if repr(name) not in known
+    ]
+    uneven = [f"{name}={n}" for name, n in heads if type(n) is int and n % world_size]
+    if uneven:
+        return (
+            f"\nit holds shards, and {uneven[0]} cannot be split over {world_size} ranks by whole "
+            "heads; use a number of ranks that divides it, or keep its projections whole"
+        )
+    numbers = [
+        f"{name}={value}"
+        for name, value in vars(bare).items()
+        if type(value) is int and value > 1 and name[0] != "_" and repr(name) not in known
+        if not _OF_ONE_HEAD.search(name)
+    ]
+    if not numbers:
+        return ""
+    return (
+        f"\nit holds shards, and keeps {', '.join(numbers)}: give those that count the whole this "
+        f'rank\'s share, as by sch["{path}"].set(name, whole=...), and leave each rank whole heads'
+    )

@@ -1,0 +1,127 @@
+"""Wider dtypes for both models, where rounding is below any mistake; tolerances elsewhere."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+#: Largest difference allowed, relative to the largest value: rounding that another order of
+#: summation explains, some hundred times the spacing of float32 numbers.
+RTOL = {
+    torch.float64: 1e-9,
+    torch.float32: 2e-5,
+    torch.float16: 5e-3,
+    torch.bfloat16: 3e-2,
+}
+
+#: Modules with parameters that a tolerance is meant for; of more, rounding adds up as chance does.
+_SHALLOW = 10
+
+#: What modules say that do not take float64.
+_REFUSAL = re.compile(
+    r"dtype|double|float64|float32|scalar type|not implemented|not support|unsupported", re.I
+)
+
+_CONVERSIONS = {
+    Tensor.float: torch.float32,
+    Tensor.half: torch.float16,
+    Tensor.bfloat16: torch.bfloat16,
+}
+
+
+def refuses(error: BaseException) -> bool:
+    """Whether an error, or what it explains, is about dtypes."""
+    return bool(_REFUSAL.search(str(error.__cause__ or error)))
+
+
+def rtol_for(dtype: torch.dtype, model: nn.Module) -> float:
+    """The tolerance for a model that computes in a dtype; 0 for integers."""
+    base = RTOL.get(dtype, 0.0)
+    if dtype == torch.float64:
+        return base
+    depth = sum(1 for module in model.modules() if module._parameters)
+    return base * max(1.0, math.sqrt(depth / _SHALLOW))
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether parts of a model are TorchScript."""
+    return any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+
+
+def wider(*models: nn.Module) -> list[torch.dtype | None]:
+    """Dtypes to run models in, the best first, their own last.
+
+    Compiled code keeps the dtypes that it was compiled for.
+    """
+    if any(map(is_compiled, models)):
+        return [None]
+    sizes = [t.dtype.itemsize for m in models for t in m.parameters() if t.is_floating_point()]
+    return [torch.float64, *([torch.float32] if min(sizes, default=4) < 4 else []), None]
+
+
+class Widened(TorchFunctionMode):
+    """While it is entered, what asks for float32 or a dtype of the model gets a wider one.
+
+    Norms and rotary embeddings compute in float32 whatever the model's dtype is: their rounding
+    would hide as much as that of a float32 model.
+
+    Parameters
+    ----------
+    wide
+        The wider dtype.
+    dtypes
+        To be taken for it, if they are narrower.
+
+    Attributes
+    ----------
+    narrow
+        Dtypes that results were rounded to all the same.
+    """
+
+    def __init__(self, wide: torch.dtype, dtypes: Collection[torch.dtype]) -> None:
+        super().__init__()
+        self.wide = wide
+        self.dtypes = {d for d in (torch.float32, *dtypes) if d.itemsize < wide.itemsize}
+        self.narrow: set[torch.dtype] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call `func` with other dtypes."""
+        if _CONVERSIONS.get(func) in self.dtypes:
+            return args[0].to(self.wide)
+        args = tuple(self._wider(arg) for arg in args)
+        kwargs = {name: self._wider(arg) for name, arg in (kwargs or {}).items()}
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.is_floating_point():
+            self._note(result, args)
+        return result
+
+    def _wider(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype) and value in self.dtypes:
+            return self.wide
+        return value
+
+    def _note(self, result: Tensor, args: tuple[Any, ...]) -> None:
+        if result.dtype.itemsize < self.wide.itemsize and any(
+            isinstance(arg, Tensor) and arg.dtype == self.wide for arg in args
+        ):
+            self.narrow.add(result.dtype)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Tensors made without a dtype get this one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,183 @@
+"""The ways in which models are run: dtypes, modes, constant tensors, schedules in two blocks."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slapo
+from tests.distributed import run_distributed
+from tests.sharding.families import FAMILIES, Steps
+from tests.verify.models import build, inputs
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+class OnlySingle(nn.Module):
+    """Takes float32 and nothing else, as kernels do."""
+
+    def __init__(self, slope: float = 0.0) -> None:
+        super().__init__()
+        self.slope = slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            raise TypeError(f"expected dtype float32, got {x.dtype}")
+        return F.leaky_relu(x, self.slope)
+
+
+def test_what_refuses_float64_is_compared_in_its_own_dtype(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def model() -> slapo.Schedule:
+        return slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), OnlySingle(), nn.Linear(4, 2)))
+
+    sch = model()
+    with caplog.at_level(logging.INFO), slapo.Verify(sch, X):
+        sch["1"].replace(OnlySingle())
+    sch = model()
+    told = r"first at '1' \(OnlySingle\)"
+    with pytest.raises(slapo.VerificationError, match=told), slapo.Verify(sch, X):
+        sch["1"].replace(OnlySingle(0.1))
+    assert "Verify does not compare in torch.float64" in caplog.text
+
+
+class Half(nn.Module):
+    """Gives another dtype than it takes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.bfloat16()
+
+
+def test_an_output_of_another_dtype_is_told_before_numbers() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Identity()))
+    told = r"output is of torch.bfloat16, the original's of torch.float32"
+    with pytest.raises(slapo.VerificationError, match=told), slapo.Verify(sch, X):
+        sch["1"].replace(Half())
+
+
+def test_a_difference_far_below_float32_is_found() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+    with pytest.raises(slapo.VerificationError, match="first at '1'"), slapo.Verify(sch, X):
+        sch["1"].mod.eps = 1.001e-5
+
+
+def test_constants_are_perturbed_alike_where_they_are_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+            nn.init.zeros_(self.first.bias)
+            self.last.bias = self.first.bias
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x))
+
+    sch = slapo.create_schedule(Tied())
+    with slapo.Verify(sch, X):
+        sch["first"].checkpoint()
+    assert not sch.mod.first.bias.detach().any()
+
+
+def test_masks_and_positions_keep_their_values() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.ones(4, 4))
+            self.register_buffer("ids", torch.zeros(3, dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert bool((self.mask == 1).all())
+            assert not bool(self.ids.any())
+            return x @ self.mask
+
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), Masked()))
+    with slapo.Verify(sch, X):
+        sch["0"].checkpoint()
+
+
+def test_a_model_that_cannot_train_is_compared_in_eval_mode() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    with slapo.Verify(sch, X[:1]):  # a batch of one has no variance
+        sch["0"].checkpoint()
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bias = nn.Linear(4, 4, bias=False), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.fc(x) + self.bias, 0.1, self.training)
+
+
+def test_dropouts_in_compiled_fusions_are_out_of_sight() -> None:
+    def pattern(x: Tensor, bias: Tensor, training: bool) -> Tensor:
+        return F.dropout(x + bias, 0.1, training)
+
+    sch = slapo.create_schedule(nn.Sequential(Dropping(), nn.Dropout(0.2)))
+    with slapo.Verify(sch, X):
+        sch["0"].trace(flatten=True)
+        found = sch["0"].find(pattern)
+        assert len(found) == 1
+        sch["0"].fuse(found, compiler="TorchScript")
+    with pytest.raises(slapo.VerificationError, match="'1' drops with"), slapo.Verify(sch, X):
+        sch["1"].mod.p = 0.3
+
+
+class Branches(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor if self.training else x
+
+
+def test_what_only_train_mode_computes_is_compared() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), Branches(2.0)))
+    told = r"differs in train mode, first at '1' \(Branches\)"
+    with pytest.raises(slapo.VerificationError, match=told), slapo.Verify(sch, X):
+        sch["1"].replace(Branches(3.0))
+
+
+def _two_blocks(rank: int, world: int) -> list[str]:
+    model = build("gpt2")
+    sch = slapo.create_schedule(model)
+    told = []
+    with slapo.Verify(sch, inputs("gpt2")):
+        Steps(FAMILIES["gpt2"]).apply(sch)
+    with slapo.Verify(sch, inputs("gpt2")):
+        sch["transformer.h.0"].checkpoint()
+    try:
+        with slapo.Verify(sch, inputs("gpt2")):
+            sch["transformer.h.1.mlp.act"].replace(nn.ReLU())
+    except slapo.VerificationError as error:
+        told.append(str(error))
+    return told
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_sharded_model_is_an_original_too() -> None:
+    for told in run_distributed(_two_blocks, 2):
+        assert len(told) == 1
+        assert "first at 'transformer.h.1.mlp.act' (ReLU)" in told[0]
+
+
+def _one_rank_refuses(rank: int, world: int) -> str:
+    """Float64 is refused on one rank, while the other is in a sum."""
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
+    with slapo.Verify(sch, X):
+        sch["0"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+        sch["2"].shard("weight", 1).sync("fwd_post", "all_reduce")
+        sch["1"].replace(OnlySingle() if rank == 1 else nn.ReLU())
+    return "equal"
+
+
+def test_ranks_fall_back_together() -> None:
+    assert run_distributed(_one_rank_refuses, 2) == ["equal"] * 2
