@@ -234,7 +234,7 @@ class PlaceMode(TorchDispatchMode):
     ) -> Tensor:
         """A step of tensor parallelism: checked by what it takes, without communication."""
         place, axis = place_of(tensor), arguments.get(step.takes_along)
-        why = self._other_ranks(group) or self._wrong_for(step, place, axis, tensor)
+        why = self._other_ranks(step, group) or self._wrong_for(step, place, axis, tensor)
         if why:
             raise self.stop(step.name, [tensor], [place], why, step)
         given = place_of_result(step, arguments)
@@ -247,8 +247,8 @@ class PlaceMode(TorchDispatchMode):
         put_place(result, replace(given, birth=self._birth(step.name)))
         return result
 
-    def _other_ranks(self, group: dist.ProcessGroup | None) -> str:
-        if self.ranks == 1:
+    def _other_ranks(self, step: Step, group: dist.ProcessGroup | None) -> str:
+        if self.ranks == 1 or step.gives == MASKED:  # whose rows are given, and no group
             return ""
         theirs, ours = ranks_of(group), ranks_of(self.group)
         if theirs == ours:

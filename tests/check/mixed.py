@@ -96,6 +96,11 @@ class Plan:
     def apply(self, sch: slapo.Schedule, is_cut: bool) -> None:
         """Choose the moves, and carry out those that are not refused.
 
+        Parameters
+        ----------
+        is_cut
+            Whether a stage ends where it is traced for that.
+
         Raises
         ------
         Crash
@@ -110,7 +115,8 @@ class Plan:
         if self.is_cut:
             end, inputs = choose.choice(self.model.ends), self.model.batch(6, 7, 4)[0]
             place = choose.choice((len(moves), len(moves), choose.randint(0, len(moves))))
-            run = functools.partial(cut, model=self.model, end=end, tracer=tracer, inputs=inputs)
+            model, ends = self.model, (end,) if is_cut else ()
+            run = functools.partial(cut, model=model, ends=ends, tracer=tracer, inputs=inputs)
             moves.insert(place, Move("cut", f"after {end}", 5, run))
         self.decisions = steps.decisions
         for move in moves:
@@ -170,20 +176,21 @@ def judge(plan: Plan, mesh: Any) -> Pair:
     is_cut = any(move.startswith("cut") for move in plan.done)
     if is_cut and said.said == "accepted":
         true = _trained_by_engine(plan, sch, original, mesh)
-    elif is_cut:
-        true = Verdict(seed, "not run")
+    elif is_cut:  # of stages that do not fit together some would wait for others
+        again = Plan.of(seed)
+        true = _trained(again, *_scheduled(again, mesh, is_cut=False), mesh)
     else:
         true = _trained(plan, sch, original, mesh)
     return replace(said, done=tuple(plan.done), refused=tuple(plan.refused)), true
 
 
-def _scheduled(plan: Plan, mesh: Any) -> tuple[Any, nn.Module]:
+def _scheduled(plan: Plan, mesh: Any, is_cut: bool = True) -> tuple[Any, nn.Module]:
     model = plan.model.build()
     original = copy.deepcopy(model)
     plan.tensors = dict(model.state_dict(keep_vars=True))
     sch = slapo.create_schedule(model, group=mesh["tp"])
     try:
-        plan.apply(sch, plan.is_cut)
+        plan.apply(sch, is_cut)
     except Crash as crash:
         return Verdict(plan.seed, "crash", f"{plan.told()} || {crash}"), original
     return sch, original

@@ -330,14 +330,14 @@ def _call(sch: slapo.Schedule, path: str, method: str, **kwargs: Any) -> Any:
     return getattr(sch[path], method)(**kwargs)
 
 
-def cut(sch: slapo.Schedule, model: Model, end: str, tracer: str, inputs: Any) -> Any:
-    """Trace down to the layers, and end a stage after one."""
+def cut(sch: slapo.Schedule, model: Model, ends: tuple[str, ...], tracer: str, inputs: Any) -> Any:
+    """Trace down to the layers, and end stages after some."""
     traced = sch.trace_until(
         model.containers,
         tracer=tracer,
         concrete_args=dict(model.constants),
         example_inputs=inputs,
     )
-    if traced:
+    for end in ends if traced else ():
         sch[end].cut_pipeline_stage()
     return traced

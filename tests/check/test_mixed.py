@@ -108,5 +108,13 @@ def test_a_collective_over_other_ranks_than_those_of_the_schedule() -> None:
                 check(sch, torch.randn(3, 4))
 
 
+def test_a_vocabulary_in_a_job_of_more_ranks() -> None:
+    with fake_world(4, rank=3):
+        group = slapo.init_mesh(pp=2, tp=2, device="cpu")["tp"]
+        sch = slapo.create_schedule(Positions(), group=group)
+        sch["table"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
+        check(sch, torch.arange(5))
+
+
 def _reduced(group: Any, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     return reduce_from_group(output, group)
