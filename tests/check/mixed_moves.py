@@ -186,7 +186,7 @@ def _relu(x: Tensor) -> Tensor:
     return F.relu(x)
 
 
-def _relu_pair(x: Tensor, y: Tensor) -> Tensor:
+def _gate(x: Tensor, y: Tensor) -> Tensor:
     return F.silu(x) * y
 
 
@@ -216,7 +216,7 @@ PATTERNS: tuple[tuple[Callable[..., Any], Callable[..., Any] | None], ...] = (
     (_new_gelu, _new_gelu),
     (_silu, _silu),
     (_relu, _relu),
-    (_relu_pair, _relu_pair),
+    (_gate, _gate),
     (_linear_gelu, None),
     (_norm_relu, None),
     (_drop_add, _plain_add),
@@ -252,67 +252,103 @@ def other_primitives(
     sch: slapo.Schedule, choose: random.Random, count: int, tracer: str
 ) -> Iterator[Move]:
     """Primitives that change nothing of what is computed, at any places where they may be."""
-    paths = [path for path, _ in sch.named_schedules() if path]
-    linears = [p for p in paths if getattr(sch[p].mod, "bias", None) is not None]
-    linears = [p for p in linears if type(sch[p].mod) is nn.Linear]
-    equals = [p for p in paths if equal_to(sch[p].mod) is not None]
-    parents = [p for p in paths if sch[p].child]
-    insides = [p for p in parents if _is_cheap(sch[p].mod) or choose.random() < 0.01]
-    tensors = [(p, n) for p in paths for n, t in sch[p].mod._parameters.items() if t is not None]
-    kinds: dict[str, int] = {
-        "decompose": 2 if linears else 0,
-        "replace": 3,
-        "fuse": 3,
-        "replace operations": 2,
-        "checkpoint": 2,
-        "checkpoint operations": 2,
-        "trace": 2,
-        "fork_rng": 1,
-        "annotate": 1,
-    }
-    for kind in choose.choices(list(kinds), list(kinds.values()), k=count):
+    others = _Others(sch, choose, tracer)
+    kinds = {name: (weight, make) for name, weight, make in others.kinds() if weight}
+    weights = [weight for weight, _ in kinds.values()]
+    for kind in choose.choices(list(kinds), weights, k=count):
         order = choose.sample(range(len(PATTERNS)), len(PATTERNS))
-        inside, any_path = choose.choice(insides), choose.choice(paths)
-        if kind == "decompose":
-            path = choose.choice(linears)
-            yield Move(kind, path, 0, partial(_call, path=path, method=kind))
-            around = path.rpartition(".")[0]
-            if around in insides and choose.random() < 0.7:  # so that there is something to fuse
-                compiler = choose.choice(("TorchScript", None))
-                run = partial(fuse, path=around, order=order, compiler=compiler)
-                yield Move("fuse", f"{around} {compiler}", 1, run)
-        elif kind == "replace":
-            path, on_meta = choose.choice(equals), choose.random() < 0.3
-            run = partial(replace_module, path=path, on_meta=on_meta)
-            yield Move(kind, f"{path}{' on meta' * on_meta}", 1, run)
-        elif kind == "fuse":
-            compiler = choose.choice(("TorchScript", None))
-            run = partial(fuse, path=inside, order=order, compiler=compiler)
-            yield Move(kind, f"{inside} {compiler}", 3, run)
-        elif kind == "replace operations":
-            yield Move(kind, inside, 3, partial(replace_operations, path=inside, order=order))
-        elif kind == "checkpoint":
-            reentrant = choose.random() < 0.2
-            run = partial(_call, path=any_path, method=kind, use_reentrant=reentrant)
-            yield Move(kind, f"{any_path}{' reentrant' * reentrant}", 4, run)
-        elif kind == "checkpoint operations":
-            yield Move(kind, inside, 3, partial(checkpoint_operations, path=inside, order=order))
-        elif kind == "trace":
-            flat = choose.random() < 0.3
-            used = choose.choice(("pytorch", tracer))
-            run = partial(_call, path=inside, method=kind, flatten=flat, tracer=used)
-            yield Move(kind, f"{inside} {used}{' flat' * flat}", 3, run)
-        elif kind == "fork_rng":
-            yield Move(kind, any_path, 2, partial(_call, path=any_path, method=kind))
-        else:
-            path, name = choose.choice(tensors)
-            run = partial(_call, path=path, method=kind)
-            yield Move(
-                kind,
-                f"{path} {name}",
-                2,
-                lambda sch, path=path, name=name: sch[path].annotate(name, "mine", 3),
-            )
+        inside, path = choose.choice(others.insides), choose.choice(others.paths)
+        yield from kinds[kind][1](inside, path, order)
+
+
+Maker = Callable[[str, str, list[int]], Iterator[Move]]
+
+
+class _Others:
+    """Makes moves of one kind each, of a module with parts, any module, and an order of patterns.
+
+    Parameters
+    ----------
+    sch
+        The root, before anything is done.
+    choose
+        The source of decisions.
+    tracer
+        What may be passed besides ``"pytorch"``.
+    """
+
+    def __init__(self, sch: slapo.Schedule, choose: random.Random, tracer: str) -> None:
+        self.choose, self.tracer = choose, tracer
+        self.paths = [path for path, _ in sch.named_schedules() if path]
+        modules = {path: sch[path].mod for path in self.paths}
+        self.linears = [
+            p for p, m in modules.items() if type(m) is nn.Linear and m.bias is not None
+        ]
+        self.equals = [path for path, module in modules.items() if equal_to(module) is not None]
+        parents = [path for path in self.paths if sch[path].child]
+        self.insides = [p for p in parents if _is_cheap(modules[p]) or choose.random() < 0.01]
+        self.tensors = [
+            (p, n) for p, m in modules.items() for n, t in m._parameters.items() if t is not None
+        ]
+
+    def kinds(self) -> list[tuple[str, int, Maker]]:
+        """Name, weight, and what makes the moves."""
+        return [
+            ("decompose", 2 if self.linears else 0, self.decompose),
+            ("replace", 3, self.replace),
+            ("fuse", 3, self.fuse),
+            ("replace operations", 2, self.replace_operations),
+            ("checkpoint", 2, self.checkpoint),
+            ("checkpoint operations", 2, self.checkpoint_operations),
+            ("trace", 2, self.trace),
+            ("fork_rng", 1, self.fork_rng),
+            ("annotate", 1, self.annotate),
+        ]
+
+    def decompose(self, inside: str, path: str, order: list[int]) -> Iterator[Move]:
+        path = self.choose.choice(self.linears)
+        yield Move("decompose", path, 0, partial(_call, path=path, method="decompose"))
+        around = path.rpartition(".")[0]
+        if around in self.insides and self.choose.random() < 0.7:  # so that something is to fuse
+            yield from self.fuse(around, path, order, phase=1)
+
+    def replace(self, inside: str, path: str, order: list[int]) -> Iterator[Move]:
+        path, on_meta = self.choose.choice(self.equals), self.choose.random() < 0.3
+        run = partial(replace_module, path=path, on_meta=on_meta)
+        yield Move("replace", f"{path}{' on meta' * on_meta}", 1, run)
+
+    def fuse(self, inside: str, path: str, order: list[int], phase: float = 3) -> Iterator[Move]:
+        compiler = self.choose.choice(("TorchScript", None))
+        run = partial(fuse, path=inside, order=order, compiler=compiler)
+        yield Move("fuse", f"{inside} {compiler}", phase, run)
+
+    def replace_operations(self, inside: str, path: str, order: list[int]) -> Iterator[Move]:
+        run = partial(replace_operations, path=inside, order=order)
+        yield Move("replace operations", inside, 3, run)
+
+    def checkpoint(self, inside: str, path: str, order: list[int]) -> Iterator[Move]:
+        reentrant = self.choose.random() < 0.2
+        run = partial(_call, path=path, method="checkpoint", use_reentrant=reentrant)
+        yield Move("checkpoint", f"{path}{' reentrant' * reentrant}", 4, run)
+
+    def checkpoint_operations(self, inside: str, path: str, order: list[int]) -> Iterator[Move]:
+        run = partial(checkpoint_operations, path=inside, order=order)
+        yield Move("checkpoint operations", inside, 3, run)
+
+    def trace(self, inside: str, path: str, order: list[int]) -> Iterator[Move]:
+        flat = self.choose.random() < 0.3
+        tracer = self.choose.choice(("pytorch", self.tracer))
+        run = partial(_call, path=inside, method="trace", flatten=flat, tracer=tracer)
+        yield Move("trace", f"{inside} {tracer}{' flat' * flat}", 3, run)
+
+    def fork_rng(self, inside: str, path: str, order: list[int]) -> Iterator[Move]:
+        yield Move("fork_rng", path, 2, partial(_call, path=path, method="fork_rng"))
+
+    def annotate(self, inside: str, path: str, order: list[int]) -> Iterator[Move]:
+        path, name = self.choose.choice(self.tensors)
+        given = {"param_name": name, "key": "mine", "value": 3}
+        run = partial(_call, path=path, method="annotate", **given)
+        yield Move("annotate", f"{path} {name}", 2, run)
 
 
 #: Of Transformers; those of BERT, and T5's layers.
