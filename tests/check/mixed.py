@@ -132,7 +132,7 @@ class Plan:
         except (slapo.SlapoError, ValueError, TypeError, KeyError) as error:
             self.refused.append((str(move), str(error)))
         except RuntimeError as error:
-            if not str(error).startswith("hooks ["):
+            if "would be lost" not in str(error):
                 raise Crash(f"{move}: {type(error).__name__}: {error}") from error
             self.refused.append((str(move), str(error)))
         except Exception as error:
@@ -265,12 +265,16 @@ Parts = dict[str, tuple[Tensor, Any]]
 def parts_of(model: nn.Module) -> Parts:
     """Parameters and buffers, by the name of each that holds them."""
     found: Parts = {}
-    for path, outer in model.named_modules():
-        module = innermost(outer)
-        specs = shards_of(module)
+    modules = [(path, innermost(outer)) for path, outer in model.named_modules()]
+    specs = {  # one that is tied may stand in a module that was replaced since
+        id(getattr(module, leaf)): spec
+        for _, module in modules
+        for leaf, spec in shards_of(module).items()
+    }
+    for path, module in modules:
         for leaf, value in (*module._parameters.items(), *module._buffers.items()):
             if value is not None:
-                found[f"{path}.{leaf}" if path else leaf] = value, specs.get(leaf)
+                found[f"{path}.{leaf}" if path else leaf] = value, specs.get(id(value))
     return found
 
 
