@@ -14,7 +14,7 @@ from slapo.check import check as check_places
 from slapo.errors import SlapoError, with_nearest
 from slapo.framework_dialect import Lowering, Runtime, get_dialect_cls
 from slapo.framework_dialect.replicas import share_wholes
-from slapo.graph.trace.module import TracedModule
+from slapo.graph.trace.module import compile_graphs
 from slapo.node import ScheduleState
 from slapo.optimizers import refuse_earlier_optimizers
 from slapo.pipeline import PipelinedModule, generate_pipeline_partition
@@ -202,7 +202,7 @@ def _fill_module(sch: Schedule, init_weights: bool | Callable[..., Any]) -> None
     """Make a model that runs in one piece ready."""
     _materialize(sch, init_weights)
     _renew_tags(sch)
-    _compile_graphs(sch.mod)
+    compile_graphs(sch.mod)
 
 
 def _prepare(sch: Schedule, runtime: Runtime) -> Lowering:
@@ -242,7 +242,7 @@ def _fill(sch: Schedule, lowering: Lowering, init_weights: bool | Callable[..., 
         materialize(pipelined.whole, init_weights, sch.group, only=wanted)
         pipelined.renew_tensors()
     for stage in lowering.stages.values():
-        _compile_graphs(stage)
+        compile_graphs(stage)
     release(pipelined, tuple(lowering.stages))
 
 
@@ -329,14 +329,6 @@ def _materialize(sch: Schedule, init_weights: bool | Callable[..., Any]) -> None
     if init_weights is not False and has_meta_tensors(sch.mod):
         with restored_on_error(sch):
             materialize(sch.mod, init_weights, sch.group)
-
-
-def _compile_graphs(model: nn.Module) -> None:
-    """Generate the code of every graph now: errors show here, and torch.compile sees plain code."""
-    for module in model.modules():
-        inner = innermost(module)
-        if isinstance(inner, TracedModule) and inner.is_stale:
-            inner.compile_now()
 
 
 def _renew_tags(sch: Schedule) -> None:

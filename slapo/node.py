@@ -147,6 +147,10 @@ class ScheduleState:
             self.depth,
         )
 
+    def take_place(self, old: nn.Module, new: nn.Module) -> None:
+        """What is known of the numbers of `old` is known of `new`, which stands for it now."""
+        self.numbers += [(weakref.ref(new), own) for ref, own in self.numbers if ref() is old]
+
     def restore(self, other: ScheduleState) -> None:
         """Become like `other`."""
         self.ties, self.depth, self.followed = other.ties, other.depth, set(other.followed)

@@ -45,6 +45,10 @@ _DRAWS |= {"rand_like", "randn_like", "randint_like", "exponential", "random", "
 _DRAWS |= {"randperm", "dropout"}
 
 
+#: In what is wrong with a step over other ranks.
+OURS = "the group of the schedule"
+
+
 @dataclass(frozen=True)
 class Finding:
     """The first thing that is wrong.
@@ -230,7 +234,7 @@ class PlaceMode(TorchDispatchMode):
     ) -> Tensor:
         """A step of tensor parallelism: checked by what it takes, without communication."""
         place, axis = place_of(tensor), arguments.get(step.takes_along)
-        why = self._wrong_for(step, place, axis, tensor)
+        why = self._other_ranks(step, group) or self._wrong_for(step, place, axis, tensor)
         if why:
             raise self.stop(step.name, [tensor], [place], why, step)
         given = place_of_result(step, arguments)
@@ -242,6 +246,14 @@ class PlaceMode(TorchDispatchMode):
         self.calls += 1
         put_place(result, replace(given, birth=self._birth(step.name)))
         return result
+
+    def _other_ranks(self, step: Step, group: dist.ProcessGroup | None) -> str:
+        if self.ranks == 1 or step.gives == MASKED:  # whose rows are given, and no group
+            return ""
+        theirs, ours = ranks_of(group), ranks_of(self.group)
+        if theirs == ours:
+            return ""
+        return f"it runs over ranks {theirs}, and {OURS} is {ours}"
 
     def _wrong_for(self, step: Step, place: Place, axis: int | None, tensor: Tensor) -> str:
         if place.kind != step.takes and not (step.takes == "partial" and place.is_zero):
@@ -321,6 +333,11 @@ class PlaceMode(TorchDispatchMode):
 def _has_views(tensor: Tensor) -> bool:
     """Whether other tensors have its memory: there is one besides the storage object here."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Global ranks of a group; None for all of the job, as collectives take it."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
 def _places_of(call: Call) -> list[Place]:

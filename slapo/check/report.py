@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from slapo.check import remedy
-from slapo.check.mode import Finding
+from slapo.check.mode import OURS, Finding
 from slapo.check.place import Birth, Place
 from slapo.check.remedy import Remedy
 from slapo.check.sizes import Sized
@@ -97,6 +97,8 @@ class Advice:
 
 def _judge(sch: Schedule, finding: Finding) -> Advice:
     partial = _latest(p.birth for _, p in finding.given if p.is_partial)
+    if OURS in finding.why:
+        return Advice(finding.path, words="pass group=sch.group to the collective")
     if "random numbers" in finding.why:
         return _about_random(sch, finding)
     if partial is not None and not (finding.step and finding.step.takes == "partial"):

@@ -16,7 +16,7 @@ from slapo.check.place import Place, place_of
 from slapo.check.report import explain, explain_gradient, explain_sizes, unrunnable
 from slapo.check.rules import rules_of_functions
 from slapo.check.sizes import Sized, SizeMode, Views, first_difference
-from slapo.check.stand_ins import StandIns, as_before, standing_in
+from slapo.check.stand_ins import StandIns, as_before, built_in, standing_in
 from slapo.errors import PlacementError
 from slapo.logger import get_logger
 from slapo.random import states_kept
@@ -202,6 +202,8 @@ class _Check:
         except Exception as error:
             logger.info("check: sizes are not compared with those of one process: %s", error)
             return None
+        # Their numbers cannot be those from before, which a trace builds into its graph.
+        mode.forget(built_in(sch.mod, sch.state.numbers))
         return mode
 
 

@@ -82,6 +82,11 @@ class SizeMode(TorchDispatchMode):
             self.views.setdefault(self.paths.now()[0], []).append(tuple(result.shape))
         return result
 
+    def forget(self, paths: set[str]) -> None:
+        """What ran in these modules was not as in one process."""
+        self.sized = [each for each in self.sized if each.path not in paths]
+        self.views = {path: shapes for path, shapes in self.views.items() if path not in paths}
+
 
 def first_difference(found: list[Sized], wanted: list[Sized]) -> tuple[Sized, Sized] | None:
     """The first operation on other sizes, in a module that runs the same ones on both sides."""

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slapo.check.place import WHOLE, Birth, Place, put_place, sliced
+from slapo.graph.trace.module import inlined_in
 from slapo.node import Numbers
 from slapo.sharding.slicing import ShardSpec
 from slapo.sharding.state import sharding_of, shards_of
@@ -151,6 +152,22 @@ def _place_compiled(path: str, module: nn.Module, named: Any, stack: ExitStack) 
         named[f"{path}.{leaf}".lstrip(".")] = param, WHOLE
         put_place(param, WHOLE)
         stack.callback(setattr, param, "grad", param.grad)
+
+
+def built_in(model: nn.Module, numbers: Numbers) -> set[str]:
+    """Paths of graphs that other numbers are built in than the modules had before the schedule."""
+    before = {id(module): own for ref, own in numbers if (module := ref()) is not None}
+    found = set()
+    for path, outer in model.named_modules():
+        graph = innermost(outer)
+        inside = [graph, *(graph.get_submodule(name) for name in sorted(inlined_in(graph)))]
+        if isinstance(graph, fx.GraphModule) and any(
+            vars(module).get(name) != value
+            for module in map(innermost, inside)
+            for name, value in before.get(id(module), {}).items()
+        ):
+            found.add(path)
+    return found
 
 
 @contextmanager

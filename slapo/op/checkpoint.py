@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from slapo.errors import SlapoError
 from slapo.random import get_rng_tracker
 from slapo.wrapper import ModuleWrapper
 
@@ -43,6 +44,11 @@ def checkpoint(
     Any
         What `function` returns.
 
+    Raises
+    ------
+    SlapoError
+        If `function` is a module that would not train: reentrant, and no input needs a gradient.
+
     Examples
     --------
     >>> import torch
@@ -54,12 +60,30 @@ def checkpoint(
             [1., 1.]])
     """
     modules = list(function.modules()) if isinstance(function, nn.Module) else []
+    if use_reentrant and isinstance(function, nn.Module):
+        _check_reentrant(function, args)
     states, kept = get_rng_tracker().get_states(), _with_statistics(modules)
     if states or kept:
         function = _Replayed(function, states, kept)
     if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
         function = _unprofiled(function)
+        # A recomputation ends early by an exception, which no script lets through.
+        kwargs["early_stop"] = False
     return torch_checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+
+
+def _check_reentrant(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Torch takes what no input needs a gradient for as constant, parameters or not."""
+    if not torch.is_grad_enabled() or any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in args
+    ):
+        return
+    trained = [name for name, param in module.named_parameters() if param.requires_grad]
+    if trained:
+        raise SlapoError(
+            f"checkpoint(use_reentrant=True) of {type(module).__name__}: no input needs a "
+            f"gradient, and {trained[:3]} would get none either; pass use_reentrant=False"
+        )
 
 
 class _Replayed:

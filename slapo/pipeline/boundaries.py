@@ -216,6 +216,8 @@ def autocasting(device: torch.device, dtype: torch.dtype | None) -> Any:
 def _tables(module: nn.Module, names: Sequence[str]) -> list[dict[Any, Any]]:
     found = {}
     for m in module.modules():
+        if isinstance(m, torch.jit.ScriptModule):
+            continue  # its tables cannot be changed: it runs on what it has
         for name in names:
             table = m.__dict__.get(name)
             if table is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from slapo.graph.rewrite.bookkeeping import drop_unused
 from slapo.graph.rewrite.plan import Plan, apply
 from slapo.graph.rewrite.replace import plan_horizontal, plan_node_by_function, plan_vertical
 from slapo.graph.rewrite.signatures import describe_call, parameter_names
@@ -218,6 +219,7 @@ def replace_subgraphs(
     if isinstance(new, nn.Module):
         sources = inherit_weights(new, [m for chain in chains for m in subgraphs.modules(chain)])
     call = apply(plans)
+    drop_unused(subgraphs.home, targets)
     if isinstance(new, nn.Module):
         targets.append(str(call.target))
         tie_plan.new_path = _join(owner.model_path, targets[-1])

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from slapo.graph.rewrite.bookkeeping import calls_of
+from slapo.graph.rewrite.bookkeeping import calls_of, is_view
 from slapo.graph.rewrite.plan import Plan
 from slapo.history import describe, spelled
 from slapo.hooks import (
@@ -47,6 +47,17 @@ class Subgraphs:
     chains: list[list[fx.Node]]
     single_node: bool = False
     bindings: list[Mapping[str, Any]] = field(default_factory=list)
+
+    @property
+    def home(self) -> fx.GraphModule:
+        """The module whose children the operations call: around a checkpoint of some, its owner."""
+        gm, node = self.gm, self.owner.parent
+        while node is not None and is_view(gm):
+            outer = innermost(node.mod)
+            if isinstance(outer, fx.GraphModule) and outer._modules is gm._modules:
+                gm = outer
+            node = node.parent
+        return gm
 
     def modules(self, chain: Sequence[fx.Node]) -> list[nn.Module]:
         """The modules that a chain calls, in order."""
@@ -183,7 +194,7 @@ def check_hooks_of_other_calls(subgraphs: Subgraphs, plans: Sequence[Plan]) -> N
     for target in {str(node.target) for node in going if node.op == "call_module"}:
         if not has_forward_hooks(subgraphs.gm.get_submodule(target)):
             continue
-        for call in calls_of(subgraphs.gm, target):
+        for call in calls_of(subgraphs.home, target):
             if call not in going:
                 raise RuntimeError(
                     f"hooks of {target!r} would be lost for its other call {call.name!r}, which "

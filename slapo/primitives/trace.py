@@ -352,6 +352,7 @@ def _put_in_place(sch: Node, result: TraceResult) -> None:
         node = sch[path]
         old = innermost(node.mod)
         move_hooks(old, traced)
+        node.state.take_place(old, traced)
         outer = replace_innermost(node.mod, traced)
         if outer is node.mod:
             node.rebuild_children()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx, nn
 
 from slapo.errors import SlapoError
@@ -35,6 +36,8 @@ def check_runs(sch: Node) -> None:
         Naming what is in it.
     """
     module = innermost(sch.mod)
+    if isinstance(module, torch.jit.ScriptModule):
+        return  # it has one, for which its class cannot be asked
     if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
         raise ValueError(
             f"{type(module).__name__} has no forward, so that nothing would happen; name what is "

@@ -11,8 +11,8 @@ from torch import nn
 
 import slapo
 from slapo.blame import Blame, bisect
-from tests.check.fuzz import fake_world
 from tests.check.planted import Case, names_the_place
+from tests.check.verdicts import fake_world
 from tests.distributed import run_distributed
 from tests.sharding.families import FAMILIES
 

@@ -22,7 +22,7 @@ from slapo.check.call import RULES, independent_along
 from slapo.check.place import Place
 from slapo.sharding import masked, reduce_from_group
 from slapo.sharding.steps import STEPS
-from tests.check.fuzz import fake_world
+from tests.check.verdicts import fake_world
 from tests.distributed import run_distributed
 from tests.sharding.families import FAMILIES, Steps
 from tests.sharding.parallel_models import CASES

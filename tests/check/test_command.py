@@ -14,7 +14,7 @@ from torch import nn
 import slapo
 from slapo.check.world import check_at, token_inputs
 from slapo.command import main
-from tests.check.fuzz import fake_world
+from tests.check.verdicts import fake_world
 
 SCRIPT = """
 import torch

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import slapo
 from slapo.pipeline import PipelinedModule, StageTie, analyze_tie_weights
 from slapo.pipeline import generate_pipeline_partition as partition
+from slapo.pipeline.boundaries import ShapeProbe, describe_tensors
 from slapo.pipeline.ties import ties_of_stages
 
 
@@ -496,3 +497,17 @@ def test_wrapped_modules_follow_the_mode() -> None:
     assert not sch["0"].mod.mod.mod.training
     sch.mod.train()
     assert sch["0"].mod.mod.mod.training
+
+
+def test_what_a_stage_with_a_script_sends() -> None:
+    """What TorchScript has compiled cannot be given other tensors for the probe."""
+    layers = nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)
+    sch = slapo.create_schedule(nn.Sequential(*layers))
+    sch.fuse(sch.find(lambda x: F.relu(x))[0], compiler="TorchScript")
+    sch["FusedModule_0"].cut_pipeline_stage()
+    partition(sch)
+    first = sch.mod.stages[0]
+    received = describe_tensors(first.received, [torch.ones(3, 4)])
+    (sent,) = ShapeProbe(first, torch.device("cpu")).run(received)
+    assert sent.shape == (3, 6)
+    assert sch.mod(torch.ones(3, 4)).shape == (3, 4)

@@ -477,3 +477,66 @@ def test_pickles_of_a_trace_find_classes_that_were_made(before: Any) -> None:
     again = pickle.loads(pickle.dumps(sch.mod))
     assert type(again.fc2) is type(sch["fc2"].mod)
     assert_close(again(torch.ones(2, 4)), sch.mod(torch.ones(2, 4)))
+
+
+class ActsTwice(nn.Module):
+    """One activation, called at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.norm, self.fc2 = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+        self.act = nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.fc2(self.act(self.norm(self.fc1(x)))))
+
+
+def norm_and_gelu(x: Any) -> Any:
+    return F.gelu(slapo.call_module("norm", x))
+
+
+@pytest.mark.parametrize("compiler", ["TorchScript", None])
+def test_fused_inside_of_a_checkpoint(compiler: str | None) -> None:
+    """The graph around it calls one of the fused modules, too, and not the other."""
+    model = ActsTwice()
+    reference, params = copy.deepcopy(model), dict(model.named_parameters())
+    sch = slapo.create_schedule(model)
+    sch.checkpoint(sch.find(norm_and_gelu)[0])
+    (found,) = sch.find(norm_and_gelu)
+    assert found[0][0] == "CheckPointWrapper_0"
+    sch.fuse(found, compiler=compiler)
+    assert "act" in sch
+    assert "norm" not in sch
+    assert len(list(sch.mod.parameters())) == len(params)
+    x = torch.randn(3, 4)
+    for _ in range(3):  # TorchScript profiles first
+        sch.mod.zero_grad(), reference.zero_grad()
+        out, expected = sch.mod(x), reference(x)
+        assert_close(out, expected)
+        out.square().sum().backward(), expected.square().sum().backward()
+    wanted = dict(reference.named_parameters())
+    for name, param in params.items():
+        assert_close(param.grad, wanted[name].grad)
+
+
+def test_hooks_of_a_call_outside_of_the_checkpoint_are_not_lost() -> None:
+    sch = slapo.create_schedule(ActsTwice())
+    sch.checkpoint(sch.find(norm_and_gelu)[0])
+    sch["act"].sync("fwd_post", lambda module, args, output: 2 * output)
+    before = str(sch.mod), sch["CheckPointWrapper_0"].mod.mod.code
+    with pytest.raises(RuntimeError, match="other call 'act_1'"):
+        sch.fuse(sch.find(norm_and_gelu)[0], compiler=None)
+    assert (str(sch.mod), sch["CheckPointWrapper_0"].mod.mod.code) == before
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_script_that_saves_the_last_tensor(reentrant: bool) -> None:
+    """A recomputation must not end by an exception from within it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    reference = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    sch.fuse(sch.find(lambda x: F.gelu(x)))
+    wrapped = sch["FusedModule_0"].checkpoint(use_reentrant=reentrant).mod
+    assert isinstance(wrapped, CheckPointWrapper)
+    for _ in range(3):
+        same_gradients(sch.mod, reference, torch.randn(3, 4))

@@ -206,6 +206,20 @@ def test_containers_down_to_a_path(paths: Any) -> None:
     sch["body.layers.1"].cut_pipeline_stage()
 
 
+@pytest.mark.parametrize("compiler", ["TorchScript", None])
+def test_a_capture_of_what_was_fused(compiler: str | None) -> None:
+    """A graph whose code is not generated yet, with a child that no capture sees as a module."""
+    model = Stack()
+    sch, x = slapo.create_schedule(model), torch.randn(3, 4)
+    expected = model(x)
+    layer = sch["layers.0"]
+    assert layer.trace(recursive=False)
+    found = layer.find_node(lambda node: node.op == "call_module")[:1]
+    layer.fuse([found], compiler=compiler)
+    assert sch.trace_until("", tracer="huggingface", example_inputs=x)
+    torch.testing.assert_close(sch.mod(x), expected)
+
+
 def test_bad_calls_of_trace_until() -> None:
     sch = slapo.create_schedule(Outer())
     before = fingerprint(sch)

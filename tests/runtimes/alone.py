@@ -179,7 +179,7 @@ def whole(tensor: Any) -> Tensor:
 
 def largest_difference(engine: Any, expected: Mapping[str, Tensor]) -> float:
     """Of this rank's values from their parts of the expected ones."""
-    specs, largest = _specs_of(engine), 0.0
+    specs, largest = specs_of(engine), 0.0
     found = engine.state_dict()
     assert len(found) >= len(list(engine.lowering.module.parameters()))
     for name, value in found.items():
@@ -193,7 +193,7 @@ def largest_difference(engine: Any, expected: Mapping[str, Tensor]) -> float:
     return largest
 
 
-def _specs_of(engine: Any) -> dict[str, Any]:
+def specs_of(engine: Any) -> dict[str, Any]:
     """Name in the model -> how it is sliced; of this rank's parameters that are."""
     lowering = engine.lowering
     roots = lowering.stages or {None: lowering.module}

@@ -74,7 +74,8 @@ def drop_unused(gm: fx.GraphModule, targets: Iterable[str]) -> list[str]:
     """Remove submodules that no graph of a module needs any more.
 
     A submodule stays if a node calls it, calls a module that it is part of, or calls or reads
-    something in it. The module object and its parameters live on wherever else they are held.
+    something in it. The module object and its parameters live on wherever else they are held. Of a
+    view nothing is removed: ask its owner, whose graphs the view does not know.
 
     Parameters
     ----------
@@ -95,7 +96,7 @@ def drop_unused(gm: fx.GraphModule, targets: Iterable[str]) -> list[str]:
     >>> drop_unused(gm, ["0", "1"])
     []
     """
-    asked = list(dict.fromkeys(targets))
+    asked = [] if is_view(gm) else list(dict.fromkeys(targets))
     owners = (*graphs_of(gm), *_views_of(gm)) if asked else ()
     removed = []
     for target in asked:
@@ -127,6 +128,17 @@ def calls_of(gm: fx.GraphModule, target: str) -> list[fx.Node]:
     """
     owners = (*graphs_of(gm), *_views_of(gm))
     return [n for o in owners for n in o.graph.find_nodes(op="call_module", target=target)]
+
+
+def is_view(gm: fx.GraphModule) -> bool:
+    """Whether a module runs operations on the state of another, in which it stands itself.
+
+    Examples
+    --------
+    >>> is_view(fx.symbolic_trace(nn.Sequential(nn.ReLU())))
+    False
+    """
+    return any(child is not None and innermost(child) is gm for child in gm._modules.values())
 
 
 def _views_of(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:

@@ -38,6 +38,7 @@ from slapo.graph.trace.contract import (
     state_problem,
 )
 from slapo.graph.trace.state import SLOTS
+from slapo.wrapper import innermost
 
 #: What the variants of a traced module share with it.
 _LENT = (
@@ -442,6 +443,16 @@ class TracedModule(fx.GraphModule):
     def _state_but_graph(self) -> dict[str, Any]:
         own = ("_graph", "_code", "_forward", "_signature", "_passed", "_shown")
         return {name: value for name, value in self.__dict__.items() if name not in own}
+
+
+def compile_graphs(model: nn.Module) -> None:
+    """Generate the code of every graph now: errors show here, and torch.compile sees plain code.
+
+    In a capture it would be too late: a child that is compiled is no module there, as fx checks it.
+    """
+    for module in map(innermost, model.modules()):
+        if isinstance(module, TracedModule) and module.is_stale:
+            module.compile_now()
 
 
 def inlined_in(module: nn.Module) -> frozenset[str]:

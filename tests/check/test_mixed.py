@@ -1,0 +1,120 @@
+"""Schedules of many primitives: what is accepted trains as one process does.
+
+More of them by ``python -m tests.check.fuzz mixed 500``. Below those, what they have found.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+import slapo
+from slapo.check import check
+from slapo.sharding.collectives import reduce_from_group
+from tests.check.mixed import compared
+from tests.check.mixed_models import HIDDEN, Layer
+from tests.check.verdicts import fake_world, is_crash, is_false_alarm, is_miss
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_what_is_accepted_trains_alike() -> None:
+    pairs = compared(list(range(36)))
+    assert [pair for pair in pairs if is_crash(*pair)] == []
+    assert [pair for pair in pairs if is_miss(*pair)] == []
+    assert [pair for pair in pairs if is_false_alarm(*pair)] == []
+    counts = Counter((said.said, true.said) for said, true in pairs)
+    assert counts["accepted", "equal"] >= 12, counts
+    assert sum(counts["refused", true] for true in ("wrong", "error")) >= 4, counts
+
+
+# --- found by them -------------------------------------------------------------------------------
+def scheduled_attention() -> slapo.Schedule:
+    """Heads are split."""
+    sch = slapo.create_schedule(Layer())
+    attention = sch["attn"].sync("bwd_post", "all_reduce")
+    for name in "qkv":
+        attention[name].shard("weight", axis=0).shard("bias", axis=0)
+    attention["out"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    attention.set("heads", whole=attention.mod.heads)
+    return sch
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("path", ["", "attn"])
+def test_numbers_that_a_trace_has_built_in(path: str, flatten: bool) -> None:
+    """In one process they would be others, which the graph cannot run with."""
+    with fake_world():
+        sch = scheduled_attention()
+        assert sch[path].trace(flatten=flatten)
+        check(sch, torch.randn(3, 7, HIDDEN))
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(8, 4), nn.Linear(4, 4)
+
+    def forward(self, ids: Any) -> Any:
+        return self.out(self.table(ids))
+
+
+def test_reentrant_checkpoint_of_what_has_no_gradient_to_send_back() -> None:
+    """Torch would warn, and leave the table as it is for ever."""
+    sch = slapo.create_schedule(Positions())
+    sch["table"].checkpoint(use_reentrant=True)
+    ids = torch.arange(5)
+    message = r"\['weight'\] would get none either; pass use_reentrant=False"
+    with pytest.raises(slapo.SlapoError, match=message):
+        check(sch, ids)
+    with pytest.raises(slapo.SlapoError, match=message):
+        slapo.build(sch)[0](ids)
+    with torch.no_grad():
+        slapo.build(sch)[0](ids)
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 8), nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.fc2(torch.tanh(self.fc1(x)))
+
+
+def test_a_collective_over_other_ranks_than_those_of_the_schedule() -> None:
+    """The default group of a job has all stages and replicas."""
+    with fake_world(4, rank=3):
+        group = slapo.init_mesh(pp=2, tp=2, device="cpu")["tp"]
+        for given in (None, group.get_group()):
+            sch = slapo.create_schedule(Halves(), group=group)
+            sch["fc1"].shard("weight", axis=0).shard("bias", axis=0)
+            sch["fc1"].sync("bwd_post", "all_reduce")
+            sch["fc2"].shard("weight", axis=1)
+            hook = partial(_reduced, given)
+            sch["fc2"].mod.register_forward_hook(hook)
+            if given is not None:
+                check(sch, torch.randn(3, 4))
+                continue
+            message = r"'fc2'.*over ranks \[0, 1, 2, 3\].*is \[2, 3\].*group=sch.group"
+            with pytest.raises(slapo.SlapoError, match=message):
+                check(sch, torch.randn(3, 4))
+
+
+def test_a_vocabulary_in_a_job_of_more_ranks() -> None:
+    with fake_world(4, rank=3):
+        group = slapo.init_mesh(pp=2, tp=2, device="cpu")["tp"]
+        sch = slapo.create_schedule(Positions(), group=group)
+        sch["table"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
+        check(sch, torch.arange(5))
+
+
+def _reduced(group: Any, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return reduce_from_group(output, group)

@@ -1,0 +1,48 @@
+"""What is said of a seed, and the world in which it is said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was said of one seed: "equal" or "accepted", or how it went wrong."""
+
+    seed: int
+    said: str
+    why: str = ""
+    #: of mixed schedules: what was done, and ``(what, error)`` of what was refused
+    done: tuple[str, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+
+
+def is_miss(said: Verdict, true: Verdict) -> bool:
+    """Accepted, and wrong."""
+    return said.said == "accepted" and true.said in ("wrong", "error")
+
+
+def is_false_alarm(said: Verdict, true: Verdict) -> bool:
+    """Refused, and right."""
+    return said.said == "refused" and true.said == "equal"
+
+
+def is_crash(said: Verdict, true: Verdict) -> bool:
+    """Failed by an error that is no answer."""
+    return "crash" in (said.said, true.said)
+
+
+@contextmanager
+def fake_world(world_size: int = 2, rank: int = 1) -> Iterator[None]:
+    """Groups of ranks that do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
