@@ -25,6 +25,7 @@ from slapo.sharding.checks import check_modules
 from slapo.sharding.groups import as_if_alone
 from slapo.sharding.steps import carried_by
 from slapo.utils.calls import as_call, outline, refuse_batch
+from slapo.utils.raised import running_in
 from slapo.wrapper import innermost
 
 logger = get_logger()
@@ -180,7 +181,7 @@ class _Check:
             torch.autograd.backward(wanted, [torch.ones_like(loss) for loss in wanted])
 
     def _run_alone(self) -> SizeMode | None:
-        """The sizes that the model runs on where nothing is sharded; None if it does not run so."""
+        """The sizes that the model runs on where nothing is sharded, as far as it runs so."""
         sch = self.sch
         if sch.world_size == 1:
             return None
@@ -200,8 +201,11 @@ class _Check:
                 args, kwargs = self._fresh_inputs()
                 sch.mod(*args, **kwargs)
         except Exception as error:
-            logger.info("check: sizes are not compared with those of one process: %s", error)
-            return None
+            # As a graph does that numbers of this rank are built in: what ran before it is known.
+            where = running_in(error, sch.mod) or "the beginning"
+            logger.info(
+                "check: no sizes are compared from %r on, as in one process: %s", where, error
+            )
         # Their numbers cannot be those from before, which a trace builds into its graph.
         mode.forget(built_in(sch.mod, sch.state.numbers))
         return mode

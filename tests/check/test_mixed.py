@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 import slapo
 from slapo.check import check
 from slapo.sharding.collectives import reduce_from_group
+from tests.check import mixed
 from tests.check.mixed import compared
 from tests.check.mixed_models import HIDDEN, Layer
 from tests.check.verdicts import fake_world, is_crash, is_false_alarm, is_miss
@@ -118,3 +119,16 @@ def test_a_vocabulary_in_a_job_of_more_ranks() -> None:
 
 def _reduced(group: Any, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     return reduce_from_group(output, group)
+
+
+def test_sizes_are_compared_up_to_a_graph_of_this_ranks_numbers() -> None:
+    """The first layer was traced with all heads, the second with those of this rank."""
+    plan = mixed.Plan.of(365)
+    with fake_world():
+        sch = slapo.create_schedule(plan.model.family.build(0.0))
+        plan.apply(sch, is_cut=False)
+        assert any("was traced with 'heads' built into its graph" in why for _, why in plan.refused)
+        with pytest.raises(slapo.PlacementError) as caught:
+            inputs, targets = plan.example()
+            check(sch, inputs, lambda output: mixed.loss_of(output, targets))
+    assert caught.value.path == "h.0.attn"
