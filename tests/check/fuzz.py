@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import logging
 import random
+import shlex
 import sys
 import time
 from collections import Counter
@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slapo
+from benchmark import report
+from benchmark.measure import Result
 from slapo.check import check
 from slapo.sharding.checks import check_modules
 from slapo.sharding.state import shards_of
@@ -158,16 +160,15 @@ def main() -> None:
     parser.add_argument("kind", choices=["tensor", "sequence", "mixed"])
     parser.add_argument("count", type=int)
     parser.add_argument("--start", type=int, default=0)
-    parser.add_argument("--csv")
+    parser.add_argument("--keep", action="store_true", help=f"write to {report.RESULTS}")
     given = parser.parse_args()
     logging.disable(logging.ERROR)
-    rows, counts, begun = [], Counter[tuple[str, str]](), time.monotonic()
+    counts, begun = Counter[tuple[str, str]](), time.monotonic()
     primitives, refused = Counter[str](), Counter[str]()
     for start in range(given.start, given.start + given.count, 50):
         seeds = list(range(start, min(start + 50, given.start + given.count)))
         for said, true in compared(given.kind, seeds):
             counts[said.said, true.said] += 1
-            rows.append((given.kind, said.seed, said.said, true.said))
             primitives.update(move.partition(" ")[0] for move in said.done)
             refused.update(move.partition(" ")[0] for move, _ in said.refused)
             if any(found(said, true) for found in (is_miss, is_false_alarm, is_crash)):
@@ -180,9 +181,15 @@ def main() -> None:
         print(f"{said:>9} {true:>9} {count:>6}")
     for name, count in primitives.most_common():
         print(f"{name:>19} {count:>6}, {refused[name]} refused")
-    if given.csv:
-        with open(given.csv, "w", newline="") as file:
-            csv.writer(file).writerows([("kind", "seed", "check", "two processes"), *rows])
+    if given.keep:
+        first, last = given.start, given.start + given.count - 1
+        about = {"kind": given.kind, "seeds": f"{first} to {last}"}
+        rows = [
+            {**about, "check": said, "processes": true, "count": count}
+            for (said, true), count in sorted(counts.items())
+        ]
+        command = shlex.join(["python", "-m", "tests.check.fuzz", *sys.argv[1:]])
+        print(*report.write(f"check_fuzz_{given.kind}", Result(rows), command))
 
 
 if __name__ == "__main__":
