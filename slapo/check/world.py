@@ -99,7 +99,7 @@ def check_at(
     ...         sch["0"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
     ...         sch["1"].shard("weight", 1).sync("fwd_post", "all_reduce")
     ...     return model, schedule, torch.ones(3, 8)
-    >>> for checked in check_at(make, 4):
+    >>> for checked in check_at(make, 4):  # doctest: +SKIP
     ...     print(checked.model, checked.ranks, checked.primitives)
     Sequential 4 5
     Sequential 2 5
