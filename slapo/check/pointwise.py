@@ -22,6 +22,11 @@ _LINEAR_IN = {
 }
 #: Linear in all of their arguments together.
 _ADDITIVE = ("add", "sub", "rsub", "_foreach_add")
+#: Element by element, though torch does not say so.
+_UNTAGGED: tuple[str, ...] = ("copy", "masked_fill", "_to_copy", "hardswish", "log_sigmoid_forward")
+_UNTAGGED += ("leaky_relu_backward", "elu_backward", "hardtanh_backward", "hardsigmoid_backward")
+_UNTAGGED += ("hardswish_backward", "softplus_backward", "mish_backward", "softshrink_backward")
+_UNTAGGED += ("hardshrink_backward", "log_sigmoid_backward")
 #: Makers of tensors that hold one value.
 _CONSTANT = (
     "ones",
@@ -48,8 +53,7 @@ _ZERO += ("new_empty_strided", "_efficientzerotensor")
 
 def is_pointwise(call: Call) -> bool:
     """Whether the operation works element by element."""
-    also = ("copy", "masked_fill", "_to_copy")
-    return torch.Tag.pointwise in call.func.tags or call.name in also
+    return torch.Tag.pointwise in call.func.tags or call.name in _UNTAGGED
 
 
 def of_wholes(call: Call) -> list[Place]:

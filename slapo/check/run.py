@@ -97,12 +97,15 @@ def _raise_alike(sch: Schedule, error: Exception | None) -> None:
             raise error
         return
     told = None if error is None else (str(error), *_attributes(error))
-    found = gathered(told, sch.group)
+    certain = getattr(error, "is_certain", True)
+    found = gathered((told, certain), sch.group)
     if error is not None:
         raise error
-    first = next((each for each in found if each is not None), None)
+    first = next((each for each in found if each[0] is not None), None)
     if first is not None:
-        raise PlacementError(*first)
+        heard = PlacementError(*first[0])
+        heard.is_certain = first[1]
+        raise heard
 
 
 def _attributes(error: Exception) -> tuple[Any, ...]:

@@ -99,6 +99,16 @@ def test_any_dtype(two_ranks: None, dtype: torch.dtype) -> None:
     check(sch, X.to(dtype))
 
 
+ACTIVATIONS = ["celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh"]
+ACTIVATIONS += ["leaky_relu", "logsigmoid", "mish", "relu6", "selu", "sigmoid", "silu", "softplus"]
+ACTIVATIONS += ["softshrink", "softsign", "tanhshrink"]
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_activations(two_ranks: None, act: str) -> None:
+    check(split_block(getattr(F, act)), X)
+
+
 def test_autocast(two_ranks: None) -> None:
     def act(x: Tensor) -> Tensor:
         return F.gelu(x.float()).to(x.dtype)
@@ -188,7 +198,7 @@ def test_nothing_is_changed(two_ranks: None) -> None:
     model[1].weight.grad = torch.ones(5)
     before = copy.deepcopy(model.state_dict())
     parameters, hooks = list(model.parameters()), len(model[0].fc1._forward_pre_hooks)
-    random = torch.random.get_rng_state()
+    random, forked = torch.random.get_rng_state(), slapo.get_rng_tracker().get_states()
     sch = slapo.create_schedule(model)
     check(sch, X)
     assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
@@ -199,7 +209,9 @@ def test_nothing_is_changed(two_ranks: None) -> None:
     assert not model.training
     assert len(model[0].fc1._forward_pre_hooks) == hooks
     assert torch.equal(torch.random.get_rng_state(), random)
-    assert not slapo.get_rng_tracker().get_states()
+    after = slapo.get_rng_tracker().get_states()
+    assert after.keys() == forked.keys()
+    assert all(torch.equal(after[name][d], s) for name in forked for d, s in forked[name].items())
     assert nn.Module.__call__.__qualname__.startswith("Module.")
 
 
