@@ -7,7 +7,8 @@ from itertools import zip_longest
 from torch import Tensor
 
 from slapo.check.call import Call, rule_for
-from slapo.check.place import MASKED, PARTIAL_SUM, WHOLE, Place, sliced
+from slapo.check.place import MASKED, PARTIAL_SUM, WHOLE, Place
+from slapo.sharding.groups import share_of
 
 
 def _dims(call: Call) -> set[int]:
@@ -107,10 +108,10 @@ def group_norm(call: Call) -> list[Place]:
     if not (first.is_slice and first.dim == 1):
         raise call.misfit("it needs whole groups of channels on one rank, and no partial sums")
     for tensor, place in zip(call.tensors, call.places, strict=True):
-        wanted = sliced(0 if tensor.ndim == 1 else 1, first.blocks)
+        wanted = first.anew(0 if tensor.ndim == 1 else 1)
         if not place.same(wanted):
             raise call.misfit("channels, and what there is one of for each, lie differently")
-    return [sliced(0 if out.ndim == 1 else 1, first.blocks) for out in call.outs]
+    return [first.anew(0 if out.ndim == 1 else 1) for out in call.outs]
 
 
 def _by_channels(call: Call, first: Place) -> list[Place]:
@@ -119,10 +120,10 @@ def _by_channels(call: Call, first: Place) -> list[Place]:
             "its statistics run over the batch and the pixels: only channels may be sliced"
         )
     for tensor, place in zip(call.tensors, call.places, strict=True):
-        wanted = first if tensor.ndim > 1 else sliced(0, first.blocks)
+        wanted = first if tensor.ndim > 1 else first.anew(0)
         if tensor.numel() and not place.same(wanted):
             raise call.misfit("channels, and what there is one of for each, lie differently")
-    return [first if out.ndim > 1 else sliced(0, first.blocks) for out in call.outs]
+    return [first if out.ndim > 1 else first.anew(0) for out in call.outs]
 
 
 #: Names of torch's attention functions begin so, forward and backward.
@@ -168,18 +169,18 @@ def lookup(call: Call) -> list[Place]:
     """Rows of a table: of a part of it, for tokens that are masked for that part."""
     table, tokens = call.places[:2]
     if table.is_slice and table.dim == 0:
-        _check_mask(call, tokens)
+        _check_mask(call, table, tokens)
         return [PARTIAL_SUM]
     if table.is_slice and tokens.is_whole:
-        return [sliced(call.outs[0].ndim - 1, table.blocks)]
+        return [table.anew(call.outs[0].ndim - 1)]
     if table.is_whole and tokens.is_slice:
         return [tokens]
     raise call.misfit("the table and the tokens are not sliced so that they go together")
 
 
-def _check_mask(call: Call, tokens: Place) -> None:
+def _check_mask(call: Call, table: Place, tokens: Place) -> None:
     rows = call.tensors[0].shape[0]
-    first = call.rank * rows
+    first = share_of(table.whole_size(rows, call.ranks), call.rank, call.ranks)[0]
     if tokens.kind != MASKED:
         raise call.misfit(
             "the rows of the table are spread over the ranks, and its tokens are not masked: "
@@ -190,6 +191,11 @@ def _check_mask(call: Call, tokens: Place) -> None:
             f"rank {call.rank} has rows {first} to {first + rows - 1} of the table, and the mask "
             f"keeps tokens {tokens.rows[0]} to {sum(tokens.rows) - 1}"
         )
+    if tokens.share != table.share:
+        raise call.misfit(
+            "the ranks' parts of the table are uneven; say how many rows the whole has, as by "
+            f"slapo.sharding.masked(..., total={table.whole_size(rows, call.ranks)})"
+        )
 
 
 @rule_for("embedding_dense_backward")
@@ -197,13 +203,13 @@ def lookup_backward(call: Call) -> list[Place]:
     """The gradient of a table lies as the table does."""
     grad, tokens = call.places[:2]
     if tokens.kind == MASKED and grad.is_whole:
-        return [sliced(0)]
+        return [tokens.anew(0)]
     if tokens.is_slice and grad.same(tokens):
         return [PARTIAL_SUM]
     if tokens.is_whole and not grad.is_slice:
         return [grad]
     if tokens.is_whole and grad.dim == call.tensors[0].ndim - 1:
-        return [sliced(1, grad.blocks)]
+        return [grad.anew(1)]
     raise call.misfit("the gradient and the tokens are not sliced so that they go together")
 
 

@@ -28,6 +28,7 @@ from slapo.check.place import (
     Place,
     place_of,
     put_place,
+    share_of_whole,
     sliced,
 )
 from slapo.check.pointwise import is_pointwise, of_wholes, others_whole, pointwise
@@ -36,7 +37,7 @@ from slapo.check.raw import RAW, raw_collective
 from slapo.check.sizes import ANY, VIEWS, Sized, Views, is_sized
 from slapo.errors import SlapoError
 from slapo.random import get_rng_tracker
-from slapo.sharding.groups import group_rank, group_size
+from slapo.sharding.groups import group_rank, group_size, share_of
 from slapo.sharding.steps import Step
 
 #: Operations that draw random numbers.
@@ -234,10 +235,11 @@ class PlaceMode(TorchDispatchMode):
     ) -> Tensor:
         """A step of tensor parallelism: checked by what it takes, without communication."""
         place, axis = place_of(tensor), arguments.get(step.takes_along)
-        why = self._other_ranks(step, group) or self._wrong_for(step, place, axis, tensor)
+        total = arguments.get("total")
+        why = self._other_ranks(step, group) or self._wrong_for(step, place, axis, tensor, total)
         if why:
             raise self.stop(step.name, [tensor], [place], why, step)
-        given = place_of_result(step, arguments)
+        given = self._given_by(step, tensor, arguments)
         with self.unseen():
             if step.communicates:
                 result = self._alone(step, tensor, arguments)
@@ -255,7 +257,9 @@ class PlaceMode(TorchDispatchMode):
             return ""
         return f"it runs over ranks {theirs}, and {OURS} is {ours}"
 
-    def _wrong_for(self, step: Step, place: Place, axis: int | None, tensor: Tensor) -> str:
+    def _wrong_for(
+        self, step: Step, place: Place, axis: int | None, tensor: Tensor, total: int | None
+    ) -> str:
         if place.kind != step.takes and not (step.takes == "partial" and place.is_zero):
             wanted = {"partial": "a partial sum", "shard": "slices", "replicate": "what is whole"}
             return f"{step.name} takes {wanted[step.takes]}, and this is {place}"
@@ -263,16 +267,40 @@ class PlaceMode(TorchDispatchMode):
             return f"{step.name} along axis {axis} of what is {place}"
         if place.is_slice and place.blocks:
             return f"{step.name} would put the ranks' blocks one behind the other: this is {place}"
+        if axis is not None and place.is_slice:
+            size = place.whole_size(tensor.shape[axis], self.ranks)
+            if total not in (None, size) or (total is None and place.share is not None):
+                return (
+                    f"of uneven slices, of {size} in all, it gets total={total}; pass total={size}"
+                )
         return ""
+
+    def _given_by(self, step: Step, tensor: Tensor, arguments: dict[str, Any]) -> Place:
+        """Where the result of a step lies."""
+        if step.gives == "shard":
+            axis = arguments[step.gives_along]
+            size = tensor.shape[axis]
+            own = share_of(size, self.rank, self.ranks)[1]
+            return sliced(axis % tensor.ndim, share=share_of_whole(own, size, self.ranks))
+        if step.gives == MASKED:
+            start, count = arguments["start"], arguments["count"]
+            share = share_of_whole(count, arguments["total"], self.ranks)
+            return Place(MASKED, rows=(start, count), share=share)
+        return WHOLE if step.gives == "replicate" else Place(step.gives)
 
     def _alone(self, step: Step, tensor: Tensor, arguments: dict[str, Any]) -> Tensor:
         """The result's shape, with any values: nothing is communicated."""
         with torch.no_grad():
             result = tensor.clone(memory_format=torch.contiguous_format)
             if step.gives_along:
-                result = result.chunk(self.ranks, arguments[step.gives_along])[0].contiguous()
+                axis = arguments[step.gives_along]
+                own = share_of(result.shape[axis], self.rank, self.ranks)
+                result = result.narrow(axis, *own).contiguous()
             if step.takes_along:
-                result = torch.cat([result] * self.ranks, arguments[step.takes_along])
+                axis = arguments[step.takes_along]
+                total = arguments.get("total") or result.shape[axis] * self.ranks
+                times = -(-total // result.shape[axis])
+                result = torch.cat([result] * times, axis).narrow(axis, 0, total).contiguous()
             return result
 
     def _raw(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -324,7 +352,7 @@ class PlaceMode(TorchDispatchMode):
         place = place_of(tensor)
         if place.is_slice:
             sizes = list(tensor.shape)
-            sizes[place.dim] *= self.ranks
+            sizes[place.dim] = place.whole_size(sizes[place.dim], self.ranks)
             return tuple(sizes)
         constant = {*place.uniform, *(d for d, n in enumerate(tensor.shape) if n == 1)}
         return tuple(ANY if d in constant else n for d, n in enumerate(tensor.shape))
@@ -367,12 +395,3 @@ def _rule(call: Call) -> Rule:
         f"no rule says what {call.func} makes of a tensor that is not whole; give one to "
         "slapo.register_place_rule"
     )
-
-
-def place_of_result(step: Step, arguments: dict[str, Any]) -> Place:
-    """Where the result of a step lies."""
-    if step.gives == "shard":
-        return sliced(arguments[step.gives_along])
-    if step.gives == MASKED:
-        return Place(MASKED, rows=(arguments["start"], arguments["count"]))
-    return WHOLE if step.gives == "replicate" else Place(step.gives)

@@ -44,7 +44,7 @@ def view(call: Call) -> list[Place]:
         blocks = _covered(runs, size, prod(new[dim + 1 :]))
         if blocks:
             left_open = dim < len(asked) and asked[dim] == -1
-            unlikely = not (_is_longer(call, dim) or _is_like_forward(call, dim, blocks))
+            unlikely = not (_is_longer(call, place, dim) or _is_like_forward(call, dim, blocks))
             fits.append((unlikely, len(blocks), not left_open, dim, blocks))
     if not fits:
         raise call.misfit(f"{tuple(old)} -> {tuple(new)} cuts across the ranks' slices")
@@ -52,10 +52,10 @@ def view(call: Call) -> list[Place]:
     return [place.along(dim, found)]
 
 
-def _is_longer(call: Call, dim: int) -> bool:
+def _is_longer(call: Call, place: Place, dim: int) -> bool:
     """Whether this dimension alone of the result is that of all ranks in one process."""
     shape = list(call.outs[0].shape)
-    shape[dim] *= call.ranks
+    shape[dim] = place.whole_size(shape[dim], call.ranks)
     return call.shape_in_one_process == tuple(shape)
 
 
@@ -227,8 +227,8 @@ def cat(call: Call) -> list[Place]:
     joins_slices = first.dim == axis
     for _, place in parts:
         constant = place.is_whole and first.dim in place.uniform and not joins_slices
-        alike = place.is_slice and place.dim == first.dim
-        if not (constant or (alike and (joins_slices or place.blocks == first.blocks))):
+        alike = place.is_slice and place.dim == first.dim and place.share == first.share
+        if not (constant or (alike and (joins_slices or place.is_cut_as(first)))):
             raise call.misfit("it joins tensors that lie differently")
     if not joins_slices:
         return [first]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from torch import Tensor
 
@@ -51,6 +52,9 @@ class Place:
     blocks
         Of a slice: the sizes of what this rank has of each block, where several lie along the
         dimension and each is split by itself; else empty.
+    share
+        Of an uneven slice, and of masked tokens of such a table: how much of the whole this rank
+        has; None where ranks have equal slices.
     rows
         Of masked tokens: the first row, and how many.
     uniform
@@ -66,6 +70,7 @@ class Place:
     kind: str = REPLICATE
     dim: int = -1
     blocks: tuple[int, ...] = ()
+    share: Fraction | None = None
     rows: tuple[int, int] = (0, 0)
     uniform: frozenset[int] = frozenset()
     is_zero: bool = False
@@ -92,13 +97,26 @@ class Place:
         if self.kind != other.kind:
             return False
         plain = self.kind in (REPLICATE, PARTIAL)
-        return plain or (self.dim, self.blocks, self.rows) == (other.dim, other.blocks, other.rows)
+        alike = (self.dim, self.rows) == (other.dim, other.rows) and self.is_cut_as(other)
+        return plain or alike
+
+    def is_cut_as(self, other: Place) -> bool:
+        """Whether two slices, perhaps along other dimensions, are cut alike."""
+        return (self.blocks, self.share) == (other.blocks, other.share)
+
+    def whole_size(self, size: int, ranks: int) -> int:
+        """Of all ranks together, of which this one has `size` along the dimension of the slice."""
+        return size * ranks if self.share is None else int(size / self.share)
 
     def along(self, dim: int, blocks: Sequence[int] | None = None) -> Place:
         """The same slice along another dimension, in the same blocks unless others are given."""
         if blocks is None:
             return replace(self, dim=dim)
         return replace(self, dim=dim, blocks=tuple(blocks) if len(blocks) > 1 else ())
+
+    def anew(self, dim: int) -> Place:
+        """A slice of something else, cut as this one."""
+        return Place(SHARD, dim, self.blocks, self.share)
 
     def blocks_in(self, size: int) -> tuple[int, ...]:
         """Sizes of the blocks of a slice, of which this rank has `size` in all."""
@@ -114,15 +132,21 @@ class Place:
                 SHARD: f"sliced along dimension {self.dim}",
             }[self.kind]
             text += f" in {len(self.blocks)} blocks" if self.blocks else ""
+            text += f" in uneven parts, here {self.share}" if self.share is not None else ""
         return text + (f" (since {self.birth})" if self.birth is not None else "")
 
 
 WHOLE, PARTIAL_SUM = Place(), Place(PARTIAL)
 
 
-def sliced(dim: int, blocks: Sequence[int] = ()) -> Place:
+def sliced(dim: int, blocks: Sequence[int] = (), share: Fraction | None = None) -> Place:
     """Slices along a dimension, counted from the front."""
-    return Place(SHARD, dim, tuple(blocks) if len(blocks) > 1 else ())
+    return Place(SHARD, dim, tuple(blocks) if len(blocks) > 1 else (), share)
+
+
+def share_of_whole(own: int, total: int | None, ranks: int) -> Fraction | None:
+    """What a rank has of a whole, where it is cut unevenly."""
+    return None if total is None or total % ranks == 0 else Fraction(own, total)
 
 
 class Misfit(Exception):

@@ -166,7 +166,7 @@ def pointwise(call: Call) -> list[Place]:
     for tensor, place in zip(call.tensors, call.places, strict=True):
         here = tensor.ndim + dim
         constant = here < 0 or tensor.shape[here] == 1 or here in place.uniform
-        alike = place.is_slice and place.dim == here and place.blocks == first.blocks
+        alike = place.is_slice and place.dim == here and place.is_cut_as(first)
         if not (alike or (place.is_whole and constant)):
             raise call.misfit("its inputs lie differently")
     return [first.along(out.ndim + dim) for out in call.outs]

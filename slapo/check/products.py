@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slapo.check.call import Call, rule_for
-from slapo.check.place import PARTIAL_SUM, WHOLE, Place, sliced
+from slapo.check.place import PARTIAL_SUM, WHOLE, Place
 
 #: The two factors' dimensions by letters, as in ``torch.einsum``.
 _PRODUCTS = {
@@ -37,21 +37,21 @@ def multiplied(call: Call, equation: str, left: Place, right: Place) -> Place:
             return left if left.is_partial else right
         raise call.misfit("a product with a partial sum is right for whole factors only")
     names = inputs.split(",")
-    letters = [
-        (each[place.dim], place.blocks)
+    slices = [
+        (each[place.dim], place)
         for each, place in zip(names, (left, right), strict=True)
         if place.is_slice
     ]
-    if any(place.kind == "masked" for place in (left, right)) or not letters:
+    if any(place.kind == "masked" for place in (left, right)) or not slices:
         raise call.misfit("masked tokens are no factors")
-    letter, blocks = letters[0]
+    letter, first = slices[0]
     for each, place in zip(names, (left, right), strict=True):
         constant = place.is_whole and each.find(letter) in place.uniform
         if not (constant or _lies_along(letter, each, place)):
             raise call.misfit("a slice meets a dimension that is whole, or other slices")
-    if len(set(letters)) > 1:
-        raise call.misfit("the two are sliced in other blocks")
-    return PARTIAL_SUM if letter not in output else sliced(output.index(letter), blocks)
+    if not all(other == letter and place.is_cut_as(first) for other, place in slices):
+        raise call.misfit("the two are sliced in other blocks, or other shares")
+    return PARTIAL_SUM if letter not in output else first.anew(output.index(letter))
 
 
 def _lies_along(letter: str, names: str, place: Place) -> bool:
@@ -107,7 +107,7 @@ def _convolved(call: Call, x: Place, weight: Place, groups: int, transposed: boo
     if x.is_slice and x.dim > 1:
         raise call.misfit("it mixes pixels, of which each rank has a slice")
     if _by_groups(x, weight):
-        return sliced(1, x.blocks)
+        return x.anew(1)
     if groups > 1:
         if x.is_slice and x.dim == 0 and weight.is_whole:
             return x
@@ -158,5 +158,5 @@ def _grouped_gradients(call: Call, grad: Place, x: Place, weight: Place) -> list
 def _summed_to_channels(grad: Place) -> Place:
     """The gradient of a bias: summed over all but the channels."""
     if grad.is_slice:
-        return sliced(0, grad.blocks) if grad.dim == 1 else PARTIAL_SUM
+        return grad.anew(0) if grad.dim == 1 else PARTIAL_SUM
     return grad

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from slapo.check.place import WHOLE, Birth, Place, put_place, sliced
+from slapo.check.place import WHOLE, Birth, Place, put_place, share_of_whole, sliced
 from slapo.graph.trace.module import inlined_in
 from slapo.node import Numbers
 from slapo.sharding.slicing import ShardSpec
@@ -125,7 +125,9 @@ def standing_in(
 def _place(spec: ShardSpec | None, path: str) -> Place:
     if spec is None or spec.world_size == 1:
         return WHOLE
-    place = sliced(spec.axis, [size // spec.world_size for size in spec.blocks])
+    blocks = spec.local_blocks()
+    share = share_of_whole(blocks[0], spec.blocks[0], spec.world_size)
+    place = sliced(spec.axis, blocks, share)
     return replace(place, birth=Birth("shard", path))
 
 

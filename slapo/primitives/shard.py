@@ -13,7 +13,7 @@ from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called, check_own_tensor
 from slapo.sharding.guards import refuse_clipping, refuse_saving
 from slapo.sharding.shards import ShardPlan
-from slapo.sharding.slicing import make_spec
+from slapo.sharding.slicing import Cut, make_spec
 from slapo.sharding.state import shards_of
 from slapo.weights.ties import owner_of
 from slapo.wrapper import innermost
@@ -40,12 +40,16 @@ class ShardPrimitive(Primitive):
     blocks
         How many equal blocks lie along the axis, each split by itself: 3 for a packed query, key
         and value, whose heads then stay together. A sequence gives the sizes of unequal blocks.
+    uneven
+        Whether the ranks' shares may be of several sizes, where the group's does not divide the
+        axis: those that ``torch.chunk`` cuts, 25, 25, 25 and 22 of a vocabulary of 97.
 
     Raises
     ------
     ValueError
-        If there is no such tensor or axis, the size is not divisible by the world size, the
-        tensor is sharded already, or a slice of it would compute something else.
+        If there is no such tensor or axis, the size is not divisible by the world size and
+        `uneven` is False, or a rank would have nothing, the tensor is sharded already, or a slice
+        of it would compute something else.
 
     Notes
     -----
@@ -66,7 +70,14 @@ class ShardPrimitive(Primitive):
         return "shard"
 
     @staticmethod
-    def apply(sch: Node, /, tensor_name: str, axis: int, blocks: int | Sequence[int] = 1) -> Node:
+    def apply(
+        sch: Node,
+        /,
+        tensor_name: str,
+        axis: int,
+        blocks: int | Sequence[int] = 1,
+        uneven: bool = False,
+    ) -> Node:
         """Check everything, then slice the tensor here and where it is tied."""
         if not isinstance(tensor_name, str):
             raise TypeError(
@@ -80,13 +91,16 @@ class ShardPrimitive(Primitive):
         check_own_tensor(sch, tensor_name)
         check_called(sch, tensor_name)
         module = innermost(sch.mod)
-        if _confirms_tie(sch, module, tensor_name, axis, blocks):
+        if type(uneven) is not bool:
+            raise TypeError(f"uneven must be True or False, got {uneven!r}; pass one of them")
+        cut = Cut(axis, blocks, uneven)
+        if _confirms_tie(sch, module, tensor_name, cut):
             return sch
         _check_buffer(sch, module, tensor_name)
-        plan = ShardPlan(module, tensor_name, axis, blocks, sch.group)
+        plan = ShardPlan(module, tensor_name, cut, sch.group)
         if plan.defers_bias:
             check_called(sch)  # the module itself must add its bias in another way
-        partners = _tied_plans(sch, module, tensor_name, axis, blocks)
+        partners = _tied_plans(sch, module, tensor_name, cut)
         plan.carry_out()
         for name, partner in partners.items():
             partner.carry_out()
@@ -103,20 +117,18 @@ def _full_name(sch: Node, tensor_name: str) -> str:
     return f"{sch.model_path}.{tensor_name}" if sch.model_path else tensor_name
 
 
-def _confirms_tie(
-    sch: Node, module: nn.Module, tensor_name: str, axis: int, blocks: int | Sequence[int]
-) -> bool:
+def _confirms_tie(sch: Node, module: nn.Module, tensor_name: str, cut: Cut) -> bool:
     """True when the tensor was sharded with its tied partner, along this axis, and is named now."""
     name = _full_name(sch, tensor_name)
     spec = shards_of(module).get(tensor_name)
     if spec is None or name not in sch.state.followed:
         return False
-    if make_spec(spec.full_shape, axis, blocks, spec.rank, spec.world_size) != spec:
+    if make_spec(spec.full_shape, cut, spec.rank, spec.world_size) != spec:
         raise ValueError(
             f"{tensor_name!r} is tied to {sorted(sch.state.ties.partners(name))} and was sharded "
             f"with it along axis {spec.axis} in blocks of {list(spec.blocks)}; it cannot be "
-            f"sharded along axis {axis} with blocks={blocks} too; leave this call out, or shard "
-            "both alike"
+            f"sharded along axis {cut.axis} with blocks={cut.blocks} too; leave this call out, or "
+            "shard both alike"
         )
     sch.state.followed.discard(name)
     sch.metadata.primitives["shard"][tensor_name] = spec
@@ -138,9 +150,7 @@ def _check_buffer(sch: Node, module: nn.Module, tensor_name: str) -> None:
             )
 
 
-def _tied_plans(
-    sch: Node, module: nn.Module, tensor_name: str, axis: int, blocks: int | Sequence[int]
-) -> dict[str, ShardPlan]:
+def _tied_plans(sch: Node, module: nn.Module, tensor_name: str, cut: Cut) -> dict[str, ShardPlan]:
     """Plans for the other modules that hold the same parameter, by its name there."""
     top = sch.get_top_schedule()
     plans: dict[str, ShardPlan] = {}
@@ -151,5 +161,5 @@ def _tied_plans(
             continue
         owner, leaf = innermost(found[0]), found[1]
         owners.add(id(owner._parameters))
-        plans[name] = ShardPlan(owner, leaf, axis, blocks, sch.group)
+        plans[name] = ShardPlan(owner, leaf, cut, sch.group)
     return plans

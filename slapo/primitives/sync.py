@@ -13,7 +13,7 @@ from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called, check_runs
 from slapo.sharding.groups import handle_of
-from slapo.sharding.layout import KnownSync
+from slapo.sharding.layout import KnownSync, Placement
 from slapo.sharding.partial import add_reducer, can_reduce
 from slapo.sharding.state import layout_of, make_sharding, syncs_of
 from slapo.sharding.sync import REDUCTIONS, SyncOp, check_mode, check_sync, make_sync_op
@@ -64,6 +64,8 @@ class SyncPrimitive(Primitive):
     **kwargs
         ``axis`` of the activation; ``tensor_parallel_output_grad`` of ``all_gather``: False when
         every rank uses the gathered tensor in the same way, so that the gradient is only split;
+        ``total`` of ``all_gather``: the whole's size along `axis`, where the ranks' parts are
+        uneven (known of a module that was sharded so, to be given for others);
         ``argument`` of ``bwd_post``: names of the inputs whose gradients are summed, in place of
         all inputs that need one; of ``fwd_pre``: names of those that are gathered, in place of the
         first tensor.
@@ -168,15 +170,22 @@ def _add_op(sch: Node, mode: str, op: SyncOp) -> None:
         sch.mod.register_forward_pre_hook(InputHook(op, mode), with_kwargs=True)
     else:
         _check_output_gradient(module, op)
-        known = layout.output.axis if layout.output is not None else None
-        _add_output_op(sch, module, replace(op, known_axis=_to_check(op, known)))
+        if op.name == "all_gather" and layout.output is not None:
+            op = _with_known(op, layout.output)
+        _add_output_op(sch, module, op)
     completes = op.sums_gradient()
     output = op.output() if mode == "fwd_post" else None
     _note(sch, KnownSync(mode, op.name, op.axis, output, completes, op.argument))
 
 
-def _to_check(op: SyncOp, known: int | None) -> int | None:
-    return known if op.name == "all_gather" else None
+def _with_known(op: SyncOp, output: Placement) -> SyncOp:
+    """A gather with what is known of the slices that it gets."""
+    if op.total not in (None, output.total) and output.kind == "shard":
+        raise ValueError(
+            f"fwd_post all_gather: the module's output is {output}, not of total={op.total}; leave "
+            "total out, it is known"
+        )
+    return replace(op, known_axis=output.axis, total=output.total)
 
 
 def _sums_gradients(module: nn.Module) -> bool:

@@ -25,9 +25,11 @@ from slapo.sharding.groups import (
     group_rank,
     group_size,
     handle_of,
+    lengthened,
     move_blocks,
     parse_reshard,
     sharded_axis,
+    share_of,
 )
 from slapo.sharding.steps import (
     ALL_GATHER,
@@ -110,13 +112,14 @@ def all_gather(
     group: dist.ProcessGroup | None,
     axis: int,
     tensor_parallel_output_grad: bool = True,
+    total: int | None = None,
 ) -> Tensor:
     """Concatenate the ranks' tensors along ``axis``.
 
     Parameters
     ----------
     tensor : Tensor
-        This rank's slice, of one shape on all ranks.
+        This rank's slice, of one shape on all ranks unless ``total`` says otherwise.
     group : ProcessGroup or None
         The ranks to gather from.
     axis : int
@@ -125,16 +128,19 @@ def all_gather(
         Whether what follows is computed in a tensor-parallel way, so that each rank's gradient of
         the result is a summand: the backward is :func:`reduce_scatter`. With False every rank
         already has the full gradient, and the backward only takes its slice (:func:`scatter`).
+    total : int, optional
+        Size of the whole along ``axis`` where the ranks' slices are uneven: those that
+        ``torch.chunk`` cuts.
 
     Returns
     -------
     Tensor
-        The input's shape with ``axis`` as many times longer as there are ranks.
+        The input's shape with ``axis`` as many times longer as there are ranks, or of ``total``.
 
     Raises
     ------
     ValueError
-        If the tensor has no such axis.
+        If the tensor has no such axis, or is no such slice of ``total``.
 
     Examples
     --------
@@ -142,12 +148,26 @@ def all_gather(
     torch.Size([2, 3])
     """
     axis = check_axis("all_gather", tensor, axis)
-    if group_size(group) == 1:
+    ranks = group_size(group)
+    if total is not None:
+        own = share_of(total, group_rank(group), ranks)[1]
+        if tensor.shape[axis] != own:
+            raise ValueError(
+                f"all_gather: rank {group_rank(group)} of {ranks} has {own} of {total}, and the "
+                f"tensor of shape {tuple(tensor.shape)} has {tensor.shape[axis]} along axis "
+                f"{axis}; pass the slice that torch.chunk cuts for it"
+            )
+    if ranks == 1:
         return tensor
-    return _apply(_AllGather, tensor, group, axis, tensor_parallel_output_grad)
+    is_uneven = total is not None and total % ranks != 0
+    return _apply(
+        _AllGather, tensor, group, axis, tensor_parallel_output_grad, total if is_uneven else None
+    )
 
 
-def reduce_scatter(tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
+def reduce_scatter(
+    tensor: Tensor, group: dist.ProcessGroup | None, axis: int, uneven: bool = False
+) -> Tensor:
     """Sum over the group and keep this rank's slice of the sum along ``axis``.
 
     The backward is :func:`all_gather`.
@@ -160,6 +180,8 @@ def reduce_scatter(tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -
         The ranks to sum over.
     axis : int
         The dimension to slice; the number of ranks must divide its size.
+    uneven : bool
+        Whether it need not: the slices are those that ``torch.chunk`` cuts then.
 
     Returns
     -------
@@ -176,13 +198,15 @@ def reduce_scatter(tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -
     >>> reduce_scatter(torch.ones(2, 3), None, axis=0).shape
     torch.Size([2, 3])
     """
-    axis = check_divisible("reduce_scatter", tensor, axis, group)
+    axis = check_divisible("reduce_scatter", tensor, axis, group, uneven)
     if group_size(group) == 1:
         return tensor
     return _apply(_ReduceScatter, tensor, group, axis)
 
 
-def scatter(tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
+def scatter(
+    tensor: Tensor, group: dist.ProcessGroup | None, axis: int, uneven: bool = False
+) -> Tensor:
     """Keep this rank's slice along ``axis`` of a tensor that all ranks hold.
 
     The backward is :func:`all_gather`: every rank gets the whole gradient.
@@ -195,6 +219,8 @@ def scatter(tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tenso
         The ranks that share out the tensor.
     axis : int
         The dimension to slice; the number of ranks must divide its size.
+    uneven : bool
+        Whether it need not: the slices are those that ``torch.chunk`` cuts then.
 
     Returns
     -------
@@ -211,7 +237,7 @@ def scatter(tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tenso
     >>> scatter(torch.ones(2, 3), None, axis=0).shape
     torch.Size([2, 3])
     """
-    axis = check_divisible("scatter", tensor, axis, group)
+    axis = check_divisible("scatter", tensor, axis, group, uneven)
     if group_size(group) == 1:
         return tensor
     return _apply(_Scatter, tensor, group, axis)
@@ -341,15 +367,25 @@ def _copy(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return tensor.clone()
 
 
-def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
+def _all_gather(
+    tensor: Tensor, group: dist.ProcessGroup | None, axis: int, total: int | None = None
+) -> Tensor:
     ranks = group_size(group)
+    if total is not None:  # all but the last have the longest share
+        longest = share_of(total, 0, ranks)[1]
+        whole = _all_gather(lengthened(tensor, axis, longest), group, axis)
+        return whole.narrow(axis, 0, total).contiguous()
     gathered = tensor.new_empty(ranks * tensor.shape[0], *tensor.shape[1:])
     _all_gather_single(gathered, tensor.contiguous(), group=group)
     return move_blocks(gathered, ranks, 0, axis)
 
 
 def _reduce_scatter(tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
-    ranks = group_size(group)
+    ranks, total = group_size(group), tensor.shape[axis]
+    longest = share_of(total, 0, ranks)[1]
+    if total % ranks:
+        own = _reduce_scatter(lengthened(tensor, axis, longest * ranks), group, axis)
+        return own.narrow(axis, 0, share_of(total, group_rank(group), ranks)[1]).contiguous()
     blocks = move_blocks(tensor, ranks, axis, 0)
     own = blocks.new_empty(blocks.shape[0] // ranks, *blocks.shape[1:])
     _reduce_scatter_single(own, blocks, group=group)
@@ -358,8 +394,7 @@ def _reduce_scatter(tensor: Tensor, group: dist.ProcessGroup | None, axis: int) 
 
 def own_slice(tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
     """This rank's slice of what all ranks hold, without a gradient of its own."""
-    size = tensor.shape[axis] // group_size(group)
-    own = tensor.narrow(axis, group_rank(group) * size, size)
+    own = tensor.narrow(axis, *share_of(tensor.shape[axis], group_rank(group), group_size(group)))
     # A copy: a view would keep the whole tensor alive, and in-place changes would reach it.
     return own.clone(memory_format=torch.contiguous_format)
 
@@ -405,37 +440,39 @@ class _AllGather(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         axis: int,
         tensor_parallel_output_grad: bool,
+        total: int | None,
     ) -> Tensor:
-        ctx.held, ctx.axis = _held(group), axis
+        ctx.held, ctx.axis, ctx.uneven = _held(group), axis, total is not None
         ctx.scatter = reduce_scatter if tensor_parallel_output_grad else scatter
-        return carry_out(ALL_GATHER, _all_gather, tensor, group, axis=axis)
+        return carry_out(ALL_GATHER, _all_gather, tensor, group, axis=axis, total=total)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.scatter(grad, _group(ctx.held), ctx.axis), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        own = ctx.scatter(grad, _group(ctx.held), ctx.axis, ctx.uneven)
+        return own, None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
-        ctx.held, ctx.axis = _held(group), axis
+        ctx.held, ctx.axis, ctx.total = _held(group), axis, tensor.shape[axis]
         return carry_out(REDUCE_SCATTER, _reduce_scatter, tensor, group, axis=axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grad, _group(ctx.held), ctx.axis), None, None
+        return all_gather(grad, _group(ctx.held), ctx.axis, total=ctx.total), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
-        ctx.held, ctx.axis = _held(group), axis
+        ctx.held, ctx.axis, ctx.total = _held(group), axis, tensor.shape[axis]
         return carry_out(SCATTER, own_slice, tensor, group, axis=axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        grad = all_gather(grad, _group(ctx.held), ctx.axis, tensor_parallel_output_grad=False)
-        return grad, None, None
+        whole = all_gather(grad, _group(ctx.held), ctx.axis, False, ctx.total)
+        return whole, None, None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from slapo.errors import SlapoError
 
@@ -182,6 +183,19 @@ def group_rank(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_rank(group) if _initialized() and not _alone else 0
 
 
+def share_of(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Where a rank's share of `size` begins, and how long it is, as ``torch.chunk`` cuts it.
+
+    Examples
+    --------
+    >>> [share_of(10, rank, 4) for rank in range(4)]
+    [(0, 3), (3, 3), (6, 3), (9, 1)]
+    """
+    longest = -(-size // ranks)
+    start = min(rank * longest, size)
+    return start, min(longest, size - start)
+
+
 def check_axis(what: str, tensor: Tensor, axis: int) -> int:
     """Return ``axis`` counted from the front."""
     dims = tensor.dim()
@@ -195,11 +209,13 @@ def check_axis(what: str, tensor: Tensor, axis: int) -> int:
     return axis % dims
 
 
-def check_divisible(what: str, tensor: Tensor, axis: int, group: dist.ProcessGroup | None) -> int:
-    """Return ``axis`` counted from the front; its size must split evenly."""
+def check_divisible(
+    what: str, tensor: Tensor, axis: int, group: dist.ProcessGroup | None, uneven: bool = False
+) -> int:
+    """Return ``axis`` counted from the front; its size must split evenly unless said otherwise."""
     axis = check_axis(what, tensor, axis)
     ranks = group_size(group)
-    if tensor.shape[axis] % ranks:
+    if tensor.shape[axis] % ranks and not uneven:
         raise ValueError(
             f"{what}: size {tensor.shape[axis]} of axis {axis} of a tensor of shape "
             f"{tuple(tensor.shape)} is not divisible by world_size {ranks}; "
@@ -217,6 +233,16 @@ def move_blocks(tensor: Tensor, count: int, source: int, target: int) -> Tensor:
     if source == target:
         return tensor.contiguous()
     return torch.cat(tensor.tensor_split(count, source), target)
+
+
+def lengthened(tensor: Tensor, axis: int, size: int) -> Tensor:
+    """Return ``tensor`` with zeros behind it, so that it has ``size`` along ``axis``.
+
+    Collectives want one shape on all ranks.
+    """
+    missing = size - tensor.shape[axis]
+    behind = [0, 0] * (tensor.dim() - 1 - axis)
+    return functional.pad(tensor, [*behind, 0, missing]) if missing else tensor
 
 
 def parse_reshard(spec: str) -> tuple[str, str]:

@@ -19,14 +19,18 @@ class Placement:
     blocks
         How many blocks lie along that axis, of which each rank has a part, as in a packed query,
         key and value.
+    total
+        The whole's size along that axis where the ranks' parts are uneven; else None.
     """
 
     kind: str
     axis: int | None = None
     blocks: int = 1
+    total: int | None = None
 
     def __str__(self) -> str:
         packed = f" in {self.blocks} blocks" if self.blocks > 1 else ""
+        packed += f" in uneven parts of {self.total}" if self.total is not None else ""
         return {
             "replicate": "whole on every rank",
             "partial": "a partial sum",

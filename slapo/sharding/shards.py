@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from slapo.sharding.groups import group_rank, group_size
 from slapo.sharding.layout import Layout
 from slapo.sharding.partial import check_deferrable, defer_bias, has_bias
 from slapo.sharding.rules import Effect, effect_of
-from slapo.sharding.slicing import ShardSpec, make_spec
+from slapo.sharding.slicing import Cut, ShardSpec, make_spec
 from slapo.sharding.state import make_sharding, sharding_of, shards_of, syncs_of
 from slapo.sharding.sync import REDUCTIONS, check_syncs
 from slapo.sharding.tags import PARTIAL_GRAD
@@ -53,7 +52,7 @@ class ShardPlan:
         The module that owns the tensor.
     name
         The tensor's name there.
-    axis, blocks
+    cut
         As in ``Schedule.shard``.
     group
         The ranks; None for a world of one.
@@ -68,8 +67,7 @@ class ShardPlan:
         self,
         module: nn.Module,
         name: str,
-        axis: int,
-        blocks: int | Sequence[int],
+        cut: Cut,
         group: dist.ProcessGroup | None,
     ) -> None:
         tensor = tensor_named(module, name)
@@ -85,8 +83,8 @@ class ShardPlan:
             )
         self.module, self.name, self.group = module, name, group
         rank, world_size = (0, 1) if group is None else (group_rank(group), group_size(group))
-        self.spec: ShardSpec = make_spec(tensor.shape, axis, blocks, rank, world_size)
-        self.effect: Effect = _in_blocks(effect_of(module, name, self.spec.axis), self.spec)
+        self.spec: ShardSpec = make_spec(tensor.shape, cut, rank, world_size)
+        self.effect: Effect = _as_cut(effect_of(module, name, self.spec.axis), self.spec)
         self._check_effect()
 
     def _check_effect(self) -> None:
@@ -108,7 +106,8 @@ class ShardPlan:
                 f"{present.output}; keep {self.name!r} whole, or shard the other along the axis "
                 "that fits"
             )
-        if self.effect.means_all and self.spec.local_shape.numel() == 1 < self.spec.world_size:
+        last = replace(self.spec, rank=self.spec.world_size - 1)
+        if self.effect.means_all and last.local_shape.numel() == 1 < self.spec.world_size:
             raise ValueError(
                 f"a slice of one element of {self.name!r} would be applied to all channels of a "
                 f"{type(module).__name__}; keep it whole, or pick a smaller group"
@@ -178,13 +177,14 @@ class ShardPlan:
                 setattr(module, attribute, full[attribute] // self.spec.world_size)
 
 
-def _in_blocks(effect: Effect, spec: ShardSpec) -> Effect:
-    """The effect of a shard in blocks: what the ranks hold cannot be put together by a gather."""
+def _as_cut(effect: Effect, spec: ShardSpec) -> Effect:
+    """The effect of a shard in blocks, or of uneven ones, which no plain gather puts together."""
     output = effect.layout.output
-    if len(spec.blocks) == 1 or output is None or output.kind != "shard":
+    if output is None or output.kind != "shard":
         return effect
-    packed = replace(output, blocks=len(spec.blocks))
-    return replace(effect, layout=replace(effect.layout, output=packed))
+    total = sum(spec.blocks) if spec.is_uneven else None
+    cut = replace(output, blocks=len(spec.blocks), total=total)
+    return replace(effect, layout=replace(effect.layout, output=cut))
 
 
 def slice_tensor(module: nn.Module, name: str, spec: ShardSpec) -> None:
@@ -241,6 +241,6 @@ def _localise_padding(module: nn.Module, spec: ShardSpec, full: dict[str, Any]) 
     if padding is None:
         return
     rows = spec.local_shape[0]
-    local = padding - spec.rank * rows
+    local = padding - spec.start
     full.setdefault("padding_idx", padding)
     module.__dict__["padding_idx"] = local if 0 <= local < rows else None

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slapo.sharding.groups import lengthened, share_of
+
 
 @dataclass(frozen=True)
 class ShardSpec:
@@ -22,7 +24,8 @@ class ShardSpec:
         Shape before sharding.
     blocks
         Sizes of the blocks along `axis` that are split one by one, in the full tensor; one block
-        of the axis's whole size for a plain tensor, three equal ones for a packed QKV.
+        of the axis's whole size for a plain tensor, three equal ones for a packed QKV. Where the
+        number of ranks does not divide them, each is cut as ``torch.chunk`` does.
     rank, world_size
         This rank's place in the group.
     """
@@ -36,9 +39,9 @@ class ShardSpec:
     def slice(self, full: Tensor) -> Tensor:
         """This rank's part of the full tensor, as a tensor of its own."""
         parts = [
-            block.narrow(self.axis, self.rank * size, size)
+            block.narrow(self.axis, *share_of(size, self.rank, self.world_size))
             for block, size in zip(
-                full.split(list(self.blocks), self.axis), self._local_blocks(), strict=True
+                full.split(list(self.blocks), self.axis), self.blocks, strict=True
             )
         ]
         return parts[0].clone() if len(parts) == 1 else torch.cat(parts, self.axis)
@@ -47,47 +50,89 @@ class ShardSpec:
         """The full tensor from every rank's part; every rank of the group must call it."""
         if self.world_size == 1:
             return local
+        local = lengthened(local, self.axis, sum(self.local_blocks(0)))
         parts = [torch.empty_like(local) for _ in range(self.world_size)]
         dist.all_gather(parts, local.contiguous(), group=group)
-        split = [part.split(self._local_blocks(), self.axis) for part in parts]
+        split = []
+        for rank, part in enumerate(parts):
+            sizes = self.local_blocks(rank)
+            split.append(part.narrow(self.axis, 0, sum(sizes)).split(sizes, self.axis))
         return torch.cat([rank[k] for k in range(len(self.blocks)) for rank in split], self.axis)
 
-    def _local_blocks(self) -> list[int]:
-        return [size // self.world_size for size in self.blocks]
+    def local_blocks(self, rank: int | None = None) -> list[int]:
+        """Sizes of what this rank, or another, has of each block."""
+        rank = self.rank if rank is None else rank
+        return [share_of(size, rank, self.world_size)[1] for size in self.blocks]
+
+    @property
+    def start(self) -> int:
+        """Where this rank's part of the first block begins."""
+        return share_of(self.blocks[0], self.rank, self.world_size)[0]
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether ranks have parts of several sizes."""
+        return any(size % self.world_size for size in self.blocks)
 
     @property
     def local_shape(self) -> torch.Size:
-        """Shape of each rank's part."""
+        """Shape of this rank's part."""
         sizes = list(self.full_shape)
-        sizes[self.axis] //= self.world_size
+        sizes[self.axis] = sum(self.local_blocks())
         return torch.Size(sizes)
 
 
-def make_spec(
-    shape: torch.Size, axis: int, blocks: int | Sequence[int], rank: int, world_size: int
-) -> ShardSpec:
+@dataclass(frozen=True)
+class Cut:
+    """How a tensor is to be cut, as in ``Schedule.shard``."""
+
+    axis: int
+    blocks: int | Sequence[int] = 1
+    uneven: bool = False
+
+
+def make_spec(shape: torch.Size, cut: Cut, rank: int, world_size: int) -> ShardSpec:
     """The spec for a tensor of `shape`.
 
     Raises
     ------
     ValueError
-        If the axis does not exist, blocks do not fill it, or a block is not divisible.
+        If the axis does not exist, blocks do not fill it, or a block is not divisible; of uneven
+        parts, if a rank had none, or blocks of several sizes were cut in several ways.
     """
+    axis = cut.axis
     if not -len(shape) <= axis < len(shape):
         raise ValueError(
             f"axis {axis} does not exist in shape {tuple(shape)}; "
             f"pass one of {list(range(len(shape)))}"
         )
     axis %= len(shape)
-    sizes = _block_sizes(shape[axis], blocks)
+    sizes = _block_sizes(shape[axis], cut.blocks)
     bad = [size for size in sizes if size % world_size]
-    if bad:
+    if bad and cut.uneven:
+        _check_uneven(sizes, world_size)
+    elif bad:
         kind = "size" if len(sizes) == 1 else "block size"
         raise ValueError(
-            f"{kind} {bad[0]} is not divisible by world_size {world_size}; "
-            "pick a group whose size divides it, or pad the tensor"
+            f"{kind} {bad[0]} is not divisible by world_size {world_size}; pick a group whose size "
+            "divides it, or pass uneven=True, as for a vocabulary: the last rank has less then"
         )
     return ShardSpec(axis, shape, sizes, rank, world_size)
+
+
+def _check_uneven(blocks: tuple[int, ...], world_size: int) -> None:
+    """Every rank has some, and the same share of each block."""
+    if len(set(blocks)) > 1:
+        raise ValueError(
+            f"blocks of sizes {list(blocks)} cannot be shared out unevenly over {world_size} "
+            "ranks, as each had another share of every block; pick a group whose size divides them"
+        )
+    if not share_of(blocks[0], world_size - 1, world_size)[1]:
+        longest = share_of(blocks[0], 0, world_size)[1]
+        raise ValueError(
+            f"size {blocks[0]} in parts of {longest} leaves none for the last of {world_size} "
+            "ranks; pick a smaller group, or keep the tensor whole"
+        )
 
 
 def _not_sizes(blocks: int | Sequence[int]) -> bool:

@@ -71,6 +71,8 @@ class SyncOp:
     known_axis
         The axis (from the end) that a gathered tensor is known to be sharded along; checked when
         a tensor with its number of dimensions is at hand.
+    total
+        Of ``all_gather``: the whole's size along the axis, where the ranks' parts are uneven.
     """
 
     name: str
@@ -79,6 +81,7 @@ class SyncOp:
     tensor_parallel_output_grad: bool = True
     argument: tuple[str, ...] | None = None
     known_axis: int | None = None
+    total: int | None = None
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Apply the collective."""
@@ -109,7 +112,7 @@ class SyncOp:
 
 def _run_all_gather(op: SyncOp, tensor: Tensor) -> Tensor:
     keep = op.tensor_parallel_output_grad
-    return all_gather(tensor, op.group.group, op.axis or 0, tensor_parallel_output_grad=keep)
+    return all_gather(tensor, op.group.group, op.axis or 0, keep, op.total)
 
 
 def _own_slice(op: SyncOp) -> Placement:
@@ -127,7 +130,7 @@ _TABLE = {
     ),
     "all_gather": _Row(
         ("fwd_pre", "fwd_post"),
-        ("axis", "tensor_parallel_output_grad", "argument"),
+        ("axis", "tensor_parallel_output_grad", "argument", "total"),
         (ALL_GATHER.takes,),
         _run_all_gather,
         lambda op: Placement(ALL_GATHER.gives),
@@ -203,6 +206,11 @@ def make_sync_op(mode: str, name: str, group: GroupHandle, arguments: Mapping[st
             "pass axis=-1 for features"
         )
     given = dict(arguments)
+    total = given.get("total")
+    if total is not None and (type(total) is not int or total < 1):
+        raise TypeError(
+            f"total is {total!r}; pass the size of the whole along the axis, an integer"
+        )
     if given.get("argument") is not None:
         given["argument"] = _names(given["argument"])
     return SyncOp(name, group, **given)
@@ -264,6 +272,11 @@ def _check_output(output: Placement, op: str, axis: int | None) -> None:
         raise ValueError(
             f"fwd_post {op}: the module's output is {output}, and a gather would put the ranks' "
             "parts one after the other; gather each block by itself, or keep what follows sharded"
+        )
+    if output.total is not None and op != "all_gather":
+        raise ValueError(
+            f"fwd_post {op}: the module's output is {output}, which it cannot exchange; use "
+            f"'all_gather' with axis={output.axis}, or a group whose size divides {output.total}"
         )
     if "->" in op:
         _check_reshard(op, op[:2], output, "output")

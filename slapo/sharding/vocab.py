@@ -71,7 +71,7 @@ def vocabulary_hooks(
     return mask_tokens, zero_and_reduce
 
 
-def masked(tokens: Tensor, start: int, count: int) -> Tensor:
+def masked(tokens: Tensor, start: int, count: int, total: int | None = None) -> Tensor:
     """Tokens as rows of a part of a table, those of other parts as row 0.
 
     For hooks of your own around a table that is spread over the ranks: :func:`slapo.check` knows by
@@ -83,6 +83,8 @@ def masked(tokens: Tensor, start: int, count: int) -> Tensor:
         Integers of any shape.
     start, count
         The rows that this rank has.
+    total
+        Rows of the whole table, to be given where the ranks have unequal numbers of them.
 
     Examples
     --------
@@ -91,11 +93,11 @@ def masked(tokens: Tensor, start: int, count: int) -> Tensor:
     tensor([0, 1, 0])
     """
 
-    def local(tokens: Tensor, _: object, start: int, count: int) -> Tensor:
+    def local(tokens: Tensor, _: object, start: int, count: int, total: int | None) -> Tensor:
         rows = tokens - start
         return rows.masked_fill((rows < 0) | (rows >= count), 0)
 
-    return carry_out(MASK_TOKENS, local, tokens, None, start=start, count=count)
+    return carry_out(MASK_TOKENS, local, tokens, None, start=start, count=count, total=total)
 
 
 class _Rows:
@@ -110,12 +112,13 @@ class _Rows:
 
         What is no token of the whole table stays none of this part of it, for the lookup to refuse.
         """
-        return carry_out(MASK_TOKENS, self._mask, tokens, None, start=self.start, count=self.count)
+        rows = {"start": self.start, "count": self.count, "total": self.total}
+        return carry_out(MASK_TOKENS, self._mask, tokens, None, **rows)
 
-    def _mask(self, tokens: Tensor, _: object, start: int, count: int) -> Tensor:
+    def _mask(self, tokens: Tensor, _: object, start: int, count: int, total: int) -> Tensor:
         foreign = (tokens < start) | (tokens >= start + count)
         self._foreign[:] = [foreign]
-        elsewhere = foreign & (tokens >= 0) & (tokens < self.total)
+        elsewhere = foreign & (tokens >= 0) & (tokens < total)
         return (tokens - start).masked_fill(elsewhere, 0)
 
     def zero(self, output: Tensor) -> Tensor:
@@ -163,8 +166,7 @@ def mask_vocabulary(table: nn.Module) -> None:
     if state.masks_vocabulary:
         return
     spec = state.specs["weight"]
-    count = spec.local_shape[0]
-    rows = _Rows(spec.rank * count, count, spec.full_shape[0])
+    rows = _Rows(spec.start, spec.local_shape[0], spec.full_shape[0])
     table.register_forward_pre_hook(InputHook(rows.mask, "fwd_pre"), with_kwargs=True)
     table.register_forward_hook(OutputHook(rows.zero), prepend=True)
     state.masks_vocabulary = True

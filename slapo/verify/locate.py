@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from slapo.graph.trace.module import inlined_in
+from slapo.sharding.groups import group_rank
 from slapo.sharding.slicing import ShardSpec
 from slapo.sharding.state import shards_of
 from slapo.verify.tensors import difference, scale_of, tensors_in
@@ -277,17 +278,22 @@ class Comparison:
         """The tensor of all ranks together; None when it is not known how to put it together."""
         if self.world_size == 1:
             return tensor  # nothing explains another shape
-        axes = [
-            a for a, (m, t) in enumerate(zip(tensor.shape, target.shape, strict=False)) if m != t
-        ]
+        spec = self._cut(module, tensor, target)
+        if self.any_rank(spec is None):
+            return None
+        assert spec is not None, "looked at above"
+        return spec.gather(tensor, self.group)
+
+    def _cut(self, module: nn.Module, tensor: Tensor, target: Tensor) -> ShardSpec | None:
+        """How the whole is cut in slices such as that of this rank."""
+        pairs = zip(tensor.shape, target.shape, strict=False)
+        axes = [axis for axis, (mine, whole) in enumerate(pairs) if mine != whole]
         if tensor.dim() != target.dim() or len(axes) != 1:
             return None
         (axis,) = axes
-        if tensor.shape[axis] * self.world_size != target.shape[axis]:
-            return None
         specs = [s for s in shards_of(innermost(module)).values() if len(s.blocks) > 1]
         blocks = specs[0].blocks if specs else (target.shape[axis],)
         if sum(blocks) != target.shape[axis]:
             return None
-        spec = ShardSpec(axis, target.shape, blocks, 0, self.world_size)
-        return spec.gather(tensor, self.group)
+        spec = ShardSpec(axis, target.shape, blocks, group_rank(self.group), self.world_size)
+        return spec if spec.local_shape == tensor.shape else None

@@ -96,7 +96,10 @@ class Peers:
         if step.communicates and self._store is not None:
             ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
             if tuple(ranks) == self._ranks:
-                self.meet(f"{step.name} of {tuple(tensor.shape)}")
+                shape = list(tensor.shape)
+                if arguments.get("total") is not None:  # of which each rank has another part
+                    shape[arguments["axis"]] = arguments["total"]
+                self.meet(f"{step.name} of {tuple(shape)}")
         return function(tensor, group, **arguments)
 
     @contextmanager

@@ -38,10 +38,10 @@ BATCH = 3
 
 
 # --- one seed ------------------------------------------------------------------------------------
-def model_of(family: str) -> nn.Module:
+def model_of(family: str, is_odd: bool = False) -> nn.Module:
     """No value that hides a mistake: no zeros, no ones."""
     torch.manual_seed(0)
-    model = FAMILIES[family].build(0.0)
+    model = FAMILIES[family].build(0.0, extra=int(is_odd))
     with torch.no_grad():
         for param in model.parameters():
             param.add_(0.1 * torch.randn_like(param))
@@ -53,7 +53,8 @@ def random_steps(kind: str, seed: int) -> tuple[str, Random]:
     choose = random.Random(f"{kind} {seed}")
     family = choose.choice(list(FAMILIES))
     odds = choose.choice((0.01, 0.04, 0.1) if kind == "sequence" else (0.02, 0.06, 0.2))
-    return family, Random(FAMILIES[family], kind == "sequence", choose, odds)
+    # Of every third seed the sizes are odd, and ranks have unequal shares.
+    return family, Random(FAMILIES[family], kind == "sequence", choose, odds, seed % 3 == 0)
 
 
 def inputs_of(kind: str, family: str) -> dict[str, Tensor]:
@@ -63,7 +64,7 @@ def inputs_of(kind: str, family: str) -> dict[str, Tensor]:
 def scheduled(kind: str, seed: int) -> tuple[slapo.Schedule | None, nn.Module, str, str]:
     """The schedule, or what refused it, the family and the decisions."""
     family, steps = random_steps(kind, seed)
-    model = model_of(family)
+    model = model_of(family, steps.uneven)
     original = copy.deepcopy(model)
     sch = slapo.create_schedule(model)
     try:

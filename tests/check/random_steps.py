@@ -29,9 +29,14 @@ class Random(Steps):
     """
 
     def __init__(
-        self, family: Family, sequence_parallel: bool, choose: random.Random, odds: float
+        self,
+        family: Family,
+        sequence_parallel: bool,
+        choose: random.Random,
+        odds: float,
+        uneven: bool = False,
     ) -> None:
-        super().__init__(family, sequence_parallel)
+        super().__init__(family, sequence_parallel, uneven)
         self.choose, self.odds = choose, odds
         self.decisions: list[str] = []
 
@@ -84,7 +89,7 @@ class Random(Steps):
         if chosen == "whole":
             return
         if chosen == "axis":
-            layer[path].shard("weight", axis=1 - axis)
+            layer[path].shard("weight", axis=1 - axis, uneven=self.uneven)
             return
         if chosen == "blocks":
             column = (path, axis, 1 if blocks > 1 else 2)
@@ -102,7 +107,7 @@ class Random(Steps):
         if not chosen:
             super().row(layer, row, number)
             return
-        layer[path].shard("weight", axis=axis)
+        layer[path].shard("weight", axis=axis, uneven=self.uneven)
         if chosen in ("hook", "twice"):
             hook = _scattered if self.spreads else _summed
             layer[path].mod.register_forward_hook(hook)
@@ -139,8 +144,9 @@ class Random(Steps):
             super().experts(layer, experts, number)
             return
         blocks = 1 if chosen == "blocks" else 2
-        node = layer[experts.path].shard("gate_up_proj", axis=1, blocks=blocks)
-        node.shard("down_proj", axis=2)
+        node = layer[experts.path]
+        node.shard("gate_up_proj", axis=1, blocks=blocks, uneven=self.uneven)
+        node.shard("down_proj", axis=2, uneven=self.uneven)
         if chosen == "router":
             layer[experts.block].sync("bwd_post", "all_reduce")
         elif chosen != "no gradient":
@@ -190,9 +196,9 @@ class Random(Steps):
                 self.decisions.append("head: whole behind a gather that sums")
             return
         if is_whole(head):
-            head.shard("weight", axis=0)
+            head.shard("weight", axis=0, uneven=self.uneven)
         if getattr(head.mod, "bias", None) is not None:
-            head.shard("bias", axis=0)
+            head.shard("bias", axis=0, uneven=self.uneven)
         twice = self.decisions[-1].endswith("twice")
         if twice and not (self.spreads and self.family.stacks[-1].reads_parts):
             head.sync("bwd_post", "all_reduce")

@@ -371,6 +371,62 @@ def test_tokens_masked_by_hand(two_ranks: None) -> None:
     assert "masked" in str(refused(by_hand, TOKENS))
 
 
+def test_tokens_of_an_uneven_table_masked_by_hand(two_ranks: None) -> None:
+    for total, message in ((97, ""), (None, "slapo.sharding.masked(..., total=97)")):
+        sch = slapo.create_schedule(WideTable())
+        sch["table"].shard("weight", 0, uneven=True)
+
+        def mask(module: Any, args: Any, total: int | None = total) -> Any:
+            return (masked(args[0], 49, 48, total),)
+
+        sch["table"].sync("fwd_pre", mask).sync("fwd_post", "all_reduce")
+        if message:
+            assert message in str(refused(sch, TOKENS))
+        else:
+            check(sch, TOKENS)
+
+
+class WideTable(nn.Module):
+    """Tokens of 97, by way of a layer that reads what is gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up = nn.Embedding(97, 8), nn.Linear(8, 21)
+        self.out = nn.Linear(21, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.up(self.table(tokens)))
+
+
+@pytest.mark.parametrize(("world_size", "rank"), [(2, 0), (2, 1), (4, 0), (4, 3)])
+def test_uneven_shares(world_size: int, rank: int) -> None:
+    """On every rank, where the last has the least: 25, 25, 25 and 22 rows, 6, 6, 6 and 3."""
+    tokens = torch.randint(0, 97, (3, 7))
+
+    def split(*left_out: str, total: int | None = 21) -> slapo.Schedule:
+        sch = slapo.create_schedule(WideTable())
+        sch["table"].shard("weight", 0, uneven=True)
+        if "table" not in left_out:
+            sch["table"].sync("fwd_post", "all_reduce")
+        sch["up"].shard("weight", 0, uneven=True).shard("bias", 0, uneven=True)
+        if "up" not in left_out:
+            sch["up"].sync("bwd_post", "all_reduce")
+        keep = {"tensor_parallel_output_grad": False}
+        if "out" not in left_out:
+            sch["out"].sync("fwd_pre", "all_gather", axis=-1, **keep, total=total)
+        return sch
+
+    with fake_world(world_size, rank):
+        check(split(), tokens)
+        error = refused(split(total=None), tokens)
+        assert (error.path, error.suspect) == ("out", "out")
+        assert "of 21 in all, it gets total=None; pass total=21" in str(error)
+        assert refused(split("up"), tokens).suspect == "up"
+        assert refused(split("out"), tokens).suspect == "out"
+        with pytest.raises(slapo.SlapoError, match="nothing masks the tokens of others"):
+            check(split("table"), tokens)
+
+
 def test_a_partial_sum_may_change_its_dtype(two_ranks: None) -> None:
     check(reduced_by(lambda out: reduce_from_group(out.double()).float()), X)
 

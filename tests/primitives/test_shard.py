@@ -131,6 +131,44 @@ def test_a_world_of_one_keeps_everything() -> None:
     assert torch.allclose(linear(x), nn.functional.linear(x, weight, linear.bias))
 
 
+def test_uneven_shares(pair: None) -> None:
+    """Those that ``torch.chunk`` cuts; the whole's shape is known."""
+    table = nn.Embedding(97, 3, padding_idx=50)
+    rows = table.weight.detach().clone()
+    sch = slapo.create_schedule(nn.Sequential(table))
+    sch["0"].shard("weight", 0, uneven=True)
+    assert torch.equal(table.weight, rows.chunk(2)[sch.rank])
+    assert table.weight.orig_shape == (97, 3)
+    assert table.num_embeddings == len(table.weight)
+    assert table.padding_idx == {0: None, 1: 1}[sch.rank]
+    assert "uneven=True" in str(sch.history[0])
+
+
+@pytest.mark.parametrize("op", ["scatter", "RS->RR", "reduce_scatter", "all_reduce"])
+def test_uneven_shares_are_gathered_only(op: str, pair: None) -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(3, 5)))
+    node = sch["0"].shard("weight", 0, uneven=True).shard("bias", 0, uneven=True)
+    kwargs = {"axis": -1} if "scatter" in op else {}
+    with pytest.raises(ValueError, match=r"sharded along axis -1 in uneven parts of 5"):
+        node.sync("fwd_post", op, **kwargs)
+    with pytest.raises(ValueError, match=r"not of total=6; leave total out, it is known"):
+        node.sync("fwd_post", "all_gather", axis=-1, total=6)
+    with pytest.raises(TypeError, match=r"total is '5'; pass the size of the whole"):
+        node.sync("fwd_post", "all_gather", axis=-1, total="5")
+
+
+def test_a_weight_and_its_bias_have_like_shares(pair: None) -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(3, 5)))
+    with pytest.raises(ValueError, match="size 5 is not divisible"):
+        sch["0"].shard("weight", 0, uneven=True).shard("bias", 0)
+
+
+@pytest.mark.parametrize("uneven", [1, "yes", None])
+def test_uneven_is_yes_or_no(uneven: Any, pair: None) -> None:
+    with pytest.raises(TypeError, match="uneven must be True or False"):
+        slapo.create_schedule(nn.Linear(3, 5)).shard("weight", 0, uneven=uneven)
+
+
 # --- what is refused -------------------------------------------------------------------------
 class OwnForward(nn.Linear):
     def forward(self, x: Any) -> Any:
@@ -139,6 +177,25 @@ class OwnForward(nn.Linear):
 
 BAD: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], str]] = {
     "not divisible": (lambda: nn.Linear(4, 5), ("weight", 0), {}, "size 5 is not divisible by"),
+    "uneven, nothing left": (
+        lambda: nn.Linear(4, 1),
+        ("weight", 0),
+        {"uneven": True},
+        "size 1 in parts of 1 leaves none for the last of 2 ranks",
+    ),
+    "uneven blocks of several sizes": (
+        lambda: nn.Linear(4, 8),
+        ("weight", 0),
+        {"blocks": [5, 3], "uneven": True},
+        r"blocks of sizes \[5, 3\] cannot be shared out unevenly",
+    ),
+    "uneven groups": (
+        lambda: nn.GroupNorm(3, 9),
+        ("weight", 0),
+        {"uneven": True},
+        "num_groups 3 is not divisible",
+    ),
+    "uneven, one for all": (lambda: nn.PReLU(3), ("weight", 0), {"uneven": True}, "one element"),
     "no tensor": (lambda: nn.Linear(4, 4), ("wieght", 0), {}, r"'wieght' of its own; it has \['w"),
     "no bias": (lambda: nn.Linear(4, 4, bias=False), ("bias", 0), {}, r"it has \['weight'\]"),
     "a child's tensor": (lambda: nn.Sequential(nn.Linear(4, 4)), ("0.weight", 0), {}, "at '0.0'; "),

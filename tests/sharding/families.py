@@ -89,13 +89,24 @@ class Stack:
 
 @dataclass(frozen=True)
 class Family:
-    """A model, and how it is split."""
+    """A model, and how it is split.
 
-    build: Callable[[float], nn.Module]
+    Parameters
+    ----------
+    make
+        Its dropout, and how much larger the vocabulary and the blocks' insides are than what two
+        and four ranks share out evenly.
+    """
+
+    make: Callable[[float, int], nn.Module]
     stacks: tuple[Stack, ...]
     embeddings: tuple[str, ...]
     head: str
     inputs: Callable[[int, int], dict[str, Tensor]]
+
+    def build(self, dropout: float, extra: int = 0) -> nn.Module:
+        """The model."""
+        return self.make(dropout, extra)
 
 
 def tokens(batch: int, length: int, seed: int = 5) -> Tensor:
@@ -113,13 +124,15 @@ def encoder_decoder_inputs(batch: int, length: int) -> dict[str, Tensor]:
     return {"input_ids": tokens(batch, length), "labels": labels}
 
 
-_COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+_COMMON: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
 
 
-def _gpt2(dropout: float) -> nn.Module:
+def _gpt2(dropout: float, extra: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
+        vocab_size=VOCABULARY + extra,
+        n_inner=4 * HIDDEN + extra,
         n_embd=HIDDEN,
         n_layer=LAYERS,
         n_head=HEADS,
@@ -133,10 +146,11 @@ def _gpt2(dropout: float) -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
-def _decoder_sizes(dropout: float) -> dict[str, Any]:
+def _decoder_sizes(dropout: float, extra: int) -> dict[str, Any]:
     return {
+        "vocab_size": VOCABULARY + extra,
         "hidden_size": HIDDEN,
-        "intermediate_size": 3 * HIDDEN,
+        "intermediate_size": 3 * HIDDEN + extra,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": HEADS // 2,
@@ -147,35 +161,37 @@ def _decoder_sizes(dropout: float) -> dict[str, Any]:
     }
 
 
-def _llama(dropout: float) -> nn.Module:
+def _llama(dropout: float, extra: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = _decoder_sizes(dropout)
+    sizes = _decoder_sizes(dropout, extra)
     return LlamaForCausalLM(LlamaConfig(mlp_bias=True, attention_bias=True, **sizes))
 
 
-def _qwen3(dropout: float) -> nn.Module:
+def _qwen3(dropout: float, extra: int) -> nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return Qwen3ForCausalLM(Qwen3Config(head_dim=HIDDEN // HEADS, **_decoder_sizes(dropout)))
+    return Qwen3ForCausalLM(Qwen3Config(head_dim=HIDDEN // HEADS, **_decoder_sizes(dropout, extra)))
 
 
-def _mixtral(dropout: float) -> nn.Module:
+def _mixtral(dropout: float, extra: int) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    config = MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **_decoder_sizes(dropout))
+    # Rows of packed experts have to be multiples of 16 bytes long: their widths stay even.
+    sizes = {**_decoder_sizes(dropout, extra), "intermediate_size": 3 * HIDDEN}
+    config = MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **sizes)
     return MixtralForCausalLM(config)
 
 
-def _bert(dropout: float) -> nn.Module:
+def _bert(dropout: float, extra: int) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY + extra,
         hidden_size=HIDDEN,
         num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
-        intermediate_size=3 * HIDDEN,
+        intermediate_size=3 * HIDDEN + extra,
         max_position_embeddings=32,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
@@ -183,14 +199,14 @@ def _bert(dropout: float) -> nn.Module:
     return BertForMaskedLM(config)
 
 
-def _t5(dropout: float) -> nn.Module:
+def _t5(dropout: float, extra: int) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY + extra,
         d_model=HIDDEN,
         d_kv=HIDDEN // HEADS,
-        d_ff=3 * HIDDEN,
+        d_ff=3 * HIDDEN + extra,
         num_layers=LAYERS,
         num_decoder_layers=LAYERS,
         num_heads=HEADS,
@@ -343,10 +359,14 @@ class Steps:
     ----------
     sequence_parallel
         Whether what lies between the regions holds a part of the tokens on each rank.
+    uneven
+        Whether ranks may have shares of several sizes.
     """
 
-    def __init__(self, family: Family, sequence_parallel: bool = False) -> None:
-        self.family, self.spreads = family, sequence_parallel
+    def __init__(
+        self, family: Family, sequence_parallel: bool = False, uneven: bool = False
+    ) -> None:
+        self.family, self.spreads, self.uneven = family, sequence_parallel, uneven
 
     def apply(self, sch: slapo.Schedule) -> None:
         for stack in self.family.stacks:
@@ -389,13 +409,13 @@ class Steps:
 
     def column(self, layer: slapo.Schedule, column: tuple[str, int, int], number: int) -> None:
         path, axis, blocks = column
-        node = layer[path].shard("weight", axis=axis, blocks=blocks)
+        node = layer[path].shard("weight", axis=axis, blocks=blocks, uneven=self.uneven)
         if getattr(node.mod, "bias", None) is not None:
-            node.shard("bias", axis=0, blocks=blocks)
+            node.shard("bias", axis=0, blocks=blocks, uneven=self.uneven)
 
     def row(self, layer: slapo.Schedule, row: tuple[str, int], number: int) -> None:
         path, axis = row
-        self.reduce(layer[path].shard("weight", axis=axis), number)
+        self.reduce(layer[path].shard("weight", axis=axis, uneven=self.uneven), number)
 
     def reduce(self, node: slapo.Schedule, number: int) -> None:
         if self.spreads:
@@ -415,10 +435,9 @@ class Steps:
         layer[path].fork_rng()
 
     def experts(self, layer: slapo.Schedule, experts: Experts, number: int) -> None:
-        node = layer[experts.path].shard("gate_up_proj", axis=1, blocks=2)
-        node.shard("down_proj", axis=2).sync("bwd_post", "all_reduce").sync(
-            "fwd_post", "all_reduce"
-        )
+        node = layer[experts.path].shard("gate_up_proj", axis=1, blocks=2, uneven=self.uneven)
+        node.shard("down_proj", axis=2, uneven=self.uneven)
+        node.sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
         if self.spreads:  # the router computes whole gradients, so nothing is left to be summed
             block = layer[experts.block]
             block.sync("fwd_pre", "all_gather", axis=1, tensor_parallel_output_grad=False)
@@ -447,15 +466,15 @@ class Steps:
         for number, path in enumerate(self.family.embeddings):
             table = sch[path]
             if number == 0:  # those that are tied to it follow
-                table.shard("weight", axis=0)
+                table.shard("weight", axis=0, uneven=self.uneven)
             table.sync("fwd_post", "all_reduce")
 
     def head(self, sch: slapo.Schedule) -> None:
         head = sch[self.family.head]
         if is_whole(head):  # else it has followed the table it is tied to
-            head.shard("weight", axis=0)
+            head.shard("weight", axis=0, uneven=self.uneven)
         if getattr(head.mod, "bias", None) is not None:
-            head.shard("bias", axis=0)
+            head.shard("bias", axis=0, uneven=self.uneven)
         if not (self.spreads and self.family.stacks[-1].reads_parts):
             head.sync("bwd_post", "all_reduce")
         head.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)

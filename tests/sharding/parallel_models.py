@@ -10,17 +10,18 @@ from torch import Tensor, nn
 
 from slapo import Schedule
 from slapo.sharding.collectives import reduce_from_group
+from slapo.sharding.vocab import masked
 
 # Sizes are prime or odd wherever the group's size need not divide them.
 BATCH, SEQ, HIDDEN = 7, 5, 12
 
 
 class Mlp(nn.Module):
-    def __init__(self, bias: bool = True) -> None:
+    def __init__(self, bias: bool = True, width: int = 3 * HIDDEN + 4) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(HIDDEN, 3 * HIDDEN + 4, bias=bias)
+        self.fc1 = nn.Linear(HIDDEN, width, bias=bias)
         self.act = nn.GELU()
-        self.fc2 = nn.Linear(3 * HIDDEN + 4, HIDDEN - 1, bias=bias)
+        self.fc2 = nn.Linear(width, HIDDEN - 1, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(self.act(self.fc1(x)))
@@ -84,6 +85,19 @@ class UnequalBlocks(nn.Module):
         return self.out(torch.cat([torch.tanh(a), b * c], -1))
 
 
+class Gated(nn.Module):
+    """Gate and value in one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(HIDDEN, 2 * 21)
+        self.out = nn.Linear(21, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.both(x).chunk(2, -1)
+        return self.out(torch.sigmoid(gate) * value)
+
+
 class ConvNet(nn.Module):
     def __init__(self, dims: int = 2, norm: type[nn.Module] | None = None) -> None:
         super().__init__()
@@ -101,11 +115,11 @@ class ConvNet(nn.Module):
 class Language(nn.Module):
     """Embedding, MLP and head, which may share the table."""
 
-    def __init__(self, tied: bool = False, padding_idx: int | None = None) -> None:
+    def __init__(self, tied: bool = False, padding_idx: int | None = None, rows: int = 24) -> None:
         super().__init__()
-        self.emb = nn.Embedding(24, HIDDEN, padding_idx=padding_idx)
+        self.emb = nn.Embedding(rows, HIDDEN, padding_idx=padding_idx)
         self.fc = nn.Linear(HIDDEN, HIDDEN)
-        self.head = nn.Linear(HIDDEN, 24, bias=False)
+        self.head = nn.Linear(HIDDEN, rows, bias=False)
         if tied:
             self.head.weight = self.emb.weight
 
@@ -330,6 +344,60 @@ def vocabulary(sch: Schedule) -> None:
     head.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
 
 
+def uneven_vocabulary(sch: Schedule) -> None:
+    """25, 25, 25 and 22 of 97 rows: a table, and a head whose gather knows it."""
+    sch["emb"].shard("weight", axis=0, uneven=True).sync("fwd_post", "all_reduce")
+    head = sch["head"].shard("weight", axis=0, uneven=True).sync("bwd_post", "all_reduce")
+    head.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+
+
+def uneven_vocabulary_by_tokens(sch: Schedule) -> None:
+    vocabulary_by_tokens(sch, uneven=True)
+
+
+def vocabulary_masked_by_hand(sch: Schedule) -> None:
+    sch["emb"].shard("weight", axis=0, uneven=True)
+    start, count = (-(-97 // sch.world_size) * sch.rank, sch["emb"].mod.weight.shape[0])
+    foreign: list[Tensor] = []
+
+    def mask(module: Any, args: tuple[Tensor]) -> tuple[Tensor]:
+        (tokens,) = args
+        foreign[:] = [(tokens < start) | (tokens >= start + count)]
+        return (masked(tokens, start, count, total=97),)
+
+    def zero(module: Any, args: Any, output: Tensor) -> Tensor:
+        kept = output.masked_fill(foreign.pop().unsqueeze(-1), 0.0)
+        return reduce_from_group(kept, sch.group)
+
+    sch["emb"].sync("fwd_pre", mask).sync("fwd_post", zero)
+
+
+def uneven_pair(sch: Schedule) -> None:
+    for name in ("weight", "bias"):
+        sch["fc1"].shard(name, axis=0, uneven=True)
+    sch["fc1"].sync("bwd_post", "all_reduce")
+    sch["fc2"].shard("weight", axis=1, uneven=True).sync("fwd_post", "all_reduce")
+
+
+def uneven_columns_gathered(sch: Schedule) -> None:
+    """By what reads it: that gets a gradient of parts, which the gather's backward sums."""
+    for name in ("weight", "bias"):
+        sch["fc1"].shard(name, axis=0, uneven=True)
+    sch["fc1"].sync("bwd_post", "all_reduce")
+    width = sch["fc2"].mod.in_features
+    for name in ("weight", "bias"):
+        sch["fc2"].shard(name, axis=0, uneven=True)
+    sch["fc2"].sync("fwd_pre", "all_gather", axis=-1, total=width)
+    sch["fc2"].sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+
+
+def uneven_blocks(sch: Schedule) -> None:
+    for name in ("weight", "bias"):
+        sch["both"].shard(name, axis=0, blocks=2, uneven=True)
+    sch["both"].sync("bwd_post", "all_reduce")
+    sch["out"].shard("weight", axis=1, uneven=True).sync("fwd_post", "all_reduce")
+
+
 def vocabulary_synced_before_sharded(sch: Schedule) -> None:
     sch["emb"].sync("fwd_post", "all_reduce").shard("weight", axis=0)
 
@@ -338,12 +406,13 @@ def vocabulary_checkpointed(sch: Schedule) -> None:
     sch["emb"].checkpoint().shard("weight", axis=0).sync("fwd_post", "all_reduce")
 
 
-def vocabulary_by_tokens(sch: Schedule) -> None:
+def vocabulary_by_tokens(sch: Schedule, uneven: bool = False) -> None:
     """The sum is kept by tokens: what comes after it sees a part of the sequence."""
-    sch["emb"].shard("weight", axis=0).sync("fwd_post", "reduce_scatter", axis=1)
+    sch["emb"].shard("weight", axis=0, uneven=uneven).sync("fwd_post", "reduce_scatter", axis=1)
     for name in ("weight", "bias"):
         sch["fc"].annotate(name, "sequence_parallel", True)
-    head = sch["head"].shard("weight", axis=0).sync("fwd_pre", "all_gather", axis=1)
+    head = sch["head"].shard("weight", axis=0, uneven=uneven)
+    head.sync("fwd_pre", "all_gather", axis=1)
     head.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
 
 
@@ -392,6 +461,10 @@ def activations(*shape: int) -> Callable[[], Tensor]:
 
 def tokens() -> Tensor:
     return torch.randint(0, 24, (BATCH, SEQ))
+
+
+def many_tokens() -> Tensor:
+    return torch.randint(0, 97, (BATCH, 12))
 
 
 X = activations(BATCH, SEQ, HIDDEN)
@@ -473,6 +546,19 @@ CASES: dict[str, Case] = {
     "tied table": Case(lambda: Language(tied=True), vocabulary, tokens),
     "tied table, padding": Case(lambda: Language(tied=True, padding_idx=2), vocabulary, tokens),
     "tied table, one side": Case(lambda: Language(tied=True), tied_by_the_head, tokens),
+    "uneven vocabulary": Case(lambda: Language(rows=97), uneven_vocabulary, many_tokens),
+    "uneven tied table, padding in the last part": Case(
+        lambda: Language(tied=True, padding_idx=96, rows=97), uneven_vocabulary, many_tokens
+    ),
+    "uneven vocabulary, by tokens": Case(
+        lambda: Language(rows=97), uneven_vocabulary_by_tokens, many_tokens
+    ),
+    "uneven vocabulary, masked by hand": Case(
+        lambda: Language(rows=97), vocabulary_masked_by_hand, many_tokens
+    ),
+    "uneven column-row": Case(lambda: Mlp(width=41), uneven_pair, X),
+    "uneven columns gathered": Case(lambda: Mlp(width=41), uneven_columns_gathered, X),
+    "uneven blocks": Case(Gated, uneven_blocks, X),
     "sequence parallel": Case(SequenceParallel, sequence_parallel, EVEN_SEQ),
     "RS to SR": Case(Resharded, reshard_chain("RR->RS", "RS->SR", "SR->RS", "RS->RR"), EVEN_SEQ),
     "SR to RS": Case(Resharded, reshard_chain("RR->SR", "SR->RS", "RS->SR", "SR->RR"), EVEN_SEQ),

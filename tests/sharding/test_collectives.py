@@ -190,6 +190,47 @@ def test_odd_sizes() -> None:
     run_distributed(odd_sizes, 3)
 
 
+def uneven_shares(rank: int, world_size: int) -> None:
+    """Slices as ``torch.chunk`` cuts them, there and back, with gradients of gradients."""
+    wholes = [local_input(r, (3, 7, 5)) for r in range(world_size)]
+    for axis in (1, -2, 1 if world_size == 4 else 2):
+        size = wholes[0].shape[axis]
+
+        def together(x: Tensor, axis: int = axis, size: int = size) -> Tensor:
+            return c.all_gather(x, None, axis, total=size)
+
+        slices = [w.chunk(world_size, axis)[r] for r, w in enumerate(wholes)]
+        y, grad = forward_backward(together, slices[rank].clone(), rank)
+        torch.testing.assert_close(y, torch.cat(slices, axis), **EXACT)
+        assert y.is_contiguous()
+        weights = [weight_like(r, y) for r in range(world_size)]
+        torch.testing.assert_close(grad, ref_reduce_scatter(weights, axis)[rank], **EXACT)
+
+        def sliced(x: Tensor, axis: int = axis, size: int = size) -> Tensor:
+            return c.all_gather(x, None, axis, False, size)
+
+        _, grad = forward_backward(sliced, slices[rank].clone(), rank)
+        torch.testing.assert_close(grad, weights[rank].chunk(world_size, axis)[rank], **EXACT)
+        for cut, made in ((c.scatter, ref_scatter), (c.reduce_scatter, ref_reduce_scatter)):
+            x = wholes[rank].clone()
+            y, grad = forward_backward(lambda x, a=axis, cut=cut: cut(x, None, a, True), x, rank)
+            torch.testing.assert_close(y, made(wholes, axis)[rank], **EXACT)
+            parts = [weight_like(r, part) for r, part in enumerate(made(wholes, axis))]
+            torch.testing.assert_close(grad, torch.cat(parts, axis), **EXACT)
+    x = slices[rank].clone().requires_grad_()
+    (first,) = torch.autograd.grad(together(x).pow(3).sum(), x, create_graph=True)
+    first.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, 6 * world_size * x.detach(), **EXACT)
+    with pytest.raises(ValueError, match=r"has \d of 9, and the tensor of shape .* has \d along"):
+        c.all_gather(x, None, axis, total=9)
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_uneven_shares(world_size: int) -> None:
+    run_distributed(uneven_shares, world_size)
+
+
 def other_dtypes(rank: int, world_size: int) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         xs = [local_input(r, SHAPE, dtype) for r in range(world_size)]
@@ -257,6 +298,10 @@ def sharded_mlp(x: Tensor, up: Tensor, down: Tensor, group: Any) -> Tensor:
     return c.reshard(h, "RS->RR", group)
 
 
+def uneven_mlp(x: Tensor) -> Tensor:
+    return c.all_gather(2 * c.scatter(x, None, 0, True), None, 0, False, 5)
+
+
 def compiled(rank: int, world_size: int) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     torch.manual_seed(rank)
@@ -274,6 +319,10 @@ def compiled(rank: int, world_size: int) -> None:
         eager = run(sharded_mlp)
         captured = run(torch.compile(sharded_mlp, backend="aot_eager", fullgraph=True))
         torch.testing.assert_close(captured, eager)
+    for fn in (uneven_mlp, torch.compile(uneven_mlp, backend="aot_eager", fullgraph=True)):
+        y = torch.randn(5, 3, requires_grad=True)
+        (grad,) = torch.autograd.grad(fn(y).sum(), y)
+        torch.testing.assert_close(grad, torch.full((5, 3), 2.0))
 
 
 @pytest.mark.slow
