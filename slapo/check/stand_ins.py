@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from slapo.check.place import WHOLE, Birth, Place, put_place, share_of_whole, sliced
 from slapo.graph.trace.module import inlined_in
 from slapo.node import Numbers
-from slapo.sharding.slicing import ShardSpec
-from slapo.sharding.state import sharding_of, shards_of
+from slapo.sharding.state import sharding_of
 from slapo.sharding.tags import apply_tags, new_parameter
+from slapo.weights.slots import Slot, compiled_parameters, exchanged, slots
 from slapo.wrapper import innermost
 
 #: Up to this many bytes of weights a model runs on numbers, which take the branches that numbers
@@ -46,9 +46,8 @@ class StandIns:
         """The context to run in."""
         return nullcontext() if self.fake is None else self.fake
 
-    def like(self, tensor: Tensor, shape: torch.Size | None = None) -> Tensor:
-        """A tensor of its type, of its shape unless another is given."""
-        shape = tensor.shape if shape is None else shape
+    def like(self, tensor: Tensor, shape: torch.Size) -> Tensor:
+        """A tensor of its type, of another shape perhaps."""
         device = self.device if tensor.is_meta else tensor.device
         if self.fake is not None:
             with self.fake:
@@ -65,7 +64,7 @@ class StandIns:
     def given(self, tensor: Tensor) -> Tensor:
         """An input of the user's, to be differentiated where that was asked for."""
         if self.fake is not None:
-            copy = self.like(tensor)
+            copy = self.like(tensor, tensor.shape)
         elif tensor.is_meta:
             copy = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.device)
         else:
@@ -94,66 +93,42 @@ def standing_in(
     dict
         Parameter name -> stand-in and its place, those that are tied by one of their names.
     """
-    new: dict[int, Tensor] = {}
-    seen: set[int] = set()
     named: dict[str, tuple[Tensor, Place]] = {}
-    with ExitStack() as stack:
-        for path, outer in model.named_modules(remove_duplicate=False):
-            module = innermost(outer)
-            if isinstance(module, torch.jit.ScriptModule):
-                _place_compiled(path, module, named, stack)
-                continue
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for table in tables:
-                for leaf, tensor in list(table.items()):
-                    if tensor is None:
-                        continue
-                    spec, at = shards_of(module).get(leaf), f"{path}.{leaf}".lstrip(".")
-                    if id(tensor) not in new:
-                        new[id(tensor)] = _stand_in(tensor, spec, stand_ins, group, whole)
-                        if isinstance(tensor, nn.Parameter):
-                            named[at] = new[id(tensor)], _place(spec, path)
-                        put_place(new[id(tensor)], WHOLE if whole else _place(spec, path))
-                    table[leaf] = new[id(tensor)]
-                    stack.callback(table.__setitem__, leaf, tensor)
-        yield named
+
+    def made(slot: Slot) -> Tensor:
+        old, place = slot.tensor, _place(slot)
+        shape = slot.full_shape if whole else old.shape
+        new = stand_ins.like(old, shape)
+        if isinstance(old, nn.Parameter):
+            with stand_ins.mode():
+                new = new_parameter(new, old)
+            if not whole:
+                apply_tags(new, {}, group)
+            named[slot.name] = new, place
+        put_place(new, WHOLE if whole else place)
+        return new
+
+    compiled = compiled_parameters(model)
+    gradients = [(param, param.grad) for param in compiled.values()]
+    for name, param in compiled.items():  # which run as they are
+        named[name] = param, WHOLE
+        put_place(param, WHOLE)
+    try:
+        with exchanged(slots(model), made):
+            yield named
+    finally:
+        for param, grad in gradients:
+            param.grad = grad
 
 
-def _place(spec: ShardSpec | None, path: str) -> Place:
+def _place(slot: Slot) -> Place:
+    spec = slot.spec
     if spec is None or spec.world_size == 1:
         return WHOLE
     blocks = spec.local_blocks()
     share = share_of_whole(blocks[0], spec.blocks[0], spec.world_size)
-    place = sliced(spec.axis, blocks, share)
-    return replace(place, birth=Birth("shard", path))
-
-
-def _stand_in(
-    tensor: Tensor,
-    spec: ShardSpec | None,
-    stand_ins: StandIns,
-    group: dist.ProcessGroup | None,
-    whole: bool,
-) -> Tensor:
-    made = stand_ins.like(tensor, spec.full_shape if spec is not None and whole else None)
-    if not isinstance(tensor, nn.Parameter):
-        return made
-    with stand_ins.mode():
-        param = new_parameter(made, tensor)
-    if not whole:
-        apply_tags(param, {}, group)
-    return param
-
-
-def _place_compiled(path: str, module: nn.Module, named: Any, stack: ExitStack) -> None:
-    """Parameters of a compiled module cannot be exchanged: they run as they are."""
-    for leaf, param in module.named_parameters():
-        named[f"{path}.{leaf}".lstrip(".")] = param, WHOLE
-        put_place(param, WHOLE)
-        stack.callback(setattr, param, "grad", param.grad)
+    birth = Birth("shard", slot.name.rpartition(".")[0])
+    return replace(sliced(spec.axis, blocks, share), birth=birth)
 
 
 def built_in(model: nn.Module, numbers: Numbers) -> set[str]:

@@ -23,8 +23,9 @@ from slapo.verify.setting import (
     gathered_gradients,
     gradient_of,
 )
-from slapo.verify.tensors import constants_in, difference, places, scale_of, tensors_in
+from slapo.verify.tensors import constants_in, difference, scale_of, tensors_in
 from slapo.verify.trial import Trial
+from slapo.weights.slots import slots
 
 #: Gradients far below the largest are rounding of sums that cancel: they are compared on this
 #: fraction of the largest one's scale.
@@ -196,7 +197,7 @@ def _partial_wholes(trial: Trial, names: Sequence[str], expected: dict[str, Tens
     sides = trial.sides
     if sides.sch.group is None or sides.sch.world_size == 1:
         return []
-    whole = {p.name: p.tensor for p in places(sides.sch.mod) if p.spec is None}
+    whole = {p.name: p.tensor for p in slots(sides.sch.mod) if p.spec is None}
     found = []
     for name in names:
         grad = gradient_of(whole[name]).clone() if name in whole else None
@@ -214,16 +215,16 @@ def compare_buffers(trial: Trial) -> None:
     sides = trial.sides
     wanted = full_tensors(sides.reference, sides.sch.group)
     differing = []
-    for place in places(sides.sch.mod):
-        name = sides.origins.original_name(place)
-        if isinstance(place.tensor, nn.Parameter) or name not in wanted:
+    for slot in slots(sides.sch.mod):
+        name = sides.origins.original_name(slot)
+        if isinstance(slot.tensor, nn.Parameter) or name not in wanted:
             continue
-        mine = place.tensor
-        mine = place.spec.gather(mine, sides.sch.group) if place.spec is not None else mine
+        mine = slot.tensor
+        mine = slot.spec.gather(mine, sides.sch.group) if slot.spec is not None else mine
         limit = trial.rtol(mine) * scale_of(wanted[name])
         error = difference(mine, wanted[name])
         if error > limit:
-            differing.append((place.name, error, limit))
+            differing.append((slot.name, error, limit))
     differing = sides.first(differing)
     if not differing:
         return

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from slapo.verify.tensors import Place, places
+from slapo.weights.slots import Slot, slots
 
 #: Relative to a constant that is not zero, and at most so much beside zero.
 _NOISE = 0.1
@@ -38,27 +38,27 @@ def perturbed(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Tensor]
     """
     found: dict[str, Tensor] = {}
     made: dict[int, Tensor] = {}
-    for place in places(model):
-        value = full[place.name]
-        if _is_free(place) and _is_constant(value):
-            key = id(place.tensor)
+    for slot in slots(model):
+        value = full[slot.name]
+        if _is_free(slot) and _is_constant(value):
+            key = id(slot.tensor)
             if key not in made:
-                made[key] = value + _noise(value, place.name)
+                made[key] = value + _noise(value, slot.name)
             value = made[key]
-        found[place.name] = value
+        found[slot.name] = value
     return found
 
 
-def _is_free(place: Place) -> bool:
+def _is_free(slot: Slot) -> bool:
     """Whether a tensor may take other values: parameters, and statistics of batches.
 
     Other buffers are masks and positions.
     """
-    if not place.tensor.is_floating_point():
+    if not slot.tensor.is_floating_point():
         return False
-    if isinstance(place.tensor, nn.Parameter):
+    if isinstance(slot.tensor, nn.Parameter):
         return True
-    return isinstance(place.owner, _NormBase) and place.leaf in ("running_mean", "running_var")
+    return isinstance(slot.owner, _NormBase) and slot.leaf in ("running_mean", "running_var")
 
 
 def _is_constant(value: Tensor) -> bool:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from slapo.schedule import Schedule
 from slapo.sharding.tags import apply_tags, tags_of
-from slapo.verify.tensors import places, tensors_in
+from slapo.verify.tensors import tensors_in
+from slapo.weights.slots import slots
 from slapo.wrapper import innermost
 
 SEED = 20131
@@ -24,7 +25,7 @@ def copy_model(sch: Schedule) -> nn.Module:
     """A copy whose parameters carry the tags of the originals."""
     memo: dict[int, Any] = {id(sch.group): sch.group} if sch.group is not None else {}
     copied = copy.deepcopy(sch.mod, memo)
-    for mine, new in zip(places(sch.mod), places(copied), strict=True):
+    for mine, new in zip(slots(sch.mod), slots(copied), strict=True):
         new.tensor.__dict__.update(tags_of(mine.tensor))
         apply_tags(new.tensor, {}, sch.group)
         new.tensor.grad = None
@@ -54,7 +55,7 @@ def full_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str,
     with torch.no_grad():
         return {
             p.name: p.spec.gather(p.tensor.detach(), group) if p.spec else p.tensor.detach().clone()
-            for p in places(model)
+            for p in slots(model)
         }
 
 
@@ -62,7 +63,7 @@ def local_tensors(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Ten
     """This rank's slices of full tensors by name."""
     with torch.no_grad():
         return {
-            p.name: p.spec.slice(full[p.name]) if p.spec else full[p.name] for p in places(model)
+            p.name: p.spec.slice(full[p.name]) if p.spec else full[p.name] for p in slots(model)
         }
 
 
@@ -75,12 +76,12 @@ def gradient_of(tensor: Tensor) -> Tensor:
 def gathered_gradients(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Gradients by name, shards put together; none counts as zero."""
     found: dict[str, Tensor] = {}
-    for place in places(model):
-        tensor = place.tensor
+    for slot in slots(model):
+        tensor = slot.tensor
         if not (isinstance(tensor, nn.Parameter) and tensor.requires_grad):
             continue
         grad = gradient_of(tensor)
-        found[place.name] = place.spec.gather(grad, group) if place.spec is not None else grad
+        found[slot.name] = slot.spec.gather(grad, group) if slot.spec is not None else grad
     return found
 
 

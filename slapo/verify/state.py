@@ -16,7 +16,7 @@ from slapo.agreement import checksum, gathered, has_peers
 from slapo.errors import SlapoError
 from slapo.schedule import Schedule
 from slapo.verify.origins import Origins
-from slapo.verify.tensors import Place, compiled_parameters, places
+from slapo.weights.slots import Slot, compiled_parameters, slots
 from slapo.wrapper import innermost
 
 
@@ -53,30 +53,30 @@ class Change:
 
 def changes(sch: Schedule, reference: nn.Module, origins: Origins) -> list[Change]:
     """Undeclared differences of a scheduled model from the copy of entry, the gravest first."""
-    before = {place.name: place for place in places(reference)}
-    now = places(sch.mod)
+    before = {slot.name: slot for slot in slots(reference)}
+    now = slots(sch.mod)
     found = [*_gone(sch.mod, before, origins), *_new(now, origins), *_untied(now, before, origins)]
-    for place in now:
-        name = origins.original_name(place)
-        if origins.source_of(place.name) is None and name in before:
-            found.extend(_changed(place, before[name]))
-        elif origins.source_of(place.name) is not None:
-            found.extend(_changed_sources(place, before, origins))
+    for slot in now:
+        name = origins.original_name(slot)
+        if origins.source_of(slot.name) is None and name in before:
+            found.extend(_changed(slot, before[name]))
+        elif origins.source_of(slot.name) is not None:
+            found.extend(_changed_sources(slot, before, origins))
     return found
 
 
-def _gone(model: nn.Module, before: dict[str, Place], origins: Origins) -> Iterator[Change]:
+def _gone(model: nn.Module, before: dict[str, Slot], origins: Origins) -> Iterator[Change]:
     """Parameters of the original that nothing here comes from."""
     names = origins.names_by_tensor()
     accounted: set[str] = set()
-    for place in places(model):
-        source = origins.source_of(place.name)
-        accounted.update(source[1] if source is not None else [origins.original_name(place)])
-    accounted.update(names[id(p)] for p in compiled_parameters(model) if id(p) in names)
+    for slot in slots(model):
+        source = origins.source_of(slot.name)
+        accounted.update(source[1] if source is not None else [origins.original_name(slot)])
+    accounted.update(names[id(p)] for p in compiled_parameters(model).values() if id(p) in names)
     kept = {id(before[name].tensor) for name in accounted if name in before}
-    for name, place in before.items():
-        if isinstance(place.tensor, nn.Parameter) and id(place.tensor) not in kept:
-            kept.add(id(place.tensor))
+    for name, slot in before.items():
+        if isinstance(slot.tensor, nn.Parameter) and id(slot.tensor) not in kept:
+            kept.add(id(slot.tensor))
             yield Change(
                 name,
                 "is a parameter of the original and is gone",
@@ -97,56 +97,56 @@ def _holder(model: nn.Module, name: str) -> str:
     return "let the module that took its place say by weight_sources() where it went"
 
 
-def _new(now: Sequence[Place], origins: Origins) -> Iterator[Change]:
+def _new(now: Sequence[Slot], origins: Origins) -> Iterator[Change]:
     """Parameters that the original does not have."""
-    for place in now:
-        if not isinstance(place.tensor, nn.Parameter) or origins.source_of(place.name) is not None:
+    for slot in now:
+        if not isinstance(slot.tensor, nn.Parameter) or origins.source_of(slot.name) is not None:
             continue
-        if origins.original_name(place) not in origins.original_names:
-            owner = type(place.owner).__name__
+        if origins.original_name(slot) not in origins.original_names:
+            owner = type(slot.owner).__name__
             yield Change(
-                place.name,
+                slot.name,
                 "is a parameter that the original does not have",
                 f"let {owner} say by weight_sources() what it is made of, or add what is new after "
                 "the verified block",
             )
 
 
-def _untied(now: Sequence[Place], before: dict[str, Place], origins: Origins) -> Iterator[Change]:
+def _untied(now: Sequence[Slot], before: dict[str, Slot], origins: Origins) -> Iterator[Change]:
     """Names that led to one parameter and lead to several, or the other way round."""
-    tensors: dict[int, tuple[Place, str]] = {}
-    first: dict[int, Place] = {}
-    for place in now:
-        name = origins.original_name(place)
-        if name not in before or not isinstance(place.tensor, nn.Parameter):
+    tensors: dict[int, tuple[Slot, str]] = {}
+    first: dict[int, Slot] = {}
+    for slot in now:
+        name = origins.original_name(slot)
+        if name not in before or not isinstance(slot.tensor, nn.Parameter):
             continue
         original = before[name].tensor
-        other = first.setdefault(id(original), place)
-        if other.tensor is not place.tensor:
+        other = first.setdefault(id(original), slot)
+        if other.tensor is not slot.tensor:
             yield Change(
-                place.name,
+                slot.name,
                 f"was one parameter with {other.name!r} and is not any more",
                 "schedule both sides of a tie alike, or untie them before create_schedule",
             )
-        known, known_name = tensors.setdefault(id(place.tensor), (place, name))
+        known, known_name = tensors.setdefault(id(slot.tensor), (slot, name))
         if before[known_name].tensor is not original:
             yield Change(
-                place.name,
+                slot.name,
                 f"is one parameter with {known.name!r} now, and was another",
                 "tie parameters before create_schedule",
             )
 
 
-def _changed(place: Place, old: Place) -> Iterator[Change]:
+def _changed(slot: Slot, old: Slot) -> Iterator[Change]:
     """One tensor against the one it was."""
-    mine, theirs = place.tensor, old.tensor
+    mine, theirs = slot.tensor, old.tensor
     if isinstance(mine, nn.Parameter) != isinstance(theirs, nn.Parameter):
         kinds = ["parameter" if isinstance(t, nn.Parameter) else "buffer" for t in (mine, theirs)]
-        yield Change(place.name, f"is a {kinds[0]} and was a {kinds[1]}", "keep its kind")
+        yield Change(slot.name, f"is a {kinds[0]} and was a {kinds[1]}", "keep its kind")
         return
     if mine.dtype != theirs.dtype:
         yield Change(
-            place.name,
+            slot.name,
             f"is of {mine.dtype} and was of {theirs.dtype}",
             "convert the model before create_schedule or after the verified block",
         )
@@ -154,48 +154,48 @@ def _changed(place: Place, old: Place) -> Iterator[Change]:
     if mine.requires_grad != theirs.requires_grad:
         word = "needs a gradient now" if mine.requires_grad else "is frozen now"
         yield Change(
-            place.name,
+            slot.name,
             f"{word}, and was not before" if word[0] == "i" else f"{word}, and was frozen",
             f"set requires_grad_({theirs.requires_grad}) on it, or freeze and unfreeze before "
             "create_schedule or after the verified block",
         )
-    if not isinstance(mine, nn.Parameter) and _persistent(place) != _persistent(old):
+    if not isinstance(mine, nn.Parameter) and _persistent(slot) != _persistent(old):
         word = "not " if _persistent(old) else ""
         yield Change(
-            place.name,
+            slot.name,
             f"is {word}part of the state_dict now",
             f"register_buffer(..., persistent={_persistent(old)})",
         )
-    yield from _values_changed(place, _expected(place, old))
+    yield from _values_changed(slot, _expected(slot, old))
 
 
-def _expected(place: Place, old: Place) -> Tensor | None:
+def _expected(slot: Slot, old: Slot) -> Tensor | None:
     """This rank's part of the value on entry; None for one that cannot be told here."""
-    if place.spec is None or old.spec is not None:
+    if slot.spec is None or old.spec is not None:
         return old.tensor.detach()
-    if tuple(old.tensor.shape) != tuple(place.spec.full_shape):
+    if tuple(old.tensor.shape) != tuple(slot.spec.full_shape):
         return old.tensor.detach()
-    return place.spec.slice(old.tensor.detach())
+    return slot.spec.slice(old.tensor.detach())
 
 
-def _changed_sources(place: Place, before: dict[str, Place], origins: Origins) -> Iterator[Change]:
+def _changed_sources(slot: Slot, before: dict[str, Slot], origins: Origins) -> Iterator[Change]:
     """A parameter that says what it is made of, against that."""
-    source = origins.source_of(place.name)
+    source = origins.source_of(slot.name)
     assert source is not None, "the caller has looked"
     parts = [before[name] for name in source[1]]
     dtypes = {part.tensor.dtype for part in parts}
-    if place.tensor.dtype not in dtypes:
+    if slot.tensor.dtype not in dtypes:
         was = ", ".join(sorted(map(str, dtypes)))
         yield Change(
-            place.name,
-            f"is of {place.tensor.dtype} and what it is made of was of {was}",
+            slot.name,
+            f"is of {slot.tensor.dtype} and what it is made of was of {was}",
             "convert the model before create_schedule or after the verified block",
         )
         return
-    if place.tensor.requires_grad != any(part.tensor.requires_grad for part in parts):
-        word = "needs a gradient" if place.tensor.requires_grad else "is frozen"
+    if slot.tensor.requires_grad != any(part.tensor.requires_grad for part in parts):
+        word = "needs a gradient" if slot.tensor.requires_grad else "is frozen"
         yield Change(
-            place.name,
+            slot.name,
             f"{word} now, other than what it is made of",
             "freeze and unfreeze before create_schedule or after the verified block",
         )
@@ -203,22 +203,22 @@ def _changed_sources(place: Place, before: dict[str, Place], origins: Origins) -
         return
     with torch.no_grad():
         whole = source[0].pack([part.tensor.detach() for part in parts])
-        yield from _values_changed(place, place.spec.slice(whole) if place.spec else whole)
+        yield from _values_changed(slot, slot.spec.slice(whole) if slot.spec else whole)
 
 
-def _values_changed(place: Place, wanted: Tensor | None) -> Iterator[Change]:
-    mine = place.tensor.detach()
+def _values_changed(slot: Slot, wanted: Tensor | None) -> Iterator[Change]:
+    mine = slot.tensor.detach()
     if wanted is None or mine.is_meta or wanted.is_meta:
         return
     if mine.shape != wanted.shape:
         yield Change(
-            place.name,
+            slot.name,
             f"has shape {tuple(mine.shape)} and had {tuple(wanted.shape)}",
             "keep the sizes of what is replaced",
         )
     elif not _equal(mine, wanted.to(mine.device)):
         yield Change(
-            place.name,
+            slot.name,
             "holds other values than on entry",
             "a schedule leaves weights as they are: make a new module under "
             "slapo.init_empty_weights(), load the old one's state_dict into it, or give it "
@@ -234,8 +234,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-def _persistent(place: Place) -> bool:
-    return place.leaf not in place.owner._non_persistent_buffers_set
+def _persistent(slot: Slot) -> bool:
+    return slot.leaf not in slot.owner._non_persistent_buffers_set
 
 
 def check_replicas(model: nn.Module, group: torch.distributed.ProcessGroup | None) -> None:
@@ -249,9 +249,9 @@ def check_replicas(model: nn.Module, group: torch.distributed.ProcessGroup | Non
     if group is None or not has_peers(group):
         return
     mine = {
-        place.name: int(checksum(place.tensor))
-        for place in places(model)
-        if place.spec is None and not place.tensor.is_meta
+        slot.name: int(checksum(slot.tensor))
+        for slot in slots(model)
+        if slot.spec is None and not slot.tensor.is_meta
     }
     ranks = torch.distributed.get_process_group_ranks(group)
     all_sums = gathered(mine, group)

@@ -12,56 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo.sharding.slicing import ShardSpec
-from slapo.sharding.state import shards_of
 from slapo.sharding.tags import apply_tags, new_parameter
-from slapo.wrapper import innermost
+from slapo.weights.slots import Slot, compiled_parameters, exchanged, slots
 
 #: What is larger stands for infinity.
 _FILL = 1e30
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """One tensor of a model: the module that holds it, its name there, and from the root."""
-
-    owner: nn.Module
-    leaf: str
-    name: str
-
-    @property
-    def tensor(self) -> Tensor:
-        """The tensor there now."""
-        param = self.owner._parameters.get(self.leaf)
-        found = param if param is not None else self.owner._buffers[self.leaf]
-        assert found is not None, "places are made for tensors that exist"
-        return found
-
-    @property
-    def spec(self) -> ShardSpec | None:
-        """How it is sharded."""
-        return shards_of(self.owner).get(self.leaf)
-
-    def put(self, tensor: Tensor) -> None:
-        """Set the tensor."""
-        table: dict[str, Any] = (
-            self.owner._parameters if self.leaf in self.owner._parameters else self.owner._buffers
-        )
-        table[self.leaf] = tensor
-
-
-def places(model: nn.Module) -> list[Place]:
-    """Every tensor of a model by all of its names; those inside compiled modules are left out."""
-    found = []
-    for path, module in model.named_modules(remove_duplicate=False):
-        owner = innermost(module)
-        if isinstance(owner, torch.jit.ScriptModule):
-            continue
-        for table in (owner._parameters, owner._buffers):
-            for leaf, tensor in table.items():
-                if tensor is not None:
-                    found.append(Place(owner, leaf, f"{path}.{leaf}" if path else leaf))
-    return found
 
 
 @contextmanager
@@ -83,28 +38,24 @@ def other_tensors(
     wide
         Dtype of all floating point tensors; None for their own.
     """
-    originals = [(place, place.tensor) for place in places(model)]
-    copies: dict[int, Tensor] = {}
-    for place, old in originals:
-        if id(old) not in copies:
-            data = values[place.name] if place.name in values else old.detach()
-            dtype = wide if wide is not None and old.is_floating_point() else old.dtype
-            data = data.to(dtype=dtype, copy=True)
-            copies[id(old)] = new_parameter(data, old) if isinstance(old, nn.Parameter) else data
-            apply_tags(copies[id(old)], {}, group)
-        place.put(copies[id(old)])
-    try:
-        with _compiled_values(model, compiled or {}):
-            yield
-    finally:
-        for place, old in originals:
-            place.put(old)
+
+    def copied(slot: Slot) -> Tensor:
+        old = slot.tensor
+        data = values[slot.name] if slot.name in values else old.detach()
+        dtype = wide if wide is not None and old.is_floating_point() else old.dtype
+        data = data.to(dtype=dtype, copy=True)
+        new = new_parameter(data, old) if isinstance(old, nn.Parameter) else data
+        apply_tags(new, {}, group)
+        return new
+
+    with exchanged(slots(model), copied), _compiled_values(model, compiled or {}):
+        yield
 
 
 @contextmanager
 def _compiled_values(model: nn.Module, values: Mapping[int, Tensor]) -> Iterator[None]:
     """Parameters inside compiled modules stay the objects that they are."""
-    kept = [(param, param.data, param.grad) for param in compiled_parameters(model)]
+    kept = [(param, param.data, param.grad) for param in compiled_parameters(model).values()]
     try:
         for param, data, _ in kept:
             param.grad = None
@@ -115,12 +66,6 @@ def _compiled_values(model: nn.Module, values: Mapping[int, Tensor]) -> Iterator
             param.grad = None
             param.data = data
             param.grad = grad
-
-
-def compiled_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters inside compiled modules, which cannot be exchanged."""
-    scripts = [m for m in model.modules() if isinstance(m, torch.jit.ScriptModule)]
-    return list({id(p): p for m in scripts for p in m.parameters()}.values())
 
 
 def constants_in(value: Any) -> Iterator[tuple[str, Any]]:

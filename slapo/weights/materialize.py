@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo.errors import SlapoError
-from slapo.sharding.state import sharding_of, shards_of
+from slapo.sharding.state import sharding_of
 from slapo.sharding.tags import apply_tags, new_parameter, tags_of
+from slapo.weights.slots import Slot, exchanged, own_slots
 from slapo.wrapper import innermost
 
 #: Fills the tensors of one module in place.
@@ -162,7 +163,7 @@ class _Materializer:
 
     def _visit(self, path: str, module: nn.Module) -> None:
         self._adopt_tied(module)
-        own = {(module, name) for name, t in _own_tensors(module) if self._is_wanted(t)}
+        own = {slot for slot in own_slots(module) if self._is_wanted(slot.tensor)}
         below = self._written_below(path, module)
         if own or below:
             self._initialize(path, module, own | below)
@@ -171,40 +172,37 @@ class _Materializer:
         return tensor.is_meta and (self.only is None or id(tensor) in self.only)
 
     def _adopt_tied(self, module: nn.Module) -> None:
-        for name, tensor in list(_own_tensors(module)):
-            if id(tensor) in self.new:
-                _keep(module, name, self.new[id(tensor)])
+        for slot in own_slots(module):
+            if id(slot.tensor) in self.new:
+                _keep(slot, self.new[id(slot.tensor)])
 
-    def _written_below(self, path: str, module: nn.Module) -> set[tuple[nn.Module, str]]:
+    def _written_below(self, path: str, module: nn.Module) -> set[Slot]:
         """Descendants' tensors that the module's own initialisation sets (scaled residuals...)."""
-        places = [
-            (m, name)
+        below = [
+            slot
             for m in map(innermost, module.modules())
             if m is not module
-            for name, tensor in _own_tensors(m)
-            if id(tensor) in self.created
+            for slot in own_slots(m)
+            if id(slot.tensor) in self.created
         ]
-        if not places:
+        if not below:
             return set()
-        written = _WriteProbe()
-        own = [(module, name) for name, _ in _own_tensors(module)]
-        with _swapped([*places, *own], _full), written, torch.no_grad(), _full_sizes([module]):
-            storages = {_storage(_get(m, name)): (m, name) for m, name in places}
+        written, places = _WriteProbe(), [*below, *own_slots(module)]
+        with exchanged(places, _full, False), written, torch.no_grad(), _full_sizes([module]):
+            storages = {_storage(slot.tensor): slot for slot in below}
             self.initialize[0](module, path)
         return {storages[s] for s in written.storages if s in storages}
 
-    def _initialize(self, path: str, module: nn.Module, wanted: set[tuple[nn.Module, str]]) -> None:
-        places = {(module, name) for name, _ in _own_tensors(module)} | wanted
-        owners = list(dict.fromkeys(m for m, _ in places))
-        blank: dict[tuple[nn.Module, str], Tensor] = {}
+    def _initialize(self, path: str, module: nn.Module, wanted: set[Slot]) -> None:
+        places = {*own_slots(module), *wanted}
+        owners = list(dict.fromkeys(slot.owner for slot in places))
 
-        def make(m: nn.Module, name: str, tensor: Tensor) -> Tensor:
-            blank[m, name] = _blank_like(_full(m, name, tensor), self.device)
-            return blank[m, name]
+        def make(slot: Slot) -> Tensor:
+            return _like(slot.tensor, _blank_like(_full(slot), self.device))
 
-        with _swapped(list(places), make), torch.no_grad(), _full_sizes(owners):
+        with exchanged(places, make, False), torch.no_grad(), _full_sizes(owners):
             left = self._try_ways(path, module, wanted)
-            values = {place: _get(*place) for place in wanted}
+            values = {slot: slot.tensor for slot in wanted}
         if left:
             why = "init_weights, as it was passed, does not set them; let it"
             if self.initialize[-1] is _reset:
@@ -214,32 +212,29 @@ class _Materializer:
                 )
             raise SlapoError(
                 f"{path!r} ({type(module).__name__}) cannot initialise "
-                f"{sorted(name for _, name in left)}: {why}"
+                f"{sorted(slot.leaf for slot in left)}: {why}"
             )
         # Ranks exchange values one by one, so all of them must take the tensors in one order.
         order = {id(innermost(m)): number for number, m in enumerate(module.modules())}
-        for owner, name in sorted(values, key=lambda place: (order[id(place[0])], place[1])):
-            self._install(owner, name, values[owner, name])
+        for slot in sorted(values, key=lambda slot: (order[id(slot.owner)], slot.leaf)):
+            self._install(slot, values[slot])
 
-    def _try_ways(
-        self, path: str, module: nn.Module, wanted: set[tuple[nn.Module, str]]
-    ) -> set[tuple[nn.Module, str]]:
+    def _try_ways(self, path: str, module: nn.Module, wanted: set[Slot]) -> set[Slot]:
         left = wanted
         for way in self.initialize:
             with _WriteProbe() as seen:
                 way(module, path)
-            left = {place for place in left if _is_blank(_get(*place), seen.storages)}
+            left = {slot for slot in left if _is_blank(slot.tensor, seen.storages)}
             if not left:
                 break
         return left
 
-    def _install(self, module: nn.Module, name: str, full: Tensor) -> None:
-        old = _get(module, name)
+    def _install(self, slot: Slot, full: Tensor) -> None:
+        old = slot.tensor
         value = full.detach()
         if self.group is not None and dist.get_world_size(self.group) > 1:
             dist.broadcast(value, dist.get_global_rank(self.group, 0), group=self.group)
-        spec = shards_of(module).get(name)
-        local = spec.slice(value) if spec is not None else value
+        local = slot.spec.slice(value) if slot.spec is not None else value
         new: Tensor = local
         if isinstance(old, nn.Parameter):
             new = new_parameter(local, old)
@@ -249,7 +244,7 @@ class _Materializer:
         self.new[id(old)] = new
         self.keep.append(old)
         self.created.add(id(new))
-        _keep(module, name, new)
+        _keep(slot, new)
 
     def check_complete(self) -> None:
         """Every tensor has values now."""
@@ -268,38 +263,24 @@ class _Materializer:
 
 
 # --- tensors of a module ---------------------------------------------------------------------
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for table in (module._parameters, module._buffers):
-        for name, tensor in table.items():
-            if tensor is not None:
-                yield name, tensor
-
-
-def _get(module: nn.Module, name: str) -> Tensor:
-    tensor = module._parameters.get(name)
-    found = tensor if tensor is not None else module._buffers[name]
-    assert found is not None, "only existing tensors are looked up"
-    return found
-
-
-def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-    table[name] = tensor
-
-
-def _keep(module: nn.Module, name: str, tensor: Tensor) -> None:
+def _keep(slot: Slot, tensor: Tensor) -> None:
     """Put a tensor in for good: it is what carries the marks of sharding from now on."""
-    _put(module, name, tensor)
-    state = sharding_of(module)
+    slot.put(tensor)
+    state = sharding_of(slot.owner)
     if state is not None:
-        state.attach(module, name)
+        state.attach(slot.owner, slot.leaf)
 
 
-def _full(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+def _full(slot: Slot) -> Tensor:
     """A meta tensor of the shape before sharding."""
-    spec = shards_of(module).get(name)
-    shape = spec.full_shape if spec is not None else tensor.shape
-    return torch.empty(shape, dtype=tensor.dtype, device="meta")
+    whole = torch.empty(slot.full_shape, dtype=slot.tensor.dtype, device="meta")
+    return _like(slot.tensor, whole)
+
+
+def _like(old: Tensor, new: Tensor) -> Tensor:
+    """A parameter in the place of a parameter."""
+    is_parameter = isinstance(old, nn.Parameter)
+    return nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
 
 
 def _blank_like(tensor: Tensor, device: torch.device) -> Tensor:
@@ -323,24 +304,6 @@ def _is_blank(tensor: Tensor, written: set[int]) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(torch.isnan(tensor).any())
     return bool((tensor == _sentinel(tensor.dtype)).all()) and tensor.numel() > 0
-
-
-@contextmanager
-def _swapped(
-    places: list[tuple[nn.Module, str]], make: Callable[[nn.Module, str, Tensor], Tensor]
-) -> Iterator[None]:
-    """Other tensors in some places for a while."""
-    originals = [(m, name, _get(m, name)) for m, name in places]
-    for m, name, tensor in originals:
-        new = make(m, name, tensor)
-        if isinstance(tensor, nn.Parameter):
-            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-        _put(m, name, new)
-    try:
-        yield
-    finally:
-        for m, name, tensor in originals:
-            _put(m, name, tensor)
 
 
 @contextmanager

@@ -1,0 +1,109 @@
+"""Where the tensors of a model are held, and others in their places for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo.sharding.slicing import ShardSpec
+from slapo.sharding.state import shards_of
+from slapo.wrapper import innermost
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a module holds a tensor: the module, its name for it, and that from the root."""
+
+    owner: nn.Module
+    leaf: str
+    name: str = ""
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor there now."""
+        param = self.owner._parameters.get(self.leaf)
+        found = param if param is not None else self.owner._buffers[self.leaf]
+        assert found is not None, "slots are made for tensors that exist"
+        return found
+
+    @property
+    def spec(self) -> ShardSpec | None:
+        """How it is sharded."""
+        return shards_of(self.owner).get(self.leaf)
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """Its shape before sharding."""
+        return self.spec.full_shape if self.spec is not None else self.tensor.shape
+
+    def put(self, tensor: Tensor) -> None:
+        """Set the tensor."""
+        table: dict[str, Any] = (
+            self.owner._parameters if self.leaf in self.owner._parameters else self.owner._buffers
+        )
+        table[self.leaf] = tensor
+
+
+def own_slots(module: nn.Module, path: str = "") -> list[Slot]:
+    """Those of one module, which is found at `path`."""
+    prefix = f"{path}." if path else ""
+    tables = (module._parameters, module._buffers)
+    return [
+        Slot(module, leaf, prefix + leaf)
+        for table in tables
+        for leaf, tensor in table.items()
+        if tensor is not None
+    ]
+
+
+def slots(model: nn.Module) -> list[Slot]:
+    """Every tensor of a model by all of its names; those inside compiled modules are left out."""
+    return [
+        slot
+        for path, module in model.named_modules(remove_duplicate=False)
+        if not isinstance(innermost(module), torch.jit.ScriptModule)
+        for slot in own_slots(innermost(module), path)
+    ]
+
+
+def compiled_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters inside compiled modules, which cannot be exchanged, by one of their names."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            for leaf, param in module.named_parameters():
+                found.setdefault(id(param), (f"{path}.{leaf}".lstrip("."), param))
+    return dict(found.values())
+
+
+@contextmanager
+def exchanged(
+    places: Iterable[Slot], make: Callable[[Slot], Tensor], keeps_ties: bool = True
+) -> Iterator[None]:
+    """Other tensors in some places while the block runs.
+
+    Parameters
+    ----------
+    places
+        Some of a model's.
+    make
+        Gets a place, and returns what is to stand there.
+    keeps_ties
+        Whether a tensor with several places gets one in its stead, that of the first.
+    """
+    originals = [(slot, slot.tensor) for slot in places]
+    made: dict[int, Tensor] = {}
+    try:
+        for slot, tensor in originals:
+            if id(tensor) not in made or not keeps_ties:
+                made[id(tensor)] = make(slot)
+            slot.put(made[id(tensor)])
+        yield
+    finally:
+        for slot, tensor in originals:
+            slot.put(tensor)
