@@ -14,7 +14,7 @@ from slapo.agreement import has_peers
 from slapo.check import check
 from slapo.check.remedy import Remedy
 from slapo.errors import PlacementError, SlapoError
-from slapo.history import Record
+from slapo.history import Record, numberless
 from slapo.logger import get_logger
 from slapo.schedule import Schedule, create_schedule
 from slapo.verify import Verify
@@ -192,7 +192,7 @@ class _Search:
                     sch.state.admits = None
                     for remedy in edit.added:
                         remedy.apply(sch)
-                if sch.world_size > 1:
+                if sch.world_size > 1:  # Verify does so too, and goes on to numbers
                     check(sch, self.inputs, self.loss_fn)
         except _OfPrimitive as error:
             if is_whole:
@@ -289,7 +289,7 @@ def _against_siblings(applied: Sequence[_Applied], modules: set[str]) -> list[_D
     found = []
     for path in [*by_path, *sorted(modules & _absent(by_path))]:
         for sibling in by_path:
-            if sibling != path and _numberless(sibling) == _numberless(path):
+            if sibling != path and numberless(sibling) == numberless(path):
                 found += _differences(applied, path, by_path.get(path, []), by_path[sibling])
     single = {(d.path, str(d.remedies), d.instead): d for d in found}
     return [*single.values(), *_together(list(single.values()))]
@@ -302,7 +302,7 @@ def _absent(by_path: dict[str, list[int]]) -> set[str]:
         layer + path[len(_layer(path)) :]
         for path in by_path
         for layer in layers
-        if _layer(path) and _numberless(layer) == _numberless(_layer(path))
+        if _layer(path) and numberless(layer) == numberless(_layer(path))
     }
     return wanted - by_path.keys()
 
@@ -361,8 +361,9 @@ def _text(applied: _Applied) -> str:
 
 def _nearness(error: Exception) -> Callable[[str], tuple[int, int]]:
     """How near a path is to where an error shows: 0 for the same."""
-    places = [getattr(error, "suspect", "") or "", getattr(error, "path", "") or ""]
-    if not isinstance(error, PlacementError):
+    if isinstance(error, PlacementError):
+        places = [error.suspect, error.path]
+    else:
         places = _quoted_paths(str(error))
 
     def near(path: str) -> tuple[int, int]:
@@ -407,7 +408,3 @@ def _layer(path: str) -> str:
     parts = path.split(".")
     index = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     return "" if index is None else ".".join(parts[: index + 1])
-
-
-def _numberless(path: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))

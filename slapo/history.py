@@ -7,7 +7,7 @@ import hashlib
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
@@ -104,6 +104,28 @@ def contains(path: str, inner: str) -> bool:
     (True, False, True)
     """
     return not path or inner == path or inner.startswith(f"{path}.")
+
+
+def numberless(path: str) -> str:
+    """A path without the numbers of layers: the same for a module of each.
+
+    Examples
+    --------
+    >>> numberless("h.1.mlp")
+    'h.*.mlp'
+    """
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def applied_at(records: Sequence[Record], paths: Collection[str]) -> list[Record]:
+    """Records of some modules and of what is in them, or else of what is around them."""
+    below = [r for r in records if any(contains(path, r.path) for path in paths)]
+    return below or [r for r in records if any(contains(r.path, path) for path in paths)]
+
+
+def listed(records: Sequence[Record]) -> str:
+    """The first of some records, as the end of a message."""
+    return "primitives applied there:\n  " + "\n  ".join(map(str, records[:8]))
 
 
 def digest(records: Iterable[Record]) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import copyreg
 import inspect
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FunctionType
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -228,3 +228,16 @@ def replace_innermost(module: nn.Module, new: nn.Module) -> nn.Module:
         wrapper.set_mod(new)
         new = wrapper
     return module
+
+
+@contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in train or eval mode; every module's own flag is put back."""
+    modules = [m for outer in model.modules() for m in (outer, innermost(outer))]
+    flags = [(m, m.training) for m in modules]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag

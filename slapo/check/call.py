@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from slapo.check.place import Misfit, Place, place_of
-
-_MISSING = object()
 
 
 @dataclass
@@ -61,6 +60,13 @@ class Call:
         """How the tensor of an argument lies; None where there is none."""
         value = self.get(name)
         return place_of(value) if isinstance(value, Tensor) else None
+
+    def dims(self) -> set[int]:
+        """The dimensions that a reduction runs over."""
+        ndim, given = self.tensors[0].ndim, self.get("dim")
+        if given is None or given == []:
+            return set(range(ndim))
+        return {dim % ndim for dim in ([given] if isinstance(given, int) else given)}
 
     def misfit(self, why: str) -> Misfit:
         """An error to raise; what the operation was given is said before."""
@@ -121,6 +127,11 @@ def independent_along(*dims: int) -> Rule:
         return [first if out.ndim == size else Place() for out in call.outs]
 
     return rule
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Those of arguments or results, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -7,26 +7,16 @@ from itertools import zip_longest
 from torch import Tensor
 
 from slapo.check.call import Call, rule_for
-from slapo.check.place import MASKED, PARTIAL_SUM, WHOLE, Place
+from slapo.check.place import MASKED, MASKED_ELSEWHERE, PARTIAL_SUM, WHOLE, Place
 from slapo.sharding.groups import share_of
-
-
-def _dims(call: Call) -> set[int]:
-    """The dimensions that a reduction runs over."""
-    ndim, given = call.tensors[0].ndim, call.get("dim")
-    if given is None or given == []:
-        return set(range(ndim))
-    return {dim % ndim for dim in ([given] if isinstance(given, int) else given)}
 
 
 @rule_for("sum", "mean", "nansum")
 def total(call: Call) -> list[Place]:
     """A sum over slices is a summand; a mean over them is none that could be added up."""
-    place, dims = call.places[0], _dims(call)
+    place, dims = call.places[0], call.dims()
     if place.kind == MASKED:
-        raise call.misfit(
-            "tokens that are masked for a table are looked up there, and nowhere else"
-        )
+        raise call.misfit(MASKED_ELSEWHERE)
     if place.is_slice and place.dim in dims:
         if call.name != "sum":
             raise call.misfit(
@@ -45,7 +35,7 @@ def reduced(call: Call) -> list[Place]:
     place, ndim = call.places[0], call.tensors[0].ndim
     if place.is_partial:
         raise call.misfit("it is not linear, and what it is given is a partial sum")
-    dims = {-1 % ndim} if call.name in ("topk", "sort") and call.get("dim") is None else _dims(call)
+    dims = {-1 % ndim} if call.name in ("topk", "sort") and call.get("dim") is None else call.dims()
     if not place.is_slice or place.dim in dims:
         raise call.misfit(f"it runs over dimension {place.dim}, of which each rank has a slice")
     keeps = call.get("keepdim") or call.name in ("topk", "sort")
@@ -85,15 +75,19 @@ def norm(call: Call) -> list[Place]:
 
 @rule_for("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "miopen_batch_norm")
 @rule_for("_native_batch_norm_legit_no_training", "_batch_norm_with_update")
+@rule_for("native_batch_norm_backward", "cudnn_batch_norm_backward", "batch_norm_backward")
 def batch_norm(call: Call) -> list[Place]:
     """Channels may be sliced, with everything that there is one of for each."""
-    return _by_channels(call, call.places[0])
-
-
-@rule_for("native_batch_norm_backward", "cudnn_batch_norm_backward", "batch_norm_backward")
-def batch_norm_backward(call: Call) -> list[Place]:
-    """As forward."""
-    return _by_channels(call, call.places[0])
+    first = call.places[0]
+    if not (first.is_slice and first.dim == 1):
+        raise call.misfit(
+            "its statistics run over the batch and the pixels: only channels may be sliced"
+        )
+    for tensor, place in zip(call.tensors, call.places, strict=True):
+        wanted = first if tensor.ndim > 1 else first.anew(0)
+        if tensor.numel() and not place.same(wanted):
+            raise call.misfit("channels, and what there is one of for each, lie differently")
+    return [first if out.ndim > 1 else first.anew(0) for out in call.outs]
 
 
 @rule_for("native_group_norm", "native_group_norm_backward")
@@ -112,18 +106,6 @@ def group_norm(call: Call) -> list[Place]:
         if not place.same(wanted):
             raise call.misfit("channels, and what there is one of for each, lie differently")
     return [first.anew(0 if out.ndim == 1 else 1) for out in call.outs]
-
-
-def _by_channels(call: Call, first: Place) -> list[Place]:
-    if not (first.is_slice and first.dim == 1):
-        raise call.misfit(
-            "its statistics run over the batch and the pixels: only channels may be sliced"
-        )
-    for tensor, place in zip(call.tensors, call.places, strict=True):
-        wanted = first if tensor.ndim > 1 else first.anew(0)
-        if tensor.numel() and not place.same(wanted):
-            raise call.misfit("channels, and what there is one of for each, lie differently")
-    return [first if out.ndim > 1 else first.anew(0) for out in call.outs]
 
 
 #: Names of torch's attention functions begin so, forward and backward.

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-# Their rules enter the registry when they are imported.
-from slapo.check import moves as moves
-from slapo.check.call import RULES, Call, Rule, name_of, run
+# Rules enter the registry when they are imported: also those of products.
+from slapo.check import products as products
+from slapo.check.call import RULES, Call, Rule, name_of, run, tensors_in
 from slapo.check.mixing import ATTENTION, attention
+from slapo.check.moves import VIEWS
 from slapo.check.paths import Paths
 from slapo.check.place import (
     MASKED,
@@ -32,9 +32,8 @@ from slapo.check.place import (
     sliced,
 )
 from slapo.check.pointwise import is_pointwise, of_wholes, others_whole, pointwise
-from slapo.check.products import product as product
 from slapo.check.raw import RAW, raw_collective
-from slapo.check.sizes import ANY, VIEWS, Sized, Views, is_sized
+from slapo.check.sizes import ANY, Sized, Views, is_sized
 from slapo.errors import SlapoError
 from slapo.random import get_rng_tracker
 from slapo.sharding.groups import group_rank, group_size, share_of
@@ -124,19 +123,19 @@ class PlaceMode(TorchDispatchMode):
         if func.namespace in RAW:
             return self._raw(func, args, kwargs)
         self.calls += 1
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = tensors_in((args, kwargs))
         places = [place_of(tensor) for tensor in tensors]
         name = name_of(func)
+        call = Call(func, name, args, kwargs, tensors, places, [], self.rank, self.ranks)
         if name in _DRAWS or (name.startswith(ATTENTION) and "backward" not in name):
-            self._check_state(func, name, args, kwargs, tensors, places)
+            self._check_state(call)
         try:
             out = run(func, args, kwargs)
         except (RuntimeError, IndexError) as error:
             stop = self.stop(name, tensors, places, str(error))
             stop.finding = replace(stop.finding, fits=False)
             raise stop from error
-        outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        call = Call(func, name, args, kwargs, tensors, places, outs, self.rank, self.ranks)
+        call.outs = tensors_in(out)
         if name in VIEWS:
             self._compare_view(call)
         self._settle(call)
@@ -305,7 +304,7 @@ class PlaceMode(TorchDispatchMode):
 
     def _raw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A collective that the model, or a hook of the user's, calls itself."""
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = tensors_in((args, kwargs))
         places = [place_of(tensor) for tensor in tensors]
         try:
             with self.unseen():
@@ -314,11 +313,9 @@ class PlaceMode(TorchDispatchMode):
             raise self.stop(func.overloadpacket.__name__, tensors, places, str(misfit)) from None
 
     # --- random numbers and sizes ----------------------------------------------------------------
-    def _check_state(
-        self, func: Any, name: str, args: Any, kwargs: Any, tensors: Any, places: list[Place]
-    ) -> None:
+    def _check_state(self, call: Call) -> None:
         """Numbers for slices come from this rank's state, those for wholes from the common one."""
-        call = Call(func, name, args, kwargs, tensors, places, [], self.rank, self.ranks)
+        name, places = call.name, call.places
         if name.startswith(ATTENTION) and not call.get("dropout_p"):
             return
         if name in ("bernoulli", "dropout", "native_dropout") and call.get("p") == 0:
@@ -334,7 +331,7 @@ class PlaceMode(TorchDispatchMode):
             why = "random numbers for a slice are drawn from the state that all ranks share"
         else:
             why = "random numbers for what is whole are drawn from a state of this rank's own"
-        raise self.stop(name, tensors, places, why)
+        raise self.stop(name, call.tensors, places, why)
 
     def _compare_view(self, call: Call) -> None:
         """Tell a view what it gives in one process, or what its input was in the forward pass."""

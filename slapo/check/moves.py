@@ -9,8 +9,10 @@ from math import prod
 import torch
 
 from slapo.check.call import Call, Rule, rule_for
-from slapo.check.place import PARTIAL_SUM, Place
+from slapo.check.place import MASKED, MASKED_ELSEWHERE, PARTIAL_SUM, Place
 
+#: Operations after which a slice may lie along one of several dimensions.
+VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten")
 #: New dimension of a slice, from its dimension, the call and the number of dimensions before.
 Where = Callable[[int, Call, int], int]
 
@@ -18,14 +20,12 @@ Where = Callable[[int, Call, int], int]
 def _first(call: Call) -> Place:
     """Of the tensor that is moved; masked tokens are for a lookup alone."""
     place = call.places[0]
-    if place.kind == "masked":
-        raise call.misfit(
-            "tokens that are masked for a table are looked up there, and nowhere else"
-        )
+    if place.kind == MASKED:
+        raise call.misfit(MASKED_ELSEWHERE)
     return place
 
 
-@rule_for("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten")
+@rule_for(*VIEWS)
 def view(call: Call) -> list[Place]:
     """A slice is runs of elements, one for every index before it: it is where such runs are after.
 
@@ -108,10 +108,6 @@ def _behind_new(dim: int, call: Call, ndim: int) -> int:
     return dim + (dim >= call.get("dim") % (ndim + 1))
 
 
-def _behind_selected(dim: int, call: Call, ndim: int) -> int:
-    return dim + (dim >= call.get("dim") % (ndim + 1))
-
-
 def _without(dim: int, call: Call, ndim: int) -> int:
     gone = call.get("dim")
     gone = range(ndim) if gone is None else [gone] if isinstance(gone, int) else gone
@@ -129,7 +125,7 @@ for _name, _where in REORDERS.items():
     rule_for(_name)(_moved(_where))
 rule_for("unsqueeze")(_moved(_behind_new))
 rule_for("squeeze")(_moved(_without))
-rule_for("select_backward")(_moved(_behind_selected))
+rule_for("select_backward")(_moved(_behind_new))
 
 
 @rule_for("expand", "expand_as")

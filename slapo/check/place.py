@@ -137,6 +137,8 @@ class Place:
 
 
 WHOLE, PARTIAL_SUM = Place(), Place(PARTIAL)
+#: What is wrong with masked tokens everywhere but in a lookup.
+MASKED_ELSEWHERE = "tokens that are masked for a table are looked up there, and nowhere else"
 
 
 def sliced(dim: int, blocks: Sequence[int] = (), share: Fraction | None = None) -> Place:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slapo.check.call import Call, rule_for
 from slapo.check.moves import REORDERS
-from slapo.check.place import PARTIAL_SUM, WHOLE, Place
+from slapo.check.place import MASKED_ELSEWHERE, PARTIAL_SUM, WHOLE, Place
 
 #: Linear in the argument at one of these positions, when the others are whole.
 _LINEAR_IN = {
@@ -121,8 +121,7 @@ def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
 
 def _left_by_sum(call: Call) -> frozenset[int]:
     """Of the dimensions that a sum leaves, those along which it is constant."""
-    ndim, given = call.tensors[0].ndim, call.get("dim")
-    gone = range(ndim) if not given else [dim % ndim for dim in given]
+    ndim, gone = call.tensors[0].ndim, call.dims()
     left = [dim for dim in range(ndim) if call.get("keepdim") or dim not in gone]
     return frozenset(left.index(dim) for dim in call.places[0].uniform if dim in left)
 
@@ -158,9 +157,7 @@ def pointwise(call: Call) -> list[Place]:
     first_at = next(i for i, place in enumerate(call.places) if not place.is_whole)
     first = call.places[first_at]
     if not first.is_slice:
-        raise call.misfit(
-            "tokens that are masked for a table are looked up there, and nowhere else"
-        )
+        raise call.misfit(MASKED_ELSEWHERE)
     # From the end, as broadcasting aligns.
     dim = first.dim - call.tensors[first_at].ndim
     for tensor, place in zip(call.tensors, call.places, strict=True):

@@ -13,7 +13,7 @@ from slapo.check.place import Birth, Place
 from slapo.check.remedy import Remedy
 from slapo.check.sizes import Sized
 from slapo.errors import PlacementError, SlapoError
-from slapo.history import Record, contains
+from slapo.history import Record, applied_at, contains, listed, numberless
 from slapo.schedule import Schedule
 from slapo.sharding.numbers import sizes_kept
 from slapo.sharding.state import sharding_of
@@ -154,8 +154,8 @@ def _about_partial(sch: Schedule, finding: Finding, birth: Birth) -> Advice:
 
 def _reduces_by_tokens(sch: Schedule, path: str) -> bool:
     """Whether its siblings in other layers do."""
-    like = _numberless(path)
-    return any(_numberless(r.path) == like and _names(r, "reduce_scatter") for r in sch.history)
+    like = numberless(path)
+    return any(numberless(r.path) == like and _names(r, "reduce_scatter") for r in sch.history)
 
 
 def _spreads_tokens(sch: Schedule) -> bool:
@@ -179,14 +179,10 @@ def _is_split_around(sch: Schedule, path: str) -> bool:
 
 def _entry(sch: Schedule, path: str) -> str:
     """The module whose input is whole: where its siblings in other layers sum, or itself."""
-    sums = {_numberless(r.path) for r in sch.history if _names(r, "bwd_post")}
+    sums = {numberless(r.path) for r in sch.history if _names(r, "bwd_post")}
     parts = path.split(".")
     around = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-    return next((above for above in around if _numberless(above) in sums), path)
-
-
-def _numberless(path: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+    return next((above for above in around if numberless(above) in sums), path)
 
 
 def _about_slice(sch: Schedule, finding: Finding) -> Advice:
@@ -210,21 +206,10 @@ def _error(
     sch: Schedule, said: str, path: str, advice: Advice, further: str = ""
 ) -> PlacementError:
     does = f"; {advice}" if str(advice) else ""
-    records = _applied(sch, path, advice.suspect)
-    text = f"check: {said}{does}{records}{further}"
+    records = applied_at(sch.history, [*filter(None, (path, advice.suspect))])
+    applied = f"; {listed(records)}" if records else ""
+    text = f"check: {said}{does}{applied}{further}"
     return PlacementError(text, path, advice.suspect, advice.remedy)
-
-
-def _applied(sch: Schedule, *paths: str) -> str:
-    """Records of the modules, of what is in them, or else of what is around them."""
-    history = sch.history
-    below = [r for r in history if any(contains(path, r.path) for path in paths if path)]
-    above = [r for r in history if any(contains(r.path, path) for path in paths) and r.path]
-    chosen = below or above
-    if not chosen:
-        return ""
-    lines = "\n  ".join(map(str, chosen[:8]))
-    return f"; primitives applied there:\n  {lines}"
 
 
 def _telling(finding: Finding) -> list[tuple[tuple[int, ...], Place]]:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
-from slapo.check.call import RULES, Call, Rule
+from slapo.check.call import RULES, Call, Rule, tensors_in
 from slapo.check.place import Misfit, Place, place_of, put_place
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ def _ruled(
         places = [place_of(tensor) for tensor in tensors]
         with mode.unseen():
             result = function(*args)
-        outs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        outs = tensors_in(result)
         call = Call(None, shown, args, {}, tensors, places, outs, mode.rank, mode.ranks)
         if not all(place.is_whole for place in places):
             try:

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from slapo.agreement import gathered, has_peers
@@ -26,7 +26,7 @@ from slapo.sharding.groups import as_if_alone
 from slapo.sharding.steps import carried_by
 from slapo.utils.calls import as_call, outline, refuse_batch
 from slapo.utils.raised import running_in
-from slapo.wrapper import innermost
+from slapo.wrapper import in_mode, innermost
 
 logger = get_logger()
 
@@ -78,7 +78,8 @@ def check(sch: Schedule, example_inputs: Any, loss_fn: LossFn | None = None) -> 
             "slapo.create_schedule(model) returned"
         )
     args, kwargs = as_call(example_inputs)
-    sch.state.example_inputs = outline(example_inputs)
+    if not sch.path:  # for build(check=True)
+        sch.state.example_inputs = outline(example_inputs)
     refuse_batch(innermost(sch.mod), args)
     error: Exception | None = None
     try:
@@ -126,7 +127,8 @@ class _Check:
         """Check it, and put everything back."""
         with ExitStack() as stack:
             stack.enter_context(states_kept(self.sch.rank))
-            stack.enter_context(_in_training(self.sch.mod))
+            if not self.sch.mod.training:  # one in train mode has its own flags
+                stack.enter_context(in_mode(self.sch.mod, True))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_eager())
             alone = self._run_alone()
@@ -228,21 +230,6 @@ def losses_in(output: Any) -> list[Tensor]:
         return [loss]
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     return [leaf for leaf in leaves if leaf.is_floating_point()]
-
-
-@contextmanager
-def _in_training(model: nn.Module) -> Iterator[None]:
-    """A model in eval mode is taken to train; one in train mode has its own flags."""
-    if model.training:
-        yield
-        return
-    flags = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
 
 
 @contextmanager

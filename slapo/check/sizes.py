@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from slapo.check.call import name_of, run
+from slapo.check.call import name_of, run, tensors_in
 from slapo.check.mixing import ATTENTION
+from slapo.check.moves import VIEWS
 from slapo.check.paths import Paths
 from slapo.check.place import PARTIAL_SUM
 from slapo.check.raw import RAW, raw_collective
@@ -44,8 +44,6 @@ class Sized:
         )
 
 
-#: Operations after which a slice may lie along one of several dimensions.
-VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten")
 #: Module -> shapes that its views have in one process, in order.
 Views = dict[str, list[tuple[int, ...]]]
 
@@ -71,11 +69,10 @@ class SizeMode(TorchDispatchMode):
         """Run the operation, and note its sizes."""
         name = name_of(func)
         if is_sized(name):
-            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            shapes = tuple(tuple(t.shape) for t in tensors)
+            shapes = tuple(tuple(t.shape) for t in tensors_in((args, kwargs)))
             self.sized.append(Sized(self.paths.now()[0], name, shapes))
         if func.namespace in RAW:  # nothing is communicated
-            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            tensors = tensors_in((args, kwargs))
             return raw_collective(func, args, kwargs or {}, tensors, [PARTIAL_SUM] * len(tensors))
         result = run(func, args, kwargs or {})
         if name in VIEWS:

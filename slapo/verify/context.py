@@ -19,7 +19,7 @@ from slapo.errors import PlacementError, SlapoError, VerificationError
 from slapo.primitives.base import find_primitive
 from slapo.random import states_kept
 from slapo.schedule import Schedule
-from slapo.utils.calls import as_call, refuse_batch
+from slapo.utils.calls import as_call, outline, refuse_batch
 from slapo.verify.origins import Origins
 from slapo.verify.peers import Peers
 from slapo.verify.procedure import compare_all
@@ -129,6 +129,8 @@ class Verify:
                     "fake one, whose other ranks do not exist; verify in real processes: torchrun "
                     "--nproc-per-node 2, over gloo where there is no GPU, or pass enable=False"
                 )
+            if not self.sch.path:  # for build(check=True)
+                self.sch.state.example_inputs = outline(self.kwargs or self.args)
             self.peers = Peers(self.sch.group)
             self.start = len(self.sch.history)
             self.reference = copy_model(self.sch)

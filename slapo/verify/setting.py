@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,6 @@ from slapo.schedule import Schedule
 from slapo.sharding.tags import apply_tags, tags_of
 from slapo.verify.tensors import tensors_in
 from slapo.weights.slots import slots
-from slapo.wrapper import innermost
 
 SEED = 20131
 
@@ -98,16 +96,3 @@ def weighed(output: Any) -> Tensor | None:
             usable = usable if tensor.dtype == torch.float64 else usable.float()
             terms.append((usable * weights.to(tensor.device)).sum().double())
     return torch.stack(terms).sum() if terms else None
-
-
-@contextmanager
-def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """The model in train or eval mode; every module's own flag is put back."""
-    modules = [m for outer in model.modules() for m in (outer, innermost(outer))]
-    flags = [(m, m.training) for m in modules]
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slapo.agreement import gathered
-from slapo.history import Record, contains
+from slapo.history import Record, applied_at, listed
 from slapo.schedule import Schedule
 from slapo.verify.origins import Origins
 from slapo.verify.peers import Peers
@@ -92,10 +92,6 @@ class Sides:
         prefix = f"{self.sch.path}." if self.sch.path else ""
         full = [(prefix + path).rstrip(".") for path in paths if path is not None]
         records = self.records()
-        below = [r for r in records if any(contains(path, r.path) for path in full)]
-        above = [r for r in records if any(contains(r.path, path) for path in full)]
-        chosen = below or above or records
-        if not chosen:
+        if not records:
             return "no primitive was applied in the block"
-        lines = "\n  ".join(str(r) for r in chosen[:8])
-        return f"primitives applied there:\n  {lines}"
+        return listed(applied_at(records, full) or records)

@@ -25,9 +25,10 @@ from slapo.verify.locate import shapes_noted
 from slapo.verify.peers import Peers
 from slapo.verify.precision import RTOL, Widened, default_dtype, refuses, rtol_for
 from slapo.verify.randomness import Quiet
-from slapo.verify.setting import SEED, Outcome, fresh_input, in_mode, weighed
+from slapo.verify.setting import SEED, Outcome, fresh_input, weighed
 from slapo.verify.sides import Sides
 from slapo.verify.tensors import other_tensors
+from slapo.wrapper import in_mode
 
 
 @dataclass(frozen=True)

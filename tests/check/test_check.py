@@ -594,6 +594,16 @@ def test_inputs_of_a_trace_serve_build() -> None:
     slapo.build(sch, check=True)
 
 
+def test_inputs_of_verify_serve_build_and_those_of_a_part_do_not() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Sequential(nn.Linear(4, 6)), nn.Linear(6, 3)))
+    with slapo.Verify(sch, torch.ones(2, 4)):
+        sch["0"].checkpoint()
+    with slapo.Verify(sch["1"], torch.ones(2, 6)):
+        sch["1"].decompose()
+    check(sch["1"], torch.ones(2, 6))
+    slapo.build(sch, check=True)
+
+
 def test_the_guide_tells_what_steps_take_and_give() -> None:
     said = {"replicate": "whole", "partial": "a partial sum", "masked": "masked tokens"}
 
