@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from slapo.errors import SlapoError
 from slapo.history import describe
 from slapo.node import Node
-from slapo.record.kept import Decode, Part, encode, revive
+from slapo.record.kept import Decode, Part, revive
 
 _NAMED = "a function at the top level of a module that can be imported"
 
@@ -89,20 +89,6 @@ class Partial(Part):
         """The name of its class."""
         return "partial"
 
-    def inner(self) -> Iterable[Any]:
-        """The function and what it is bound to."""
-        return (self.function, self.args, self.kwargs)
-
-    def encode(self) -> Any:
-        """The three."""
-        return [encode(self.function), [*map(encode, self.args)], encode(self.kwargs)]
-
-    @classmethod
-    def decode(cls, data: Any, decode: Decode) -> Partial:
-        """The three again."""
-        function, args, kwargs = data
-        return cls(decode(function), tuple(map(decode, args)), decode(kwargs))
-
     def revive(self, node: Node) -> Any:
         """Bind anew."""
         args, kwargs = revive(self.args, node), revive(self.kwargs, node)
@@ -121,20 +107,6 @@ class MadeBy(Part):
     def text(self) -> str:
         """The module's class."""
         return self.shown
-
-    def inner(self) -> Iterable[Any]:
-        """The function."""
-        return (self.function,)
-
-    def encode(self) -> Any:
-        """Both."""
-        return [encode(self.function), self.shown]
-
-    @classmethod
-    def decode(cls, data: Any, decode: Decode) -> MadeBy:
-        """Both again."""
-        function, shown = data
-        return cls(decode(function), shown)
 
     def revive(self, node: Node) -> Any:
         """Have it made for what stands there now."""

@@ -7,6 +7,7 @@ and back, and in a replay into the argument again.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -30,23 +31,23 @@ Decode = Callable[[Any], Any]
 
 
 class Part(Kept):
-    """A stand-in for an argument."""
+    """A stand-in for an argument: made of the fields of a dataclass, in JSON a list of them."""
 
     #: The key of its object in JSON.
     tag = ""
 
     def inner(self) -> Iterable[Any]:
         """What it is made of, as the record keeps it."""
-        return ()
+        return [getattr(self, each.name) for each in dataclasses.fields(self)]  # type: ignore[arg-type]
 
     def encode(self) -> Any:
         """The value of its object in JSON."""
-        raise NotImplementedError
+        return [encode(each) for each in self.inner()]
 
     @classmethod
     def decode(cls, data: Any, decode: Decode) -> Part:
         """Read what :meth:`encode` wrote."""
-        raise NotImplementedError
+        return cls(*map(decode, data))
 
     def revive(self, node: Node) -> Any:
         """The argument, for a call on `node`."""

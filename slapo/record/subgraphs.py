@@ -212,15 +212,6 @@ class Bound(Part):
         """Its name."""
         return f"%{self.name}"
 
-    def encode(self) -> Any:
-        """Its name."""
-        return self.name
-
-    @classmethod
-    def decode(cls, data: Any, decode: Decode) -> Bound:
-        """By its name."""
-        return cls(data)
-
 
 @dataclass(frozen=True)
 class BoundState(Part):
