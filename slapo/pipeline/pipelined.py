@@ -154,8 +154,9 @@ class PipelinedModule(nn.Module):
         names: dict[tuple[int, str], str] = {}
         for original, (index, local) in self._places.items():
             path, _, leaf = local.rpartition(".")
-            parameter = stages[index].get_submodule(path)._parameters.get(leaf)
-            if parameter is not None:
+            # By its name as an attribute: modules of TorchScript have no table of parameters.
+            parameter = getattr(stages[index].get_submodule(path), leaf, None)
+            if isinstance(parameter, nn.Parameter):
                 names[index, local] = first.setdefault(id(parameter), original)
         return names
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from slapo.history import describe
@@ -106,6 +107,7 @@ class SyncPrimitive(Primitive):
         check_mode(mode)
         check_runs(sch)
         check_called(sch)
+        _check_takes_hooks(sch)
         if isinstance(sync_op_or_fn, str):
             op = make_sync_op(mode, sync_op_or_fn, handle_of(sch.group), kwargs)
             _add_op(sch, mode, op)
@@ -114,6 +116,15 @@ class SyncPrimitive(Primitive):
         text = sync_op_or_fn if isinstance(sync_op_or_fn, str) else describe(sync_op_or_fn)
         sch.metadata.primitives["sync"].append(f"{mode} {text}")
         return sch
+
+
+def _check_takes_hooks(sch: Node) -> None:
+    module = innermost(sch.mod)
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"{type(module).__name__} is compiled by TorchScript, whose modules take no hooks; "
+            "put the sync on the module around it, or before the module is compiled"
+        )
 
 
 def _add_callable(

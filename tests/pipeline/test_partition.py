@@ -499,6 +499,16 @@ def test_wrapped_modules_follow_the_mode() -> None:
     assert sch["0"].mod.mod.mod.training
 
 
+def test_parameters_that_torchscript_has_compiled_keep_their_names() -> None:
+    script = torch.jit.script(nn.Linear(4, 6))
+    sch = slapo.create_schedule(nn.Sequential(script, nn.Linear(6, 4), nn.ReLU()))
+    sch.trace_until("")
+    sch["1"].cut_pipeline_stage()
+    partition(sch)
+    assert sch.mod.first_name(0, "0.weight") == "0.weight"
+    assert sch.mod(torch.ones(3, 4)).shape == (3, 4)
+
+
 def test_what_a_stage_with_a_script_sends() -> None:
     """What TorchScript has compiled cannot be given other tensors for the probe."""
     layers = nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)

@@ -1,6 +1,7 @@
 """``.replace`` and ``.replace_all``: whole modules, and matched operations."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -752,3 +753,12 @@ def test_hooks_of_loading_run(primitive: str) -> None:
     sch.mod.load_state_dict({"0.old": torch.eye(4), "0.bias": torch.zeros(4)})
     assert seen == [sch["0"].mod]
     torch.testing.assert_close(sch["0"].mod.weight.detach(), torch.eye(4))
+
+
+def test_a_partial_takes_the_place_of_an_operation() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.GELU()))
+    wanted = F.gelu(sch.mod[0](torch.ones(2, 4)), approximate="tanh")
+    found = sch.find(lambda x: F.gelu(x))
+    sch.replace(functools.partial(F.gelu, approximate="tanh"), found)
+    assert torch.equal(sch.mod(torch.ones(2, 4)), wanted)
+    assert "gelu" in sch.mod.code

@@ -277,3 +277,12 @@ def test_a_gradient_of_an_output_is_summed_once(pair: None) -> None:
     sch.sync("fwd_post", "all_reduce").sync("fwd_post", "all_reduce_grad")
     with pytest.raises(ValueError, match="'all_reduce_grad' sums the gradient"):
         sch.sync("fwd_post", "all_reduce_grad")
+
+
+@pytest.mark.parametrize("mode", ["fwd_post", "bwd_post"])
+def test_what_torchscript_has_compiled_takes_no_hooks(mode: str) -> None:
+    sch = slapo.create_schedule(nn.Sequential(torch.jit.script(nn.Linear(4, 4))))
+    with pytest.raises(ValueError, match="put the sync on the module around it"):
+        sch["0"].sync(mode, "all_reduce")
+    with pytest.raises(ValueError, match="put the sync on the module around it"):
+        sch["0"].checkpoint().sync(mode, "all_reduce")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -138,6 +139,8 @@ def apply(plans: Sequence[Plan]) -> fx.Node:
 def _apply(plans: Sequence[Plan]) -> fx.Node:
     first = plans[0]
     target: Any = first.call.new
+    if isinstance(target, functools.partial):
+        target = _with_name(target)
     if isinstance(target, nn.Module):
         target = first_free_name(first.gm, first.call.stem)
         first.gm.add_module(target, first.call.new)  # type: ignore[arg-type]
@@ -149,6 +152,14 @@ def _apply(plans: Sequence[Plan]) -> fx.Node:
     for plan in plans:
         plan.gm.recompile()
     return calls[0]
+
+
+def _with_name(function: functools.partial[Any]) -> Any:
+    """A partial as graphs write calls: by name, which must not be that of the bare function."""
+    named: Any = functools.partial(function)
+    named.__name__ = f"partial_{getattr(function.func, '__name__', 'call')}"
+    named.__module__ = functools.__name__
+    return named
 
 
 def _rewrite(plan: Plan, target: Any, number: int | None) -> fx.Node:

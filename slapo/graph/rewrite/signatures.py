@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
@@ -77,7 +78,8 @@ def label(new: Callable[..., Any]) -> str:
     """Name a callable in a message."""
     if isinstance(new, nn.Module):
         return f"module {type(new).__name__}"
-    return f"function {getattr(new, '__name__', repr(new))}"
+    bare = new.func if isinstance(new, functools.partial) else new
+    return f"function {getattr(bare, '__name__', repr(bare))}"
 
 
 def _schema_parameter(argument: Any) -> Parameter:
