@@ -17,36 +17,19 @@ from slapo.sharding.state import Sharding
 _CONTAINERS = (dict, set, list)
 
 
-class _ModuleState:
+class _Attributes:
     """One module's attributes; tensors and children are kept by reference."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.cls = type(module)
         self.attributes = {k: _shallow(v) for k, v in module.__dict__.items()}
         self.containers = {k: v for k, v in module.__dict__.items() if isinstance(v, _CONTAINERS)}
-        self.graphs = [
-            (owner, owner.graph, copy.deepcopy(owner.graph))
-            for owner in (module.graphs if isinstance(module, TracedModule) else ())
-        ]
-        self.tensors = [
-            _TensorState(t)
-            for t in (*module._parameters.values(), *module._buffers.values())
-            if t is not None and not is_lazy(t)
-        ]
 
     def restore(self) -> None:
         module = self.module
-        module.__class__ = self.cls
         module.__dict__.clear()
         for key, value in self.attributes.items():
             module.__dict__[key] = self._refilled(key, value)
-        for tensor in self.tensors:
-            tensor.restore()
-        for owner, graph, before in self.graphs:
-            if owner.graph is not graph or str(graph) != str(before):
-                with owner.rewritten_together():
-                    owner.graph = before
 
     def _refilled(self, key: str, value: Any) -> Any:
         """Containers keep their identity: wrappers and hook handles point at them."""
@@ -59,6 +42,33 @@ class _ModuleState:
         else:
             original.update(value)
         return original
+
+
+class _ModuleState(_Attributes):
+    """One module as it is: its attributes, its class, its graphs, and what hangs on its tensors."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.cls = type(module)
+        self.graphs = [
+            (owner, owner.graph, copy.deepcopy(owner.graph))
+            for owner in (module.graphs if isinstance(module, TracedModule) else ())
+        ]
+        self.tensors = [
+            _TensorState(t)
+            for t in (*module._parameters.values(), *module._buffers.values())
+            if t is not None and not is_lazy(t)
+        ]
+
+    def restore(self) -> None:
+        self.module.__class__ = self.cls
+        super().restore()
+        for tensor in self.tensors:
+            tensor.restore()
+        for owner, graph, before in self.graphs:
+            if owner.graph is not graph or str(graph) != str(before):
+                with owner.rewritten_together():
+                    owner.graph = before
 
 
 class _TensorState:
@@ -140,6 +150,17 @@ def _chain(module: nn.Module | None) -> Iterator[nn.Module]:
     while isinstance(module, nn.Module):
         yield module
         module = module.__dict__.get("mod")
+
+
+@contextmanager
+def attributes_kept(root: nn.Module) -> Iterator[None]:
+    """Undo what the block put into modules: what they compute once and keep, such as tables."""
+    kept = [_Attributes(module) for module in _below(root)]
+    try:
+        yield
+    finally:
+        for module in kept:
+            module.restore()
 
 
 @contextmanager

@@ -10,8 +10,10 @@ from slapo.check.call import Call, rule_for
 from slapo.check.place import MASKED, MASKED_ELSEWHERE, PARTIAL_SUM, WHOLE, Place
 from slapo.sharding.groups import share_of
 
+_SUMS = ("sum", "mean", "nansum")
 
-@rule_for("sum", "mean", "nansum")
+
+@rule_for(*_SUMS)
 def total(call: Call) -> list[Place]:
     """A sum over slices is a summand; a mean over them is none that could be added up."""
     place, dims = call.places[0], call.dims()
@@ -28,8 +30,22 @@ def total(call: Call) -> list[Place]:
     return [place.along(place.dim - sum(dim < place.dim for dim in dims))]
 
 
-@rule_for("amax", "amin", "max", "min", "any", "all", "prod", "argmax", "argmin", "logsumexp")
-@rule_for("var", "std", "var_mean", "topk", "sort", "norm", "linalg_vector_norm", "median")
+_NOT_LINEAR: tuple[str, ...] = (
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "any",
+    "all",
+    "prod",
+    "argmax",
+    "argmin",
+    "logsumexp",
+)
+_NOT_LINEAR += ("var", "std", "var_mean", "topk", "sort", "norm", "linalg_vector_norm", "median")
+
+
+@rule_for(*_NOT_LINEAR)
 def reduced(call: Call) -> list[Place]:
     """Over other dimensions each slice by itself; no summands."""
     place, ndim = call.places[0], call.tensors[0].ndim
@@ -108,6 +124,8 @@ def group_norm(call: Call) -> list[Place]:
     return [first.anew(0 if out.ndim == 1 else 1) for out in call.outs]
 
 
+#: Operations that make less of a dimension.
+REDUCTIONS = (*_SUMS, *_NOT_LINEAR)
 #: Names of torch's attention functions begin so, forward and backward.
 ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 

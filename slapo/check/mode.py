@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from slapo.check.place import (
 )
 from slapo.check.pointwise import is_pointwise, of_wholes, others_whole, pointwise
 from slapo.check.raw import RAW, raw_collective
-from slapo.check.sizes import ANY, Sized, Views, is_sized
+from slapo.check.sizes import ANY, Sized, Views, is_sized, sized
 from slapo.errors import SlapoError
 from slapo.random import get_rng_tracker
 from slapo.sharding.groups import group_rank, group_size, share_of
@@ -110,6 +111,8 @@ class PlaceMode(TorchDispatchMode):
         self._quiet = 0
         self._views = views or {}
         self._viewed: Counter[str] = Counter()
+        #: memory -> tensors there that are known to be constant
+        self._constants: dict[int, list[weakref.ref[Tensor]]] = {}
         #: autograd's number of a view -> how its input lies
         self._places_of_views: dict[int, Place] = {}
 
@@ -140,8 +143,8 @@ class PlaceMode(TorchDispatchMode):
             self._compare_view(call)
         self._settle(call)
         if is_sized(name):
-            shapes = tuple(self._whole_shape(t) for t in tensors)
-            self.sized.append(Sized(self.paths.now()[0], name, shapes))
+            shapes = [self._whole_shape(tensor) for tensor in tensors]
+            self.sized.append(sized(self.paths.now()[0], name, shapes, args))
         return out
 
     @property
@@ -173,7 +176,18 @@ class PlaceMode(TorchDispatchMode):
                 stop.finding = replace(stop.finding, is_certain=False)
             raise stop from None
         for out, place in zip(call.outs, found, strict=False):
+            if any(out is tensor for tensor in call.tensors):
+                self._forget_constants(out)
             put_place(out, self.born(call, place))
+            if place.uniform or place.is_zero:
+                self._constants.setdefault(_memory(out), []).append(weakref.ref(out))
+
+    def _forget_constants(self, written: Tensor) -> None:
+        """What has the memory of a tensor that was written is not constant any more."""
+        for ref in self._constants.pop(_memory(written), []):
+            tensor = ref()
+            if tensor is not None:
+                put_place(tensor, replace(place_of(tensor), uniform=frozenset(), is_zero=False))
 
     def born(self, call: Call, place: Place) -> Place:
         """With where it came to be; of what is whole, with the last step that made it so."""
@@ -353,6 +367,11 @@ class PlaceMode(TorchDispatchMode):
             return tuple(sizes)
         constant = {*place.uniform, *(d for d, n in enumerate(tensor.shape) if n == 1)}
         return tuple(ANY if d in constant else n for d, n in enumerate(tensor.shape))
+
+
+def _memory(tensor: Tensor) -> int:
+    """What tensors share that are views of each other."""
+    return tensor.untyped_storage()._cdata
 
 
 def _has_views(tensor: Tensor) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fractions import Fraction
+
 from slapo.check.call import Call, rule_for
 from slapo.check.place import PARTIAL_SUM, WHOLE, Place
 
@@ -107,7 +110,8 @@ def _convolved(call: Call, x: Place, weight: Place, groups: int, transposed: boo
     if x.is_slice and x.dim > 1:
         raise call.misfit("it mixes pixels, of which each rank has a slice")
     if _by_groups(x, weight):
-        return x.anew(1)
+        cut = _cut_of_groups(call, (0, 1), (1, 0))
+        return x.anew(1).along(1, [int(part * call.outs[0].shape[1]) for part in cut])
     if groups > 1:
         if x.is_slice and x.dim == 0 and weight.is_whole:
             return x
@@ -124,6 +128,21 @@ def _by_groups(x: Place, weight: Place) -> bool:
     return x.is_slice and x.dim == 1 and weight.is_slice and weight.dim == 0
 
 
+def _cut_of_groups(call: Call, at: Sequence[int], dims: Sequence[int]) -> list[Fraction]:
+    """How a rank's channels are cut in blocks, alike in some tensors and along these dimensions.
+
+    Their numbers may differ: of a group there are as many inputs and outputs as there are.
+    """
+    cuts = []
+    for index, dim in zip(at, dims, strict=True):
+        place, size = call.places[index], call.tensors[index].shape[dim]
+        blocks = [Fraction(block, size) for block in place.blocks_in(size)]
+        cuts.append((place.is_slice and place.dim == dim, place.share, blocks))
+    if not all(cut[0] and cut == cuts[0] for cut in cuts):
+        raise call.misfit("groups of channels and their weights are to be sliced alike")
+    return cuts[0][2]
+
+
 @rule_for("convolution_backward")
 def convolution_backward(call: Call) -> list[Place]:
     """Gradients of input, weight and bias."""
@@ -131,7 +150,7 @@ def convolution_backward(call: Call) -> list[Place]:
     groups, transposed = call.get("groups"), bool(call.get("transposed"))
     mask = call.get("output_mask")
     if groups > 1 or _by_groups(x, weight):
-        places = _grouped_gradients(call, grad, x, weight)
+        places = _grouped_gradients(call)
     else:
         io = "io" if transposed else "oi"
         of_x = multiplied_or_whole(call, f"bo,{io}->bi", grad, weight) if mask[0] else WHOLE
@@ -147,9 +166,11 @@ def multiplied_or_whole(call: Call, equation: str, left: Place, right: Place) ->
     return WHOLE if both else multiplied(call, equation, left, right)
 
 
-def _grouped_gradients(call: Call, grad: Place, x: Place, weight: Place) -> list[Place]:
-    if grad.is_slice and grad.dim == 1 and grad.same(x) and weight.is_slice and weight.dim == 0:
-        return [x, weight, weight]
+def _grouped_gradients(call: Call) -> list[Place]:
+    grad, x, weight = call.places[:3]
+    if grad.is_slice and grad.dim == 1:
+        _cut_of_groups(call, (0, 1, 2), (1, 1, 0))
+        return [x, weight, grad.anew(0)]
     if grad.is_slice and grad.dim == 0 and grad.same(x) and weight.is_whole:
         return [x, PARTIAL_SUM, PARTIAL_SUM]
     raise call.misfit("groups of channels, their weights and gradients are to be sliced alike")

@@ -17,14 +17,16 @@ from slapo.check.report import explain, explain_gradient, explain_sizes, unrunna
 from slapo.check.rules import rules_of_functions
 from slapo.check.sizes import Sized, SizeMode, Views, first_difference
 from slapo.check.stand_ins import StandIns, as_before, built_in, standing_in
-from slapo.errors import PlacementError
+from slapo.errors import PlacementError, SlapoError
 from slapo.logger import get_logger
 from slapo.random import states_kept
 from slapo.schedule import Schedule
 from slapo.sharding.checks import check_modules
 from slapo.sharding.groups import as_if_alone
 from slapo.sharding.steps import carried_by
+from slapo.snapshot import attributes_kept
 from slapo.utils.calls import as_call, outline, refuse_batch
+from slapo.utils.outputs import tensors_in
 from slapo.utils.raised import running_in
 from slapo.wrapper import in_mode, innermost
 
@@ -77,12 +79,12 @@ def check(sch: Schedule, example_inputs: Any, loss_fn: LossFn | None = None) -> 
             f"check takes a schedule, got {type(sch).__name__}; pass what "
             "slapo.create_schedule(model) returned"
         )
-    args, kwargs = as_call(example_inputs)
-    if not sch.path:  # for build(check=True)
-        sch.state.example_inputs = outline(example_inputs)
-    refuse_batch(innermost(sch.mod), args)
     error: Exception | None = None
     try:
+        args, kwargs = as_call(example_inputs)
+        refuse_batch(innermost(sch.mod), args)
+        if not sch.path:  # for build(check=True)
+            sch.state.example_inputs = outline(example_inputs)
         if sch.world_size > 1:
             check_modules(sch.mod)
         _Check(sch, args, kwargs, loss_fn).run()
@@ -131,7 +133,9 @@ class _Check:
                 stack.enter_context(in_mode(self.sch.mod, True))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_eager())
-            alone = self._run_alone()
+            with attributes_kept(self.sch.mod):
+                alone = self._run_alone()
+            stack.enter_context(attributes_kept(self.sch.mod))
             found = self._follow(alone.views if alone is not None else None)
             pair = first_difference(found, alone.sized) if alone is not None else None
             if pair is not None:
@@ -159,11 +163,19 @@ class _Check:
                 ):
                     stack.enter_context(context)
                 args, kwargs = self._fresh_inputs()
-                self._backward(sch.mod(*args, **kwargs))
+                output = sch.mod(*args, **kwargs)
+                losses = losses_in(output) if self.loss_fn is None else [self.loss_fn(output)]
+                self._backward(losses)
             except Stop as stop:
                 raise explain(sch, stop.finding) from None
             except Exception as error:
                 raise unrunnable(sch, error) from error
+            if not losses:
+                raise SlapoError(
+                    f"check: the output, a {type(output).__name__}, holds no tensor that could be "
+                    "followed back; pass a loss_fn that makes a scalar of it, or return tensors, "
+                    "in a tuple, a dict or a dataclass"
+                )
             for name, (_, wanted) in params.items():
                 found = gradients.get(name, wanted)
                 alike = found.is_whole and wanted.dim in found.uniform
@@ -171,17 +183,15 @@ class _Check:
                     raise explain_gradient(sch, name, wanted, found)
         return mode.sized
 
-    def _backward(self, output: Any) -> None:
-        if self.loss_fn is not None:
-            losses = [self.loss_fn(output)]
-        else:
-            losses = losses_in(output)
+    def _backward(self, losses: list[Tensor]) -> None:
         for loss in losses:
             place = place_of(loss)
             if not place.is_whole:
                 finding = Finding("output", "", False, ((tuple(loss.shape), place),), "")
                 raise Stop(finding)
         wanted = [loss for loss in losses if loss.requires_grad]
+        if not wanted and any(param.requires_grad for param in self.sch.mod.parameters()):
+            logger.warning("check: no output depends on parameters: no gradient was followed")
         if wanted:
             torch.autograd.backward(wanted, [torch.ones_like(loss) for loss in wanted])
 
@@ -228,8 +238,7 @@ def losses_in(output: Any) -> list[Tensor]:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, Tensor) and loss.ndim == 0:
         return [loss]
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    return [leaf for leaf in leaves if leaf.is_floating_point()]
+    return [tensor for _, tensor in tensors_in(output)]
 
 
 @contextmanager

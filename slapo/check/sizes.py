@@ -13,14 +13,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo.check.call import name_of, run, tensors_in
-from slapo.check.mixing import ATTENTION
+from slapo.check.mixing import ATTENTION, REDUCTIONS
 from slapo.check.moves import VIEWS
 from slapo.check.paths import Paths
 from slapo.check.place import PARTIAL_SUM
 from slapo.check.raw import RAW, raw_collective
 
 #: Operations whose sizes say what a module computes.
-_SIZED = ("_softmax", "_safe_softmax", "native_layer_norm", "_fused_rms_norm", "bmm", "pow")
+_SIZED = {"_softmax", "_safe_softmax", "_log_softmax", "native_layer_norm", "_fused_rms_norm"}
+_SIZED |= {"native_group_norm", "bmm", "pow", *REDUCTIONS}
 
 
 #: In place of the size of a dimension along which a tensor is constant.
@@ -54,6 +55,14 @@ def is_sized(name: str) -> bool:
     return forward and (name in _SIZED or name.startswith(ATTENTION))
 
 
+def sized(path: str, name: str, shapes: list[tuple[int, ...]], args: Any) -> Sized:
+    """With what the shapes do not tell: how many channels a group has."""
+    if name == "native_group_norm":
+        channels, groups = args[4], args[6]
+        shapes.append((channels // groups,))
+    return Sized(path, name, tuple(shapes))
+
+
 class SizeMode(TorchDispatchMode):
     """Notes the sizes that a model runs on in one process."""
 
@@ -69,8 +78,8 @@ class SizeMode(TorchDispatchMode):
         """Run the operation, and note its sizes."""
         name = name_of(func)
         if is_sized(name):
-            shapes = tuple(tuple(t.shape) for t in tensors_in((args, kwargs)))
-            self.sized.append(Sized(self.paths.now()[0], name, shapes))
+            shapes = [tuple(t.shape) for t in tensors_in((args, kwargs))]
+            self.sized.append(sized(self.paths.now()[0], name, shapes, args))
         if func.namespace in RAW:  # nothing is communicated
             tensors = tensors_in((args, kwargs))
             return raw_collective(func, args, kwargs or {}, tensors, [PARTIAL_SUM] * len(tensors))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from slapo.errors import SlapoError, VerificationError
 from slapo.history import spelled
 from slapo.sharding.numbers import sizes_kept
+from slapo.utils.outputs import constants_in, tensors_in
 from slapo.verify.blame import Blame, Guess
 from slapo.verify.locate import Comparison, amount, hookable, recorded
 from slapo.verify.precision import is_compiled
@@ -23,7 +24,7 @@ from slapo.verify.setting import (
     gathered_gradients,
     gradient_of,
 )
-from slapo.verify.tensors import constants_in, difference, scale_of, tensors_in
+from slapo.verify.tensors import difference, scale_of
 from slapo.verify.trial import Trial
 from slapo.weights.slots import slots
 

@@ -19,6 +19,7 @@ from slapo.errors import PlacementError, SlapoError, VerificationError
 from slapo.primitives.base import find_primitive
 from slapo.random import states_kept
 from slapo.schedule import Schedule
+from slapo.snapshot import attributes_kept
 from slapo.utils.calls import as_call, outline, refuse_batch
 from slapo.verify.origins import Origins
 from slapo.verify.peers import Peers
@@ -176,7 +177,8 @@ class Verify:
         sides.args, sides.kwargs = self.args, self.kwargs
         sides.loss_fn, sides.rtol = self.loss_fn, self.rtol
         misplaced = self._check_places()
-        with states_kept(self.sch.rank, SEED), _explained_by(misplaced):
+        kept = attributes_kept(self.sch.mod)
+        with states_kept(self.sch.rank, SEED), kept, _explained_by(misplaced):
             sides.load(device)
             compare_all(sides, self.eval_mode)
         if misplaced is not None and misplaced.is_certain:  # numbers do not show all, such as masks

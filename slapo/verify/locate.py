@@ -17,7 +17,8 @@ from slapo.graph.trace.module import inlined_in
 from slapo.sharding.groups import group_rank
 from slapo.sharding.slicing import ShardSpec
 from slapo.sharding.state import shards_of
-from slapo.verify.tensors import difference, scale_of, tensors_in
+from slapo.utils.outputs import tensors_in
+from slapo.verify.tensors import difference, scale_of
 from slapo.wrapper import innermost
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from slapo.logger import get_logger
+from slapo.utils.outputs import tensors_in
 from slapo.verify.compare import (
     compare_buffers,
     compare_drops,
@@ -29,7 +30,7 @@ from slapo.verify.compare import (
 from slapo.verify.precision import wider
 from slapo.verify.randomness import Quiet
 from slapo.verify.sides import Sides
-from slapo.verify.tensors import difference, scale_of, tensors_in
+from slapo.verify.tensors import difference, scale_of
 from slapo.verify.trial import Refused, Trial, Way
 
 #: Outputs of the two modes that are further apart, relative to their scale, come of more than

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from slapo.schedule import Schedule
 from slapo.sharding.tags import apply_tags, tags_of
-from slapo.verify.tensors import tensors_in
+from slapo.utils.outputs import tensors_in
 from slapo.weights.slots import slots
 
 SEED = 20131

@@ -1,12 +1,10 @@
-"""Tensors of models and outputs: find them, compare them, give two models the same ones."""
+"""Tensors compared, and two models given the same ones."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,32 +64,6 @@ def _compiled_values(model: nn.Module, values: Mapping[int, Tensor]) -> Iterator
             param.grad = None
             param.data = data
             param.grad = grad
-
-
-def constants_in(value: Any) -> Iterator[tuple[str, Any]]:
-    """Numbers and texts of an output by a readable path."""
-    leaves = _leaves(value, "output")
-    return ((path, leaf) for path, leaf in leaves if isinstance(leaf, (bool, int, float, str)))
-
-
-def tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of an output by a readable path; objects such as caches are passed over."""
-    return ((path, leaf) for path, leaf in _leaves(value, "output") if isinstance(leaf, Tensor))
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """What containers hold, however deep."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}")
-    elif isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{index}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for item in dataclasses.fields(value):
-            yield from _leaves(getattr(value, item.name), f"{path}.{item.name}")
-    else:
-        yield path, value
 
 
 def difference(given: Tensor, wanted: Tensor) -> float:

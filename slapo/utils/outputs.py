@@ -1,0 +1,35 @@
+"""What models return, opened as far as it can be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def constants_in(value: Any) -> Iterator[tuple[str, Any]]:
+    """Numbers and texts of an output by a readable path."""
+    leaves = _leaves(value, "output")
+    return ((path, leaf) for path, leaf in leaves if isinstance(leaf, (bool, int, float, str)))
+
+
+def tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of an output by a readable path; objects such as caches are passed over."""
+    return ((path, leaf) for path, leaf in _leaves(value, "output") if isinstance(leaf, Tensor))
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """What containers hold, however deep."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}")
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in dataclasses.fields(value):
+            yield from _leaves(getattr(value, item.name), f"{path}.{item.name}")
+    else:
+        yield path, value
