@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo.agreement import has_peers
+from slapo.agreement import all_ranks_or_none, has_peers
 from slapo.check import check
 from slapo.check.remedy import Remedy
 from slapo.errors import PlacementError, SlapoError
@@ -150,11 +149,15 @@ class _Search:
         self.make, self.schedule = make, schedule
         self.inputs, self.loss_fn, self.group = inputs, loss_fn, group
         self.modules: set[str] = set()
+        #: what the function that schedules has raised, when it was last called
+        self.raised: Exception | None = None
 
     def blame(self) -> Blame | None:
         """The first explanation that holds."""
         whole = _Edit()
-        error = self.judge(whole, is_whole=True)
+        error = self.judge(whole)
+        if self.raised is not None:
+            raise self.raised
         if error is None:
             return None
         alone = self.judge(_Edit(length=0))
@@ -178,8 +181,9 @@ class _Search:
         return Blame("beside", None, "", error)
 
     # --- judging -----------------------------------------------------------------------------
-    def judge(self, edit: _Edit, is_whole: bool = False) -> Exception | None:
+    def judge(self, edit: _Edit) -> Exception | None:
         """What is wrong with a schedule after a change."""
+        self.raised = None
         edit.seen.clear()
         sch = create_schedule(self.make(), group=self.group)
         self.modules = {path for path, _ in sch.mod.named_modules()}
@@ -187,20 +191,29 @@ class _Search:
         verifies = sch.world_size == 1 or has_peers(sch.group)
         try:
             with Verify(sch, self.inputs, enable=verifies, loss_fn=self.loss_fn):
-                with _of_primitives():
-                    self.schedule(sch)
-                    sch.state.admits = None
-                    for remedy in edit.added:
-                        remedy.apply(sch)
+                self._apply(sch, edit)
                 if sch.world_size > 1:  # Verify does so too, and goes on to numbers
                     check(sch, self.inputs, self.loss_fn)
         except _OfPrimitive as error:
-            if is_whole:
-                raise error.error from None
+            self.raised = error.error
             return error.error
         except SlapoError as error:
             return error
         return None
+
+    def _apply(self, sch: Schedule, edit: _Edit) -> None:
+        """Schedule with the change; where that raises on one rank, it does so on all of them."""
+
+        def scheduled() -> None:
+            self.schedule(sch)
+            sch.state.admits = None
+            for remedy in edit.added:
+                remedy.apply(sch)
+
+        try:
+            all_ranks_or_none("bisect", scheduled, sch.group)
+        except Exception as error:
+            raise _OfPrimitive(error) from error
 
     # --- explanations ------------------------------------------------------------------------
     def _explanations(
@@ -208,7 +221,12 @@ class _Search:
     ) -> Iterator[tuple[str, Record | None, str, _Edit]]:
         remedy = getattr(error, "remedy", None)
         if isinstance(remedy, Remedy):
-            yield "missing", _last_at(applied, remedy.path), str(remedy), _Edit(added=(remedy,))
+            last = _last_at(applied, remedy.path)
+            yield "missing", last, str(remedy), _Edit(added=(remedy,))
+            everywhere = self._everywhere(remedy)
+            if len(everywhere) > 1:
+                first = _last_at(applied, everywhere[0].path)
+                yield "missing", first, "; ".join(map(str, everywhere)), _Edit(added=everywhere)
         near = _nearness(error)
         for found in sorted(
             _against_siblings(applied, self.modules), key=lambda each: near(each.path)
@@ -235,6 +253,12 @@ class _Search:
         for number in by_nearness[:_TRIES]:
             yield "surplus", applied[number].record, "", _Edit(frozenset({number}))
 
+    def _everywhere(self, remedy: Remedy) -> tuple[Remedy, ...]:
+        """The same for this module of every layer."""
+        like = numberless(remedy.path)
+        paths = sorted(path for path in self.modules if numberless(path) == like)
+        return tuple(replace(remedy, path=path) for path in paths) or (remedy,)
+
     def _last_good(self, applied: Sequence[_Applied]) -> int:
         """How many primitives may be applied until it is never right again."""
         good, bad = 0, len(applied)
@@ -258,14 +282,6 @@ class _OfPrimitive(Exception):
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-@contextmanager
-def _of_primitives() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise _OfPrimitive(error) from error
 
 
 @dataclass(frozen=True)

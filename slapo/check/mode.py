@@ -14,14 +14,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Rules enter the registry when they are imported: also those of products.
+# Rules enter the registry when they are imported: also those of products and of pixels.
+from slapo.check import pixels as pixels
 from slapo.check import products as products
 from slapo.check.call import RULES, Call, Rule, name_of, run, tensors_in
+from slapo.check.memory import through_memory
 from slapo.check.mixing import ATTENTION, attention
 from slapo.check.moves import VIEWS
 from slapo.check.paths import Paths
 from slapo.check.place import (
     MASKED,
+    OWN,
+    OWN_FOR_WHOLE,
     WHOLE,
     Birth,
     Misfit,
@@ -131,7 +135,7 @@ class PlaceMode(TorchDispatchMode):
         name = name_of(func)
         call = Call(func, name, args, kwargs, tensors, places, [], self.rank, self.ranks)
         if name in _DRAWS or (name.startswith(ATTENTION) and "backward" not in name):
-            self._check_state(call)
+            call.draws_own = self._draws_own(call)
         try:
             out = run(func, args, kwargs)
         except (RuntimeError, IndexError) as error:
@@ -184,10 +188,9 @@ class PlaceMode(TorchDispatchMode):
 
     def _forget_constants(self, written: Tensor) -> None:
         """What has the memory of a tensor that was written is not constant any more."""
-        for ref in self._constants.pop(_memory(written), []):
-            tensor = ref()
-            if tensor is not None:
-                put_place(tensor, replace(place_of(tensor), uniform=frozenset(), is_zero=False))
+        for tensor in self._constants_at(_memory(written)):
+            put_place(tensor, replace(place_of(tensor), uniform=frozenset(), is_zero=False))
+        self._constants.pop(_memory(written), None)
 
     def born(self, call: Call, place: Place) -> Place:
         """With where it came to be; of what is whole, with the last step that made it so."""
@@ -217,12 +220,28 @@ class PlaceMode(TorchDispatchMode):
             if at is None or call.places[at].same(place):
                 continue
             before = call.places[at]
-            fresh = before.is_zero or (place.is_slice and place.dim in before.uniform)
-            if not fresh or _has_views(out):
+            others = [t for t in self._constants_at(_memory(out)) if t is not out]
+            if not _may_become(before, place) or _users(out) > len(others) + 1:
                 raise Misfit(
                     f"it writes what is {place} into a tensor that is {before}; make a new tensor "
                     "in place of the write"
                 )
+            for other in others:
+                self._write_through(out, place, other)
+
+    def _write_through(self, written: Tensor, place: Place, other: Tensor) -> None:
+        """A constant tensor lies as what was written into it, by a view."""
+        lies = through_memory(place, written, other)
+        if lies is None or not _may_become(place_of(other), lies):
+            raise Misfit(
+                f"it writes what is {place} into a part of a tensor of shape {tuple(other.shape)} "
+                f"that is {place_of(other)}; make a new tensor in place of the write"
+            )
+        put_place(other, lies)
+
+    def _constants_at(self, memory: int) -> list[Tensor]:
+        found = (ref() for ref in self._constants.get(memory, []))
+        return [tensor for tensor in found if tensor is not None]
 
     def stop(
         self,
@@ -327,24 +346,29 @@ class PlaceMode(TorchDispatchMode):
             raise self.stop(func.overloadpacket.__name__, tensors, places, str(misfit)) from None
 
     # --- random numbers and sizes ----------------------------------------------------------------
-    def _check_state(self, call: Call) -> None:
-        """Numbers for slices come from this rank's state, those for wholes from the common one."""
+    def _draws_own(self, call: Call) -> bool:
+        """Whether it draws this rank's own numbers for what nobody knows yet.
+
+        Numbers for slices come from this rank's state, those for wholes from the common one.
+        """
         name, places = call.name, call.places
         if name.startswith(ATTENTION) and not call.get("dropout_p"):
-            return
+            return False
         if name in ("bernoulli", "dropout", "native_dropout") and call.get("p") == 0:
-            return
+            return False
         is_slice = any(place.is_slice for place in places)
         is_forked = get_rng_tracker().is_forked
         blank = next((p.blank_of for p in places if p.blank_of is not None), None)
         if is_slice == is_forked and blank is None:
-            return
+            return False
+        if is_forked and all(place.is_zero for place in places) and blank is None:
+            return True
         if blank is not None:
             why = "random numbers for a partial sum"
         elif is_slice:
             why = "random numbers for a slice are drawn from the state that all ranks share"
         else:
-            why = "random numbers for what is whole are drawn from a state of this rank's own"
+            why = OWN_FOR_WHOLE
         raise self.stop(name, call.tensors, places, why)
 
     def _compare_view(self, call: Call) -> None:
@@ -374,9 +398,14 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _has_views(tensor: Tensor) -> bool:
-    """Whether other tensors have its memory: there is one besides the storage object here."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
+def _users(tensor: Tensor) -> int:
+    """How many tensors have its memory, which the storage object here has too."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+
+
+def _may_become(before: Place, place: Place) -> bool:
+    """Whether a constant may be written in part with what lies so."""
+    return before.is_zero or (place.is_slice and place.dim in before.uniform)
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
@@ -386,6 +415,8 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
 
 def _places_of(call: Call) -> list[Place]:
     """By a rule, where something is not whole."""
+    if call.draws_own:
+        return [Place(OWN)] * len(call.outs)
     if all(place.is_whole for place in call.places):
         return of_wholes(call)
     if _is_linear(call):

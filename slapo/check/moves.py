@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from math import prod
 
 import torch
@@ -37,19 +38,27 @@ def view(call: Call) -> list[Place]:
     if not place.is_slice:
         return [place]
     asked = call.get("size", call.get("shape", new))
-    inner = prod(old[place.dim + 1 :])
-    runs = [size * inner for size in place.blocks_in(old[place.dim])]
     fits = []
-    for dim, size in enumerate(new):
-        blocks = _covered(runs, size, prod(new[dim + 1 :]))
-        if blocks:
-            left_open = dim < len(asked) and asked[dim] == -1
-            unlikely = not (_is_longer(call, place, dim) or _is_like_forward(call, dim, blocks))
-            fits.append((unlikely, len(blocks), not left_open, dim, blocks))
+    for dim, blocks in fitting(place, old, new):
+        left_open = dim < len(asked) and asked[dim] == -1
+        unlikely = not (_is_longer(call, place, dim) or _is_like_forward(call, dim, blocks))
+        fits.append((unlikely, len(blocks), not left_open, dim, blocks))
     if not fits:
         raise call.misfit(f"{tuple(old)} -> {tuple(new)} cuts across the ranks' slices")
     *_, dim, found = min(fits)
     return [place.along(dim, found)]
+
+
+def fitting(
+    place: Place, old: Sequence[int], new: Sequence[int]
+) -> Iterator[tuple[int, list[int]]]:
+    """Dimensions of a view along which a slice may lie, with its blocks there."""
+    inner = prod(old[place.dim + 1 :])
+    runs = [size * inner for size in place.blocks_in(old[place.dim])]
+    for dim, size in enumerate(new):
+        blocks = _covered(runs, size, prod(new[dim + 1 :]))
+        if blocks:
+            yield dim, blocks
 
 
 def _is_longer(call: Call, place: Place, dim: int) -> bool:
@@ -269,6 +278,9 @@ def index(call: Call) -> list[Place]:
     if place.dim in at:
         raise call.misfit(f"it chooses along dimension {place.dim}, of which each rank has a slice")
     if any(chosen[dim].dtype is torch.bool for dim in at):
+        mask = chosen[0]
+        if at == [0] and place.dim >= mask.ndim:
+            return [place.along(place.dim - mask.ndim + 1)]
         raise call.misfit("no rule follows a slice through a choice by a boolean mask")
     wide = max(chosen[dim].ndim for dim in at)
     together = at == list(range(at[0], at[-1] + 1))
@@ -292,7 +304,8 @@ def index_select(call: Call) -> list[Place]:
     """As `index`, along one dimension."""
     place, indices = call.places[0], call.places[1]
     axis = call.get("dim") % call.tensors[0].ndim
-    if place.is_slice and place.same(indices) and call.name == "gather" and place.dim != axis:
+    alike = place.same(indices) or (indices.is_whole and place.dim in indices.uniform)
+    if place.is_slice and alike and call.name == "gather" and place.dim != axis:
         return [place]
     if not indices.is_whole or (place.is_slice and place.dim == axis):
         raise call.misfit(f"it chooses along dimension {axis}, of which each rank has a slice")
@@ -301,8 +314,7 @@ def index_select(call: Call) -> list[Place]:
     return [place]
 
 
-@rule_for("index_put", "_index_put_impl", "index_add", "index_copy", "scatter_add", "scatter")
-def put(call: Call) -> list[Place]:
+def _put_in(call: Call) -> list[Place]:
     """Rows put in, or added, at whole indices: the rows lie as what takes them."""
     target, source = call.places[0], call.places[-1]
     if not all(place.is_whole for place in call.places[1:-1]):
@@ -316,6 +328,22 @@ def put(call: Call) -> list[Place]:
     if target.is_slice and source.is_whole and target.dim in source.uniform:
         return [target]
     raise call.misfit("what is put in lies differently from what takes it")
+
+
+@rule_for("scatter", "scatter_add")
+def scatter(call: Call) -> list[Place]:
+    """Along another dimension than the sliced one each slice by itself."""
+    first = next(place for place in call.places if not place.is_whole)
+    axis = call.get("dim") % call.tensors[0].ndim
+    if not first.is_slice or first.dim == axis:
+        return _put_in(call)
+    for place in call.places:
+        if not (place.same(first) or place.is_zero or first.dim in place.uniform):
+            raise call.misfit("what is put in, where, and what takes it lie differently")
+    return [first]
+
+
+rule_for("index_put", "_index_put_impl", "index_add", "index_copy")(_put_in)
 
 
 def _put_slices(call: Call, target: Place, source: Place) -> Place:
@@ -338,7 +366,40 @@ def refuse_data(call: Call) -> list[Place]:
     raise call.misfit("what it chooses depends on values that differ between ranks")
 
 
-@rule_for("unfold", "as_strided", "diagonal")
+@rule_for("roll", "unfold", "unfold_backward", "_fft_r2c", "_fft_c2c", "_fft_c2r")
+def along_others(call: Call) -> list[Place]:
+    """Linear, and slice by slice along other dimensions; `unfold` makes its own at the end."""
+    place, ndim = _first(call), min(call.tensors[0].ndim, call.outs[0].ndim)
+    given = call.get("dimension", call.get("dims", call.get("dim")))
+    dims = {given} if isinstance(given, int) else set(given or range(ndim))
+    if place.is_slice and place.dim in {dim % ndim for dim in dims}:
+        raise call.misfit(f"it runs along dimension {place.dim}, of which each rank has a slice")
+    return [place]
+
+
+@rule_for("view_as_complex", "view_as_real")
+def complex_numbers(call: Call) -> list[Place]:
+    """Pairs along a last dimension."""
+    place = _first(call)
+    if place.is_slice and place.dim == call.outs[0].ndim:
+        raise call.misfit(f"it joins pairs along dimension {place.dim}, of which ranks have slices")
+    return [place]
+
+
+@rule_for("pixel_shuffle", "pixel_unshuffle")
+def shuffle(call: Call) -> list[Place]:
+    """Channels become pixels, those of one after the other."""
+    place, ndim = _first(call), call.tensors[0].ndim
+    if not place.is_slice or place.dim < ndim - 3:
+        return [place]
+    own, after = call.tensors[0].shape[-3], call.outs[0].shape[-3]
+    blocks = [Fraction(size * after, own) for size in place.blocks_in(own)]
+    if place.dim > ndim - 3 or any(block.denominator > 1 for block in blocks):
+        raise call.misfit("it cuts across the ranks' slices")
+    return [place.along(place.dim, [int(block) for block in blocks])]
+
+
+@rule_for("diagonal")
 def refuse_strides(call: Call) -> list[Place]:
     """Along other dimensions nobody knows yet."""
     place = _first(call)

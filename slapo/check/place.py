@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from torch import Tensor
 
-REPLICATE, PARTIAL, SHARD, MASKED = "replicate", "partial", "shard", "masked"
+REPLICATE, PARTIAL, SHARD, MASKED, OWN = "replicate", "partial", "shard", "masked", "own"
 _ATTRIBUTE = "_slapo_place"
 
 
@@ -46,7 +46,8 @@ class Place:
     ----------
     kind
         ``"replicate"``: whole on every rank; ``"partial"``: ranks hold summands; ``"shard"``:
-        slices; ``"masked"``: tokens as rows of this rank's part of a table.
+        slices; ``"masked"``: tokens as rows of this rank's part of a table; ``"own"``: random
+        numbers that each rank has drawn by itself, for slices.
     dim
         Of a slice: the dimension, from the front.
     blocks
@@ -96,7 +97,7 @@ class Place:
         """Whether two tensors lie alike."""
         if self.kind != other.kind:
             return False
-        plain = self.kind in (REPLICATE, PARTIAL)
+        plain = self.kind in (REPLICATE, PARTIAL, OWN)
         alike = (self.dim, self.rows) == (other.dim, other.rows) and self.is_cut_as(other)
         return plain or alike
 
@@ -129,6 +130,7 @@ class Place:
             text = {
                 REPLICATE: "whole",
                 PARTIAL: "a partial sum",
+                OWN: "random numbers of this rank's own",
                 SHARD: f"sliced along dimension {self.dim}",
             }[self.kind]
             text += f" in {len(self.blocks)} blocks" if self.blocks else ""
@@ -137,6 +139,8 @@ class Place:
 
 
 WHOLE, PARTIAL_SUM = Place(), Place(PARTIAL)
+#: What is wrong with random numbers of a rank's own in what is whole.
+OWN_FOR_WHOLE = "random numbers for what is whole are drawn from a state of this rank's own"
 #: What is wrong with masked tokens everywhere but in a lookup.
 MASKED_ELSEWHERE = "tokens that are masked for a table are looked up there, and nowhere else"
 

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from slapo.check.call import Call, rule_for
 from slapo.check.moves import REORDERS
-from slapo.check.place import MASKED_ELSEWHERE, PARTIAL_SUM, WHOLE, Place
+from slapo.check.place import (
+    MASKED,
+    MASKED_ELSEWHERE,
+    OWN,
+    OWN_FOR_WHOLE,
+    PARTIAL_SUM,
+    SHARD,
+    WHOLE,
+    Place,
+)
 
 #: Linear in the argument at one of these positions, when the others are whole.
 _LINEAR_IN = {
@@ -154,19 +163,34 @@ def pointwise(call: Call) -> list[Place]:
         return _copied(call)
     if any(place.is_partial for place in call.places):
         return _linear(call)
-    first_at = next(i for i, place in enumerate(call.places) if not place.is_whole)
-    first = call.places[first_at]
-    if not first.is_slice:
+    kinds = {place.kind for place in call.places}
+    if MASKED in kinds:
         raise call.misfit(MASKED_ELSEWHERE)
+    if SHARD not in kinds:
+        return _drawn_for(call)
+    first_at = next(i for i, place in enumerate(call.places) if place.is_slice)
+    first = call.places[first_at]
+    size = call.tensors[first_at].shape[first.dim]
     # From the end, as broadcasting aligns.
     dim = first.dim - call.tensors[first_at].ndim
     for tensor, place in zip(call.tensors, call.places, strict=True):
         here = tensor.ndim + dim
         constant = here < 0 or tensor.shape[here] == 1 or here in place.uniform
         alike = place.is_slice and place.dim == here and place.is_cut_as(first)
+        alike |= place.kind == OWN and here >= 0 and tensor.shape[here] == size
+        if place.kind == OWN and not alike:  # one number for all of a slice
+            raise call.misfit(OWN_FOR_WHOLE)
         if not (alike or (place.is_whole and constant)):
             raise call.misfit("its inputs lie differently")
     return [first.along(out.ndim + dim) for out in call.outs]
+
+
+def _drawn_for(call: Call) -> list[Place]:
+    """Random numbers of this rank's own among themselves, and with constants."""
+    for tensor, place in zip(call.tensors, call.places, strict=True):
+        if place.is_whole and not _is_constant(tensor, place):
+            raise call.misfit(OWN_FOR_WHOLE)
+    return [Place(OWN)] * len(call.outs)
 
 
 def _copied(call: Call) -> list[Place]:

@@ -13,7 +13,7 @@ from slapo.check.place import Birth, Place
 from slapo.check.remedy import Remedy
 from slapo.check.sizes import Sized
 from slapo.errors import PlacementError, SlapoError
-from slapo.history import Record, applied_at, contains, listed, numberless
+from slapo.history import Record, applied_at, contains, listed, numberless, spelled
 from slapo.schedule import Schedule
 from slapo.sharding.numbers import sizes_kept
 from slapo.sharding.state import sharding_of
@@ -48,8 +48,7 @@ def explain_gradient(sch: Schedule, name: str, wanted: Place, found: Place) -> P
     birth = found.birth
     sent_back = birth is not None and birth.in_backward and not contains(path, birth.path)
     if birth is not None and sent_back and not _is_split_around(sch, path):
-        entry = _entry(sch, birth.path)
-        advice = Advice(entry, remedy.sync(entry, "bwd_post", "all_reduce"))
+        advice = _sum_of_gradients(sch, birth.path)
         return _error(sch, f"{said}: nobody has summed what that sends back", path, advice)
     said += ": each rank sees a part of the tokens, or of the heads"
     return _error(sch, said, path, Advice(path, remedy.annotate(path, leaf)))
@@ -142,14 +141,29 @@ def _about_step(finding: Finding) -> Advice:
 def _about_partial(sch: Schedule, finding: Finding, birth: Birth) -> Advice:
     path = birth.path
     if birth.in_backward:
-        entry = _entry(sch, path)
-        return Advice(entry, remedy.sync(entry, "bwd_post", "all_reduce"))
+        return _sum_of_gradients(sch, path)
     if path == finding.path and not finding.in_backward:
         known = "slapo.op.LinearWithSyncFunc adds its bias behind the sum"
         return Advice(path, words=f"add what is whole behind the sum, not before it: {known}")
     if _reduces_by_tokens(sch, path):
         return Advice(path, remedy.sync(path, "fwd_post", "reduce_scatter", axis=1))
     return Advice(path, remedy.sync(path, "fwd_post", "all_reduce"))
+
+
+def _sum_of_gradients(sch: Schedule, path: str) -> Advice:
+    """Where a module takes what is whole, and sends back parts of its gradient."""
+    entry = _entry(sch, path)
+    sums = [record for record in sch.history if _names(record, "bwd_post")]
+    if any(record.path == entry for record in sums):
+        words = (
+            f"{spelled(entry)}.sync('bwd_post', 'all_reduce') sums the gradients of some of its "
+            "inputs, or of what comes behind them: name all that are whole in its argument=, or "
+            "add sync('fwd_post', 'all_reduce_grad') to the module that makes them"
+        )
+        return Advice(entry, words=words)
+    like = [r for r in sums if numberless(r.path) == numberless(entry) and "argument" in r.given]
+    named = {"argument": like[0].given["argument"]} if like else {}
+    return Advice(entry, remedy.sync(entry, "bwd_post", "all_reduce", **named))
 
 
 def _reduces_by_tokens(sch: Schedule, path: str) -> bool:

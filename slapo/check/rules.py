@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +102,7 @@ def _ruled(
             result = function(*args)
         outs = tensors_in(result)
         call = Call(None, shown, args, {}, tensors, places, outs, mode.rank, mode.ranks)
-        if not all(place.is_whole for place in places):
+        if not all(place.is_whole for place in (*places, *_saved(args))):
             try:
                 found = rule(call)
             except Misfit as misfit:
@@ -113,6 +113,13 @@ def _ruled(
         return result
 
     return run
+
+
+def _saved(args: Sequence[Any]) -> list[Place]:
+    """Places of what a function has kept for its backward pass, which may be slices alone."""
+    node = args[0] if args and isinstance(args[0], torch.autograd.function.FunctionCtx) else None
+    saved = getattr(node, "saved_tensors", None) or ()  # none while it runs forward
+    return [place_of(tensor) for tensor in saved if tensor is not None]
 
 
 def _watch_kernels(mode: PlaceMode, stack: ExitStack) -> None:

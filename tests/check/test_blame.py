@@ -164,3 +164,34 @@ def test_on_processes() -> None:
     assert found[0] == found[1]
     assert found[0][0] == "missing"
     assert 'sch["1"].sync("fwd_post", "all_gather"' in found[0][1]
+
+
+def raising_on_one(rank: int, world_size: int) -> str:
+    def schedule(sch: slapo.Schedule) -> None:
+        sch["0.0"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+        if rank == 1:
+            raise ValueError("not on this rank")
+
+    with pytest.raises((ValueError, slapo.SlapoError)) as caught:
+        bisect(make_stack, schedule, torch.randn(3, 8))
+    return str(caught.value)
+
+
+def test_a_function_that_raises_on_one_rank() -> None:
+    for message in run_distributed(raising_on_one, 2, timeout=60):
+        assert "not on this rank" in message
+
+
+def test_the_same_call_is_missing_everywhere() -> None:
+    def schedule(sch: slapo.Schedule) -> None:
+        for layer in sch.select("transformer.h.*"):
+            mlp = layer["mlp"]
+            mlp["c_fc"].shard("weight", axis=1).shard("bias", axis=0)
+            mlp["c_proj"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
+
+    with fake_world():
+        family = FAMILIES["gpt2"]
+        blame = bisect(lambda: family.build(0.0), schedule, family.inputs(3, 7))
+    assert blame is not None
+    assert blame.kind == "missing"
+    assert blame.call.count("bwd_post") == 2

@@ -6,6 +6,7 @@ import copy
 import sys
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -445,7 +446,7 @@ def test_writes_in_place(two_ranks: None) -> None:
         return total[..., : x.shape[-1]]
 
     error = refused(split_block(written))
-    assert "into a tensor that is whole" in str(error)
+    assert "that is whole; make a new tensor in place of the write" in str(error)
 
 
 def test_a_number_read_from_a_slice(two_ranks: None) -> None:
@@ -565,6 +566,18 @@ def on_ranks(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.distributed
+def malformed_on_one(rank: int, world_size: int) -> str:
+    sch = split_block()
+    with pytest.raises((TypeError, slapo.SlapoError)) as caught:
+        check(sch, object() if rank == 1 else X)
+    return str(caught.value)
+
+
+def test_inputs_that_are_malformed_on_one_rank() -> None:
+    messages = run_distributed(malformed_on_one, 2, timeout=60)
+    assert all("example_inputs" in message for message in messages)
+
+
 def test_all_ranks_hear_the_same() -> None:
     zero, one = run_distributed(on_ranks, 2)
     assert zero == one
@@ -602,6 +615,76 @@ def test_inputs_of_verify_serve_build_and_those_of_a_part_do_not() -> None:
         sch["1"].decompose()
     check(sch["1"], torch.ones(2, 6))
     slapo.build(sch, check=True)
+
+
+@dataclass
+class Answer:
+    """An output that pytree knows nothing of."""
+
+    logits: Tensor
+
+
+class Boxed:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Wrapped(Block):
+    def __init__(self, kind: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        return self.kind(super().forward(x))
+
+
+def test_outputs_are_opened(two_ranks: None) -> None:
+    check(split(slapo.create_schedule(Wrapped(Answer))), X)
+    sch = slapo.create_schedule(Wrapped(Answer))
+    sch["fc1"].shard("weight", axis=0).shard("bias", axis=0)
+    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    assert "bwd_post" in str(refused(sch))
+    sch = split(slapo.create_schedule(Wrapped(Boxed)))
+    with pytest.raises(slapo.SlapoError, match="a Boxed, holds no tensor that could be followed"):
+        check(sch, X)
+    check(sch, X, lambda output: output.value.sum())
+
+
+class Lazy(Block):
+    """Computes once, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+        self.seen: dict[str, Any] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.linspace(1, 2, x.shape[-1])
+            self.register_buffer("late", x.detach().mean())
+        self.seen["x"] = x
+        return super().forward(x) * self.table
+
+
+@pytest.mark.parametrize("fakes", [False, True])
+def test_nothing_that_was_kept_of_a_run_stays(
+    two_ranks: None, monkeypatch: pytest.MonkeyPatch, fakes: bool
+) -> None:
+    if fakes:
+        monkeypatch.setattr(stand_ins, "REAL_BYTES", 0)
+    sch = split(slapo.create_schedule(Lazy()))
+    check(sch, X)
+    assert sch.mod.table is None
+    assert sch.mod.seen == {}
+    assert "late" not in dict(sch.mod.named_buffers())
+
+
+def test_verify_keeps_nothing_of_its_runs() -> None:
+    sch = slapo.create_schedule(Lazy())
+    with slapo.Verify(sch, X):
+        sch["fc1"].decompose()
+    assert sch.mod.table is None
+    assert "late" not in dict(sch.mod.named_buffers())
 
 
 def test_the_guide_tells_what_steps_take_and_give() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
-from slapo.check import PlacementError, check
+from slapo.check import PlacementError, check, rules
+from slapo.check.place import PARTIAL_SUM, sliced
+from slapo.sharding import reduce_from_group
+from slapo.sharding.state import shards_of
 from tests.check.verdicts import fake_world
+from tests.distributed import run_distributed
 
 WIDTH, INNER = 24, 48
 X = torch.randn(3, 7, WIDTH)
@@ -174,3 +179,253 @@ def test_group_norm_with_groups_that_were_not_divided(ranks: int) -> None:
     refused(sch)
     sch.set("groups", whole=4)
     check(sch, X)
+
+
+# --- what is computed slice by slice -------------------------------------------------------------
+def written_in_place(h: Tensor) -> Tensor:
+    return h.relu_()
+
+
+def written_as_a_view(h: Tensor) -> Tensor:
+    h.view(h.shape[0], -1).mul_(2)
+    return h
+
+
+def columns_of_tokens(h: Tensor) -> Tensor:
+    out = h.clone()
+    out[:, :3] = h[:, 1:4] * 2
+    return out
+
+
+def one_token_of_a_copy(h: Tensor) -> Tensor:
+    out = torch.empty_like(h)
+    for token in range(h.shape[1]):
+        out[:, token] = h[:, token]
+    return out
+
+
+def gathered_tokens(h: Tensor) -> Tensor:
+    order = torch.arange(h.shape[1]).flip(0)[None, :, None]
+    return h.gather(1, order.expand(h.shape[0], -1, h.shape[2]))
+
+
+def along_dim(h: Tensor) -> Tensor:
+    return torch.take_along_dim(h, torch.arange(h.shape[1]).flip(0)[None, :, None], 1)
+
+
+def scattered_tokens(h: Tensor) -> Tensor:
+    order = torch.arange(h.shape[1]).flip(0)[None, :, None].expand_as(h)
+    return torch.zeros_like(h).scatter(1, order, h)
+
+
+def gathered_by_own_order(h: Tensor) -> Tensor:
+    return h.gather(1, h.argsort(1))
+
+
+def masked_tokens(h: Tensor) -> Tensor:
+    keep = torch.zeros(h.shape[:2], dtype=torch.bool)
+    keep[:, ::2] = True
+    out = torch.zeros_like(h)
+    out[keep] = h[keep] * 2
+    return out
+
+
+def random_mask(h: Tensor) -> Tensor:
+    with slapo.get_rng_tracker().fork():
+        return h * (torch.rand(h.shape) > 0.5)
+
+
+def random_channels(h: Tensor) -> Tensor:
+    with slapo.get_rng_tracker().fork():
+        return F.dropout2d(h.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
+
+
+SLICE_BY_SLICE: list[Callable[[Tensor], Tensor]] = [
+    written_in_place,
+    written_as_a_view,
+    columns_of_tokens,
+    one_token_of_a_copy,
+    gathered_tokens,
+    along_dim,
+    scattered_tokens,
+    gathered_by_own_order,
+    masked_tokens,
+    random_mask,
+    random_channels,
+    lambda h: h.roll(1, 1),
+    lambda h: h.unfold(1, 2, 1).sum(-1).repeat(1, 2, 1)[:, : h.shape[1]],
+    lambda h: torch.fft.irfft(torch.fft.rfft(h, dim=1) * 2, n=h.shape[1], dim=1),
+    lambda h: torch.view_as_real(torch.view_as_complex(h.unflatten(-1, (-1, 2))) * 1j).flatten(-2),
+]
+IDS = [f.__name__ if f.__name__ != "<lambda>" else str(n) for n, f in enumerate(SLICE_BY_SLICE)]
+
+
+@pytest.mark.parametrize("inside", SLICE_BY_SLICE, ids=IDS)
+def test_what_is_computed_slice_by_slice(ranks: int, inside: Any) -> None:
+    check(split(Base(inside)), X)
+    assert "all_reduce" in str(refused(split(Base(inside), reduces=False)))
+
+
+ACROSS: list[Callable[[Tensor], Tensor]] = [
+    lambda h: h.gather(2, torch.arange(h.shape[2]).flip(0).expand_as(h)),
+    lambda h: h.roll(1, 2),
+    lambda h: h.roll(1),
+    lambda h: torch.fft.irfft(torch.fft.rfft(h), n=h.shape[2]),
+    lambda h: h.unfold(2, 2, 2).flatten(-2),
+    lambda h: h * (torch.rand(h.shape) > 0.5),
+    lambda h: h * torch.rand(h.shape[0], 1, 1),
+]
+
+
+@pytest.mark.parametrize("number", range(len(ACROSS) - 1))
+def test_what_needs_other_slices(ranks: int, number: int) -> None:
+    assert refused(split(Base(ACROSS[number]))).path in ("", "fc2")
+
+
+def test_random_numbers_that_all_channels_share_are_whole(ranks: int) -> None:
+    check(split(Base(ACROSS[-1])), X)
+
+    def own(h: Tensor) -> Tensor:
+        with slapo.get_rng_tracker().fork():
+            return ACROSS[-1](h)
+
+    assert "of this rank's own" in str(refused(split(Base(own))))
+
+
+class Images(nn.Module):
+    """A convolutional pair around an operation on pixels."""
+
+    def __init__(self, inside: Callable[[Tensor], Tensor], flat: bool) -> None:
+        super().__init__()
+        kind = nn.Conv1d if flat else nn.Conv2d
+        self.fc1, self.fc2 = kind(3, 16, 3, padding=1), kind(16, 5, 1)
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.inside(self.fc1(x)))
+
+
+PIXELS: dict[str, nn.Module] = {
+    "max": nn.MaxPool2d(2),
+    "average": nn.AvgPool2d(2),
+    "adaptive": nn.AdaptiveAvgPool2d(3),
+    "adaptive to one": nn.AdaptiveAvgPool2d(1),
+    "adaptive max": nn.AdaptiveMaxPool2d(2),
+    "norm": nn.LPPool2d(2, 2),
+    "nearest": nn.Upsample(scale_factor=2),
+    "bilinear": nn.Upsample(scale_factor=2, mode="bilinear"),
+    "bicubic": nn.Upsample(scale_factor=2, mode="bicubic"),
+    "reflection": nn.ReflectionPad2d(1),
+    "replication": nn.ReplicationPad2d(1),
+    "max 1d": nn.MaxPool1d(2),
+    "average 1d": nn.AvgPool1d(2),
+    "adaptive 1d": nn.AdaptiveAvgPool1d(3),
+    "linear": nn.Upsample(scale_factor=2, mode="linear"),
+    "reflection 1d": nn.ReflectionPad1d(1),
+}
+
+
+@pytest.mark.parametrize("name", PIXELS)
+def test_pools_of_sliced_channels(ranks: int, name: str) -> None:
+    flat = "1d" in name or name == "linear"
+    x = torch.randn(3, 3, 7) if flat else torch.randn(3, 3, 9, 11)
+    check(split(Images(PIXELS[name], flat)), x)
+    sch = split(Images(PIXELS[name], flat), reduces=False)
+    assert refused(sch, x).suspect == "fc2"
+
+
+def test_pixels_from_sliced_channels(ranks: int) -> None:
+    class Shuffled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 5, 1)
+            self.shuffle, self.back = nn.PixelShuffle(2), nn.PixelUnshuffle(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc2(self.back(self.shuffle(self.fc1(x))))
+
+    check(split(Shuffled()), torch.randn(3, 3, 9, 11))
+
+
+# --- the truth -----------------------------------------------------------------------------------
+def computed_by_all(rank: int, world_size: int) -> dict[str, float]:
+    """What is accepted above and draws nothing, on real processes: the largest differences."""
+    cases: dict[str, tuple[nn.Module, Tensor]] = {}
+    torch.manual_seed(0)
+    for name, inside in zip(IDS, SLICE_BY_SLICE, strict=True):
+        if not name.startswith("random"):
+            cases[name] = (Base(inside), torch.randn(3, 7, WIDTH))
+    for name, pool in PIXELS.items():
+        flat = "1d" in name or name == "linear"
+        x = torch.randn(3, 3, 7) if flat else torch.randn(3, 3, 9, 11)
+        cases[name] = (Images(pool, flat), x)
+    for make in (tokens_before, copied_into_a_view, parts_of_a_blank):
+        cases[make.__name__] = (Shifted(make), torch.randn(3, 7, WIDTH))
+    return {name: difference(model.double(), x.double()) for name, (model, x) in cases.items()}
+
+
+def difference(model: nn.Module, x: Tensor) -> float:
+    whole = copy.deepcopy(model)
+    sch = split(model)
+    wanted, found = whole(x), model(x)
+    weight = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).double()
+    (wanted * weight).sum().backward()
+    (found * weight).sum().backward()
+    apart = [float((found - wanted).detach().abs().max())]
+    for name, param in whole.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        spec = shards_of(sch[path].mod).get(leaf)
+        own = model.get_parameter(name).grad
+        assert param.grad is not None
+        assert own is not None
+        target = param.grad if spec is None else spec.slice(param.grad)
+        apart.append(float((own - target).abs().max()))
+    return max(apart)
+
+
+def test_what_is_accepted_computes_the_same_on_processes() -> None:
+    for found in run_distributed(computed_by_all, 2):
+        assert {name: apart for name, apart in found.items() if apart > 1e-9} == {}
+
+
+# --- functions of autograd -----------------------------------------------------------------------
+class FusedRow(torch.autograd.Function):
+    """A product whose backward gets a whole gradient, and slices by what it has kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+class RowByFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, INNER))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return FusedRow.apply(x, self.weight)
+
+
+def test_a_rule_is_asked_where_only_what_was_kept_is_sliced(ranks: int) -> None:
+    before = dict(rules._FUNCTIONS)
+    slapo.register_place_rule(
+        FusedRow, lambda call: PARTIAL_SUM, backward=lambda call: [sliced(2), sliced(1)]
+    )
+    try:
+        for whole in (False, True):
+            model = Base()
+            model.fc2 = RowByFunction()  # type: ignore[assignment]
+            sch = slapo.create_schedule(model)
+            if not whole:
+                sch = split(model, reduces=False)
+                sch["fc2"].sync("fwd_post", lambda module, args, out: reduce_from_group(out))
+            check(sch, X)
+    finally:
+        rules._FUNCTIONS.clear()
+        rules._FUNCTIONS.update(before)
