@@ -37,7 +37,7 @@ from slapo.check.place import (
     sliced,
 )
 from slapo.check.pointwise import is_pointwise, of_wholes, others_whole, pointwise
-from slapo.check.raw import RAW, raw_collective
+from slapo.check.raw import RAW, group_in, raw_collective
 from slapo.check.sizes import ANY, Sized, Views, is_sized, sized
 from slapo.errors import SlapoError
 from slapo.random import get_rng_tracker
@@ -268,7 +268,9 @@ class PlaceMode(TorchDispatchMode):
         """A step of tensor parallelism: checked by what it takes, without communication."""
         place, axis = place_of(tensor), arguments.get(step.takes_along)
         total = arguments.get("total")
-        why = self._other_ranks(step, group) or self._wrong_for(step, place, axis, tensor, total)
+        # The rows of masked tokens are given, and no group.
+        why = "" if step.gives == MASKED else self._other_ranks(ranks_of(group))
+        why = why or self._wrong_for(step, place, axis, tensor, total)
         if why:
             raise self.stop(step.name, [tensor], [place], why, step)
         given = self._given_by(step, tensor, arguments)
@@ -281,11 +283,9 @@ class PlaceMode(TorchDispatchMode):
         put_place(result, replace(given, birth=self._birth(step.name)))
         return result
 
-    def _other_ranks(self, step: Step, group: dist.ProcessGroup | None) -> str:
-        if self.ranks == 1 or step.gives == MASKED:  # whose rows are given, and no group
-            return ""
-        theirs, ours = ranks_of(group), ranks_of(self.group)
-        if theirs == ours:
+    def _other_ranks(self, theirs: list[int]) -> str:
+        ours = ranks_of(self.group)
+        if self.ranks == 1 or theirs == ours:
             return ""
         return f"it runs over ranks {theirs}, and {OURS} is {ours}"
 
@@ -339,7 +339,11 @@ class PlaceMode(TorchDispatchMode):
         """A collective that the model, or a hook of the user's, calls itself."""
         tensors = tensors_in((args, kwargs))
         places = [place_of(tensor) for tensor in tensors]
+        group = group_in((*args, *kwargs.values()))
         try:
+            why = "" if group is None else self._other_ranks(ranks_of(group))
+            if why:
+                raise Misfit(why)
             with self.unseen():
                 return raw_collective(func, args, kwargs, tensors, places)
         except Misfit as misfit:
@@ -410,6 +414,8 @@ def _may_become(before: Place, place: Place) -> bool:
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     """Global ranks of a group; None for all of the job, as collectives take it."""
+    if not dist.is_initialized():
+        return [0]
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 

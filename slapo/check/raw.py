@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -36,6 +39,19 @@ def raw_collective(
     if name in ("wait_tensor", "_wrap_tensor_autograd", "barrier"):
         return tensors[0] if tensors else _work()
     raise Misfit(f"nothing is known of this collective here; {_REMEDY}")
+
+
+def group_in(args: Iterable[Any]) -> dist.ProcessGroup | None:
+    """The group among the arguments of a collective: as an object, or by its name."""
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    for value in args:
+        with suppress(RuntimeError, KeyError, ValueError):  # of another kind, or another text
+            if isinstance(value, torch.ScriptObject):
+                return dist.ProcessGroup.unbox(value)
+            if isinstance(value, str):
+                found: dist.ProcessGroup = resolve(value)
+                return found
+    return None
 
 
 def _summed(name: str, args: Any, tensors: list[Tensor]) -> Any:

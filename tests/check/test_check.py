@@ -317,6 +317,24 @@ def test_collectives_of_torch_in_a_hook(two_ranks: None) -> None:
     assert "no sum over the ranks" in str(error)
 
 
+@pytest.mark.filterwarnings("ignore:c10d..allreduce_:UserWarning")
+def test_collectives_of_torch_over_other_ranks() -> None:
+    from torch.distributed import _functional_collectives as functional
+
+    with fake_world(4, 3):
+        pair = dist.new_group([2, 3], use_local_synchronization=True)
+
+        def by_group(out: Tensor) -> Tensor:
+            dist.all_reduce(out, group=pair)
+            return out
+
+        for hook in (by_group, lambda out: functional.all_reduce(out, "sum", pair)):
+            error = refused(reduced_by(hook))
+            assert "it runs over ranks [2, 3], and the group of the schedule is [0, 1, 2" in str(
+                error
+            )
+
+
 def test_functional_collectives_in_a_hook(two_ranks: None) -> None:
     from torch.distributed import _functional_collectives as functional
 
