@@ -109,7 +109,7 @@ class Transformer(nn.Module):
 
 
 _TRANSFORMER = Family(
-    lambda dropout: Transformer(),
+    lambda dropout, extra: Transformer(),
     (
         Stack(
             "h.*",
@@ -164,7 +164,7 @@ class ConvNet(nn.Module):
 
 
 _CONVNET = Family(
-    lambda dropout: ConvNet(),
+    lambda dropout, extra: ConvNet(),
     (
         Stack(
             "blocks.*",
