@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slapo.check import pixels as pixels
 from slapo.check import products as products
 from slapo.check.call import RULES, Call, Rule, name_of, run, tensors_in
+from slapo.check.finding import OURS, Finding, Stop
 from slapo.check.memory import through_memory
 from slapo.check.mixing import ATTENTION, attention
 from slapo.check.moves import VIEWS
@@ -39,7 +40,6 @@ from slapo.check.place import (
 from slapo.check.pointwise import is_pointwise, of_wholes, others_whole, pointwise
 from slapo.check.raw import RAW, group_in, raw_collective
 from slapo.check.sizes import ANY, Sized, Views, is_sized, sized
-from slapo.errors import SlapoError
 from slapo.random import get_rng_tracker
 from slapo.sharding.groups import group_rank, group_size, share_of
 from slapo.sharding.steps import Step
@@ -48,45 +48,6 @@ from slapo.sharding.steps import Step
 _DRAWS = {"native_dropout", "bernoulli", "rand", "randn", "randint", "uniform", "normal"}
 _DRAWS |= {"rand_like", "randn_like", "randint_like", "exponential", "random", "multinomial"}
 _DRAWS |= {"randperm", "dropout"}
-
-
-#: In what is wrong with a step over other ranks.
-OURS = "the group of the schedule"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The first thing that is wrong.
-
-    Parameters
-    ----------
-    operation, path, in_backward
-        Where.
-    given
-        ``(shape, place)`` of the tensors that it was given.
-    why
-        What is wrong with them.
-    step
-        The collective, where it is one.
-    """
-
-    operation: str
-    path: str
-    in_backward: bool
-    given: tuple[tuple[tuple[int, ...], Place], ...]
-    why: str
-    step: Step | None = None
-    is_certain: bool = True
-    #: False for sizes that torch refuses
-    fits: bool = True
-
-
-class Stop(SlapoError):
-    """Ends the run at the first finding."""
-
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(finding.why)
-        self.finding = finding
 
 
 class PlaceMode(TorchDispatchMode):
@@ -241,7 +202,7 @@ class PlaceMode(TorchDispatchMode):
 
     def _constants_at(self, memory: int) -> list[Tensor]:
         found = (ref() for ref in self._constants.get(memory, []))
-        return [tensor for tensor in found if tensor is not None]
+        return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
 
     def stop(
         self,

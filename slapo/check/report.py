@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from slapo.check import remedy
-from slapo.check.mode import OURS, Finding
+from slapo.check.finding import OURS, Finding
 from slapo.check.place import Birth, Place
 from slapo.check.remedy import Remedy
 from slapo.check.sizes import Sized

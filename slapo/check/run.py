@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from slapo.agreement import gathered, has_peers
-from slapo.check.mode import Finding, PlaceMode, Stop
+from slapo.check.finding import Finding, Stop
+from slapo.check.mode import PlaceMode
 from slapo.check.place import Place, place_of
 from slapo.check.report import explain, explain_gradient, explain_sizes, unrunnable
 from slapo.check.rules import rules_of_functions
