@@ -202,6 +202,13 @@ def _entry(sch: Schedule, path: str) -> str:
 def _about_slice(sch: Schedule, finding: Finding) -> Advice:
     slices = [p for _, p in finding.given if p.is_slice]
     birth = _latest(p.birth for p in slices)
+    packed = next((p for p in slices if p.blocks and p.birth and p.birth.path), None)
+    if packed is not None and packed.birth is not None and "other blocks" in finding.why:
+        words = (
+            f"{spelled(packed.birth.path)} is sharded in {len(packed.blocks)} blocks: leave "
+            "blocks= out if nothing is packed there, or cut what it meets alike"
+        )
+        return Advice(packed.birth.path, words=words)
     module = _module(sch, finding.path)
     is_row = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     if birth and is_row and module and sharding_of(module) is None and not finding.in_backward:

@@ -254,6 +254,16 @@ def test_a_layer_that_was_left_whole(two_ranks: None) -> None:
     assert 'sch["fc1"].sync("fwd_post", "all_gather", axis=-1)' in str(error)
 
 
+def test_blocks_where_nothing_is_packed(two_ranks: None) -> None:
+    sch = slapo.create_schedule(Block())
+    sch["fc1"].shard("weight", axis=0, blocks=2).shard("bias", axis=0, blocks=2)
+    sch["fc1"].sync("bwd_post", "all_reduce")
+    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    error = refused(sch)
+    assert error.suspect == "fc1"
+    assert 'sch["fc1"] is sharded in 2 blocks: leave blocks= out' in str(error)
+
+
 def test_heads_that_were_not_divided(two_ranks: None) -> None:
     sch = slapo.create_schedule(FAMILIES["gpt2"].build(0.0))
     for layer in sch.select("transformer.h.*"):
