@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ from slapo.check.place import Misfit, Place, place_of, put_place
 
 if TYPE_CHECKING:
     from slapo.check.mode import PlaceMode
+
+#: On the context of a function: whether anything that it was given was not whole.
+_SAW_PARTS = "_slapo_saw_parts"
 
 #: Functions of autograd with rules of their own: forward, and backward.
 _FUNCTIONS: dict[type[torch.autograd.Function], tuple[Rule, Rule]] = {}
@@ -83,15 +87,23 @@ def rules_of_functions(mode: PlaceMode) -> Iterator[None]:
     with ExitStack() as stack:
         for cls, (forward, backward) in _FUNCTIONS.items():
             for name, rule in (("forward", forward), ("backward", backward)):
-                original = inspect.getattr_static(cls, name)
-                setattr(cls, name, staticmethod(_ruled(mode, cls, name, original.__func__, rule)))
-                stack.callback(setattr, cls, name, original)
+                _wrap(cls, name, functools.partial(_ruled, mode, cls, name, rule), stack)
+            if cls.setup_context is not torch.autograd.Function.setup_context:
+                _wrap(cls, "setup_context", _marking, stack)
         _watch_kernels(mode, stack)
         yield
 
 
+def _wrap(cls: type, name: str, wrapper: Callable[..., Any], stack: ExitStack) -> None:
+    """Put what a wrapper makes in the place of a static method, until the stack is closed."""
+    original = inspect.getattr_static(cls, name)
+    function = original.__func__ if isinstance(original, staticmethod) else original
+    setattr(cls, name, staticmethod(wrapper(function)))
+    stack.callback(setattr, cls, name, original)
+
+
 def _ruled(
-    mode: PlaceMode, cls: type, name: str, function: Callable[..., Any], rule: Rule
+    mode: PlaceMode, cls: type, name: str, rule: Rule, function: Callable[..., Any]
 ) -> Callable[..., Any]:
     shown = cls.__name__ if name == "forward" else f"the backward of {cls.__name__}"
 
@@ -102,7 +114,10 @@ def _ruled(
             result = function(*args)
         outs = tensors_in(result)
         call = Call(None, shown, args, {}, tensors, places, outs, mode.rank, mode.ranks)
-        if not all(place.is_whole for place in (*places, *_saved(args))):
+        saw_parts = not all(place.is_whole for place in places)
+        if name == "forward":
+            _mark(args[0], saw_parts)
+        if saw_parts or getattr(args[0], _SAW_PARTS, False):
             try:
                 found = rule(call)
             except Misfit as misfit:
@@ -115,11 +130,21 @@ def _ruled(
     return run
 
 
-def _saved(args: Sequence[Any]) -> list[Place]:
-    """Places of what a function has kept for its backward pass, which may be slices alone."""
-    node = args[0] if args and isinstance(args[0], torch.autograd.function.FunctionCtx) else None
-    saved = getattr(node, "saved_tensors", None) or ()  # none while it runs forward
-    return [place_of(tensor) for tensor in saved if tensor is not None]
+def _marking(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(ctx: Any, inputs: Any, output: Any) -> None:
+        function(ctx, inputs, output)
+        _mark(ctx, not all(place_of(tensor).is_whole for tensor in tensors_in(inputs)))
+
+    return run
+
+
+def _mark(ctx: Any, saw_parts: bool) -> None:
+    """Note for the backward pass, whose gradients may be whole where what was kept is sliced.
+
+    What was kept can be asked for once only under a checkpoint, by the function itself.
+    """
+    if isinstance(ctx, torch.autograd.function.FunctionCtx):
+        setattr(ctx, _SAW_PARTS, saw_parts)
 
 
 def _watch_kernels(mode: PlaceMode, stack: ExitStack) -> None:

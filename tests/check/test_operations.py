@@ -404,28 +404,49 @@ class FusedRow(torch.autograd.Function):
         return grad @ weight, grad.flatten(0, 1).t() @ x.flatten(0, 1)
 
 
+class FusedRowInTwo(torch.autograd.Function):
+    """The same, with a context that is set up behind it."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight.t()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    backward = FusedRow.backward
+
+
 class RowByFunction(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, function: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, INNER))
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        return FusedRow.apply(x, self.weight)
+        return self.function.apply(x, self.weight)
 
 
-def test_a_rule_is_asked_where_only_what_was_kept_is_sliced(ranks: int) -> None:
+@pytest.mark.parametrize("function", [FusedRow, FusedRowInTwo])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_a_rule_is_asked_where_only_what_was_kept_is_sliced(
+    ranks: int, function: Any, is_checkpointed: bool
+) -> None:
     before = dict(rules._FUNCTIONS)
     slapo.register_place_rule(
-        FusedRow, lambda call: PARTIAL_SUM, backward=lambda call: [sliced(2), sliced(1)]
+        function, lambda call: PARTIAL_SUM, backward=lambda call: [sliced(2), sliced(1)]
     )
     try:
         for whole in (False, True):
             model = Base()
-            model.fc2 = RowByFunction()  # type: ignore[assignment]
+            model.fc2 = RowByFunction(function)  # type: ignore[assignment]
             sch = slapo.create_schedule(model)
             if not whole:
                 sch = split(model, reduces=False)
                 sch["fc2"].sync("fwd_post", lambda module, args, out: reduce_from_group(out))
+            if is_checkpointed:
+                sch["fc2"].checkpoint()
             check(sch, X)
     finally:
         rules._FUNCTIONS.clear()
