@@ -230,7 +230,7 @@ class PlaceMode(TorchDispatchMode):
         place, axis = place_of(tensor), arguments.get(step.takes_along)
         total = arguments.get("total")
         # The rows of masked tokens are given, and no group.
-        why = "" if step.gives == MASKED else self._other_ranks(ranks_of(group))
+        why = "" if step.gives == MASKED else self._other_ranks(group)
         why = why or self._wrong_for(step, place, axis, tensor, total)
         if why:
             raise self.stop(step.name, [tensor], [place], why, step)
@@ -244,9 +244,11 @@ class PlaceMode(TorchDispatchMode):
         put_place(result, replace(given, birth=self._birth(step.name)))
         return result
 
-    def _other_ranks(self, theirs: list[int]) -> str:
-        ours = ranks_of(self.group)
-        if self.ranks == 1 or theirs == ours:
+    def _other_ranks(self, group: dist.ProcessGroup | None) -> str:
+        if self.ranks == 1:
+            return ""
+        theirs, ours = ranks_of(group), ranks_of(self.group)
+        if theirs == ours:
             return ""
         return f"it runs over ranks {theirs}, and {OURS} is {ours}"
 
@@ -302,7 +304,7 @@ class PlaceMode(TorchDispatchMode):
         places = [place_of(tensor) for tensor in tensors]
         group = group_in((*args, *kwargs.values()))
         try:
-            why = "" if group is None else self._other_ranks(ranks_of(group))
+            why = "" if group is None else self._other_ranks(group)
             if why:
                 raise Misfit(why)
             with self.unseen():
@@ -376,8 +378,6 @@ def _may_become(before: Place, place: Place) -> bool:
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     """Global ranks of a group; None for all of the job, as collectives take it."""
-    if not dist.is_initialized():
-        return [0]
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 

@@ -150,9 +150,9 @@ rule_for("select_backward")(_moved(_behind_new))
 @rule_for("expand", "expand_as")
 def expand(call: Call) -> list[Place]:
     """A slice stays one, unless its one element is repeated: then ranks repeat different ones."""
-    place = call.places[0] if call.places[0].kind == OWN else _first(call)
-    if place.kind == OWN:
-        return [_repeated_own(call, place)]
+    if call.places[0].kind == OWN:
+        return [_repeated_own(call)]
+    place = _first(call)
     if not place.is_slice:
         return [place]
     dim = _expanded(place.dim, call, call.tensors[0].ndim)
@@ -161,9 +161,9 @@ def expand(call: Call) -> list[Place]:
     return [place.along(dim)]
 
 
-def _repeated_own(call: Call, place: Place) -> Place:
+def _repeated_own(call: Call) -> Place:
     """Random numbers of a rank's own are the same ones along what they are repeated along."""
-    old, new = call.tensors[0].shape, call.outs[0].shape
+    place, old, new = call.places[0], call.tensors[0].shape, call.outs[0].shape
     behind = len(new) - len(old)
     grown = {d for d, size in enumerate(new) if d < behind or old[d - behind] != size}
     return replace(place, uniform=frozenset(grown | {d + behind for d in place.uniform}))
@@ -172,9 +172,9 @@ def _repeated_own(call: Call, place: Place) -> Place:
 @rule_for("repeat", "tile")
 def repeat(call: Call) -> list[Place]:
     """Along other dimensions each slice by itself; along its own it makes as many blocks."""
+    if call.places[0].kind == OWN:
+        return [_repeated_own(call)]
     place, repeats = _first(call), call.get("repeats", call.get("dims"))
-    if place.kind == OWN:
-        return [_repeated_own(call, place)]
     if not place.is_slice:
         return [place]
     dim = place.dim + len(repeats) - call.tensors[0].ndim
@@ -326,10 +326,9 @@ def index_select(call: Call) -> list[Place]:
     """As `index`, along one dimension."""
     place, indices = call.places[0], call.places[1]
     axis = call.get("dim") % call.tensors[0].ndim
-    alike = place.same(indices) or (indices.is_whole and place.dim in indices.uniform)
-    if place.is_slice and alike and call.name == "gather" and place.dim != axis:
-        alike = call.tensors[1].shape[place.dim] == call.tensors[0].shape[place.dim]
-        if alike:
+    if place.is_slice and call.name == "gather" and place.dim != axis:
+        alike = place.same(indices) or (indices.is_whole and place.dim in indices.uniform)
+        if alike and call.tensors[1].shape[place.dim] == call.tensors[0].shape[place.dim]:
             return [place]
     if not indices.is_whole or (place.is_slice and place.dim == axis):
         raise call.misfit(f"it chooses along dimension {axis}, of which each rank has a slice")

@@ -156,7 +156,7 @@ def _sum_of_gradients(sch: Schedule, path: str) -> Advice:
     sums = [record for record in sch.history if _names(record, "bwd_post")]
     if any(record.path == entry for record in sums):
         words = (
-            f"{spelled(entry)}.sync('bwd_post', 'all_reduce') sums the gradients of some of its "
+            f"{remedy.sync(entry, 'bwd_post', 'all_reduce')} sums the gradients of some of its "
             "inputs, or of what comes behind them: name all that are whole in its argument=, or "
             "add sync('fwd_post', 'all_reduce_grad') to the module that makes them"
         )

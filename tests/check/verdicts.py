@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-import torch.distributed as dist
+from slapo.check import world
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,6 @@ def is_crash(said: Verdict, true: Verdict) -> bool:
     return "crash" in (said.said, true.said)
 
 
-@contextmanager
-def fake_world(world_size: int = 2, rank: int = 1) -> Iterator[None]:
+def fake_world(world_size: int = 2, rank: int | None = None) -> AbstractContextManager[None]:
     """Groups of ranks that do not exist."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    return world.fake_world(world_size, rank)
