@@ -178,12 +178,12 @@ class ShardPlan:
 
 
 def _as_cut(effect: Effect, spec: ShardSpec) -> Effect:
-    """The effect of a shard in blocks, or of uneven ones, which no plain gather puts together."""
+    """The effect of slices that no plain gather puts together: in blocks, uneven, held twice."""
     output = effect.layout.output
     if output is None or output.kind != "shard":
         return effect
     total = sum(spec.blocks) if spec.is_uneven else None
-    cut = replace(output, blocks=len(spec.blocks), total=total)
+    cut = replace(output, blocks=len(spec.blocks), total=total, copies=spec.copies)
     return replace(effect, layout=replace(effect.layout, output=cut))
 
 
