@@ -212,5 +212,6 @@ def _refuse_lost_sums(module: Any) -> None:
             raise SlapoError(
                 f"FSDP has made new parameters, and the gradient of {type(owner).__name__}'s "
                 f"{name!r}, {why}, would not be summed over the ranks of the schedule; let "
-                "slapo.build(sch, target='torch', mesh=mesh, data_parallel='fsdp') shard it, which sums them"
+                "slapo.build(sch, target='torch', mesh=mesh, data_parallel='fsdp') shard it, which "
+                "sums them"
             )

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo.sharding.collectives import reduce_from_group
+from slapo.sharding.collectives import reduce_from_group, sum_shared
 from slapo.sharding.groups import GroupHandle, handle_of
 
 #: Sum the parameter's gradient over the tensor-parallel group: each rank has a part of it, as where
@@ -59,7 +59,10 @@ def _sum_gradient(param: Tensor, group: dist.ProcessGroup | None) -> object:
     def hook(grad: Tensor) -> Tensor:
         owner = param_ref()
         is_wanted = is_summed(owner) and getattr(owner, _SUMMED, None) is mark
-        return reduce_from_group(grad, handle.group) if is_wanted else grad
+        if not is_wanted:
+            return grad
+        add_up = sum_shared if hasattr(owner, SHARERS) else reduce_from_group
+        return add_up(grad, handle.group)
 
     # A frozen one takes no hook, and may be unfrozen later.
     needs_gradient = param.requires_grad
