@@ -53,10 +53,7 @@ class Call:
 
     def get(self, name: str, default: Any = None) -> Any:
         """An argument by its name in the operation's schema."""
-        index, ordinary = _parameters(self.func).get(name, (len(self.args), default))
-        if index < len(self.args):
-            return self.args[index]
-        return self.kwargs.get(name, ordinary)
+        return argument(self.func, self.args, self.kwargs, name, default)
 
     def place(self, name: str) -> Place | None:
         """How the tensor of an argument lies; None where there is none."""
@@ -73,6 +70,14 @@ class Call:
     def misfit(self, why: str) -> Misfit:
         """An error to raise; what the operation was given is said before."""
         return Misfit(why)
+
+
+def argument(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, default: Any = None
+) -> Any:
+    """An argument of an operation, by its name in the operation's schema."""
+    index, ordinary = _parameters(func).get(name, (len(args), default))
+    return args[index] if index < len(args) else kwargs.get(name, ordinary)
 
 
 @functools.cache

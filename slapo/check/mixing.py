@@ -42,7 +42,17 @@ _NOT_LINEAR: tuple[str, ...] = (
     "argmin",
     "logsumexp",
 )
-_NOT_LINEAR += ("var", "std", "var_mean", "topk", "sort", "norm", "linalg_vector_norm", "median")
+_NOT_LINEAR += (
+    "var",
+    "std",
+    "var_mean",
+    "std_mean",
+    "topk",
+    "sort",
+    "norm",
+    "linalg_vector_norm",
+    "median",
+)
 
 
 @rule_for(*_NOT_LINEAR)

@@ -37,7 +37,7 @@ from slapo.check.place import (
     share_of_whole,
     sliced,
 )
-from slapo.check.pointwise import is_pointwise, of_wholes, others_whole, pointwise
+from slapo.check.pointwise import is_constant, is_pointwise, of_wholes, others_whole, pointwise
 from slapo.check.raw import RAW, group_in, raw_collective
 from slapo.check.shared import followed, is_shared
 from slapo.check.sizes import ANY, Sized, Views, is_sized, sized
@@ -109,8 +109,8 @@ class PlaceMode(TorchDispatchMode):
             self._compare_view(call)
         self._settle(call)
         if is_sized(name):
-            shapes = [self._whole_shape(tensor) for tensor in tensors]
-            self.sized.append(sized(self.paths.now()[0], name, shapes, args))
+            path = self.paths.now()[0]
+            self.sized.append(sized(path, func, args, kwargs, self._whole_shape))
         return out
 
     @property
@@ -333,7 +333,8 @@ class PlaceMode(TorchDispatchMode):
         blank = next((p.blank_of for p in places if p.blank_of is not None), None)
         if is_slice == is_forked and blank is None:
             return False
-        if is_forked and all(place.is_zero for place in places) and blank is None:
+        pairs = zip(call.tensors, places, strict=True)
+        if is_forked and all(p.is_zero or is_constant(t, p) for t, p in pairs) and blank is None:
             return True
         if blank is not None:
             why = "random numbers for a partial sum"

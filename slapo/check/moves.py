@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from math import prod
 
 import torch
 
 from slapo.check.call import Call, Rule, rule_for
-from slapo.check.place import MASKED, MASKED_ELSEWHERE, PARTIAL_SUM, Place
+from slapo.check.place import (
+    MASKED,
+    MASKED_ELSEWHERE,
+    OWN,
+    OWN_FOR_WHOLE,
+    PARTIAL_SUM,
+    Place,
+)
 
 #: Operations after which a slice may lie along one of several dimensions.
 VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten")
@@ -23,6 +31,8 @@ def _first(call: Call) -> Place:
     place = call.places[0]
     if place.kind == MASKED:
         raise call.misfit(MASKED_ELSEWHERE)
+    if place.kind == OWN and place.uniform:  # by which they are for several slices
+        raise call.misfit(OWN_FOR_WHOLE)
     return place
 
 
@@ -140,7 +150,9 @@ rule_for("select_backward")(_moved(_behind_new))
 @rule_for("expand", "expand_as")
 def expand(call: Call) -> list[Place]:
     """A slice stays one, unless its one element is repeated: then ranks repeat different ones."""
-    place = _first(call)
+    place = call.places[0] if call.places[0].kind == OWN else _first(call)
+    if place.kind == OWN:
+        return [_repeated_own(call, place)]
     if not place.is_slice:
         return [place]
     dim = _expanded(place.dim, call, call.tensors[0].ndim)
@@ -149,10 +161,20 @@ def expand(call: Call) -> list[Place]:
     return [place.along(dim)]
 
 
+def _repeated_own(call: Call, place: Place) -> Place:
+    """Random numbers of a rank's own are the same ones along what they are repeated along."""
+    old, new = call.tensors[0].shape, call.outs[0].shape
+    behind = len(new) - len(old)
+    grown = {d for d, size in enumerate(new) if d < behind or old[d - behind] != size}
+    return replace(place, uniform=frozenset(grown | {d + behind for d in place.uniform}))
+
+
 @rule_for("repeat", "tile")
 def repeat(call: Call) -> list[Place]:
     """Along other dimensions each slice by itself; along its own it makes as many blocks."""
     place, repeats = _first(call), call.get("repeats", call.get("dims"))
+    if place.kind == OWN:
+        return [_repeated_own(call, place)]
     if not place.is_slice:
         return [place]
     dim = place.dim + len(repeats) - call.tensors[0].ndim
@@ -306,7 +328,9 @@ def index_select(call: Call) -> list[Place]:
     axis = call.get("dim") % call.tensors[0].ndim
     alike = place.same(indices) or (indices.is_whole and place.dim in indices.uniform)
     if place.is_slice and alike and call.name == "gather" and place.dim != axis:
-        return [place]
+        alike = call.tensors[1].shape[place.dim] == call.tensors[0].shape[place.dim]
+        if alike:
+            return [place]
     if not indices.is_whole or (place.is_slice and place.dim == axis):
         raise call.misfit(f"it chooses along dimension {axis}, of which each rank has a slice")
     if place.is_slice and call.name == "gather":
@@ -317,6 +341,8 @@ def index_select(call: Call) -> list[Place]:
 def _put_in(call: Call) -> list[Place]:
     """Rows put in, or added, at whole indices: the rows lie as what takes them."""
     target, source = call.places[0], call.places[-1]
+    if target.is_zero and source.is_slice and _rows_of_slices(call):
+        return [PARTIAL_SUM]
     if not all(place.is_whole for place in call.places[1:-1]):
         raise call.misfit("the indices differ between ranks")
     if source.is_partial and (target.is_partial or target.is_zero):
@@ -326,6 +352,10 @@ def _put_in(call: Call) -> list[Place]:
     if source.is_slice and call.name in ("index_put", "_index_put_impl", "index_add"):
         return [_put_slices(call, target, source)]
     if target.is_slice and source.is_whole and target.dim in source.uniform:
+        if target.dim in _written_dims(call):
+            raise call.misfit(
+                f"it writes along dimension {target.dim}, of which each rank has a slice"
+            )
         return [target]
     raise call.misfit("what is put in lies differently from what takes it")
 
@@ -335,15 +365,40 @@ def scatter(call: Call) -> list[Place]:
     """Along another dimension than the sliced one each slice by itself."""
     first = next(place for place in call.places if not place.is_whole)
     axis = call.get("dim") % call.tensors[0].ndim
-    if not first.is_slice or first.dim == axis:
+    if not first.is_slice:
         return _put_in(call)
-    for place in call.places:
-        if not (place.same(first) or place.is_zero or first.dim in place.uniform):
+    if first.dim == axis:
+        raise call.misfit(f"it writes along dimension {axis}, of which each rank has a slice")
+    size = call.tensors[0].shape[first.dim]
+    for tensor, place in zip(call.tensors, call.places, strict=True):
+        constant = place.is_zero or first.dim in place.uniform
+        if not (place.same(first) or constant) or tensor.shape[first.dim] != size:
             raise call.misfit("what is put in, where, and what takes it lie differently")
     return [first]
 
 
 rule_for("index_put", "_index_put_impl", "index_add", "index_copy")(_put_in)
+
+
+def _rows_of_slices(call: Call) -> bool:
+    """Whether each rank adds rows to a table of zeros, by indices that are sliced as they are."""
+    (*between, source), chosen = call.places[1:], call.get("indices") or []
+    first = bool(chosen) and chosen[0] is not None and all(i is None for i in chosen[1:])
+    return first and bool(call.get("accumulate")) and all(p.same(source) for p in between)
+
+
+def _written_dims(call: Call) -> set[int]:
+    """Dimensions along which indices say where to write."""
+    chosen, ndim = call.get("indices"), call.tensors[0].ndim
+    if chosen is None:
+        return {call.get("dim") % ndim}
+    found: set[int] = set()
+    dim = 0
+    for index in chosen:
+        several = index.ndim if index is not None and index.dtype is torch.bool else 1
+        found.update(range(dim, dim + several) if index is not None else ())
+        dim += several
+    return found
 
 
 def _put_slices(call: Call, target: Place, source: Place) -> Place:
@@ -358,6 +413,36 @@ def _put_slices(call: Call, target: Place, source: Place) -> Place:
     if target.same(source.along(dim)) or target.is_zero or dim in target.uniform:
         return source.along(dim)
     raise call.misfit("what is put in lies differently from what takes it")
+
+
+@rule_for("index_fill")
+def fill(call: Call) -> list[Place]:
+    """Along another dimension than the sliced one."""
+    place, axis = call.places[0], call.get("dim") % call.tensors[0].ndim
+    if place.is_slice and place.dim != axis and all(p.is_whole for p in call.places[1:]):
+        return [place]
+    raise call.misfit(f"it writes along dimension {axis}, of which each rank has a part")
+
+
+@rule_for("glu", "glu_backward")
+def halves(call: Call) -> list[Place]:
+    """Halves of a dimension: slices have both halves as blocks."""
+    place, tensor = call.places[-1], call.tensors[-1]
+    axis = call.get("dim") % tensor.ndim
+    if not place.is_slice:
+        raise call.misfit("it is not linear, and what it is given is a partial sum")
+    half = place
+    if place.dim == axis:
+        blocks = place.blocks_in(tensor.shape[axis])
+        middle = len(blocks) // 2
+        if blocks[:middle] * 2 != blocks:
+            raise call.misfit(f"it halves dimension {axis}, of which each rank has a slice")
+        half = place.along(axis, blocks[:middle])
+    if call.name == "glu":
+        return [half]
+    if not call.places[0].same(half):
+        raise call.misfit("its inputs lie differently")
+    return [place]
 
 
 @rule_for("masked_scatter", "masked_select", "nonzero", "argwhere")

@@ -35,7 +35,12 @@ _ADDITIVE = ("add", "sub", "rsub", "_foreach_add")
 _UNTAGGED: tuple[str, ...] = ("copy", "masked_fill", "_to_copy", "hardswish", "log_sigmoid_forward")
 _UNTAGGED += ("leaky_relu_backward", "elu_backward", "hardtanh_backward", "hardsigmoid_backward")
 _UNTAGGED += ("hardswish_backward", "softplus_backward", "mish_backward", "softshrink_backward")
-_UNTAGGED += ("hardshrink_backward", "log_sigmoid_backward")
+_UNTAGGED += (
+    "_prelu_kernel",
+    "_prelu_kernel_backward",
+    "hardshrink_backward",
+    "log_sigmoid_backward",
+)
 #: Makers of tensors that hold one value.
 _CONSTANT = (
     "ones",
@@ -92,14 +97,15 @@ _MOVES: tuple[str, ...] = (
 _MOVES += ("squeeze", "unsqueeze", "clone", "detach", "split", "repeat", "narrow", "as_strided")
 
 
-def _is_constant(tensor: Tensor, place: Place) -> bool:
+def is_constant(tensor: Tensor, place: Place) -> bool:
+    """Whether a whole tensor has one value everywhere."""
     return all(size == 1 or dim in place.uniform for dim, size in enumerate(tensor.shape))
 
 
 def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
     """Dimensions along which all that it was made of is constant."""
     pairs = zip(call.tensors, call.places, strict=True)
-    if call.name in _MOVES and all(_is_constant(tensor, place) for tensor, place in pairs):
+    if call.name in _MOVES and all(is_constant(tensor, place) for tensor, place in pairs):
         return frozenset(range(out.ndim))
     if call.name in REORDERS:
         moved = REORDERS[call.name]
@@ -177,7 +183,8 @@ def pointwise(call: Call) -> list[Place]:
         here = tensor.ndim + dim
         constant = here < 0 or tensor.shape[here] == 1 or here in place.uniform
         alike = place.is_slice and place.dim == here and place.is_cut_as(first)
-        alike |= place.kind == OWN and here >= 0 and tensor.shape[here] == size
+        own = place.kind == OWN and here >= 0 and here not in place.uniform
+        alike |= own and tensor.shape[here] == size
         if place.kind == OWN and not alike:  # one number for all of a slice
             raise call.misfit(OWN_FOR_WHOLE)
         if not (alike or (place.is_whole and constant)):
@@ -188,9 +195,9 @@ def pointwise(call: Call) -> list[Place]:
 def _drawn_for(call: Call) -> list[Place]:
     """Random numbers of this rank's own among themselves, and with constants."""
     for tensor, place in zip(call.tensors, call.places, strict=True):
-        if place.is_whole and not _is_constant(tensor, place):
+        if place.is_whole and not is_constant(tensor, place):
             raise call.misfit(OWN_FOR_WHOLE)
-    return [Place(OWN)] * len(call.outs)
+    return [Place(OWN, uniform=_uniform_dims(call, out)) for out in call.outs]
 
 
 def _copied(call: Call) -> list[Place]:
@@ -204,6 +211,9 @@ def _copied(call: Call) -> list[Place]:
 def _linear(call: Call) -> list[Place]:
     """A sum of summands is a summand of the sum; what is not linear has to wait for the sum."""
     name, places = call.name, call.places
+    rounds = name in ("div", "true_divide") and call.get("rounding_mode") is not None
+    if rounds or any(not (out.is_floating_point() or out.is_complex()) for out in call.outs):
+        raise call.misfit("it rounds what is a partial sum, that nobody has summed")
     partial = next(place for place in places if place.is_partial)
     at = [index for index, place in enumerate(places) if place.is_partial]
     summands = all(place.is_partial or place.is_zero for place in places)
@@ -274,7 +284,7 @@ def drawn(call: Call) -> list[Place]:
     return [call.places[0]] * len(call.outs)
 
 
-@rule_for("cumsum", "cumprod", "flip", "logcumsumexp")
+@rule_for("cumsum", "cumprod", "flip", "logcumsumexp", "cummax", "cummin")
 def along_one(call: Call) -> list[Place]:
     """Along another dimension each slice by itself."""
     place = call.places[0]

@@ -46,7 +46,7 @@ def multiplied(call: Call, equation: str, left: Place, right: Place) -> Place:
         if place.is_slice
     ]
     if any(place.kind == "masked" for place in (left, right)) or not slices:
-        raise call.misfit("masked tokens are no factors")
+        raise call.misfit("masked tokens, and random numbers of a rank's own, are no factors")
     letter, first = slices[0]
     for each, place in zip(names, (left, right), strict=True):
         constant = place.is_whole and each.find(letter) in place.uniform
@@ -110,6 +110,9 @@ def _convolved(call: Call, x: Place, weight: Place, groups: int, transposed: boo
     if x.is_slice and x.dim > 1:
         raise call.misfit("it mixes pixels, of which each rank has a slice")
     if _by_groups(x, weight):
+        own = call.tensors[0].shape[1]
+        if any(block % (own // groups) for block in x.blocks_in(own)):
+            raise call.misfit("a group of channels has parts on several ranks")
         cut = _cut_of_groups(call, (0, 1), (1, 0))
         return x.anew(1).along(1, [int(part * call.outs[0].shape[1]) for part in cut])
     if groups > 1:

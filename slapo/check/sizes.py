@@ -5,14 +5,15 @@ Half the size of a head where half the number of heads was meant fits every shap
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slapo.check.call import name_of, run, tensors_in
+from slapo.check.call import argument, name_of, run, tensors_in
 from slapo.check.mixing import ATTENTION, REDUCTIONS
 from slapo.check.moves import VIEWS
 from slapo.check.paths import Paths
@@ -24,6 +25,9 @@ _SIZED = {"_softmax", "_safe_softmax", "_log_softmax", "native_layer_norm", "_fu
 _SIZED |= {"native_group_norm", "bmm", "pow", *REDUCTIONS}
 
 
+#: Of which numbers are noted: bounds, factors.
+_NUMBERED = ("slice", "mul", "div")
+
 #: In place of the size of a dimension along which a tensor is constant.
 ANY = -1
 
@@ -34,7 +38,7 @@ class Sized:
 
     path: str
     name: str
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[Any, ...], ...]
 
     def fits(self, other: Sized) -> bool:
         """Whether the sizes are those of `other`."""
@@ -52,15 +56,51 @@ Views = dict[str, list[tuple[int, ...]]]
 def is_sized(name: str) -> bool:
     """Whether the sizes of an operation, which runs forward, are noted."""
     forward = torch._C._current_graph_task_id() == -1
-    return forward and (name in _SIZED or name.startswith(ATTENTION))
+    return forward and (name in _SIZED or name in _NUMBERED or name.startswith(ATTENTION))
 
 
-def sized(path: str, name: str, shapes: list[tuple[int, ...]], args: Any) -> Sized:
-    """With what the shapes do not tell: how many channels a group has."""
-    if name == "native_group_norm":
-        channels, groups = args[4], args[6]
-        shapes.append((channels // groups,))
+def sized(
+    path: str,
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    whole_shape: Callable[[Tensor], tuple[int, ...]],
+) -> Sized:
+    """What is noted of an operation: sizes, or else numbers that were made of sizes perhaps.
+
+    Parameters
+    ----------
+    whole_shape
+        Of a tensor, over all ranks.
+    """
+    name = name_of(func)
+    shapes: list[tuple[Any, ...]] = []
+    if name == "slice":
+        shapes.append(_bounds(func, args, kwargs, whole_shape))
+    elif name in _NUMBERED:
+        shapes.append(tuple(value for value in args[:2] if isinstance(value, (int, float))))
+    else:
+        shapes += map(whole_shape, tensors_in((args, kwargs)))
+    if name == "native_group_norm":  # how many channels a group has
+        shapes.append((args[4] // args[6],))
     return Sized(path, name, tuple(shapes))
+
+
+def _bounds(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    whole_shape: Callable[[Tensor], tuple[int, ...]],
+) -> tuple[int, ...]:
+    """Where a slice begins and ends, over all ranks."""
+    tensor = args[0]
+    dim = argument(func, args, kwargs, "dim", 0) % tensor.ndim
+    size, whole = tensor.shape[dim], whole_shape(tensor)[dim]
+    start, end = (argument(func, args, kwargs, name) for name in ("start", "end"))
+    start, stop, _ = slice(start, end).indices(size)
+    if whole == ANY or size == 0:
+        return (ANY, ANY)
+    return (start * whole // size, stop * whole // size)
 
 
 class SizeMode(TorchDispatchMode):
@@ -78,8 +118,8 @@ class SizeMode(TorchDispatchMode):
         """Run the operation, and note its sizes."""
         name = name_of(func)
         if is_sized(name):
-            shapes = [tuple(t.shape) for t in tensors_in((args, kwargs))]
-            self.sized.append(sized(self.paths.now()[0], name, shapes, args))
+            path = self.paths.now()[0]
+            self.sized.append(sized(path, func, args, kwargs or {}, lambda t: tuple(t.shape)))
         if func.namespace in RAW:  # nothing is communicated
             tensors = tensors_in((args, kwargs))
             return raw_collective(func, args, kwargs or {}, tensors, [PARTIAL_SUM] * len(tensors))
@@ -97,8 +137,8 @@ class SizeMode(TorchDispatchMode):
 def first_difference(found: list[Sized], wanted: list[Sized]) -> tuple[Sized, Sized] | None:
     """The first operation on other sizes, in a module that runs the same ones on both sides."""
     mine = _by_path(found)
-    for path, before in _by_path(wanted).items():
-        now = mine.get(path, [])
+    for key, before in _by_path(wanted).items():
+        now = mine.get(key, [])
         if [each.name for each in now] == [each.name for each in before]:
             for pair in zip(now, before, strict=True):
                 if not pair[0].fits(pair[1]):
@@ -106,8 +146,10 @@ def first_difference(found: list[Sized], wanted: list[Sized]) -> tuple[Sized, Si
     return None
 
 
-def _by_path(sized: list[Sized]) -> dict[str, list[Sized]]:
-    found: dict[str, list[Sized]] = {}
+def _by_path(sized: list[Sized]) -> dict[tuple[str, str], list[Sized]]:
+    """By the module and what was noted: a slice more leaves the sizes to be compared."""
+    found: dict[tuple[str, str], list[Sized]] = {}
     for each in sized:
-        found.setdefault(each.path, []).append(each)
+        kind = each.name if each.name in _NUMBERED else ""
+        found.setdefault((each.path, kind), []).append(each)
     return found

@@ -18,6 +18,7 @@ from slapo.errors import SlapoError
 from slapo.history import describe
 from slapo.schedule import create_schedule
 from slapo.weights.meta import init_empty_weights
+from slapo.weights.slots import slots
 
 ScheduleFn = Callable[..., Any]
 
@@ -108,12 +109,17 @@ def check_at(
         raise ValueError(f"{ranks} ranks share nothing out; check for 2 or more")
     for count in dict.fromkeys((ranks, 2)):
         with fake_world(count):
-            yield _check_once(make, count, sequence_parallel, loss_fn)
+            checked, is_uneven = _check_once(make, count, sequence_parallel, loss_fn)
+        if is_uneven:  # the last has the least, and others have more
+            with fake_world(count, count - 2):
+                _check_once(make, count, sequence_parallel, loss_fn)
+        yield checked
 
 
 def _check_once(
     make: Callable[[], Any], ranks: int, sequence_parallel: bool, loss_fn: Any
-) -> Checked:
+) -> tuple[Checked, bool]:
+    """What was checked, and whether ranks have shares of several sizes."""
     with init_empty_weights():
         made = read_made(make())
     sch = create_schedule(made.model)
@@ -127,7 +133,8 @@ def _check_once(
     begun = time.monotonic()
     check(sch, inputs, loss_fn)
     name = type(made.model).__name__
-    return Checked(name, ranks, len(sch.history), time.monotonic() - begun)
+    checked = Checked(name, ranks, len(sch.history), time.monotonic() - begun)
+    return checked, any(slot.spec is not None and slot.spec.is_uneven for slot in slots(sch.mod))
 
 
 def read_made(made: Any) -> Made:
@@ -168,8 +175,8 @@ def token_inputs(model: nn.Module, ranks: int) -> Mapping[str, Tensor]:
 
 
 @contextmanager
-def fake_world(ranks: int) -> Iterator[None]:
-    """A default group of ranks that do not exist, of which this process is the last.
+def fake_world(ranks: int, rank: int | None = None) -> Iterator[None]:
+    """A default group of ranks that do not exist, of which this process is the last, or another.
 
     Not the first, for which a wrong offset is often right.
 
@@ -186,7 +193,8 @@ def fake_world(ranks: int) -> Iterator[None]:
             "this process has a process group already; call slapo.check(sch, example_inputs), "
             "which works in any, or this in a process of its own"
         )
-    dist.init_process_group("fake", store=FakeStore(), rank=ranks - 1, world_size=ranks)
+    rank = ranks - 1 if rank is None else rank
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import slapo
 from slapo.check import PlacementError, check, rules
 from slapo.check.place import PARTIAL_SUM, sliced
+from slapo.check.world import check_at
 from slapo.sharding import reduce_from_group
 from slapo.sharding.state import shards_of
 from tests.check.verdicts import fake_world
@@ -429,3 +430,198 @@ def test_a_rule_is_asked_where_only_what_was_kept_is_sliced(ranks: int) -> None:
     finally:
         rules._FUNCTIONS.clear()
         rules._FUNCTIONS.update(before)
+
+
+# --- what only looks right -----------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("groups", "blocks", "is_right"), [(4, 2, 1), (8, 2, 1), (2, 2, 0), (4, 4, 0)]
+)
+def test_groups_stay_whole(groups: int, blocks: int, is_right: bool) -> None:
+    class Convolved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.Conv1d(3, 8, 1), nn.Conv1d(8, 5, 1)
+            self.conv = nn.Conv1d(8, 8, 3, padding=1, groups=groups)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc2(self.conv(self.fc1(x)))
+
+    with fake_world():
+        sch = slapo.create_schedule(Convolved())
+        for name in ("fc1", "conv"):
+            sch[name].shard("weight", 0, blocks=blocks).shard("bias", 0, blocks=blocks)
+        sch["fc1"].sync("bwd_post", "all_reduce")
+        sch["fc2"].shard("weight", 1, blocks=blocks).sync("fwd_post", "all_reduce")
+        if is_right:
+            check(sch, torch.randn(3, 3, 7))
+        else:
+            assert refused(sch, torch.randn(3, 3, 7)).path == "conv"
+
+
+def written_by_index(h: Tensor) -> Tensor:
+    h = h.clone()
+    h[..., torch.tensor([0, 1])] = torch.zeros(*h.shape[:2], 2)
+    return h
+
+
+LOOK_RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
+    "scatter of a number": lambda h: h.scatter(-1, torch.zeros(3, 7, 1, dtype=torch.long), 0.0),
+    "scatter": lambda h: h.scatter(-1, torch.ones(3, 7, 1, dtype=torch.long), torch.zeros(3, 7, 1)),
+    "index_add": lambda h: h.index_add(-1, torch.tensor([1, 2]), torch.ones(3, 7, 2)),
+    "index_put": written_by_index,
+    "index_fill": lambda h: h.index_fill(-1, torch.tensor([1]), 0.0),
+    "a number by the slice": lambda h: h * h.shape[-1] ** -0.5,
+    "one coin for a sample, expanded": lambda h: h * _coins().expand_as(h),
+    "one coin for a sample, repeated": lambda h: h * _coins().repeat(1, 1, h.shape[-1]),
+    "one coin for a sample, chosen by": lambda h: torch.where(_coins().expand_as(h) > 0, h, 0.0),
+}
+
+
+def _coins() -> Tensor:
+    with slapo.get_rng_tracker().fork():
+        return (torch.rand(3, 1, 1) > 0.5).float()
+
+
+@pytest.mark.parametrize("name", LOOK_RIGHT)
+def test_what_only_looks_right(ranks: int, name: str) -> None:
+    refused(split(Base(LOOK_RIGHT[name])))
+
+
+def test_a_gather_that_is_shorter_than_the_slice(ranks: int) -> None:
+    class Short(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count, self.fc2 = 12, nn.Linear(12, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.fc1(self.emb(x))
+            return self.fc2(h.gather(1, torch.zeros(3, 7, self.count, dtype=torch.long)))
+
+    sch = split(Short())
+    sch.set("count", whole=12)
+    refused(sch)
+
+
+def test_fixed_bounds_in_a_packed_tensor(ranks: int) -> None:
+    class Cut(Base):
+        def __init__(self) -> None:
+            super().__init__(width=16)
+            self.fc2 = nn.Linear(8, WIDTH)
+            self.start, self.stop = 8, 16
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc2(self.fc1(self.emb(x))[..., self.start : self.stop])
+
+    sch = split(Cut(), blocks=2)
+    sch.set("start", whole=8).set("stop", whole=16)
+    check(sch, X)
+    if ranks == 2:
+        model = Cut()
+        model.start, model.stop = 4, 12
+        assert "in one process" in str(refused(split(model, blocks=2)))
+
+
+ROUNDED: list[Callable[[Tensor], Tensor]] = [
+    lambda y: torch.div(y, 0.3, rounding_mode="floor"),
+    lambda y: y.int().float(),
+    lambda y: y.bool().float(),
+]
+
+
+@pytest.mark.parametrize("number", range(len(ROUNDED)))
+def test_a_partial_sum_is_not_rounded(ranks: int, number: int) -> None:
+    class Rounded(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return ROUNDED[number](super().forward(x))
+
+    sch = split(Rounded(), reduces=False)
+    sch.sync("fwd_post", "all_reduce")
+    assert "rounds" in str(refused(sch))
+
+
+def test_an_embedding_that_scales_by_its_own_width(ranks: int) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.out = nn.Embedding(9, 8), nn.Linear(8, 5)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.out(self.table(tokens) * self.table.embedding_dim**0.5)
+
+    sch = slapo.create_schedule(Scaled())
+    keep = {"tensor_parallel_output_grad": False}
+    sch["table"].shard("weight", 1).sync("fwd_post", "all_gather", axis=-1, **keep)
+    assert "mul works on" in str(refused(sch, torch.randint(0, 9, (3, 7))))
+
+
+RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
+    "coins by full": lambda h: h * _bernoulli(torch.full(h.shape, 0.5)),
+    "prelu": lambda h: F.prelu(h, torch.tensor([0.3])),
+    "cummax": lambda h: h.cummax(1).values,
+    "std_mean": lambda h: h * torch.std_mean(h, 1, keepdim=True)[0],
+    "index_fill": lambda h: h.index_fill(1, torch.tensor([1]), 0.0),
+}
+
+
+def _bernoulli(odds: Tensor) -> Tensor:
+    with slapo.get_rng_tracker().fork():
+        return torch.bernoulli(odds)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right(ranks: int, name: str) -> None:
+    check(split(Base(RIGHT[name])), X)
+
+
+def test_halves_of_a_packed_tensor(ranks: int) -> None:
+    for blocks in (2, 1):
+        sch = split(Base(lambda h: F.glu(h, -1), width=2 * INNER), blocks=blocks)
+        if blocks == 2:
+            check(sch, X)
+        else:
+            assert "halves dimension 2" in str(refused(sch))
+
+
+def test_a_table_of_ones_own_read_by_sliced_tokens(ranks: int) -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.begin, self.index = nn.Identity(), nn.Identity()
+            self.table = nn.Parameter(torch.randn(12, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            positions = self.index(torch.arange(x.shape[1]).expand(x.shape[:2]))
+            return self.begin(x) + self.table[positions]
+
+    for tagged in (True, False):
+        sch = slapo.create_schedule(Positions())
+        for name in ("begin", "index"):
+            sch[name].sync("fwd_post", "scatter", axis=1)
+        sch.sync("fwd_post", "all_gather", axis=1, tensor_parallel_output_grad=False)
+        if tagged:
+            sch.annotate("table", "partial_grad", True)
+            check(sch, torch.randn(3, 12, WIDTH))
+        else:
+            assert "partial_grad" in str(refused(sch, torch.randn(3, 12, WIDTH)))
+
+
+def test_uneven_shares_are_checked_where_they_are_larger_too() -> None:
+    """The last of three ranks has two of eight features, which pair up; the others have three."""
+
+    def make() -> Any:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Identity(), nn.Linear(8, 8))
+
+        def schedule(sch: slapo.Schedule) -> None:
+            sch["0"].shard("weight", 0, uneven=True).shard("bias", 0, uneven=True)
+            sch["0"].sync("bwd_post", "all_reduce")
+            sch["1"].sync("fwd_post", _softmax_of_pairs)
+            sch["2"].shard("weight", 1, uneven=True).sync("fwd_post", "all_reduce")
+
+        return model, schedule, torch.randn(3, 5, 8)
+
+    with pytest.raises(slapo.SlapoError, match=r"unflatten|view"):
+        list(check_at(make, 3))
+
+
+def _softmax_of_pairs(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return out.unflatten(-1, (-1, 2)).softmax(-1).flatten(-2)
