@@ -352,15 +352,30 @@ class PlaceMode(TorchDispatchMode):
             return
         self._places_of_views[self.paths.number()] = call.places[0]
         shapes = self._views.get(path)
-        if shapes:  # a module that runs again does the same again
-            call.shape_in_one_process = shapes[self._viewed[path] % len(shapes)]
-            self._viewed[path] += 1
+        if shapes:
+            self._find_in_one_process(call, path, shapes)
+
+    def _find_in_one_process(self, call: Call, path: str, shapes: list[tuple[int, ...]]) -> None:
+        """The next view there that this one can be; a module that runs again does so again.
+
+        Some may be left out here, as where a head is not repeated, of which each rank has its own.
+        """
+        own, begun = tuple(call.outs[0].shape), self._viewed[path]
+        for step in range(len(shapes)):
+            whole = shapes[(begun + step) % len(shapes)]
+            if len(whole) == len(own):
+                apart = [(w, o) for w, o in zip(whole, own, strict=True) if w != o]
+                if len(apart) <= 1 and all(w > o for w, o in apart):
+                    call.shape_in_one_process = whole
+                    self._viewed[path] = begun + step + 1
+                    return
 
     def _whole_shape(self, tensor: Tensor) -> tuple[int, ...]:
         place = place_of(tensor)
         if place.is_slice:
             sizes = list(tensor.shape)
-            if place.copies > 1 and sizes[place.dim] == 1:  # one for each, or repeated
+            heads = set(place.blocks_in(sizes[place.dim]))
+            if place.copies > 1 and heads == {1}:  # one for each rank, or repeated
                 sizes[place.dim] = ANY
                 return tuple(sizes)
             sizes[place.dim] = place.whole_size(sizes[place.dim], self.ranks)

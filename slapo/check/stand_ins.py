@@ -124,7 +124,7 @@ def standing_in(
 
 def _place(slot: Slot) -> Place:
     spec = slot.spec
-    if spec is None or spec.parts == 1:
+    if spec is None or spec.world_size == 1:
         return WHOLE
     blocks = spec.local_blocks()
     uneven = share_of_whole(blocks[0], spec.blocks[0], spec.parts)

@@ -152,6 +152,9 @@ class ShardPlan:
         """Slice the tensor and let the module follow."""
         module, name, spec = self.module, self.name, self.spec
         state = make_sharding(module, self.group)
+        if spec.parts == 1 < spec.world_size:  # each rank uses all of it, for heads of its own
+            state.tag(module, name, PARTIAL_GRAD[0], True)
+            return
         slice_tensor(module, name, spec)
         state.specs[name] = spec
         state.attach(module, name)
