@@ -13,6 +13,12 @@ from torch.nn import functional
 
 from slapo.errors import SlapoError
 
+if dist.is_available():
+    # Its functions have the world's group as a default, which they keep for good if there is one
+    # when they are imported, as dynamo and dispatch modes do: a group that outlives
+    # destroy_process_group is what aborts a process at its end.
+    import torch.distributed.nn.functional
+
 _LAYOUTS = ("RR", "RS", "SR")
 
 #: Ranks -> the group that was used for them last in this process, while it is there.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import weakref
 from collections import UserDict
 from collections.abc import Callable
@@ -403,6 +405,22 @@ def copies_after_a_functional_call(rank: int, world: int) -> None:
 
 def test_a_copy_after_a_functional_call() -> None:
     run_distributed(copies_after_a_functional_call, 2)
+
+
+def test_a_group_ends_where_torch_has_imported_more_meanwhile() -> None:
+    """As a dispatch mode does at its first operation; in a process of its own."""
+    program = """
+import weakref, torch, torch.distributed as dist, slapo
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+group = weakref.ref(dist.group.WORLD)
+sch = slapo.create_schedule(torch.nn.Linear(4, 4))
+slapo.check(sch, torch.ones(2, 4))
+dist.destroy_process_group()
+assert group() is None
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_a_group_ends_when_it_is_destroyed() -> None:
