@@ -14,7 +14,7 @@ from slapo.framework_dialect.buckets import is_sharded
 from slapo.framework_dialect.gradients import (
     clip_factor,
     global_norm,
-    is_tensor_parallel,
+    is_counted_slice,
     scale_gradients,
 )
 from slapo.sharding.state import sharding_of
@@ -78,13 +78,19 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def _slices_of(model: nn.Module) -> set[int]:
-    """Ids of the parameters of which each rank of the schedule has another slice.
+    """Ids of the parameters whose slices count here: of equal ones, the first.
 
     By their names in their modules: FSDP2 has put others in their place.
     """
     owners = [(part, sharding_of(part)) for part in map(innermost, model.modules())]
-    found = [part._parameters.get(n) for part, state in owners if state for n in state.specs]
-    return {id(p) for p in (*found, *filter(is_tensor_parallel, model.parameters()))}
+    found = [
+        part._parameters.get(name)
+        for part, state in owners
+        if state
+        for name, spec in state.specs.items()
+        if spec.copy == 0
+    ]
+    return {id(p) for p in (*found, *filter(is_counted_slice, model.parameters()))}
 
 
 def _shard_group(parameters: Iterable[nn.Parameter]) -> dist.ProcessGroup | None:

@@ -39,10 +39,11 @@ from slapo.check.place import (
 )
 from slapo.check.pointwise import is_constant, is_pointwise, of_wholes, others_whole, pointwise
 from slapo.check.raw import RAW, group_in, raw_collective
+from slapo.check.shared import followed, is_shared
 from slapo.check.sizes import ANY, Sized, Views, is_sized, sized
 from slapo.random import get_rng_tracker
 from slapo.sharding.groups import group_rank, group_size, share_of
-from slapo.sharding.steps import Step
+from slapo.sharding.steps import SUM_SHARED, Step
 
 #: Operations that draw random numbers.
 _DRAWS = {"native_dropout", "bernoulli", "rand", "randn", "randint", "uniform", "normal"}
@@ -230,11 +231,13 @@ class PlaceMode(TorchDispatchMode):
         place, axis = place_of(tensor), arguments.get(step.takes_along)
         total = arguments.get("total")
         # The rows of masked tokens are given, and no group.
-        why = "" if step.gives == MASKED else self._other_ranks(group)
+        other = step.gives == MASKED or step == SUM_SHARED
+        why = "" if other else self._other_ranks(group)
         why = why or self._wrong_for(step, place, axis, tensor, total)
         if why:
             raise self.stop(step.name, [tensor], [place], why, step)
         given = self._given_by(step, tensor, arguments)
+        given = replace(place, is_part=False) if step == SUM_SHARED else given
         with self.unseen():
             if step.communicates:
                 result = self._alone(step, tensor, arguments)
@@ -255,6 +258,10 @@ class PlaceMode(TorchDispatchMode):
     def _wrong_for(
         self, step: Step, place: Place, axis: int | None, tensor: Tensor, total: int | None
     ) -> str:
+        if step == SUM_SHARED:
+            return "" if place.is_part else f"{step.name} takes a part of what ranks share: {place}"
+        if place.is_slice and place.copies > 1:
+            return f"{step.name} of what several ranks hold: this is {place}"
         if place.kind != step.takes and not (step.takes == "partial" and place.is_zero):
             wanted = {"partial": "a partial sum", "shard": "slices", "replicate": "what is whole"}
             return f"{step.name} takes {wanted[step.takes]}, and this is {place}"
@@ -347,14 +354,32 @@ class PlaceMode(TorchDispatchMode):
             return
         self._places_of_views[self.paths.number()] = call.places[0]
         shapes = self._views.get(path)
-        if shapes:  # a module that runs again does the same again
-            call.shape_in_one_process = shapes[self._viewed[path] % len(shapes)]
-            self._viewed[path] += 1
+        if shapes:
+            self._find_in_one_process(call, path, shapes)
+
+    def _find_in_one_process(self, call: Call, path: str, shapes: list[tuple[int, ...]]) -> None:
+        """The next view there that this one can be; a module that runs again does so again.
+
+        Some may be left out here, as where a head is not repeated, of which each rank has its own.
+        """
+        own, begun = tuple(call.outs[0].shape), self._viewed[path]
+        for step in range(len(shapes)):
+            whole = shapes[(begun + step) % len(shapes)]
+            if len(whole) == len(own):
+                apart = [(w, o) for w, o in zip(whole, own, strict=True) if w != o]
+                if len(apart) <= 1 and all(w > o for w, o in apart):
+                    call.shape_in_one_process = whole
+                    self._viewed[path] = begun + step + 1
+                    return
 
     def _whole_shape(self, tensor: Tensor) -> tuple[int, ...]:
         place = place_of(tensor)
         if place.is_slice:
             sizes = list(tensor.shape)
+            heads = set(place.blocks_in(sizes[place.dim]))
+            if place.copies > 1 and heads == {1}:  # one for each rank, or repeated
+                sizes[place.dim] = ANY
+                return tuple(sizes)
             sizes[place.dim] = place.whole_size(sizes[place.dim], self.ranks)
             return tuple(sizes)
         constant = {*place.uniform, *(d for d, n in enumerate(tensor.shape) if n == 1)}
@@ -389,6 +414,8 @@ def _places_of(call: Call) -> list[Place]:
         return of_wholes(call)
     if _is_linear(call):
         return [call.places[0]] * len(call.outs)
+    if is_shared(call):
+        return followed(call, _rule(call))
     found = _rule(call)(call)
     return [found] * len(call.outs) if isinstance(found, Place) else list(found)
 

@@ -74,8 +74,11 @@ def fitting(
 def _is_longer(call: Call, place: Place, dim: int) -> bool:
     """Whether this dimension alone of the result is that of all ranks in one process."""
     shape = list(call.outs[0].shape)
-    shape[dim] = place.whole_size(shape[dim], call.ranks)
-    return call.shape_in_one_process == tuple(shape)
+    own = shape[dim]
+    # A head that ranks share may be repeated there, for each of them.
+    sizes = {place.whole_size(own, call.ranks), own * call.ranks if place.copies > 1 else 0}
+    wholes = [(*shape[:dim], size, *shape[dim + 1 :]) for size in sizes]
+    return call.shape_in_one_process in wholes
 
 
 def _is_like_forward(call: Call, dim: int, blocks: list[int]) -> bool:

@@ -62,6 +62,12 @@ class Place:
         Of a whole tensor: the dimensions along which it is constant, so that any slice is alike.
     is_zero
         Whether all of a whole tensor is zero, or nothing yet: then it may count as a summand too.
+    copies
+        Of a slice: how many ranks hold it.
+    is_part
+        Whether those have summands of it.
+    within
+        Or else the dimension of which each of them has a part, or that is alike along it.
     birth
         For messages.
     blank_of
@@ -75,6 +81,9 @@ class Place:
     rows: tuple[int, int] = (0, 0)
     uniform: frozenset[int] = frozenset()
     is_zero: bool = False
+    copies: int = 1
+    is_part: bool = False
+    within: int = -1
     birth: Birth | None = None
     blank_of: Birth | None = None
 
@@ -103,7 +112,9 @@ class Place:
 
     def is_cut_as(self, other: Place) -> bool:
         """Whether two slices, perhaps along other dimensions, are cut alike."""
-        return (self.blocks, self.share) == (other.blocks, other.share)
+        mine = (self.blocks, self.share, self.copies, self.is_part, self.within)
+        theirs = (other.blocks, other.share, other.copies, other.is_part, other.within)
+        return mine == theirs
 
     def whole_size(self, size: int, ranks: int) -> int:
         """Of all ranks together, of which this one has `size` along the dimension of the slice."""
@@ -117,7 +128,7 @@ class Place:
 
     def anew(self, dim: int) -> Place:
         """A slice of something else, cut as this one."""
-        return Place(SHARD, dim, self.blocks, self.share)
+        return Place(SHARD, dim, self.blocks, self.share, copies=self.copies)
 
     def blocks_in(self, size: int) -> tuple[int, ...]:
         """Sizes of the blocks of a slice, of which this rank has `size` in all."""
@@ -134,7 +145,10 @@ class Place:
                 SHARD: f"sliced along dimension {self.dim}",
             }[self.kind]
             text += f" in {len(self.blocks)} blocks" if self.blocks else ""
-            text += f" in uneven parts, here {self.share}" if self.share is not None else ""
+            if self.copies > 1:
+                text += f", held by {self.copies} ranks" + (", in parts" if self.is_part else "")
+            elif self.share is not None:
+                text += f" in uneven parts, here {self.share}"
         return text + (f" (since {self.birth})" if self.birth is not None else "")
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import torch
 from torch import Tensor
 
 from slapo.check.call import Call, rule_for
-from slapo.check.moves import REORDERS
+from slapo.check.moves import REORDERS, VIEWS
 from slapo.check.place import (
     MASKED,
     MASKED_ELSEWHERE,
@@ -107,6 +108,8 @@ def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
     pairs = zip(call.tensors, call.places, strict=True)
     if call.name in _MOVES and all(is_constant(tensor, place) for tensor, place in pairs):
         return frozenset(range(out.ndim))
+    if call.name in VIEWS:
+        return _kept_by_view(call)
     if call.name in REORDERS:
         moved = REORDERS[call.name]
         return frozenset(moved(dim, call, out.ndim) for dim in call.places[0].uniform)
@@ -132,6 +135,13 @@ def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
         if alike and size > 1:
             found.add(dim)
     return frozenset(found)
+
+
+def _kept_by_view(call: Call) -> frozenset[int]:
+    """Of the dimensions along which it is constant, those that are still there."""
+    old, new = call.tensors[0].shape, call.outs[0].shape
+    kept = {(old[dim], prod(old[dim + 1 :])) for dim in call.places[0].uniform}
+    return frozenset(d for d, size in enumerate(new) if (size, prod(new[d + 1 :])) in kept)
 
 
 def _left_by_sum(call: Call) -> frozenset[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -126,9 +127,10 @@ def _place(slot: Slot) -> Place:
     if spec is None or spec.world_size == 1:
         return WHOLE
     blocks = spec.local_blocks()
-    share = share_of_whole(blocks[0], spec.blocks[0], spec.world_size)
+    uneven = share_of_whole(blocks[0], spec.blocks[0], spec.parts)
+    share = uneven if spec.copies == 1 else Fraction(1, spec.parts)
     birth = Birth("shard", slot.name.rpartition(".")[0])
-    return replace(sliced(spec.axis, blocks, share), birth=birth)
+    return replace(sliced(spec.axis, blocks, share), birth=birth, copies=spec.copies)
 
 
 def built_in(model: nn.Module, numbers: Numbers) -> set[str]:

@@ -29,6 +29,7 @@ from slapo.framework_dialect.buckets import (
     sum_of_squares,
 )
 from slapo.mesh import device_of_world
+from slapo.sharding.tags import SHARERS
 
 # As DDP has it: large enough for full bandwidth, small enough to overlap copies with traffic.
 BUCKET_BYTES = 25 * 2**20
@@ -117,6 +118,12 @@ def is_tensor_parallel(param: Tensor) -> bool:
     return getattr(param, "orig_shape", None) is not None
 
 
+def is_counted_slice(param: Tensor) -> bool:
+    """Whether it is a slice that counts on this rank: of those that hold the same, on the first."""
+    sharers = getattr(param, SHARERS, None)
+    return is_tensor_parallel(param) and (sharers is None or _is_first(sharers.group))
+
+
 @torch.no_grad()
 def global_norm(
     params: Iterable[Parameter],
@@ -125,7 +132,7 @@ def global_norm(
     pp_group: dist.ProcessGroup | None = None,
     shard_group: dist.ProcessGroup | None = None,
     counted: Callable[[Parameter], bool] = lambda param: True,
-    tensor_parallel: Callable[[Parameter], bool] = is_tensor_parallel,
+    tensor_parallel: Callable[[Parameter], bool] = is_counted_slice,
 ) -> Tensor:
     """2-norm of the gradient of the whole model, as one process would see it.
 
@@ -142,7 +149,8 @@ def global_norm(
     counted
         Whether a parameter counts on this rank: False for all copies of a tied one but the first.
     tensor_parallel
-        Whether a parameter is a slice; by default, whether it has ``orig_shape``.
+        Whether a parameter is a slice that counts here; by default, whether it has ``orig_shape``,
+        and is the first of those that are the same.
 
     Returns
     -------

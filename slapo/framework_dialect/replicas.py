@@ -14,6 +14,7 @@ from slapo.errors import SlapoError
 from slapo.framework_dialect.gradients import is_tensor_parallel
 from slapo.framework_dialect.runtime import Lowering
 from slapo.framework_dialect.ties import SharedParameter, shared_parameters
+from slapo.sharding.tags import SHARERS
 
 
 @torch.no_grad()
@@ -56,6 +57,7 @@ def share_values(
     ties = [(one.copies[0], one.group) for one in shared]
     work: list[tuple[str, Sequence[tuple[str, Tensor]], dist.ProcessGroup | None]] = [
         ("tensor-parallel ranks", whole, groups["tp"]),
+        *_held_twice(named),
         # Before the replicas, which then take tied values from ranks that have them.
         *(("stages", [(names[id(tensor)], tensor)], group) for tensor, group in ties),
         ("data-parallel ranks", named, groups["dp"]),
@@ -77,9 +79,25 @@ def share_wholes(module: nn.Module, group: dist.ProcessGroup | None, sync: bool 
     SlapoError
         On every rank of the group, naming the first tensor that differs.
     """
-    whole = [(n, t) for n, t in _tensors(module) if not (is_tensor_parallel(t) or t.is_meta)]
-    differs = _share(whole, group, sync)
-    _refuse(None if differs is None else (differs, "tensor-parallel ranks"))
+    named = list(_tensors(module))
+    whole = [(n, t) for n, t in named if not (is_tensor_parallel(t) or t.is_meta)]
+    for who, tensors, ranks in (("tensor-parallel ranks", whole, group), *_held_twice(named)):
+        differs = _share(tensors, ranks, sync)
+        _refuse(None if differs is None else (differs, who))
+
+
+def _held_twice(
+    named: Sequence[tuple[str, Tensor]],
+) -> list[tuple[str, Sequence[tuple[str, Tensor]], dist.ProcessGroup | None]]:
+    """Slices that several ranks hold, with these."""
+    found: dict[tuple[int, ...], tuple[list[tuple[str, Tensor]], dist.ProcessGroup | None]] = {}
+    for name, tensor in named:
+        sharers = getattr(tensor, SHARERS, None)
+        if sharers is not None and not tensor.is_meta:
+            found.setdefault(sharers.ranks, ([], sharers.group))[0].append((name, tensor))
+    return [
+        ("tensor-parallel ranks of one part", tensors, group) for tensors, group in found.values()
+    ]
 
 
 def _share(

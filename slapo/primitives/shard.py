@@ -43,6 +43,10 @@ class ShardPrimitive(Primitive):
     uneven
         Whether the ranks' shares may be of several sizes, where the group's does not divide the
         axis: those that ``torch.chunk`` cuts, 25, 25, 25 and 22 of a vocabulary of 97.
+    parts
+        The most parts that the axis may be cut into, such as the number of key and value heads:
+        with more ranks than these, neighbours hold the same part, and its gradient is summed over
+        them.
 
     Raises
     ------
@@ -77,6 +81,7 @@ class ShardPrimitive(Primitive):
         axis: int,
         blocks: int | Sequence[int] = 1,
         uneven: bool = False,
+        parts: int | None = None,
     ) -> Node:
         """Check everything, then slice the tensor here and where it is tied."""
         if not isinstance(tensor_name, str):
@@ -93,7 +98,9 @@ class ShardPrimitive(Primitive):
         module = innermost(sch.mod)
         if type(uneven) is not bool:
             raise TypeError(f"uneven must be True or False, got {uneven!r}; pass one of them")
-        cut = Cut(axis, blocks, uneven)
+        if parts is not None and (type(parts) is not int or parts < 1):
+            raise TypeError(f"parts must be a number of parts, got {parts!r}; pass that of heads")
+        cut = Cut(axis, blocks, uneven, parts)
         if _confirms_tie(sch, module, tensor_name, cut):
             return sch
         _check_buffer(sch, module, tensor_name)

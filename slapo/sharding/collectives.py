@@ -38,6 +38,8 @@ from slapo.sharding.steps import (
     COPY,
     REDUCE_SCATTER,
     SCATTER,
+    SUM_SHARED,
+    Step,
     carry_out,
 )
 
@@ -75,7 +77,14 @@ def reduce_from_group(tensor: Tensor, group: dist.ProcessGroup | None = None) ->
     """
     if group_size(group) == 1:
         return tensor
-    return _apply(_ReduceFromGroup, tensor, group)
+    return _apply(_ReduceFromGroup, tensor, group, ALL_REDUCE)
+
+
+def sum_shared(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """`reduce_from_group` of the gradient of a slice, over the ranks that hold that slice."""
+    if group_size(group) == 1:
+        return tensor
+    return _apply(_ReduceFromGroup, tensor, group, SUM_SHARED)
 
 
 def copy_to_group(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -412,13 +421,13 @@ def _exchange(
 # --- how autograd goes through them -------------------------------------------------------------
 class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, step: Step) -> Tensor:
         ctx.held = _held(group)
-        return carry_out(ALL_REDUCE, _all_reduce, tensor, group)
+        return carry_out(step, _all_reduce, tensor, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return copy_to_group(grad, _group(ctx.held)), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return copy_to_group(grad, _group(ctx.held)), None, None
 
 
 class _CopyToGroup(torch.autograd.Function):

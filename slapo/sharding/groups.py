@@ -251,6 +251,23 @@ def lengthened(tensor: Tensor, axis: int, size: int) -> Tensor:
     return functional.pad(tensor, [*behind, 0, missing]) if missing else tensor
 
 
+def neighbours(group: dist.ProcessGroup, count: int) -> dist.ProcessGroup:
+    """This rank's group among those of ``count`` ranks of ``group``, one behind the other.
+
+    Made by the ranks of each by themselves, and once.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    first = group_rank(group) // count * count
+    mine = tuple(ranks[first : first + count])
+    if mine == tuple(ranks):
+        return group
+    found = _groups.get(mine)
+    if found is None:
+        found = dist.new_group(list(mine), use_local_synchronization=True)
+        _groups[mine] = found
+    return found
+
+
 def parse_reshard(spec: str) -> tuple[str, str]:
     """Split a resharding such as ``"RS->SR"`` in the layouts before and after.
 

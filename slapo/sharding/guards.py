@@ -18,7 +18,7 @@ from slapo.errors import SlapoError
 from slapo.hooks import remove_pre_hooks
 from slapo.sharding.groups import GroupHandle
 from slapo.sharding.state import sharding_of
-from slapo.sharding.tags import PARTIAL_GRAD, has_partial_grad
+from slapo.sharding.tags import PARTIAL_GRAD, is_summed
 from slapo.wrapper import innermost
 
 #: On torch's function for clipping, once it is guarded.
@@ -190,18 +190,28 @@ def _refuse_lost_sums(module: Any) -> None:
     places: list[tuple[nn.Module, str]] = []
     if isinstance(module, FullyShardedDataParallel):
         states = [(part, sharding_of(part)) for part in map(innermost, module.modules())]
-        places = [(part, name) for part, state in states if state for name in state.tags]
+        places = [
+            (part, name)
+            for part, state in states
+            if state
+            for name in {**state.tags, **state.specs}
+        ]
     elif isinstance(module, FSDPModule):
         groups = module._get_fsdp_state()._fsdp_param_groups
         found = [p for each in groups for p in each.fsdp_params]
-        infos = [p._module_info for p in found if not has_partial_grad(p.sharded_param)]
+        infos = [p._module_info for p in found if not is_summed(p.sharded_param)]
         places = [(innermost(info.module), info.param_name) for info in infos]
     for owner, name in places:
         state = sharding_of(owner)
-        if state is not None and any(state.tags.get(name, {}).get(key) for key in PARTIAL_GRAD):
+        if state is None:
+            continue
+        spec = state.specs.get(name)
+        held_twice = spec is not None and spec.copies > 1
+        if held_twice or any(state.tags.get(name, {}).get(key) for key in PARTIAL_GRAD):
+            why = "of which ranks hold the same part" if held_twice else "annotated as partial_grad"
             raise SlapoError(
                 f"FSDP has made new parameters, and the gradient of {type(owner).__name__}'s "
-                f"{name!r}, annotated as partial_grad, would not be summed over the ranks of the "
-                "schedule; let slapo.build(sch, target='torch', mesh=mesh, data_parallel='fsdp') "
-                "shard it, which sums them"
+                f"{name!r}, {why}, would not be summed over the ranks of the schedule; let "
+                "slapo.build(sch, target='torch', mesh=mesh, data_parallel='fsdp') shard it, which "
+                "sums them"
             )

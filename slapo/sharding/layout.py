@@ -21,16 +21,20 @@ class Placement:
         key and value.
     total
         The whole's size along that axis where the ranks' parts are uneven; else None.
+    copies
+        How many ranks hold each part.
     """
 
     kind: str
     axis: int | None = None
     blocks: int = 1
     total: int | None = None
+    copies: int = 1
 
     def __str__(self) -> str:
         packed = f" in {self.blocks} blocks" if self.blocks > 1 else ""
         packed += f" in uneven parts of {self.total}" if self.total is not None else ""
+        packed += f", each part on {self.copies} ranks" if self.copies > 1 else ""
         return {
             "replicate": "whole on every rank",
             "partial": "a partial sum",

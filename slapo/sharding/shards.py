@@ -152,6 +152,9 @@ class ShardPlan:
         """Slice the tensor and let the module follow."""
         module, name, spec = self.module, self.name, self.spec
         state = make_sharding(module, self.group)
+        if spec.parts == 1 < spec.world_size:  # each rank uses all of it, for heads of its own
+            state.tag(module, name, PARTIAL_GRAD[0], True)
+            return
         slice_tensor(module, name, spec)
         state.specs[name] = spec
         state.attach(module, name)
@@ -178,12 +181,12 @@ class ShardPlan:
 
 
 def _as_cut(effect: Effect, spec: ShardSpec) -> Effect:
-    """The effect of a shard in blocks, or of uneven ones, which no plain gather puts together."""
+    """The effect of slices that no plain gather puts together: in blocks, uneven, held twice."""
     output = effect.layout.output
     if output is None or output.kind != "shard":
         return effect
     total = sum(spec.blocks) if spec.is_uneven else None
-    cut = replace(output, blocks=len(spec.blocks), total=total)
+    cut = replace(output, blocks=len(spec.blocks), total=total, copies=spec.copies)
     return replace(effect, layout=replace(effect.layout, output=cut))
 
 

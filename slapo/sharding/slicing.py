@@ -28,6 +28,9 @@ class ShardSpec:
         number of ranks does not divide them, each is cut as ``torch.chunk`` does.
     rank, world_size
         This rank's place in the group.
+    copies
+        How many ranks, one behind the other, hold each part: more than one where there are fewer
+        parts than ranks, as of key and value heads.
     """
 
     axis: int
@@ -35,11 +38,25 @@ class ShardSpec:
     blocks: tuple[int, ...]
     rank: int
     world_size: int
+    copies: int = 1
+
+    @property
+    def parts(self) -> int:
+        """How many parts there are."""
+        return self.world_size // self.copies
+
+    @property
+    def copy(self) -> int:
+        """Which of the ranks that hold its part this one is."""
+        return self.rank % self.copies
+
+    def _share(self, size: int, rank: int) -> tuple[int, int]:
+        return share_of(size, rank // self.copies, self.parts)
 
     def slice(self, full: Tensor) -> Tensor:
         """This rank's part of the full tensor, as a tensor of its own."""
         parts = [
-            block.narrow(self.axis, *share_of(size, self.rank, self.world_size))
+            block.narrow(self.axis, *self._share(size, self.rank))
             for block, size in zip(
                 full.split(list(self.blocks), self.axis), self.blocks, strict=True
             )
@@ -54,7 +71,7 @@ class ShardSpec:
         parts = [torch.empty_like(local) for _ in range(self.world_size)]
         dist.all_gather(parts, local.contiguous(), group=group)
         split = []
-        for rank, part in enumerate(parts):
+        for rank, part in list(enumerate(parts))[:: self.copies]:
             sizes = self.local_blocks(rank)
             split.append(part.narrow(self.axis, 0, sum(sizes)).split(sizes, self.axis))
         return torch.cat([rank[k] for k in range(len(self.blocks)) for rank in split], self.axis)
@@ -62,17 +79,17 @@ class ShardSpec:
     def local_blocks(self, rank: int | None = None) -> list[int]:
         """Sizes of what this rank, or another, has of each block."""
         rank = self.rank if rank is None else rank
-        return [share_of(size, rank, self.world_size)[1] for size in self.blocks]
+        return [self._share(size, rank)[1] for size in self.blocks]
 
     @property
     def start(self) -> int:
         """Where this rank's part of the first block begins."""
-        return share_of(self.blocks[0], self.rank, self.world_size)[0]
+        return self._share(self.blocks[0], self.rank)[0]
 
     @property
     def is_uneven(self) -> bool:
         """Whether ranks have parts of several sizes."""
-        return any(size % self.world_size for size in self.blocks)
+        return any(size % self.parts for size in self.blocks)
 
     @property
     def local_shape(self) -> torch.Size:
@@ -89,6 +106,7 @@ class Cut:
     axis: int
     blocks: int | Sequence[int] = 1
     uneven: bool = False
+    parts: int | None = None
 
 
 def make_spec(shape: torch.Size, cut: Cut, rank: int, world_size: int) -> ShardSpec:
@@ -98,7 +116,8 @@ def make_spec(shape: torch.Size, cut: Cut, rank: int, world_size: int) -> ShardS
     ------
     ValueError
         If the axis does not exist, blocks do not fill it, or a block is not divisible; of uneven
-        parts, if a rank had none, or blocks of several sizes were cut in several ways.
+        parts, if a rank had none, or blocks of several sizes were cut in several ways; of a
+        number of parts that the ranks cannot hold alike.
     """
     axis = cut.axis
     if not -len(shape) <= axis < len(shape):
@@ -108,7 +127,8 @@ def make_spec(shape: torch.Size, cut: Cut, rank: int, world_size: int) -> ShardS
         )
     axis %= len(shape)
     sizes = _block_sizes(shape[axis], cut.blocks)
-    bad = [size for size in sizes if size % world_size]
+    copies = 1 if cut.parts is None else _copies(sizes, cut.parts, world_size)
+    bad = [size for size in sizes if size % (world_size // copies)]
     if bad and cut.uneven:
         _check_uneven(sizes, world_size)
     elif bad:
@@ -117,7 +137,22 @@ def make_spec(shape: torch.Size, cut: Cut, rank: int, world_size: int) -> ShardS
             f"{kind} {bad[0]} is not divisible by world_size {world_size}; pick a group whose size "
             "divides it, or pass uneven=True, as for a vocabulary: the last rank has less then"
         )
-    return ShardSpec(axis, shape, sizes, rank, world_size)
+    return ShardSpec(axis, shape, sizes, rank, world_size, copies)
+
+
+def _copies(blocks: tuple[int, ...], parts: int, world_size: int) -> int:
+    """How many ranks hold each of so many parts, at most: heads, which stay whole."""
+    bad = [size for size in blocks if size % parts]
+    if bad:
+        raise ValueError(
+            f"size {bad[0]} has no {parts} equal parts; pass the number of heads that lie there"
+        )
+    if max(parts, world_size) % min(parts, world_size):
+        raise ValueError(
+            f"{parts} parts cannot be held alike by {world_size} ranks; pick a group whose size "
+            f"divides {parts}, or is a multiple of it"
+        )
+    return max(1, world_size // parts)
 
 
 def _check_uneven(blocks: tuple[int, ...], world_size: int) -> None:

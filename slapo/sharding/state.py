@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo.hooks import SHARDING
-from slapo.sharding.groups import GroupHandle, handle_of
+from slapo.sharding.groups import GroupHandle, handle_of, neighbours
 from slapo.sharding.layout import KnownSync, Layout, around
 from slapo.sharding.slicing import ShardSpec
-from slapo.sharding.tags import apply_tags, forget_hook
+from slapo.sharding.tags import SHARERS, apply_tags, forget_hook
 from slapo.wrapper import innermost
 
 
@@ -102,8 +102,12 @@ class Sharding:
     def _dress(self, name: str, tensor: Tensor) -> None:
         if name in self.specs:
             tensor.orig_shape = self.specs[name].full_shape  # type: ignore[attr-defined]
-        if name in self.tags:
-            apply_tags(tensor, self.tags[name], self.group.group)
+        tags = dict(self.tags.get(name, {}))
+        group, spec = self.group.group, self.specs.get(name)
+        if spec is not None and spec.copies > 1 and group is not None:
+            tags[SHARERS] = GroupHandle(neighbours(group, spec.copies))
+        if tags:
+            apply_tags(tensor, tags, group)
 
 
 def sharding_of(module: nn.Module) -> Sharding | None:

@@ -26,7 +26,8 @@ class Step:
         Of the collective.
     takes, gives
         ``"replicate"`` (whole on every rank), ``"partial"`` (summands), ``"shard"`` (slices), or
-        ``"masked"`` (tokens as rows of this rank's part of a table).
+        ``"masked"`` (tokens as rows of this rank's part of a table), ``"part"`` and ``"share"``
+        (summands of a slice that several ranks hold, and that slice).
     takes_along, gives_along
         Which of the step's arguments is the axis of the slices that it takes, or gives.
     """
@@ -50,9 +51,12 @@ ALL_TO_ALL = Step("all_to_all", "shard", "shard", "concat_axis", "split_axis")
 SHARE = Step("share", "replicate", "partial", communicates=False)
 #: This rank's slice among zeros: the gradient of a slice that other ranks have others of.
 PAD = Step("pad", "shard", "partial", takes_along="axis", communicates=False)
+#: Of a slice that several ranks hold: the gradient of each adds up to that of the slice.
+SUM_SHARED = Step("sum_shared", "part", "share")
 MASK_TOKENS = Step("mask_tokens", "replicate", "masked", communicates=False)
 
-STEPS = (ALL_REDUCE, COPY, ALL_GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL, SHARE, PAD, MASK_TOKENS)
+STEPS: tuple[Step, ...] = (ALL_REDUCE, COPY, ALL_GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL)
+STEPS += (SHARE, PAD, MASK_TOKENS, SUM_SHARED)
 
 #: Gets the step, the function that carries it out, the tensor, the group and further arguments.
 Carrier = Callable[..., Tensor]

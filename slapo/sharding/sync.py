@@ -273,6 +273,11 @@ def _check_output(output: Placement, op: str, axis: int | None) -> None:
             f"fwd_post {op}: the module's output is {output}, and a gather would put the ranks' "
             "parts one after the other; gather each block by itself, or keep what follows sharded"
         )
+    if output.copies > 1:
+        raise ValueError(
+            f"fwd_post {op}: the module's output is {output}, which no collective of the group "
+            "puts together; let what follows read its part, or keep the weight whole"
+        )
     if output.total is not None and op != "all_gather":
         raise ValueError(
             f"fwd_post {op}: the module's output is {output}, which it cannot exchange; use "

@@ -9,12 +9,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo.sharding.collectives import reduce_from_group
-from slapo.sharding.groups import handle_of
+from slapo.sharding.collectives import reduce_from_group, sum_shared
+from slapo.sharding.groups import GroupHandle, handle_of
 
 #: Sum the parameter's gradient over the tensor-parallel group: each rank has a part of it, as where
 #: it saw other tokens, or other heads. The second is the older name.
 PARTIAL_GRAD = ("partial_grad", "sequence_parallel")
+
+#: Of a slice that several ranks hold: handle of these, over which its gradient is summed.
+SHARERS = "sharers"
 
 _SUMMED = "_slapo_gradient_summed"
 
@@ -22,12 +25,26 @@ _SUMMED = "_slapo_gradient_summed"
 def apply_tags(param: Tensor, tags: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
     """Set `tags` as attributes of `param`, and do what known tags mean.
 
-    The tag ``partial_grad`` (true) sums the gradient over the group.
+    The tag ``partial_grad`` (true) sums the gradient over the group, ``sharers`` over those ranks.
     """
     for key, value in tags.items():
         setattr(param, key, value)
-    if has_partial_grad(param) and group is not None and not hasattr(param, _SUMMED):
-        setattr(param, _SUMMED, _sum_gradient(param, group))
+    over = summed_over(param, group)
+    if over is not None and not hasattr(param, _SUMMED):
+        setattr(param, _SUMMED, _sum_gradient(param, over))
+
+
+def is_summed(param: Tensor | None) -> bool:
+    """Whether its gradient is summed over ranks, of the schedule or of those that share it."""
+    return has_partial_grad(param) or hasattr(param, SHARERS)
+
+
+def summed_over(param: Tensor | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The ranks over which a parameter's gradient is summed, of a schedule over `group`."""
+    sharers = getattr(param, SHARERS, None)
+    if isinstance(sharers, GroupHandle):
+        return sharers.group
+    return group if has_partial_grad(param) else None
 
 
 def has_partial_grad(param: Tensor | None) -> bool:
@@ -41,8 +58,11 @@ def _sum_gradient(param: Tensor, group: dist.ProcessGroup | None) -> object:
 
     def hook(grad: Tensor) -> Tensor:
         owner = param_ref()
-        is_wanted = has_partial_grad(owner) and getattr(owner, _SUMMED, None) is mark
-        return reduce_from_group(grad, handle.group) if is_wanted else grad
+        is_wanted = is_summed(owner) and getattr(owner, _SUMMED, None) is mark
+        if not is_wanted:
+            return grad
+        add_up = sum_shared if hasattr(owner, SHARERS) else reduce_from_group
+        return add_up(grad, handle.group)
 
     # A frozen one takes no hook, and may be unfrozen later.
     needs_gradient = param.requires_grad

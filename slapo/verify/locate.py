@@ -292,9 +292,12 @@ class Comparison:
         if tensor.dim() != target.dim() or len(axes) != 1:
             return None
         (axis,) = axes
-        specs = [s for s in shards_of(innermost(module)).values() if len(s.blocks) > 1]
+        known = shards_of(innermost(module)).values()
+        specs = [spec for spec in known if len(spec.blocks) > 1 or spec.copies > 1]
         blocks = specs[0].blocks if specs else (target.shape[axis],)
         if sum(blocks) != target.shape[axis]:
             return None
-        spec = ShardSpec(axis, target.shape, blocks, group_rank(self.group), self.world_size)
+        copies = specs[0].copies if specs else 1
+        rank = group_rank(self.group)
+        spec = ShardSpec(axis, target.shape, blocks, rank, self.world_size, copies)
         return spec if spec.local_shape == tensor.shape else None

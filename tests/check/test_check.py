@@ -717,6 +717,7 @@ def test_verify_keeps_nothing_of_its_runs() -> None:
 
 def test_the_guide_tells_what_steps_take_and_give() -> None:
     said = {"replicate": "whole", "partial": "a partial sum", "masked": "masked tokens"}
+    said |= {"part": "a part of a shared slice's gradient", "share": "that gradient"}
 
     def side(kind: str, along: str) -> str:
         return f"slices along `{along}`" if kind == "shard" else said[kind]

@@ -140,7 +140,7 @@ CASES: dict[str, Case] = {
         lambda s: s.shard("weight", axis=2),
         ValueError,
         r"axis 2 does not exist in shape \(8, 4\)",
-        signature=("tensor_name", "axis", "blocks", "uneven"),
+        signature=("tensor_name", "axis", "blocks", "uneven", "parts"),
     ),
     "sync": Case(
         lambda s: s.sync("fwd_post", "all_gather", axis=-1),

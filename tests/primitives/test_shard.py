@@ -177,6 +177,18 @@ class OwnForward(nn.Linear):
 
 BAD: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], str]] = {
     "not divisible": (lambda: nn.Linear(4, 5), ("weight", 0), {}, "size 5 is not divisible by"),
+    "parts of other sizes": (
+        lambda: nn.Linear(4, 8),
+        ("weight", 0),
+        {"parts": 3},
+        "size 8 has no 3 equal parts; pass the number of heads",
+    ),
+    "parts that ranks cannot share": (
+        lambda: nn.Linear(4, 6),
+        ("weight", 0),
+        {"parts": 3},
+        "3 parts cannot be held alike by 2 ranks",
+    ),
     "uneven, nothing left": (
         lambda: nn.Linear(4, 1),
         ("weight", 0),

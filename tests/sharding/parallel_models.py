@@ -98,6 +98,35 @@ class Gated(nn.Module):
         return self.out(torch.sigmoid(gate) * value)
 
 
+class GroupedHeads(nn.Module):
+    """Attention whose queries share two heads of keys and values, or one."""
+
+    def __init__(self, heads: int = 8, shared: int = 2, eager: bool = False) -> None:
+        super().__init__()
+        self.heads, self.shared, self.groups, self.eager = heads, shared, heads // shared, eager
+        self.q, self.out = nn.Linear(HIDDEN, heads * 2), nn.Linear(heads * 2, HIDDEN)
+        self.k, self.v = (nn.Linear(HIDDEN, shared * 2) for _ in range(2))
+        self.norm = nn.LayerNorm(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part(x).unflatten(-1, (-1, 2)).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
+        k, v = (self.repeated(part) for part in (self.norm(k), v))
+        if self.eager:
+            mixed = torch.softmax(q @ k.transpose(2, 3) / 2**0.5, -1) @ v
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def repeated(self, x: Tensor) -> Tensor:
+        if self.groups == 1:
+            return x
+        batch, heads, tokens, width = x.shape
+        x = x[:, :, None].expand(batch, heads, self.groups, tokens, width)
+        return x.reshape(batch, heads * self.groups, tokens, width)
+
+
 class ConvNet(nn.Module):
     def __init__(self, dims: int = 2, norm: type[nn.Module] | None = None) -> None:
         super().__init__()
@@ -338,6 +367,19 @@ def conv_scattered(sch: Schedule) -> None:
     sch.sync("fwd_post", "all_gather", axis=0, tensor_parallel_output_grad=False)
 
 
+def grouped_heads(sch: Schedule) -> None:
+    model = sch.mod
+    sch["q"].shard("weight", 0).shard("bias", 0)
+    for name in "kv":
+        sch[name].shard("weight", 0, parts=model.shared).shard("bias", 0, parts=model.shared)
+    for leaf in ("weight", "bias"):
+        sch["norm"].annotate(leaf, "partial_grad", True)
+    sch["out"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    sch.sync("bwd_post", "all_reduce")
+    own = max(1, model.shared // sch.world_size)
+    sch.set("groups", model.heads // sch.world_size // own)
+
+
 def vocabulary(sch: Schedule) -> None:
     sch["emb"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
     head = sch["head"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
@@ -559,6 +601,13 @@ CASES: dict[str, Case] = {
     "uneven column-row": Case(lambda: Mlp(width=41), uneven_pair, X),
     "uneven columns gathered": Case(lambda: Mlp(width=41), uneven_columns_gathered, X),
     "uneven blocks": Case(Gated, uneven_blocks, X),
+    "shared heads": Case(GroupedHeads, grouped_heads, X),
+    "shared heads, eager": Case(lambda: GroupedHeads(eager=True), grouped_heads, X),
+    "shared heads, one for each rank": Case(lambda: GroupedHeads(4), grouped_heads, X),
+    "shared heads, one for each rank, eager": Case(
+        lambda: GroupedHeads(4, eager=True), grouped_heads, X
+    ),
+    "one shared head": Case(lambda: GroupedHeads(4, 1), grouped_heads, X),
     "sequence parallel": Case(SequenceParallel, sequence_parallel, EVEN_SEQ),
     "RS to SR": Case(Resharded, reshard_chain("RR->RS", "RS->SR", "SR->RS", "RS->RR"), EVEN_SEQ),
     "SR to RS": Case(Resharded, reshard_chain("RR->SR", "SR->RS", "RS->SR", "SR->RR"), EVEN_SEQ),

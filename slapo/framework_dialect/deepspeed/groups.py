@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo.framework_dialect.gradients import is_tensor_parallel
+from slapo.framework_dialect.gradients import is_counted_slice
 
 
 class MeshUnit:
@@ -75,6 +75,6 @@ def topology_of(mesh: DeviceMesh) -> Any:
 def mark_sharded(module: nn.Module) -> None:
     """Tell DeepSpeed which parameters are slices: the others count once in the gradient's norm."""
     for parameter in module.parameters():
-        sharded = is_tensor_parallel(parameter)
+        sharded = is_counted_slice(parameter)
         parameter.model_parallel = sharded  # type: ignore[attr-defined]
         parameter.tensor_model_parallel = sharded  # type: ignore[attr-defined]

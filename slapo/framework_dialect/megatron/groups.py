@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from slapo.agreement import all_ranks_or_none
 from slapo.errors import SlapoError
-from slapo.framework_dialect.gradients import is_tensor_parallel
+from slapo.framework_dialect.gradients import is_counted_slice
 from slapo.framework_dialect.megatron.package import megatron_core
 from slapo.framework_dialect.ties import SharedParameter
 from slapo.mesh import timeout_of_job
@@ -92,7 +92,7 @@ def mark_sharded(module: nn.Module) -> None:
         marks: Any = parameter
         full = getattr(parameter, "orig_shape", parameter.shape)
         pairs = enumerate(zip(parameter.shape, full, strict=True))
-        marks.tensor_model_parallel = is_tensor_parallel(parameter)
+        marks.tensor_model_parallel = is_counted_slice(parameter)
         marks.partition_dim = next((axis for axis, (here, whole) in pairs if here != whole), -1)
         marks.partition_stride = blocks.get(id(parameter), 1)
 

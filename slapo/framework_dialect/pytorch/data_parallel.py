@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -19,7 +20,7 @@ from slapo.errors import SlapoError
 from slapo.framework_dialect.options import check_names
 from slapo.framework_dialect.precision import cast_parameters
 from slapo.mesh import set_timeout, timeout_of_job
-from slapo.sharding.tags import forget_hook, has_partial_grad, tags_of
+from slapo.sharding.tags import forget_hook, summed_over, tags_of
 
 
 def fsdp_units(module: nn.Module) -> Iterator[nn.Module]:
@@ -221,12 +222,17 @@ class _WithoutSync(AbstractContextManager[None]):
         self.module.set_requires_gradient_sync(True)
 
 
-def partial_sums(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters whose gradients are partial sums over the tensor-parallel ranks, from now on.
+def partial_sums(
+    module: nn.Module, group: dist.ProcessGroup | None
+) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
+    """Parameters whose gradients are partial sums, from now on, and over which ranks.
 
     Their own hooks, which sum them in each backward pass, do so no more.
     """
-    found = [p for p in module.parameters() if has_partial_grad(p)]
-    for parameter in found:
-        forget_hook(parameter)
-    return found
+    found: dict[int, tuple[list[nn.Parameter], dist.ProcessGroup]] = {}
+    for parameter in module.parameters():
+        over = summed_over(parameter, group)
+        if over is not None:
+            forget_hook(parameter)
+            found.setdefault(id(over), ([], over))[0].append(parameter)
+    return list(found.values())

@@ -73,7 +73,7 @@ class TorchEngineBase(Engine):
         """Once parameters are what they stay."""
         # One collective sums them at the end of a step: over micro-batches, and after the averages
         # over replicas, as sums may come in any order.
-        self._partial_sums = partial_sums(self.module)
+        self._partial_sums = partial_sums(self.module, self.lowering.tp_group)
         self._parameters = list(self.module.parameters())
         if self.options.optimizer is not None:
             named = self.lowering.trainable()
@@ -124,8 +124,8 @@ class TorchEngineBase(Engine):
 
     def _reduce_gradients(self) -> None:
         """What is still partial after the backward."""
-        if self._partial_sums:
-            reduce_gradients(self._partial_sums, self.lowering.tp_group, mean=False)
+        for parameters, group in self._partial_sums:
+            reduce_gradients(parameters, group, mean=False)
 
     def _clip(self, parameters: list[nn.Parameter], scale: Tensor | None) -> Tensor | None:
         """Take the norm where it is wanted; returns what gradients are to be multiplied by."""
