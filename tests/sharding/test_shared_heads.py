@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 
 import slapo
 from slapo.check import PlacementError, check
-from slapo.sharding.state import shards_of
 from tests.check.verdicts import fake_world
 from tests.distributed import run_distributed
+from tests.runtimes.alone import Alone, compare
+from tests.runtimes.cuda_standin import cuda_on_cpu
+from tests.runtimes.layouts import sgd
+from tests.runtimes.megatron_cases import adam, megatron_adam
 from tests.sharding.parallel_models import HIDDEN, GroupedHeads, grouped_heads
 
 X = torch.randn(3, 7, HIDDEN)
@@ -84,49 +88,61 @@ def test_training(kind: str) -> None:
             assert mine == pytest.approx(theirs, rel=1e-4)
 
 
-def by_engine(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[float], float]:
-    """Losses of an engine, and how far a gathered key weight is from that of one process."""
-    from slapo import init_mesh
+def by_engine(
+    rank: int, world_size: int, target: str, ways: list[tuple[int, dict[str, Any]]]
+) -> list[dict[str, float]]:
+    """How far losses, norms and values of each engine are from those of one process."""
+    with cuda_on_cpu() if target == "megatron" else nullcontext():
+        return [_apart(target, *way) for way in ways]
 
-    mesh = init_mesh(tp=world_size)
-    model = llama()
-    sch = slapo.create_schedule(model, group=mesh["tp"])
+
+def _apart(target: str, replicas: int, options: dict[str, Any]) -> dict[str, float]:
+    mesh = slapo.init_mesh(dp=replicas, tp=8 // replicas, device="cpu")
+    sch = slapo.create_schedule(llama(), group=mesh["tp"])
     split(sch)
-
-    def loss_fn(output: Any, labels: Tensor) -> Tensor:
-        return F.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
-
-    engine, _ = slapo.build(
-        sch,
-        target="torch",
-        mesh=mesh,
-        loss_fn=loss_fn,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-        clip_grad_norm=0.5,
+    distributed = "distributed_optimizer" in options  # which is of Megatron-Core's own Adam
+    options = {
+        "optimizer": megatron_adam() if distributed else sgd,
+        "clip_grad_norm": 0.1,
         **options,
-    )
-    given = tokens()
-    batch = (given["input_ids"], given["labels"])
-    losses = [engine.train_batch(iter([batch])).item() for _ in range(3)]
-    whole = llama()
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
-    for _ in range(3):
-        loss_fn(whole(given["input_ids"]), given["labels"]).backward()
-        nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    key = sch["model.layers.0.self_attn.k_proj"].mod
-    found = shards_of(key)["weight"].gather(key.weight.detach(), sch.group)
-    target = whole.get_parameter("model.layers.0.self_attn.k_proj.weight").detach()
-    return losses, float((found - target).abs().max())
+    }
+    engine, _ = slapo.build(sch, target=target, mesh=mesh, loss_fn=loss_of, **options)
+    ids = tokens()["input_ids"]
+    alone = Alone(llama(), loss_of, adam if distributed else sgd, clip=0.1)
+    return compare(engine, alone, [((ids,), ids)] * 3)
 
 
+def loss_of(output: Any, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+
+
+#: Replicas of eight processes, and options.
+WAYS: dict[str, list[tuple[int, dict[str, Any]]]] = {
+    "torch": [
+        (1, {}),
+        (2, {"micro_batches": 2}),
+        (2, {"data_parallel": "fsdp"}),
+        (4, {"data_parallel": "fsdp", "micro_batches": 1}),
+    ],
+    "deepspeed": [
+        (1, {}),
+        (2, {"zero": 1}),
+        (2, {"zero": 2, "micro_batches": 2}),
+        (2, {"zero": 3}),
+    ],
+    # Whose groups are made once.
+    "megatron": [(2, {"micro_batches": 2}), (2, {"distributed_optimizer": True})],
+}
+
+
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}], ids=["whole", "micro-batches"])
-def test_an_engine_sums_once_a_step(options: dict[str, Any]) -> None:
-    for losses, apart in run_distributed(by_engine, 4, options):
-        assert losses[-1] < losses[0]
-        assert apart < 1e-5
+@pytest.mark.parametrize("target", list(WAYS))
+def test_engines(target: str) -> None:
+    if target != "torch":
+        pytest.importorskip({"megatron": "megatron.core"}.get(target, target))
+    for found in run_distributed(by_engine, 8, target, WAYS[target], timeout=280):
+        assert [max(each.values()) < 2e-5 for each in found] == [True] * len(WAYS[target]), found
 
 
 def unseeded(rank: int, world_size: int) -> str:
