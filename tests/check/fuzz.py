@@ -1,4 +1,4 @@
-"""Random schedules: what the placement check says of them, and what two processes compute.
+"""Random schedules: what the placement check says of them, and what processes compute.
 
 ``python -m tests.check.fuzz tensor 500`` compares the two for 500 seeds and writes what it found.
 """
@@ -32,16 +32,25 @@ from tests.check import mixed
 from tests.check.random_steps import Random
 from tests.check.verdicts import Verdict, fake_world, is_crash, is_false_alarm, is_miss
 from tests.distributed import run_distributed
-from tests.sharding.families import FAMILIES
+from tests.sharding.families import FAMILIES, SHARED, Family
 
 BATCH = 3
 
 
 # --- one seed ------------------------------------------------------------------------------------
-def model_of(family: str, is_odd: bool = False) -> nn.Module:
+def families_of(kind: str) -> dict[str, Family]:
+    return SHARED if kind == "shared" else FAMILIES
+
+
+def ranks_of(kind: str) -> int:
+    """How many processes; more than there are heads of keys and values, where these are shared."""
+    return 4 if kind == "shared" else 2
+
+
+def model_of(family: Family, is_odd: bool = False) -> nn.Module:
     """No value that hides a mistake: no zeros, no ones."""
     torch.manual_seed(0)
-    model = FAMILIES[family].build(0.0, extra=int(is_odd))
+    model = family.build(0.0, extra=int(is_odd))
     with torch.no_grad():
         for param in model.parameters():
             param.add_(0.1 * torch.randn_like(param))
@@ -51,20 +60,23 @@ def model_of(family: str, is_odd: bool = False) -> nn.Module:
 def random_steps(kind: str, seed: int) -> tuple[str, Random]:
     """The family and the schedule of a seed."""
     choose = random.Random(f"{kind} {seed}")
-    family = choose.choice(list(FAMILIES))
-    odds = choose.choice((0.01, 0.04, 0.1) if kind == "sequence" else (0.02, 0.06, 0.2))
+    families = families_of(kind)
+    name = choose.choice(list(families))
+    spreads = kind == "sequence" or (kind == "shared" and choose.random() < 0.3)
+    odds = choose.choice((0.01, 0.04, 0.1) if spreads else (0.02, 0.06, 0.2))
     # Of every third seed the sizes are odd, and ranks have unequal shares.
-    return family, Random(FAMILIES[family], kind == "sequence", choose, odds, seed % 3 == 0)
+    return name, Random(families[name], spreads, choose, odds, seed % 3 == 0)
 
 
 def inputs_of(kind: str, family: str) -> dict[str, Tensor]:
-    return FAMILIES[family].inputs(BATCH, 6 if kind == "sequence" else 7)
+    lengths = {"tensor": 7, "sequence": 6, "shared": 8}
+    return families_of(kind)[family].inputs(BATCH, lengths[kind])
 
 
 def scheduled(kind: str, seed: int) -> tuple[slapo.Schedule | None, nn.Module, str, str]:
     """The schedule, or what refused it, the family and the decisions."""
     family, steps = random_steps(kind, seed)
-    model = model_of(family, steps.uneven)
+    model = model_of(families_of(kind)[family], steps.uneven)
     original = copy.deepcopy(model)
     sch = slapo.create_schedule(model)
     try:
@@ -76,7 +88,7 @@ def scheduled(kind: str, seed: int) -> tuple[slapo.Schedule | None, nn.Module, s
 
 
 def checked(kind: str, seeds: Iterable[int]) -> list[Verdict]:
-    """What the check says, as rank 1 of two."""
+    """What the check says, as the last rank."""
     found = []
     for seed in seeds:
         sch, _, family, what = scheduled(kind, seed)
@@ -92,7 +104,7 @@ def checked(kind: str, seeds: Iterable[int]) -> list[Verdict]:
 
 
 def computed(rank: int, world_size: int, kind: str, seeds: list[int]) -> list[Verdict]:
-    """What two processes compute: the truth."""
+    """What processes compute: the truth."""
     logging.disable(logging.ERROR)
     slapo.set_random_seed(1, tp_rank=rank)
     return [_compute(kind, seed) for seed in seeds]
@@ -102,10 +114,10 @@ def _compute(kind: str, seed: int) -> Verdict:
     sch, original, family, what = scheduled(kind, seed)
     if sch is None:
         return Verdict(seed, "schedule", what)
-    return computed_by_two(seed, sch, original, inputs_of(kind, family))
+    return computed_by_ranks(seed, sch, original, inputs_of(kind, family))
 
 
-def computed_by_two(
+def computed_by_ranks(
     seed: int, sch: slapo.Schedule, original: nn.Module, inputs: dict[str, Tensor]
 ) -> Verdict:
     """Loss and gradients of the ranks of this job, against those of one process."""
@@ -150,15 +162,16 @@ def compared(kind: str, seeds: list[int]) -> list[tuple[Verdict, Verdict]]:
     """Check and truth of each seed."""
     if kind == "mixed":
         return mixed.compared(seeds)
-    with fake_world():
+    ranks = ranks_of(kind)
+    with fake_world(ranks):
         said = checked(kind, seeds)
-    true = run_distributed(computed, 2, kind, seeds, timeout=60 + 2 * len(seeds))[0]
+    true = run_distributed(computed, ranks, kind, seeds, timeout=60 + ranks * len(seeds))[0]
     return list(zip(said, true, strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=["tensor", "sequence", "mixed"])
+    parser.add_argument("kind", choices=["tensor", "sequence", "shared", "mixed"])
     parser.add_argument("count", type=int)
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help=f"write to {report.RESULTS}")

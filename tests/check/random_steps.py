@@ -99,6 +99,17 @@ class Random(Steps):
             node = layer[path]
             node.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=tells)
 
+    def parts(self, layer: slapo.Schedule, path: str) -> int | None:
+        right = super().parts(layer, path)
+        if right is None:
+            return None
+        chosen = self.other(f"heads {layer.path}.{path}", "as many as ranks", "one")
+        return {"": right, "one": 1}.get(chosen)  # of one, each rank reads all that is there
+
+    def groups(self, layer: slapo.Schedule, path: str, attribute: str, number: int) -> None:
+        if not self.other(f"groups {layer.path}.{path}", "kept"):
+            super().groups(layer, path, attribute, number)
+
     def row(self, layer: slapo.Schedule, row: tuple[str, int], number: int) -> None:
         path, axis = row
         chosen = self.other(f"row {layer.path}.{path}", "whole", "not summed", "hook", "twice")

@@ -11,7 +11,7 @@ from tests.check.fuzz import compared, is_false_alarm, is_miss
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["tensor", "sequence"])
+@pytest.mark.parametrize("kind", ["tensor", "sequence", "shared"])
 def test_no_miss_and_no_false_alarm(kind: str) -> None:
     pairs = compared(kind, list(range(120)))
     assert [said for said, true in pairs if is_miss(said, true)] == []

@@ -12,7 +12,7 @@ import slapo
 from slapo.check import PlacementError, check
 from slapo.sharding.checks import check_modules
 from tests.check import planted
-from tests.check.fuzz import Verdict, computed_by_two, fake_world, model_of
+from tests.check.fuzz import Verdict, computed_by_ranks, fake_world, model_of
 from tests.check.planted import Case, names_the_place
 from tests.distributed import run_distributed
 from tests.sharding.families import FAMILIES
@@ -51,11 +51,11 @@ def truths(rank: int, world_size: int, cases: list[Case]) -> list[Verdict]:
     slapo.set_random_seed(1, tp_rank=rank)
     found = []
     for number, case in enumerate(cases):
-        model = model_of(case.family)
+        model = model_of(FAMILIES[case.family])
         original = copy.deepcopy(model)
         sch = slapo.create_schedule(model)
         case.steps().apply(sch)
-        found.append(computed_by_two(number, sch, original, inputs_of(case)))
+        found.append(computed_by_ranks(number, sch, original, inputs_of(case)))
     return found
 
 

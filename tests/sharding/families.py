@@ -7,7 +7,8 @@ With and without sequence parallelism. Tests take the right schedule from here, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ class Region:
         Norms in between, whole, of which each rank sees some heads.
     forked
         Modules that draw random numbers for slices and nothing else.
+    shared
+        ``(path, attribute)``: of attention whose key and value heads may be fewer than the ranks,
+        the number of query heads that read one.
     """
 
     enter: str
@@ -49,6 +53,7 @@ class Region:
     counts: tuple[tuple[str, str], ...] = ()
     inner: tuple[str, ...] = ()
     forked: tuple[str, ...] = ()
+    shared: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True)
@@ -146,13 +151,13 @@ def _gpt2(dropout: float, extra: int) -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
-def _decoder_sizes(dropout: float, extra: int) -> dict[str, Any]:
+def _decoder_sizes(dropout: float, extra: int, heads: int) -> dict[str, Any]:
     return {
         "vocab_size": VOCABULARY + extra,
         "hidden_size": HIDDEN,
         "intermediate_size": 3 * HIDDEN + extra,
         "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
+        "num_attention_heads": heads,
         "num_key_value_heads": HEADS // 2,
         "max_position_embeddings": 32,
         "attention_dropout": dropout,
@@ -161,24 +166,25 @@ def _decoder_sizes(dropout: float, extra: int) -> dict[str, Any]:
     }
 
 
-def _llama(dropout: float, extra: int) -> nn.Module:
+def _llama(dropout: float, extra: int, heads: int = HEADS) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = _decoder_sizes(dropout, extra)
+    sizes = _decoder_sizes(dropout, extra, heads)
     return LlamaForCausalLM(LlamaConfig(mlp_bias=True, attention_bias=True, **sizes))
 
 
-def _qwen3(dropout: float, extra: int) -> nn.Module:
+def _qwen3(dropout: float, extra: int, heads: int = HEADS) -> nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return Qwen3ForCausalLM(Qwen3Config(head_dim=HIDDEN // HEADS, **_decoder_sizes(dropout, extra)))
+    sizes = _decoder_sizes(dropout, extra, heads)
+    return Qwen3ForCausalLM(Qwen3Config(head_dim=HIDDEN // heads, **sizes))
 
 
 def _mixtral(dropout: float, extra: int) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     # Rows of packed experts have to be multiples of 16 bytes long: their widths stay even.
-    sizes = {**_decoder_sizes(dropout, extra), "intermediate_size": 3 * HIDDEN}
+    sizes = {**_decoder_sizes(dropout, extra, HEADS), "intermediate_size": 3 * HIDDEN}
     config = MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **sizes)
     return MixtralForCausalLM(config)
 
@@ -224,6 +230,7 @@ def _decoder(layers: str, last: str, inner: tuple[str, ...] = (), moe: bool = Fa
         (("self_attn.o_proj", 1),),
         inner=inner,
         forked=("self_attn",),
+        shared=("self_attn", "num_key_value_groups"),
     )
     mlp = Region(
         "mlp", tuple((f"mlp.{n}_proj", 0, 1) for n in ("gate", "up")), (("mlp.down_proj", 1),)
@@ -346,10 +353,23 @@ FAMILIES = {
     ),
 }
 
+#: Those with two heads of keys and values, for four ranks; with one query head a rank, or two.
+SHARED = {name: FAMILIES[name] for name in ("llama", "qwen3", "mixtral")}
+SHARED["llama, 8 heads"] = replace(FAMILIES["llama"], make=partial(_llama, heads=8))
+SHARED["qwen3, 8 heads"] = replace(FAMILIES["qwen3"], make=partial(_qwen3, heads=8))
+
 
 def is_whole(node: slapo.Schedule) -> bool:
     """Whether a layer's weight is not sharded: it may have followed one that it is tied to."""
     return "weight" not in shards_of(innermost(node.mod))
+
+
+def shared_heads(layer: slapo.Schedule, path: str) -> int | None:
+    """Of a column layer for keys and values, their heads where these are fewer than ranks."""
+    if not path.endswith(("k_proj", "v_proj")):
+        return None
+    heads = layer[path.rpartition(".")[0]].mod.config.num_key_value_heads
+    return heads if heads < layer.world_size else None
 
 
 class Steps:
@@ -386,6 +406,8 @@ class Steps:
         self.enter(layer, region, number)
         for column in region.columns:
             self.column(layer, column, number)
+        if any(shared_heads(layer, path) for path, *_ in region.columns):
+            self.groups(layer, *region.shared, number)
         for row in region.rows:
             self.row(layer, row, number)
         for path, attribute in region.counts:
@@ -409,9 +431,18 @@ class Steps:
 
     def column(self, layer: slapo.Schedule, column: tuple[str, int, int], number: int) -> None:
         path, axis, blocks = column
-        node = layer[path].shard("weight", axis=axis, blocks=blocks, uneven=self.uneven)
+        cut = {"blocks": blocks, "uneven": self.uneven, "parts": self.parts(layer, path)}
+        node = layer[path].shard("weight", axis=axis, **cut)
         if getattr(node.mod, "bias", None) is not None:
-            node.shard("bias", axis=0, blocks=blocks, uneven=self.uneven)
+            node.shard("bias", axis=0, **cut)
+
+    def parts(self, layer: slapo.Schedule, path: str) -> int | None:
+        """The most parts that a column layer may be cut in."""
+        return shared_heads(layer, path)
+
+    def groups(self, layer: slapo.Schedule, path: str, attribute: str, number: int) -> None:
+        heads = layer[path].mod.config.num_attention_heads
+        layer[path].set(attribute, heads // layer.world_size)
 
     def row(self, layer: slapo.Schedule, row: tuple[str, int], number: int) -> None:
         path, axis = row
