@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from slapo.check.place import Misfit, Place, place_of
+from slapo.check.place import Misfit, Place
 
 
 @dataclass
@@ -58,7 +58,8 @@ class Call:
     def place(self, name: str) -> Place | None:
         """How the tensor of an argument lies; None where there is none."""
         value = self.get(name)
-        return place_of(value) if isinstance(value, Tensor) else None
+        pairs = zip(self.tensors, self.places, strict=True)
+        return next((place for tensor, place in pairs if tensor is value), None)
 
     def dims(self) -> set[int]:
         """The dimensions that a reduction runs over."""

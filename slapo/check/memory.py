@@ -23,6 +23,8 @@ def as_strided(call: Call) -> list[Place]:
 
 def through_memory(place: Place, known: Tensor, other: Tensor) -> Place | None:
     """How a tensor lies, by the place of another one that has the same memory; None if unclear."""
+    if place.order:
+        return None
     if not place.is_slice:
         return place
     size, stride = known.shape[place.dim], known.stride(place.dim)

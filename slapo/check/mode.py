@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Rules enter the registry when they are imported: also those of products and of pixels.
 from slapo.check import pixels as pixels
 from slapo.check import products as products
+from slapo.check import shuffled
 from slapo.check.call import RULES, Call, Rule, name_of, run, tensors_in
 from slapo.check.finding import OURS, Finding, Stop
 from slapo.check.memory import through_memory
@@ -238,6 +239,7 @@ class PlaceMode(TorchDispatchMode):
             raise self.stop(step.name, [tensor], [place], why, step)
         given = self._given_by(step, tensor, arguments)
         given = replace(place, is_part=False) if step == SUM_SHARED else given
+        given = shuffled.given_by(step, place, given, given.dim if given.is_slice else None)
         with self.unseen():
             if step.communicates:
                 result = self._alone(step, tensor, arguments)
@@ -262,12 +264,14 @@ class PlaceMode(TorchDispatchMode):
             return "" if place.is_part else f"{step.name} takes a part of what ranks share: {place}"
         if place.is_slice and place.copies > 1:
             return f"{step.name} of what several ranks hold: this is {place}"
+        if shuffled.wrong_for(step, place):
+            return shuffled.wrong_for(step, place)
         if place.kind != step.takes and not (step.takes == "partial" and place.is_zero):
             wanted = {"partial": "a partial sum", "shard": "slices", "replicate": "what is whole"}
             return f"{step.name} takes {wanted[step.takes]}, and this is {place}"
         if axis is not None and place.dim != axis % tensor.ndim:
             return f"{step.name} along axis {axis} of what is {place}"
-        if place.is_slice and place.blocks:
+        if place.is_slice and place.blocks and not shuffled.may_shuffle(step, place):
             return f"{step.name} would put the ranks' blocks one behind the other: this is {place}"
         if axis is not None and place.is_slice:
             size = place.whole_size(tensor.shape[axis], self.ranks)
@@ -408,6 +412,9 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
 
 def _places_of(call: Call) -> list[Place]:
     """By a rule, where something is not whole."""
+    if shuffled.is_shuffled(call.places):
+        there = _places_of(replace(call, places=shuffled.in_order(call.places)))
+        return shuffled.followed(call, _rule(call), there)
     if call.draws_own:
         return [Place(OWN)] * len(call.outs)
     if all(place.is_whole for place in call.places):

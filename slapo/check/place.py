@@ -68,6 +68,9 @@ class Place:
         Whether those have summands of it.
     within
         Or else the dimension of which each of them has a part, or that is alike along it.
+    shuffled, order
+        A dimension of which rows lie in the order of the ranks, each of which has had blocks of
+        these sizes; an empty order for that of one process.
     birth
         For messages.
     blank_of
@@ -84,6 +87,8 @@ class Place:
     copies: int = 1
     is_part: bool = False
     within: int = -1
+    shuffled: int = -1
+    order: tuple[int, ...] = ()
     birth: Birth | None = None
     blank_of: Birth | None = None
 
@@ -91,6 +96,11 @@ class Place:
     def is_whole(self) -> bool:
         """Whether every rank has all of it."""
         return self.kind == REPLICATE
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every rank has what one process has."""
+        return self.is_whole and not self.order
 
     @property
     def is_partial(self) -> bool:
@@ -104,7 +114,7 @@ class Place:
 
     def same(self, other: Place) -> bool:
         """Whether two tensors lie alike."""
-        if self.kind != other.kind:
+        if (self.kind, self.order) != (other.kind, other.order) or self.shuffled != other.shuffled:
             return False
         plain = self.kind in (REPLICATE, PARTIAL, OWN)
         alike = (self.dim, self.rows) == (other.dim, other.rows) and self.is_cut_as(other)
@@ -149,6 +159,7 @@ class Place:
                 text += f", held by {self.copies} ranks" + (", in parts" if self.is_part else "")
             elif self.share is not None:
                 text += f" in uneven parts, here {self.share}"
+            text += f", rows along {self.shuffled} in the ranks' order" if self.order else ""
         return text + (f" (since {self.birth})" if self.birth is not None else "")
 
 

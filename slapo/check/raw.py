@@ -31,6 +31,8 @@ def raw_collective(
 ) -> Any:
     """Its result without communication; places of sums over the ranks are known."""
     name = func.overloadpacket.__name__
+    if any(place.order for place in places):
+        raise Misfit(f"nothing is known of it for rows in the ranks' order; {_REMEDY}")
     if name in ("allreduce_", "all_reduce", "all_reduce_"):
         _check_sum(args, kwargs)
         if not all(place.is_partial for place in places):

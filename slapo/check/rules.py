@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -114,11 +114,12 @@ def _ruled(
             result = function(*args)
         outs = tensors_in(result)
         call = Call(None, shown, args, {}, tensors, places, outs, mode.rank, mode.ranks)
-        saw_parts = not all(place.is_whole for place in places)
+        saw_parts = not all(place.is_plain for place in places)
         if name == "forward":
             _mark(args[0], saw_parts)
         if saw_parts or getattr(args[0], _SAW_PARTS, False):
             try:
+                _check_order(places)
                 found = rule(call)
             except Misfit as misfit:
                 raise mode.stop(shown, tensors, places, str(misfit)) from None
@@ -130,10 +131,16 @@ def _ruled(
     return run
 
 
+def _check_order(places: Sequence[Place]) -> None:
+    shuffled = next((place for place in places if place.order), None)
+    if shuffled is not None:
+        raise Misfit(f"rules know nothing of what is {shuffled}")
+
+
 def _marking(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(ctx: Any, inputs: Any, output: Any) -> None:
         function(ctx, inputs, output)
-        _mark(ctx, not all(place_of(tensor).is_whole for tensor in tensors_in(inputs)))
+        _mark(ctx, not all(place_of(tensor).is_plain for tensor in tensors_in(inputs)))
 
     return run
 
@@ -159,7 +166,7 @@ def _watch_kernels(mode: PlaceMode, stack: ExitStack) -> None:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         places = [place_of(tensor) for tensor in tensors]
         name = getattr(self, "__name__", "a kernel of Triton")
-        if not mode.is_quiet and not all(place.is_whole for place in places):
+        if not mode.is_quiet and not all(place.is_plain for place in places):
             why = (
                 "a kernel of Triton, of which nothing is known: give the function of autograd, or "
                 "the operation of torch.library, around it to slapo.register_place_rule"

@@ -187,7 +187,7 @@ class _Check:
     def _backward(self, losses: list[Tensor]) -> None:
         for loss in losses:
             place = place_of(loss)
-            if not place.is_whole:
+            if not place.is_plain:
                 finding = Finding("output", "", False, ((tuple(loss.shape), place),), "")
                 raise Stop(finding)
         wanted = [loss for loss in losses if loss.requires_grad]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,6 +170,16 @@ class SequenceParallel(nn.Module):
         x = self.start(x)
         x = x + self.fc2(F.gelu(self.fc1(self.norm(x))))
         return self.end_norm(x)
+
+
+class FlattenedTokens(SequenceParallel):
+    """Samples and tokens are one dimension in between, as in OPT's layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        rows = x.reshape(-1, HIDDEN)
+        rows = rows + self.fc2(F.gelu(self.fc1(self.norm(rows))))
+        return self.end_norm(rows.view(x.shape))
 
 
 class Resharded(nn.Module):
@@ -470,13 +481,13 @@ def tied_by_the_head(sch: Schedule) -> None:
     sch["emb"].sync("fwd_post", "all_reduce")
 
 
-def sequence_parallel(sch: Schedule) -> None:
+def sequence_parallel(sch: Schedule, axis: int = 1) -> None:
     sch["start"].sync("fwd_post", "scatter", axis=1)
     for norm in ("norm", "end_norm"):
         for name in ("weight", "bias"):
             sch[norm].annotate(name, "sequence_parallel", True)
-    column(sch, "fc1").sync("fwd_pre", "all_gather", axis=1)
-    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=1)
+    column(sch, "fc1").sync("fwd_pre", "all_gather", axis=axis)
+    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=axis)
     sch.sync("fwd_post", "all_gather", axis=1, tensor_parallel_output_grad=False)
 
 
@@ -609,6 +620,9 @@ CASES: dict[str, Case] = {
     ),
     "one shared head": Case(lambda: GroupedHeads(4, 1), grouped_heads, X),
     "sequence parallel": Case(SequenceParallel, sequence_parallel, EVEN_SEQ),
+    "sequence parallel, flattened": Case(
+        FlattenedTokens, partial(sequence_parallel, axis=0), EVEN_SEQ
+    ),
     "RS to SR": Case(Resharded, reshard_chain("RR->RS", "RS->SR", "SR->RS", "RS->RR"), EVEN_SEQ),
     "SR to RS": Case(Resharded, reshard_chain("RR->SR", "SR->RS", "RS->SR", "SR->RR"), EVEN_SEQ),
 }

@@ -1,0 +1,162 @@
+"""Samples and tokens in one dimension: a gather there gives rows in the order of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slapo
+from slapo.check import PlacementError, check
+from slapo.sharding import reduce_from_group
+from tests.check.verdicts import fake_world
+from tests.distributed import run_distributed
+from tests.sharding.parallel_models import HIDDEN, column
+
+BATCH, LENGTH = 7, 12
+X = torch.randn(BATCH, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
+    with fake_world(request.param):
+        yield request.param
+
+
+Inside = Callable[[Tensor], Tensor]
+
+
+class Rows(nn.Module):
+    """A pair that is split, and a function of the rows in between: by themselves, or not."""
+
+    def __init__(self, before: Inside, inside: Inside) -> None:
+        super().__init__()
+        self.start, self.mid = nn.Identity(), nn.Identity()
+        self.fc1, self.fc2 = nn.Linear(HIDDEN, 16), nn.Linear(16, HIDDEN)
+        self.scale = nn.Parameter(torch.randn(HIDDEN))
+        self.before, self.inside = before, inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        rows = self.mid(x.reshape(-1, HIDDEN)) * self.scale
+        rows = self.fc2(self.inside(self.fc1(self.before(rows))))
+        return rows.view(x.shape)
+
+
+def rows(before: Inside, inside: Inside, world_size: int | None = None) -> slapo.Schedule:
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(Rows(before, inside))
+    sch["start"].sync("fwd_post", "scatter", axis=1)
+    sch["mid"].sync("fwd_post", "all_gather", axis=0, tensor_parallel_output_grad=False)
+    column(sch, "fc1").sync("bwd_post", "all_reduce")
+    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=0)
+    sch.sync("fwd_post", "all_gather", axis=1, tensor_parallel_output_grad=False)
+    return sch
+
+
+def same(h: Tensor) -> Tensor:
+    return h
+
+
+def half_of_features(h: Tensor) -> Tensor:
+    a, b = h.chunk(2, -1)
+    return torch.cat([a, b.exp()], -1)
+
+
+def samples(h: Tensor) -> Tensor:
+    return h.view(BATCH, -1, h.shape[-1])
+
+
+#: Before the pair, where features are whole.
+BY_ROWS: dict[str, Inside] = {
+    "nothing": same,
+    "softmax": lambda h: h.softmax(-1),
+    "layer norm": lambda h: F.layer_norm(h, h.shape[-1:]),
+    "centred": lambda h: h - h.mean(-1, keepdim=True),
+    "largest": lambda h: h * h.amax(-1).unsqueeze(1),
+    "halves": half_of_features,
+    "heads": lambda h: h.view(-1, 3, 4).tanh().flatten(1),
+    "transposed": lambda h: (h.t().contiguous() * 2).t(),
+    "dropout": lambda h: F.dropout(h, 0.0),
+    "with their sum": lambda h: h + h.sum(0),
+}
+BY_ORDER: dict[str, Inside] = {
+    "samples": lambda h: samples(h).cumsum(1).flatten(0, 1),
+    "their mean": lambda h: h + samples(h).mean(1).repeat_interleave(LENGTH, 0),
+    "one": lambda h: h + h[8],
+    "those before": lambda h: F.pad(h, (0, 0, 1, 0))[:-1] + h,
+    "positions": lambda h: h + torch.arange(float(len(h)))[:, None],
+    "running": lambda h: h.cumsum(0),
+    "rolled": lambda h: h.roll(1, 0),
+    "twice": lambda h: torch.cat([h, h])[5 : 5 + len(h)],
+    "each other": lambda h: (h @ h.t()).tril() @ h,
+}
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_what_is_computed_by_rows_passes(ranks: int, name: str) -> None:
+    check(rows(BY_ROWS[name], F.gelu), X)
+
+
+@pytest.mark.parametrize("name", BY_ORDER)
+def test_what_needs_their_order_is_refused(ranks: int, name: str) -> None:
+    with pytest.raises(PlacementError, match="one rank after the other"):
+        check(rows(BY_ORDER[name], F.gelu), X)
+
+
+def differences(rank: int, world_size: int) -> dict[str, float]:
+    """Of outputs and gradients, from those of one process."""
+    found = {}
+    for name, before in {**BY_ROWS, **BY_ORDER}.items():
+        sch = rows(before, F.gelu)
+        model, _ = slapo.build(sch)
+        torch.manual_seed(0)
+        whole = Rows(before, F.gelu)
+        apart = []
+        outputs = [each(X) for each in (model, whole)]
+        apart.append((outputs[0] - outputs[1]).detach().abs().max())
+        for output in outputs:
+            (output * X.sin()).sum().backward()
+        apart.append((model.scale.grad - whole.scale.grad).abs().max())
+        spec_of = model.fc1.weight.grad
+        own = slice(rank * len(spec_of), (rank + 1) * len(spec_of))
+        apart.append((spec_of - whole.fc1.weight.grad[own]).abs().max())
+        found[name] = float(torch.stack(apart).max())
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_so_it_is(world_size: int) -> None:
+    for found in run_distributed(differences, world_size):
+        right = {name for name, apart in found.items() if apart < 1e-3}
+        assert right == set(BY_ROWS), found
+
+
+def test_an_output_in_another_order_is_refused(ranks: int) -> None:
+    class Output(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start, self.end = nn.Identity(), nn.Linear(HIDDEN, 5)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            rows = self.end(self.start(x).flatten(0, 1))
+            return F.cross_entropy(rows, labels.flatten())
+
+    sch = slapo.create_schedule(Output())
+    sch["start"].sync("fwd_post", "scatter", axis=1)
+    sch["end"].sync("fwd_post", "all_gather", axis=0, tensor_parallel_output_grad=False)
+    for name in ("weight", "bias"):
+        sch["end"].annotate(name, "partial_grad", True)
+    with pytest.raises(PlacementError, match="one rank after the other"):
+        check(sch, (X, torch.randint(0, 5, (BATCH, LENGTH))))
+
+
+def test_another_sum_in_between_is_refused(ranks: int) -> None:
+    sch = rows(same, F.gelu)
+    sch["fc1"].mod.register_forward_hook(lambda module, args, output: reduce_from_group(output))
+    with pytest.raises(PlacementError, match="takes a partial sum"):
+        check(sch, X)
