@@ -92,6 +92,14 @@ def _parameters(func: Any) -> dict[str, tuple[int, Any]]:
 
 
 Rule = Callable[[Call], Place | Sequence[Place]]
+
+
+def by_rule(rule: Rule, call: Call) -> list[Place]:
+    """A place for each result, of which a rule may give one for all."""
+    found = rule(call)
+    return [found] * len(call.outs) if isinstance(found, Place) else list(found)
+
+
 #: Name of an operation -> its rule.
 RULES: dict[str, Rule] = {}
 

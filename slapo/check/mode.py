@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slapo.check import pixels as pixels
 from slapo.check import products as products
 from slapo.check import shuffled
-from slapo.check.call import RULES, Call, Rule, name_of, run, tensors_in
+from slapo.check.call import RULES, Call, Rule, by_rule, name_of, run, tensors_in
 from slapo.check.finding import OURS, Finding, Stop
 from slapo.check.memory import through_memory
 from slapo.check.mixing import ATTENTION, attention
@@ -231,15 +231,14 @@ class PlaceMode(TorchDispatchMode):
         """A step of tensor parallelism: checked by what it takes, without communication."""
         place, axis = place_of(tensor), arguments.get(step.takes_along)
         total = arguments.get("total")
-        # The rows of masked tokens are given, and no group.
+        # Of masked tokens the rows are given, and no group; of a shared slice those that share it.
         other = step.gives == MASKED or step == SUM_SHARED
         why = "" if other else self._other_ranks(group)
         why = why or self._wrong_for(step, place, axis, tensor, total)
         if why:
             raise self.stop(step.name, [tensor], [place], why, step)
         given = self._given_by(step, tensor, arguments)
-        given = replace(place, is_part=False) if step == SUM_SHARED else given
-        given = shuffled.given_by(step, place, given, given.dim if given.is_slice else None)
+        given = shuffled.given_by(step, place, given)
         with self.unseen():
             if step.communicates:
                 result = self._alone(step, tensor, arguments)
@@ -264,8 +263,8 @@ class PlaceMode(TorchDispatchMode):
             return "" if place.is_part else f"{step.name} takes a part of what ranks share: {place}"
         if place.is_slice and place.copies > 1:
             return f"{step.name} of what several ranks hold: this is {place}"
-        if shuffled.wrong_for(step, place):
-            return shuffled.wrong_for(step, place)
+        if place.order and step not in shuffled.STEPS:
+            return f"{step.name} of what is {place}"
         if place.kind != step.takes and not (step.takes == "partial" and place.is_zero):
             wanted = {"partial": "a partial sum", "shard": "slices", "replicate": "what is whole"}
             return f"{step.name} takes {wanted[step.takes]}, and this is {place}"
@@ -292,6 +291,8 @@ class PlaceMode(TorchDispatchMode):
             start, count = arguments["start"], arguments["count"]
             share = share_of_whole(count, arguments["total"], self.ranks)
             return Place(MASKED, rows=(start, count), share=share)
+        if step == SUM_SHARED:
+            return replace(place_of(tensor), is_part=False)
         return WHOLE if step.gives == "replicate" else Place(step.gives)
 
     def _alone(self, step: Step, tensor: Tensor, arguments: dict[str, Any]) -> Tensor:
@@ -423,8 +424,7 @@ def _places_of(call: Call) -> list[Place]:
         return [call.places[0]] * len(call.outs)
     if is_shared(call):
         return followed(call, _rule(call))
-    found = _rule(call)(call)
-    return [found] * len(call.outs) if isinstance(found, Place) else list(found)
+    return by_rule(_rule(call), call)
 
 
 def _is_linear(call: Call) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from slapo.check.call import RULES, Call, Rule, tensors_in
+from slapo.check.call import RULES, Call, Rule, by_rule, tensors_in
 from slapo.check.place import Misfit, Place, place_of, put_place
 
 if TYPE_CHECKING:
@@ -120,11 +120,10 @@ def _ruled(
         if saw_parts or getattr(args[0], _SAW_PARTS, False):
             try:
                 _check_order(places)
-                found = rule(call)
+                found = by_rule(rule, call)
             except Misfit as misfit:
                 raise mode.stop(shown, tensors, places, str(misfit)) from None
-            listed = [found] * len(outs) if isinstance(found, Place) else found
-            for out, place in zip(outs, listed, strict=False):
+            for out, place in zip(outs, found, strict=False):
                 put_place(out, mode.born(call, place))
         return result
 

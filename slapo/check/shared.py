@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slapo.check.call import Call, Rule
+from slapo.check.call import Call, Rule, by_rule
 from slapo.check.mixing import ATTENTION
 from slapo.check.moves import VIEWS
 from slapo.check.place import Misfit, Place, sliced
@@ -34,18 +34,14 @@ def followed(call: Call, rule: Rule) -> list[Place]:
         return _cut_within(call)
     if any(place.is_slice and place.copies == 1 for place in call.places):
         return _with_own_slices(call, rule)
-    found = _found(rule, call, [replace(place, is_part=False) for place in call.places])
+    summed = [replace(place, is_part=False) for place in call.places]
+    found = by_rule(rule, replace(call, places=summed))
     if not any(place.is_part for place in call.places):
         if any(place.is_partial for place in found):
             raise call.misfit("ranks that hold the same slice would each count it")
         return _repeated(call, found) if call.name == "expand" else found
     _check_linear(call)
     return [replace(place, is_part=place.is_slice) for place in found]
-
-
-def _found(rule: Rule, call: Call, places: list[Place]) -> list[Place]:
-    found = rule(replace(call, places=places))
-    return [found] * len(call.outs) if isinstance(found, Place) else list(found)
 
 
 def _with_own_slices(call: Call, rule: Rule) -> list[Place]:
@@ -61,7 +57,7 @@ def _with_own_slices(call: Call, rule: Rule) -> list[Place]:
                 raise call.misfit("a slice that several ranks hold meets slices of their own")
             place = sliced(place.dim, place.blocks)
         places.append(place)
-    found = _found(rule, call, places)
+    found = by_rule(rule, replace(call, places=places))
     if call.name.startswith(ATTENTION) and "backward" in call.name:
         for index, name in enumerate(("query", "key", "value")):
             given = call.place(name)

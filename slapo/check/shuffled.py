@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from slapo.check.call import Call, Rule
+from slapo.check.call import Call, Rule, by_rule
 from slapo.check.mixing import REDUCTIONS
 from slapo.check.moves import VIEWS
 from slapo.check.place import OWN, WHOLE, Misfit, Place, sliced
@@ -25,7 +25,8 @@ _BY_ROWS += ("_log_softmax", "_softmax_backward_data", "_log_softmax_backward_da
 _BY_ROWS += ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm")
 _BY_ROWS += ("_fused_rms_norm_backward", "empty_like", "ones_like", "zeros_like")
 _BY_ROWS += (*REDUCTIONS, *VIEWS)
-_STEPS = (ALL_REDUCE, COPY, ALL_GATHER, PAD, REDUCE_SCATTER, SCATTER)
+#: Collectives that may have rows in another order.
+STEPS = (ALL_REDUCE, COPY, ALL_GATHER, PAD, REDUCE_SCATTER, SCATTER)
 
 
 def is_shuffled(places: Sequence[Place]) -> bool:
@@ -47,15 +48,15 @@ def followed(call: Call, rule: Rule, found: list[Place]) -> list[Place]:
     if len(orders) > 1 or not (call.name in _BY_ROWS or is_pointwise(call)):
         raise _misfit(call)
     try:
-        rows = rule(replace(call, places=[_as_slice(place) for place in call.places]))
+        as_slices = [_as_slice(place) for place in call.places]
+        rows = by_rule(rule, replace(call, places=as_slices))
     except Misfit:
         raise _misfit(call) from None
-    listed = [rows] * len(call.outs) if isinstance(rows, Place) else rows
     (order,) = orders
     pairs = zip(call.tensors, call.places, strict=True)
     count = next(t.shape[p.shuffled] for t, p in pairs if p.order)
     placed = []
-    for out, place, by_rows in zip(call.outs, found, listed, strict=True):
+    for out, place, by_rows in zip(call.outs, found, rows, strict=True):
         if by_rows.is_slice:
             if out.shape[by_rows.dim] != count:  # cut, or others put behind them
                 raise _misfit(call)
@@ -87,21 +88,14 @@ def may_shuffle(step: Step, place: Place) -> bool:
     return step in (ALL_GATHER, PAD) and place.dim == 0 and place.share is None and not place.order
 
 
-def wrong_for(step: Step, place: Place) -> str:
-    """Why a step cannot have rows in another order; empty if it can."""
-    if not place.order or step in _STEPS:
-        return ""
-    return f"{step.name} of what is {place}"
-
-
-def given_by(step: Step, place: Place, given: Place, along: int | None) -> Place:
-    """Where the result of a step lies: `given` where all is in order, `along` its slices, or none.
+def given_by(step: Step, place: Place, given: Place) -> Place:
+    """Where the result of a step lies: `given`, were all in order.
 
     Of slices in blocks, what is put together is in the order of the ranks; a scatter along the rows
     gives such slices.
     """
     if step in (ALL_GATHER, PAD) and place.blocks:
         return replace(given, shuffled=place.dim, order=place.blocks)
-    if place.order and step.gives_along and along == place.shuffled:
-        return given.along(along, place.order)
+    if place.order and given.is_slice and given.dim == place.shuffled:
+        return given.along(given.dim, place.order)
     return replace(given, shuffled=place.shuffled, order=place.order)
