@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -29,10 +30,13 @@ from slapo.sharding.vocab import check_maskable, mask_vocabulary, masks_itself
 from slapo.utils.calls import check_takes
 from slapo.wrapper import innermost
 
+#: By mode, and whether the hook takes keyword arguments of the call too.
 _HOOK_ARGUMENTS = {
-    "fwd_pre": ("module", "args"),
-    "fwd_post": ("module", "args", "output"),
-    "bwd_post": ("module", "grad_input", "grad_output"),
+    ("fwd_pre", False): ("module", "args"),
+    ("fwd_pre", True): ("module", "args", "kwargs"),
+    ("fwd_post", False): ("module", "args", "output"),
+    ("fwd_post", True): ("module", "args", "kwargs", "output"),
+    ("bwd_post", False): ("module", "grad_input", "grad_output"),
 }
 
 
@@ -61,7 +65,9 @@ class SyncPrimitive(Primitive):
     sync_op_or_fn
         An op of the table; in ``"XY->ZW"`` the letters R (replicated) and S (sharded) stand for
         the last two dimensions. Or a callable, which becomes the module hook of that mode: a
-        pre-forward hook, a forward hook or a full backward hook.
+        pre-forward hook, a forward hook or a full backward hook. One of ``(module, args, kwargs)``,
+        or of ``(module, args, kwargs, output)``, gets keyword arguments too, as torch's hooks with
+        ``with_kwargs=True``.
     **kwargs
         ``axis`` of the activation; ``tensor_parallel_output_grad`` of ``all_gather``: False when
         every rank uses the gathered tensor in the same way, so that the gradient is only split;
@@ -145,11 +151,12 @@ def _add_callable(
             f"{describe(function)} of torch.distributed is no hook of a module; pass the name of "
             "an op, such as 'all_reduce'"
         )
-    check_takes(function, f"a {mode} hook", _HOOK_ARGUMENTS[mode])
+    keywords = _takes_keywords(function, mode)
+    check_takes(function, f"a {mode} hook", _HOOK_ARGUMENTS[mode, keywords])
     if mode == "fwd_pre":
-        sch.mod.register_forward_pre_hook(function)
+        sch.mod.register_forward_pre_hook(function, with_kwargs=keywords)
     elif mode == "fwd_post":
-        sch.mod.register_forward_hook(function)
+        sch.mod.register_forward_hook(function, with_kwargs=keywords)
     else:
         if _sums_gradients(innermost(sch.mod)):
             raise ValueError(
@@ -159,6 +166,19 @@ def _add_callable(
             )
         sch.mod.register_full_backward_hook(function)
     _note(sch, KnownSync(mode, ""))
+
+
+def _takes_keywords(function: Callable[..., Any], mode: str) -> bool:
+    """Whether a hook must be given one argument more than those of its mode."""
+    if mode == "bwd_post":
+        return False
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters if p.kind in positional and p.default is p.empty]
+    return len(needed) == len(_HOOK_ARGUMENTS[mode, True])
 
 
 def _note(sch: Node, sync: KnownSync) -> None:

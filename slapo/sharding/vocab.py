@@ -11,9 +11,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slapo.sharding.state import sharding_of, syncs_of
+from slapo.errors import SlapoError
+from slapo.sharding.collectives import reduce_from_group
+from slapo.sharding.state import sharding_of, shards_of, syncs_of
 from slapo.sharding.steps import MASK_TOKENS, carry_out
 from slapo.sharding.sync_hooks import InputHook, OutputHook, SyncHook
+
+#: Where a table keeps which rows it has.
+_ROWS = "_slapo_rows"
 
 PreHook = Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]
 PostHook = Callable[[Any, tuple[Any, ...], Tensor], Tensor]
@@ -69,6 +74,38 @@ def vocabulary_hooks(
         return reduce(table.zero(output))
 
     return mask_tokens, zero_and_reduce
+
+
+def look_up_own_rows(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Pre-forward hook of a table that is sharded by rows and does more than look up.
+
+    Together with :func:`sum_looked_up`; both find on the module which rows it holds.
+    """
+    tokens, *rest = inputs
+    return (_rows_of(module).mask(tokens), *rest)
+
+
+def sum_looked_up(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Post-forward hook: zeroes what row 0 gave for other ranks' tokens, and sums over the ranks.
+
+    Right where the table maps zeros to zeros, as one that scales what it looks up.
+    """
+    state = sharding_of(module)
+    assert state is not None, "the hook before it has looked"
+    return reduce_from_group(_rows_of(module).zero(output), state.group.group)
+
+
+def _rows_of(table: nn.Module) -> _Rows:
+    rows: _Rows | None = table.__dict__.get(_ROWS)
+    if rows is None:
+        spec = shards_of(table).get("weight")
+        if spec is None or spec.axis != 0:
+            raise SlapoError(
+                f"the weight of {type(table).__name__} is not sharded by rows; call "
+                "shard('weight', axis=0) before these hooks run"
+            )
+        rows = table.__dict__[_ROWS] = _Rows(spec.start, spec.local_shape[0], spec.full_shape[0])
+    return rows
 
 
 def masked(tokens: Tensor, start: int, count: int, total: int | None = None) -> Tensor:

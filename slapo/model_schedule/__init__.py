@@ -1,0 +1,25 @@
+"""Ready schedules of model families: recipes as tables, over a few verbs."""
+
+from slapo.model_schedule.api import apply_schedule
+from slapo.model_schedule.gpt2 import gen_embedding_hooks
+from slapo.model_schedule.registry import (
+    recipe_keys,
+    recipe_of,
+    register_recipe,
+    register_schedule,
+    unregister,
+)
+from slapo.model_schedule.tables import Recipe, Region, Stack
+
+__all__ = [
+    "Recipe",
+    "Region",
+    "Stack",
+    "apply_schedule",
+    "gen_embedding_hooks",
+    "recipe_keys",
+    "recipe_of",
+    "register_recipe",
+    "register_schedule",
+    "unregister",
+]

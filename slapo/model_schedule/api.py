@@ -1,0 +1,126 @@
+"""``apply_schedule``: a ready schedule by the key of a model's family."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+from slapo.errors import with_nearest
+from slapo.model_schedule import families
+from slapo.model_schedule.apply import apply_recipe, base_path
+from slapo.model_schedule.options import Options
+from slapo.model_schedule.registry import recipe_of, schedule_of
+from slapo.schedule import Schedule, create_schedule
+
+assert families.__all__, "imported for the recipes that they register"
+
+
+def apply_schedule(
+    model: nn.Module | Schedule,
+    key: str,
+    *,
+    model_config: Any = None,
+    prefix: str = "",
+    group: Any = None,
+    **options: Any,
+) -> Schedule:
+    """Schedule a model by the recipe of its family.
+
+    In this order: kernels; layers, vocabulary and loss over the tensor-parallel ranks; checkpoints;
+    pipeline cuts. Values and names of the parameters stay. A call that fails changes nothing,
+    except that ``fp16`` and ``bf16`` have rounded the weights.
+
+    Parameters
+    ----------
+    model
+        A model, or its root schedule.
+    key
+        That of a recipe (``slapo recipes`` lists them), or of :func:`register_schedule`.
+    model_config
+        Sizes of the model; by default ``model.config``.
+    prefix
+        Path of the base model, ``"bert"`` in a ``BertForMaskedLM``; by default the model says it.
+    group
+        The tensor-parallel ranks, as in :func:`slapo.create_schedule`.
+    **options
+        ==========================  ===============================================================
+        ``fp16``, ``bf16``          Turn the model into that type. False.
+        ``attn_op_name``            Attention by ``"auto"``, ``"eager"``, ``"sdpa"``, ``"flash"`` or
+                                    ``"xformers"``; None keeps the model's own. ``"auto"``.
+        ``kernels``                 Activations and norms by torch's kernels. True.
+        ``disable_fuse_bias_gelu``  False makes one kernel of the bias and the GELU after it. True.
+        ``sequence_parallel``       Deal tokens out over the ranks between split regions. False.
+        ``parallel_vocabulary``     Split embedding and head over the ranks. True.
+        ``gather_logits``           False leaves each rank its columns of the logits, from which the
+                                    loss is computed. True.
+        ``fused_loss``              The head computes the loss by pieces of the tokens, so that the
+                                    output has no logits. False.
+        ``ckpt_ratio``              Share of the layers that compute activations again. 0.0.
+        ``checkpoint_method``       ``"uniform"``: spread evenly; ``"head"``: the first ones.
+        ``pipeline_cuts``           Number of stages, of about the same work; or the numbers of the
+                                    layers that end one, over all stacks, or a list for each. None.
+        ``example_inputs``          What the model is called with, for the trace that cuts need.
+        ``bcast_input``             All ranks take the inputs of the group's first. False.
+        ``delay_init``              Whether parameters may be on meta, for build() to make. True.
+        ==========================  ===============================================================
+
+    Returns
+    -------
+    Schedule
+        The root schedule, for :func:`slapo.build` or for further primitives.
+
+    Raises
+    ------
+    KeyError
+        For an unknown key.
+    ValueError
+        For an option that the family cannot have, sizes that the group does not divide, or a model
+        without what the recipe names.
+
+    Examples
+    --------
+    >>> import slapo
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32,
+    ...     num_hidden_layers=2, num_attention_heads=2)
+    >>> sch = apply_schedule(LlamaForCausalLM(config), "llama", ckpt_ratio=0.5, fused_loss=True)
+    >>> sch["model.layers.1"].mod
+    CheckPointWrapper(LlamaDecoderLayer)
+    >>> model, _ = slapo.build(sch)
+    """
+    own = schedule_of(key)
+    if own is not None:
+        given = {"model_config": model_config, "prefix": prefix, "group": group}
+        said = {name: value for name, value in given.items() if value not in (None, "")}
+        return own(model, **said, **options)  # type: ignore[no-any-return]
+    checked = _options(key, options)
+    sch = _schedule(model, group)
+    config = getattr(sch.mod, "config", None) if model_config is None else model_config
+    recipe = recipe_of(key, config)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    apply_recipe(sch, recipe, checked, text, base_path(sch.mod, prefix, recipe))
+    return sch
+
+
+def _options(key: str, given: dict[str, Any]) -> Options:
+    known = [each.name for each in fields(Options)]
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                with_nearest(name, known, f"{name!r} is no option of {key!r}; there are {known}")
+            )
+    return Options(**given)
+
+
+def _schedule(model: nn.Module | Schedule, group: Any) -> Schedule:
+    if not isinstance(model, Schedule):
+        return create_schedule(model, group=group)
+    if model.parent is not None:
+        raise ValueError(
+            f"the schedule is that of {model.path!r}; pass the root's, with the path as prefix"
+        )
+    if group is not None:
+        raise ValueError("a schedule has its group already; leave group out, or pass the model")
+    return model

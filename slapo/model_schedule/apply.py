@@ -1,0 +1,225 @@
+"""One visible order: kernels, tensor parallelism, vocabulary, checkpoints, loss, inputs, cuts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo.model_schedule import verbs
+from slapo.model_schedule.checks import check
+from slapo.model_schedule.cuts import chosen_cuts, cut, even_cuts, inputs_for, layer_costs
+from slapo.model_schedule.kernels import use_backend, use_kernels
+from slapo.model_schedule.losses import check_loss, fuse_loss, loss_head, split_loss
+from slapo.model_schedule.options import Options
+from slapo.model_schedule.tables import Recipe
+from slapo.schedule import Schedule
+from slapo.snapshot import restored_on_error
+
+
+def apply_recipe(sch: Schedule, recipe: Recipe, options: Options, config: Any, prefix: str) -> None:
+    """Schedule a model by a recipe: wholly, or not at all.
+
+    Parameters
+    ----------
+    sch
+        The root schedule.
+    config
+        The model's, with sizes.
+    prefix
+        Path of the base model, from which the recipe's paths count.
+    """
+    job = _Job(sch, recipe, options, config, prefix)
+    job.check()
+    model: Any = sch.mod
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    try:
+        with restored_on_error(sch):
+            job.run()
+    except BaseException:
+        if attention is not None:
+            model.set_attn_implementation(attention)
+        raise
+
+
+class _Job:
+    """One application of a recipe."""
+
+    def __init__(
+        self, sch: Schedule, recipe: Recipe, options: Options, config: Any, prefix: str
+    ) -> None:
+        self.sch, self.recipe, self.options, self.config = sch, recipe, options, config
+        self.base = sch[prefix] if prefix else sch
+        self.prefix = prefix
+        self.head = next((path for path in recipe.heads.split() if path in sch), "")
+        self.parallel = sch.world_size > 1
+        self.spreads = options.sequence_parallel and self.parallel
+        #: the vocabulary is split, and the logits stay so
+        self.splits_vocabulary = options.parallel_vocabulary and self.parallel
+        self.splits_loss = (
+            self.splits_vocabulary
+            and bool(self.head)
+            and not (options.gather_logits or options.fused_loss)
+        )
+
+    def check(self) -> None:
+        """Refuse before anything changes."""
+        check(self.base, self.recipe, self.options, self.config)
+        if self.options.fused_loss:
+            check_loss(self.sch.mod, self.head, "fused_loss")
+        elif self.splits_loss and self.options.pipeline_cuts is None:
+            check_loss(self.sch.mod, self.head, "gather_logits=False")
+        if self.options.pipeline_cuts is not None:
+            self.ends()
+
+    def run(self) -> None:
+        """The order matters.
+
+        Shards take the modules that kernels have put in place, and hooks of a loss the head as it
+        is then. A checkpoint wraps what stands there in the end, collectives and all; and the trace
+        for cuts takes each layer as it is.
+        """
+        self.cast()
+        self.kernels()
+        if self.parallel:
+            self.split_layers()
+            if self.recipe.special is not None:
+                self.recipe.special(self.base)
+        if self.splits_vocabulary:
+            self.split_vocabulary()
+        self.checkpoint()
+        self.loss()
+        if self.options.bcast_input and self.parallel:
+            self.sch.sync("fwd_pre", verbs.broadcast_inputs)
+        if self.options.pipeline_cuts is not None:
+            self.cut()
+
+    # --- steps -----------------------------------------------------------------------------------
+    def cast(self) -> None:
+        """Halves of what the model is in: traces and kernels see the type it will run in."""
+        if self.options.fp16 or self.options.bf16:
+            self.sch.mod.to(torch.float16 if self.options.fp16 else torch.bfloat16)
+
+    def kernels(self) -> None:
+        """Attention, activations, norms, and a head that can compute the loss."""
+        name = self.options.attn_op_name
+        if name is not None and "attn_op_name" not in self.recipe.refuses:
+            use_backend(self.sch, name, required=name != "auto")
+        if self.options.kernels:
+            use_kernels(self.sch)
+        if self.options.fused_loss:
+            self.sch.select(self.head).replace(loss_head)
+
+    def split_layers(self) -> None:
+        """Regions, and the tokens between them."""
+        key_values = self.few_key_values()
+        for number, stack in enumerate(self.recipe.stacks):
+            layers = self.layers(number)
+            for layer in layers:
+                for region in stack.regions:
+                    verbs.split_region(layer, region, self.spreads, key_values)
+            if self.spreads:
+                verbs.spread_tokens(self.base, stack, layers)
+            self.sum_reads(number)
+
+    def sum_reads(self, number: int) -> None:
+        """The gradient of another stack's result: once for all layers, or where a stage may end."""
+        stack = self.recipe.stacks[number]
+        if not stack.reads:
+            return
+        if self.options.pipeline_cuts is None:
+            path, _, name = stack.reads.partition(":")
+            self.base[path].sync("bwd_post", "all_reduce", argument=[name])
+            return
+        for layer in self.layers(number):
+            for region in (region for region in stack.regions if region.reads):
+                verbs.sum_read(layer, region)
+
+    def few_key_values(self) -> int | None:
+        """Heads of keys and values, where there are fewer than ranks."""
+        name = self.recipe.key_value_heads
+        count = getattr(self.config, name, None) if name else None
+        return count if count and count < self.sch.world_size else None
+
+    def split_vocabulary(self) -> None:
+        """Embeddings by rows, and the head, which may be tied to them."""
+        for path in self.recipe.embeddings.split():
+            if path in self.base:
+                verbs.split_table(self.base[path])
+        if self.head:
+            gather = self.options.gather_logits and not self.options.fused_loss
+            verbs.split_head(self.sch[self.head], gather)
+
+    def checkpoint(self) -> None:
+        """A share of the layers computes its activations again in the backward pass."""
+        paths = [layer.path for n in range(len(self.recipe.stacks)) for layer in self.layers(n)]
+        for path in chosen(paths, self.options.ckpt_ratio, self.options.checkpoint_method):
+            self.sch[path].checkpoint()
+
+    def loss(self) -> None:
+        """Computed by pieces, or from slices of the logits."""
+        if self.options.fused_loss:
+            fuse_loss(self.sch, self.head)
+        elif self.splits_loss and self.options.pipeline_cuts is None:
+            split_loss(self.sch, self.head)
+
+    def cut(self) -> None:
+        """End stages."""
+        paths = [[layer.path for layer in self.layers(n)] for n in range(len(self.recipe.stacks))]
+        inputs = inputs_for(self.recipe, self.config, self.options.example_inputs)
+        cut(self.sch, self.prefix, self.recipe.stacks, paths, self.ends(), inputs)
+
+    # --- what the model has ----------------------------------------------------------------------
+    def layers(self, number: int) -> list[Schedule]:
+        """Those of a stack."""
+        return list(self.base.select(f"{self.recipe.stacks[number].layers}.*"))
+
+    def ends(self) -> list[int]:
+        """Numbers of the layers that end a stage, over all stacks."""
+        paths = [[layer.path for layer in self.layers(n)] for n in range(len(self.recipe.stacks))]
+        cuts = self.options.pipeline_cuts
+        if isinstance(cuts, int):
+            flat = [path for each in paths for path in each]
+            return even_cuts(layer_costs(self.sch.mod, flat, self.head), cuts)
+        return chosen_cuts(cuts, [len(each) for each in paths])
+
+
+def chosen(paths: list[str], ratio: float, method: str) -> list[str]:
+    """A share of the paths: the first ones, or spread evenly.
+
+    Examples
+    --------
+    >>> chosen(["0", "1", "2", "3"], 0.5, "uniform")
+    ['1', '3']
+    >>> chosen(["0", "1", "2", "3"], 0.5, "head")
+    ['0', '1']
+    """
+    count = round(ratio * len(paths))
+    if ratio and not count:
+        count = 1
+    if method == "head":
+        return paths[:count]
+    return [paths[(2 * number + 1) * len(paths) // (2 * count)] for number in range(count)]
+
+
+def base_path(model: nn.Module, prefix: str, recipe: Recipe) -> str:
+    """Where the base model lies: as given, or as models of Transformers say.
+
+    Raises
+    ------
+    ValueError
+        If there is nothing at the given path.
+    """
+    if prefix:
+        try:
+            model.get_submodule(prefix)
+        except AttributeError:
+            children = [name for name, _ in model.named_children()]
+            raise ValueError(
+                f"prefix {prefix!r} is no path within {type(model).__name__}, which has {children}; "
+                "pass that of the base model, or leave prefix out"
+            ) from None
+        return prefix
+    own = getattr(model, "base_model_prefix", "")
+    return own if isinstance(getattr(model, own, None) if own else None, nn.Module) else ""

@@ -1,0 +1,110 @@
+"""What is refused before anything changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slapo.model_schedule.options import Options
+from slapo.model_schedule.tables import Recipe, Stack
+from slapo.schedule import Schedule
+
+#: Names of the config: probabilities of dropout within attention.
+_DROPOUTS = (
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "attn_pdrop",
+    "attn_dropout",
+    "dropout_rate",
+)
+
+
+def check(base: Schedule, recipe: Recipe, options: Options, config: Any) -> None:
+    """Refuse what the model, its family or the group cannot have.
+
+    Raises
+    ------
+    ValueError
+        Saying which, and what to pass.
+    """
+    _check_refused(recipe, options, base.world_size)
+    _check_paths(base, recipe)
+    if base.world_size > 1:
+        _check_counts(config, recipe, base.world_size)
+        _check_dropout(config, recipe, options)
+    if not options.delay_init:
+        _check_values(base)
+
+
+def _check_refused(recipe: Recipe, options: Options, ranks: int) -> None:
+    wanted = dict(options.asked())
+    if wanted.get("attn_op_name", "auto") is None:
+        del wanted["attn_op_name"]  # the model's own, which it has
+    if ranks > 1:
+        wanted["tensor parallelism"] = True
+    for name, why in recipe.refuses.items():
+        if name in wanted:
+            value = f"={wanted[name]!r}" if name in options.asked() else f" over {ranks} ranks"
+            raise ValueError(f"{name}{value} is not for this family: {why}; leave it out")
+
+
+def _check_paths(base: Schedule, recipe: Recipe) -> None:
+    for stack in recipe.stacks:
+        if not _layers(base, stack):
+            raise ValueError(
+                f"{type(base.mod).__name__} at {base.path!r} has no layers {stack.layers!r}, as the "
+                f"recipe says: {base.describe_unknown(stack.layers)}; pass the key of the model's "
+                "family, or as prefix= the path of its base model"
+            )
+
+
+def _layers(base: Schedule, stack: Stack) -> Any:
+    try:
+        return len(base.mod.get_submodule(stack.layers))  # type: ignore[arg-type]
+    except (AttributeError, TypeError):
+        return 0
+
+
+def _check_counts(config: Any, recipe: Recipe, ranks: int) -> None:
+    for name in recipe.counts.split():
+        count = getattr(config, name)
+        if count % ranks:
+            raise ValueError(_unfit(name, count, ranks, [n for n in _factors(count)]))
+    name = recipe.key_value_heads
+    count = getattr(config, name, None) if name else None
+    if count and count % ranks and ranks % count:
+        heads = getattr(config, recipe.counts.split()[0])
+        fit = [n for n in _factors(heads) if count % n == 0 or n % count == 0]
+        raise ValueError(_unfit(name, count, ranks, fit))
+
+
+def _factors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
+
+
+def _unfit(name: str, count: int, ranks: int, fit: list[int]) -> str:
+    return (
+        f"{name} is {count}, and the group has {ranks} ranks, over which these heads cannot be "
+        f"dealt out; sizes of groups that fit: {fit}"
+    )
+
+
+def _check_dropout(config: Any, recipe: Recipe, options: Options) -> None:
+    """Attention of the model's own would drop the same of each rank's heads."""
+    if options.attn_op_name is not None or "attn_op_name" in recipe.refuses:
+        return
+    active = {name: getattr(config, name, None) for name in _DROPOUTS}
+    active = {name: value for name, value in active.items() if value}
+    if active:
+        raise ValueError(
+            f"attn_op_name=None keeps the model's own attention, whose dropout ({active}) would be "
+            "the same on all ranks, for different heads; leave attn_op_name out, or set these to 0"
+        )
+
+
+def _check_values(base: Schedule) -> None:
+    empty = [name for name, p in base.get_top_schedule().mod.named_parameters() if p.is_meta]
+    if empty:
+        raise ValueError(
+            f"delay_init=False, and {len(empty)} parameters have no values yet ({empty[0]!r} is on "
+            "meta); leave it out, and build() makes them"
+        )

@@ -1,0 +1,83 @@
+"""Modules of Transformers that have a faster form with the same numbers and parameters."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from slapo.op.linear import LinearWithSeparateBias
+
+try:
+    from slapo.op.interface import use_attention
+except ImportError:
+    def use_attention(m, n): pass
+try:
+    from slapo.op.norm import RMSNorm
+except ImportError:
+    class RMSNorm:
+        @staticmethod
+        def like(m):
+            import copy; return copy.copy(m)
+from slapo.schedule import Schedule
+
+#: Classes that write out the tanh form of GELU operation by operation.
+_GELUS = ("NewGELUActivation", "FastGELUActivation")
+#: Norms that :class:`slapo.op.norm.RMSNorm` computes; two of them add 1 to their weight.
+_NORMS = (
+    "LlamaRMSNorm",
+    "MistralRMSNorm",
+    "Qwen2RMSNorm",
+    "Qwen3RMSNorm",
+    "MixtralRMSNorm",
+    "T5LayerNorm",
+    "GemmaRMSNorm",
+    "Gemma3RMSNorm",
+)
+
+
+def use_kernels(base: Schedule) -> None:
+    """Activations and norms by torch's kernels, for what below `base` is of a known class."""
+    makers = {**dict.fromkeys(_GELUS, tanh_gelu), **dict.fromkeys(_NORMS, rms_norm)}
+    classes = {type(module) for module in base.mod.modules()}
+    for cls in sorted(classes, key=lambda each: each.__name__):
+        if cls.__name__ in makers and cls.__module__.startswith("transformers."):
+            base.replace_all(cls, makers[cls.__name__])
+
+
+def tanh_gelu(path: str, module: nn.Module) -> nn.GELU:
+    """GELU's tanh form as one kernel."""
+    return nn.GELU(approximate="tanh")
+
+
+def rms_norm(path: str, module: nn.Module) -> RMSNorm:
+    """The norm as one kernel, with the same parameter."""
+    return RMSNorm.like(module)
+
+
+def use_backend(sch: Schedule, name: str, required: bool) -> None:
+    """Attention of a model of Transformers by a backend.
+
+    Parameters
+    ----------
+    required
+        Whether a model that computes its attention by itself is an error.
+    """
+    try:
+        use_attention(sch.mod, name)
+    except ValueError:
+        if required:
+            raise
+
+
+def fuse_bias_gelu(layers: list[Schedule], where: str) -> None:
+    """The addition of a bias and the GELU after it as one kernel of TorchScript.
+
+    Parameters
+    ----------
+    where
+        ``module:linear``, paths from the layer and from the module.
+    """
+    path, _, linear = where.partition(":")
+    for layer in layers:
+        node = layer[path]
+        node[linear].decompose()
+        assert isinstance(node[linear].mod, LinearWithSeparateBias), "decompose has made it"

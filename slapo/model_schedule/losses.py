@@ -1,0 +1,178 @@
+"""The loss of a head that is split or fused, computed where the model would have computed it.
+
+Models compute their loss from whole logits. Labels are taken out of the call before the model sees
+them; the loss is then put into the output where the model's own would stand. Hooks find all that
+they need on the module, so that a record can hold them by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slapo.op.cross_entropy import IGNORED, token_losses
+from slapo.op.linear_loss import LossHead, Targets
+from slapo.schedule import Schedule
+from slapo.sharding.state import shards_of, sharding_of
+from slapo.wrapper import innermost
+
+#: Where a model keeps the targets of the present call.
+_TARGETS = "_slapo_targets"
+#: Endings of classes whose loss is the cross entropy of tokens, and whether of the next one.
+_LOSSES = {
+    "ForCausalLM": True,
+    "LMHeadModel": True,
+    "ForMaskedLM": False,
+    "ForConditionalGeneration": False,
+}
+
+
+def shifts(model: nn.Module) -> bool | None:
+    """Whether labels are compared with the prediction for the next token; None for other losses."""
+    name = type(model).__name__
+    return next((shift for end, shift in _LOSSES.items() if name.endswith(end)), None)
+
+
+def check_loss(model: nn.Module, head: str, option: str) -> None:
+    """Refuse models whose loss is not a cross entropy of tokens.
+
+    Raises
+    ------
+    ValueError
+        Saying so.
+    """
+    takes = inspect.signature(model.forward).parameters
+    if not head or shifts(model) is None or "labels" not in takes:
+        known = [f"*{end}" for end in _LOSSES]
+        raise ValueError(
+            f"{option} is for models that take labels of tokens ({', '.join(known)}), and "
+            f"{type(model).__name__} is none; leave it out"
+        )
+
+
+def fuse_loss(sch: Schedule, head: str) -> None:
+    """The head computes the loss from hidden states, by pieces: there are no logits then."""
+    shift = bool(shifts(sch.mod))
+    sch.sync("fwd_pre", functools.partial(give_targets, head=head, shift=shift))
+    sch.sync("fwd_post", functools.partial(take_loss, head=head))
+
+
+def split_loss(sch: Schedule, head: str) -> None:
+    """Each rank has its columns of the logits, and all ranks the loss."""
+    shift = bool(shifts(sch.mod))
+    sch.sync("fwd_pre", functools.partial(keep_targets, shift=shift))
+    sch.sync("fwd_post", functools.partial(put_split_loss, head=head))
+
+
+def loss_head(path: str, module: nn.Module) -> LossHead:
+    """A linear layer as one that can compute the loss."""
+    assert isinstance(module, nn.Linear), "checked before"
+    return LossHead.like(module)
+
+
+# --- hooks ---------------------------------------------------------------------------------------
+def give_targets(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, head: str, shift: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Hook: labels go to the head instead of the model."""
+    args, kwargs, targets = _taken(module, args, kwargs, shift)
+    _head(module, head).targets = targets
+    return args, kwargs
+
+
+def take_loss(module: nn.Module, args: tuple[Any, ...], output: Any, *, head: str) -> Any:
+    """Hook: what stands in the place of the logits is the loss."""
+    layer = _head(module, head)
+    if layer.targets is None:
+        return output
+    layer.targets = None
+    loss, *rest = output.to_tuple() if hasattr(output, "to_tuple") else output
+    if isinstance(output, tuple):
+        return (_whole_loss(module, loss, output), *rest)
+    output.loss, output.logits = _whole_loss(module, output.logits, output), None
+    return output
+
+
+def keep_targets(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, shift: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Hook: labels are kept for the end of the call."""
+    args, kwargs, targets = _taken(module, args, kwargs, shift)
+    module.__dict__[_TARGETS] = targets
+    return args, kwargs
+
+
+def put_split_loss(module: nn.Module, args: tuple[Any, ...], output: Any, *, head: str) -> Any:
+    """Hook: the loss of slices of the logits."""
+    targets: Targets | None = module.__dict__.pop(_TARGETS, None)
+    if targets is None:
+        return output
+    logits = output[0] if isinstance(output, tuple) else output.logits
+    layer = innermost(module.get_submodule(head))
+    labels = _aligned(targets)
+    losses = token_losses(logits, labels, shards_of(layer)["weight"].start, _group(layer))
+    count = targets.num_items
+    loss = losses.sum() / ((labels != IGNORED).sum() if count is None else count)
+    if isinstance(output, tuple):
+        return (_whole_loss(module, loss, output), *output)
+    output.loss = _whole_loss(module, loss, output)
+    return output
+
+
+def _head(module: nn.Module, head: str) -> LossHead:
+    found = innermost(module.get_submodule(head))
+    assert isinstance(found, LossHead), "the recipe has put it there"
+    return found
+
+
+def _aligned(targets: Targets) -> Tensor:
+    """The label that each position is to predict."""
+    if not targets.shift:
+        return targets.labels
+    return F.pad(targets.labels, (0, 1), value=IGNORED)[..., 1:]
+
+
+def _group(layer: nn.Module) -> Any:
+    state = sharding_of(layer)
+    assert state is not None, "the head is split"
+    return state.group.group
+
+
+def _whole_loss(module: nn.Module, loss: Tensor, output: Any) -> Tensor:
+    """With the loss of a router, which models add where they compute both."""
+    auxiliary = getattr(output, "aux_loss", None)
+    if auxiliary is None:
+        return loss
+    return loss + getattr(module, "router_aux_loss_coef", 0.0) * auxiliary.to(loss.device)
+
+
+def _taken(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shift: bool
+) -> tuple[tuple[Any, ...], dict[str, Any], Targets | None]:
+    """The call without its labels, and what is to be computed from them."""
+    names = list(inspect.signature(innermost(module).forward).parameters)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    labels = given.get("labels")
+    if labels is None:
+        return args, kwargs, None
+    given["labels"] = None
+    count = given.pop("num_items_in_batch", None)
+    moved = given.pop("shift_labels", None)
+    _feed_decoder(module, given, labels)
+    new = tuple(given[name] for name, _ in zip(names, args, strict=False))
+    left = {name: value for name, value in given.items() if name not in names[: len(args)]}
+    if moved is not None:
+        return new, left, Targets(moved, False, count, IGNORED)
+    return new, left, Targets(labels, shift, count, IGNORED)
+
+
+def _feed_decoder(module: Any, given: dict[str, Any], labels: Tensor) -> None:
+    """Models of two stacks make the decoder's input from the labels."""
+    if not getattr(module.config, "is_encoder_decoder", False):
+        return
+    if given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:
+        given["decoder_input_ids"] = innermost(module)._shift_right(labels)

@@ -1,0 +1,154 @@
+"""Recipes and schedules by their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from slapo.errors import with_nearest
+from slapo.model_schedule.tables import Recipe
+
+#: A recipe of a family, made for a config.
+RecipeMaker = Callable[[Any], Recipe]
+#: A schedule of the user's: ``(model, **config) -> Schedule``.
+ScheduleMaker = Callable[..., Any]
+
+_RECIPES: dict[str, RecipeMaker] = {}
+_SCHEDULES: dict[str, ScheduleMaker] = {}
+
+
+def register_recipe(*keys: str) -> Callable[[RecipeMaker], RecipeMaker]:
+    """Make ``recipe(config)`` known to :func:`apply_schedule` by its keys, as a decorator.
+
+    Parameters
+    ----------
+    *keys
+        New keys; as a rule the ``model_type`` of the config.
+
+    Raises
+    ------
+    ValueError
+        If there is no key, or one is taken.
+
+    Examples
+    --------
+    >>> from slapo.model_schedule.tables import Recipe, Region, Stack
+    >>> @register_recipe("my_decoder")
+    ... def my_decoder(config):
+    ...     mlp = Region("mlp", columns="mlp.up", rows="mlp.down")
+    ...     return Recipe((Stack("blocks", (mlp,), last="norm"),), counts="")
+    >>> "my_decoder" in recipe_keys()
+    True
+    >>> unregister("my_decoder")
+    """
+    _check_new(keys)
+
+    def register(maker: RecipeMaker) -> RecipeMaker:
+        _RECIPES.update(dict.fromkeys(keys, maker))
+        return maker
+
+    return register
+
+
+def register_schedule(key: str | None = None) -> Callable[[ScheduleMaker], ScheduleMaker]:
+    """Make a function that schedules models known to :func:`apply_schedule`, as a decorator.
+
+    The function gets what :func:`apply_schedule` got but the key, as far as it was given: a model
+    or a schedule, and keyword arguments.
+
+    Parameters
+    ----------
+    key
+        A new key; None takes the name of the function.
+
+    Raises
+    ------
+    ValueError
+        If the key is taken.
+
+    Examples
+    --------
+    >>> import slapo
+    >>> @register_schedule()
+    ... def all_recomputed(model, **config):
+    ...     sch = slapo.create_schedule(model)
+    ...     return sch.checkpoint()
+    >>> unregister("all_recomputed")
+    """
+
+    def register(maker: ScheduleMaker) -> ScheduleMaker:
+        name = maker.__name__ if key is None else key
+        _check_new((name,))
+        _SCHEDULES[name] = maker
+        return maker
+
+    return register
+
+
+def unregister(key: str) -> None:
+    """Forget a key.
+
+    Raises
+    ------
+    KeyError
+        If there is no such key.
+    """
+    for table in (_RECIPES, _SCHEDULES):
+        if key in table:
+            del table[key]
+            return
+    raise KeyError(_unknown(key))
+
+
+def recipe_keys() -> list[str]:
+    """Keys of all recipes."""
+    return sorted(_RECIPES)
+
+
+def schedule_of(key: str) -> ScheduleMaker | None:
+    """A user's function; None where the key is that of a recipe.
+
+    Raises
+    ------
+    KeyError
+        If it is neither's.
+    """
+    if key not in _RECIPES and key not in _SCHEDULES:
+        raise KeyError(_unknown(key))
+    return _SCHEDULES.get(key)
+
+
+def recipe_of(key: str, config: Any) -> Recipe:
+    """The recipe of a family for a config.
+
+    Raises
+    ------
+    KeyError
+        If there is no such recipe.
+    """
+    if key not in _RECIPES:
+        raise KeyError(_unknown(key))
+    return _RECIPES[key](config)
+
+
+def description(key: str) -> str:
+    """What the file of a recipe says of it."""
+    import inspect
+
+    maker = _RECIPES[key]
+    module = inspect.getmodule(maker)
+    text = (module.__doc__ if module else None) or maker.__doc__ or ""
+    return text.strip().splitlines()[0] if text.strip() else ""
+
+
+def _check_new(keys: tuple[str, ...]) -> None:
+    if not keys or not all(isinstance(key, str) and key for key in keys):
+        raise ValueError(f"got the keys {keys!r}; pass names, such as the config's model_type")
+    taken = [key for key in keys if key in _RECIPES or key in _SCHEDULES]
+    if taken:
+        raise ValueError(f"{taken} have a schedule already; pass other keys, or unregister() them")
+
+
+def _unknown(key: Any) -> str:
+    known = sorted([*_RECIPES, *_SCHEDULES])
+    return with_nearest(str(key), known, f"there is no schedule {key!r}; there are {known}")

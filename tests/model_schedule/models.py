@@ -1,0 +1,250 @@
+"""A small model of every key, with its inputs: odd sizes, padding, uneven vocabularies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.graph import zoo  # skips without transformers, and stays offline
+
+transformers = zoo.transformers
+
+VOCABULARY = 131
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 72,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+DECODER: dict[str, Any] = {
+    **SIZES,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "use_cache": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "use_cache": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "resid_dropout": 0.0,
+    "embed_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+
+
+class Bottleneck(nn.Module):
+    """A block of a wide residual network, named as in torchvision."""
+
+    def __init__(self, channels: int, wide: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, wide, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(wide)
+        self.conv2 = nn.Conv2d(wide, wide, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(wide)
+        self.conv3 = nn.Conv2d(wide, channels, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = F.relu(self.bn2(self.conv2(y)))
+        return F.relu(self.bn3(self.conv3(y)) + x)
+
+
+class WideResNet(nn.Module):
+    """Four groups of blocks of one size."""
+
+    def __init__(self, blocks: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1)
+        for number in range(1, 5):
+            group = nn.Sequential(*(Bottleneck(8, 16) for _ in range(blocks)))
+            self.add_module(f"layer{number}", group)
+        self.fc = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv1(x)
+        y = self.layer4(self.layer3(self.layer2(self.layer1(y))))
+        return self.fc(y.mean((2, 3)))
+
+
+@dataclass(frozen=True)
+class Model:
+    """How to make a small model of a key, and what to give it."""
+
+    build: Callable[..., nn.Module]
+    inputs: Callable[[int, int], dict[str, Tensor]]
+
+
+def _of(name: str, config: str, settings: dict[str, Any]) -> Callable[..., nn.Module]:
+    def build(**changes: Any) -> nn.Module:
+        torch.manual_seed(0)
+        made = getattr(transformers, config)(**{**settings, **changes})
+        model = getattr(transformers, name)(made)
+        return _spread(model).train()
+
+    return build
+
+
+def _spread(model: nn.Module) -> nn.Module:
+    """No parameter is all zeros or ones: one that is left out must show."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def tokens(batch: int, length: int, seed: int = 1) -> dict[str, Tensor]:
+    """Padded on the right, but for the first sample."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(1, batch):
+        mask[row, length - row % length :] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def two_texts(batch: int, length: int) -> dict[str, Tensor]:
+    """For an encoder, and a shorter one for the decoder."""
+    given = tokens(batch, length)
+    return {**given, "labels": tokens(batch, max(1, length - 2), seed=2)["labels"]}
+
+
+def images(batch: int, length: int) -> dict[str, Tensor]:
+    """With classes; the length is the image's."""
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randn(batch, 3, 12, 12, generator=generator)
+    return {"pixel_values": pixels, "labels": torch.arange(batch) % 2}
+
+
+def plain_images(batch: int, length: int) -> dict[str, Tensor]:
+    return {"x": images(batch, length)["pixel_values"]}
+
+
+def wide_resnet(blocks: int = 1, **changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return WideResNet(blocks).train()
+
+
+_NEO = [[["global", "local"], 2]]
+_ENCODER = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODELS = {
+    "bert": Model(_of("BertForMaskedLM", "BertConfig", _ENCODER), tokens),
+    "roberta": Model(
+        _of("RobertaForMaskedLM", "RobertaConfig", {**_ENCODER, "max_position_embeddings": 64}),
+        tokens,
+    ),
+    "albert": Model(
+        _of("AlbertForMaskedLM", "AlbertConfig", {**_ENCODER, "embedding_size": 16}), tokens
+    ),
+    "gpt2": Model(
+        _of(
+            "GPT2LMHeadModel",
+            "GPT2Config",
+            {
+                **GPT,
+                "n_embd": 32,
+                "n_layer": 4,
+                "n_head": 4,
+                "resid_pdrop": 0.0,
+                "embd_pdrop": 0.0,
+                "attn_pdrop": 0.0,
+            },
+        ),
+        tokens,
+    ),
+    "gpt_neo": Model(
+        _of(
+            "GPTNeoForCausalLM",
+            "GPTNeoConfig",
+            {
+                **GPT,
+                "hidden_size": 32,
+                "num_layers": 4,
+                "num_heads": 4,
+                "attention_types": _NEO,
+                "window_size": 4,
+                "intermediate_size": 72,
+            },
+        ),
+        tokens,
+    ),
+    "opt": Model(
+        _of(
+            "OPTForCausalLM",
+            "OPTConfig",
+            {
+                "vocab_size": VOCABULARY,
+                "hidden_size": 32,
+                "ffn_dim": 72,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "word_embed_proj_dim": 32,
+                "max_position_embeddings": 64,
+                "dropout": 0.0,
+                "use_cache": False,
+            },
+        ),
+        tokens,
+    ),
+    "t5": Model(
+        _of(
+            "T5ForConditionalGeneration",
+            "T5Config",
+            {
+                "vocab_size": VOCABULARY,
+                "d_model": 32,
+                "d_kv": 8,
+                "d_ff": 72,
+                "num_layers": 2,
+                "num_decoder_layers": 2,
+                "num_heads": 4,
+                "dropout_rate": 0.0,
+                "use_cache": False,
+                "decoder_start_token_id": 0,
+            },
+        ),
+        two_texts,
+    ),
+    "llama": Model(_of("LlamaForCausalLM", "LlamaConfig", DECODER), tokens),
+    "mistral": Model(
+        _of("MistralForCausalLM", "MistralConfig", {**DECODER, "sliding_window": 5}), tokens
+    ),
+    "qwen2": Model(_of("Qwen2ForCausalLM", "Qwen2Config", DECODER), tokens),
+    "qwen3": Model(_of("Qwen3ForCausalLM", "Qwen3Config", DECODER), tokens),
+    "gemma": Model(_of("GemmaForCausalLM", "GemmaConfig", DECODER), tokens),
+    "gemma3": Model(
+        _of("Gemma3ForCausalLM", "Gemma3TextConfig", {**DECODER, "sliding_window": 5}), tokens
+    ),
+    "gemma3_text": Model(
+        _of("Gemma3ForCausalLM", "Gemma3TextConfig", {**DECODER, "sliding_window": 5}), tokens
+    ),
+    "mixtral": Model(
+        _of(
+            "MixtralForCausalLM",
+            "MixtralConfig",
+            {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2},
+        ),
+        tokens,
+    ),
+    "vit": Model(
+        _of(
+            "ViTForImageClassification",
+            "ViTConfig",
+            {**{k: v for k, v in _ENCODER.items() if k != "vocab_size"}, "image_size": 12, "patch_size": 4},
+        ),
+        images,
+    ),
+    "wideresnet": Model(wide_resnet, plain_images),
+}
