@@ -18,7 +18,7 @@ VOCABULARY = 131
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
-    "intermediate_size": 72,
+    "intermediate_size": 80,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
 }
@@ -118,13 +118,13 @@ def tokens(batch: int, length: int, seed: int = 1) -> dict[str, Tensor]:
 def two_texts(batch: int, length: int) -> dict[str, Tensor]:
     """For an encoder, and a shorter one for the decoder."""
     given = tokens(batch, length)
-    return {**given, "labels": tokens(batch, max(1, length - 2), seed=2)["labels"]}
+    return {**given, "labels": tokens(batch, length - 4, seed=2)["labels"]}
 
 
 def images(batch: int, length: int) -> dict[str, Tensor]:
     """With classes; the length is the image's."""
     generator = torch.Generator().manual_seed(1)
-    pixels = torch.randn(batch, 3, 12, 12, generator=generator)
+    pixels = torch.randn(batch, 3, 12, 20, generator=generator)
     return {"pixel_values": pixels, "labels": torch.arange(batch) % 2}
 
 
@@ -175,7 +175,7 @@ MODELS = {
                 "num_heads": 4,
                 "attention_types": _NEO,
                 "window_size": 4,
-                "intermediate_size": 72,
+                "intermediate_size": 80,
             },
         ),
         tokens,
@@ -234,7 +234,7 @@ MODELS = {
         _of(
             "MixtralForCausalLM",
             "MixtralConfig",
-            {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2},
+            {**DECODER, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
         ),
         tokens,
     ),
@@ -242,7 +242,7 @@ MODELS = {
         _of(
             "ViTForImageClassification",
             "ViTConfig",
-            {**{k: v for k, v in _ENCODER.items() if k != "vocab_size"}, "image_size": 12, "patch_size": 4},
+            {**{k: v for k, v in _ENCODER.items() if k != "vocab_size"}, "image_size": (12, 20), "patch_size": 4},
         ),
         images,
     ),

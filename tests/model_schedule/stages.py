@@ -1,0 +1,84 @@
+"""Recipes in a layout of processes, trained beside the model in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import slapo
+from slapo.model_schedule import apply_schedule
+from slapo.model_schedule.losses import shifts
+from tests.model_schedule.models import MODELS
+from tests.runtimes.alone import Alone, compare
+from tests.runtimes.layouts import sgd
+
+STEPS, BATCH, LENGTH = 3, 4, 12
+
+
+class Loss:
+    """Sum over tokens (or samples), and how many count, of what a model gives."""
+
+    def __init__(self, shift: bool) -> None:
+        self.shift = shift
+
+    def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = output if isinstance(output, Tensor) else output.logits
+        if logits is None:
+            return output.loss, torch.tensor(1)
+        if self.shift:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        flat = logits.flatten(0, -2)
+        total = F.cross_entropy(flat, labels.flatten(), reduction="sum")
+        return total, (labels != -100).sum()
+
+    def mean(self, output: Any, labels: Tensor) -> Tensor:
+        total, count = self(output, labels)
+        return total / count
+
+
+def batches(key: str, labelled: bool) -> list[tuple[dict[str, Tensor], Tensor]]:
+    """Inputs and labels; `labelled`: with labels among the inputs."""
+    found = []
+    for _ in range(STEPS):
+        inputs = dict(MODELS[key].inputs(BATCH, LENGTH))
+        labels = inputs.get("labels")
+        labels = torch.arange(BATCH) % 10 if labels is None else labels
+        if not labelled:
+            inputs.pop("labels", None)
+            if key == "t5":
+                inputs["decoder_input_ids"] = F.pad(labels.clamp(min=0), (1, -1))
+        found.append((inputs, labels))
+    return found
+
+
+def compare_keys(
+    rank: int,
+    world_size: int,
+    keys: list[str],
+    layout: tuple[int, int, int],
+    options: dict[str, Any],
+    engine_options: dict[str, Any],
+) -> dict[str, dict[str, float]]:
+    """Key -> largest differences of losses, norms and values after some steps."""
+    found = {}
+    given = dict(engine_options)
+    target = given.pop("target", "torch")
+    for key in keys:
+        changes = given.pop("changes", {})
+        mesh = slapo.init_mesh(*layout, device="cpu")
+        model = MODELS[key].build(**changes)
+        loss = Loss(bool(shifts(model)))
+        labelled = bool(options.get("fused_loss"))
+        reference = Alone(MODELS[key].build(**changes), loss.mean, optimizer=sgd, clip=1.0)
+        slapo.set_random_seed(11, mesh=mesh)
+        cuts = {"pipeline_cuts": layout[0]} if layout[0] > 1 else {}
+        sch = apply_schedule(model, key, group=mesh["tp"], **{**cuts, **options})
+        base = {"loss_fn": loss, "optimizer": sgd, "clip_grad_norm": 1.0}
+        # Statistics over a batch are not those over its parts.
+        base["micro_batches"] = 1 if key == "wideresnet" else 2
+        engine, _ = slapo.build(sch, target=target, mesh=mesh, **{**base, **given})
+        found[key] = compare(engine, reference, batches(key, labelled))
+    return found
