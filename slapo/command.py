@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from slapo.check.world import check_at
-from slapo.errors import SlapoError, with_nearest
+from slapo.errors import MissingPackageError, SlapoError, with_nearest
+from slapo.model_schedule.catalogue import list_recipes, show_recipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_check(commands)
+    _add_recipes(commands)
     given = parser.parse_args(arguments)
     try:
         return int(given.run(given))
@@ -59,6 +61,27 @@ def _check(given: argparse.Namespace) -> int:
             print(checked, flush=True)
     except (SlapoError, ValueError, TypeError, KeyError) as error:
         print(error.args[0] if error.args else error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _add_recipes(commands: Any) -> None:
+    recipes = commands.add_parser(
+        "recipes",
+        help="list the model families that have a ready schedule, or show the table of one",
+        description="Keys of apply_schedule; with one of them, its table and all options.",
+    )
+    recipes.add_argument("key", nargs="?", help="a family, such as llama")
+    recipes.set_defaults(run=_recipes)
+
+
+def _recipes(given: argparse.Namespace) -> int:
+    try:
+        print(list_recipes() if given.key is None else show_recipe(given.key))
+    except KeyError as error:
+        raise _UsageError(error.args[0]) from None
+    except MissingPackageError as error:
+        print(error, file=sys.stderr)
         return 1
     return 0
 

@@ -342,17 +342,29 @@ def states_kept(tp_rank: int, seed: int = 2013) -> Iterator[None]:
     >>> with states_kept(tp_rank=0), get_rng_tracker().fork():
     ...     mask = torch.rand(2) < 0.1
     """
-    with torch.random.fork_rng():
-        states = _tracker.get_states()
-        if not states:
-            _tracker.add(TENSOR_PARALLEL, seed + tp_rank)
-        try:
-            yield
-        finally:
-            if states:
-                _tracker.set_states(states)
-            else:
-                _tracker.reset()
+    with torch.random.fork_rng(), tracker_kept(tp_rank, seed):
+        yield
+
+
+@contextmanager
+def tracker_kept(tp_rank: int = 0, seed: int = 2013) -> Iterator[None]:
+    """The tracker's states as they were; a tracker without a seed gets one for the block.
+
+    Examples
+    --------
+    >>> with tracker_kept(), get_rng_tracker().fork():
+    ...     mask = torch.rand(2) < 0.1
+    """
+    states = _tracker.get_states()
+    if not states:
+        _tracker.add(TENSOR_PARALLEL, seed + tp_rank)
+    try:
+        yield
+    finally:
+        if states:
+            _tracker.set_states(states)
+        else:
+            _tracker.reset()
 
 
 def _check_rank(name: str, rank: int | None) -> int:

@@ -20,7 +20,7 @@ FLOORS = [
     ["framework_dialect", "primitives"],
     ["clip", "selection"],
     ["schedule"],
-    ["check"],
+    ["check", "model_schedule"],
     ["build", "command", "replay"],
     ["verify"],
     ["blame"],

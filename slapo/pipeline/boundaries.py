@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from slapo.errors import SlapoError
 from slapo.graph.trace.state import no_results_kept
 from slapo.pipeline.stage import Stage
+from slapo.random import tracker_kept
 
 _TENSORS = ("_parameters", "_buffers")
 _HOOKS = (
@@ -187,6 +188,7 @@ class ShapeProbe:
         with (
             self._tensors_concealed(real),
             no_results_kept(),
+            tracker_kept(),
             torch.compiler.set_stance("force_eager"),
         ):
             yield

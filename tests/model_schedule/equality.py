@@ -88,6 +88,7 @@ def difference(
 
 
 def _relative(new: Tensor, old: Tensor) -> float:
+    new, old = new.detach(), old.detach()
     return float((new - old).abs().max() / old.abs().max().clamp(min=1.0))
 
 

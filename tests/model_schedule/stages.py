@@ -76,9 +76,11 @@ def compare_keys(
         slapo.set_random_seed(11, mesh=mesh)
         cuts = {"pipeline_cuts": layout[0]} if layout[0] > 1 else {}
         sch = apply_schedule(model, key, group=mesh["tp"], **{**cuts, **options})
-        base = {"loss_fn": loss, "optimizer": sgd, "clip_grad_norm": 1.0}
+        base: dict[str, Any] = {"loss_fn": loss, "optimizer": sgd, "clip_grad_norm": 1.0}
         # Statistics over a batch are not those over its parts.
-        base["micro_batches"] = 1 if key == "wideresnet" else 2
+        base["micro_batches"] = 1 if key == "wideresnet" else max(2, layout[0])
+        if target == "torch":
+            base["pipeline_schedule"] = "gpipe" if key == "wideresnet" else "1f1b"
         engine, _ = slapo.build(sch, target=target, mesh=mesh, **{**base, **given})
         found[key] = compare(engine, reference, batches(key, labelled))
     return found

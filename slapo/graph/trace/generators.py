@@ -20,6 +20,7 @@ import torch.cuda.random
 
 from slapo.errors import TraceError
 from slapo.graph.trace.regions import refusing
+from slapo.random import tracker_kept
 
 SEED_REFUSED = (
     "the forward seeds a random generator, or reads or sets its state, which a graph cannot hold; "
@@ -51,6 +52,8 @@ def generators_kept() -> Iterator[Callable[[], None]]:
         Refuses, by a TraceError, that something was drawn or seeded since the block began.
     """
     with ExitStack() as stack:
+        # What runs under a fork of the tracker needs a state there, seeded by the user or not yet.
+        stack.enter_context(tracker_kept())
         checks = [stack.enter_context(keep()) for keep in (_torch_kept, _python_kept, _numpy_kept)]
 
         def check() -> None:

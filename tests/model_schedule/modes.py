@@ -1,0 +1,39 @@
+"""What every key is compared in, and what it refuses: no key may lack an entry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: Mode -> options.
+MODES: dict[str, dict[str, Any]] = {
+    "layers": {"parallel_vocabulary": False},
+    "vocabulary": {},
+    "slices": {"gather_logits": False},
+    "fused": {"fused_loss": True},
+    "tokens": {"sequence_parallel": True},
+    "half": {"ckpt_ratio": 0.5},
+    "recomputed": {"ckpt_ratio": 1.0, "checkpoint_method": "head"},
+    "eager": {"attn_op_name": "eager"},
+    "own": {"attn_op_name": None, "kernels": False},
+    "broadcast": {"bcast_input": True},
+    "all": {
+        "sequence_parallel": True,
+        "fused_loss": True,
+        "ckpt_ratio": 0.5,
+        "bcast_input": True,
+    },
+}
+#: (key, mode) -> what the refusal says. Of what only several ranks can be refused, see below.
+REFUSED: dict[tuple[str, str], str] = {
+    **{("albert", mode): "sequence_parallel=True is not for this" for mode in ("tokens", "all")},
+    **{
+        ("wideresnet", mode): "sequence_parallel=True is not for this" for mode in ("tokens", "all")
+    },
+    ("wideresnet", "fused"): "fused_loss is for models that take labels",
+    ("wideresnet", "eager"): "attn_op_name='eager' is not for this family",
+    ("vit", "fused"): "fused_loss is for models that take labels",
+    ("vit", "all"): "fused_loss is for models that take labels",
+    ("gpt_neo", "eager"): "attn_op_name='eager' is not for this family",
+}
+#: Keys whose models are not cut into stages, and why.
+UNCUT = {"albert": "pipeline_cuts=2 is not for this family"}

@@ -1,0 +1,104 @@
+"""Every key in every mode computes what the model does, on one, two and four processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import slapo
+from slapo.model_schedule import apply_schedule, recipe_keys
+from tests.distributed import run_distributed
+from tests.model_schedule.equality import difference
+from tests.model_schedule.models import MODELS
+from tests.model_schedule.modes import MODES, REFUSED, UNCUT
+
+#: Relative, in float32: sums are in another order, over other parts.
+TOLERANCE = 5e-6
+
+
+def test_nothing_is_left_out() -> None:
+    assert sorted(MODELS) == recipe_keys()
+    assert {key for key, _ in REFUSED} <= set(MODELS) and {m for _, m in REFUSED} <= set(MODES)
+    assert set(UNCUT) <= set(MODELS)
+
+
+def differences(key: str, group: Any = None) -> dict[str, float | str]:
+    """Mode -> the largest difference, or what it is refused with."""
+    found: dict[str, float | str] = {}
+    for mode, options in MODES.items():
+        try:
+            found[mode] = max(difference(key, options, group).values())
+        except ValueError as error:
+            found[mode] = str(error)
+    return found
+
+
+def job(rank: int, world_size: int, keys: list[str]) -> dict[str, dict[str, float | str]]:
+    return {key: differences(key, dist.group.WORLD) for key in keys}
+
+
+def check(key: str, found: dict[str, float | str]) -> None:
+    assert found.keys() == MODES.keys()
+    for mode, result in found.items():
+        said = REFUSED.get((key, mode))
+        if said is None:
+            assert isinstance(result, float) and result < TOLERANCE, f"{key} {mode}: {result}"
+        else:
+            assert isinstance(result, str) and said in result, f"{key} {mode}: {result}"
+
+
+@pytest.mark.parametrize("key", sorted(MODELS))
+def test_one_process(key: str) -> None:
+    check(key, differences(key))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("part", range(3))
+def test_tensor_parallel(world_size: int, part: int) -> None:
+    keys = sorted(MODELS)[part::3]
+    for found in run_distributed(job, world_size, keys, timeout=400):
+        for key in keys:
+            check(key, found[key])
+
+
+def hidden_states(rank: int, world_size: int, keys: list[str]) -> dict[str, list[bool]]:
+    """Whether hidden states after each layer are equal on all ranks, in train mode with dropout."""
+    dropouts = {
+        "gpt2": {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2},
+        "gpt_neo": {"resid_dropout": 0.2, "embed_dropout": 0.2, "attention_dropout": 0.2},
+        "bert": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2},
+        "opt": {"dropout": 0.2, "attention_dropout": 0.2},
+        "t5": {"dropout_rate": 0.2},
+        "llama": {"attention_dropout": 0.2},
+    }
+    found = {}
+    for key in keys:
+        slapo.set_random_seed(3, tp_rank=rank)
+        model = MODELS[key].build(**dropouts[key])
+        plain = MODELS[key].build()
+        sch = apply_schedule(model, key, group=dist.group.WORLD)
+        built, _ = slapo.build(sch)
+        inputs = MODELS[key].inputs(3, 9)
+        output = built(**inputs, output_hidden_states=True)
+        name = "decoder_hidden_states" if key == "t5" else "hidden_states"
+        states = [*output[name], output.logits]
+        without = plain(**inputs).logits
+        found[key] = [_same_everywhere(state.detach()) for state in states]
+        found[key].append(not torch.allclose(output.logits, without, atol=1e-4))
+    return found
+
+
+def _same_everywhere(tensor: torch.Tensor) -> bool:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.contiguous())
+    return all(torch.equal(part, parts[0]) for part in parts)
+
+
+def test_dropout_keeps_the_ranks_together() -> None:
+    keys = ["gpt2", "gpt_neo", "bert", "opt", "t5", "llama"]
+    for found in run_distributed(hidden_states, 2, keys):
+        for key in keys:
+            assert found[key] and all(found[key]), (key, found[key])
