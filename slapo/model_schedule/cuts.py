@@ -109,8 +109,8 @@ def chosen_cuts(cuts: Any, counts: Sequence[int]) -> list[int]:
         If they are no rising numbers of layers that others follow.
     """
     flat = list(cuts)
-    if any(isinstance(each, Sequence) for each in flat):
-        if len(flat) != len(counts) or not all(isinstance(each, Sequence) for each in flat):
+    if any(isinstance(each, (list, tuple)) for each in flat):
+        if len(flat) != len(counts) or not all(isinstance(each, (list, tuple)) for each in flat):
             raise ValueError(
                 f"pipeline_cuts is {cuts!r}; pass one list, or as many as stacks: {len(counts)}"
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -90,11 +91,9 @@ def take_loss(module: nn.Module, args: tuple[Any, ...], output: Any, *, head: st
     if layer.targets is None:
         return output
     layer.targets = None
-    loss, *rest = output.to_tuple() if hasattr(output, "to_tuple") else output
     if isinstance(output, tuple):
-        return (_whole_loss(module, loss, output), *rest)
-    output.loss, output.logits = _whole_loss(module, output.logits, output), None
-    return output
+        return (_whole_loss(module, output[0], output), *output[1:])
+    return replace(output, loss=_whole_loss(module, output.logits, output), logits=None)
 
 
 def keep_targets(
@@ -119,8 +118,7 @@ def put_split_loss(module: nn.Module, args: tuple[Any, ...], output: Any, *, hea
     loss = losses.sum() / ((labels != IGNORED).sum() if count is None else count)
     if isinstance(output, tuple):
         return (_whole_loss(module, loss, output), *output)
-    output.loss = _whole_loss(module, loss, output)
-    return output
+    return replace(output, loss=_whole_loss(module, loss, output))
 
 
 def _head(module: nn.Module, head: str) -> LossHead:

@@ -16,9 +16,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from slapo.sharding.groups import group_rank, group_size, handle_of, share_of
+from slapo.sharding.steps import Step, carry_out
 
 #: The label of tokens that do not count, as everywhere in torch.
 IGNORED = -100
+
+# Steps, so that who watches these may leave the communication out. How slices become whole by them
+# is not to be seen there: rules say it of the functions of autograd that take them.
+_TELL_COLUMNS = Step("all_gather of columns", "replicate", "replicate")
+_LARGEST = Step("all_reduce of the largest logits", "replicate", "replicate")
+_ADD_UP = Step("all_reduce of the losses' terms", "replicate", "replicate")
 
 
 class ParallelCrossEntropy(nn.Module):
@@ -112,7 +119,8 @@ def token_losses(
     labels
         ``(...)``, integers of the whole vocabulary, the same on all ranks.
     start
-        The token that the first column is of; an integer, or a tensor of one.
+        The token that the first column is of; an integer, or a tensor of one. Of no meaning for
+        whole logits.
     group
         The ranks that have the other columns; None if the logits are whole: nothing is
         communicated then, also where ``torch.distributed`` is initialised.
@@ -142,7 +150,8 @@ def token_losses(
     tensor([1.3863, 0.0000])
     """
     check_shapes("token_losses", logits, labels)
-    losses = _TokenLosses.apply(logits, labels, start, group, ignore_index)
+    start = start if has_others(group) else 0
+    losses = TokenLosses.apply(logits, labels, start, group, ignore_index)
     return cast(Tensor, losses)
 
 
@@ -190,16 +199,17 @@ def exponentials_(
     """
     peak = logits.amax(-1)
     if has_others(group):
-        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+        peak = carry_out(_LARGEST, _largest, peak, group)
     logits.sub_(peak.unsqueeze(-1))
     picked = logits.gather(-1, columns.index).squeeze(-1).masked_fill_(~columns.is_own, 0.0)
     packed = torch.stack([logits.exp_().sum(-1), picked, columns.is_own.to(picked.dtype)])
     if has_others(group):
-        dist.all_reduce(packed, group=group)
+        packed = carry_out(_ADD_UP, _add_up, packed, group, labels=labels, counts=columns.counts)
+    else:
+        _refuse(packed, labels, columns.counts)
     total, picked, owners = packed.unbind()
     # Without a look at the values, which an accelerator would have to wait for.
     is_lost = columns.counts & (owners != 1)
-    _refuse(is_lost, labels, group)
     losses = (total.log() - picked).masked_fill_(is_lost, torch.nan)
     return losses.masked_fill_(~columns.counts, 0.0), total
 
@@ -251,12 +261,27 @@ def check_shapes(what: str, logits: Tensor, labels: Tensor) -> None:
         )
 
 
-def _refuse(is_lost: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> None:
+def _largest(peak: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+    return peak
+
+
+def _add_up(
+    packed: Tensor, group: dist.ProcessGroup | None, labels: Tensor, counts: Tensor
+) -> Tensor:
+    dist.all_reduce(packed, group=group)
+    if torch.compiler.is_compiling() or dist.get_backend(group) != "fake":
+        _refuse(packed, labels, counts)
+    return packed
+
+
+def _refuse(packed: Tensor, labels: Tensor, counts: Tensor) -> None:
     """Raise for labels outside the vocabulary, where values are at hand; on all ranks alike."""
-    if is_lost.device.type != "cpu" or isinstance(is_lost, FakeTensor):
+    if torch.compiler.is_compiling() or labels.device.type != "cpu":
         return
-    if torch.compiler.is_compiling() or (has_others(group) and dist.get_backend(group) == "fake"):
+    if isinstance(packed, FakeTensor):
         return
+    is_lost = counts & (packed[2] != 1)
     if bool(is_lost.any()):
         raise IndexError(
             f"the labels {labels[is_lost].unique().tolist()[:5]} have no column of the logits, or "
@@ -286,14 +311,20 @@ def _start_of(
 def _start_by_asking(columns: int, group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
     """The columns of the ranks before, added up where they are: nothing waits for a device."""
     own = torch.tensor([columns], device=device)
+    return carry_out(_TELL_COLUMNS, _columns_before, own, group).squeeze(0)
+
+
+def _columns_before(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     sizes = [torch.empty_like(own) for _ in range(group_size(group))]
     dist.all_gather(sizes, own, group=group)
-    return torch.cat(sizes)[: group_rank(group)].sum()
+    return torch.cat(sizes)[: group_rank(group)].sum(0, keepdim=True)
 
 
-class _TokenLosses(torch.autograd.Function):
+class TokenLosses(torch.autograd.Function):
+    """Losses and their gradient; for :func:`token_losses` and the rules of ``slapo.check``."""
+
     @staticmethod
-    def forward(
+    def forward(  # noqa: D102
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
@@ -311,7 +342,7 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # noqa: D102
         powers, total, *parts = ctx.saved_tensors
         if is_graph_kept():
             powers = powers.clone()

@@ -24,8 +24,10 @@ from slapo.op.cross_entropy import (
     check_shapes,
     exponentials_,
     gradient_,
+    has_others,
     is_graph_kept,
 )
+from slapo.sharding.groups import group_size
 from slapo.sharding.state import copy_shards, sharding_of, shards_of, syncs_of
 
 #: Tokens whose logits exist at a time: few for caches, many for the units of an accelerator.
@@ -61,7 +63,7 @@ def linear_cross_entropy(
     bias
         ``(own vocabulary,)``.
     start
-        The token that the first row of `weight` is of.
+        The token that the first row of `weight` is of. Of no meaning for a whole weight.
     group
         The ranks that have the other rows; None if the weight is whole: nothing is communicated
         then, also where ``torch.distributed`` is initialised.
@@ -95,12 +97,13 @@ def linear_cross_entropy(
     """
     chunk = _CHUNK.get(hidden.device.type, _CHUNK_ELSEWHERE) if chunk is None else chunk
     _check_operands(hidden, weight, labels, bias, chunk)
-    settings = _Settings(start, group, ignore_index, chunk, torch.is_grad_enabled())
+    start = start if has_others(group) else 0
+    settings = Settings(start, group, ignore_index, chunk, torch.is_grad_enabled())
     with _own_precision(hidden.device.type) as dtype:
         if dtype is not None:
             hidden, weight = hidden.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        total = _LinearLoss.apply(hidden, weight, bias, labels, settings)
+        total = LinearLoss.apply(hidden, weight, bias, labels, settings)
     return cast(Tensor, total)
 
 
@@ -139,7 +142,7 @@ def _own_precision(device: str) -> Iterator[torch.dtype | None]:
 
 
 @dataclass(frozen=True)
-class _Settings:
+class Settings:
     """What the function of autograd is told beside its tensors."""
 
     start: int
@@ -173,15 +176,17 @@ class _Gradients:
             self.of_weight += logits.T @ hidden
 
 
-class _LinearLoss(torch.autograd.Function):
+class LinearLoss(torch.autograd.Function):
+    """For :func:`linear_cross_entropy` and the rules of ``slapo.check``."""
+
     @staticmethod
-    def forward(
+    def forward(  # noqa: D102
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        settings: _Settings,
+        settings: Settings,
     ) -> Tensor:
         needed = [need and settings.is_training for need in ctx.needs_input_grad[:3]]
         grads = _Gradients(needed, hidden, weight)
@@ -201,7 +206,7 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
         scale = torch.mul if is_graph_kept() else Tensor.mul_
         found = [
             None if saved is None else scale(saved, grad).to(dtype)
@@ -230,6 +235,20 @@ class Targets:
     shift: bool = True
     num_items: Tensor | int | None = None
     ignore_index: int = IGNORED
+
+    def moved(self) -> Tensor:
+        """``(batch, seq)``: the label that each position is to predict."""
+        if not self.shift:
+            return self.labels
+        return F.pad(self.labels, (0, 1), value=self.ignore_index)[..., 1:]
+
+    def count(self) -> Tensor | int:
+        """What the sum of the losses is divided by."""
+        if self.num_items is None:
+            return (self.moved() != self.ignore_index).sum()
+        if isinstance(self.num_items, Tensor):  # engines count on the host
+            return self.num_items.to(self.labels.device)
+        return self.num_items
 
 
 class LossHead(nn.Linear):
@@ -298,29 +317,19 @@ class LossHead(nn.Linear):
         """
         if self.targets is None:
             return F.linear(input, self.weight, self.bias)
-        labels = self._labels(self.targets, input)
+        check_shapes("LossHead", input, self.targets.labels)
         start, group = self._own_rows()
         total = linear_cross_entropy(
             input.flatten(0, -2),
             self.weight,
-            labels.flatten(),
+            self.targets.moved().flatten(),
             self.bias,
             start=start,
             group=group,
             ignore_index=self.targets.ignore_index,
             chunk=self.chunk,
         )
-        items = self.targets.num_items
-        if items is None:
-            items = (labels != self.targets.ignore_index).sum()
-        return total / (items.to(total.device) if isinstance(items, Tensor) else items)
-
-    @staticmethod
-    def _labels(targets: Targets, input: Tensor) -> Tensor:
-        check_shapes("LossHead", input, targets.labels)
-        if not targets.shift:
-            return targets.labels
-        return F.pad(targets.labels, (0, 1), value=targets.ignore_index)[..., 1:]
+        return total / self.targets.count()
 
     def _own_rows(self) -> tuple[int, dist.ProcessGroup | None]:
         """Where this rank's rows begin, and who has the others; no group where it has all."""
@@ -331,7 +340,8 @@ class LossHead(nn.Linear):
                 "while it has targets; leave that sync out, or gather logits by a function"
             )
         spec, state = shards_of(self).get("weight"), sharding_of(self)
-        if spec is None or state is None or spec.world_size == 1:
+        # One rank may also be asked to run as if it were alone.
+        if spec is None or state is None or group_size(state.group.group) == 1:
             return 0, None
         if spec.axis or len(spec.blocks) > 1 or spec.copies > 1:
             raise ValueError(

@@ -25,14 +25,14 @@ class Loss:
         self.shift = shift
 
     def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+        if self.shift:
+            labels = labels[:, 1:]
+        count = (labels != -100).sum()
         logits = output if isinstance(output, Tensor) else output.logits
         if logits is None:
-            return output.loss, torch.tensor(1)
-        if self.shift:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        flat = logits.flatten(0, -2)
-        total = F.cross_entropy(flat, labels.flatten(), reduction="sum")
-        return total, (labels != -100).sum()
+            return output.loss * count, count
+        flat = (logits[:, :-1] if self.shift else logits).flatten(0, -2)
+        return F.cross_entropy(flat, labels.flatten(), reduction="sum"), count
 
     def mean(self, output: Any, labels: Tensor) -> Tensor:
         total, count = self(output, labels)

@@ -1,0 +1,276 @@
+"""The entry point: keys, options, refusals, and that a failed call changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo
+from slapo.command import main
+from slapo.model_schedule import (
+    Recipe,
+    Region,
+    Stack,
+    apply_schedule,
+    gen_embedding_hooks,
+    recipe_keys,
+    recipe_of,
+    register_recipe,
+    register_schedule,
+    unregister,
+)
+from slapo.op.linear_loss import LossHead
+from tests.distributed import run_distributed
+from tests.model_schedule.models import MODELS, transformers
+
+
+def llama(**changes: Any) -> nn.Module:
+    return MODELS["llama"].build(**changes)
+
+
+# --- keys ----------------------------------------------------------------------------------------
+def test_unknown_key() -> None:
+    with pytest.raises(KeyError, match="did you mean 'llama'"):
+        apply_schedule(llama(), "lama")
+
+
+def test_own_recipe() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(torch.relu(self.up(x)))
+
+    @register_recipe("blocks")
+    def blocks(config: Any) -> Recipe:
+        """Blocks of my own."""
+        region = Region("up", columns="up", rows="down")
+        return Recipe((Stack("blocks", (region,)),), heads="", counts="")
+
+    try:
+        model = nn.Module()
+        model.blocks = nn.ModuleList(Block() for _ in range(2))
+        sch = apply_schedule(model, "blocks", ckpt_ratio=1.0)
+        assert "CheckPointWrapper" in str(sch["blocks.1"].mod)
+        with pytest.raises(ValueError, match=r"\['blocks'\] have a schedule already"):
+            register_recipe("blocks")(blocks)
+        with pytest.raises(ValueError, match="have a schedule already"):
+            register_schedule("blocks")(lambda model: None)
+    finally:
+        unregister("blocks")
+    with pytest.raises(KeyError):
+        unregister("blocks")
+
+
+def test_own_schedule() -> None:
+    @register_schedule()
+    def mine(model: nn.Module, **config: Any) -> slapo.Schedule:
+        assert config == {"prefix": "a", "depth": 3}
+        return slapo.create_schedule(model)
+
+    try:
+        assert apply_schedule(nn.Linear(2, 2), "mine", prefix="a", depth=3).path == ""
+    finally:
+        unregister("mine")
+
+
+def test_a_schedule_in_place_of_a_model() -> None:
+    sch = slapo.create_schedule(llama())
+    assert apply_schedule(sch, "llama") is sch
+    with pytest.raises(ValueError, match="pass the root's"):
+        apply_schedule(sch["model"], "llama")
+
+
+def test_classes_of_a_family() -> None:
+    config = MODELS["bert"].build().config
+    for name, prefix in (
+        ("BertModel", ""),
+        ("BertForSequenceClassification", "bert"),
+        ("BertForPreTraining", ""),
+        ("BertLMHeadModel", ""),
+    ):
+        model = getattr(transformers, name)(copy.deepcopy(config)).eval()
+        ids = torch.randint(3, 100, (2, 7))
+        before = model(ids)[0]
+        sch = apply_schedule(model, "bert", model_config=config, prefix=prefix, ckpt_ratio=1.0)
+        after = slapo.build(sch)[0](ids)[0]
+        torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
+
+
+# --- options -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"ckpt_ration": 1.0}, TypeError, "did you mean 'ckpt_ratio'"),
+        ({"ckpt_ratio": 2}, ValueError, "from 0 to 1"),
+        ({"ckpt_ratio": "all"}, ValueError, "from 0 to 1"),
+        ({"checkpoint_method": "tail"}, ValueError, "'uniform', 'head'"),
+        ({"attn_op_name": "cudnn"}, ValueError, "'auto', 'eager', 'sdpa'"),
+        ({"fp16": True, "bf16": True}, ValueError, "pass one of them"),
+        ({"fused_loss": "yes"}, TypeError, "pass True or False"),
+        ({"fused_loss": True, "pipeline_cuts": 2}, ValueError, "give build() a loss_fn"),
+        ({"bcast_input": True, "pipeline_cuts": 2}, ValueError, "first stage"),
+        ({"pipeline_cuts": "two"}, TypeError, "number of stages"),
+        ({"prefix": "modle"}, ValueError, "prefix 'modle' is no path"),
+        ({"attn_op_name": "flash"}, (ValueError, ImportError), "flash"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], error: Any, says: str) -> None:
+    model = llama()
+    before, attention = str(model), model.config._attn_implementation
+    with pytest.raises(error) as caught:
+        apply_schedule(model, "llama", **options)
+    assert says in str(caught.value)
+    assert str(model) == before and model.config._attn_implementation == attention
+
+
+def test_wrong_family() -> None:
+    with pytest.raises(ValueError, match="has no layers 'h', as the recipe says"):
+        apply_schedule(llama(), "gpt_neo")
+
+
+def test_a_failure_half_way_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    before = {name: id(p) for name, p in model.named_parameters()}
+    text, attention = str(model), model.config._attn_implementation
+    with pytest.raises(slapo.SlapoError, match="could not be traced"), pytest.warns(UserWarning):
+        apply_schedule(
+            model, "llama", ckpt_ratio=1.0, pipeline_cuts=2, example_inputs={"no_such_input": 1}
+        )
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    assert str(model) == text and model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_types(name: str, dtype: torch.dtype) -> None:
+    sch = apply_schedule(llama(), "llama", **{name: True})
+    assert {p.dtype for p in sch.mod.parameters()} == {dtype}
+
+
+def test_no_values_yet() -> None:
+    with slapo.init_empty_weights():
+        model = llama()
+    with pytest.raises(ValueError, match="delay_init=False"):
+        apply_schedule(model, "llama", delay_init=False)
+    built, _ = slapo.build(apply_schedule(model, "llama", fused_loss=True))
+    assert not any(p.is_meta for p in built.parameters())
+    assert built(**MODELS["llama"].inputs(2, 5)).loss.isfinite()
+
+
+def test_checkpoints_by_method() -> None:
+    sch = apply_schedule(llama(), "llama", ckpt_ratio=0.5, checkpoint_method="head")
+    wrapped = ["CheckPointWrapper" in str(sch[f"model.layers.{n}"].mod) for n in range(4)]
+    assert wrapped == [True, True, False, False]
+
+
+def test_fused_loss_in_eval_and_without_labels() -> None:
+    model = llama().eval()
+    inputs = MODELS["llama"].inputs(2, 5)
+    labels = inputs.pop("labels")
+    whole = model(**inputs, labels=labels)
+    built, _ = slapo.build(apply_schedule(model, "llama", fused_loss=True))
+    assert isinstance(built.lm_head, LossHead)
+    torch.testing.assert_close(built(**inputs).logits, whole.logits)
+    found = built(**inputs, labels=labels)
+    assert found.logits is None
+    torch.testing.assert_close(found.loss, whole.loss)
+    as_tuple = built(**inputs, labels=labels, return_dict=False)
+    torch.testing.assert_close(as_tuple[0], whole.loss)
+    by_position = built(inputs["input_ids"], inputs["attention_mask"], labels=labels)
+    torch.testing.assert_close(by_position.loss, whole.loss)
+    twice = built(**inputs, labels=labels, num_items_in_batch=2 * (labels[:, 1:] != -100).sum())
+    torch.testing.assert_close(2 * twice.loss, whole.loss)
+
+
+def test_generation_is_that_of_the_model() -> None:
+    model = llama(use_cache=True).eval()
+    ids = MODELS["llama"].inputs(2, 5)["input_ids"]
+    before = model.generate(ids, max_new_tokens=6, do_sample=False)
+    built, _ = slapo.build(apply_schedule(model, "llama", fused_loss=True))
+    assert torch.equal(built.generate(ids, max_new_tokens=6, do_sample=False), before)
+
+
+def test_a_record_is_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    inputs = MODELS["llama"].inputs(2, 5)
+    sch = apply_schedule(llama(), "llama", ckpt_ratio=0.5, fused_loss=True)
+    sch.record.save(path)
+    again = slapo.replay(llama(), path)
+    assert str(again.mod) == str(sch.mod)
+    assert torch.equal(again.mod(**inputs).loss, sch.mod(**inputs).loss)
+
+
+# --- sizes ---------------------------------------------------------------------------------------
+def unfit(rank: int, world_size: int) -> list[str]:
+    group = torch.distributed.group.WORLD
+    said = []
+    for key, changes in (
+        ("llama", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+        ("gpt2", {"n_head": 4}),
+        ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}),
+    ):
+        model = MODELS[key].build(**changes)
+        before = str(model)
+        with pytest.raises(ValueError) as caught:
+            apply_schedule(model, key, group=group)
+        assert str(model) == before
+        said.append(str(caught.value))
+    with pytest.raises(ValueError) as caught:
+        heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
+        model = llama(attention_dropout=0.5, **heads)
+        apply_schedule(model, "llama", group=group, attn_op_name=None)
+    return [*said, str(caught.value)]
+
+
+def test_heads_that_ranks_do_not_share() -> None:
+    for llama_, gpt2, shared, dropout in run_distributed(unfit, 3):
+        assert "num_attention_heads is 4, and the group has 3 ranks" in llama_
+        assert "sizes of groups that fit: [1, 2, 4]" in gpt2
+        assert "num_key_value_heads is 2" in shared and "[1, 2, 6]" in shared
+        assert "attention_dropout" in dropout
+
+
+# --- published names -----------------------------------------------------------------------------
+def test_embedding_hooks() -> None:
+    sch = slapo.create_schedule(nn.Embedding(8, 2))
+    before, after = gen_embedding_hooks(sch, 8)
+    tokens = torch.tensor([[1, 7]])
+    whole = sch.mod(tokens)
+    sch.sync("fwd_pre", before).sync("fwd_post", after)
+    assert torch.equal(sch.mod(tokens), whole)
+    from slapo.model_schedule.gpt2 import gen_embedding_hooks as by_family
+
+    assert by_family is gen_embedding_hooks
+
+
+# --- command -------------------------------------------------------------------------------------
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"{key} " in listed for key in recipe_keys())
+    assert main(["recipes", "t5"]) == 0
+    shown = capsys.readouterr().out
+    assert "reads='key_value_states'" in shown and "fused_loss" in shown
+    assert str(recipe_of("t5", transformers.T5Config())) in shown
+    assert main(["recipes", "wideresnet"]) == 0
+    assert "refuses sequence_parallel" in capsys.readouterr().out
+    assert main(["recipes", "lama"]) == 2
+    assert "did you mean 'llama'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", recipe_keys())
+def test_recipes_are_short(key: str) -> None:
+    """What is true of a family is a table: the published schedules had 250 to 660 lines."""
+    import inspect
+
+    maker = recipe_of.__globals__["_RECIPES"][key]
+    module = inspect.getmodule(maker)
+    assert module is not None
+    assert len(inspect.getsource(module).splitlines()) <= 60

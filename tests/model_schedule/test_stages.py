@@ -1,0 +1,132 @@
+"""Recipes with pipeline stages, alone and with all else, against training in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from slapo.model_schedule import apply_schedule
+from slapo.model_schedule.cuts import chosen_cuts, even_cuts, layer_costs
+from tests.distributed import run_distributed
+from tests.model_schedule.models import MODELS
+from tests.model_schedule.modes import UNCUT
+from tests.model_schedule.stages import compare_keys
+
+#: Of losses, norms and values after three clipped steps, in float32.
+TOLERANCE = 1e-5
+CUT = sorted(set(MODELS) - set(UNCUT))
+#: Twins that differ in nothing a stage could see.
+DISTINCT = sorted(set(CUT) - {"roberta", "mistral", "qwen2", "gemma3_text"})
+
+
+def check(
+    keys: list[str],
+    layout: tuple[int, int, int],
+    options: dict[str, Any],
+    engine: dict[str, Any] | None = None,
+) -> None:
+    ranks = layout[0] * layout[1] * layout[2]
+    job = (keys, layout, options, engine or {})
+    for found in run_distributed(compare_keys, ranks, *job, timeout=400):
+        for key in keys:
+            assert all(value < TOLERANCE for value in found[key].values()), (key, found[key])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(3))
+def test_two_stages(part: int) -> None:
+    check(CUT[part::3], (2, 1, 1), {})
+
+
+@pytest.mark.slow
+def test_four_stages() -> None:
+    check(["bert", "llama", "t5", "wideresnet"], (4, 1, 1), {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(2))
+def test_all_together(part: int) -> None:
+    keys = [key for key in DISTINCT if key != "wideresnet"][part::2]
+    options = {"sequence_parallel": True, "ckpt_ratio": 0.5}
+    check(keys, (2, 1, 2), options)
+
+
+@pytest.mark.slow
+def test_with_data_parallelism() -> None:
+    check(["gpt2"], (2, 2, 2), {"sequence_parallel": True, "ckpt_ratio": 0.5})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [{"data_parallel": "fsdp"}, {"target": "deepspeed", "zero": 3}])
+def test_fused_loss_where_parameters_are_gathered(engine: dict[str, Any]) -> None:
+    """The loss is computed within the head, around which an engine has its weight whole."""
+    check(["bert", "llama"], (1, 2, 1), {"fused_loss": True}, engine)
+
+
+@pytest.mark.parametrize("key", sorted(UNCUT))
+def test_families_that_cannot_be_cut(key: str) -> None:
+    with pytest.raises(ValueError, match=UNCUT[key]):
+        apply_schedule(MODELS[key].build(), key, pipeline_cuts=2)
+
+
+# --- where stages end ----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("costs", "stages", "ends"),
+    [
+        ([1, 1, 1, 1], 2, [1]),
+        ([1, 1, 1, 1], 4, [0, 1, 2]),
+        ([1, 1, 1, 1], 1, []),
+        ([1, 1, 1, 1, 1], 3, [0, 2]),
+        ([5, 1, 1, 1], 2, [0]),
+        ([1, 1, 1, 1, 1, 1, 6], 2, [5]),
+        ([3, 1, 1, 3], 3, [0, 2]),
+    ],
+)
+def test_even_cuts(costs: list[float], stages: int, ends: list[int]) -> None:
+    assert even_cuts(costs, stages) == ends
+
+
+def test_even_cuts_are_the_best() -> None:
+    """Against all ways to cut."""
+    from itertools import combinations
+    from random import Random
+
+    random = Random(1)
+    for _ in range(200):
+        costs = [random.choice([1, 2, 3, 7.5]) for _ in range(random.randint(1, 8))]
+        stages = random.randint(1, len(costs))
+        best = min(
+            dearest(costs, ends) for ends in combinations(range(len(costs) - 1), stages - 1)
+        )
+        ends = even_cuts(costs, stages)
+        assert len(ends) == stages - 1 and ends == sorted(set(ends))
+        assert dearest(costs, ends) == pytest.approx(best)
+
+
+def dearest(costs: list[float], ends: Any) -> float:
+    edges = [0, *(end + 1 for end in ends), len(costs)]
+    return max(sum(costs[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+
+
+def test_a_head_counts_for_the_last_layer() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 100))
+    assert layer_costs(model, ["0", "1"], "2") == [4.0, 204.0]
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(ValueError, match="4 layers make no 5 stages"):
+        apply_schedule(MODELS["llama"].build(), "llama", pipeline_cuts=5)
+
+
+@pytest.mark.parametrize("cuts", [[3], [-1], [1, 1], [2, 1], [0.5], ["1"]])
+def test_wrong_cuts(cuts: list[Any]) -> None:
+    with pytest.raises(ValueError, match="pass rising numbers of layers"):
+        apply_schedule(MODELS["llama"].build(), "llama", pipeline_cuts=cuts)
+
+
+def test_cuts_of_two_stacks() -> None:
+    assert chosen_cuts([[0], [1]], [2, 3]) == [0, 3]
+    with pytest.raises(ValueError, match="as many as stacks: 2"):
+        chosen_cuts([[0], [1], [2]], [2, 3])
