@@ -24,6 +24,8 @@ _SAW_PARTS = "_slapo_saw_parts"
 
 #: Functions of autograd with rules of their own: forward, and backward.
 _FUNCTIONS: dict[type[torch.autograd.Function], tuple[Rule, Rule]] = {}
+#: Those whose rules are asked where all is whole too: which ranks they ask may not fit that.
+ASKED_OF_WHOLES: set[type[torch.autograd.Function]] = set()
 
 
 def register_place_rule(operation: Any, rule: Rule, backward: Rule | None = None) -> None:
@@ -117,7 +119,7 @@ def _ruled(
         saw_parts = not all(place.is_plain for place in places)
         if name == "forward":
             _mark(args[0], saw_parts)
-        if saw_parts or getattr(args[0], _SAW_PARTS, False):
+        if saw_parts or cls in ASKED_OF_WHOLES or getattr(args[0], _SAW_PARTS, False):
             try:
                 _check_order(places)
                 found = by_rule(rule, call)

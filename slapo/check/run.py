@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from slapo.agreement import gathered, has_peers
+
+# Rules of functions of autograd, which enter the registry when they are imported.
+from slapo.check import losses as losses
 from slapo.check.finding import Finding, Stop
 from slapo.check.mode import PlaceMode
 from slapo.check.place import Place, place_of

@@ -10,7 +10,7 @@ from torch import nn
 from slapo.model_schedule import verbs
 from slapo.model_schedule.checks import check
 from slapo.model_schedule.cuts import chosen_cuts, cut, even_cuts, inputs_for, layer_costs
-from slapo.model_schedule.kernels import use_backend, use_kernels
+from slapo.model_schedule.kernels import fuse_bias_gelu, use_backend, use_kernels
 from slapo.model_schedule.losses import check_loss, fuse_loss, loss_head, split_loss
 from slapo.model_schedule.options import Options
 from slapo.model_schedule.tables import Recipe
@@ -108,6 +108,9 @@ class _Job:
             use_backend(self.sch, name, required=name != "auto")
         if self.options.kernels:
             use_kernels(self.sch)
+        if not self.options.disable_fuse_bias_gelu:
+            for number in range(len(self.recipe.stacks)):
+                fuse_bias_gelu(self.layers(number), self.recipe.bias_gelu)
         if self.options.fused_loss:
             self.sch.select(self.head).replace(loss_head)
 

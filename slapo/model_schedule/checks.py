@@ -28,6 +28,11 @@ def check(base: Schedule, recipe: Recipe, options: Options, config: Any) -> None
     """
     _check_refused(recipe, options, base.world_size)
     _check_paths(base, recipe)
+    if not (options.disable_fuse_bias_gelu or recipe.bias_gelu):
+        raise ValueError(
+            "disable_fuse_bias_gelu=False is not for this family: no module of its layers has a "
+            "linear layer whose bias goes into a GELU; leave it out"
+        )
     if base.world_size > 1:
         _check_counts(config, recipe, base.world_size)
         _check_dropout(config, recipe, options)

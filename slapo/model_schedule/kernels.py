@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+from typing import Any
 
-from slapo.op.linear import LinearWithSeparateBias
+import torch.nn.functional as F
+from torch import Tensor, nn
+
 
 try:
     from slapo.op.interface import use_attention
@@ -36,11 +39,20 @@ _NORMS = (
 
 def use_kernels(base: Schedule) -> None:
     """Activations and norms by torch's kernels, for what below `base` is of a known class."""
-    makers = {**dict.fromkeys(_GELUS, tanh_gelu), **dict.fromkeys(_NORMS, rms_norm)}
+    makers: dict[str, Callable[[str, Any], nn.Module]] = {
+        "GELUActivation": exact_gelu,
+        **dict.fromkeys(_GELUS, tanh_gelu),
+        **dict.fromkeys(_NORMS, rms_norm),
+    }
     classes = {type(module) for module in base.mod.modules()}
     for cls in sorted(classes, key=lambda each: each.__name__):
         if cls.__name__ in makers and cls.__module__.startswith("transformers."):
             base.replace_all(cls, makers[cls.__name__])
+
+
+def exact_gelu(path: str, module: Any) -> nn.Module:
+    """GELU as a module that fusions know, unless it is the one written out in Python."""
+    return nn.GELU() if module.act is F.gelu else module  # type: ignore[no-any-return]
 
 
 def tanh_gelu(path: str, module: nn.Module) -> nn.GELU:
@@ -71,13 +83,33 @@ def use_backend(sch: Schedule, name: str, required: bool) -> None:
 def fuse_bias_gelu(layers: list[Schedule], where: str) -> None:
     """The addition of a bias and the GELU after it as one kernel of TorchScript.
 
+    ``gelu(linear(x)) --> BiasGELU(matmul(x), bias)``
+
     Parameters
     ----------
     where
-        ``module:linear``, paths from the layer and from the module.
+        ``module:linear``: a path from the layer, and one from there.
+
+    Raises
+    ------
+    ValueError
+        If no GELU follows.
     """
     path, _, linear = where.partition(":")
     for layer in layers:
         node = layer[path]
         node[linear].decompose()
-        assert isinstance(node[linear].mod, LinearWithSeparateBias), "decompose has made it"
+        if not node.trace(recursive=False):
+            raise ValueError(f"{node.path!r} could not be traced; leave disable_fuse_bias_gelu out")
+        found = node.find(_gelu_of_sum)
+        if len(found) != 1:
+            raise ValueError(
+                f"disable_fuse_bias_gelu=False: {len(found)} GELUs follow the bias in "
+                f"{node.path!r}; leave it out for models of another activation"
+            )
+        node.fuse(found, compiler="TorchScript", name="BiasGELU")
+
+
+def _gelu_of_sum(x: Tensor, bias: Tensor) -> Tensor:
+    """Matches a module of either form."""
+    return F.gelu(x + bias)

@@ -37,6 +37,8 @@ class Options:
                 raise TypeError(f"{each.name} is {value!r}; pass True or False")
         if self.fp16 and self.bf16:
             raise ValueError("fp16 and bf16 are both True; pass one of them")
+        if not (self.disable_fuse_bias_gelu or self.kernels):
+            raise ValueError("disable_fuse_bias_gelu=False needs the GELU of kernels=True")
         ratio = self.ckpt_ratio
         if not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
             raise ValueError(f"ckpt_ratio is {ratio!r}; pass a share of the layers, from 0 to 1")

@@ -15,6 +15,7 @@ MODES: dict[str, dict[str, Any]] = {
     "recomputed": {"ckpt_ratio": 1.0, "checkpoint_method": "head"},
     "eager": {"attn_op_name": "eager"},
     "own": {"attn_op_name": None, "kernels": False},
+    "bias and gelu": {"disable_fuse_bias_gelu": False},
     "broadcast": {"bcast_input": True},
     "all": {
         "sequence_parallel": True,
@@ -33,6 +34,12 @@ REFUSED: dict[tuple[str, str], str] = {
     ("wideresnet", "eager"): "attn_op_name='eager' is not for this family",
     ("vit", "fused"): "fused_loss is for models that take labels",
     ("vit", "all"): "fused_loss is for models that take labels",
+    **{
+        (key, "bias and gelu"): "disable_fuse_bias_gelu=False is not for this family"
+        for key in (
+            "albert gemma gemma3 gemma3_text gpt2 llama mistral mixtral opt qwen2 qwen3 t5 wideresnet"
+        ).split()
+    },
     ("gpt_neo", "eager"): "attn_op_name='eager' is not for this family",
 }
 #: Keys whose models are not cut into stages, and why.
