@@ -19,7 +19,7 @@ _GRADIENTS = "_slapo_gradient_places"
 
 def token_losses(call: Call) -> Place:
     """Of logits sliced along the vocabulary, whole losses; of sliced tokens, sliced losses."""
-    ctx, logits, labels, start, group, _ = call.args
+    ctx, logits, _, start, group, _ = call.args
     of_logits, of_labels = call.places[:2]
     if has_others(group):
         _check_labels(call, of_labels)
@@ -33,13 +33,8 @@ def token_losses(call: Call) -> Place:
 
 def linear_loss(call: Call) -> Place:
     """Of rows of the weight, a whole loss and a partial gradient of the hidden states."""
-    ctx, hidden, weight, bias, labels, settings = call.args
-    of_hidden, of_weight, *of_bias = [
-        call.places[next(i for i, known in enumerate(call.tensors) if known is tensor)]
-        for tensor in (hidden, weight, bias)
-        if tensor is not None
-    ]
-    of_labels = call.places[-1]
+    ctx, _, weight, _, _, settings = call.args
+    of_hidden, of_weight, *of_bias, of_labels = call.places
     if not has_others(settings.group):
         if not all(place.is_plain for place in (of_weight, *of_bias)):
             raise call.misfit(f"the weight is {of_weight}, and no group is said to have the rest")

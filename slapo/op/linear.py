@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from slapo.op.fused_bias import (
+    Activation,
+    BiasGeLUFunction,
+    activation,
+    bias_dropout,
+    is_new_gelu,
+    scripted,
+)
 
 
 class LinearWithSeparateBias(nn.Linear):
@@ -80,6 +90,107 @@ class LinearWithSyncFunc(nn.Linear):
         if self.sync_fn is not None:
             output = self.sync_fn(output)
         return _with_bias(output, self.bias)
+
+
+class LinearWithAct(nn.Linear):
+    """A linear layer and its activation: ``act_fn(linear(x))``.
+
+    The bias is added along with the activation where that is GPT-2's GeLU: no sum of both is kept
+    for the backward pass then.
+
+    Parameters
+    ----------
+    in_features, out_features, bias, device, dtype
+        As in ``nn.Linear``.
+    act_fn
+        A name as configurations of Transformers have it, such as ``"gelu_new"``, a function or a
+        module.
+
+    Raises
+    ------
+    ValueError
+        For a name that is not known.
+
+    Examples
+    --------
+    >>> layer = LinearWithAct(4, 3, "relu")
+    >>> bool((layer(torch.randn(2, 4)) >= 0).all())
+    True
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        act_fn: str | Activation,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.act_fn = activation(act_fn)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` of shape ``(..., in_features)`` -> ``(..., out_features)``."""
+        output = F.linear(input, self.weight)
+        if self.bias is not None and is_new_gelu(self.act_fn):
+            return cast(Tensor, BiasGeLUFunction.apply(output, self.bias))
+        return self.act_fn(_with_bias(output, self.bias))
+
+
+class LinearWithDropout(nn.Linear):
+    """A linear layer and the dropout after it: ``dropout(linear(x))``.
+
+    Parameters
+    ----------
+    in_features, out_features, bias, device, dtype
+        As in ``nn.Linear``.
+    p
+        Probability that an element of the output is zeroed in training, from 0 to 1.
+    inplace
+        Write into the sum that the dropout is of.
+    use_torchscript
+        Run the addition of the bias and the dropout by TorchScript.
+
+    Raises
+    ------
+    ValueError
+        If `p` is no probability.
+
+    Examples
+    --------
+    >>> layer = LinearWithDropout(4, 3, p=0.5).eval()
+    >>> x = torch.ones(2, 4)
+    >>> torch.allclose(layer(x), F.linear(x, layer.weight, layer.bias))
+    True
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        p: float = 0.5,
+        inplace: bool = False,
+        use_torchscript: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        if not 0 <= p <= 1:
+            raise ValueError(f"LinearWithDropout: p is {p}; pass a probability from 0 to 1")
+        self.p, self.inplace, self.use_torchscript = p, inplace, use_torchscript
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` of shape ``(..., in_features)`` -> ``(..., out_features)``."""
+        output = F.linear(input, self.weight)
+        if self.bias is not None and self.use_torchscript:
+            return scripted(bias_dropout)(output, self.bias, self.p, self.training)
+        return F.dropout(_with_bias(output, self.bias), self.p, self.training, self.inplace)
+
+    def extra_repr(self) -> str:
+        """Sizes and the probability."""
+        return f"{super().extra_repr()}, p={self.p}"
 
 
 def _with_bias(output: Tensor, bias: Tensor | None) -> Tensor:

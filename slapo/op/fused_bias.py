@@ -1,0 +1,165 @@
+"""Additions of a bias together with what follows them, and the activations that may."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def new_gelu(x: Tensor) -> Tensor:
+    """GeLU by its tanh approximation, as GPT-2's ``gelu_new`` in one operation.
+
+    Examples
+    --------
+    >>> new_gelu(torch.tensor([-1.0, 0.0, 1.0]))
+    tensor([-0.1588,  0.0000,  0.8412])
+    """
+    return F.gelu(x, approximate="tanh")
+
+
+def bias_new_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """``new_gelu(x + bias)``.
+
+    Parameters
+    ----------
+    x
+        ``(..., features)``.
+    bias
+        ``(features,)``.
+
+    Examples
+    --------
+    >>> bias_new_gelu(torch.zeros(1, 2), torch.tensor([0.0, 1.0]))
+    tensor([[0.0000, 0.8412]])
+    """
+    return F.gelu(x + bias, approximate="tanh")
+
+
+def bias_dropout(x: Tensor, bias: Tensor, p: float, training: bool) -> Tensor:
+    """``dropout(x + bias, p, training)``.
+
+    Parameters
+    ----------
+    x
+        ``(..., features)``.
+    bias
+        ``(features,)``.
+    p
+        Probability that an element is zeroed, from 0 to 1.
+    training
+        Whether any is.
+
+    Examples
+    --------
+    >>> bias_dropout(torch.zeros(1, 2), torch.ones(2), 0.5, training=False)
+    tensor([[1., 1.]])
+    """
+    return F.dropout(x + bias, p, training)
+
+
+class BiasGeLUFunction(torch.autograd.Function):
+    """``BiasGeLUFunction.apply(x, bias)``: :func:`bias_new_gelu`, which keeps no sum.
+
+    The backward pass adds the two again, so that of the product before it only `x` is kept.
+
+    Examples
+    --------
+    >>> x, bias = torch.zeros(1, 2, requires_grad=True), torch.tensor([0.0, 1.0])
+    >>> BiasGeLUFunction.apply(x, bias).sum().backward()
+    >>> x.grad
+    tensor([[0.5000, 1.0830]])
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        """``(..., features)`` and ``(features,)`` -> ``(..., features)``."""
+        ctx.save_for_backward(x, bias)
+        return bias_new_gelu(x, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of both."""
+        x, bias = ctx.saved_tensors
+        own = torch.ops.aten.gelu_backward(grad, x + bias, approximate="tanh")
+        wants_x, wants_bias = ctx.needs_input_grad
+        of_x = own.sum_to_size(x.shape) if wants_x else None
+        return of_x, own.sum_to_size(bias.shape) if wants_bias else None
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+#: By the names that configurations of Transformers have for them.
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_new": new_gelu,
+    "gelu_fast": new_gelu,
+    "gelu_pytorch_tanh": new_gelu,
+    "gelu_python": F.gelu,
+    "quick_gelu": _quick_gelu,
+    "relu": F.relu,
+    "relu2": _squared_relu,
+    "relu6": F.relu6,
+    "leaky_relu": F.leaky_relu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "mish": F.mish,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "linear": _identity,
+}
+
+
+def activation(act: str | Activation) -> Activation:
+    """A function, or a module, as it is; or the function of a name.
+
+    Raises
+    ------
+    ValueError
+        For another name.
+    TypeError
+        For what cannot be called.
+
+    Examples
+    --------
+    >>> activation("gelu_new") is new_gelu
+    True
+    """
+    if isinstance(act, str):
+        if act not in ACTIVATIONS:
+            raise ValueError(
+                f"no activation is called {act!r}; pass one of {sorted(ACTIVATIONS)}, or a function"
+            )
+        return ACTIVATIONS[act]
+    if not callable(act):
+        raise TypeError(f"the activation is {act!r}; pass a name, a function or a module")
+    return act
+
+
+def is_new_gelu(act: Activation) -> bool:
+    """Whether it is the tanh approximation, whose bias can be added along with it."""
+    if isinstance(act, nn.GELU):
+        return act.approximate == "tanh"
+    return act is new_gelu or type(act).__name__ in ("NewGELUActivation", "GELUTanh")
+
+
+@functools.cache
+def scripted(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function by TorchScript; kept here, as modules that hold one cannot be copied."""
+    return cast(Callable[..., Tensor], torch.jit.script(function))

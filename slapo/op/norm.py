@@ -1,0 +1,103 @@
+"""Norms of language models by torch's fused function, with the numbers of the originals."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+#: What modules call the number that is added to the mean of squares.
+_EPSILONS = ("variance_epsilon", "eps")
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm over the last dimension, rounded where Transformers' modules round.
+
+    ``weight * cast(x / sqrt(mean(x ** 2) + eps))`` for Llama and its kin, which cast from float32
+    to the type of the input before they multiply; with an offset
+    ``cast((offset + weight) * x / sqrt(mean(x ** 2) + eps))``, as Gemma, which casts at the end.
+
+    Parameters
+    ----------
+    hidden_size
+        Of the last dimension.
+    eps
+        Added to the mean of squares.
+    offset
+        Added to the weight: 1.0 for Gemma.
+    device, dtype
+        Of the weight.
+
+    Notes
+    -----
+    Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
+
+    Examples
+    --------
+    >>> RMSNorm(4)(torch.tensor([[1.0, -1.0, 1.0, -1.0]]))
+    tensor([[ 1.0000, -1.0000,  1.0000, -1.0000]], grad_fn=...)
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
+        self.offset = offset
+
+    @classmethod
+    def like(cls, module: nn.Module, offset: float = 0.0) -> RMSNorm:
+        """The same norm with the same parameter object, under the same name.
+
+        Parameters
+        ----------
+        module
+            With a parameter ``weight`` of one dimension, and its epsilon as ``variance_epsilon``
+            or ``eps``.
+        offset
+            1.0 for Gemma's, whose weights are kept less one.
+
+        Raises
+        ------
+        ValueError
+            If it has no such weight, or no epsilon.
+
+        Examples
+        --------
+        >>> norm = nn.RMSNorm(4, eps=1e-5)
+        >>> RMSNorm.like(norm).weight is norm.weight
+        True
+        """
+        weight = module._parameters.get("weight")
+        eps = next((getattr(module, n) for n in _EPSILONS if hasattr(module, n)), None)
+        others = [name for name in module._parameters if name != "weight"]
+        if weight is None or weight.dim() != 1 or not isinstance(eps, float) or others:
+            shape = None if weight is None else tuple(weight.shape)
+            raise ValueError(
+                f"RMSNorm.like({type(module).__name__}): weight of shape {shape}, eps {eps} and "
+                f"other parameters {others}; pass a norm with a weight of one dimension alone, and "
+                f"a number as one of {list(_EPSILONS)}"
+            )
+        with torch.device("meta"):
+            new = cls(weight.numel(), eps, offset)
+        new.weight = weight
+        new.training = module.training
+        return new
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., hidden_size)`` -> the same; mixed types promote as in the originals."""
+        shape = self.normalized_shape
+        if self.offset:
+            scale = self.offset + self.weight.float()
+            return F.rms_norm(x.float(), shape, scale, self.eps).to(x.dtype)
+        if x.dtype == self.weight.dtype == torch.float32:
+            return F.rms_norm(x, shape, self.weight, self.eps)
+        return self.weight * F.rms_norm(x.float(), shape, None, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Sizes, and the offset where there is one."""
+        return super().extra_repr() + (f", offset={self.offset}" if self.offset else "")
