@@ -13,18 +13,12 @@ try:
     from slapo.op.interface import use_attention
 except ImportError:
     def use_attention(m, n): pass
-try:
-    from slapo.op.norm import RMSNorm
-except ImportError:
-    class RMSNorm:
-        @staticmethod
-        def like(m):
-            import copy; return copy.copy(m)
+from slapo.op.norm import RMSNorm
 from slapo.schedule import Schedule
 
 #: Classes that write out the tanh form of GELU operation by operation.
 _GELUS = ("NewGELUActivation", "FastGELUActivation")
-#: Norms that :class:`slapo.op.norm.RMSNorm` computes; two of them add 1 to their weight.
+#: Norms that :class:`slapo.op.norm.RMSNorm` computes.
 _NORMS = (
     "LlamaRMSNorm",
     "MistralRMSNorm",
@@ -32,9 +26,9 @@ _NORMS = (
     "Qwen3RMSNorm",
     "MixtralRMSNorm",
     "T5LayerNorm",
-    "GemmaRMSNorm",
-    "Gemma3RMSNorm",
 )
+#: Those that add 1 to their weight.
+_NORMS_OF_OFFSETS = ("GemmaRMSNorm", "Gemma3RMSNorm")
 
 
 def use_kernels(base: Schedule) -> None:
@@ -43,6 +37,7 @@ def use_kernels(base: Schedule) -> None:
         "GELUActivation": exact_gelu,
         **dict.fromkeys(_GELUS, tanh_gelu),
         **dict.fromkeys(_NORMS, rms_norm),
+        **dict.fromkeys(_NORMS_OF_OFFSETS, rms_norm_of_offsets),
     }
     classes = {type(module) for module in base.mod.modules()}
     for cls in sorted(classes, key=lambda each: each.__name__):
@@ -50,9 +45,9 @@ def use_kernels(base: Schedule) -> None:
             base.replace_all(cls, makers[cls.__name__])
 
 
-def exact_gelu(path: str, module: Any) -> nn.Module:
-    """GELU as a module that fusions know, unless it is the one written out in Python."""
-    return nn.GELU() if module.act is F.gelu else module  # type: ignore[no-any-return]
+def exact_gelu(path: str, module: nn.Module) -> nn.GELU:
+    """GELU as a module that fusions know."""
+    return nn.GELU()
 
 
 def tanh_gelu(path: str, module: nn.Module) -> nn.GELU:
@@ -63,6 +58,11 @@ def tanh_gelu(path: str, module: nn.Module) -> nn.GELU:
 def rms_norm(path: str, module: nn.Module) -> RMSNorm:
     """The norm as one kernel, with the same parameter."""
     return RMSNorm.like(module)
+
+
+def rms_norm_of_offsets(path: str, module: nn.Module) -> RMSNorm:
+    """The same, of a weight that says how far it is from 1."""
+    return RMSNorm.like(module, offset=1.0)
 
 
 def use_backend(sch: Schedule, name: str, required: bool) -> None:

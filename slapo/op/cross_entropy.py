@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 
 from slapo.sharding.groups import group_rank, group_size, handle_of, share_of
 from slapo.sharding.steps import Step, carry_out
@@ -242,6 +241,18 @@ def is_graph_kept() -> bool:
     return True if asked is None else bool(asked())
 
 
+def refuse_graph(what: str) -> None:
+    """Raise where a gradient is to have a gradient: its numbers are made outside of autograd.
+
+    ``once_differentiable`` would take it for a constant where the losses were all that is asked of.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"the gradient of {what} has no gradient of its own (create_graph=True); use "
+            "torch.nn.functional.cross_entropy where you need one"
+        )
+
+
 def check_shapes(what: str, logits: Tensor, labels: Tensor) -> None:
     """Refuse labels that are not one integer for each row of the logits."""
     if logits.dim() == 0 or labels.shape != logits.shape[:-1]:
@@ -341,8 +352,8 @@ class TokenLosses(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # noqa: D102
+        refuse_graph("token_losses")
         powers, total, *parts = ctx.saved_tensors
         if is_graph_kept():
             powers = powers.clone()

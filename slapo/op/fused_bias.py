@@ -152,11 +152,15 @@ def activation(act: str | Activation) -> Activation:
     return act
 
 
+#: Modules outside torch, known by where they are defined, so that nothing is imported for them.
+_FOREIGN = {f"transformers.activations.{n}" for n in ("NewGELUActivation", "GELUTanh")}
+
+
 def is_new_gelu(act: Activation) -> bool:
     """Whether it is the tanh approximation, whose bias can be added along with it."""
     if isinstance(act, nn.GELU):
         return act.approximate == "tanh"
-    return act is new_gelu or type(act).__name__ in ("NewGELUActivation", "GELUTanh")
+    return act is new_gelu or f"{type(act).__module__}.{type(act).__qualname__}" in _FOREIGN
 
 
 @functools.cache

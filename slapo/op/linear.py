@@ -134,7 +134,7 @@ class LinearWithAct(nn.Linear):
         """``input`` of shape ``(..., in_features)`` -> ``(..., out_features)``."""
         output = F.linear(input, self.weight)
         if self.bias is not None and is_new_gelu(self.act_fn):
-            return cast(Tensor, BiasGeLUFunction.apply(output, self.bias))
+            return cast(Tensor, BiasGeLUFunction.apply(output, self.bias.to(output.dtype)))
         return self.act_fn(_with_bias(output, self.bias))
 
 

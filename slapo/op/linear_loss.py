@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from slapo.op.cross_entropy import (
     IGNORED,
@@ -26,6 +25,7 @@ from slapo.op.cross_entropy import (
     gradient_,
     has_others,
     is_graph_kept,
+    refuse_graph,
 )
 from slapo.sharding.groups import group_size
 from slapo.sharding.state import copy_shards, sharding_of, shards_of, syncs_of
@@ -205,8 +205,8 @@ class LinearLoss(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+        refuse_graph("linear_cross_entropy")
         scale = torch.mul if is_graph_kept() else Tensor.mul_
         found = [
             None if saved is None else scale(saved, grad).to(dtype)
