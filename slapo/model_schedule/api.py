@@ -9,6 +9,7 @@ from torch import nn
 
 from slapo.errors import with_nearest
 from slapo.model_schedule import families
+from slapo.model_schedule.auto import AUTO, auto_recipe
 from slapo.model_schedule.apply import apply_recipe, base_path
 from slapo.model_schedule.options import Options
 from slapo.model_schedule.registry import recipe_of, schedule_of
@@ -37,7 +38,9 @@ def apply_schedule(
     model
         A model, or its root schedule.
     key
-        That of a recipe (``slapo recipes`` lists them), or of :func:`register_schedule`.
+        That of a recipe (``slapo recipes`` lists them), or of :func:`register_schedule`; or
+        ``"auto"``, for any model whose config carries a tensor-parallel plan: it is carried out
+        with its known faults mended, and proved by :func:`slapo.check`.
     model_config
         Sizes of the model; by default ``model.config``.
     prefix
@@ -62,6 +65,7 @@ def apply_schedule(
         ``pipeline_cuts``           Number of stages, of about the same work; or the numbers of the
                                     layers that end one, over all stacks, or a list for each. None.
         ``example_inputs``          What the model is called with, for the trace that cuts need.
+        ``check``                   Of ``"auto"``: False leaves the proof out. True.
         ``bcast_input``             All ranks take the inputs of the group's first. False.
         ``delay_init``              Whether parameters may be on meta, for build() to make. True.
         ==========================  ===============================================================
@@ -90,7 +94,7 @@ def apply_schedule(
     CheckPointWrapper(LlamaDecoderLayer)
     >>> model, _ = slapo.build(sch)
     """
-    own = schedule_of(key)
+    own = None if key == AUTO else schedule_of(key)
     if own is not None:
         given = {"model_config": model_config, "prefix": prefix, "group": group}
         said = {name: value for name, value in given.items() if value not in (None, "")}
@@ -98,9 +102,10 @@ def apply_schedule(
     checked = _options(key, options)
     sch = _schedule(model, group)
     config = getattr(sch.mod, "config", None) if model_config is None else model_config
-    recipe = recipe_of(key, config)
+    base = base_path(sch.mod, prefix)
+    recipe = auto_recipe(sch.mod, base) if key == AUTO else recipe_of(key, config)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    apply_recipe(sch, recipe, checked, text, base_path(sch.mod, prefix, recipe))
+    apply_recipe(sch, recipe, checked, text, base)
     return sch
 
 

@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from slapo.model_schedule import verbs
+from slapo.model_schedule.auto import labelled, prove
 from slapo.model_schedule.checks import check
 from slapo.model_schedule.cuts import chosen_cuts, cut, even_cuts, inputs_for, layer_costs
 from slapo.model_schedule.kernels import fuse_bias_gelu, use_backend, use_kernels
 from slapo.model_schedule.losses import check_loss, fuse_loss, loss_head, split_loss
 from slapo.model_schedule.options import Options
+from slapo.model_schedule.plans import split_by_plan
 from slapo.model_schedule.tables import Recipe
 from slapo.schedule import Schedule
 from slapo.snapshot import restored_on_error
@@ -90,6 +92,8 @@ class _Job:
             self.split_vocabulary()
         self.checkpoint()
         self.loss()
+        if self.parallel and self.recipe.plan and self.options.check:
+            self.prove()
         if self.options.bcast_input and self.parallel:
             self.sch.sync("fwd_pre", verbs.broadcast_inputs)
         if self.options.pipeline_cuts is not None:
@@ -116,6 +120,9 @@ class _Job:
 
     def split_layers(self) -> None:
         """Regions, and the tokens between them."""
+        if self.recipe.plan:
+            self.split_by_plan()
+            return
         key_values = self.few_key_values()
         for number, stack in enumerate(self.recipe.stacks):
             layers = self.layers(number)
@@ -125,6 +132,19 @@ class _Job:
             if self.spreads:
                 verbs.spread_tokens(self.base, stack, layers)
             self.sum_reads(number)
+
+    def split_by_plan(self) -> None:
+        """As the config says; what it says is proved at the end."""
+        (stack,) = self.recipe.stacks
+        layers = self.layers(0)
+        split_by_plan(self.sch, self.recipe.plan, layers, self.spreads)
+        if self.spreads:
+            verbs.deal_out(self.base, stack, layers)
+
+    def prove(self) -> None:
+        """A plan is another's word."""
+        inputs = inputs_for(self.recipe, self.config, self.options.example_inputs)
+        prove(self.sch, labelled(self.sch.mod, dict(inputs)))
 
     def sum_reads(self, number: int) -> None:
         """The gradient of another stack's result: once for all layers, or where a stage may end."""
@@ -206,7 +226,7 @@ def chosen(paths: list[str], ratio: float, method: str) -> list[str]:
     return [paths[(2 * number + 1) * len(paths) // (2 * count)] for number in range(count)]
 
 
-def base_path(model: nn.Module, prefix: str, recipe: Recipe) -> str:
+def base_path(model: nn.Module, prefix: str) -> str:
     """Where the base model lies: as given, or as models of Transformers say.
 
     Raises

@@ -71,8 +71,8 @@ def _layers(base: Schedule, stack: Stack) -> Any:
 
 def _check_counts(config: Any, recipe: Recipe, ranks: int) -> None:
     for name in recipe.counts.split():
-        count = getattr(config, name)
-        if count % ranks:
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count % ranks:
             raise ValueError(_unfit(name, count, ranks, [n for n in _factors(count)]))
     name = recipe.key_value_heads
     count = getattr(config, name, None) if name else None

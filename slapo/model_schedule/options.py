@@ -28,6 +28,7 @@ class Options:
     parallel_vocabulary: bool = True
     gather_logits: bool = True
     fused_loss: bool = False
+    check: bool = True
     example_inputs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:

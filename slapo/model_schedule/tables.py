@@ -131,6 +131,8 @@ class Recipe:
         ``special(sch)``, with the schedule of the base model: what only this family has.
     inputs
         ``inputs(config)``: example inputs for traces; token ids by default.
+    plan
+        In place of regions: path -> style, as configs of Transformers carry it; digits are ``*``.
     """
 
     stacks: tuple[Stack, ...]
@@ -142,11 +144,13 @@ class Recipe:
     bias_gelu: str = ""
     special: Callable[[Schedule], None] | None = None
     inputs: Callable[[Any], dict[str, Any]] | None = None
+    plan: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        head = _text(self, without=("stacks", "refuses"))
+        head = _text(self, without=("stacks", "refuses", "plan"))
         refused = [f"refuses {name}: {why}" for name, why in self.refuses.items()]
-        return "\n".join([head, *map(str, self.stacks), *refused])
+        plan = [f"  {path}: {style}" for path, style in self.plan.items()]
+        return "\n".join([head, *map(str, self.stacks), *plan, *refused])
 
 
 def _text(entry: Any, without: tuple[str, ...] = ()) -> str:

@@ -115,11 +115,12 @@ def _split_experts(node: Schedule) -> None:
 def enter_experts(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Hook: sum the gradients of the states and of the routing weights, not of the indices."""
     states, index, weights, *rest = args
-    group = _group(module)
+    group = group_of(module)
     return copy_to_group(states, group), index, copy_to_group(weights, group), *rest
 
 
-def _group(module: nn.Module) -> Any:
+def group_of(module: nn.Module) -> Any:
+    """The ranks of a scheduled module."""
     state = sharding_of(module)
     if state is None:
         raise SlapoError(f"{type(module).__name__} is not scheduled; call sync() on its schedule")
@@ -145,12 +146,17 @@ def spread_tokens(base: Schedule, stack: Stack, layers: list[Schedule]) -> None:
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).
     """
     split = frozenset[str]().union(*(region.paths for region in stack.regions))
-    layers[0].sync("fwd_pre", "RR->SR")
     for layer in layers:
         for name, module in layer.mod.named_modules():
             if name and name not in split and module._parameters:
                 sum_gradients(layer[name])
         layer.fork_rng()  # dropout acts on other tokens on each rank
+    deal_out(base, stack, layers)
+
+
+def deal_out(base: Schedule, stack: Stack, layers: list[Schedule]) -> None:
+    """Tokens: to the ranks at the first layer, and together again at the end."""
+    layers[0].sync("fwd_pre", "RR->SR")
     end = base[stack.last] if stack.last else layers[-1]
     if stack.last:
         sum_gradients(end)
@@ -182,7 +188,7 @@ def broadcast_inputs(
     import torch.distributed as dist
     from torch.utils._pytree import tree_map_only
 
-    group = _group(module)
+    group = group_of(module)
 
     def received(tensor: Tensor) -> Tensor:
         copy = tensor.detach().clone().contiguous()

@@ -237,6 +237,8 @@ def has_others(group: dist.ProcessGroup | None) -> bool:
 
 def is_graph_kept() -> bool:
     """Whether a backward pass may come a second time to what was saved, in the present one."""
+    if torch.compiler.is_compiling():  # which decides about copies by itself
+        return True
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if asked is None else bool(asked())
 

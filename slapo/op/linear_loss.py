@@ -156,6 +156,7 @@ class _Gradients:
     """The gradients of the operands, as chunks add to them; None of those that need none."""
 
     def __init__(self, needed: list[bool], hidden: Tensor, weight: Tensor) -> None:
+        self.are_needed = any(needed)
         self.weight, self.hidden = weight, torch.empty_like(hidden) if needed[0] else None
         # Added up in float32, so that many chunks lose nothing, and half precision is not left.
         self.of_weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
@@ -193,13 +194,8 @@ class LinearLoss(torch.autograd.Function):
         losses = hidden.new_empty(len(hidden), dtype=torch.float32)
         for first in range(0, len(hidden), settings.chunk):
             tokens = slice(first, first + settings.chunk)
-            logits = F.linear(hidden[tokens], weight, bias).float()
-            own = (settings.start, len(weight), settings.ignore_index)
-            columns = Columns.of(labels[tokens], *own)
-            losses[tokens], total = exponentials_(logits, columns, labels[tokens], settings.group)
-            if any(needed):
-                gradient_(logits, total, columns, None)
-                grads.add(tokens, hidden[tokens], logits)
+            # By a function, so that the logits of one chunk are gone before those of the next.
+            losses[tokens] = _losses_of(tokens, hidden, weight, bias, labels, settings, grads)
         ctx.save_for_backward(grads.hidden, grads.of_weight, grads.of_bias)
         ctx.dtypes = [hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype]
         return losses.sum()
@@ -213,6 +209,26 @@ class LinearLoss(torch.autograd.Function):
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return *found, None, None
+
+
+def _losses_of(
+    tokens: slice,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    settings: Settings,
+    grads: _Gradients,
+) -> Tensor:
+    """The losses of one chunk, which adds what it gives to the gradients."""
+    logits = F.linear(hidden[tokens], weight, bias).float()
+    own = (settings.start, len(weight), settings.ignore_index)
+    columns = Columns.of(labels[tokens], *own)
+    losses, total = exponentials_(logits, columns, labels[tokens], settings.group)
+    if grads.are_needed:
+        gradient_(logits, total, columns, None)
+        grads.add(tokens, hidden[tokens], logits)
+    return losses
 
 
 @dataclass

@@ -1,0 +1,134 @@
+"""A recipe out of what a model's config says: its tensor-parallel plan and its pipeline plan."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo.check import check
+from slapo.errors import PlacementError
+from slapo.model_schedule.plans import entries, plan_of, unknown_styles
+from slapo.model_schedule.tables import Recipe, Stack
+from slapo.schedule import Schedule
+
+#: The key that takes any model with a plan.
+AUTO = "auto"
+
+
+def auto_recipe(model: nn.Module, base: str) -> Recipe:
+    """The recipe of a model whose config carries a plan.
+
+    Parameters
+    ----------
+    base
+        Path of the base model.
+
+    Raises
+    ------
+    ValueError
+        If it carries none, or one of a style that nothing is known of.
+    """
+    plan = plan_of(model)
+    kind = type(model).__name__
+    if not plan:
+        raise ValueError(
+            f"{kind} carries no tensor-parallel plan (base_model_tp_plan of its config); pass the "
+            "key of a family that `slapo recipes` lists, or register_recipe() a table"
+        )
+    unknown = unknown_styles(plan)
+    if unknown:
+        raise ValueError(
+            f"the plan of {kind} has styles that nothing is known of: {unknown}; write a table of "
+            "the family, see help(slapo.model_schedule.Recipe)"
+        )
+    layers = _layers(model, plan)
+    embeddings, head = _embedding(model), _head(model)
+    vocabulary = {*embeddings.split(), head}
+    kept = {path: style for path, style in plan.items() if path not in vocabulary}
+    last = _last(model, layers)
+    refuses = {}
+    if not last:
+        refuses["sequence_parallel"] = "its config does not say which norm ends the layers"
+    within = f"{base}." if base else ""
+    return Recipe(
+        stacks=(Stack(layers.removeprefix(within), (), last=last.removeprefix(within)),),
+        embeddings=" ".join(path.removeprefix(within) for path in embeddings.split()),
+        heads=head,
+        counts="num_attention_heads num_key_value_heads",
+        refuses=refuses,
+        plan=kept,
+    )
+
+
+def _layers(model: nn.Module, plan: dict[str, str]) -> str:
+    """Path of the list of layers of the language model."""
+    paths = [path for path in entries(model, plan) if re.search(r"\.\d+\.", path)]
+    lists = [re.split(r"\.\d+\.", path)[0] for path in paths]
+    if not lists:
+        raise ValueError(
+            f"the plan of {type(model).__name__} names no layers of a list; write a table of the "
+            "family, see help(slapo.model_schedule.Recipe)"
+        )
+    return max(dict.fromkeys(lists), key=lists.count)
+
+
+def _last(model: Any, layers: str) -> str:
+    """What the pipeline plan says to run after the layers; nothing where there is no such plan."""
+    order = [path.rpartition(".")[2] for path in getattr(model, "pp_plan", None) or {}]
+    own, within = layers.rpartition(".")[2], layers.rpartition(".")[0]
+    place = order.index(own) + 1 if own in order else len(order)
+    last = f"{within}.{order[place]}".lstrip(".") if place < len(order) else ""
+    try:
+        model.get_submodule(last)
+    except AttributeError:
+        return ""
+    return last
+
+
+def _embedding(model: Any) -> str:
+    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    return _path_of(model, table) if isinstance(table, nn.Embedding) else ""
+
+
+def _head(model: Any) -> str:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return _path_of(model, head) if type(head) is nn.Linear else ""
+
+
+def _path_of(model: nn.Module, module: nn.Module) -> str:
+    return next((path for path, each in model.named_modules() if each is module), "")
+
+
+# --- proof ---------------------------------------------------------------------------------------
+def prove(sch: Schedule, inputs: Any) -> None:
+    """Refuse a plan that is wrong, by the placement check.
+
+    Raises
+    ------
+    PlacementError
+        Naming the module.
+    """
+    try:
+        check(sch, inputs)
+    except PlacementError as error:
+        kind = type(sch.mod).__name__
+        error.args = (
+            f"the plan that {kind} carries does not hold on {sch.world_size} ranks: "
+            f"{error.args[0]}\nWrite a table of the family (help(slapo.model_schedule.Recipe)), or "
+            "pass check=False if you know that the check is wrong here",
+        )
+        raise
+
+
+def labelled(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """With labels, where the model takes them."""
+    takes = inspect.signature(model.forward).parameters
+    ids = inputs.get("input_ids")
+    if "labels" in takes and "labels" not in inputs and isinstance(ids, torch.Tensor):
+        return {**inputs, "labels": ids}
+    return inputs
+

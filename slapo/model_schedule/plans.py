@@ -1,0 +1,264 @@
+"""Tensor parallelism by the plan that a config of Transformers carries: module -> style.
+
+A style says how one module is split and what it communicates. Transformers carries it out with
+distributed tensors; here it is primitives on plain ones, and the gradient of an input that several
+column layers share is summed once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo.model_schedule.tables import TOKENS
+from slapo.model_schedule.verbs import (
+    group_of,
+    split_column,
+    split_row,
+    split_table,
+    sum_gradients,
+)
+from slapo.schedule import Schedule
+from slapo.sharding.collectives import copy_to_group, reduce_from_group
+
+#: Model type -> what its plan lacks or has wrong; each found by the placement check.
+PLAN_FIXES: dict[str, dict[str, str]] = {
+    "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
+    "inkling": {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
+    "inkling2": {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
+    **{
+        name: {
+            "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+            "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+        }
+        for name in ("qwen3_vl_moe_text", "qwen3_omni_moe_text", "qwen3_omni_moe_talker_text")
+    },
+}
+
+#: Arguments of a second sequence, whose gradient is summed by itself.
+_SECOND_INPUTS = frozenset(
+    {"encoder_hidden_states", "key_value_states", "cross_attention_states"}
+)
+#: Styles of modules within a block whose input every one of them takes as slices, or not at all.
+_SPLIT = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce", "local_params"})
+
+
+# --- the plan of a model -------------------------------------------------------------------------
+def plan_of(model: nn.Module) -> dict[str, str]:
+    """The plan with its fixes; digits of paths are ``*``, and paths are from the whole model."""
+    plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
+    config: Any = getattr(model, "config", None)
+    own = getattr(config, "model_type", "")
+    text = getattr(config.get_text_config(), "model_type", "") if config is not None else ""
+    within = _commonest_start(plan)
+    for kind in dict.fromkeys((own, text)):
+        for path, style in PLAN_FIXES.get(kind, {}).items():
+            plan[f"{within}{path}"] = style
+    return plan
+
+
+def _commonest_start(plan: Mapping[str, str]) -> str:
+    """What stands before ``layers.*``."""
+    found = next((path for path in plan if "layers.*" in path), "layers.*")
+    return found[: found.index("layers.*")]
+
+
+def entries(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Path of a module or parameter -> style; parameters of a module before the module."""
+    found = {}
+    for path, module in model.named_modules():
+        names = [f"{path}.{name}" if path else name for name in module._parameters]
+        for each in (*names, path):
+            style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", each))
+            if style is not None:
+                found[each] = style
+    return found
+
+
+def unknown_styles(plan: Mapping[str, str]) -> dict[str, str]:
+    """Entries whose style nothing is known of."""
+    return {path: s for path, s in plan.items() if s not in _MODULES and s not in _PARAMETERS}
+
+
+# --- carried out ---------------------------------------------------------------------------------
+def split_by_plan(
+    sch: Schedule, plan: Mapping[str, str], layers: list[Schedule], tokens: bool
+) -> None:
+    """Shard and sync as a plan says.
+
+    Parameters
+    ----------
+    plan
+        Of the whole model, without embedding and head.
+    layers
+        Of the model; between them each rank has a part of the tokens, if `tokens`.
+    """
+    found = entries(sch.mod, plan)
+    sharing = _sharing(sch, found)
+    paths = {layer.path for layer in layers}
+    blocks = {path for path in sharing if path.rpartition(".")[0] in paths} if tokens else set()
+    for path, style in found.items():
+        owner, _, leaf = path.rpartition(".")
+        if path not in sch:
+            _PARAMETERS[style](sch[owner] if owner else sch, leaf)
+        elif style == "rowwise" and owner in blocks:
+            split_row(sch[path]).sync("fwd_post", "reduce_scatter", axis=TOKENS)
+        else:
+            _MODULES[style](sch[path])
+            if style in _COLUMNS and owner not in sharing:
+                sch[path].sync("bwd_post", "all_reduce")
+    for path in sorted(sharing - blocks):  # a set has another order on each rank
+        sch[path].sync("bwd_post", "all_reduce")
+    for layer in layers if tokens else ():
+        _gather_at_blocks(layer, blocks)
+
+
+def _sharing(sch: Schedule, plan: Mapping[str, str]) -> set[str]:
+    """Modules of which all is split: one sum of their input's gradient is enough."""
+    found = set()
+    for path in {path.rpartition(".")[0] for path, style in plan.items() if style == "colwise"}:
+        if not path or path not in sch:
+            continue
+        module = sch[path].mod
+        own = [f"{path}.{name}" for name, each in module.named_modules() if each._parameters]
+        takes = set(inspect.signature(module.forward).parameters)
+        if f"{path}." not in own and all(plan.get(each) in _SPLIT for each in own):
+            if not _SECOND_INPUTS & takes:
+                found.add(path)
+    return found
+
+
+def _gather_at_blocks(layer: Schedule, blocks: set[str]) -> None:
+    """`blocks` gather tokens and scatter their sum; others have all tokens on every rank."""
+    for block in list(layer.child.values()):
+        if block.path in blocks:
+            block.sync("fwd_pre", "all_gather", axis=TOKENS)
+        elif block.child:
+            block.sync("fwd_pre", "all_gather", axis=TOKENS, tensor_parallel_output_grad=False)
+            block.sync("fwd_post", "scatter", axis=TOKENS)
+        else:
+            sum_gradients(block)
+    layer.fork_rng()
+
+
+# --- styles of modules ---------------------------------------------------------------------------
+def _gathered_column(node: Schedule) -> None:
+    split_column(node)
+    node.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+
+
+def _row(node: Schedule) -> None:
+    split_row(node).sync("fwd_post", "all_reduce")
+
+
+def _row_of_whole(node: Schedule) -> None:
+    split_row(node).sync("fwd_pre", "RR->RS").sync("fwd_post", "all_reduce")
+
+
+def _table_columns(node: Schedule) -> None:
+    node.shard("weight", axis=1)
+    node.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+
+
+def _experts(node: Schedule) -> None:
+    """A slice of every expert; routing weights get parts of their gradient too."""
+    node.sync("fwd_pre", enter_floats).sync("fwd_post", "all_reduce")
+
+
+def _latent(node: Schedule) -> None:
+    """The part of a latent projection that goes to attention without another projection."""
+    node.sync("fwd_post", copy_rotary)
+    config: Any = node.get_top_schedule().mod.config
+    node.mod.__dict__[_ROTARY] = config.get_text_config().qk_rope_head_dim
+
+
+def _nothing(node: Schedule) -> None:
+    """Parameters are plain tensors here anyway."""
+
+
+def _summed(node: Schedule) -> None:
+    node.sync("fwd_post", sum_output)
+
+
+def _identity_expert(node: Schedule) -> None:
+    node.sync("fwd_pre", divide_input)
+
+
+_COLUMNS = ("colwise", "packed_colwise", "colwise_rep", "colwise_gather_output")
+_MODULES: dict[str, Callable[[Schedule], Any]] = {
+    "colwise": split_column,
+    "colwise_rep": _gathered_column,
+    "colwise_gather_output": _gathered_column,
+    "packed_colwise": lambda node: split_column(node, blocks=2),
+    "rowwise": _row,
+    "rowwise_rep": _row_of_whole,
+    "rowwise_split_input": _row_of_whole,
+    "replicated_with_grad_allreduce": sum_gradients,
+    "embedding_rowwise": split_table,
+    "embedding_colwise": _table_columns,
+    "moe_tp_experts": _experts,
+    "mla_kv_a_proj": _latent,
+    "moe_identity_expert": _identity_expert,
+    "all_reduce": _summed,
+    "local_params": _nothing,
+    "replicate": _nothing,
+}
+
+
+# --- styles of bare parameters -------------------------------------------------------------------
+def _outputs(node: Schedule, name: str, blocks: int = 1) -> None:
+    """Of experts ``(experts, out, in)``: output features lie along the last axis but one."""
+    dims = node.mod._parameters[name].dim()  # type: ignore[union-attr]
+    node.shard(name, axis=max(dims - 2, 0) if dims != 2 or "bias" not in name else 1, blocks=blocks)
+
+
+def _inputs(node: Schedule, name: str, blocks: int = 1) -> None:
+    if "bias" not in name:
+        node.shard(name, axis=-1, blocks=blocks)
+
+
+_PARAMETERS: dict[str, Callable[[Schedule, str], Any]] = {
+    "colwise": _outputs,
+    "packed_colwise": lambda node, name: _outputs(node, name, 2),
+    "rowwise": _inputs,
+    "packed_rowwise": lambda node, name: _inputs(node, name, 2),
+    "replicate": lambda node, name: None,
+}
+
+#: On a latent projection: how many of its last features are rotary.
+_ROTARY = "_slapo_rotary"
+
+
+# --- hooks ---------------------------------------------------------------------------------------
+def enter_floats(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Hook: sum the gradients of all floating-point inputs."""
+    group = group_of(module)
+    floats = [isinstance(each, Tensor) and each.is_floating_point() for each in args]
+    return tuple(
+        copy_to_group(each, group) if is_float else each
+        for each, is_float in zip(args, floats, strict=True)
+    )
+
+
+def copy_rotary(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Hook: sum the gradient of the last features, which heads of all ranks read."""
+    size = module.__dict__[_ROTARY]
+    whole, rotary = output.split([output.shape[-1] - size, size], -1)
+    return torch.cat([whole, copy_to_group(rotary, group_of(module))], -1)
+
+
+def sum_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Hook: the sum over the ranks."""
+    return reduce_from_group(output, group_of(module))
+
+
+def divide_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Hook: each rank's part of what is summed behind."""
+    group = group_of(module)
+    ranks = 1 if group is None else torch.distributed.get_world_size(group)
+    return (args[0] / ranks, *args[1:])
