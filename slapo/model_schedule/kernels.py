@@ -8,11 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-try:
-    from slapo.op.interface import use_attention
-except ImportError:
-    def use_attention(m, n): pass
+from slapo.op.interface import use_attention
 from slapo.op.norm import RMSNorm
 from slapo.schedule import Schedule
 

@@ -299,7 +299,7 @@ def _refuse(packed: Tensor, labels: Tensor, counts: Tensor) -> None:
         raise IndexError(
             f"the labels {labels[is_lost].unique().tolist()[:5]} have no column of the logits, or "
             "one on several ranks; pass labels below the size of the vocabulary, and each rank's "
-            "own columns with the token that they start at"
+            "own columns with the token that they start at, and the group"
         )
 
 

@@ -1,0 +1,119 @@
+"""Norms by torch's function, against those of Transformers written out."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import slapo
+from slapo.op.norm import RMSNorm
+
+
+class LlamaNorm(nn.Module):
+    """As Transformers has it for Llama, T5 and their kin."""
+
+    def __init__(self, size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(size) + 0.5)
+        self.variance_epsilon = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = x.to(torch.float32)
+        variance = states.pow(2).mean(-1, keepdim=True)
+        return self.weight * (states * torch.rsqrt(variance + self.variance_epsilon)).to(x.dtype)
+
+
+class GemmaNorm(nn.Module):
+    """As Transformers has it for Gemma: weights less one, and cast at the end."""
+
+    def __init__(self, size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(size) - 0.5)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = x.float()
+        output = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (output * (1.0 + self.weight.float())).type_as(x)
+
+
+PAIRS = [(LlamaNorm, 0.0), (GemmaNorm, 1.0)]
+
+
+@pytest.mark.parametrize(("cls", "offset"), PAIRS)
+@pytest.mark.parametrize("shape", [(3, 11, 17), (1, 64), (5, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_are_those_of_the_original(
+    cls: type[nn.Module], offset: float, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    original = cls(shape[-1])
+    norm = RMSNorm.like(original, offset)
+    x, scale = torch.randn(shape, dtype=dtype, requires_grad=True), torch.randn(shape)
+    wanted, found = original(x), norm(x)
+    assert found.dtype == wanted.dtype
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    inputs = (x, original.weight)
+    wanted_grads = torch.autograd.grad((wanted * scale).sum(), inputs)
+    grads = torch.autograd.grad((found * scale).sum(), inputs)
+    torch.testing.assert_close(grads, wanted_grads, rtol=2e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize(("cls", "offset"), PAIRS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_half_precision_is_rounded_where_the_original_rounds(
+    cls: type[nn.Module], offset: float, dtype: torch.dtype, is_mixed: bool
+) -> None:
+    original = cls(257) if is_mixed else cls(257).to(dtype)
+    norm = RMSNorm.like(original, offset)
+    x = (3 * torch.randn(64, 257)).to(dtype).requires_grad_()
+    wanted, found = original(x), norm(x)
+    assert found.dtype == wanted.dtype
+    # Alike but where the last bit of float32 decides how a number is rounded.
+    assert (found != wanted).float().mean() < 1e-3
+    torch.testing.assert_close(found, wanted)
+    (wanted_grad,) = torch.autograd.grad(wanted.float().sum(), x)
+    (grad,) = torch.autograd.grad(found.float().sum(), x)
+    torch.testing.assert_close(grad, wanted_grad)
+
+
+def test_the_parameter_stays_under_its_name() -> None:
+    model = nn.Sequential(LlamaNorm(8), nn.Linear(8, 3))
+    names, weight = list(model.state_dict()), model[0].weight
+    sch = slapo.create_schedule(model)
+    sch["0"].replace(RMSNorm.like(model[0]))
+    assert list(sch.mod.state_dict()) == names
+    norm = RMSNorm.like(LlamaNorm(8, 1e-3))
+    assert norm.eps == 1e-3
+    norm = RMSNorm.like(nn.RMSNorm(8, eps=1e-4), 1.0)
+    assert (norm.eps, norm.offset) == (1e-4, 1.0)
+    assert "offset=1.0" in repr(norm)
+    assert RMSNorm.like(model[0]).weight is weight or sch.mod is model
+    copied = copy.deepcopy(norm)
+    x = torch.randn(2, 8)
+    assert torch.equal(copied(x), norm(x))
+
+
+def test_a_slice_of_its_weight_is_refused() -> None:
+    sch = slapo.create_schedule(nn.Sequential(RMSNorm(8)))
+    with pytest.raises(ValueError, match="normalises over the axis"):
+        sch["0"].shard("weight", 0)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.LayerNorm(4),
+        nn.Linear(4, 4),
+        nn.ReLU(),
+        nn.RMSNorm(4, eps=1e-6, elementwise_affine=False),
+        nn.RMSNorm((2, 4), eps=1e-6),
+        nn.RMSNorm(4),
+    ],
+)
+def test_what_is_no_such_norm(module: nn.Module) -> None:
+    with pytest.raises(ValueError, match=r"RMSNorm.like\("):
+        RMSNorm.like(module)
