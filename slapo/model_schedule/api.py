@@ -9,8 +9,8 @@ from torch import nn
 
 from slapo.errors import with_nearest
 from slapo.model_schedule import families
-from slapo.model_schedule.auto import AUTO, auto_recipe
 from slapo.model_schedule.apply import apply_recipe, base_path
+from slapo.model_schedule.auto import AUTO, auto_recipe
 from slapo.model_schedule.options import Options
 from slapo.model_schedule.registry import recipe_of, schedule_of
 from slapo.schedule import Schedule, create_schedule
@@ -98,10 +98,10 @@ def apply_schedule(
     if own is not None:
         given = {"model_config": model_config, "prefix": prefix, "group": group}
         said = {name: value for name, value in given.items() if value not in (None, "")}
-        return own(model, **said, **options)  # type: ignore[no-any-return]
+        return own(model, **said, **options)
     checked = _options(key, options)
     sch = _schedule(model, group)
-    config = getattr(sch.mod, "config", None) if model_config is None else model_config
+    config: Any = getattr(sch.mod, "config", None) if model_config is None else model_config
     base = base_path(sch.mod, prefix)
     recipe = auto_recipe(sch.mod, base) if key == AUTO else recipe_of(key, config)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

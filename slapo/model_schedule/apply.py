@@ -240,8 +240,8 @@ def base_path(model: nn.Module, prefix: str) -> str:
         except AttributeError:
             children = [name for name, _ in model.named_children()]
             raise ValueError(
-                f"prefix {prefix!r} is no path within {type(model).__name__}, which has {children}; "
-                "pass that of the base model, or leave prefix out"
+                f"prefix {prefix!r} is no path within {type(model).__name__}, which has "
+                f"{children}; pass that of the base model, or leave prefix out"
             ) from None
         return prefix
     own = getattr(model, "base_model_prefix", "")

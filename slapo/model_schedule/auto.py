@@ -131,4 +131,3 @@ def labelled(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     if "labels" in takes and "labels" not in inputs and isinstance(ids, torch.Tensor):
         return {**inputs, "labels": ids}
     return inputs
-

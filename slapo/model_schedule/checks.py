@@ -56,8 +56,8 @@ def _check_paths(base: Schedule, recipe: Recipe) -> None:
     for stack in recipe.stacks:
         if not _layers(base, stack):
             raise ValueError(
-                f"{type(base.mod).__name__} at {base.path!r} has no layers {stack.layers!r}, as the "
-                f"recipe says: {base.describe_unknown(stack.layers)}; pass the key of the model's "
+                f"{type(base.mod).__name__} at {base.path!r} has no layers {stack.layers!r}, as "
+                f"the recipe says: {base.describe_unknown(stack.layers)}; pass the key of the model's "
                 "family, or as prefix= the path of its base model"
             )
 
@@ -73,7 +73,7 @@ def _check_counts(config: Any, recipe: Recipe, ranks: int) -> None:
     for name in recipe.counts.split():
         count = getattr(config, name, None)
         if isinstance(count, int) and count % ranks:
-            raise ValueError(_unfit(name, count, ranks, [n for n in _factors(count)]))
+            raise ValueError(_unfit(name, count, ranks, list(_factors(count))))
     name = recipe.key_value_heads
     count = getattr(config, name, None) if name else None
     if count and count % ranks and ranks % count:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from slapo.op.cross_entropy import IGNORED, token_losses
 from slapo.op.linear_loss import LossHead, Targets
 from slapo.schedule import Schedule
-from slapo.sharding.state import shards_of, sharding_of
+from slapo.sharding.state import sharding_of, shards_of
 from slapo.wrapper import innermost
 
 #: Where a model keeps the targets of the present call.
@@ -173,4 +173,5 @@ def _feed_decoder(module: Any, given: dict[str, Any], labels: Tensor) -> None:
     if not getattr(module.config, "is_encoder_decoder", False):
         return
     if given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:
-        given["decoder_input_ids"] = innermost(module)._shift_right(labels)
+        model: Any = innermost(module)
+        given["decoder_input_ids"] = model._shift_right(labels)

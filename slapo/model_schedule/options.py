@@ -53,8 +53,8 @@ class Options:
         cuts = self.pipeline_cuts
         if isinstance(cuts, (bool, str)) or not isinstance(cuts, (int, Sequence)):
             raise TypeError(
-                f"pipeline_cuts is {cuts!r}; pass the number of stages, or a list of the numbers of "
-                "layers after which a stage ends"
+                f"pipeline_cuts is {cuts!r}; pass the number of stages, or a list of the numbers "
+                "of layers after which a stage ends"
             )
         apart = {
             "fused_loss": "the engine computes the loss of a pipeline: give build() a loss_fn",

@@ -41,9 +41,7 @@ PLAN_FIXES: dict[str, dict[str, str]] = {
 }
 
 #: Arguments of a second sequence, whose gradient is summed by itself.
-_SECOND_INPUTS = frozenset(
-    {"encoder_hidden_states", "key_value_states", "cross_attention_states"}
-)
+_SECOND_INPUTS = frozenset({"encoder_hidden_states", "key_value_states", "cross_attention_states"})
 #: Styles of modules within a block whose input every one of them takes as slices, or not at all.
 _SPLIT = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce", "local_params"})
 

@@ -10,7 +10,7 @@ from slapo.errors import SlapoError
 from slapo.model_schedule.tables import TOKENS, Region, Stack
 from slapo.schedule import Schedule
 from slapo.sharding.collectives import copy_to_group
-from slapo.sharding.state import shards_of, sharding_of
+from slapo.sharding.state import sharding_of, shards_of
 from slapo.sharding.vocab import look_up_own_rows, sum_looked_up
 
 
@@ -197,4 +197,4 @@ def broadcast_inputs(
 
     if group is None or dist.get_world_size(group) == 1:
         return args, kwargs
-    return tree_map_only(Tensor, received, (args, kwargs))  # type: ignore[no-any-return]
+    return tree_map_only(Tensor, received, (args, kwargs))

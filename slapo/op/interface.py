@@ -52,8 +52,8 @@ def use_attention(model: nn.Module, backend: str = "auto") -> None:
     takes = hasattr(given, "set_attn_implementation") and given._can_set_attn_implementation()
     if not takes:
         raise ValueError(
-            f"{type(model).__name__} computes its attention by itself, without asking Transformers' "
-            "table of attention functions; leave its attention as it is (attn_op_name=None)"
+            f"{type(model).__name__} computes its attention by itself, without asking "
+            "Transformers' table of attention functions; leave its attention as it is (attn_op_name=None)"
         )
     register(backend)
     given.set_attn_implementation(name)
@@ -89,7 +89,7 @@ def _attention(
     backend: str,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What models call; ``(batch, heads, seq, head_size)`` -> ``(batch, seq, heads, head_size)``."""
+    """What models call: ``(batch, heads, seq, size)`` -> ``(batch, seq, heads, size)``."""
     _refuse_unknown(kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     output = attend(
@@ -133,6 +133,6 @@ def _refuse_unknown(kwargs: dict[str, Any]) -> None:
         )
     if kwargs.get("output_attentions"):
         raise ValueError(
-            "output_attentions=True, and this attention does not keep its weights; keep the model's "
-            "own by attn_op_name=None"
+            "output_attentions=True, and this attention does not keep its weights; keep the "
+            "model's own by attn_op_name=None"
         )

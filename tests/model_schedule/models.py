@@ -242,7 +242,11 @@ MODELS = {
         _of(
             "ViTForImageClassification",
             "ViTConfig",
-            {**{k: v for k, v in _ENCODER.items() if k != "vocab_size"}, "image_size": (12, 20), "patch_size": 4},
+            {
+                **{k: v for k, v in _ENCODER.items() if k != "vocab_size"},
+                "image_size": (12, 20),
+                "patch_size": 4,
+            },
         ),
         images,
     ),

@@ -36,9 +36,21 @@ REFUSED: dict[tuple[str, str], str] = {
     ("vit", "all"): "fused_loss is for models that take labels",
     **{
         (key, "bias and gelu"): "disable_fuse_bias_gelu=False is not for this family"
-        for key in (
-            "albert gemma gemma3 gemma3_text gpt2 llama mistral mixtral opt qwen2 qwen3 t5 wideresnet"
-        ).split()
+        for key in [
+            "albert",
+            "gemma",
+            "gemma3",
+            "gemma3_text",
+            "gpt2",
+            "llama",
+            "mistral",
+            "mixtral",
+            "opt",
+            "qwen2",
+            "qwen3",
+            "t5",
+            "wideresnet",
+        ]
     },
     ("gpt_neo", "eager"): "attn_op_name='eager' is not for this family",
 }

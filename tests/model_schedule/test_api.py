@@ -128,7 +128,8 @@ def test_wrong_options(options: dict[str, Any], error: Any, says: str) -> None:
     with pytest.raises(error) as caught:
         apply_schedule(model, "llama", **options)
     assert says in str(caught.value)
-    assert str(model) == before and model.config._attn_implementation == attention
+    assert str(model) == before
+    assert model.config._attn_implementation == attention
 
 
 def test_wrong_family() -> None:
@@ -140,12 +141,16 @@ def test_a_failure_half_way_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     model = llama()
     before = {name: id(p) for name, p in model.named_parameters()}
     text, attention = str(model), model.config._attn_implementation
-    with pytest.raises(slapo.SlapoError, match="could not be traced"), pytest.warns(UserWarning):
+    with (
+        pytest.raises(slapo.SlapoError, match="could not be traced"),
+        pytest.warns(UserWarning, match="no_such_input"),
+    ):
         apply_schedule(
             model, "llama", ckpt_ratio=1.0, pipeline_cuts=2, example_inputs={"no_such_input": 1}
         )
     assert {name: id(p) for name, p in model.named_parameters()} == before
-    assert str(model) == text and model.config._attn_implementation == attention
+    assert str(model) == text
+    assert model.config._attn_implementation == attention
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
@@ -218,11 +223,11 @@ def unfit(rank: int, world_size: int) -> list[str]:
     ):
         model = MODELS[key].build(**changes)
         before = str(model)
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match="sizes of groups that fit") as caught:
             apply_schedule(model, key, group=group)
         assert str(model) == before
         said.append(str(caught.value))
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="attention_dropout") as caught:
         heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
         model = llama(attention_dropout=0.5, **heads)
         apply_schedule(model, "llama", group=group, attn_op_name=None)
@@ -233,7 +238,8 @@ def test_heads_that_ranks_do_not_share() -> None:
     for llama_, gpt2, shared, dropout in run_distributed(unfit, 3):
         assert "num_attention_heads is 4, and the group has 3 ranks" in llama_
         assert "sizes of groups that fit: [1, 2, 4]" in gpt2
-        assert "num_key_value_heads is 2" in shared and "[1, 2, 6]" in shared
+        assert "num_key_value_heads is 2" in shared
+        assert "[1, 2, 6]" in shared
         assert "attention_dropout" in dropout
 
 
@@ -257,7 +263,8 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"{key} " in listed for key in recipe_keys())
     assert main(["recipes", "t5"]) == 0
     shown = capsys.readouterr().out
-    assert "reads='key_value_states'" in shown and "fused_loss" in shown
+    assert "reads='key_value_states'" in shown
+    assert "fused_loss" in shown
     assert str(recipe_of("t5", transformers.T5Config())) in shown
     assert main(["recipes", "wideresnet"]) == 0
     assert "refuses sequence_parallel" in capsys.readouterr().out

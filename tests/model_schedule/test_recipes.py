@@ -21,7 +21,8 @@ TOLERANCE = 5e-6
 
 def test_nothing_is_left_out() -> None:
     assert sorted(MODELS) == recipe_keys()
-    assert {key for key, _ in REFUSED} <= set(MODELS) and {m for _, m in REFUSED} <= set(MODES)
+    assert {key for key, _ in REFUSED} <= set(MODELS)
+    assert {m for _, m in REFUSED} <= set(MODES)
     assert set(UNCUT) <= set(MODELS)
 
 
@@ -45,9 +46,11 @@ def check(key: str, found: dict[str, float | str]) -> None:
     for mode, result in found.items():
         said = REFUSED.get((key, mode))
         if said is None:
-            assert isinstance(result, float) and result < TOLERANCE, f"{key} {mode}: {result}"
+            assert isinstance(result, float), f"{key} {mode}: {result}"
+            assert result < TOLERANCE, f"{key} {mode}: {result}"
         else:
-            assert isinstance(result, str) and said in result, f"{key} {mode}: {result}"
+            assert isinstance(result, str), f"{key} {mode}: {result}"
+            assert said in result, f"{key} {mode}: {result}"
 
 
 @pytest.mark.parametrize("key", sorted(MODELS))
@@ -101,4 +104,5 @@ def test_dropout_keeps_the_ranks_together() -> None:
     keys = ["gpt2", "gpt_neo", "bert", "opt", "t5", "llama"]
     for found in run_distributed(hidden_states, 2, keys):
         for key in keys:
-            assert found[key] and all(found[key]), (key, found[key])
+            assert len(found[key]) > 3
+            assert all(found[key]), (key, found[key])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -97,17 +98,16 @@ def test_even_cuts_are_the_best() -> None:
     for _ in range(200):
         costs = [random.choice([1, 2, 3, 7.5]) for _ in range(random.randint(1, 8))]
         stages = random.randint(1, len(costs))
-        best = min(
-            dearest(costs, ends) for ends in combinations(range(len(costs) - 1), stages - 1)
-        )
+        best = min(dearest(costs, ends) for ends in combinations(range(len(costs) - 1), stages - 1))
         ends = even_cuts(costs, stages)
-        assert len(ends) == stages - 1 and ends == sorted(set(ends))
+        assert len(ends) == stages - 1
+        assert ends == sorted(set(ends))
         assert dearest(costs, ends) == pytest.approx(best)
 
 
 def dearest(costs: list[float], ends: Any) -> float:
     edges = [0, *(end + 1 for end in ends), len(costs)]
-    return max(sum(costs[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+    return max(sum(costs[a:b]) for a, b in itertools.pairwise(edges))
 
 
 def test_a_head_counts_for_the_last_layer() -> None:

@@ -20,8 +20,7 @@ def albert(config: Any) -> Recipe:
     again = "its layers run several times in one pass"
     return Recipe(
         stacks=tuple(
-            Stack(f"encoder.albert_layer_groups.{group}.albert_layers", regions)
-            for group in groups
+            Stack(f"encoder.albert_layer_groups.{group}.albert_layers", regions) for group in groups
         ),
         embeddings="embeddings.word_embeddings",
         heads="predictions.decoder",

@@ -1,0 +1,242 @@
+"""Attention by every backend that runs here, against the formula; and in whole models."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import slapo
+from slapo.errors import MissingPackageError
+from slapo.op import FlashAttention, FlashAttentionOp, attend
+from slapo.op.interface import use_attention
+from slapo.random import get_rng_tracker, tracker_kept
+from tests.distributed import run_distributed
+from tests.model_schedule.models import MODELS
+
+#: Largest difference in float32; sums are in another order.
+TOLERANCE = 2e-6
+
+
+def formula(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, added: Tensor, scale: float
+) -> Tensor:
+    """In float64, with nothing left out."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (each.double().repeat_interleave(groups, 1) for each in (k, v))
+    weights = q.double() @ k.transpose(-2, -1) * scale + added.double()
+    weights = weights.masked_fill(~allowed, float("-inf")).softmax(-1)
+    return weights @ v
+
+
+def inputs(heads: int, kv_heads: int, rows: int, columns: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(3, heads, rows, 8), (3, kv_heads, columns, 8), (3, kv_heads, columns, 8)]
+    return [torch.randn(s, generator=generator, requires_grad=True) for s in shapes]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "boolean mask": {"mask": "bool"},
+    "added mask": {"mask": "float"},
+    "mask and causal": {"mask": "bool", "is_causal": True},
+    "added mask and causal": {"mask": "float", "is_causal": True},
+    "learned bias": {"bias": True},
+    "learned bias, mask": {"bias": True, "mask": "bool"},
+    "learned bias, added mask, causal": {"bias": True, "mask": "float", "is_causal": True},
+    "scaled": {"scale": 1.0},
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "auto"])
+@pytest.mark.parametrize("sizes", [(4, 4, 7, 7), (4, 2, 7, 7), (6, 1, 5, 11), (2, 2, 1, 9)])
+@pytest.mark.parametrize("case", CASES)
+def test_against_the_formula(backend: str, sizes: tuple[int, int, int, int], case: str) -> None:
+    given = dict(CASES[case])
+    q, k, v = inputs(*sizes)
+    heads, _, rows, columns = sizes
+    allowed = torch.ones(3, 1, rows, columns, dtype=torch.bool)
+    added = torch.zeros(1, heads, rows, columns)
+    kind, learned = given.pop("mask", None), given.pop("bias", False)
+    generator = torch.Generator().manual_seed(2)
+    if kind == "bool":
+        allowed = torch.rand(3, 1, rows, columns, generator=generator) > 0.3
+        allowed[..., 0] = True
+        given["mask"] = allowed
+    elif kind == "float":
+        given["mask"] = torch.randn(3, 1, rows, columns, generator=generator)
+        added = added + given["mask"]
+    if given.get("is_causal"):
+        allowed = allowed & torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+    bias = torch.randn(1, heads, rows, columns, generator=generator, requires_grad=True)
+    if learned:
+        given["bias"], added = bias, added + bias
+    expected = formula(q, k, v, allowed, added, given.get("scale") or 8**-0.5)
+    found = attend(q, k, v, backend=backend, **given)
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().max() < TOLERANCE
+    leaves = [q, k, v, *([bias] if learned else [])]
+    weights = torch.randn(found.shape, generator=generator)
+    got = torch.autograd.grad((found * weights).sum(), leaves)
+    want = torch.autograd.grad((expected * weights).sum(), leaves)
+    for one, other in zip(got, want, strict=True):
+        assert (one - other).abs().max() < 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_a_query_that_may_look_nowhere_is_no_nan(backend: str) -> None:
+    q, k, v = inputs(2, 2, 3, 3)
+    mask = torch.ones(3, 1, 3, 3, dtype=torch.bool)
+    mask[1, :, 2] = False
+    output = attend(q, k, v, mask=mask, backend=backend)
+    output.sum().backward()
+    assert output.isfinite().all()
+    assert q.grad is not None
+    assert q.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_dropout(backend: str) -> None:
+    """Its mean is what there is without; and where it is drawn from."""
+    q, k, v = (torch.ones(1, 1, 50, 4) for _ in range(3))
+    torch.manual_seed(0)
+    mean = attend(q, k, v, dropout=0.3, backend=backend).mean()
+    assert abs(float(mean) - 1.0) < 0.02
+    with tracker_kept(seed=5):
+        before = torch.get_rng_state()
+        own = attend(q, k, v, dropout=0.3, backend=backend)
+        assert torch.equal(torch.get_rng_state(), before), "the shared state is left alone"
+        assert get_rng_tracker().get_states()
+        assert not torch.equal(own, attend(q, k, v, dropout=0.3, backend=backend))
+    before = torch.get_rng_state()
+    attend(q, k, v, dropout=0.3, backend=backend)
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_refusals() -> None:
+    q, k, v = inputs(4, 2, 3, 3)
+    with pytest.raises(ValueError, match="'cudnn' is not known"):
+        attend(q, k, v, backend="cudnn")
+    with pytest.raises(ValueError, match="do not fit"):
+        attend(q, inputs(4, 3, 3, 3)[1], v)
+    for backend in ("flash", "xformers"):
+        with pytest.raises((MissingPackageError, ValueError), match=backend):
+            attend(q, k, v, backend=backend)
+    with pytest.raises(ValueError, match="num_attention_heads 3"):
+        FlashAttention(8, 3)
+    with pytest.raises(ValueError, match="attn_op_name"):
+        FlashAttentionOp("cudnn", False)
+    with pytest.raises(ValueError, match="projections apart"):
+        FlashAttention(8, 2, fused_qkv=True)(torch.ones(1, 2, 8), None, torch.ones(1, 2, 8))
+
+
+# --- modules -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_module_against_torch(name: str, causal: bool, fused: bool) -> None:
+    torch.manual_seed(0)
+    reference = nn.MultiheadAttention(16, 4, batch_first=True)
+    module = FlashAttention(16, 4, attn_op_name=name, fused_qkv=fused, causal=causal)
+    packed, bias = reference.in_proj_weight.detach(), reference.in_proj_bias.detach()
+    with torch.no_grad():
+        bias.normal_()
+        parts = [module.qkv] if fused else [module.query, module.key, module.value]
+        for layer, w, b in zip(
+            parts, packed.chunk(len(parts)), bias.chunk(len(parts)), strict=True
+        ):
+            layer.weight.copy_(w)
+            layer.bias.copy_(b)
+        assert module.out_proj is not None
+        module.out_proj.load_state_dict(reference.out_proj.state_dict())
+    x = torch.randn(3, 7, 16)
+    hidden = torch.ones(7, 7, dtype=torch.bool).triu(1) if causal else None
+    expected = reference(x, x, x, attn_mask=hidden, need_weights=False)[0]
+    torch.testing.assert_close(module(x), expected, atol=1e-5, rtol=0)
+    assert module.state_dict().keys() == copy.deepcopy(module).state_dict().keys()
+
+
+def sharded(rank: int, world_size: int) -> list[float]:
+    found = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        whole = nn.Sequential(FlashAttention(16, 4, fused_qkv=fused, causal=True))
+        sch = slapo.create_schedule(copy.deepcopy(whole), group=dist.group.WORLD)
+        node = sch["0"].sync("bwd_post", "all_reduce")
+        for name in ["qkv"] if fused else ["query", "key", "value"]:
+            blocks = 3 if fused else 1
+            node[name].shard("weight", 0, blocks=blocks).shard("bias", 0, blocks=blocks)
+        node["out_proj"].shard("weight", 1).sync("fwd_post", "all_reduce")
+        x, y = (torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)) for _ in "ab")
+        x.requires_grad_(), y.requires_grad_()
+        expected, got = whole(x), slapo.build(sch)[0](y)
+        expected.square().sum().backward()
+        got.square().sum().backward()
+        assert x.grad is not None
+        assert y.grad is not None
+        found += [
+            float((expected - got).detach().abs().max()),
+            float((x.grad - y.grad).abs().max()),
+        ]
+    return found
+
+
+def test_module_over_two_ranks() -> None:
+    for found in run_distributed(sharded, 2):
+        assert max(found) < 1e-5
+
+
+# --- in models of Transformers -------------------------------------------------------------------
+FAMILIES = sorted(set(MODELS) - {"wideresnet", "gpt_neo", "gemma3_text"})
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "eager"])
+@pytest.mark.parametrize("key", FAMILIES)
+def test_models(key: str, backend: str, padded: bool) -> None:
+    """Sequences are longer than the windows of those that have some."""
+    inputs = MODELS[key].inputs(3, 9)
+    if not padded:
+        inputs.pop("attention_mask", None)
+    model = MODELS[key].build()
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    other = MODELS[key].build()
+    use_attention(other, backend)
+    expected, got = model(**inputs), other(**inputs)
+    expected.loss.backward()
+    got.loss.backward()
+    torch.testing.assert_close(got.logits, expected.logits, atol=1e-5, rtol=0)
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        if one.grad is not None:
+            assert two.grad is not None
+            assert float((one.grad - two.grad).abs().max()) < 1e-5, name
+
+
+def test_models_that_compute_by_themselves() -> None:
+    with pytest.raises(ValueError, match="GPTNeoForCausalLM computes its attention by itself"):
+        use_attention(MODELS["gpt_neo"].build())
+    with pytest.raises(ValueError, match="Linear computes its attention by itself"):
+        use_attention(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "head_mask"])
+def test_what_is_not_computed_is_refused(name: str) -> None:
+    from slapo.op.interface import _attention
+
+    states = inputs(2, 2, 3, 3)
+    with pytest.raises(ValueError, match=name):
+        _attention(nn.Identity(), *states, None, backend="sdpa", **{name: 1.0})
+    with pytest.raises(ValueError, match="does not keep its weights"):
+        _attention(nn.Identity(), *states, None, backend="sdpa", output_attentions=True)
+
+
+def test_weights_of_attention_are_an_error_rather_than_missing() -> None:
+    model = MODELS["llama"].build()
+    use_attention(model)
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(**MODELS["llama"].inputs(2, 5), output_attentions=True)
