@@ -124,14 +124,18 @@ class _Job:
             self.split_by_plan()
             return
         key_values = self.few_key_values()
+        # Hooks around a stack within which a stage ends have no place to run.
+        here = self.options.pipeline_cuts is not None
         for number, stack in enumerate(self.recipe.stacks):
             layers = self.layers(number)
             for layer in layers:
                 for region in stack.regions:
-                    verbs.split_region(layer, region, self.spreads, key_values)
+                    verbs.split_region(layer, region, self.spreads, key_values, here)
             if self.spreads:
                 verbs.spread_tokens(self.base, stack, layers)
-            self.sum_reads(number)
+            if stack.reads and not here:
+                path, _, name = stack.reads.partition(":")
+                self.base[path].sync("bwd_post", "all_reduce", argument=[name])
 
     def split_by_plan(self) -> None:
         """As the config says; what it says is proved at the end."""
@@ -145,19 +149,6 @@ class _Job:
         """A plan is another's word."""
         inputs = inputs_for(self.recipe, self.config, self.options.example_inputs)
         prove(self.sch, labelled(self.sch.mod, dict(inputs)))
-
-    def sum_reads(self, number: int) -> None:
-        """The gradient of another stack's result: once for all layers, or where a stage may end."""
-        stack = self.recipe.stacks[number]
-        if not stack.reads:
-            return
-        if self.options.pipeline_cuts is None:
-            path, _, name = stack.reads.partition(":")
-            self.base[path].sync("bwd_post", "all_reduce", argument=[name])
-            return
-        for layer in self.layers(number):
-            for region in (region for region in stack.regions if region.reads):
-                verbs.sum_read(layer, region)
 
     def few_key_values(self) -> int | None:
         """Heads of keys and values, where there are fewer than ranks."""

@@ -57,7 +57,7 @@ def _check_paths(base: Schedule, recipe: Recipe) -> None:
         if not _layers(base, stack):
             raise ValueError(
                 f"{type(base.mod).__name__} at {base.path!r} has no layers {stack.layers!r}, as "
-                f"the recipe says: {base.describe_unknown(stack.layers)}; pass the key of the model's "
+                f"the recipe says: {base.describe_unknown(stack.layers)}; pass the key of the "
                 "family, or as prefix= the path of its base model"
             )
 

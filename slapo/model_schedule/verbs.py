@@ -44,7 +44,13 @@ def _sum(node: Schedule, axis: int | None) -> None:
 
 
 # --- regions -------------------------------------------------------------------------------------
-def split_region(layer: Schedule, region: Region, tokens: bool, key_values: int | None) -> None:
+def split_region(
+    layer: Schedule,
+    region: Region,
+    tokens: bool,
+    key_values: int | None,
+    reads_here: bool = False,
+) -> None:
     """Two collectives each way: one where the region is entered, one where it is left.
 
     Parameters
@@ -53,10 +59,12 @@ def split_region(layer: Schedule, region: Region, tokens: bool, key_values: int 
         Whether each rank has a part of the tokens between regions.
     key_values
         Heads of keys and values, where there are fewer than ranks.
+    reads_here
+        Whether the gradient of another stack's result is summed at each region that reads it.
     """
     axis = region.axis if tokens else None
     for path in region.enter.split():
-        _enter(layer[path], region, axis)
+        _enter(layer[path], region, axis, region.reads.split() if reads_here else [])
     few = region.key_values.split() if key_values else []
     for path in region.columns.split():
         split_column(layer[path], region.blocks, key_values if path in few else None)
@@ -76,21 +84,17 @@ def split_region(layer: Schedule, region: Region, tokens: bool, key_values: int 
     _divide(layer, region, key_values)
 
 
-def _enter(node: Schedule, region: Region, axis: int | None) -> None:
-    takes = region.takes.split() or None
+def _enter(node: Schedule, region: Region, axis: int | None, reads: list[str]) -> None:
+    """Whole inputs are gathered, or their gradients summed; `reads` are never dealt out."""
+    takes = region.takes.split()
     if axis is not None:
         # A router sees all tokens on every rank: its gradient is whole, and would count once each.
-        parts = not region.whole
-        node.sync(
-            "fwd_pre", "all_gather", axis=axis, tensor_parallel_output_grad=parts, argument=takes
-        )
-    elif not region.whole:
-        node.sync("bwd_post", "all_reduce", argument=takes)
-
-
-def sum_read(layer: Schedule, region: Region) -> None:
-    """Sum the gradient of another stack's result where one layer reads it."""
-    layer[region.enter].sync("bwd_post", "all_reduce", argument=region.reads.split())
+        parts = {"tensor_parallel_output_grad": not region.whole}
+        node.sync("fwd_pre", "all_gather", axis=axis, argument=takes or None, **parts)
+    if axis is None and not region.whole:
+        node.sync("bwd_post", "all_reduce", argument=[*takes, *reads] or None)
+    elif reads:
+        node.sync("bwd_post", "all_reduce", argument=reads)
 
 
 def _divide(layer: Schedule, region: Region, key_values: int | None) -> None:

@@ -53,7 +53,8 @@ def use_attention(model: nn.Module, backend: str = "auto") -> None:
     if not takes:
         raise ValueError(
             f"{type(model).__name__} computes its attention by itself, without asking "
-            "Transformers' table of attention functions; leave its attention as it is (attn_op_name=None)"
+            "Transformers' table of attention functions; leave its attention as it is "
+            "(attn_op_name=None)"
         )
     register(backend)
     given.set_attn_implementation(name)

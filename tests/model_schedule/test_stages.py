@@ -55,6 +55,11 @@ def test_all_together(part: int) -> None:
 
 
 @pytest.mark.slow
+def test_tensor_parallel_stages() -> None:
+    check(["t5", "gpt2"], (2, 1, 2), {"parallel_vocabulary": False})
+
+
+@pytest.mark.slow
 def test_with_data_parallelism() -> None:
     check(["gpt2"], (2, 2, 2), {"sequence_parallel": True, "ckpt_ratio": 0.5})
 
