@@ -211,7 +211,8 @@ class _Check:
                     as_if_alone(),
                     as_before(sch.mod, sch.state.numbers),
                     standing_in(sch.mod, self.stand_ins, sch.group, whole=True),
-                    torch.no_grad(),
+                    # As in the run that is compared: kernels ask what needs a gradient.
+                    torch.enable_grad(),
                     self.stand_ins.mode(),
                     mode.paths.followed(),
                     mode,

@@ -12,7 +12,6 @@ import inspect
 from dataclasses import replace
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo.op.cross_entropy import IGNORED, token_losses
@@ -112,10 +111,8 @@ def put_split_loss(module: nn.Module, args: tuple[Any, ...], output: Any, *, hea
         return output
     logits = output[0] if isinstance(output, tuple) else output.logits
     layer = innermost(module.get_submodule(head))
-    labels = _aligned(targets)
-    losses = token_losses(logits, labels, shards_of(layer)["weight"].start, _group(layer))
-    count = targets.num_items
-    loss = losses.sum() / ((labels != IGNORED).sum() if count is None else count)
+    start = shards_of(layer)["weight"].start
+    loss = token_losses(logits, targets.moved(), start, _group(layer)).sum() / targets.count()
     if isinstance(output, tuple):
         return (_whole_loss(module, loss, output), *output)
     return replace(output, loss=_whole_loss(module, loss, output))
@@ -125,13 +122,6 @@ def _head(module: nn.Module, head: str) -> LossHead:
     found = innermost(module.get_submodule(head))
     assert isinstance(found, LossHead), "the recipe has put it there"
     return found
-
-
-def _aligned(targets: Targets) -> Tensor:
-    """The label that each position is to predict."""
-    if not targets.shift:
-        return targets.labels
-    return F.pad(targets.labels, (0, 1), value=IGNORED)[..., 1:]
 
 
 def _group(layer: nn.Module) -> Any:

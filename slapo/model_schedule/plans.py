@@ -25,6 +25,7 @@ from slapo.model_schedule.verbs import (
 )
 from slapo.schedule import Schedule
 from slapo.sharding.collectives import copy_to_group, reduce_from_group
+from slapo.sharding.groups import group_size
 
 #: Model type -> what its plan lacks or has wrong; each found by the placement check.
 PLAN_FIXES: dict[str, dict[str, str]] = {
@@ -258,5 +259,5 @@ def sum_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tens
 def divide_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Hook: each rank's part of what is summed behind."""
     group = group_of(module)
-    ranks = 1 if group is None else torch.distributed.get_world_size(group)
+    ranks = group_size(group)
     return (args[0] / ranks, *args[1:])

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from slapo.errors import SlapoError
 from slapo.model_schedule.tables import TOKENS, Region, Stack
 from slapo.schedule import Schedule
 from slapo.sharding.collectives import copy_to_group
 from slapo.sharding.state import sharding_of, shards_of
+from slapo.sharding.steps import BROADCAST, carry_out
 from slapo.sharding.vocab import look_up_own_rows, sum_looked_up
 
 
@@ -189,16 +193,17 @@ def broadcast_inputs(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Hook: all ranks of the group compute on what its first rank was given."""
-    import torch.distributed as dist
-    from torch.utils._pytree import tree_map_only
-
     group = group_of(module)
+    if group_size(group) == 1:
+        return args, kwargs
 
     def received(tensor: Tensor) -> Tensor:
-        copy = tensor.detach().clone().contiguous()
-        dist.broadcast(copy, group=group, group_src=0)
-        return copy
+        return carry_out(BROADCAST, _from_first, tensor.detach(), group)
 
-    if group is None or dist.get_world_size(group) == 1:
-        return args, kwargs
     return tree_map_only(Tensor, received, (args, kwargs))
+
+
+def _from_first(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    copy = tensor.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(copy, group=group, group_src=0)
+    return copy

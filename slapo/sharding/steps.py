@@ -53,10 +53,12 @@ SHARE = Step("share", "replicate", "partial", communicates=False)
 PAD = Step("pad", "shard", "partial", takes_along="axis", communicates=False)
 #: Of a slice that several ranks hold: the gradient of each adds up to that of the slice.
 SUM_SHARED = Step("sum_shared", "part", "share")
+#: Of inputs: what the first rank of the group was given; without a gradient.
+BROADCAST = Step("broadcast", "replicate", "replicate")
 MASK_TOKENS = Step("mask_tokens", "replicate", "masked", communicates=False)
 
 STEPS: tuple[Step, ...] = (ALL_REDUCE, COPY, ALL_GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL)
-STEPS += (SHARE, PAD, MASK_TOKENS, SUM_SHARED)
+STEPS += (SHARE, PAD, MASK_TOKENS, SUM_SHARED, BROADCAST)
 
 #: Gets the step, the function that carries it out, the tensor, the group and further arguments.
 Carrier = Callable[..., Tensor]
