@@ -126,9 +126,9 @@ def _sharing(sch: Schedule, plan: Mapping[str, str]) -> set[str]:
         module = sch[path].mod
         own = [f"{path}.{name}" for name, each in module.named_modules() if each._parameters]
         takes = set(inspect.signature(module.forward).parameters)
-        if f"{path}." not in own and all(plan.get(each) in _SPLIT for each in own):
-            if not _SECOND_INPUTS & takes:
-                found.add(path)
+        split = f"{path}." not in own and all(plan.get(each) in _SPLIT for each in own)
+        if split and not _SECOND_INPUTS & takes:
+            found.add(path)
     return found
 
 

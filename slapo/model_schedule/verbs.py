@@ -13,6 +13,7 @@ from slapo.errors import SlapoError
 from slapo.model_schedule.tables import TOKENS, Region, Stack
 from slapo.schedule import Schedule
 from slapo.sharding.collectives import copy_to_group
+from slapo.sharding.groups import group_size
 from slapo.sharding.state import sharding_of, shards_of
 from slapo.sharding.steps import BROADCAST, carry_out
 from slapo.sharding.vocab import look_up_own_rows, sum_looked_up
