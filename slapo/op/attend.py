@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slapo.errors import MissingPackageError
-from slapo.random import get_rng_tracker
+from slapo.random import TENSOR_PARALLEL, get_rng_tracker
 
 BACKENDS = ("auto", "eager", "sdpa", "flash", "xformers")
 #: From so many keys on, SDPA is faster than eager attention with a bias for each pair (measured on
@@ -42,7 +42,7 @@ def attend(
         ``(batch, kv_heads, kv_seq, head_size)``; each of their heads serves ``heads / kv_heads``
         heads of the query.
     mask
-        Broadcastable to ``(batch, heads, seq, kv_seq)``: booleans, True where a query may look; or
+        Of four dimensions, broadcastable to ``(batch, heads, seq, kv_seq)``: booleans, True where a query may look; or
         numbers to add.
     bias
         Numbers to add as well, such as a learned bias of relative positions.
@@ -79,6 +79,7 @@ def attend(
     torch.Size([2, 4, 5, 8])
     """
     _check(query, key, value, backend)
+    _check_mask(mask)
     if backend == "auto":
         backend = "eager" if bias is not None and key.shape[-2] < _LONG else "sdpa"
     check_available(backend, query)
@@ -90,7 +91,9 @@ def attend(
 def drawing(dropout: float) -> AbstractContextManager[None]:
     """Where numbers for heads of this rank are drawn from."""
     tracker = get_rng_tracker()
-    return tracker.fork() if dropout > 0 and tracker.get_states() else nullcontext()
+    # A tracker may have other states only, which are the user's own.
+    is_split = dropout > 0 and TENSOR_PARALLEL in tracker.get_states()
+    return tracker.fork() if is_split else nullcontext()
 
 
 def check_available(backend: str, tensor: Tensor | None = None) -> None:
@@ -129,6 +132,20 @@ def _check(query: Tensor, key: Tensor, value: Tensor, backend: str) -> None:
         raise ValueError(
             f"query, key and value of shapes {shapes} do not fit; pass (batch, heads, seq, "
             "head_size), with as many heads of keys as of values, which divide those of queries"
+        )
+
+
+def _check_mask(mask: Tensor | None) -> None:
+    """Refuse what would mask something else, or next to nothing, as integers that are added."""
+    if mask is not None and mask.dim() != 4:
+        raise ValueError(
+            f"mask of shape {tuple(mask.shape)} may mean samples or queries by its first dimension; "
+            "pass four: mask[:, None, None] of (batch, kv_seq), mask[None, None] of (seq, kv_seq)"
+        )
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"mask is of type {mask.dtype}: neither booleans nor numbers to add; pass mask.bool() "
+            "where 1 is where a query may look"
         )
 
 
@@ -184,8 +201,11 @@ def _eager(
     if mask is not None:
         lowest = torch.finfo(weights.dtype).min
         is_bool = mask.dtype == torch.bool
-        weights = weights.masked_fill(~mask, lowest) if is_bool else weights + mask
-    weights = weights.softmax(-1, dtype=torch.float32).to(query.dtype)
+        # From below: a row of -inf alone would be nan.
+        masked = weights.masked_fill(~mask, lowest) if is_bool else weights + mask
+        weights = masked if is_bool else masked.clamp(min=lowest)
+    precise = torch.promote_types(weights.dtype, torch.float32)
+    weights = weights.softmax(-1, dtype=precise).to(query.dtype)
     return torch.matmul(F.dropout(weights, dropout), value)
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from slapo.op.attend import BACKENDS, attend, check_available, drawing
 
 #: Arguments of models that change what attention computes, and that `attend` does not know.
 _REFUSED = ("softcap", "s_aux", "sinks", "indices", "block_indices", "head_mask", "cache")
+#: The flash kernel caps its logits; a bias for each pair is what it would leave out in silence.
+_REFUSED_BY_FLASH = (*(name for name in _REFUSED if name != "softcap"), "position_bias")
 
 
 def use_attention(model: nn.Module, backend: str = "auto") -> None:
@@ -47,21 +50,50 @@ def use_attention(model: nn.Module, backend: str = "auto") -> None:
     if backend not in BACKENDS:
         raise ValueError(f"attention by {backend!r} is not known; pass one of {list(BACKENDS)}")
     check_available(backend)
-    given: Any = model
+    _check_asks_table(model)
     name = f"slapo_{backend}"
-    takes = hasattr(given, "set_attn_implementation") and given._can_set_attn_implementation()
-    if not takes:
+    register(backend)
+    _put_name(model, name)
+    for part in _models_in(model):
+        if part.config._attn_implementation != name:
+            raise ValueError(
+                f"{type(part).__name__} has not taken {name!r} and runs by "
+                f"{part.config._attn_implementation!r}; leave its attention as it is"
+            )
+
+
+def _put_name(model: Any, name: str) -> None:
+    if "flash" not in name:
+        model.set_attn_implementation(name)
+        return
+    # That method takes each name with "flash" in it for a kernel, and asks the hub for it.
+    parts = _models_in(model)
+    unfit = [type(part).__name__ for part in parts if not part._supports_flash_attn]
+    if unfit:
         raise ValueError(
-            f"{type(model).__name__} computes its attention by itself, without asking "
+            f"{unfit[0]} is not made for attention by 'flash': its class says "
+            "_supports_flash_attn=False; take 'sdpa'"
+        )
+    for part in parts:
+        part.config._attn_implementation = name
+
+
+def _models_in(model: nn.Module) -> list[Any]:
+    """The model and those within it, as an encoder and a decoder of their own classes."""
+    return [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
+
+
+def _check_asks_table(model: nn.Module) -> None:
+    """Before anything is changed: Transformers itself writes a line to the log, and goes on."""
+    parts: list[Any] = _models_in(model)
+    wrong = [part for part in parts if not part._can_set_attn_implementation()]
+    if not parts or parts[0] is not model:
+        wrong = [model]
+    if wrong:
+        raise ValueError(
+            f"{type(wrong[0]).__name__} computes its attention by itself, without asking "
             "Transformers' table of attention functions; leave its attention as it is "
             "(attn_op_name=None)"
-        )
-    register(backend)
-    given.set_attn_implementation(name)
-    if given.config._attn_implementation != name:
-        raise ValueError(
-            f"{type(model).__name__} has not taken {name!r} and runs by "
-            f"{given.config._attn_implementation!r}; leave its attention as it is"
         )
 
 
@@ -93,14 +125,20 @@ def _attention(
     """What models call: ``(batch, heads, seq, size)`` -> ``(batch, seq, heads, size)``."""
     _refuse_unknown(kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    # A mask has it all; and a single query is the last token.
+    is_causal = bool(causal) and attention_mask is None and query.shape[2] > 1
+    rows, columns = query.shape[2], key.shape[2]
+    if is_causal and rows != columns:
+        # No mask means that queries are the first tokens: a static cache has room behind them.
+        whole = torch.ones(rows, columns, dtype=torch.bool, device=query.device)
+        attention_mask, is_causal = whole.tril()[None, None], False
     output = attend(
         query,
         key,
         value,
         mask=attention_mask,
         bias=position_bias,
-        # A mask has it all; and a single query is the last token.
-        is_causal=bool(causal) and attention_mask is None and query.shape[2] > 1,
+        is_causal=is_causal,
         scale=scaling,
         dropout=dropout,
         backend=backend,
@@ -109,24 +147,49 @@ def _attention(
 
 
 def _flash(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
     **kwargs: Any,
-) -> Any:
-    """Transformers' function, with numbers for the heads of this rank."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+) -> tuple[Tensor, None]:
+    """By Transformers' function that unpads, with numbers for the heads of this rank.
 
-    flash = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+    Not by its entry for models: that loads what the config names, and asks the hub for ours.
+    """
+    from transformers.integrations.flash_attention import get_target_dtype
+    from transformers.modeling_flash_attention_utils import (
+        _flash_attention_forward,
+        flash_attn_supports_top_left_mask,
+    )
+
+    _refuse_unknown(kwargs, _REFUSED_BY_FLASH)
+    states = [each.transpose(1, 2) for each in (query, key, value)]
+    # The kernel wants values as wide as queries.
+    size, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
+    states[2] = torch.nn.functional.pad(states[2], [0, missing])
     with drawing(dropout):
-        return flash(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+        output: Tensor = _flash_attention_forward(
+            *states,
+            attention_mask,
+            query_length=query.shape[2],
+            is_causal=module.is_causal if is_causal is None else is_causal,
+            dropout=dropout,
+            softmax_scale=scaling,
+            use_top_left_mask=flash_attn_supports_top_left_mask(),
+            target_dtype=get_target_dtype(query, module),
+            attn_implementation="flash_attention_2",
+            **kwargs,
+        )
+    return output[..., :size], None
 
 
-def _refuse_unknown(kwargs: dict[str, Any]) -> None:
-    given = [name for name in _REFUSED if kwargs.get(name) is not None]
+def _refuse_unknown(kwargs: dict[str, Any], names: tuple[str, ...] = _REFUSED) -> None:
+    given = [name for name in names if kwargs.get(name) is not None]
     if given:
         raise ValueError(
             f"the model's attention is called with {given}, which this backend does not compute; "

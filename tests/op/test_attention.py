@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
+from transformers import modeling_flash_attention_utils as flash_utils
 
 import slapo
 from slapo.errors import MissingPackageError
-from slapo.op import FlashAttention, FlashAttentionOp, attend
+from slapo.op import FlashAttention, FlashAttentionOp, attend, interface
 from slapo.op.interface import use_attention
 from slapo.random import get_rng_tracker, tracker_kept
 from tests.distributed import run_distributed
@@ -126,6 +128,8 @@ def test_refusals() -> None:
         attend(q, k, v, backend="cudnn")
     with pytest.raises(ValueError, match="do not fit"):
         attend(q, inputs(4, 3, 3, 3)[1], v)
+    with pytest.raises(ValueError, match="pass four"):
+        attend(q, k, v, mask=torch.ones(3, 3, dtype=torch.bool))
     for backend in ("flash", "xformers"):
         with pytest.raises((MissingPackageError, ValueError), match=backend):
             attend(q, k, v, backend=backend)
@@ -242,3 +246,151 @@ def test_weights_of_attention_are_an_error_rather_than_missing() -> None:
     use_attention(model)
     with pytest.raises(ValueError, match="output_attentions"):
         model(**MODELS["llama"].inputs(2, 5), output_attentions=True)
+
+
+# --- what would be wrong in silence --------------------------------------------------------------
+def test_integers_are_no_mask() -> None:
+    q, k, v = inputs(2, 2, 3, 3)
+    with pytest.raises(ValueError, match=r"torch\.int64.*mask\.bool\(\)"):
+        attend(q, k, v, mask=torch.ones(3, 1, 3, 3, dtype=torch.long))
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_rows_of_minus_infinity_are_no_nan(backend: str) -> None:
+    q, k, v = inputs(2, 2, 3, 3)
+    mask = torch.zeros(3, 1, 3, 3)
+    mask[1, :, 2] = float("-inf")
+    output = attend(q, k, v, mask=mask, backend=backend)
+    output.sum().backward()
+    assert output.isfinite().all()
+    assert q.grad is not None
+    assert q.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_double_precision_is_kept(backend: str) -> None:
+    q, k, v = (each.detach().double() for each in inputs(4, 2, 5, 5))
+    all_allowed, nothing = torch.ones(5, 5, dtype=torch.bool), torch.zeros(5, 5)
+    expected = formula(q, k, v, all_allowed, nothing, 8**-0.5)
+    assert (attend(q, k, v, backend=backend) - expected).abs().max() < 1e-14
+
+
+def test_a_tracker_without_our_state_is_left_alone() -> None:
+    q, k, v = inputs(2, 2, 3, 3)
+    tracker = get_rng_tracker()
+    states = tracker.get_states()
+    tracker.set_states({})
+    try:
+        tracker.add("of the user", seed=12345)
+        assert attend(q, k, v, dropout=0.5).shape == q.shape
+    finally:
+        tracker.set_states(states)
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager", "sdpa"])
+def test_a_static_cache_has_room_behind_the_tokens(backend: str) -> None:
+    model = MODELS["llama"].build().eval()
+    use_attention(model, backend)
+    ids = torch.arange(3, 10)[None]
+    cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+        got = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
+def test_a_model_within_that_computes_by_itself() -> None:
+    """Nothing is changed: neither in it nor around it."""
+    outer = MODELS["llama"].build()
+    outer.add_module("inner", MODELS["gpt_neo"].build())
+    before = outer.config._attn_implementation  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="GPTNeoForCausalLM computes its attention by itself"):
+        use_attention(outer)
+    assert outer.config._attn_implementation == before  # type: ignore[union-attr]
+
+
+def plain_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    deterministic: bool = False,
+) -> Tensor:
+    """As flash-attn's function is called."""
+    states = (each.transpose(1, 2) for each in (q, k, v))
+    return attend(*states, is_causal=causal, scale=softmax_scale).transpose(1, 2)
+
+
+def packed_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    deterministic: bool = False,
+) -> Tensor:
+    """The one for rows of several lengths, without padding."""
+    rows = zip(*(_rows(*pair) for pair in ((q, cu_seqlens_q), (k, cu_seqlens_k))), strict=True)
+    values = _rows(v, cu_seqlens_k)
+    done = [
+        plain_kernel(a[None], b[None], c[None], 0.0, softmax_scale, causal)[0]
+        for (a, b), c in zip(rows, values, strict=True)
+    ]
+    return torch.cat(done)
+
+
+def _rows(states: Tensor, ends: Tensor) -> list[Tensor]:
+    return list(states.split(ends.diff().tolist()))
+
+
+@pytest.fixture
+def flash_stands_in(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Names of implementations that Transformers was asked to load."""
+    asked: list[str | None] = []
+
+    def load(name: str | None, *_: Any, **__: Any) -> tuple[Any, ...]:
+        asked.append(name)
+        pads = flash_utils._pad_input, flash_utils._unpad_input
+        return plain_kernel, packed_kernel, None, *pads
+
+    monkeypatch.setattr(flash_utils, "_lazy_imports", load)
+    monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
+    monkeypatch.setattr(interface, "check_available", lambda backend: None)
+    return asked
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("key", ["llama", "bert"])
+def test_flash_in_models(key: str, padded: bool, flash_stands_in: list[str | None]) -> None:
+    """How Transformers' function is called, with kernels that stand in for those of CUDA."""
+    inputs = MODELS[key].inputs(3, 9)
+    kept = inputs["attention_mask"].bool()
+    if not padded:
+        kept = torch.ones_like(kept)
+        del inputs["attention_mask"]
+    model = MODELS[key].build()
+    expected = model(**inputs).logits
+    use_attention(model, "flash")
+    got = model(**inputs).logits
+    assert set(flash_stands_in) == {"flash_attention_2"}, "never a name to look up on the hub"
+    torch.testing.assert_close(got[kept], expected[kept], atol=1e-5, rtol=0)
+
+
+def test_flash_refuses_a_learned_bias(flash_stands_in: list[str | None]) -> None:
+    model = MODELS["t5"].build()
+    with pytest.raises(ValueError, match="_supports_flash_attn=False"):
+        use_attention(model, "flash")
+    interface.register("flash")
+    for part in (model.encoder, model.decoder):  # each has a copy of the config
+        part.config._attn_implementation = "slapo_flash"  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="position_bias"):
+        model(**MODELS["t5"].inputs(2, 5))
