@@ -90,8 +90,8 @@ def apply_schedule(
     >>> config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32,
     ...     num_hidden_layers=2, num_attention_heads=2)
     >>> sch = apply_schedule(LlamaForCausalLM(config), "llama", ckpt_ratio=0.5, fused_loss=True)
-    >>> sch["model.layers.1"].mod
-    CheckPointWrapper(LlamaDecoderLayer)
+    >>> type(sch["lm_head"].mod).__name__
+    'LossHead'
     >>> model, _ = slapo.build(sch)
     """
     own = None if key == AUTO else schedule_of(key)

@@ -42,8 +42,8 @@ def attend(
         ``(batch, kv_heads, kv_seq, head_size)``; each of their heads serves ``heads / kv_heads``
         heads of the query.
     mask
-        Of four dimensions, broadcastable to ``(batch, heads, seq, kv_seq)``: booleans, True where a query may look; or
-        numbers to add.
+        Of four dimensions, broadcastable to ``(batch, heads, seq, kv_seq)``: booleans, True where
+        a query may look; or numbers to add.
     bias
         Numbers to add as well, such as a learned bias of relative positions.
     is_causal
@@ -139,8 +139,8 @@ def _check_mask(mask: Tensor | None) -> None:
     """Refuse what would mask something else, or next to nothing, as integers that are added."""
     if mask is not None and mask.dim() != 4:
         raise ValueError(
-            f"mask of shape {tuple(mask.shape)} may mean samples or queries by its first dimension; "
-            "pass four: mask[:, None, None] of (batch, kv_seq), mask[None, None] of (seq, kv_seq)"
+            f"mask of shape {tuple(mask.shape)} may mean samples or queries by its first "
+            "dimension; pass four: mask[:, None, None] of (batch, kv_seq), mask[None, None] of (seq, kv_seq)"
         )
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
