@@ -140,7 +140,8 @@ def _check_mask(mask: Tensor | None) -> None:
     if mask is not None and mask.dim() != 4:
         raise ValueError(
             f"mask of shape {tuple(mask.shape)} may mean samples or queries by its first "
-            "dimension; pass four: mask[:, None, None] of (batch, kv_seq), mask[None, None] of (seq, kv_seq)"
+            "dimension; pass four: mask[:, None, None] of (batch, kv_seq), mask[None, None] of "
+            "(seq, kv_seq)"
         )
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
