@@ -29,6 +29,7 @@ from slapo.optimizers import parameters_of
 from slapo.primitives import (
     AnnotatePrimitive,
     CheckpointPrimitive,
+    CompilePrimitive,
     CutPipelineStagePrimitive,
     DecomposePrimitive,
     ForkRNGPrimitive,
@@ -92,6 +93,7 @@ class Schedule(Node):
     shard = as_method(ShardPrimitive, ShardPrimitive.apply)
     sync = as_method(SyncPrimitive, SyncPrimitive.apply)
     checkpoint = as_method(CheckpointPrimitive, CheckpointPrimitive.apply)
+    compile = as_method(CompilePrimitive, CompilePrimitive.apply)
     fork_rng = as_method(ForkRNGPrimitive, ForkRNGPrimitive.apply)
     annotate = as_method(AnnotatePrimitive, AnnotatePrimitive.apply)
     set = as_method(SetPrimitive, SetPrimitive.apply)

@@ -16,6 +16,7 @@ from slapo.node import Node
 from slapo.primitives import (
     AnnotatePrimitive,
     CheckpointPrimitive,
+    CompilePrimitive,
     CutPipelineStagePrimitive,
     DecomposePrimitive,
     ForkRNGPrimitive,
@@ -64,6 +65,7 @@ class Selection(Generic[N]):
     shard = _broadcast(ShardPrimitive, ShardPrimitive.apply)
     sync = _broadcast(SyncPrimitive, SyncPrimitive.apply)
     checkpoint = _broadcast(CheckpointPrimitive, CheckpointPrimitive.apply)
+    compile = _broadcast(CompilePrimitive, CompilePrimitive.apply)
     fork_rng = _broadcast(ForkRNGPrimitive, ForkRNGPrimitive.apply)
     annotate = _broadcast(AnnotatePrimitive, AnnotatePrimitive.apply)
     set = _broadcast(SetPrimitive, SetPrimitive.apply)

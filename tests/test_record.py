@@ -220,10 +220,15 @@ def fork_rng(sch: Schedule) -> None:
     sch["layers.0.drop"].fork_rng()
 
 
+def compile_(sch: Schedule) -> None:
+    sch.select("layers.*.fc1").compile(backend="eager", dynamic=True)
+
+
 #: Builtin primitives -> schedules that have them.
 CASES: dict[str, Callable[[Schedule], None]] = {
     "annotate": annotate,
     "checkpoint": checkpoint,
+    "compile": compile_,
     "cut_pipeline_stage": cut,
     "decompose": decompose_and_fuse,
     "fork_rng": fork_rng,

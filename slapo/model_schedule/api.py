@@ -53,6 +53,7 @@ def apply_schedule(
         ``attn_op_name``            Attention by ``"auto"``, ``"eager"``, ``"sdpa"``, ``"flash"`` or
                                     ``"xformers"``; None keeps the model's own. ``"auto"``.
         ``kernels``                 Activations and norms by torch's kernels. True.
+        ``compile``                 Each layer by ``torch.compile``, by itself. False.
         ``disable_fuse_bias_gelu``  False makes one kernel of the bias and the GELU after it. True.
         ``sequence_parallel``       Deal tokens out over the ranks between split regions. False.
         ``parallel_vocabulary``     Split embedding and head over the ranks. True.

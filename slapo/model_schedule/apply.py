@@ -91,6 +91,10 @@ class _Job:
         if self.splits_vocabulary:
             self.split_vocabulary()
         self.checkpoint()
+        if self.options.compile:
+            for number in range(len(self.recipe.stacks)):
+                for layer in self.layers(number):
+                    layer.compile()
         self.loss()
         if self.parallel and self.recipe.plan and self.options.check:
             self.prove()

@@ -25,6 +25,7 @@ class Options:
     disable_fuse_bias_gelu: bool = True
     sequence_parallel: bool = False
     kernels: bool = True
+    compile: bool = False
     parallel_vocabulary: bool = True
     gather_logits: bool = True
     fused_loss: bool = False

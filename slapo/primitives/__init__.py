@@ -8,6 +8,7 @@ from slapo.primitives.base import (
     register_primitive,
 )
 from slapo.primitives.checkpoint import CheckpointPrimitive
+from slapo.primitives.compile import CompilePrimitive
 from slapo.primitives.decompose import DecomposePrimitive
 from slapo.primitives.fork_rng import ForkRNGPrimitive
 from slapo.primitives.fuse import FusePrimitive
@@ -22,6 +23,7 @@ from slapo.primitives.trace import TracePrimitive, TraceUntilPrimitive
 register_builtin(
     AnnotatePrimitive,
     CheckpointPrimitive,
+    CompilePrimitive,
     CutPipelineStagePrimitive,
     DecomposePrimitive,
     ForkRNGPrimitive,
@@ -38,6 +40,7 @@ register_builtin(
 __all__ = [
     "AnnotatePrimitive",
     "CheckpointPrimitive",
+    "CompilePrimitive",
     "CutPipelineStagePrimitive",
     "DecomposePrimitive",
     "ForkRNGPrimitive",

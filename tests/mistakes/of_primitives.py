@@ -748,6 +748,20 @@ def a_path_that_does_not_exist(sch):
     sch.trace_until("encoder.layer")
 
 
+# --- compile -------------------------------------------------------------------------------------
+@mistake("compile")
+def compiled_twice():
+    sch = stack()
+    sch["layers.0"].compile()
+    yield sch
+    sch["layers.0"].compile()
+
+
+@mistake("compile")
+def a_misspelled_backend(sch):
+    sch["layers.0"].compile(backend="indcutor")
+
+
 # --- cut_pipeline_stage --------------------------------------------------------------------------
 @mistake("cut_pipeline_stage")
 def before_the_trace(sch):

@@ -74,6 +74,14 @@ CASES: dict[str, Case] = {
         "order_args_fn must be a function",
         signature=("subgraph", "order_args_fn", "use_reentrant"),
     ),
+    "compile": Case(
+        lambda s: s.compile(backend="eager"),
+        {"backend": "'eager'"},
+        lambda s: s.compile(backend="indcutor"),
+        ValueError,
+        "torch.compile knows no backend 'indcutor'",
+        signature=("fullgraph", "dynamic", "backend", "mode"),
+    ),
     "cut_pipeline_stage": Case(
         lambda s: s.cut_pipeline_stage(),
         {},

@@ -158,6 +158,41 @@ def test_set_after_a_trace_is_refused() -> None:
     refused(sch, KeyError, "inlined", lambda: sch["0"].set("heads", 2))
 
 
+# --- compile -------------------------------------------------------------------------------------
+def test_compile_keeps_modules_names_and_numbers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU()))
+    x, names = torch.randn(3, 4), list(model.state_dict())
+    expected, inner = model(x), model[1]
+    sch = slapo.create_schedule(model)
+    sch["1"].compile(backend="aot_eager")
+    assert model[1] is inner
+    assert list(model.state_dict()) == names
+    assert sch["1"].metadata.primitives["compile"] == {"enabled": True}
+    found = slapo.build(sch)[0](x)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(copy.deepcopy(model)(x), expected)
+    with pytest.raises(ValueError, match="compiled already"):
+        sch["1"].compile()
+    with pytest.raises(ValueError, match="has no forward"):
+        slapo.create_schedule(nn.ModuleList([nn.Linear(2, 2)])).compile()
+
+
+def test_compile_with_checkpoints_and_hooks() -> None:
+    """Whatever is put around it, before or after, runs too."""
+    for first in (True, False):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        x = torch.randn(3, 4, requires_grad=True)
+        expected = 2 * model(x)
+        sch = slapo.create_schedule(model)
+        node = sch["0"].compile(backend="aot_eager") if first else sch["0"].checkpoint()
+        node = node.checkpoint() if first else node.compile(backend="aot_eager")
+        sch.sync("fwd_post", lambda module, args, output: 2 * output)
+        found = sch.mod(x)
+        torch.testing.assert_close(found, expected)
+        (grad,) = torch.autograd.grad(found.sum(), x)
+        torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), x)[0])
+
+
 # --- fork_rng --------------------------------------------------------------------------------
 def test_fork_rng_draws_from_the_trackers_state() -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Dropout(0.5)))

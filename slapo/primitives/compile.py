@@ -1,0 +1,67 @@
+"""``.compile()``."""
+
+from __future__ import annotations
+
+import torch
+
+from slapo.node import Node
+from slapo.primitives.base import Primitive
+from slapo.primitives.wrapping import check_called, check_runs
+from slapo.wrapper import innermost
+
+
+class CompilePrimitive(Primitive):
+    """Run a module through ``torch.compile``, from its next call on.
+
+    ``mod(x) --> torch.compile(mod)(x)``
+
+    The module stays the object that it is, with its names, and so does all around it. Applied to
+    every layer of a stack, as ``sch.select("h.*").compile()``, the code of one serves them all:
+    less to compile than the whole model, which keeps what its own forward decides.
+
+    Parameters
+    ----------
+    fullgraph, dynamic, backend, mode
+        As in ``torch.compile``.
+
+    Raises
+    ------
+    ValueError
+        If the module is compiled already, or compiled by TorchScript, or has no forward.
+
+    Examples
+    --------
+    >>> import torch, slapo
+    >>> sch = slapo.create_schedule(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    >>> sch["0"].compile(backend="eager").mod(torch.ones(1, 2)).shape
+    torch.Size([1, 2])
+    """
+
+    @staticmethod
+    def name() -> str:
+        """Return ``"compile"``."""
+        return "compile"
+
+    @staticmethod
+    def apply(
+        sch: Node,
+        /,
+        fullgraph: bool = False,
+        dynamic: bool | None = None,
+        backend: str = "inductor",
+        mode: str | None = None,
+    ) -> Node:
+        """Check, and have torch compile it when it is called."""
+        check_runs(sch)
+        check_called(sch)
+        kind = type(innermost(sch.mod)).__name__
+        if isinstance(innermost(sch.mod), torch.jit.ScriptModule):
+            raise ValueError(f"{kind} is compiled by TorchScript; leave this call out")
+        if sch.mod._compiled_call_impl is not None:
+            raise ValueError(f"{kind} is compiled already; leave the second call out")
+        known = torch.compiler.list_backends(exclude_tags=())
+        if backend not in known:
+            raise ValueError(f"torch.compile knows no backend {backend!r}; pass one of {known}")
+        sch.mod.compile(fullgraph=fullgraph, dynamic=dynamic, backend=backend, mode=mode)
+        sch.metadata.primitives["compile"]["enabled"] = True
+        return sch
