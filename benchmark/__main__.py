@@ -14,6 +14,7 @@ from benchmark import (
     engines,
     families,
     import_time,
+    kernels,
     matching,
     partition,
     pipeline,
@@ -47,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["families"]:  # no figures of speed, and options of its own
         families.main(given[1:])
+        return
+    if given[:1] == ["kernels"]:
+        kernels.main(given[1:])
         return
     if given[:1] == ["verify"]:
         verify.main(given[1:])

@@ -133,7 +133,7 @@ def _check_operands(
 @contextmanager
 def _own_precision(device: str) -> Iterator[torch.dtype | None]:
     """Autocast is off within, and says which type operands of products are to have."""
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         yield None
         return
     dtype = torch.get_autocast_dtype(device)

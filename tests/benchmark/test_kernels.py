@@ -1,0 +1,51 @@
+"""The benchmark of kernels: a run with tiny models, and the published sizes without weights."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytest.importorskip("transformers")
+
+import slapo
+from benchmark import kernels
+from slapo.model_schedule import apply_schedule
+
+
+@pytest.mark.slow
+def test_tiny_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kernels.main(["--quick", "--results", str(tmp_path)])
+    with (tmp_path / "kernels.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["model"], row["side"]) for row in rows} == {
+        (model, side) for model in ("gpt2", "llama") for side in ("hf", "ours, all")
+    }
+    assert all(float(row["seconds"]) > 0 for row in rows)
+    with (tmp_path / "kernels_ranks.csv").open() as file:
+        sides = {row["side"] for row in csv.DictReader(file)}
+    assert {"ours", "DTensor"} <= sides
+    assert "two ranks: time of ours to DTensor's" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", kernels.CASES["cuda"])
+def test_published_sizes(name: str) -> None:
+    """Scheduled with everything, and one step without memory: only a GPU is missing."""
+    case = kernels.CASES["cuda"][name]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        sch = apply_schedule(case.build(), case.key, fused_loss=True)
+        model, _ = slapo.build(sch)
+        loss: Any = model(**case.inputs(1, "cpu")).loss
+        loss.backward()
+    assert loss.shape == ()
+    missing = [name for name, p in model.named_parameters() if p.grad is None]
+    assert all("token_type" in name or "pooler" in name for name in missing), missing
+
+
+def test_sides_are_those_of_the_options() -> None:
+    assert set(kernels.OURS) <= set(kernels.SIDES)
+    with pytest.raises(RuntimeError, match="computes something else"):
+        kernels._check_losses({"hf": [1.0], "ours": [2.0]})
