@@ -1,4 +1,7 @@
-"""A small GPT-2 and a small BERT from their configurations, and a schedule for each."""
+"""A small GPT-2 and a small BERT from their configurations, and a schedule for each.
+
+GPT-2's is the ready one of its family; BERT's is written out, with a kernel of its own.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 import slapo
 from examples.text import VOCABULARY
+from slapo.model_schedule import apply_schedule
 from slapo.op import FusedQKV
 
 HIDDEN, LAYERS, HEADS, LENGTH = 128, 4, 4, 128
@@ -52,30 +56,12 @@ def bert() -> nn.Module:
 # In this order because a fusion looks for operations that sharded modules hide, and a checkpoint
 # wraps whatever stands there in the end.
 def schedule_gpt2(sch: slapo.Schedule) -> None:
-    """Another activation; attention and MLP split over the ranks; the first blocks recomputed."""
-    from transformers.activations import NewGELUActivation
-
-    sch.replace_all(NewGELUActivation, lambda path, module: nn.GELU(approximate="tanh"))
-
-    sch["transformer.wte"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
-    _gather_logits(sch["lm_head"].shard("weight", axis=0))
-    for block in sch.select("transformer.h.*"):
-        # Query, key and value lie side by side in one weight: split each of the three.
-        block["attn.c_attn"].shard("weight", axis=1, blocks=3).shard("bias", axis=0, blocks=3)
-        block["attn.c_proj"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
-        attention = block["attn"].sync("bwd_post", "all_reduce")
-        for size in ("num_heads", "split_size"):
-            attention.set(size, getattr(attention.mod, size) // sch.world_size)
-    mlp = sch.select("transformer.h.*.mlp.c_fc").shard("weight", axis=1).shard("bias", axis=0)
-    mlp.sync("bwd_post", "all_reduce")
-    sch.select("transformer.h.*.mlp.c_proj").shard("weight", axis=0).sync("fwd_post", "all_reduce")
-
-    for layer in range(LAYERS // 2):
-        sch[f"transformer.h.{layer}"].checkpoint()
+    """All of it by the family's recipe."""
+    apply_schedule(sch, "gpt2", ckpt_ratio=0.5, checkpoint_method="head")
 
 
 def schedule_bert(sch: slapo.Schedule) -> None:
-    """One product for query, key and value; bias and GELU fused; then as for GPT-2."""
+    """One product for query, key and value; bias and GELU fused; shards; checkpoints."""
     for layer in sch.select("bert.encoder.layer.*"):
         _fuse_qkv(layer["attention.self"])
         _fuse_bias_gelu(layer["intermediate"])
