@@ -7,6 +7,7 @@ from typing import Any
 
 from slapo.errors import MissingPackageError
 from slapo.model_schedule.api import apply_schedule
+from slapo.model_schedule.auto import AUTO
 from slapo.model_schedule.registry import description, recipe_keys, recipe_of
 
 
@@ -15,7 +16,8 @@ def list_recipes() -> str:
     keys = recipe_keys()
     width = max(map(len, keys))
     lines = [f"{key:{width}}  {description(key)}" for key in keys]
-    return "\n".join([*lines, "", "Options: slapo recipes KEY"])
+    auto = f"{AUTO:{width}}  Any model of Transformers whose config carries a tensor-parallel plan."
+    return "\n".join([*lines, auto, "", "Table and options of one: slapo recipes KEY"])
 
 
 def show_recipe(key: str) -> str:
