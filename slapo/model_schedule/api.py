@@ -10,9 +10,9 @@ from torch import nn
 from slapo.errors import with_nearest
 from slapo.model_schedule import families
 from slapo.model_schedule.apply import apply_recipe, base_path
-from slapo.model_schedule.auto import AUTO, auto_recipe
+from slapo.model_schedule.auto import auto_recipe
 from slapo.model_schedule.options import Options
-from slapo.model_schedule.registry import recipe_of, schedule_of
+from slapo.model_schedule.registry import AUTO, recipe_of, schedule_of
 from slapo.schedule import Schedule, create_schedule
 
 assert families.__all__, "imported for the recipes that they register"

@@ -15,9 +15,6 @@ from slapo.model_schedule.plans import entries, plan_of, unknown_styles
 from slapo.model_schedule.tables import Recipe, Stack
 from slapo.schedule import Schedule
 
-#: The key that takes any model with a plan.
-AUTO = "auto"
-
 
 def auto_recipe(model: nn.Module, base: str) -> Recipe:
     """The recipe of a model whose config carries a plan.

@@ -7,8 +7,9 @@ from typing import Any
 
 from slapo.errors import MissingPackageError
 from slapo.model_schedule.api import apply_schedule
-from slapo.model_schedule.auto import AUTO
-from slapo.model_schedule.registry import description, recipe_keys, recipe_of
+from slapo.model_schedule.registry import AUTO, description, recipe_keys, recipe_of
+
+_AUTO = "Any model of Transformers whose config carries a tensor-parallel plan."
 
 
 def list_recipes() -> str:
@@ -16,8 +17,9 @@ def list_recipes() -> str:
     keys = recipe_keys()
     width = max(map(len, keys))
     lines = [f"{key:{width}}  {description(key)}" for key in keys]
-    auto = f"{AUTO:{width}}  Any model of Transformers whose config carries a tensor-parallel plan."
-    return "\n".join([*lines, auto, "", "Table and options of one: slapo recipes KEY"])
+    return "\n".join(
+        [*lines, f"{AUTO:{width}}  {_AUTO}", "", "Table and options of one: slapo recipes KEY"]
+    )
 
 
 def show_recipe(key: str) -> str:
@@ -28,6 +30,8 @@ def show_recipe(key: str) -> str:
     KeyError
         If there is no such recipe.
     """
+    if key == AUTO:
+        return f"{_AUTO}\n\nOptions of apply_schedule:\n{_options()}"
     recipe = recipe_of(key, _default_config(key))
     return f"{description(key)}\n\n{recipe}\n\nOptions of apply_schedule:\n{_options()}"
 

@@ -8,6 +8,9 @@ from typing import Any
 from slapo.errors import with_nearest
 from slapo.model_schedule.tables import Recipe
 
+#: The key that takes any model whose config carries a plan.
+AUTO = "auto"
+
 #: A recipe of a family, made for a config.
 RecipeMaker = Callable[[Any], Recipe]
 #: A schedule of the user's: ``(model, **config) -> Schedule``.
@@ -144,11 +147,11 @@ def description(key: str) -> str:
 def _check_new(keys: tuple[str, ...]) -> None:
     if not keys or not all(isinstance(key, str) and key for key in keys):
         raise ValueError(f"got the keys {keys!r}; pass names, such as the config's model_type")
-    taken = [key for key in keys if key in _RECIPES or key in _SCHEDULES]
+    taken = [key for key in keys if key in (AUTO, *_RECIPES, *_SCHEDULES)]
     if taken:
         raise ValueError(f"{taken} have a schedule already; pass other keys, or unregister() them")
 
 
 def _unknown(key: Any) -> str:
-    known = sorted([*_RECIPES, *_SCHEDULES])
+    known = sorted([AUTO, *_RECIPES, *_SCHEDULES])
     return with_nearest(str(key), known, f"there is no schedule {key!r}; there are {known}")

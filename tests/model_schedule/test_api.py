@@ -61,6 +61,8 @@ def test_own_recipe() -> None:
         assert "CheckPointWrapper" in str(sch["blocks.1"].mod)
         with pytest.raises(ValueError, match=r"\['blocks'\] have a schedule already"):
             register_recipe("blocks")(blocks)
+        with pytest.raises(ValueError, match=r"\['auto'\] have a schedule already"):
+            register_recipe("auto")(blocks)
         with pytest.raises(ValueError, match="have a schedule already"):
             register_schedule("blocks")(lambda model: None)
     finally:
@@ -268,6 +270,8 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert str(recipe_of("t5", transformers.T5Config())) in shown
     assert main(["recipes", "wideresnet"]) == 0
     assert "refuses sequence_parallel" in capsys.readouterr().out
+    assert main(["recipes", "auto"]) == 0
+    assert "carries a tensor-parallel plan" in capsys.readouterr().out
     assert main(["recipes", "lama"]) == 2
     assert "did you mean 'llama'" in capsys.readouterr().err
 
