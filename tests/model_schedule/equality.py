@@ -56,6 +56,7 @@ def difference(
     options: dict[str, Any],
     group: Any = None,
     length: int = LENGTH,
+    by: str | None = None,
     **changes: Any,
 ) -> dict[str, float]:
     """Largest differences, relative to the largest number where that is above 1."""
@@ -68,7 +69,7 @@ def difference(
     with torch.enable_grad():
         loss, logits = result(model(**inputs), inputs)
     loss.backward()
-    sch = apply_schedule(scheduled, key, group=group, **options)
+    sch = apply_schedule(scheduled, by or key, group=group, **options)
     built, _ = slapo.build(sch)
     new_loss, new_logits = result(built(**inputs), inputs)
     new_loss.backward()

@@ -1,0 +1,113 @@
+"""``auto``: models by the plan of their config, proved; and plans that are wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import slapo
+from slapo.check.world import fake_world
+from slapo.model_schedule import apply_schedule, plans
+from tests.distributed import run_distributed
+from tests.model_schedule.equality import difference
+from tests.model_schedule.models import MODELS, tokens, transformers
+
+MODES: dict[str, dict[str, Any]] = {
+    "plan": {"parallel_vocabulary": False},
+    "vocabulary": {},
+    "slices": {"gather_logits": False},
+    "fused": {"fused_loss": True, "ckpt_ratio": 0.5},
+    "tokens": {"sequence_parallel": True},
+    "all": {"sequence_parallel": True, "fused_loss": True, "ckpt_ratio": 1.0},
+}
+PLANNED = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "mixtral"]
+TOLERANCE = 5e-6
+
+
+def job(rank: int, world_size: int) -> dict[str, float]:
+    return {
+        f"{key} {mode}": max(difference(key, options, dist.group.WORLD, by="auto").values())
+        for key in PLANNED
+        for mode, options in MODES.items()
+    }
+
+
+def test_equal_to_the_model() -> None:
+    for found in run_distributed(job, 2, timeout=300):
+        assert all(value < TOLERANCE for value in found.values()), found
+
+
+def test_one_process() -> None:
+    for key in PLANNED:
+        assert max(difference(key, {"fused_loss": True}, by="auto").values()) < TOLERANCE
+
+
+def test_a_model_without_a_plan() -> None:
+    with pytest.raises(ValueError, match="GPT2LMHeadModel carries no tensor-parallel plan"):
+        apply_schedule(MODELS["gpt2"].build(), "auto")
+    with pytest.raises(ValueError, match="Linear carries no tensor-parallel plan"):
+        apply_schedule(nn.Linear(2, 2), "auto")
+
+
+def test_a_style_that_nothing_is_known_of() -> None:
+    model: Any = MODELS["llama"].build()
+    model._tp_plan = {**model._tp_plan, "model.layers.*.self_attn.q_proj": "diagonal"}
+    with pytest.raises(ValueError, match="'diagonal'"):
+        apply_schedule(model, "auto")
+
+
+def qwen3(**plan: str | None) -> Any:
+    """With other entries of the plan, by the ends of their paths."""
+    model: Any = MODELS["qwen3"].build()
+    changed = {k: plan.get(k.rpartition(".")[2], v) for k, v in model.tp_plan.items()}
+    model._tp_plan = {path: style for path, style in changed.items() if style}
+    return model
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"q_norm": None, "k_norm": None},  # they see the heads of one rank
+        {"o_proj": None},
+        {"down_proj": "colwise"},
+        {"up_proj": None},
+    ],
+)
+def test_wrong_plans_are_refused(wrong: dict[str, str | None]) -> None:
+    before = str(qwen3(**wrong))
+    with fake_world(2, 1):
+        model = qwen3(**wrong)
+        with pytest.raises((slapo.PlacementError, ValueError)):
+            apply_schedule(model, "auto")
+    assert str(model) == before
+
+
+def test_known_faults_are_mended() -> None:
+    """The learned activation of Apertus sees a slice, and its plan does not say so."""
+    config = transformers.ApertusConfig(
+        vocab_size=131,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    with fake_world(2, 1):
+        apply_schedule(transformers.ApertusForCausalLM(config), "auto")
+        model = transformers.ApertusForCausalLM(config)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(slapo.PlacementError):
+            patch.setattr(plans, "PLAN_FIXES", {})
+            apply_schedule(model, "auto")
+
+
+def test_the_proof_may_be_left_out() -> None:
+    with fake_world(2, 1):
+        sch = apply_schedule(qwen3(q_norm=None, k_norm=None), "auto", check=False)
+        with pytest.raises(slapo.PlacementError, match=r"q_norm|k_norm"):
+            slapo.check(sch, tokens(2, 6))
