@@ -1,4 +1,4 @@
-"""One visible order: kernels, tensor parallelism, vocabulary, checkpoints, loss, inputs, cuts."""
+"""One visible order: kernels, tensor parallelism, vocabulary, checkpoints, inputs, loss, cuts."""
 
 from __future__ import annotations
 
@@ -95,11 +95,11 @@ class _Job:
             for number in range(len(self.recipe.stacks)):
                 for layer in self.layers(number):
                     layer.compile()
+        if self.options.bcast_input and self.parallel:
+            self.sch.sync("fwd_pre", verbs.broadcast_inputs)
         self.loss()
         if self.parallel and self.recipe.plan and self.options.check:
             self.prove()
-        if self.options.bcast_input and self.parallel:
-            self.sch.sync("fwd_pre", verbs.broadcast_inputs)
         if self.options.pipeline_cuts is not None:
             self.cut()
 

@@ -12,7 +12,7 @@ import slapo
 from slapo.model_schedule import apply_schedule, recipe_keys
 from tests.distributed import run_distributed
 from tests.model_schedule.equality import difference
-from tests.model_schedule.models import MODELS
+from tests.model_schedule.models import MODELS, tokens
 from tests.model_schedule.modes import MODES, REFUSED, UNCUT
 
 #: Relative, in float32: sums are in another order, over other parts.
@@ -65,6 +65,25 @@ def test_tensor_parallel(world_size: int, part: int) -> None:
     for found in run_distributed(job, world_size, keys, timeout=400):
         for key in keys:
             check(key, found[key])
+
+
+def broadcast(rank: int, world_size: int) -> list[tuple[float, float]]:
+    """Loss of the first rank's inputs, and what a rank finds that is given others."""
+    found = []
+    for options in ({}, {"fused_loss": True}, {"gather_logits": False}):
+        inputs = [tokens(3, 9, seed=1 + each) for each in range(world_size)]
+        expected = MODELS["llama"].build()(**inputs[0]).loss
+        model = MODELS["llama"].build()
+        group = dist.group.WORLD
+        sch = apply_schedule(model, "llama", group=group, bcast_input=True, **options)
+        found.append((slapo.build(sch)[0](**inputs[rank]).loss.item(), expected.item()))
+    return found
+
+
+def test_inputs_and_labels_of_the_first_rank() -> None:
+    for found in run_distributed(broadcast, 2):
+        for loss, expected in found:
+            assert loss == pytest.approx(expected, abs=1e-5)
 
 
 def hidden_states(rank: int, world_size: int, keys: list[str]) -> dict[str, list[bool]]:
