@@ -12,7 +12,7 @@ from slapo.model_schedule.auto import labelled, prove
 from slapo.model_schedule.checks import check
 from slapo.model_schedule.cuts import chosen_cuts, cut, even_cuts, inputs_for, layer_costs
 from slapo.model_schedule.kernels import fuse_bias_gelu, use_backend, use_kernels
-from slapo.model_schedule.losses import check_loss, fuse_loss, loss_head, split_loss
+from slapo.model_schedule.losses import check_fused, check_loss, fuse_loss, loss_head, split_loss
 from slapo.model_schedule.options import Options
 from slapo.model_schedule.plans import split_by_plan
 from slapo.model_schedule.tables import Recipe
@@ -70,6 +70,7 @@ class _Job:
         check(self.base, self.recipe, self.options, self.config)
         if self.options.fused_loss:
             check_loss(self.sch.mod, self.head, "fused_loss")
+            check_fused(self.config)
         elif self.splits_loss and self.options.pipeline_cuts is None:
             check_loss(self.sch.mod, self.head, "gather_logits=False")
         if self.options.pipeline_cuts is not None:

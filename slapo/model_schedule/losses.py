@@ -12,8 +12,11 @@ import inspect
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from slapo.errors import SlapoError
 from slapo.op.cross_entropy import IGNORED, token_losses
 from slapo.op.linear_loss import LossHead, Targets
 from slapo.schedule import Schedule
@@ -22,6 +25,17 @@ from slapo.wrapper import innermost
 
 #: Where a model keeps the targets of the present call.
 _TARGETS = "_slapo_targets"
+#: On a head: False once it is known that nobody changes what it gives.
+_TOUCHED = "_slapo_touched"
+#: Names of configs for what models do to logits after the head.
+_AFTER_THE_HEAD = (
+    "final_logit_softcapping",
+    "output_logit_soft_cap",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "output_multiplier",
+)
 #: Endings of classes whose loss is the cross entropy of tokens, and whether of the next one.
 _LOSSES = {
     "ForCausalLM": True,
@@ -51,6 +65,23 @@ def check_loss(model: nn.Module, head: str, option: str) -> None:
         raise ValueError(
             f"{option} is for models that take labels of tokens ({', '.join(known)}), and "
             f"{type(model).__name__} is none; leave it out"
+        )
+
+
+def check_fused(config: Any) -> None:
+    """Refuse models that scale or cap their logits, which there are none of.
+
+    Raises
+    ------
+    ValueError
+        Saying by what.
+    """
+    values = {name: getattr(config, name, None) for name in _AFTER_THE_HEAD}
+    changes = {name: value for name, value in values.items() if value not in (None, 0.0, 1.0)}
+    if changes:
+        raise ValueError(
+            f"fused_loss: the model changes its logits after the head, by {changes} of its config, "
+            "and there would be none; leave it out, or pass gather_logits=False over several ranks"
         )
 
 
@@ -90,9 +121,32 @@ def take_loss(module: nn.Module, args: tuple[Any, ...], output: Any, *, head: st
     if layer.targets is None:
         return output
     layer.targets = None
+    loss = output[0] if isinstance(output, tuple) else output.logits
+    _check_untouched(module, layer, loss)
     if isinstance(output, tuple):
-        return (_whole_loss(module, output[0], output), *output[1:])
-    return replace(output, loss=_whole_loss(module, output.logits, output), logits=None)
+        return (_whole_loss(module, loss, output), *output[1:])
+    return replace(output, loss=_whole_loss(module, loss, output), logits=None)
+
+
+def _check_untouched(module: nn.Module, layer: LossHead, loss: Tensor) -> None:
+    """Refuse a model that scales or caps its logits after the head: it has done so to the loss.
+
+    Seen by the numbers of the first call that has some; engines pass on a tensor of their own.
+    """
+    given, layer.given = layer.given, None
+    if layer.__dict__.get(_TOUCHED) is False or given is None or isinstance(given, FakeTensor):
+        return
+    if given.is_meta or torch.compiler.is_compiling():
+        return
+    before, after = float(given), float(loss.detach())
+    if before != after and before == before:
+        raise SlapoError(
+            f"{type(module).__name__} changes its logits after the head, which has given the loss "
+            f"{before:.6g} in their place and finds {after:.6g}; leave fused_loss out, or pass "
+            "gather_logits=False over several ranks"
+        )
+    if before not in (0.0, float("inf")) and before == before:
+        layer.__dict__[_TOUCHED] = False
 
 
 def keep_targets(

@@ -303,6 +303,8 @@ class LossHead(nn.Linear):
     traceable = False
     targets: Targets | None = None
     chunk: int | None = None
+    #: The loss of the last call, by which it is known again where others may have changed it.
+    given: Tensor | None = None
 
     @classmethod
     def like(cls, linear: nn.Linear) -> LossHead:
@@ -345,7 +347,9 @@ class LossHead(nn.Linear):
             ignore_index=self.targets.ignore_index,
             chunk=self.chunk,
         )
-        return total / self.targets.count()
+        loss = total / self.targets.count()
+        self.given = loss.detach()
+        return loss
 
     def _own_rows(self) -> tuple[int, dist.ProcessGroup | None]:
         """Where this rank's rows begin, and who has the others; no group where it has all."""

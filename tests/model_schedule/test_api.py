@@ -196,6 +196,35 @@ def test_fused_loss_in_eval_and_without_labels() -> None:
     torch.testing.assert_close(2 * twice.loss, whole.loss)
 
 
+@pytest.mark.parametrize("key", ["auto", "gemma3"])
+def test_models_that_change_their_logits(key: str) -> None:
+    """By what the config says, and by what the numbers show."""
+    config = {"auto": transformers.CohereConfig, "gemma3": transformers.Gemma3TextConfig}[key](
+        vocab_size=131,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        **{"auto": {"logit_scale": 0.5}, "gemma3": {"final_logit_softcapping": 3.0}}[key],
+    )
+    cls = {"auto": transformers.CohereForCausalLM, "gemma3": transformers.Gemma3ForCausalLM}[key]
+    with pytest.raises(ValueError, match=r"changes its logits.*(logit_scale|softcapping)"):
+        apply_schedule(cls(config), key, fused_loss=True)
+
+    class Scaled(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> Any:
+            output = super().forward(input_ids, labels=labels, **kwargs)
+            return type(output)(loss=output.loss, logits=0.5 * output.logits)
+
+    model = Scaled(llama().config)
+    Scaled.__name__ = "ScaledForCausalLM"
+    built, _ = slapo.build(apply_schedule(model, "llama", fused_loss=True))
+    with pytest.raises(slapo.SlapoError, match="changes its logits after the head"):
+        built(**MODELS["llama"].inputs(2, 5))
+
+
 def test_generation_is_that_of_the_model() -> None:
     model = llama(use_cache=True).eval()
     ids = MODELS["llama"].inputs(2, 5)["input_ids"]

@@ -19,11 +19,7 @@ def gemma(config: Any) -> Recipe:
 @register_recipe("gemma3_text")
 def gemma3_text(config: Any) -> Recipe:
     """The layers of Qwen3, with more norms around them."""
-    recipe = with_head_norms(decoder(ATTENTION, MLP))
-    if not getattr(config, "final_logit_softcapping", None):
-        return recipe
-    why = "the model caps its logits after the head"
-    return replace(recipe, refuses={"fused_loss": why, "gather_logits": why})
+    return with_head_norms(decoder(ATTENTION, MLP))
 
 
 @register_recipe("gemma3")
@@ -39,5 +35,5 @@ def gemma3(config: Any) -> Recipe:
         recipe,
         stacks=(within,),
         embeddings="language_model.embed_tokens",
-        refuses={**recipe.refuses, "fused_loss": why, "gather_logits": why},
+        refuses={"fused_loss": why, "gather_logits": why},
     )
