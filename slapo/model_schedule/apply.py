@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from slapo.model_schedule import verbs
 from slapo.model_schedule.auto import labelled, prove
-from slapo.model_schedule.checks import check
+from slapo.model_schedule.checks import check, has_layers
 from slapo.model_schedule.cuts import chosen_cuts, cut, even_cuts, inputs_for, layer_costs
 from slapo.model_schedule.kernels import fuse_bias_gelu, use_backend, use_kernels
 from slapo.model_schedule.losses import check_fused, check_loss, fuse_loss, loss_head, split_loss
@@ -51,8 +52,10 @@ class _Job:
     def __init__(
         self, sch: Schedule, recipe: Recipe, options: Options, config: Any, prefix: str
     ) -> None:
-        self.sch, self.recipe, self.options, self.config = sch, recipe, options, config
+        self.sch, self.options, self.config = sch, options, config
         self.base = sch[prefix] if prefix else sch
+        present = [s for s in recipe.stacks if not s.optional or has_layers(self.base, s)]
+        self.recipe = replace(recipe, stacks=tuple(present))
         self.prefix = prefix
         self.head = next((path for path in recipe.heads.split() if path in sch), "")
         self.parallel = sch.world_size > 1

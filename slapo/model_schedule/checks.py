@@ -54,7 +54,7 @@ def _check_refused(recipe: Recipe, options: Options, ranks: int) -> None:
 
 def _check_paths(base: Schedule, recipe: Recipe) -> None:
     for stack in recipe.stacks:
-        if not _layers(base, stack):
+        if not has_layers(base, stack):
             raise ValueError(
                 f"{type(base.mod).__name__} at {base.path!r} has no layers {stack.layers!r}, as "
                 f"the recipe says: {base.describe_unknown(stack.layers)}; pass the key of the "
@@ -62,11 +62,12 @@ def _check_paths(base: Schedule, recipe: Recipe) -> None:
             )
 
 
-def _layers(base: Schedule, stack: Stack) -> Any:
+def has_layers(base: Schedule, stack: Stack) -> bool:
+    """Whether a stack is there, and not empty."""
     try:
-        return len(base.mod.get_submodule(stack.layers))  # type: ignore[arg-type]
+        return len(base.mod.get_submodule(stack.layers)) > 0  # type: ignore[arg-type]
     except (AttributeError, TypeError):
-        return 0
+        return False
 
 
 def _check_counts(config: Any, recipe: Recipe, ranks: int) -> None:

@@ -95,12 +95,15 @@ class Stack:
     reads
         ``module:input``: where the result of another stack comes in, so that the gradient of all
         layers that read it is summed once.
+    optional
+        Whether some classes of the family lack it, as encoders alone do a decoder.
     """
 
     layers: str
     regions: tuple[Region, ...]
     last: str = ""
     reads: str = ""
+    optional: bool = False
 
     def __str__(self) -> str:
         head = _text(self, without=("regions",))

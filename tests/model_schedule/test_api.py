@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import slapo
+from slapo.check.world import fake_world
 from slapo.command import main
 from slapo.model_schedule import (
     Recipe,
@@ -104,6 +105,30 @@ def test_classes_of_a_family() -> None:
         sch = apply_schedule(model, "bert", model_config=config, prefix=prefix, ckpt_ratio=1.0)
         after = slapo.build(sch)[0](ids)[0]
         torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("t5", "T5EncoderModel"),
+        ("t5", "T5Model"),
+        ("gpt2", "GPT2ForSequenceClassification"),
+        ("llama", "LlamaForSequenceClassification"),
+        ("llama", "LlamaModel"),
+        ("vit", "ViTModel"),
+    ],
+)
+def test_other_classes_of_a_family_over_two_ranks(key: str, name: str) -> None:
+    config = MODELS[key].build().config
+    config.pad_token_id = 0
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(config)
+    inputs = dict(MODELS[key].inputs(3, 8))
+    labels = inputs.pop("labels")
+    if name == "T5Model":
+        inputs["decoder_input_ids"] = labels.clamp(min=0)
+    with fake_world(2, 1):
+        slapo.check(apply_schedule(model, key, ckpt_ratio=1.0), inputs)
 
 
 # --- options -------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ def t5(config: Any) -> Recipe:
                 decoder,
                 last="decoder.final_layer_norm",
                 reads="decoder:encoder_hidden_states",
+                optional=True,
             ),
         ),
         embeddings="shared encoder.embed_tokens decoder.embed_tokens",

@@ -1,0 +1,303 @@
+"""Tiny models of every config of Transformers that carries a tensor-parallel plan."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: Prime, so that no size of a batch is one of the model.
+BATCH, LENGTH, EVEN_LENGTH = 3, 13, 12
+VOCABULARY = 97
+#: More than this is none that settings have made tiny.
+MAX_PARAMETERS = 30_000_000
+
+#: Settings by name; a config takes those that it knows.
+TINY: dict[str, Any] = {
+    # sizes
+    "vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size": 64,
+    "n_embd": 64,
+    "intermediate_size": 96,
+    "intermediate_size_mlp": 96,
+    "ffn_hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_layers": 2,
+    "n_layer": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 16,
+    "laurel_rank": 8,
+    "attention_hidden_size": 64,
+    "partial_rotary_factor": 0.5,
+    # experts
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "experts_per_token": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "moe_intermediate_size": 32,
+    "expert_ffn_hidden_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_start_index": 1,
+    "num_dense_layers": 1,
+    "mlp_only_layers": [],
+    "zero_expert_num": 2,
+    "num_nextn_predict_layers": 0,
+    # latent and linear attention
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 24,
+    "v_head_dim": 16,
+    "index_topk": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "ssm_state_size": 16,
+    # tokens
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+    # chance
+    **dict.fromkeys(
+        (
+            "attention_dropout",
+            "attention_probs_dropout_prob",
+            "attn_pdrop",
+            "dropout",
+            "embd_pdrop",
+            "embedding_dropout",
+            "hidden_dropout",
+            "hidden_dropout_prob",
+            "input_jitter_noise",
+            "resid_pdrop",
+            "residual_dropout",
+            "router_jitter_noise",
+        ),
+        0.0,
+    ),
+}
+_OWN = None  # the config's own default
+_ROTARY = {"partial_rotary_factor": _OWN}
+#: Changes of them, one after the other until a model can be built and runs.
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {"num_key_value_heads": 4, "head_dim": _OWN, **_ROTARY},
+    {"hidden_size": 512, "head_dim": _OWN, **_ROTARY},
+    {"hidden_size": 512, "head_dim": 128, **_ROTARY},
+    _ROTARY,
+    {"head_dim": _OWN, **_ROTARY},
+    {"head_dim": 128, **_ROTARY},
+    {"head_dim": 64, **_ROTARY},
+    {"num_hidden_layers": 6, "num_layers": _OWN, **_ROTARY},
+    {
+        "qk_head_dim": _OWN,
+        "v_head_dim": _OWN,
+        "head_dim": _OWN,
+        "qk_nope_head_dim": _OWN,
+        "qk_rope_head_dim": _OWN,
+        **_ROTARY,
+    },
+    {"sliding_window": _OWN, "head_dim": _OWN, **_ROTARY},
+    {"pad_token_id": _OWN, **_ROTARY},
+    {"moe_intermediate_size": _OWN, "intermediate_size": _OWN, **_ROTARY},
+    {"shared_expert_intermediate_size": _OWN, "moe_intermediate_size": _OWN},
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A config class with a plan.
+
+    Parameters
+    ----------
+    family
+        Folder of Transformers that it is in.
+    module, name
+        Where to import it from.
+    """
+
+    family: str
+    module: str
+    name: str
+
+    def load(self) -> Any:
+        """The config class."""
+        return getattr(importlib.import_module(self.module), self.name)
+
+
+# --- which there are -----------------------------------------------------------------------------
+def cases() -> list[Case]:
+    """Every config class with a plan, in the order of their families."""
+    from transformers import models
+
+    found = []
+    for entry in pkgutil.iter_modules(models.__path__):
+        folder = importlib.import_module(f"{models.__name__}.{entry.name}")
+        for part in pkgutil.iter_modules(folder.__path__ if entry.ispkg else ()):
+            if part.name.startswith("configuration_"):
+                module = f"{folder.__name__}.{part.name}"
+                found += [Case(entry.name, module, name) for name in _planned(module)]
+    return found
+
+
+def _planned(module: str) -> Iterator[str]:
+    from transformers import PreTrainedConfig
+
+    for name, each in vars(importlib.import_module(module)).items():
+        own = inspect.isclass(each) and each.__module__ == module
+        if own and issubclass(each, PreTrainedConfig) and each.base_model_tp_plan:
+            yield name
+
+
+def model_class(config: type[Any]) -> Any:
+    """The largest model that takes a config: with a head, if there is such a one.
+
+    Raises
+    ------
+    LookupError
+        If there is none.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    mappings = (
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        auto.MODEL_MAPPING,
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+    for mapping in mappings:
+        if config in mapping:
+            found = mapping[config]
+            return found[0] if isinstance(found, tuple) else found
+    place = importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
+    for says in (_names_config, _takes_config):
+        for each in vars(place).values():
+            if inspect.isclass(each) and each.__module__ == place.__name__ and says(each, config):
+                return each
+    raise LookupError(f"no model takes a {config.__name__}")
+
+
+def _names_config(model: Any, config: type[Any]) -> bool:
+    return getattr(model, "config_class", None) is config and "PreTrained" not in model.__name__
+
+
+def _takes_config(model: Any, config: type[Any]) -> bool:
+    if not hasattr(model, "base_model_prefix") or "PreTrained" in model.__name__:
+        return False
+    parameter = inspect.signature(model.__init__).parameters.get("config")
+    return parameter is not None and str(parameter.annotation).strip("'").endswith(config.__name__)
+
+
+# --- models --------------------------------------------------------------------------------------
+def settings(config: type[Any], number: int) -> dict[str, Any]:
+    """What a variant says of a config."""
+    known = {*inspect.signature(config.__init__).parameters, *config().to_dict()}
+    wanted = {**TINY, **VARIANTS[number]}
+    return {key: value for key, value in wanted.items() if key in known and value is not _OWN}
+
+
+def build(config: type[Any], number: int) -> nn.Module:
+    """A model in train mode without chance, no parameter of which is all zeros or ones.
+
+    Raises
+    ------
+    ValueError
+        If it is not tiny.
+    """
+    kind = model_class(config)
+    made = config(**settings(config, number))
+    with torch.device("meta"):
+        count = sum(p.numel() for p in kind._from_config(made).parameters())
+    if count > MAX_PARAMETERS:
+        raise ValueError(f"{count / 1e6:.0f} million parameters are not tiny")
+    torch.manual_seed(0)
+    model: nn.Module = kind._from_config(config(**settings(config, number))).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def inputs_of(model: nn.Module, length: int) -> dict[str, Any]:
+    """Tokens, the last of one row padding; labels where the model takes them."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(3, VOCABULARY, (BATCH, length), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[1, -4:] = 0
+    inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": mask}
+    takes = inspect.signature(model.forward).parameters
+    if "use_cache" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        inputs["use_cache"] = False
+    if "labels" in takes:
+        inputs["labels"] = tokens.masked_fill(mask == 0, -100)
+    return inputs
+
+
+def run(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Logits, or hidden states, and the loss, after its backward pass."""
+    torch.manual_seed(3)  # a router may draw numbers
+    output = model(**inputs)
+    first: Tensor = output.logits if getattr(output, "logits", None) is not None else output[0]
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        loss = first.float().square().mean()
+    loss.backward()
+    return first.detach(), loss.detach()
+
+
+def first_that_runs(config: type[Any], check: Callable[[nn.Module], None]) -> int:
+    """Number of the first variant of which a model can be built and does not fail `check`.
+
+    Raises
+    ------
+    RuntimeError
+        With what each failed with.
+    """
+    said: dict[str, None] = {}
+    for number in range(len(VARIANTS)):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                check(build(config, number))
+        except LookupError as error:
+            raise RuntimeError(str(error)) from error
+        except Exception as error:
+            said[f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"] = None
+        else:
+            return number
+    raise RuntimeError("; ".join(said))
