@@ -157,6 +157,10 @@ class Case:
         return getattr(importlib.import_module(self.module), self.name)
 
 
+class NoModel(Exception):
+    """There is none of a config, or none that runs on tokens."""
+
+
 # --- which there are -----------------------------------------------------------------------------
 def cases() -> list[Case]:
     """Every config class with a plan, in the order of their families."""
@@ -186,7 +190,7 @@ def model_class(config: type[Any]) -> Any:
 
     Raises
     ------
-    LookupError
+    NoModel
         If there is none.
     """
     from transformers.models.auto import modeling_auto as auto
@@ -205,7 +209,7 @@ def model_class(config: type[Any]) -> Any:
         for each in vars(place).values():
             if inspect.isclass(each) and each.__module__ == place.__name__ and says(each, config):
                 return each
-    raise LookupError(f"no model takes a {config.__name__}")
+    raise NoModel(f"no model takes a {config.__name__}")
 
 
 def _names_config(model: Any, config: type[Any]) -> bool:
@@ -285,7 +289,7 @@ def first_that_runs(config: type[Any], check: Callable[[nn.Module], None]) -> in
 
     Raises
     ------
-    RuntimeError
+    NoModel
         With what each failed with.
     """
     said: dict[str, None] = {}
@@ -294,10 +298,16 @@ def first_that_runs(config: type[Any], check: Callable[[nn.Module], None]) -> in
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 check(build(config, number))
-        except LookupError as error:
-            raise RuntimeError(str(error)) from error
+        except NoModel:
+            raise
         except Exception as error:
-            said[f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"] = None
+            said[brief(error)] = None
         else:
             return number
-    raise RuntimeError("; ".join(said))
+    raise NoModel("; ".join(said))
+
+
+def brief(error: BaseException) -> str:
+    """The first line of an error."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"

@@ -17,6 +17,7 @@ from slapo.model_schedule.losses import check_fused, check_loss, fuse_loss, loss
 from slapo.model_schedule.options import Options
 from slapo.model_schedule.plans import split_by_plan
 from slapo.model_schedule.tables import Recipe
+from slapo.op.attend import check_available
 from slapo.schedule import Schedule
 from slapo.snapshot import restored_on_error
 
@@ -117,7 +118,11 @@ class _Job:
         """Attention, activations, norms, and a head that can compute the loss."""
         name = self.options.attn_op_name
         if name is not None and "attn_op_name" not in self.recipe.refuses:
-            use_backend(self.sch, name, required=name != "auto")
+            if self.recipe.attention is not None:
+                check_available(name)
+                self.recipe.attention(self.base, name)
+            else:
+                use_backend(self.sch, name, required=name != "auto")
         if self.options.kernels:
             use_kernels(self.sch)
         if not self.options.disable_fuse_bias_gelu:

@@ -96,7 +96,7 @@ def _unfit(name: str, count: int, ranks: int, fit: list[int]) -> str:
 
 def _check_dropout(config: Any, recipe: Recipe, options: Options) -> None:
     """Attention of the model's own would drop the same of each rank's heads."""
-    if options.attn_op_name is not None or "attn_op_name" in recipe.refuses:
+    if options.attn_op_name is not None or recipe.attention is not None:
         return
     active = {name: getattr(config, name, None) for name in _DROPOUTS}
     active = {name: value for name, value in active.items() if value}

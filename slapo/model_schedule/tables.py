@@ -40,7 +40,8 @@ class Region:
     by_head
         Embeddings with a column for each head.
     forked
-        Modules whose dropout acts on a slice: each rank draws numbers of its own.
+        Modules whose dropout acts on a slice, if no kernel has taken their place: each rank draws
+        numbers of its own.
     axis
         Along which tokens lie there: 0 where the layer has made one dimension of batch and tokens.
     key_values
@@ -130,6 +131,8 @@ class Recipe:
         Option -> why models of this family cannot have it.
     bias_gelu
         ``module:linear``: for each layer, a module and its linear layer whose bias goes with GELU.
+    attention
+        ``attention(sch, backend)``: where models do not ask Transformers' table for it.
     special
         ``special(sch)``, with the schedule of the base model: what only this family has.
     inputs
@@ -145,6 +148,7 @@ class Recipe:
     key_value_heads: str = ""
     refuses: Mapping[str, str] = field(default_factory=dict)
     bias_gelu: str = ""
+    attention: Callable[[Schedule, str], None] | None = None
     special: Callable[[Schedule], None] | None = None
     inputs: Callable[[Any], dict[str, Any]] | None = None
     plan: Mapping[str, str] = field(default_factory=dict)

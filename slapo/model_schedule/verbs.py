@@ -84,7 +84,8 @@ def split_region(
         _split_experts(layer[region.experts])
         _sum(layer[region.enter], axis)
     for path in region.forked.split():
-        if getattr(layer[path].mod, "p", 1.0):  # a dropout of nothing draws no numbers
+        # A dropout of nothing draws no numbers.
+        if path in layer and getattr(layer[path].mod, "p", None) != 0.0:
             layer[path].fork_rng()
     _divide(layer, region, key_values)
 

@@ -4,6 +4,7 @@ from slapo.op.attend import attend
 from slapo.op.attention import FlashAttention, FlashAttentionOp
 from slapo.op.checkpoint import CheckPointWrapper, ForkRNGWrapper, checkpoint
 from slapo.op.cross_entropy import ParallelCrossEntropy
+from slapo.op.gpt_neo import GPTNeoAttention
 from slapo.op.interface import use_attention
 from slapo.op.linear import (
     LinearWithAct,
@@ -24,6 +25,7 @@ __all__ = [
     "ForkRNGWrapper",
     "FusedMLP",
     "FusedQKV",
+    "GPTNeoAttention",
     "LinearWithAct",
     "LinearWithDropout",
     "LinearWithSeparateBias",

@@ -52,7 +52,6 @@ REFUSED: dict[tuple[str, str], str] = {
             "wideresnet",
         ]
     },
-    ("gpt_neo", "eager"): "attn_op_name='eager' is not for this family",
 }
 #: Keys whose models are not cut into stages, and why.
 UNCUT = {"albert": "pipeline_cuts=2 is not for this family"}

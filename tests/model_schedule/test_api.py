@@ -250,11 +250,12 @@ def test_models_that_change_their_logits(key: str) -> None:
         built(**MODELS["llama"].inputs(2, 5))
 
 
-def test_generation_is_that_of_the_model() -> None:
-    model = llama(use_cache=True).eval()
-    ids = MODELS["llama"].inputs(2, 5)["input_ids"]
+@pytest.mark.parametrize("key", ["llama", "gpt_neo", "gpt2"])
+def test_generation_is_that_of_the_model(key: str) -> None:
+    model: Any = MODELS[key].build(use_cache=True).eval()
+    ids = MODELS[key].inputs(2, 5)["input_ids"]
     before = model.generate(ids, max_new_tokens=6, do_sample=False)
-    built, _ = slapo.build(apply_schedule(model, "llama", fused_loss=True))
+    built: Any = slapo.build(apply_schedule(model, key, fused_loss=True))[0]
     assert torch.equal(built.generate(ids, max_new_tokens=6, do_sample=False), before)
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+
+from torch import nn
 
 from slapo.model_schedule.families.gpt2 import MLP
 from slapo.model_schedule.registry import register_recipe
 from slapo.model_schedule.tables import Recipe, Region, Stack
+from slapo.op.gpt_neo import GPTNeoAttention
+from slapo.schedule import Schedule
 
 
 @register_recipe("gpt_neo")
 def gpt_neo(config: Any) -> Recipe:
-    """Its attention is not asked for in Transformers' table, so it runs as it is."""
+    """Its attention does not ask Transformers' table, so a module takes its place."""
     projections = " ".join(f"attn.attention.{name}_proj" for name in "qkv")
     attention = Region(
         "attn",
@@ -24,6 +29,17 @@ def gpt_neo(config: Any) -> Recipe:
         stacks=(Stack("h", (attention, MLP), last="ln_f"),),
         embeddings="wte",
         counts="num_heads",
-        refuses={"attn_op_name": "its attention computes by itself, unscaled and with windows"},
+        attention=use_own_attention,
         bias_gelu="mlp:c_fc",
     )
+
+
+def use_own_attention(base: Schedule, backend: str) -> None:
+    """The same layers around another kernel."""
+    make = functools.partial(own_attention, backend=backend)
+    base.select("h.*.attn.attention").replace(make)
+
+
+def own_attention(path: str, module: nn.Module, backend: str) -> GPTNeoAttention:
+    """What takes the place of one."""
+    return GPTNeoAttention(module, backend)
