@@ -86,7 +86,8 @@ class GPTNeoAttention(nn.Module):
             backend=self.backend,
         )
         merged = output.transpose(1, 2).flatten(2)
-        return self.resid_dropout(self.out_proj(merged)), None
+        projected: Tensor = self.get_submodule("out_proj")(merged)
+        return self.get_submodule("resid_dropout")(projected), None
 
     def _heads(self, name: str, states: Tensor) -> Tensor:
         projected: Tensor = self.get_submodule(f"{name}_proj")(states)
