@@ -24,7 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -453,9 +454,32 @@ def main(arguments: Sequence[str]) -> None:
     def say(text: str) -> None:
         print(f"[{time.perf_counter() - start:6.1f} s] {text}", flush=True)
 
+    with _quiet(options.device):
+        results = _measure(options, say)
+    command = shlex.join(["python", "-m", "benchmark", "kernels", *arguments])
+    for name, result in results.items():
+        suffix = "_cuda" if options.device == "cuda" else ""
+        for path in report.write(f"{name}{suffix}", result, command, options.results):
+            say(f"wrote {path}")
+        for target in result.targets:
+            print(target)
+
+
+@contextmanager
+def _quiet(device: str) -> Iterator[None]:
+    """Without the log, and on a CPU on one thread; the process is another's too."""
+    disabled, threads = logging.root.manager.disable, torch.get_num_threads()
     logging.disable(logging.WARNING)
-    if options.device == "cpu":
+    if device == "cpu":
         torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        torch.set_num_threads(threads)
+
+
+def _measure(options: argparse.Namespace, say: Progress) -> dict[str, Result]:
     cases = CASES["quick" if options.quick else options.device]
     rounds = 1 if options.quick else options.rounds
     sides = ("hf", "ours, all") if options.quick else tuple(SIDES)
@@ -467,13 +491,7 @@ def main(arguments: Sequence[str]) -> None:
         rows = [row for each in ranks for row in each.rows]
         targets = [target for each in ranks for target in each.targets]
         results["kernels_ranks"] = Result(rows, targets)
-    command = shlex.join(["python", "-m", "benchmark", "kernels", *arguments])
-    for name, result in results.items():
-        suffix = "_cuda" if options.device == "cuda" else ""
-        for path in report.write(f"{name}{suffix}", result, command, options.results):
-            say(f"wrote {path}")
-        for target in result.targets:
-            print(target)
+    return results
 
 
 if __name__ == "__main__":
