@@ -36,13 +36,13 @@ def register_recipe(*keys: str) -> Callable[[RecipeMaker], RecipeMaker]:
     Examples
     --------
     >>> from slapo.model_schedule.tables import Recipe, Region, Stack
-    >>> @register_recipe("my_decoder")
-    ... def my_decoder(config):
+    >>> @register_recipe("my_family")
+    ... def my_family(config):
     ...     mlp = Region("mlp", columns="mlp.up", rows="mlp.down")
     ...     return Recipe((Stack("blocks", (mlp,), last="norm"),), counts="")
-    >>> "my_decoder" in recipe_keys()
+    >>> "my_family" in recipe_keys()
     True
-    >>> unregister("my_decoder")
+    >>> unregister("my_family")
     """
     _check_new(keys)
 
