@@ -18,6 +18,7 @@ from benchmark import (
     matching,
     partition,
     pipeline,
+    plans,
     report,
     scheduling,
     step_time,
@@ -51,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if given[:1] == ["kernels"]:
         kernels.main(given[1:])
+        return
+    if given[:1] == ["plans"]:
+        plans.main(given[1:])
         return
     if given[:1] == ["verify"]:
         verify.main(given[1:])

@@ -238,11 +238,15 @@ def _difference(found: Tensor, wanted: Tensor) -> float:
 
 
 def worst_gradient(model: nn.Module, gradients: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest difference relative to the largest gradient, and the parameter it is of."""
+    """The largest difference relative to a parameter's own gradient, and which parameter's it is.
+
+    A gradient below a hundredth of the model's largest is noise of that one, and is measured by it.
+    """
     wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    scale = max(float(each.abs().max()) for each in wanted.values())
+    largest = {name: float(each.abs().max()) for name, each in wanted.items()}
+    floor = 0.01 * max(largest.values())
     found = {
-        name: float((gradients[name] - each).abs().max()) / scale
+        name: float((gradients[name] - each).abs().max()) / max(largest[name], floor)
         if name in gradients
         else float("inf")
         for name, each in wanted.items()

@@ -1,0 +1,158 @@
+"""What becomes of ``apply_schedule(model, "auto")`` on every plan that Transformers carries.
+
+``python -m benchmark plans``: each config class with a ``base_model_tp_plan`` makes a tiny random
+model, which two processes split by the plan and compare with the model as it was: outputs, loss,
+every gradient; and once more with tokens dealt out between the blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmark import report
+from benchmark.measure import Result, Target
+from benchmark.plan_models import Case, cases
+from benchmark.plan_ranks import EQUAL, NOT_RUNNABLE, SEVERITY, WRONG, Pair, Verdict
+
+#: Column of the table -> options of the schedule.
+WAYS: dict[str, dict[str, Any]] = {"plan": {}, "tokens": {"sequence_parallel": True}}
+#: At least so many are equal, of the plan alone and with tokens dealt out.
+PROMISED = {"plan": 105, "tokens": 85}
+#: A message in the table has at most so many characters.
+SHOWN = 200
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run what ``python -m benchmark plans`` is followed by."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmark plans", description="Every plan that Transformers carries."
+    )
+    parser.add_argument("--only", default="", help="families, with commas between; default: all")
+    parser.add_argument("--results", type=Path, default=report.RESULTS, help="%(default)s")
+    options = parser.parse_args(arguments)
+    every = cases()
+    families = options.only.split(",") if options.only else []
+    unknown = [name for name in families if name not in {each.family for each in every}]
+    if unknown:
+        parser.error(f"no plan in {unknown}; names are those of the folders of Transformers")
+    chosen = [each for each in every if not families or each.family in families]
+    start = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"[{time.perf_counter() - start:6.1f} s] {text}", flush=True)
+
+    rows = measure(chosen, say)
+    for way in WAYS:
+        say(f"{way}: {counted(rows, way)}")
+    command = shlex.join(["python", "-m", "benchmark", "plans", *arguments])
+    for path in write(rows, command, options.results, whole=not families):
+        say(f"wrote {path}")
+
+
+def measure(chosen: Iterable[Case], say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """A row of the table for each case."""
+    chosen, rows = list(chosen), []
+    with Pair() as pair:
+        for number, case in enumerate(chosen, 1):
+            rows.append(row(case, pair))
+            words = ", ".join(f"{way} {rows[-1][way]}" for way in WAYS)
+            say(f"{case.family}/{case.name} ({number} of {len(chosen)}): {words}")
+    return rows
+
+
+def row(case: Case, pair: Pair) -> dict[str, Any]:
+    """One case in all ways; what one process cannot run is not tried on two."""
+    verdicts: dict[str, Verdict] = {}
+    variant = None
+    for way, options in WAYS.items():
+        if variant is None and verdicts:
+            verdicts[way] = Verdict(NOT_RUNNABLE)
+        else:
+            verdicts[way] = pair.judge(case, options, variant)
+            variant = verdicts[way].variant
+    first = verdicts["plan"]
+    about = {
+        "family": case.family,
+        "config": case.name,
+        "model": first.model,
+        "variant": "" if first.variant is None else first.variant,
+    }
+    for way, each in verdicts.items():
+        about |= {
+            way: each.word,
+            f"{way}_output": _figure(each.output),
+            f"{way}_gradient": _figure(each.gradient),
+            f"{way}_said": " ".join(each.said.split())[:SHOWN],
+            f"{way}_seconds": each.seconds,
+        }
+    return about
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"
+
+
+def counted(rows: Iterable[dict[str, Any]], way: str) -> str:
+    """How many of each word, the best first."""
+    counts = Counter(each[way] for each in rows)
+    order = (EQUAL, *(word for word in SEVERITY if word != EQUAL))
+    return ", ".join(f"{counts[word]} {word}" for word in order if counts[word])
+
+
+# --- what is kept --------------------------------------------------------------------------------
+def targets(rows: Sequence[dict[str, Any]]) -> list[Target]:
+    """None wrong; and as many equal as promised, as what is lacking to it."""
+    found = []
+    for way, least in PROMISED.items():
+        words = Counter(each[way] for each in rows)
+        found.append(Target(f"{way}: wrong in silence", words[WRONG], 0))
+        lacking, most = len(rows) - words[EQUAL], len(rows) - least
+        found.append(Target(f"{way}: not equal, of {len(rows)}", lacking, most))
+    return found
+
+
+def write(rows: list[dict[str, Any]], command: str, folder: Path, whole: bool) -> list[Path]:
+    """``plans.csv`` and ``plans.md``; the targets where all cases were asked."""
+    paths = report.write("plans", Result(rows, targets(rows) if whole else []), command, folder)
+    table = folder / "plans.md"
+    table.write_text(markdown(rows, command))
+    return [*paths, table]
+
+
+def markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
+    """The table for people, with the message where something is not equal."""
+    about = report.environment(command)
+    lines = [
+        "# Plans of Transformers, by `auto` on two ranks",
+        "",
+        f"`{command}`, {about['date'][:10]}, torch {about['torch']}, transformers "
+        f"{about['transformers']}, gloo. Tiny random models in float32, batch 3, length 13 (12 with "
+        "tokens dealt out), padding mask, train mode: largest relative difference from one process.",
+        "",
+        *(f"- {way}: {counted(rows, way)}, of {len(rows)}" for way in WAYS),
+        "",
+        "| config | model | plan | output | gradient | tokens | output | gradient | said |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for each in rows:
+        said = " / ".join(
+            dict.fromkeys(each[f"{way}_said"] for way in WAYS if each[way] != EQUAL)
+        ).replace("|", "\\|")
+        cells = [each["config"], each["model"]]
+        for way in WAYS:
+            cells += [each[way], each[f"{way}_output"], each[f"{way}_gradient"]]
+        lines.append(f"| {' | '.join([*cells, said])} |")
+    return "\n".join(lines) + "\n"
+
+
+def stored(folder: Path = report.RESULTS) -> list[dict[str, str]]:
+    """Rows that a run has left."""
+    with (folder / "plans.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
