@@ -133,8 +133,9 @@ def markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
         "# Plans of Transformers, by `auto` on two ranks",
         "",
         f"`{command}`, {about['date'][:10]}, torch {about['torch']}, transformers "
-        f"{about['transformers']}, gloo. Tiny random models in float32, batch 3, length 13 (12 with "
-        "tokens dealt out), padding mask, train mode: largest relative difference from one process.",
+        f"{about['transformers']}, gloo. Tiny random models in float32, batch 3, length 13 (12 "
+        "with tokens dealt out), padding mask, train mode; the largest difference from one "
+        "process, relative to the largest output and to the largest gradient of the parameter.",
         "",
         *(f"- {way}: {counted(rows, way)}, of {len(rows)}" for way in WAYS),
         "",
