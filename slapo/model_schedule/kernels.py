@@ -8,9 +8,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slapo.logger import get_logger
 from slapo.op.interface import use_attention
 from slapo.op.norm import RMSNorm
 from slapo.schedule import Schedule
+
+logger = get_logger()
 
 #: Classes that write out the tanh form of GELU operation by operation.
 _GELUS = ("NewGELUActivation", "FastGELUActivation")
@@ -71,9 +74,10 @@ def use_backend(sch: Schedule, name: str, required: bool) -> None:
     """
     try:
         use_attention(sch.mod, name)
-    except ValueError:
+    except ValueError as error:
         if required:
             raise
+        logger.info("attention is the model's own: %s", error)
 
 
 def fuse_bias_gelu(layers: list[Schedule], where: str) -> None:

@@ -7,15 +7,26 @@ has what makes masks. Both are needed: a function without masks gets none, and n
 from __future__ import annotations
 
 import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slapo.logger import get_logger
 from slapo.op.attend import BACKENDS, attend, check_available, drawing
+
+logger = get_logger()
 
 #: Arguments of models that change what attention computes, and that `attend` does not know.
 _REFUSED = ("softcap", "s_aux", "sinks", "indices", "block_indices", "head_mask", "cache")
+#: Those that no function of Transformers knows but the one whose name the model has asked for.
+_OF_NAMES = frozenset({"indices", "block_indices", "cache"})
+#: A model that does something else before the call where its attention is called so.
+_ASKS_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)[^\n]*[\"']sdpa[\"']")
 #: The flash kernel caps its logits; a bias for each pair is what it would leave out in silence.
 _REFUSED_BY_FLASH = (*(name for name in _REFUSED if name != "softcap"), "position_bias")
 
@@ -29,7 +40,8 @@ def use_attention(model: nn.Module, backend: str = "auto") -> None:
         A ``PreTrainedModel``.
     backend
         As for :func:`slapo.op.attend`; ``"flash"`` goes to Transformers' own function, which knows
-        padding.
+        padding. ``"auto"`` goes to the model's own eager function, with a line in the log, for what
+        no backend computes: capped logits, sinks, weights to hand back.
 
     Raises
     ------
@@ -95,6 +107,14 @@ def _check_asks_table(model: nn.Module) -> None:
             "Transformers' table of attention functions; leave its attention as it is "
             "(attn_op_name=None)"
         )
+    for part in parts:
+        place = inspect.getmodule(type(part))
+        if place is not None and _ASKS_NAME.search(inspect.getsource(place)):
+            raise ValueError(
+                f"{type(part).__name__} prepares its attention by the name of the function that "
+                "will compute it, and knows no name of ours; leave its attention as it is "
+                "(attn_op_name=None)"
+            )
 
 
 def register(backend: str) -> None:
@@ -121,17 +141,28 @@ def _attention(
     *,
     backend: str,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """What models call: ``(batch, heads, seq, size)`` -> ``(batch, seq, heads, size)``."""
-    _refuse_unknown(kwargs)
+    own = _own_function(module, kwargs) if backend == "auto" else None
+    if own is None:
+        _refuse_unknown(kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # A mask has it all; and a single query is the last token.
     is_causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     rows, columns = query.shape[2], key.shape[2]
-    if is_causal and rows != columns:
+    if is_causal and (own is not None or rows != columns):
         # No mask means that queries are the first tokens: a static cache has room behind them.
         whole = torch.ones(rows, columns, dtype=torch.bool, device=query.device)
         attention_mask, is_causal = whole.tril()[None, None], False
+    if own is not None:
+        if position_bias is not None:
+            kwargs["position_bias"] = position_bias
+        mask = _added(attention_mask, query)
+        with drawing(dropout):
+            result: tuple[Tensor, Tensor | None] = own(
+                module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+            )
+        return result
     output = attend(
         query,
         key,
@@ -144,6 +175,35 @@ def _attention(
         backend=backend,
     )
     return output.transpose(1, 2).contiguous(), None
+
+
+def _own_function(module: nn.Module, kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    """The model's own eager attention, where it is asked for what no backend computes."""
+    wanted = _unknown(kwargs, _REFUSED)
+    if not wanted or _OF_NAMES & set(wanted):
+        return None
+    for kind in type(module).__mro__:
+        place = sys.modules.get(kind.__module__)
+        own: Callable[..., Any] | None = getattr(place, "eager_attention_forward", None)
+        if own is not None:
+            _say_once(kind.__name__, *wanted)
+            return own
+    return None
+
+
+@functools.cache
+def _say_once(kind: str, *wanted: str) -> None:
+    logger.info(
+        "attention: %s asks for %s, which is computed by its own eager function", kind, list(wanted)
+    )
+
+
+def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """What is added to the logits, as eager functions take it."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    least = torch.finfo(query.dtype).min
+    return torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, least)
 
 
 def _flash(
@@ -189,14 +249,20 @@ def _flash(
 
 
 def _refuse_unknown(kwargs: dict[str, Any], names: tuple[str, ...] = _REFUSED) -> None:
-    given = [name for name in names if kwargs.get(name) is not None]
+    given = _unknown(kwargs, names)
+    if given == ["output_attentions"]:
+        raise ValueError(
+            "output_attentions=True, and this attention does not keep its weights; keep the "
+            "model's own by attn_op_name=None"
+        )
     if given:
         raise ValueError(
             f"the model's attention is called with {given}, which this backend does not compute; "
             "keep the model's own by attn_op_name=None"
         )
-    if kwargs.get("output_attentions"):
-        raise ValueError(
-            "output_attentions=True, and this attention does not keep its weights; keep the "
-            "model's own by attn_op_name=None"
-        )
+
+
+def _unknown(kwargs: dict[str, Any], names: tuple[str, ...]) -> list[str]:
+    """What is asked for of `names`, and weights."""
+    given = [name for name in names if kwargs.get(name) is not None]
+    return [*given, "output_attentions"] if kwargs.get("output_attentions") else given
