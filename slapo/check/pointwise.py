@@ -211,8 +211,13 @@ def _drawn_for(call: Call) -> list[Place]:
 
 
 def _copied(call: Call) -> list[Place]:
-    """What a tensor is overwritten with."""
-    source = call.places[-1]
+    """What a tensor is overwritten with; slices, with what is the same along them, stay slices."""
+    target, source = call.places[0], call.places[-1]
+    if target.is_slice and source.is_whole:
+        written = call.tensors[-1]
+        here = target.dim - (call.outs[0].ndim - written.ndim)
+        if here < 0 or written.shape[here] == 1 or here in source.uniform:
+            return [target] * len(call.outs)
     if source.is_slice:
         source = source.along(source.dim + call.outs[0].ndim - call.tensors[-1].ndim)
     return [source] * len(call.outs)

@@ -44,7 +44,11 @@ def auto_recipe(model: nn.Module, base: str) -> Recipe:
         )
     layers = _layers(model, plan)
     embeddings, head = _embedding(model), _head(model)
+    table: Any = model.get_submodule(embeddings) if embeddings else None
     vocabulary = {*embeddings.split(), head}
+    if table is not None and any(True for _ in table.children()):
+        # What it does with rows after the lookup needs whole ones; nor can a tied head be split.
+        embeddings = head = ""
     kept = {path: style for path, style in plan.items() if path not in vocabulary}
     last = _last(model, layers)
     refuses = {}
@@ -74,16 +78,17 @@ def _layers(model: nn.Module, plan: dict[str, str]) -> str:
 
 
 def _last(model: Any, layers: str) -> str:
-    """What the pipeline plan says to run after the layers; nothing where there is no such plan."""
+    """What runs after the layers; nothing where that is not known."""
     order = [path.rpartition(".")[2] for path in getattr(model, "pp_plan", None) or {}]
     own, within = layers.rpartition(".")[2], layers.rpartition(".")[0]
     place = order.index(own) + 1 if own in order else len(order)
-    last = f"{within}.{order[place]}".lstrip(".") if place < len(order) else ""
-    try:
-        model.get_submodule(last)
-    except AttributeError:
-        return ""
-    return last
+    named = order[place] if place < len(order) else ""
+    siblings = dict(model.get_submodule(within).named_children())
+    if named not in siblings:
+        # Where no plan says it: the only norm beside the layers. The check proves that it is.
+        norms = [name for name, each in siblings.items() if "Norm" in type(each).__name__]
+        named = norms[0] if len(norms) == 1 else ""
+    return f"{within}.{named}".lstrip(".") if named else ""
 
 
 def _embedding(model: Any) -> str:

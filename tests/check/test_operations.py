@@ -99,6 +99,18 @@ def test_what_is_written_through_a_view_is_not_zero(ranks: int, make: Any) -> No
     assert "would count once per rank" in str(refused(sch))
 
 
+def test_each_column_has_its_own_number(ranks: int) -> None:
+    """Of the columns of all ranks: each one writes the numbers of the first ones."""
+
+    def numbered(h: Tensor) -> Tensor:
+        out = h.new_empty(h.shape)
+        out[:, :3].copy_(h[:, :3])
+        out[:, 3:].copy_(torch.arange(float(h.shape[2])).expand(h[:, 3:].shape))
+        return out
+
+    refused(split(Base(numbered)))
+
+
 def test_what_is_written_through_a_view_is_not_constant(ranks: int) -> None:
     def scaled(h: Tensor) -> Tensor:
         scale = torch.ones(h.shape[-1])
@@ -205,6 +217,14 @@ def one_token_of_a_copy(h: Tensor) -> Tensor:
     return out
 
 
+def beside_what_all_columns_share(h: Tensor) -> Tensor:
+    out = h.new_empty(h.shape)
+    out[:, :3].copy_(h[:, :3])
+    tokens = torch.arange(float(h.shape[1] - 3))[None, :, None]
+    out[:, 3:].copy_(tokens.expand(h.shape[0], -1, h.shape[2]))
+    return out
+
+
 def gathered_tokens(h: Tensor) -> Tensor:
     order = torch.arange(h.shape[1]).flip(0)[None, :, None]
     return h.gather(1, order.expand(h.shape[0], -1, h.shape[2]))
@@ -246,6 +266,7 @@ SLICE_BY_SLICE: list[Callable[[Tensor], Tensor]] = [
     written_as_a_view,
     columns_of_tokens,
     one_token_of_a_copy,
+    beside_what_all_columns_share,
     gathered_tokens,
     along_dim,
     scattered_tokens,
