@@ -72,15 +72,22 @@ def has_layers(base: Schedule, stack: Stack) -> bool:
 
 def _check_counts(config: Any, recipe: Recipe, ranks: int) -> None:
     for name in recipe.counts.split():
-        count = getattr(config, name, None)
+        count = _count(config, name)
         if isinstance(count, int) and count % ranks:
             raise ValueError(_unfit(name, count, ranks, list(_factors(count))))
     name = recipe.key_value_heads
-    count = getattr(config, name, None) if name else None
+    count = _count(config, name) if name else None
     if count and count % ranks and ranks % count:
         heads = getattr(config, recipe.counts.split()[0])
         fit = [n for n in _factors(heads) if count % n == 0 or n % count == 0]
         raise ValueError(_unfit(name, count, ranks, fit))
+
+
+def _count(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception as error:  # of the config's own: where it is one for each layer
+        raise ValueError(f"{type(config).__name__}.{name} is not one number: {error}") from error
 
 
 def _factors(count: int) -> list[int]:

@@ -30,8 +30,8 @@ from slapo.sharding.groups import group_size
 #: Model type -> what its plan lacks or has wrong; each found by the placement check.
 PLAN_FIXES: dict[str, dict[str, str]] = {
     "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
-    "inkling": {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
-    "inkling2": {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
+    "inkling_text": {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
+    "inkling2_text": {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
     **{
         name: {
             "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
@@ -45,6 +45,9 @@ PLAN_FIXES: dict[str, dict[str, str]] = {
 _SECOND_INPUTS = frozenset({"encoder_hidden_states", "key_value_states", "cross_attention_states"})
 #: Styles of modules within a block whose input every one of them takes as slices, or not at all.
 _SPLIT = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce", "local_params"})
+
+#: Within attention over latents: what norms them, and the projection from them to the heads.
+_FROM_LATENT, _TO_HEADS = "kv_a", "kv_b"
 
 
 # --- the plan of a model -------------------------------------------------------------------------
@@ -99,6 +102,7 @@ def split_by_plan(
     """
     found = entries(sch.mod, plan)
     sharing = _sharing(sch, found)
+    latent = {path.rpartition(".")[0] for path, each in found.items() if each == "mla_kv_a_proj"}
     paths = {layer.path for layer in layers}
     blocks = {path for path in sharing if path.rpartition(".")[0] in paths} if tokens else set()
     for path, style in found.items():
@@ -109,7 +113,8 @@ def split_by_plan(
             split_row(sch[path]).sync("fwd_post", "reduce_scatter", axis=TOKENS)
         else:
             _MODULES[style](sch[path])
-            if style in _COLUMNS and owner not in sharing:
+            summed = owner in sharing or (owner in latent and leaf.startswith(_TO_HEADS))
+            if style in _COLUMNS and not summed:
                 sch[path].sync("bwd_post", "all_reduce")
     for path in sorted(sharing - blocks):  # a set has another order on each rank
         sch[path].sync("bwd_post", "all_reduce")
@@ -170,10 +175,16 @@ def _experts(node: Schedule) -> None:
 
 
 def _latent(node: Schedule) -> None:
-    """The part of a latent projection that goes to attention without another projection."""
-    node.sync("fwd_post", copy_rotary)
-    config: Any = node.get_top_schedule().mod.config
-    node.mod.__dict__[_ROTARY] = config.get_text_config().qk_rope_head_dim
+    """A latent projection: all that is made of it, by heads, sums its gradient here, once.
+
+    Rotary features go to the heads directly, the others through a norm and another projection,
+    which leaves its part of the gradient as it is.
+    """
+    node.sync("fwd_post", copy_output)
+    owner, own = node.parent, node.path.rpartition(".")[2]
+    for name, child in owner.child.items() if owner is not None else ():
+        if name != own and name.startswith(_FROM_LATENT):
+            sum_gradients(child)
 
 
 def _nothing(node: Schedule) -> None:
@@ -229,9 +240,6 @@ _PARAMETERS: dict[str, Callable[[Schedule, str], Any]] = {
     "replicate": lambda node, name: None,
 }
 
-#: On a latent projection: how many of its last features are rotary.
-_ROTARY = "_slapo_rotary"
-
 
 # --- hooks ---------------------------------------------------------------------------------------
 def enter_floats(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -244,11 +252,9 @@ def enter_floats(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-def copy_rotary(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Hook: sum the gradient of the last features, which heads of all ranks read."""
-    size = module.__dict__[_ROTARY]
-    whole, rotary = output.split([output.shape[-1] - size, size], -1)
-    return torch.cat([whole, copy_to_group(rotary, group_of(module))], -1)
+def copy_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Hook: sum the gradient of the output."""
+    return copy_to_group(output, group_of(module))
 
 
 def sum_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:

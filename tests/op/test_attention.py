@@ -243,9 +243,61 @@ def test_what_is_not_computed_is_refused(name: str) -> None:
 
 def test_weights_of_attention_are_an_error_rather_than_missing() -> None:
     model = MODELS["llama"].build()
-    use_attention(model)
+    use_attention(model, "sdpa")
     with pytest.raises(ValueError, match="output_attentions"):
         model(**MODELS["llama"].inputs(2, 5), output_attentions=True)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_auto_hands_back_weights(padded: bool) -> None:
+    """By the model's own function, with the mask in the form that it takes."""
+    model, inputs = MODELS["llama"].build().eval(), MODELS["llama"].inputs(2, 5)
+    inputs.pop("labels", None)
+    if not padded:
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        wanted = model(**inputs, output_attentions=True)
+        use_attention(model, "auto")
+        found = model(**inputs, output_attentions=True)
+    torch.testing.assert_close(found.logits, wanted.logits)
+    assert len(found.attentions) == len(wanted.attentions) > 0
+    torch.testing.assert_close(found.attentions, wanted.attentions)
+
+
+@pytest.mark.parametrize("length", [5, 11])
+def test_auto_leaves_capped_logits_to_the_model(length: int) -> None:
+    """Gemma 2 caps its logits by a tanh, and looks 4 tokens back in each second layer."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "head_dim": 8, "vocab_size": 31}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    config = Gemma2Config(**sizes, **heads, sliding_window=4, attn_logit_softcapping=0.5)
+    model = Gemma2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    tokens = torch.randint(3, 31, (2, length))
+    mask = torch.ones_like(tokens)
+    mask[1, :2] = 0
+    model.set_attn_implementation("eager")
+    wanted = model(tokens, attention_mask=mask, use_cache=False).logits
+    use_attention(model, "auto")
+    found = model(tokens, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()])
+
+
+def test_models_that_prepare_their_attention_by_name() -> None:
+    """Sparse attention that masks for ``"eager"`` and ``"sdpa"``, and hands indices to others."""
+    from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+
+    with torch.device("meta"):
+        model = GlmMoeDsaForCausalLM(GlmMoeDsaConfig(num_hidden_layers=1))
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match="by the name of the function"):
+        use_attention(model)
+    assert model.config._attn_implementation == before
 
 
 # --- what would be wrong in silence --------------------------------------------------------------
