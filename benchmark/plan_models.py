@@ -51,6 +51,7 @@ TINY: dict[str, Any] = {
     "num_experts_per_token": 2,
     "experts_per_token": 2,
     "moe_k": 2,
+    "top_k_experts": 2,
     "moe_topk": 2,
     "moe_intermediate_size": 32,
     "expert_ffn_hidden_size": 32,
@@ -82,6 +83,7 @@ TINY: dict[str, Any] = {
     "mamba_num_heads": 4,
     "mamba_head_dim": 32,
     "mamba_n_heads": 4,
+    "n_groups": 2,
     "mamba_d_head": 32,
     "mamba_d_state": 16,
     "ssm_state_size": 16,
@@ -133,6 +135,10 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"pad_token_id": _OWN, **_ROTARY},
     {"moe_intermediate_size": _OWN, "intermediate_size": _OWN, **_ROTARY},
     {"shared_expert_intermediate_size": _OWN, "moe_intermediate_size": _OWN},
+    {"hidden_size": 256, "head_dim": _OWN, **_ROTARY},
+    {"head_dim": 8, **_ROTARY},
+    {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.5, 0.0], **_ROTARY},
+    {"layer_types": ["conv", "full_attention"], **_ROTARY},
 )
 
 
