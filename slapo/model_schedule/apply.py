@@ -161,7 +161,23 @@ class _Job:
     def prove(self) -> None:
         """A plan is another's word."""
         inputs = inputs_for(self.recipe, self.config, self.options.example_inputs)
-        prove(self.sch, labelled(self.sch.mod, dict(inputs)))
+        prove(self.sch, labelled(self.sch.mod, dict(inputs)), self.again)
+
+    def again(self, sch: Schedule) -> None:
+        """The same split of another model, whose outputs can be compared."""
+        options = replace(
+            self.options,
+            fp16=False,
+            bf16=False,
+            compile=False,
+            fused_loss=False,
+            gather_logits=True,
+            bcast_input=False,
+            pipeline_cuts=None,
+            check=False,
+        )
+        model: Any = sch.mod
+        apply_recipe(sch, self.recipe, options, model.config.get_text_config(), self.prefix)
 
     def few_key_values(self) -> int | None:
         """Heads of keys and values, where there are fewer than ranks."""

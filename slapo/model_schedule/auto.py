@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from slapo.check import check
-from slapo.errors import PlacementError
+from slapo.errors import PlacementError, VerificationError
+from slapo.logger import get_logger
 from slapo.model_schedule.plans import entries, plan_of, unknown_styles
 from slapo.model_schedule.tables import Recipe, Stack
-from slapo.schedule import Schedule
+from slapo.schedule import Schedule, create_schedule
+from slapo.verify import Verify
+
+logger = get_logger()
 
 
 def auto_recipe(model: nn.Module, base: str) -> Recipe:
@@ -106,24 +113,59 @@ def _path_of(model: nn.Module, module: nn.Module) -> str:
 
 
 # --- proof ---------------------------------------------------------------------------------------
-def prove(sch: Schedule, inputs: Any) -> None:
-    """Refuse a plan that is wrong, by the placement check.
+def prove(sch: Schedule, inputs: Any, again: Callable[[Schedule], None]) -> None:
+    """Refuse a plan that is wrong: by the placement check, else by numbers of two layers.
+
+    Parameters
+    ----------
+    inputs
+        What the model is called with.
+    again
+        Schedules a model of two layers in the same way.
 
     Raises
     ------
     PlacementError
         Naming the module.
     """
+    kind = type(sch.mod).__name__
     try:
         check(sch, inputs)
     except PlacementError as error:
-        kind = type(sch.mod).__name__
+        said = error.args[0]
+        if not error.is_certain and dist.get_backend(sch.group) != "fake":
+            logger.info("auto: two layers of %s are compared by numbers, since %s", kind, said)
+            try:
+                _compare(sch.mod, sch.group, inputs, again)
+                return
+            except VerificationError as found:
+                said = f"{found}\nThe check alone was not certain: {said}"
         error.args = (
-            f"the plan that {kind} carries does not hold on {sch.world_size} ranks: "
-            f"{error.args[0]}\nWrite a table of the family (help(slapo.model_schedule.Recipe)), or "
-            "pass check=False if you know that the check is wrong here",
+            f"the plan that {kind} carries does not hold on {sch.world_size} ranks: {said}\nWrite "
+            "a table of the family (help(slapo.model_schedule.Recipe)), or pass check=False if you "
+            "know that the check is wrong here",
         )
         raise
+
+
+def _compare(
+    model: Any, group: dist.ProcessGroup | None, inputs: Any, again: Callable[[Schedule], None]
+) -> None:
+    """Outputs and gradients of a model of two layers, with and without a schedule."""
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    layers = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == layers:  # one for each layer
+            setattr(text, name, value[:2])
+    text.num_hidden_layers = min(2, layers)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # all ranks have to start with the same weights
+        small = type(model)(config).train(model.training)
+    device = next(model.parameters()).device
+    sch = create_schedule(small if device.type == "meta" else small.to(device), group=group)
+    with Verify(sch, inputs):
+        again(sch)
 
 
 def labelled(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:

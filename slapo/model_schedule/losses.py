@@ -47,8 +47,9 @@ _LOSSES = {
 
 def shifts(model: nn.Module) -> bool | None:
     """Whether labels are compared with the prediction for the next token; None for other losses."""
-    name = type(model).__name__
-    return next((shift for end, shift in _LOSSES.items() if name.endswith(end)), None)
+    names = [kind.__name__ for kind in type(model).__mro__]  # a user's own class of such a model
+    known = (shift for name in names for end, shift in _LOSSES.items() if name.endswith(end))
+    return next(known, None)
 
 
 def check_loss(model: nn.Module, head: str, option: str) -> None:

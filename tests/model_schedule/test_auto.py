@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import slapo
 from slapo.check.world import fake_world
@@ -111,3 +111,62 @@ def test_the_proof_may_be_left_out() -> None:
         sch = apply_schedule(qwen3(q_norm=None, k_norm=None), "auto", check=False)
         with pytest.raises(slapo.PlacementError, match=r"q_norm|k_norm"):
             slapo.check(sch, tokens(2, 6))
+
+
+# --- where the check has no rule -----------------------------------------------------------------
+@torch.library.custom_op("slapo_tests::squash", mutates_args=())
+def squash(x: Tensor) -> Tensor:
+    """An operation that nothing is known of."""
+    return x.tanh()
+
+
+squash.register_fake(torch.empty_like)
+squash.register_autograd(
+    lambda ctx, grad: grad * (1 - ctx.saved_tensors[0].tanh() ** 2),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+class Squash(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return squash(x)
+
+
+class Squashed(transformers.Qwen3ForCausalLM):  # type: ignore[misc]
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp.act_fn = Squash()
+
+
+def squashed(layers: int = 3) -> Any:
+    config = MODELS["qwen3"].build().config
+    config.num_hidden_layers = layers
+    config.layer_types = ["full_attention"] * layers
+    torch.manual_seed(0)
+    return Squashed(config)
+
+
+def uncertain(rank: int, world_size: int) -> tuple[list[str], str]:
+    sch = apply_schedule(squashed(), "auto", group=dist.group.WORLD, fused_loss=True)
+    model = squashed()
+    model._tp_plan = {k: v for k, v in model.tp_plan.items() if "k_norm" not in k}
+    try:
+        apply_schedule(model, "auto", group=dist.group.WORLD)
+    except slapo.PlacementError as error:
+        return [record.primitive for record in sch.history], str(error)
+    return [], ""
+
+
+def test_numbers_where_the_check_has_no_rule() -> None:
+    for done, said in run_distributed(uncertain, 2, timeout=120):
+        assert done.count("shard") > 3 * 5
+        assert "does not hold on 2 ranks: Verify: " in said
+        assert "k_norm" in said
+        assert "The check alone was not certain" in said
+        assert "squash" in said
+
+
+def test_no_numbers_without_ranks() -> None:
+    with fake_world(2, 1), pytest.raises(slapo.PlacementError, match="squash"):
+        apply_schedule(squashed(), "auto")
