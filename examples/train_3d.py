@@ -2,7 +2,9 @@
 
     torchrun --nproc-per-node 8 examples/train_3d.py --model gpt2 --pp 2 --dp 2 --tp 2
 
-The text is the source of Python's own standard library. ``--help`` lists the options.
+Models of all families that have a recipe, on real text and images that need no download: the
+source of Python's own standard library, and scikit-learn's handwritten digits. ``--help`` lists
+the options.
 """
 
 from __future__ import annotations
@@ -29,8 +31,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 import slapo
-from examples.parallel_models import FAMILIES, Family, Sizes, schedule
-from examples.text import Batches, standard_library
+from examples.parallel_models import MODELS, Family, Sizes, schedule
 from slapo.utils.report import report_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,10 +40,20 @@ LOOPED = ("interleaved_1f1b", "zero_bubble", "zbv")
 
 
 def main() -> None:
-    """Schedule, build, train."""
+    """What a recipe, a runtime or the batch's size refuses is one line, without a traceback."""
     args = parse()
+    try:
+        run(args)
+        dist.barrier()
+        dist.destroy_process_group()
+    except (ValueError, slapo.SlapoError) as error:
+        raise SystemExit(f"train_3d.py: {error}") from error
+
+
+def run(args: argparse.Namespace) -> list[float]:
+    """Schedule, build, train; gives the losses."""
     mesh = slapo.init_mesh(pp=args.pp, dp=args.dp, tp=args.tp, device=args.device)
-    family = FAMILIES[args.model]
+    family = MODELS[args.model]
     sizes = Sizes(args.hidden, args.layers, args.heads, args.length, dropout=args.dropout)
 
     # The same values everywhere; from here on random numbers differ where they should.
@@ -52,7 +63,7 @@ def main() -> None:
     slapo.set_random_seed(args.seed, mesh=mesh)
     sch = slapo.create_schedule(model, group=mesh["tp"])
     stages = args.pp * (2 if args.schedule in LOOPED else 1)
-    schedule(sch, family, stages, args.checkpoint_ratio)
+    schedule(sch, family, stages, args.checkpoint_ratio, **recipe_options(args))
     engine, _ = slapo.build(
         sch,
         target=args.target,
@@ -64,9 +75,13 @@ def main() -> None:
         dtype=DTYPES[args.dtype],
         **target_options(args),
     )
-    train(engine, batches(family, args, mesh.get_local_rank("dp")), args)
-    dist.barrier()
-    dist.destroy_process_group()
+    return train(engine, batches(family, args, mesh.get_local_rank("dp")), args)
+
+
+def recipe_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What the command line asks of the recipe; it refuses what the family cannot have."""
+    names = ("sequence_parallel", "compile", "fused_loss")
+    return {name: True for name in names if getattr(args, name)}
 
 
 def target_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -74,19 +89,18 @@ def target_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.target == "torch":
         return {"pipeline_schedule": args.schedule, "data_parallel": args.data_parallel}
     if args.schedule != "1f1b":
-        raise SystemExit(f"--schedule {args.schedule} is one of target torch; others run 1f1b")
+        raise ValueError(f"--schedule {args.schedule} is one of target torch; others run 1f1b")
     return {"zero": args.zero} if args.target == "deepspeed" else {}
 
 
 def batches(family: Family, args: argparse.Namespace, dp: int) -> Iterator[tuple[Any, Tensor]]:
-    """Text for one data-parallel rank: each has windows of its own."""
-    text = standard_library()
-    windows = Batches(text, args.batch, args.length, family.masked, seed=args.seed + dp)
+    """Text or images for one data-parallel rank: each has its own."""
+    draw = family.data(args.batch, args.length, seed=args.seed + dp)
     while True:
-        yield family.batch(windows())
+        yield family.batch(draw(), labelled=args.fused_loss)
 
 
-def train(engine: Any, data: Iterator[Any], args: argparse.Namespace) -> None:
+def train(engine: Any, data: Iterator[Any], args: argparse.Namespace) -> list[float]:
     """Some steps, with a bar on the first rank."""
     first = dist.get_rank() == 0
     console = Console(stderr=True)
@@ -108,23 +122,25 @@ def train(engine: Any, data: Iterator[Any], args: argparse.Namespace) -> None:
     memory = report_memory("at the end").peak_allocated or 0
     if first:
         samples = args.batch * args.dp / statistics.median(seconds)
-        tokens = samples * args.length
-        print(f"{layout}: loss {losses[0]:.4f} -> {losses[-1]:.4f}, {tokens:.0f} tokens/s")
+        tokens = f"{samples * args.length:.0f} tokens/s"
+        rate = f"{samples:.0f} images/s" if MODELS[args.model].pixels else tokens
+        print(f"{layout}: loss {losses[0]:.4f} -> {losses[-1]:.4f}, {rate}")
         # What slapo.framework_dialect.get_dialect_cls("log_parser", args.target) reads.
         print(
             f"parameters per rank: {sum(p.numel() for p in engine.parameters()):,}, "
             f"samples/s: {samples:.2f}, peak memory: {memory / 2**20:.0f} MiB"
         )
+    return losses
 
 
-def parse() -> argparse.Namespace:
-    """Options of the command line."""
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Options, by default of the command line."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", choices=sorted(FAMILIES), default="gpt2")
+    add("--model", choices=sorted(MODELS), default="gpt2")
     add("--target", choices=("torch", "deepspeed", "megatron"), default="torch")
     add("--pp", type=int, default=1, help="pipeline ranks")
     add("--dp", type=int, default=1, help="data-parallel replicas")
@@ -132,12 +148,15 @@ def parse() -> argparse.Namespace:
     add("--micro-batches", type=int, default=4)
     add("--schedule", choices=("1f1b", "gpipe", *LOOPED), default="1f1b", help="of the pipeline")
     add("--checkpoint-ratio", type=float, default=0.0, help="share of layers to recompute")
+    add("--sequence-parallel", action="store_true", help="deal tokens out between split layers")
+    add("--fused-loss", action="store_true", help="never hold whole logits; without a pipeline")
+    add("--compile", action="store_true", help="each layer by torch.compile")
     add("--dtype", choices=sorted(DTYPES), default="float32")
     add("--data-parallel", choices=("ddp", "fsdp"), default="ddp", help="for target torch")
     add("--zero", type=int, choices=(0, 1, 2, 3), default=None, help="for target deepspeed")
     add("--clip", type=float, default=1.0, help="largest norm of the gradient")
     add("--steps", type=int, default=20)
-    add("--batch", type=int, default=8, help="sequences per data-parallel rank")
+    add("--batch", type=int, default=8, help="sequences, or images, per data-parallel rank")
     add("--length", type=int, default=128, help="tokens per sequence")
     add("--hidden", type=int, default=128)
     add("--layers", type=int, default=4)
@@ -147,7 +166,7 @@ def parse() -> argparse.Namespace:
     add("--seed", type=int, default=2013)
     add("--device", default=None, help="cpu or cuda; the accelerator if there is one")
     add("--meta", action="store_true", help="create each rank's weights only")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,25 @@
-"""``examples/train_3d.py`` and ``examples/finetune.py`` as a user starts them."""
+"""``examples/train_3d.py`` and ``examples/finetune.py``."""
 
 from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from slapo.framework_dialect import get_dialect_cls
+from slapo.model_schedule import recipe_keys
+from tests.distributed import run_distributed
+from tests.examples.launch import ROOT, start
 
 pytest.importorskip("transformers")
-from examples import finetune
+pytest.importorskip("sklearn")
+from examples import finetune, train_3d
+from examples.parallel_models import MODELS
 
-ROOT = Path(__file__).parents[2]
 SMALL = "--hidden 32 --length 16 --layers 2 --batch 4 --steps 30 --micro-batches 2 --device cpu"
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -23,21 +27,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 def launch(processes: int, arguments: str) -> subprocess.CompletedProcess[str]:
     return start("train_3d.py", processes, [*SMALL.split(), *arguments.split()], ROOT)
-
-
-def start(
-    script: str, processes: int, arguments: list[str], where: Path
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(processes), str(ROOT / "examples" / script)]
-    return subprocess.run(
-        [*command, *arguments],
-        cwd=where,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize(
@@ -71,6 +60,7 @@ def test_it_trains(processes: int, arguments: str) -> None:
         ("--pp 3", "pp=3, dp=1, tp=1 makes 3 processes, and the job has 2"),
         ("--pp 2 --batch 5", "a batch of 5 samples is not divisible by micro_batches=2"),
         ("--pp 2 --target deepspeed --zero 3", "ZeRO"),
+        ("--pp 2 --model albert", "pipeline_cuts=2 is not for this family: its layers run several"),
     ],
 )
 def test_mistakes(arguments: str, message: str) -> None:
@@ -78,9 +68,61 @@ def test_mistakes(arguments: str, message: str) -> None:
         pytest.importorskip("deepspeed")
     done = launch(2, arguments)
     assert done.returncode != 0
-    assert message in done.stderr
+    assert re.search(f"^train_3d.py: .*{re.escape(message)}", done.stderr, re.M), done.stderr
+    assert "Traceback" not in done.stderr.partition("train_3d.py: ")[0]
 
 
+# --- every model ---------------------------------------------------------------------------------
+#: Batches differ, so that two losses tell little: the means of the first and the last five do.
+EVERY = "--hidden 32 --length 16 --layers 4 --batch 8 --steps 24 --micro-batches 2 --lr 3e-3"
+#: Key of a recipe -> key of the model here that shows it.
+SHOWN_BY = {"gemma3": "gemma3_text"}
+
+
+def train_all(
+    rank: int, world_size: int, keys: list[str], options: str
+) -> dict[str, list[float] | str]:
+    """Key -> losses; or what was refused."""
+    found: dict[str, Any] = {}
+    for key in keys:
+        arguments = f"{EVERY} --device cpu --model {key} {options}".split()
+        try:
+            found[key] = train_3d.run(train_3d.parse(arguments))
+        except ValueError as error:
+            found[key] = str(error)
+    return found
+
+
+def test_every_recipe_has_a_model() -> None:
+    assert {SHOWN_BY.get(key, key) for key in recipe_keys()} == set(MODELS)
+
+
+def test_every_model_trains_in_every_layout() -> None:
+    """The losses of all layouts are the same, but for the order of sums in float32."""
+    runs = {
+        options: run_distributed(train_all, 2, list(MODELS), options, timeout=280)[0]
+        for options in ("--tp 2", "--pp 2")
+    }
+    refused = runs["--pp 2"].pop("albert")
+    assert "pipeline_cuts=2 is not for this family" in refused
+    for options, found in runs.items():
+        for key, losses in found.items():
+            assert isinstance(losses, list), (options, key, losses)
+            assert sum(losses[-5:]) < 0.99 * sum(losses[:5]), (options, key, losses)
+            assert losses == pytest.approx(runs["--tp 2"][key], rel=1e-4), (options, key)
+
+
+def test_options_of_recipes_leave_the_loss_as_it_is() -> None:
+    plain, spread, fused = (
+        run_distributed(train_all, 2, ["llama", "t5"], f"--tp 2 {options}", timeout=280)[0]
+        for options in ("", "--sequence-parallel", "--fused-loss")
+    )
+    for key, losses in plain.items():
+        assert spread[key] == pytest.approx(losses, rel=1e-4)
+        assert fused[key] == pytest.approx(losses, rel=1e-4)
+
+
+# --- examples/finetune.py ------------------------------------------------------------------------
 @pytest.mark.parametrize("pretrained", [False, True])
 def test_fine_tuning(tmp_path: Path, pretrained: bool) -> None:
     arguments = ["--steps", "6"]
