@@ -21,10 +21,10 @@ FLOORS = [
     ["clip", "selection"],
     ["schedule"],
     ["check"],
-    ["build", "model_schedule", "replay"],
-    ["command"],
+    ["build", "replay"],
     ["verify"],
-    ["blame"],
+    ["blame", "model_schedule"],
+    ["command"],
     ["__init__", "__main__"],
 ]
 
