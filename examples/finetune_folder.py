@@ -1,0 +1,223 @@
+"""Fine-tune a causal language model from a folder on disk, and save a folder that loads again.
+
+    torchrun --standalone --nproc-per-node 4 examples/finetune_folder.py --model FOLDER --tp 2 \\
+        --text notes.txt book.txt --output tuned
+
+The folder is what ``save_pretrained`` writes: ``config.json``, safetensors, and a tokenizer if there
+is one; without, tokens are bytes. Layers and vocabulary are split over ``--tp`` ranks by the recipe
+of the family, or by the plan in the model's config; the other ranks are replicas that see other
+text. Nothing is downloaded: without ``--text`` it reads the source of Python's standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import slapo
+from examples.text import BYTES, Batches, standard_library
+from slapo.model_schedule import apply_schedule, recipe_keys
+from slapo.sharding.state import shards_of
+from slapo.wrapper import innermost
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+#: Share of the text, at its end, that is kept for the evaluation.
+HELD_OUT = 0.1
+
+
+def main() -> None:
+    """What cannot be done with this folder or these sizes is one line."""
+    args = parse()
+    try:
+        run(args)
+        dist.barrier()  # the folder is written
+        dist.destroy_process_group()
+    except (OSError, ValueError, slapo.SlapoError) as error:
+        raise SystemExit(f"finetune_folder.py: {error}") from error
+
+
+def run(args: argparse.Namespace) -> None:
+    """Load, schedule, build, train, save."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    mesh = slapo.init_mesh(dp=world_size // args.tp, tp=args.tp, device=args.device)
+    config = AutoConfig.from_pretrained(args.model)
+    tokenizer = load_tokenizer(args.model)
+    tokens = read_text(args.text, tokenizer, config)
+    check_length(args.length, config)
+
+    # Every rank reads the whole checkpoint, and keeps its slices.
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, config=config, dtype=torch.float32, use_cache=False
+    ).to(mesh.device_type)
+    slapo.set_random_seed(args.seed, mesh=mesh)
+    key = config.model_type if config.model_type in recipe_keys() else "auto"
+    sch = apply_schedule(model, key, group=mesh["tp"], ckpt_ratio=args.checkpoint_ratio)
+    engine, _ = slapo.build(
+        sch,
+        target="torch",
+        mesh=mesh,
+        loss_fn=lambda output, labels: output.loss,  # all windows are of one length
+        optimizer=functools.partial(torch.optim.AdamW, lr=args.lr),
+        clip_grad_norm=1.0,
+        dtype=DTYPES[args.dtype],
+        data_parallel=args.data_parallel,
+    )
+    train_text, held_out = split(tokens)
+    draw = Batches(train_text, args.batch, args.length, False, args.seed + mesh.get_local_rank("dp"))
+    evaluate = functools.partial(mean_loss, engine, held_out, args.batch, args.length)
+    before = evaluate()
+    train(engine, endless(draw), args.steps, before)
+    after = evaluate()
+    say(f"{key}: loss of text that it has not seen {before:.4f} -> {after:.4f}")
+    weights = whole_weights(sch, engine.state_dict())
+    if dist.get_rank() == 0:
+        save(weights, args.model, tokenizer, args.output)
+
+
+def say(text: str) -> None:
+    """Print on the first rank."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+# --- text ----------------------------------------------------------------------------------------
+def load_tokenizer(folder: str) -> Any:
+    """That of the folder; None if it has none."""
+    if any(Path(folder).glob("tokenizer*")) or (Path(folder) / "vocab.json").exists():
+        return AutoTokenizer.from_pretrained(folder)
+    return None
+
+
+def read_text(files: list[str], tokenizer: Any, config: Any) -> Tensor:
+    """Tokens of all files, one behind the other, of shape ``(tokens,)``."""
+    if files:
+        text = b"\n".join(Path(file).read_bytes() for file in files)
+    else:
+        text = bytes(standard_library(limit=500_000).tolist())
+    if tokenizer is not None:
+        found = tokenizer(text.decode(errors="replace"), add_special_tokens=False, verbose=False)
+        return torch.tensor(found["input_ids"])
+    if config.get_text_config().vocab_size < BYTES:
+        raise ValueError(
+            f"the folder has no tokenizer, and a vocabulary of {config.get_text_config().vocab_size}"
+            f" tokens, too few for {BYTES} bytes; put the tokenizer's files into the folder"
+        )
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def check_length(length: int, config: Any) -> None:
+    """Positions beyond the table would be an error of an index, deep in the model."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise ValueError(f"--length {length} is more than the model's {longest} positions")
+
+
+def split(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """For training, and for the evaluation."""
+    size = int(len(tokens) * (1 - HELD_OUT))
+    return tokens[:size], tokens[size:]
+
+
+def endless(draw: Callable[[], dict[str, Tensor]]) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    """Batches as engines take them: inputs, and targets, which the model has here anyway."""
+    while True:
+        batch = draw()
+        yield batch, batch["labels"]
+
+
+# --- training ------------------------------------------------------------------------------------
+def train(engine: Any, data: Iterator[Any], steps: int, before: float) -> None:
+    """Some steps, with a bar on the first rank."""
+    first = dist.get_rank() == 0
+    bar = track(range(steps), "fine-tuning", console=Console(stderr=True), disable=not first)
+    every = max(1, steps // 10)
+    for step in bar:
+        loss = engine.train_batch(data)
+        if step % every == 0 or step == steps - 1:
+            say(f"step {step}: loss {loss:.4f}")
+
+
+def mean_loss(engine: Any, text: Tensor, batch: int, length: int) -> float:
+    """Of some windows, the same on every rank and at every call."""
+    draw = Batches(text, batch, length, masked=False, seed=0)
+    data = endless(draw)
+    return sum(float(engine.eval_batch(data)) for _ in range(4)) / 4
+
+
+# --- weights -------------------------------------------------------------------------------------
+def whole_weights(sch: slapo.Schedule, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The model's tensors, put together from the ranks' slices; all ranks must call it.
+
+    Parameters
+    ----------
+    sch
+        The root schedule, which knows how each tensor is sliced.
+    state
+        This rank's slices by name.
+    """
+    specs = {
+        f"{path}.{name}".lstrip("."): spec
+        for path, node in sch.named_schedules()
+        for name, spec in shards_of(innermost(node.mod)).items()
+    }
+    found = {}
+    for name, tensor in state.items():
+        # With FSDP a replica's share of the slice.
+        part = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        whole = specs[name].gather(part, sch.group) if name in specs else part
+        found[name] = whole.cpu()
+    return found
+
+
+def save(weights: dict[str, Tensor], source: str, tokenizer: Any, target: str) -> None:
+    """Write a folder like the first one, in its dtype."""
+    # Unscheduled: it has the original names, and refuses weights under others.
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.load_state_dict(weights)
+    model.save_pretrained(target)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(target)
+    print(f"saved {len(weights)} tensors to {target}", flush=True)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Options, by default of the command line."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="FOLDER", help="of from_pretrained")
+    add("--text", nargs="*", default=[], metavar="FILE", help="to learn; else Python's source")
+    add("--output", default="tuned", metavar="FOLDER", help="where the whole weights go")
+    add("--tp", type=int, default=1, help="ranks that share every layer")
+    add("--steps", type=int, default=50)
+    add("--batch", type=int, default=4, help="windows per replica")
+    add("--length", type=int, default=64, help="tokens per window")
+    add("--lr", type=float, default=3e-4)
+    add("--checkpoint-ratio", type=float, default=0.0, help="share of layers to recompute")
+    add("--dtype", choices=sorted(DTYPES), default="float32", help="of the computation")
+    add("--data-parallel", choices=("ddp", "fsdp"), default="ddp")
+    add("--seed", type=int, default=2013)
+    add("--device", default=None, help="cpu or cuda; the accelerator if there is one")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
