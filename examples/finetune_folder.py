@@ -3,10 +3,10 @@
     torchrun --standalone --nproc-per-node 4 examples/finetune_folder.py --model FOLDER --tp 2 \\
         --text notes.txt book.txt --output tuned
 
-The folder is what ``save_pretrained`` writes: ``config.json``, safetensors, and a tokenizer if there
-is one; without, tokens are bytes. Layers and vocabulary are split over ``--tp`` ranks by the recipe
-of the family, or by the plan in the model's config; the other ranks are replicas that see other
-text. Nothing is downloaded: without ``--text`` it reads the source of Python's standard library.
+The folder is what ``save_pretrained`` writes: ``config.json``, safetensors, and a tokenizer if
+there is one; without, tokens are bytes. Layers and vocabulary are split over ``--tp`` ranks by the
+recipe of the family, or by the plan in the model's config; the other ranks are replicas that see
+other text. Nothing is downloaded: without ``--text`` it reads the source of Python's standard library.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def run(args: argparse.Namespace) -> None:
     check_length(args.length, config)
 
     # Every rank reads the whole checkpoint, and keeps its slices.
-    model = AutoModelForCausalLM.from_pretrained(
-        args.model, config=config, dtype=torch.float32, use_cache=False
-    ).to(mesh.device_type)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    model.config.use_cache = False  # it is for generation
+    model.train().to(mesh.device_type)
     slapo.set_random_seed(args.seed, mesh=mesh)
     key = config.model_type if config.model_type in recipe_keys() else "auto"
     sch = apply_schedule(model, key, group=mesh["tp"], ckpt_ratio=args.checkpoint_ratio)
@@ -79,7 +79,9 @@ def run(args: argparse.Namespace) -> None:
         data_parallel=args.data_parallel,
     )
     train_text, held_out = split(tokens)
-    draw = Batches(train_text, args.batch, args.length, False, args.seed + mesh.get_local_rank("dp"))
+    draw = Batches(
+        train_text, args.batch, args.length, False, args.seed + mesh.get_local_rank("dp")
+    )
     evaluate = functools.partial(mean_loss, engine, held_out, args.batch, args.length)
     before = evaluate()
     train(engine, endless(draw), args.steps, before)
@@ -113,10 +115,11 @@ def read_text(files: list[str], tokenizer: Any, config: Any) -> Tensor:
     if tokenizer is not None:
         found = tokenizer(text.decode(errors="replace"), add_special_tokens=False, verbose=False)
         return torch.tensor(found["input_ids"])
-    if config.get_text_config().vocab_size < BYTES:
+    vocabulary = config.get_text_config().vocab_size
+    if vocabulary < BYTES:
         raise ValueError(
-            f"the folder has no tokenizer, and a vocabulary of {config.get_text_config().vocab_size}"
-            f" tokens, too few for {BYTES} bytes; put the tokenizer's files into the folder"
+            f"the folder has no tokenizer, and a vocabulary of {vocabulary} tokens, too few for "
+            f"{BYTES} bytes; put the tokenizer's files into the folder"
         )
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 

@@ -1,0 +1,160 @@
+"""A scheduled model inside Transformers' ``Trainer``, which needs nothing special for it.
+
+    python examples/hf_trainer.py
+    torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py    # replicas, by Trainer's DDP
+
+The recipe changes how the model computes: its kernels, what it computes again in the backward pass,
+and a head that computes the loss by pieces, so that logits never exist. The model stays one of
+Transformers, and parameters keep their names: what Trainer saves is read by ``from_pretrained`` of
+the class, without Slapo. Recipes never rename; a schedule of your own that fuses layers does
+(``FusedQKV`` makes one weight of three), and its checkpoints are for the scheduled model then.
+
+Without logits there is nothing for Trainer's ``compute_metrics``; ``--whole-logits`` keeps them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+import slapo
+from examples.text import VOCABULARY, standard_library
+from slapo.model_schedule import apply_schedule
+
+
+class Windows(Dataset):
+    """Pieces of Python's standard library, one behind the other.
+
+    Parameters
+    ----------
+    length
+        Bytes in each.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.pieces = standard_library(limit=1_000_000).split(length)[:-1]
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.pieces)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """One sample as the model takes it."""
+        return {"input_ids": self.pieces[index], "labels": self.pieces[index]}
+
+
+def define(hidden: int, layers: int, length: int) -> LlamaForCausalLM:
+    """A small Llama; the same on every rank."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=length,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return LlamaForCausalLM(config)
+
+
+def schedule(model: LlamaForCausalLM, args: argparse.Namespace) -> Any:
+    """The recipe, for this process alone: Trainer spreads batches over the others."""
+    sch = apply_schedule(
+        # A group of one: by default the ranks of a job would share every layer.
+        slapo.create_schedule(model, group=alone()),
+        "llama",
+        ckpt_ratio=args.checkpoint_ratio,
+        fused_loss=not args.whole_logits,
+        compile=args.compile,
+    )
+    built, _ = slapo.build(sch)
+    return built
+
+
+def alone() -> Any:
+    """The group of this process; None where there are no others."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.new_subgroups(1)[0]
+
+
+def main() -> None:
+    """Train, save, and read the checkpoint without Slapo."""
+    args = parse()
+    # First of all: they start torch.distributed, which the schedule asks for its ranks.
+    arguments = TrainingArguments(
+        output_dir=args.output,
+        max_steps=args.steps,
+        per_device_train_batch_size=args.batch,
+        learning_rate=args.lr,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=args.cpu,
+        seed=2013,
+    )
+    model = define(args.hidden, args.layers, args.length)
+    if not args.unscheduled:
+        model = schedule(model, args)
+    set_seed(arguments.seed)
+    trainer = Trainer(model=model, args=arguments, train_dataset=Windows(args.length))
+    trainer.train()
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        print(f"loss {losses[0]:.6f} -> {losses[-1]:.6f}")
+        compare(model, args.output)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def compare(model: Any, folder: str) -> None:
+    """Show that the checkpoint is that of an ordinary Llama."""
+    state = model.state_dict()
+    plain = LlamaForCausalLM.from_pretrained(folder).state_dict()
+    equal = plain.keys() == state.keys() and all(
+        torch.equal(plain[name], state[name].cpu()) for name in plain
+    )
+    print(f"{folder} has the weights of a {LlamaForCausalLM.__name__}: {equal}")
+
+
+def parse() -> argparse.Namespace:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--output", default="trained", metavar="FOLDER")
+    add("--steps", type=int, default=30)
+    add("--batch", type=int, default=8, help="windows per process")
+    add("--length", type=int, default=128, help="tokens per window")
+    add("--hidden", type=int, default=128)
+    add("--layers", type=int, default=4)
+    add("--lr", type=float, default=1e-3)
+    add("--checkpoint-ratio", type=float, default=0.5, help="share of layers to recompute")
+    add("--whole-logits", action="store_true", help="leave the head and the loss as they are")
+    add("--compile", action="store_true", help="each layer by torch.compile")
+    add("--unscheduled", action="store_true", help="the model as Transformers defines it")
+    add("--cpu", action="store_true", help="also where there is an accelerator")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
