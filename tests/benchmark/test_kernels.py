@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("transformers")
 
 import slapo
-from benchmark import kernels
+from benchmark import kernel_ranks, kernels
+from benchmark.kernel_cases import check_losses
 from slapo.model_schedule import apply_schedule
 
 
@@ -28,6 +29,11 @@ def test_tiny_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with (tmp_path / "kernels_ranks.csv").open() as file:
         sides = {row["side"] for row in csv.DictReader(file)}
     assert {"ours", "DTensor"} <= sides
+    with (tmp_path / "kernels_collectives.csv").open() as file:
+        travels = {row["side"]: row for row in csv.DictReader(file)}
+    assert [travels["ours"][way] for way in ("forward", "backward")] == ["2 all_reduce"] * 2
+    assert travels["DTensor"]["backward"] == "5 all_reduce"  # each column layer sums by itself
+    assert travels["ours"]["backward_mib"] == travels["least"]["backward_mib"]
     assert "two ranks: time of ours to DTensor's" in capsys.readouterr().out
 
 
@@ -47,5 +53,6 @@ def test_published_sizes(name: str) -> None:
 
 def test_sides_are_those_of_the_options() -> None:
     assert set(kernels.OURS) <= set(kernels.SIDES)
+    assert set(kernel_ranks.FEW) <= set(kernel_ranks.SIDES)
     with pytest.raises(RuntimeError, match="computes something else"):
-        kernels._check_losses({"hf": [1.0], "ours": [2.0]})
+        check_losses({"hf": [1.0], "ours": [2.0]})
