@@ -88,7 +88,8 @@ class _TensorState:
         for table, before in zip(_hooks_of(tensor), self.hooks, strict=True):
             for key in table.keys() - before:
                 del table[key]
-        if tensor.shape != self.data.shape:  # a shard keeps a slice in the same object
+        # A shard keeps a slice in the same object, and a cast rounded numbers.
+        if tensor.shape != self.data.shape or tensor.dtype != self.data.dtype:
             tensor.grad, tensor.data = None, self.data
 
 

@@ -30,8 +30,7 @@ def apply_schedule(
     """Schedule a model by the recipe of its family.
 
     In this order: kernels; layers, vocabulary and loss over the tensor-parallel ranks; checkpoints;
-    pipeline cuts. Values and names of the parameters stay. A call that fails changes nothing,
-    except that ``fp16`` and ``bf16`` have rounded the weights.
+    pipeline cuts. Values and names of the parameters stay. A call that fails changes nothing.
 
     Parameters
     ----------

@@ -167,15 +167,16 @@ def test_wrong_family() -> None:
 def test_a_failure_half_way_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama()
     before = {name: id(p) for name, p in model.named_parameters()}
+    values = {name: each.clone() for name, each in model.state_dict().items()}
     text, attention = str(model), model.config._attn_implementation
     with (
         pytest.raises(slapo.SlapoError, match="could not be traced"),
         pytest.warns(UserWarning, match="could not be traced"),
     ):
-        apply_schedule(
-            model, "llama", ckpt_ratio=1.0, pipeline_cuts=2, example_inputs={"no_such_input": 1}
-        )
+        options = {"ckpt_ratio": 1.0, "pipeline_cuts": 2, "bf16": True}
+        apply_schedule(model, "llama", example_inputs={"no_such_input": 1}, **options)
     assert {name: id(p) for name, p in model.named_parameters()} == before
+    assert all(torch.equal(each, values[name]) for name, each in model.state_dict().items())
     assert str(model) == text
     assert model.config._attn_implementation == attention
 
