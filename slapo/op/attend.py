@@ -15,7 +15,7 @@ from slapo.random import TENSOR_PARALLEL, get_rng_tracker
 
 BACKENDS = ("auto", "eager", "sdpa", "flash", "xformers")
 #: From so many keys on, SDPA is faster than eager attention with a bias for each pair (measured on
-#: a CPU: its fast kernels do not take one that needs a gradient).
+#: a CPU in float32: its fast kernels do not take one that needs a gradient).
 _LONG = 1024
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -56,8 +56,8 @@ def attend(
         (:func:`slapo.set_random_seed`), it is drawn from that: heads lie on several ranks then.
     backend
         ``"eager"``, ``"sdpa"`` (torch's), ``"flash"`` (the package flash-attn; CUDA, half
-        precision, neither mask nor bias), ``"xformers"`` (CUDA), or ``"auto"``: eager for a bias
-        over few keys, else sdpa, whose kernels torch chooses.
+        precision, neither mask nor bias), ``"xformers"`` (CUDA), or ``"auto"``: eager on CPU for a
+        bias over few keys in float32, else sdpa, whose kernels torch chooses.
 
     Returns
     -------
@@ -81,11 +81,17 @@ def attend(
     _check(query, key, value, backend)
     _check_mask(mask)
     if backend == "auto":
-        backend = "eager" if bias is not None and key.shape[-2] < _LONG else "sdpa"
+        backend = "eager" if bias is not None and _is_better_eager(query, key) else "sdpa"
     check_available(backend, query)
     both = _joined(mask, bias)
     with drawing(dropout):
         return _KERNELS[backend](query, key, value, both, is_causal, scale, dropout)
+
+
+def _is_better_eager(query: Tensor, key: Tensor) -> bool:
+    """With a bias: faster; in half precision eager rounds the logits, and gradients are worse."""
+    few = key.shape[-2] < _LONG and query.device.type == "cpu"
+    return few and query.dtype not in _HALVES
 
 
 def drawing(dropout: float) -> AbstractContextManager[None]:
