@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slapo.op import liger
+
 #: What modules call the number that is added to the mean of squares.
 _EPSILONS = ("variance_epsilon", "eps")
 
@@ -16,6 +18,7 @@ class RMSNorm(nn.RMSNorm):
     ``weight * cast(x / sqrt(mean(x ** 2) + eps))`` for Llama and its kin, which cast from float32
     to the type of the input before they multiply; with an offset
     ``cast((offset + weight) * x / sqrt(mean(x ** 2) + eps))``, as Gemma, which casts at the end.
+    Where torch needs several kernels for that, on CUDA that of liger-kernel is used, if installed.
 
     Parameters
     ----------
@@ -91,12 +94,20 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """``(..., hidden_size)`` -> the same; mixed types promote as in the originals."""
         shape = self.normalized_shape
+        if self.eps is not None and self._is_for_liger(x):
+            return liger.rms_norm(x, self.weight, self.eps, self.offset)
         if self.offset:
             scale = self.offset + self.weight.float()
             return F.rms_norm(x.float(), shape, scale, self.eps).to(x.dtype)
         if x.dtype == self.weight.dtype == torch.float32:
             return F.rms_norm(x, shape, self.weight, self.eps)
         return self.weight * F.rms_norm(x.float(), shape, None, self.eps).to(x.dtype)
+
+    def _is_for_liger(self, x: Tensor) -> bool:
+        """Whether torch has no single kernel, and liger-kernel one of the same roundings."""
+        if not liger.fits(x) or not liger.is_plain(self.weight):
+            return False
+        return bool(self.offset) or x.dtype == self.weight.dtype != torch.float32
 
     def extra_repr(self) -> str:
         """Sizes, and the offset where there is one."""
