@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo.logger import get_logger
+from slapo.op.gated import GatedDense, GatedMLP
 from slapo.op.interface import use_attention
 from slapo.op.norm import RMSNorm
+from slapo.op.residual import DenseDropoutAddNorm
 from slapo.schedule import Schedule
 
 logger = get_logger()
@@ -28,15 +30,23 @@ _NORMS = (
 )
 #: Those that add 1 to their weight.
 _NORMS_OF_OFFSETS = ("GemmaRMSNorm", "Gemma3RMSNorm")
+#: Blocks that :class:`slapo.op.gated.GatedMLP` computes.
+_GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GemmaMLP", "Gemma3MLP")
+
+#: Ends of the halves of a layer that :class:`slapo.op.residual.DenseDropoutAddNorm` computes.
+_ENDS = ("BertSelfOutput", "BertOutput", "RobertaSelfOutput", "RobertaOutput")
 
 
 def use_kernels(base: Schedule) -> None:
-    """Activations and norms by torch's kernels, for what below `base` is of a known class."""
+    """Activations, norms and gated blocks by kernels, for what below `base` is of a known class."""
     makers: dict[str, Callable[[str, Any], nn.Module]] = {
         "GELUActivation": exact_gelu,
         **dict.fromkeys(_GELUS, tanh_gelu),
         **dict.fromkeys(_NORMS, rms_norm),
         **dict.fromkeys(_NORMS_OF_OFFSETS, rms_norm_of_offsets),
+        **dict.fromkeys(_GATED, gated_mlp),
+        "T5DenseGatedActDense": gated_dense,
+        **dict.fromkeys(_ENDS, end_of_half),
     }
     classes = {type(module) for module in base.mod.modules()}
     for cls in sorted(classes, key=lambda each: each.__name__):
@@ -62,6 +72,21 @@ def rms_norm(path: str, module: nn.Module) -> RMSNorm:
 def rms_norm_of_offsets(path: str, module: nn.Module) -> RMSNorm:
     """The same, of a weight that says how far it is from 1."""
     return RMSNorm.like(module, offset=1.0)
+
+
+def gated_mlp(path: str, module: nn.Module) -> GatedMLP:
+    """The block with the product of its activation as one function, of the same layers."""
+    return GatedMLP.like(module)
+
+
+def gated_dense(path: str, module: nn.Module) -> GatedDense:
+    """The same, of T5."""
+    return GatedDense.like(module)
+
+
+def end_of_half(path: str, module: nn.Module) -> DenseDropoutAddNorm:
+    """Dropout, residual and norm as one kernel, with the same children."""
+    return DenseDropoutAddNorm.like(module)
 
 
 def use_backend(sch: Schedule, name: str, required: bool) -> None:
