@@ -66,11 +66,13 @@ def difference(
     model = reference(key, **changes)
     scheduled = copy.deepcopy(MODELS[key].build(**changes))
     inputs = MODELS[key].inputs(BATCH, length)
+    before = copy.deepcopy(model.state_dict())
     with torch.enable_grad():
         loss, logits = result(model(**inputs), inputs)
     loss.backward()
     sch = apply_schedule(scheduled, by or key, group=group, **options)
     built, _ = slapo.build(sch)
+    _check_values(built, before, sch.group)
     new_loss, new_logits = result(built(**inputs), inputs)
     new_loss.backward()
     found = {"loss": _relative(new_loss, loss)}
@@ -84,7 +86,6 @@ def difference(
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             found[name] = float((gradients[name] - parameter.grad).abs().max()) / scale
-    _check_values(built, model, sch.group)
     return found
 
 
@@ -93,13 +94,12 @@ def _relative(new: Tensor, old: Tensor) -> float:
     return float((new - old).abs().max() / old.abs().max().clamp(min=1.0))
 
 
-def _check_values(built: nn.Module, model: nn.Module, group: Any) -> None:
-    """Values by original names, bit by bit."""
-    old = dict(model.named_parameters())
-    new = dict(built.named_parameters())
-    assert new.keys() == old.keys()
-    for name, parameter in new.items():
+def _check_values(built: nn.Module, old: dict[str, Tensor], group: Any) -> None:
+    """Values by original names, bit by bit, buffers among them."""
+    new = built.state_dict()
+    assert list(new) == list(old)
+    for name, value in new.items():
         path, _, leaf = name.rpartition(".")
         spec: ShardSpec | None = shards_of(innermost(built.get_submodule(path))).get(leaf)
-        whole = parameter if spec is None else spec.gather(parameter.detach(), group)
+        whole = value if spec is None else spec.gather(value, group)
         assert torch.equal(whole, old[name]), name
