@@ -6,7 +6,7 @@
 The folder is what ``save_pretrained`` writes: ``config.json``, safetensors, and a tokenizer if
 there is one; without, tokens are bytes. Layers and vocabulary are split over ``--tp`` ranks by the
 recipe of the family, or by the plan in the model's config; the other ranks are replicas that see
-other text. Nothing is downloaded: without ``--text`` it reads the source of Python's standard library.
+other text. Nothing is downloaded: without ``--text`` it reads the source of Python's own library.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.logging import disable_progress_bar
 
 import slapo
 from examples.text import BYTES, Batches, standard_library
@@ -55,14 +58,18 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     """Load, schedule, build, train, save."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    check_launch(args, world_size)
     mesh = slapo.init_mesh(dp=world_size // args.tp, tp=args.tp, device=args.device)
+    if dist.get_rank() > 0:
+        disable_progress_bar()
     config = AutoConfig.from_pretrained(args.model)
+    check_family(args.model, config)
     tokenizer = load_tokenizer(args.model)
     tokens = read_text(args.text, tokenizer, config)
-    check_length(args.length, config)
+    check_text(tokens, args.length, config)
 
     # Every rank reads the whole checkpoint, and keeps its slices.
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    model = load_model(args.model)
     model.config.use_cache = False  # it is for generation
     model.train().to(mesh.device_type)
     slapo.set_random_seed(args.seed, mesh=mesh)
@@ -98,6 +105,57 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+# --- what would fail late, or deep in a library ---------------------------------------------------
+def check_launch(args: argparse.Namespace, world_size: int) -> None:
+    """Processes and folders."""
+    if world_size % args.tp:
+        raise ValueError(
+            f"--tp {args.tp} does not divide the number of processes, which is {world_size}; start "
+            f"{args.tp} or a multiple of it with torchrun --nproc-per-node"
+        )
+    if not (Path(args.model) / "config.json").is_file():
+        raise ValueError(
+            f"--model {args.model} is not a folder with a config.json; pass one that "
+            "save_pretrained has written (names of a hub are not looked up)"
+        )
+    if Path(args.output).resolve() == Path(args.model).resolve():
+        raise ValueError(f"--output {args.output} is the folder of the model; pass another one")
+    Path(args.output).mkdir(parents=True, exist_ok=True)
+
+
+def check_family(folder: str, config: Any) -> None:
+    """Only a causal language model has the next token to learn."""
+    wanted = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    found = getattr(config, "architectures", None) or [wanted]
+    if wanted is None or wanted not in found:
+        needed = "another family, such as Llama" if wanted is None else f"a {wanted}"
+        raise ValueError(
+            f"--model {folder} is the folder of a {found[0] or config.model_type}, and this trains "
+            f"causal language models; pass one of {needed}"
+        )
+
+
+def check_text(tokens: Tensor, length: int, config: Any) -> None:
+    """Enough of it, and no index beyond a table."""
+    if length < 2:
+        raise ValueError(f"--length {length} leaves no next token to learn; pass 2 or more")
+    shortest = min(len(part) for part in split(tokens))
+    if shortest <= length:
+        raise ValueError(
+            f"the text has {len(tokens)} tokens, {shortest} of them for the evaluation, which is "
+            f"too few for windows of --length {length}; pass more text or a smaller length"
+        )
+    sizes = config.get_text_config()
+    longest = getattr(sizes, "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise ValueError(f"--length {length} is more than the model's {longest} positions")
+    if int(tokens.max()) >= sizes.vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token {int(tokens.max())}, and the model's vocabulary has "
+            f"{sizes.vocab_size}; the folder's tokenizer is that of another model"
+        )
+
+
 # --- text ----------------------------------------------------------------------------------------
 def load_tokenizer(folder: str) -> Any:
     """That of the folder; None if it has none."""
@@ -122,13 +180,6 @@ def read_text(files: list[str], tokenizer: Any, config: Any) -> Tensor:
             f"{BYTES} bytes; put the tokenizer's files into the folder"
         )
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-
-
-def check_length(length: int, config: Any) -> None:
-    """Positions beyond the table would be an error of an index, deep in the model."""
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and length > longest:
-        raise ValueError(f"--length {length} is more than the model's {longest} positions")
 
 
 def split(tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,6 +215,23 @@ def mean_loss(engine: Any, text: Tensor, batch: int, length: int) -> float:
 
 
 # --- weights -------------------------------------------------------------------------------------
+def load_model(folder: str) -> Any:
+    """In float32, which small steps of the optimizer need; nothing in it may be random."""
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True
+        )
+    except (RuntimeError, SafetensorError) as error:  # sizes unlike the config's; a torn file
+        raise ValueError(f"--model {folder}: its weights cannot be read: {error}") from error
+    lost = sorted(found["missing_keys"])
+    if lost:
+        raise ValueError(
+            f"--model {folder} lacks {len(lost)} of the model's weights, such as {lost[0]}; "
+            "training would start from random ones"
+        )
+    return model
+
+
 def whole_weights(sch: slapo.Schedule, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The model's tensors, put together from the ranks' slices; all ranks must call it.
 
@@ -199,6 +267,14 @@ def save(weights: dict[str, Tensor], source: str, tokenizer: Any, target: str) -
     print(f"saved {len(weights)} tensors to {target}", flush=True)
 
 
+def count(text: str) -> int:
+    """A number from 1 up, for argparse, which names the option."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 up")
+    return number
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Options, by default of the command line."""
     parser = argparse.ArgumentParser(
@@ -209,10 +285,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--model", required=True, metavar="FOLDER", help="of from_pretrained")
     add("--text", nargs="*", default=[], metavar="FILE", help="to learn; else Python's source")
     add("--output", default="tuned", metavar="FOLDER", help="where the whole weights go")
-    add("--tp", type=int, default=1, help="ranks that share every layer")
-    add("--steps", type=int, default=50)
-    add("--batch", type=int, default=4, help="windows per replica")
-    add("--length", type=int, default=64, help="tokens per window")
+    add("--tp", type=count, default=1, help="ranks that share every layer")
+    add("--steps", type=count, default=50)
+    add("--batch", type=count, default=4, help="windows per replica")
+    add("--length", type=count, default=64, help="tokens per window")
     add("--lr", type=float, default=3e-4)
     add("--checkpoint-ratio", type=float, default=0.0, help="share of layers to recompute")
     add("--dtype", choices=sorted(DTYPES), default="float32", help="of the computation")

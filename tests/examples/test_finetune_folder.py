@@ -13,7 +13,9 @@ from torch import Tensor
 from tests.examples.launch import start
 
 pytest.importorskip("transformers")
+pytest.importorskip("rich")
 import transformers
+from safetensors.torch import load_file, save_file
 
 from examples import finetune_folder
 from examples.text import Batches
@@ -35,12 +37,15 @@ GATED = {**PLAIN, "intermediate_size": 72, "num_key_value_heads": 2, "pad_token_
 SIZES = ["--steps", "30", "--lr", "3e-3", "--length", "32", "--device", "cpu"]
 
 
-def make_folder(folder: Path, name: str, **settings: Any) -> dict[str, Tensor]:
-    """A folder with a small model; gives its weights."""
+def make_folder(
+    folder: Path, name: str, dtype: torch.dtype = torch.float32, **settings: Any
+) -> dict[str, Tensor]:
+    """A folder with a small model, in several files; gives its weights."""
     torch.manual_seed(0)
     model_class = getattr(transformers, f"{name}ForCausalLM", None) or transformers.GPT2LMHeadModel
-    model = model_class(model_class.config_class(**settings))
-    model.save_pretrained(folder)
+    model = model_class(model_class.config_class(**settings)).to(dtype)
+    model.save_pretrained(folder, max_shard_size="50KB")
+    assert (folder / "model.safetensors.index.json").exists()
     return model.state_dict()
 
 
@@ -61,7 +66,7 @@ def add_tokenizer(folder: Path, text: str) -> None:
 
 def loss_in_one_process(folder: Path, files: list[str]) -> float:
     """Of the text that is kept for the evaluation, by the unscheduled model of the folder."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = finetune_folder.load_tokenizer(str(folder))
     tokens = finetune_folder.read_text(files, tokenizer, model.config)
     draw = Batches(finetune_folder.split(tokens)[1], 4, 32, masked=False, seed=0)
@@ -114,20 +119,102 @@ def test_a_folder_becomes_another(
         assert tokenizer.decode(tokenizer("3 and 4")["input_ids"]) == "3 and 4"
 
 
+def test_one_process_trains_weights_of_half_precision(tmp_path: Path) -> None:
+    """They are float32 while they are trained, and are rounded once, at the end."""
+    settings = {**GATED, "tie_word_embeddings": True}
+    before = make_folder(tmp_path / "model", "Llama", torch.bfloat16, **settings)
+    given = ["--model", "model", "--output", "tuned", *SIZES]
+    done = start("finetune_folder.py", 0, given, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = re.search(r"^llama: loss .* (\d\.\d+) -> (\d\.\d+)$", done.stdout, re.M)
+    assert found, done.stdout
+    for folder, loss, tolerance in (("model", found[1], 1e-4), ("tuned", found[2], 1e-2)):
+        plain = loss_in_one_process(tmp_path / folder, [])
+        assert float(loss) == pytest.approx(plain, abs=tolerance)
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    assert tuned.lm_head.weight is tuned.model.embed_tokens.weight
+    assert {k: (v.shape, v.dtype) for k, v in tuned.state_dict().items()} == {
+        k: (v.shape, v.dtype) for k, v in before.items()
+    }
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+def test_a_mistake_is_one_line(tmp_path: Path) -> None:
+    done = start("finetune_folder.py", 0, ["--model", "nowhere"], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "finetune_folder.py: --model nowhere is not a folder with a config.json; pass one that "
+        "save_pretrained has written (names of a hub are not looked up)"
+    )
+    assert "Traceback" not in done.stderr
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    """What is said about a folder, in a world of one."""
+    output = [] if "--output" in arguments else ["--output", str(folder.parent / "tuned")]
+    given = ["--model", str(folder), *SIZES, *output, *arguments]
+    with pytest.raises((ValueError, OSError)) as caught:
+        finetune_folder.run(finetune_folder.parse(given))
+    return str(caught.value)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_folder(tmp_path / "model", "Llama", **GATED)
+    return tmp_path / "model"
+
+
 @pytest.mark.parametrize(
-    ("settings", "arguments", "message"),
+    ("arguments", "message"),
     [
-        ({"vocab_size": 97}, [], "a vocabulary of 97 tokens, too few for 256 bytes"),
-        ({}, ["--length", "64"], "--length 64 is more than the model's 48 positions"),
-        ({}, ["--text", "nowhere.txt"], "nowhere.txt"),
+        ("--tp 2", "--tp 2 does not divide the number of processes, which is 1; start 2 or a "),
+        ("--output {folder}", "is the folder of the model; pass another one"),
+        ("--output {folder}/config.json", "File exists: "),
+        ("--length 1", "--length 1 leaves no next token to learn"),
+        ("--length 64", "--length 64 is more than the model's 48 positions"),
+        ("--text nowhere.txt", "No such file or directory: 'nowhere.txt'"),
+        ("--text {folder}/generation_config.json", "tokens, .. of them for the evaluation, which"),
+        ("--checkpoint-ratio 1.5", "ckpt_ratio is 1.5; pass a share of the layers, from 0 to 1"),
     ],
 )
-def test_mistakes(
-    tmp_path: Path, settings: dict[str, Any], arguments: list[str], message: str
-) -> None:
-    make_folder(tmp_path / "model", "Llama", **{**GATED, **settings})
-    given = ["--model", "model", *SIZES, *arguments]
-    done = start("finetune_folder.py", 0, given, tmp_path)
-    assert done.returncode == 1
-    assert re.search(f"^finetune_folder.py: .*{message}", done.stderr, re.M), done.stderr[-3000:]
-    assert "Traceback" not in done.stderr
+def test_wrong_options(folder: Path, arguments: str, message: str) -> None:
+    assert re.search(message, refused(folder, *arguments.format(folder=folder).split()))
+
+
+@pytest.mark.parametrize("option", ["--batch 0", "--steps 0", "--tp -1"])
+def test_wrong_counts(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        finetune_folder.parse(["--model", "model", *option.split()])
+    name, value = option.split()
+    assert f"argument {name}: {value} is not a number from 1 up" in capsys.readouterr().err
+
+
+def test_wrong_families(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+    bert.save_pretrained(tmp_path / "bert")
+    assert "the folder of a BertForMaskedLM, and this trains causal" in refused(tmp_path / "bert")
+    transformers.T5Config(d_model=32, d_ff=64).save_pretrained(tmp_path / "t5")
+    assert "the folder of a t5, and this trains causal" in refused(tmp_path / "t5")
+
+
+def test_vocabularies_that_do_not_fit(tmp_path: Path) -> None:
+    make_folder(tmp_path / "model", "Llama", **{**GATED, "vocab_size": 97})
+    message = refused(tmp_path / "model")
+    assert "a vocabulary of 97 tokens, too few for 256 bytes" in message
+    add_tokenizer(tmp_path / "model", "some text")
+    assert re.search(
+        r"gives token \d+, and the model's vocabulary has 97", refused(tmp_path / "model")
+    )
+
+
+def test_weights_that_are_not_there(folder: Path) -> None:
+    first = min(folder.glob("*.safetensors"))
+    weights = load_file(first)
+    name = sorted(weights)[0]
+    save_file({k: v for k, v in weights.items() if k != name}, first, {"format": "pt"})
+    assert f"lacks 1 of the model's weights, such as {name}" in refused(folder)
+    first.write_bytes(first.read_bytes()[:-100])
+    assert "its weights cannot be read: " in refused(folder)
+    first.unlink()
+    assert f"No such file or directory: {first}" in refused(folder)
