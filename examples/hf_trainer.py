@@ -26,33 +26,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 import slapo
-from examples.text import VOCABULARY, standard_library
+from examples.text import VOCABULARY, Windows
 from slapo.model_schedule import apply_schedule
-
-
-class Windows(Dataset):
-    """Pieces of Python's standard library, one behind the other.
-
-    Parameters
-    ----------
-    length
-        Bytes in each.
-    """
-
-    def __init__(self, length: int) -> None:
-        self.pieces = standard_library(limit=1_000_000).split(length)[:-1]
-
-    def __len__(self) -> int:
-        """How many there are."""
-        return len(self.pieces)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """One sample as the model takes it."""
-        return {"input_ids": self.pieces[index], "labels": self.pieces[index]}
 
 
 def define(hidden: int, layers: int, length: int) -> LlamaForCausalLM:
@@ -75,23 +53,18 @@ def define(hidden: int, layers: int, length: int) -> LlamaForCausalLM:
 
 def schedule(model: LlamaForCausalLM, args: argparse.Namespace) -> Any:
     """The recipe, for this process alone: Trainer spreads batches over the others."""
+    # Without a group the ranks of a job would share every layer.
+    group = slapo.init_mesh(dp=dist.get_world_size())["tp"] if dist.is_initialized() else None
     sch = apply_schedule(
-        # A group of one: by default the ranks of a job would share every layer.
-        slapo.create_schedule(model, group=alone()),
+        model,
         "llama",
+        group=group,
         ckpt_ratio=args.checkpoint_ratio,
         fused_loss=not args.whole_logits,
         compile=args.compile,
     )
     built, _ = slapo.build(sch)
     return built
-
-
-def alone() -> Any:
-    """The group of this process; None where there are no others."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    return dist.new_subgroups(1)[0]
 
 
 def main() -> None:
@@ -106,7 +79,12 @@ def main() -> None:
         logging_steps=1,
         save_strategy="no",
         report_to=[],
+        gradient_accumulation_steps=args.accumulate,
+        # Trainer finds an accelerator by itself; several processes on CPUs it has to be told.
         use_cpu=args.cpu,
+        dataloader_pin_memory=not args.cpu,
+        ddp_find_unused_parameters=False,
+        disable_tqdm=True,
         seed=2013,
     )
     model = define(args.hidden, args.layers, args.length)
@@ -116,6 +94,7 @@ def main() -> None:
     trainer = Trainer(model=model, args=arguments, train_dataset=Windows(args.length))
     trainer.train()
     trainer.save_model()
+    trainer.save_state()  # trainer_state.json has all losses
     if trainer.is_world_process_zero():
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         print(f"loss {losses[0]:.6f} -> {losses[-1]:.6f}")
@@ -144,6 +123,7 @@ def parse() -> argparse.Namespace:
     add("--output", default="trained", metavar="FOLDER")
     add("--steps", type=int, default=30)
     add("--batch", type=int, default=8, help="windows per process")
+    add("--accumulate", type=int, default=1, help="batches per step")
     add("--length", type=int, default=128, help="tokens per window")
     add("--hidden", type=int, default=128)
     add("--layers", type=int, default=4)
@@ -153,7 +133,9 @@ def parse() -> argparse.Namespace:
     add("--compile", action="store_true", help="each layer by torch.compile")
     add("--unscheduled", action="store_true", help="the model as Transformers defines it")
     add("--cpu", action="store_true", help="also where there is an accelerator")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.cpu = args.cpu or not torch.accelerator.is_available()
+    return args
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 BYTES = 256
 #: Token that stands for a hidden byte, in masked language modelling.
@@ -63,3 +64,24 @@ class Batches:
         hidden = torch.rand(tokens.shape, generator=self.generator).to(tokens.device) < 0.15
         inputs["input_ids"] = tokens.masked_fill(hidden, MASK)
         return {**inputs, "labels": tokens.masked_fill(~hidden, -100)}
+
+
+class Windows(Dataset[dict[str, Tensor]]):
+    """Pieces of the text, one behind the other, as a data set for trainers.
+
+    Parameters
+    ----------
+    length
+        Bytes in each.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.pieces = standard_library(limit=1_000_000).split(length)[:-1]
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.pieces)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One sample as a model takes it."""
+        return {"input_ids": self.pieces[index], "labels": self.pieces[index]}
