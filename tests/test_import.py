@@ -11,6 +11,7 @@ HEAVY = [
     "deepspeed",
     "xformers",
     "triton",
+    "liger_kernel",
     "megatron",
     "matplotlib",
     "sympy",

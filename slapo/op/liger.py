@@ -29,6 +29,11 @@ _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WIDEST = 65536
 #: Activation -> name of the functions for a product with it.
 _PRODUCTS = {"silu": "swiglu", "gelu": "geglu"}
+#: What is called of the package.
+_CALLED = (
+    *(f"{name}_{way}" for name in _PRODUCTS.values() for way in ("forward", "backward")),
+    "LigerRMSNormFunction",
+)
 
 
 def fits(*tensors: Tensor) -> bool:
@@ -103,14 +108,18 @@ def _misfit(*tensors: Tensor) -> str | None:
 
 @functools.cache
 def operations() -> Any:
-    """``liger_kernel.ops``; None where it, or triton, is not installed."""
+    """``liger_kernel.ops``; None where it or triton is not installed, or it is another version."""
     if any(importlib.util.find_spec(name) is None for name in ("liger_kernel", "triton")):
         return None
     try:
-        return importlib.import_module("liger_kernel.ops")
+        found = importlib.import_module("liger_kernel.ops")
     except Exception as error:
         logger.warning("liger-kernel cannot be imported, torch computes in its place: %s", error)
         return None
+    lacking = [name for name in _CALLED if not hasattr(found, name)]
+    if lacking:
+        logger.warning("liger-kernel has no %s, torch computes in its place", lacking)
+    return None if lacking else found
 
 
 class GatedByLiger(torch.autograd.Function):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -15,6 +16,7 @@ import slapo
 from slapo.op import gated as module_under_test
 from slapo.op import liger
 from slapo.op.gated import GatedDense, GatedMLP, GatedSiLU, gated, gated_gelu, gated_silu
+from tests.distributed import run_distributed
 
 HALVES = [torch.float32, torch.bfloat16]
 
@@ -300,3 +302,19 @@ def test_what_is_called_where_there_is_no_function() -> None:
     for act in (nn.GELU(), nn.GELU(approximate="tanh"), torch.tanh):
         assert torch.equal(gated(act, gate, up), act(gate) * up)
     assert module_under_test._is_silu(nn.SiLU())
+
+
+# --- over ranks ----------------------------------------------------------------------------------
+def t5_over_ranks(rank: int, world_size: int) -> list[dict[str, float]]:
+    from tests.model_schedule.equality import difference
+
+    more = {"feed_forward_proj": "gated-gelu"}
+    modes: list[dict[str, Any]] = [{}, {"sequence_parallel": True, "ckpt_ratio": 0.5}]
+    return [difference("t5", options, dist.group.WORLD, **more) for options in modes]
+
+
+@pytest.mark.distributed
+def test_gated_t5_over_ranks() -> None:
+    pytest.importorskip("transformers")
+    for found in run_distributed(t5_over_ranks, 2):
+        assert all(max(each.values()) < 5e-6 for each in found), found

@@ -150,6 +150,9 @@ def test_an_import_that_fails_is_said_once(
     monkeypatch.setattr(liger.importlib, "import_module", fail)
     assert liger.operations.__wrapped__() is None
     assert "another version" in caplog.text
+    monkeypatch.setattr(liger.importlib, "import_module", lambda name: SimpleNamespace())
+    assert liger.operations.__wrapped__() is None
+    assert "has no ['swiglu_forward'" in caplog.text
     monkeypatch.setattr(liger.importlib.util, "find_spec", lambda name: None)
     assert liger.operations.__wrapped__() is None
 
