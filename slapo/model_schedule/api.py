@@ -39,7 +39,8 @@ def apply_schedule(
     key
         That of a recipe (``slapo recipes`` lists them), or of :func:`register_schedule`; or
         ``"auto"``, for any model whose config carries a tensor-parallel plan: it is carried out
-        with its known faults mended, and proved by :func:`slapo.check`.
+        with its known faults mended, and proved by :func:`slapo.check`. Without a plan, ``"auto"``
+        takes the recipe of the family, or in one process what needs to know the layers alone.
     model_config
         Sizes of the model; by default ``model.config``.
     prefix
@@ -103,7 +104,7 @@ def apply_schedule(
     sch = _schedule(model, group)
     config: Any = getattr(sch.mod, "config", None) if model_config is None else model_config
     base = base_path(sch.mod, prefix)
-    recipe = auto_recipe(sch.mod, base) if key == AUTO else recipe_of(key, config)
+    recipe = auto_recipe(sch.mod, base, config) if key == AUTO else recipe_of(key, config)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     apply_recipe(sch, recipe, checked, text, base)
     return sch

@@ -74,7 +74,7 @@ class _Job:
         check(self.base, self.recipe, self.options, self.config)
         if self.options.fused_loss:
             check_loss(self.sch.mod, self.head, "fused_loss")
-            check_fused(self.config)
+            check_fused(self.sch.mod, self.config)
         elif self.splits_loss and self.options.pipeline_cuts is None:
             check_loss(self.sch.mod, self.head, "gather_logits=False")
         if self.options.pipeline_cuts is not None:

@@ -1,4 +1,8 @@
-"""A recipe out of what a model's config says: its tensor-parallel plan and its pipeline plan."""
+"""A recipe out of what a model's config says: its tensor-parallel plan and its pipeline plan.
+
+A model without one has the recipe of its family, if that is registered; else its layers are looked
+for, which is enough for kernels, checkpoints, stages and losses in one process.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from slapo.check import check
 from slapo.errors import PlacementError, VerificationError
 from slapo.logger import get_logger
 from slapo.model_schedule.plans import entries, plan_of, unknown_styles
+from slapo.model_schedule.registry import recipe_keys, recipe_of
 from slapo.model_schedule.tables import Recipe, Stack
 from slapo.schedule import Schedule, create_schedule
 from slapo.verify import Verify
@@ -23,26 +28,33 @@ from slapo.verify import Verify
 logger = get_logger()
 
 
-def auto_recipe(model: nn.Module, base: str) -> Recipe:
-    """The recipe of a model whose config carries a plan.
+#: A list of modules with less of the parameters than this share of the largest is none of layers.
+_SMALL = 0.25
+
+
+def auto_recipe(model: nn.Module, base: str, config: Any) -> Recipe:
+    """The recipe of a model whose config carries a plan, or of its family, or of its layers.
 
     Parameters
     ----------
     base
         Path of the base model.
+    config
+        The model's.
 
     Raises
     ------
     ValueError
-        If it carries none, or one of a style that nothing is known of.
+        If there are no layers, or a plan has a style that nothing is known of.
     """
     plan = plan_of(model)
     kind = type(model).__name__
     if not plan:
-        raise ValueError(
-            f"{kind} carries no tensor-parallel plan (base_model_tp_plan of its config); pass the "
-            "key of a family that `slapo recipes` lists, or register_recipe() a table"
-        )
+        key = getattr(config, "model_type", None)
+        if key in recipe_keys():
+            logger.info("auto: %s has the recipe %r, and no plan in its config", kind, key)
+            return recipe_of(key, config)
+        return _of_layers(model, base)
     unknown = unknown_styles(plan)
     if unknown:
         raise ValueError(
@@ -69,6 +81,32 @@ def auto_recipe(model: nn.Module, base: str) -> Recipe:
         counts="num_attention_heads num_key_value_heads",
         refuses=refuses,
         plan=kept,
+    )
+
+
+def _of_layers(model: nn.Module, base: str) -> Recipe:
+    """Layers, in lists of modules of one class, without a word on how they could be split."""
+    kind = type(model).__name__
+    none = f"{kind} carries no tensor-parallel plan (base_model_tp_plan of its config)"
+    lists: dict[str, int] = {}
+    for path, module in model.get_submodule(base).named_modules():
+        within = any(path.startswith(f"{other}.") for other in lists)
+        if isinstance(module, nn.ModuleList) and len({type(each) for each in module}) == 1:
+            lists |= {} if within else {path: sum(p.numel() for p in module.parameters())}
+    found = [path for path, size in lists.items() if size >= max(1, _SMALL * max(lists.values()))]
+    if not found:
+        raise ValueError(
+            f"{none}, and there is no list of layers in it; pass the key of a family that `slapo "
+            "recipes` lists, or register_recipe() a table"
+        )
+    return Recipe(
+        stacks=tuple(Stack(path, ()) for path in found),
+        heads=_head(model),
+        counts="",
+        refuses={
+            "tensor parallelism": f"{none}, nor is there a recipe; register_recipe() a table of "
+            "the family, or pass as group one of a single rank"
+        },
     )
 
 

@@ -36,6 +36,9 @@ _AFTER_THE_HEAD = (
     "lm_head_multiplier",
     "output_multiplier",
 )
+_BIAS = "final_logits_bias"
+#: A model's method: what its decoder is given for labels.
+_SHIFT = "prepare_decoder_input_ids_from_labels"
 #: Endings of classes whose loss is the cross entropy of tokens, and whether of the next one.
 _LOSSES = {
     "ForCausalLM": True,
@@ -67,9 +70,14 @@ def check_loss(model: nn.Module, head: str, option: str) -> None:
             f"{option} is for models that take labels of tokens ({', '.join(known)}), and "
             f"{type(model).__name__} is none; leave it out"
         )
+    if _has_decoder(model) and not hasattr(model, _SHIFT):
+        raise ValueError(
+            f"{option}: {type(model).__name__} makes the decoder's input from the labels in a way "
+            f"that nothing is known of (it has no {_SHIFT}); leave it out"
+        )
 
 
-def check_fused(config: Any) -> None:
+def check_fused(model: nn.Module, config: Any) -> None:
     """Refuse models that scale or cap their logits, which there are none of.
 
     Raises
@@ -79,9 +87,11 @@ def check_fused(config: Any) -> None:
     """
     values = {name: getattr(config, name, None) for name in _AFTER_THE_HEAD}
     changes = {name: value for name, value in values.items() if value not in (None, 0.0, 1.0)}
+    if hasattr(model, _BIAS):  # beside the head: BART and its kin
+        changes[_BIAS] = "a buffer"
     if changes:
         raise ValueError(
-            f"fused_loss: the model changes its logits after the head, by {changes} of its config, "
+            f"fused_loss: {type(model).__name__} changes its logits after the head, by {changes}, "
             "and there would be none; leave it out, or pass gather_logits=False over several ranks"
         )
 
@@ -139,7 +149,9 @@ def _check_untouched(module: nn.Module, layer: LossHead, loss: Tensor) -> None:
         return
     if given.is_meta or torch.compiler.is_compiling():
         return
-    before, after = float(given), float(loss.detach())
+    # A bias added to logits makes a row of it.
+    before = float(given)
+    after = float(loss.detach()) if loss.numel() == 1 else float("inf")
     if before != after and before == before:
         raise SlapoError(
             f"{type(module).__name__} changes its logits after the head, which has given the loss "
@@ -215,8 +227,12 @@ def _taken(
 
 def _feed_decoder(module: Any, given: dict[str, Any], labels: Tensor) -> None:
     """Models of two stacks make the decoder's input from the labels."""
-    if not getattr(module.config, "is_encoder_decoder", False):
+    if not _has_decoder(module):
         return
     if given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:
         model: Any = innermost(module)
-        given["decoder_input_ids"] = model._shift_right(labels)
+        given["decoder_input_ids"] = getattr(model, _SHIFT)(labels=labels)
+
+
+def _has_decoder(model: Any) -> bool:
+    return bool(getattr(model.config, "is_encoder_decoder", False))

@@ -46,9 +46,60 @@ def test_one_process() -> None:
         assert max(difference(key, {"fused_loss": True}, by="auto").values()) < TOLERANCE
 
 
+SMALL: dict[str, Any] = {"vocab_size": 131, "hidden_size": 32, "num_attention_heads": 4}
+#: Families with neither a plan nor a recipe: class, config, whether logits change after the head.
+UNKNOWN: list[tuple[str, str, dict[str, Any], bool]] = [
+    ("DistilBertForMaskedLM", "DistilBertConfig", {"dim": 32, "n_layers": 2, "n_heads": 4}, False),
+    ("BloomForCausalLM", "BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, False),
+    ("FalconForCausalLM", "FalconConfig", {**SMALL, "num_hidden_layers": 2}, False),
+    ("MambaForCausalLM", "MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2}, False),
+    (
+        "BartForConditionalGeneration",
+        "BartConfig",
+        {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0},
+        True,
+    ),
+]
+
+
+def unknown(name: str, config: str, settings: dict[str, Any]) -> nn.Module:
+    torch.manual_seed(0)
+    off = {"vocab_size": 131, "dropout": 0.0, "attention_dropout": 0.0}
+    made = getattr(transformers, config)(**{**off, **settings})
+    made.use_cache = False
+    return getattr(transformers, name)(made).train()
+
+
+@pytest.mark.parametrize(("name", "config", "settings", "changes"), UNKNOWN)
+def test_a_family_that_nothing_is_known_of(
+    name: str, config: str, settings: dict[str, Any], changes: bool
+) -> None:
+    """One process: kernels, checkpoints, loss and stages need to know the layers alone."""
+    model, other = (unknown(name, config, settings) for _ in range(2))
+    inputs = {key: value for key, value in tokens(3, 9).items() if key != "attention_mask"}
+    if changes:
+        with pytest.raises(ValueError, match="changes its logits after the head"):
+            apply_schedule(other, "auto", fused_loss=True)
+    sch = apply_schedule(other, "auto", fused_loss=not changes, ckpt_ratio=0.5)
+    assert str(sch.mod).count("CheckPointWrapper") == (2 if changes else 1)
+    built, _ = slapo.build(sch)
+    loss, new = model(**inputs).loss, built(**inputs).loss
+    loss.backward()
+    new.backward()
+    assert float(new.detach()) == pytest.approx(float(loss.detach()), abs=TOLERANCE)
+    gradients = {key: p.grad for key, p in built.named_parameters()}
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[key], parameter.grad, atol=TOLERANCE, rtol=1e-4)
+    parts = apply_schedule(unknown(name, config, settings), "auto", pipeline_cuts=2)
+    assert "cut_pipeline_stage" in str(parts)
+
+
 def test_a_model_without_a_plan() -> None:
-    with pytest.raises(ValueError, match="GPT2LMHeadModel carries no tensor-parallel plan"):
-        apply_schedule(MODELS["gpt2"].build(), "auto")
+    """It has the recipe of its family; without that it is refused over ranks, or without layers."""
+    by_key, by_auto = (apply_schedule(MODELS["gpt2"].build(), key) for key in ("gpt2", "auto"))
+    assert str(by_auto) == str(by_key)
+    with fake_world(2), pytest.raises(ValueError, match=r"Falcon.*no tensor-parallel plan"):
+        apply_schedule(unknown(*UNKNOWN[2][:3]), "auto")
     with pytest.raises(ValueError, match="Linear carries no tensor-parallel plan"):
         apply_schedule(nn.Linear(2, 2), "auto")
 
