@@ -9,7 +9,10 @@ from slapo.errors import MissingPackageError
 from slapo.model_schedule.api import apply_schedule
 from slapo.model_schedule.registry import AUTO, description, recipe_keys, recipe_of
 
-_AUTO = "Any model of Transformers whose config carries a tensor-parallel plan."
+_AUTO = (
+    "Any model of Transformers whose config carries a tensor-parallel plan; in one process any "
+    "with a list of layers."
+)
 
 
 def list_recipes() -> str:

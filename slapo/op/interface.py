@@ -66,6 +66,7 @@ def use_attention(model: nn.Module, backend: str = "auto") -> None:
     name = f"slapo_{backend}"
     register(backend)
     _put_name(model, name)
+    model.__dict__["_slapo_attention"] = Registered(backend)
     for part in _models_in(model):
         if part.config._attn_implementation != name:
             raise ValueError(
@@ -126,6 +127,18 @@ def register(backend: str) -> None:
     function = _flash if backend == "flash" else functools.partial(_attention, backend=backend)
     AttentionInterface.register(f"slapo_{backend}", function)
     AttentionMaskInterface.register(f"slapo_{backend}", ALL_MASK_ATTENTION_FUNCTIONS[masks])
+
+
+class Registered:
+    """Keeps a pickled model's attention: where it is unpickled, both tables get the backend."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        """As made, in another process."""
+        self.__dict__.update(state)
+        register(self.backend)
 
 
 def _attention(

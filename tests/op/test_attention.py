@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,6 +249,26 @@ def test_weights_of_attention_are_an_error_rather_than_missing() -> None:
     use_attention(model, "sdpa")
     with pytest.raises(ValueError, match="output_attentions"):
         model(**MODELS["llama"].inputs(2, 5), output_attentions=True)
+
+
+def test_a_pickled_model_runs_in_a_fresh_process(tmp_path: Path) -> None:
+    model, inputs = MODELS["llama"].build(), MODELS["llama"].inputs(2, 5)
+    use_attention(model, "auto")
+    torch.save((model, inputs), tmp_path / "model.pt")
+    script = """
+import sys, torch
+model, inputs = torch.load(sys.argv[1], weights_only=False)
+print(model(**inputs).loss.item())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "model.pt")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    loss: Any = model(**inputs).loss
+    assert float(done.stdout.split()[-1]) == pytest.approx(loss.item(), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("padded", [False, True])
