@@ -1,7 +1,7 @@
 """A scheduled model in a loop of one's own with ``accelerate``.
 
     python examples/hf_accelerate.py
-    torchrun --standalone --nproc-per-node 2 examples/hf_accelerate.py    # or: accelerate launch
+    torchrun --standalone --nproc-per-node 2 examples/hf_accelerate.py
 
 The recipe changes how each process computes; Accelerator spreads batches over the processes, and
 sees a model of Transformers: nothing in the loop is special. To split layers over processes as
@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
@@ -48,11 +49,12 @@ def define(args: argparse.Namespace) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-def schedule(model: GPT2LMHeadModel, accelerator: Accelerator, args: argparse.Namespace) -> Any:
+def schedule(model: GPT2LMHeadModel, args: argparse.Namespace) -> Any:
     """The recipe, for this process alone: the others are replicas."""
-    mesh = slapo.init_mesh(dp=accelerator.num_processes, device=accelerator.device)
+    # Without a group the ranks of a job would share every layer.
+    group = slapo.init_mesh(dp=dist.get_world_size())["tp"] if dist.is_initialized() else None
     options = {"ckpt_ratio": args.checkpoint_ratio, "fused_loss": True}
-    built, _ = slapo.build(apply_schedule(model, "gpt2", group=mesh["tp"], **options))
+    built, _ = slapo.build(apply_schedule(model, "gpt2", group=group, **options))
     return built
 
 
@@ -68,7 +70,7 @@ def main() -> None:
     set_seed(2013)  # the same weights and order of samples everywhere
     model: Any = define(args)
     if not args.unscheduled:
-        model = schedule(model, accelerator, args)  # before prepare, which wraps it
+        model = schedule(model, args)  # before prepare, which wraps it
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     data = DataLoader(Windows(args.length), args.batch, shuffle=True, drop_last=True)
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
