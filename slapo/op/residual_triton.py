@@ -22,7 +22,7 @@ _PER_THREAD = 8
 _THREADS = 32
 _MIN_WARPS, _MAX_WARPS = 2, 16
 #: Of the backward pass, for each multiprocessor: enough loads under way, few partial sums.
-_RESIDENT_WARPS = 24
+_RESIDENT_WARPS = 20
 #: Of a multiprocessor, and what they are handed out by.
 _REGISTERS, _UNIT = 65536, 8
 _TYPES = {
@@ -239,7 +239,7 @@ def residents_of(warps: int) -> tuple[int, int]:
     Examples
     --------
     >>> residents_of(4)
-    (6, 80)
+    (5, 96)
     """
     programs = max(_RESIDENT_WARPS // warps, 1)
     return programs, _REGISTERS // (programs * warps * _THREADS) // _UNIT * _UNIT

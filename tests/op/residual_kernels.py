@@ -1,8 +1,9 @@
-"""The kernels of ``dropout_add_norm`` by Triton's interpreter, on the CPU.
+"""The kernels of ``dropout_add_norm`` by Triton's interpreter on the CPU, or compiled on CUDA.
 
 ``test_residual.py`` runs this file in a process of its own, and so may you:
 
-    TRITON_INTERPRET=1 python -m pytest tests/op/residual_interpreted.py
+    TRITON_INTERPRET=1 python -m pytest tests/op/residual_kernels.py
+    CUDA_VISIBLE_DEVICES=0 python -m pytest tests/op/residual_kernels.py
 """
 
 from __future__ import annotations
@@ -12,29 +13,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from triton.runtime.interpreter import InterpreterBuilder
 
 import slapo
 from slapo.model_schedule import apply_schedule
-from slapo.op import residual
+from slapo.op import residual, residual_triton
 from slapo.op.residual import DenseDropoutAddNorm, dropout_add_norm
 from tests.distributed import run_distributed
 from tests.model_schedule.equality import difference
 from tests.model_schedule.models import MODELS, tokens
 
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not IS_INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("needs TRITON_INTERPRET=1, or CUDA", allow_module_level=True)
 
-import numpy
-from triton.runtime.interpreter import InterpreterBuilder
-
-from slapo.op import residual_triton
-
+of_interpreter = pytest.mark.skipif(not IS_INTERPRETED, reason="needs TRITON_INTERPRET=1")
 EPS = 1e-3
 #: Sums are in another order, and rounded at other places: once, where torch rounds three times.
 NEAR = {
@@ -44,6 +44,13 @@ NEAR = {
 }
 SHAPES = [(3, 7, 37), (1, 64), (31, 3), (13,), (3, 300), (0, 16)]
 NAMES = ("x", "residual", "weight", "norm_bias", "bias")
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    """Tensors lie where the kernels run."""
+    with torch.device("cpu" if IS_INTERPRETED else "cuda"):
+        yield
 
 
 def operands(
@@ -350,6 +357,7 @@ def unfused(x: Tensor, rest: Tensor, norm: nn.LayerNorm, bias: Tensor | None, p:
     return norm(x + rest)
 
 
+@of_interpreter
 @pytest.mark.parametrize(
     ("p", "has_bias", "by_torch", "by_kernels"),
     [
@@ -441,6 +449,7 @@ MODES: list[tuple[dict[str, Any], int]] = [
 ]
 
 
+@of_interpreter
 @pytest.mark.parametrize(
     ("key", "options", "launches"), [("bert", *MODES[0]), ("bert", *MODES[1]), ("roberta", {}, 8)]
 )
@@ -460,6 +469,7 @@ def on_ranks(rank: int, world_size: int) -> list[tuple[float, int]]:
     return found
 
 
+@of_interpreter
 def test_a_recipe_on_two_ranks() -> None:
     """Products of ranks are summed before, and the bias of the layer is added once."""
     for found in run_distributed(on_ranks, 2, timeout=250):
@@ -478,6 +488,7 @@ def dropped(rank: int, world_size: int) -> list[Tensor]:
     return [*output.hidden_states, output.logits]
 
 
+@of_interpreter
 def test_dropout_keeps_the_ranks_together() -> None:
     first, second = run_distributed(dropped, 2)
     assert all(map(torch.equal, first, second))
