@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Threads that spin while they wait take the cores from those they wait for, on a shared machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
