@@ -259,7 +259,7 @@ class DropoutAddNorm(torch.autograd.Function):
         seed: Tensor | None,
         settings: Settings,
     ) -> tuple[Tensor, Tensor | None]:
-        shape, hidden = x.shape, x.shape[-1]
+        shape = x.shape
         x, residual = _rows(x), _rows(residual)
         weight, norm_bias, bias = weight.contiguous(), _contiguous(norm_bias), _contiguous(bias)
         needs_grad = settings.is_training and any(ctx.needs_input_grad)
@@ -268,19 +268,8 @@ class DropoutAddNorm(torch.autograd.Function):
         total = x.new_empty(x.shape, dtype=settings.sum_type) if keeps_sum else None
         scales = x.new_empty(len(x), dtype=torch.float32) if needs_grad else None
         means = torch.empty_like(scales) if scales is not None and not settings.is_rms else None
-        block, warps = block_of(hidden)
-        if len(x):
-            with _on(x):
-                forward_kernel[(len(x),)](
-                    *(x, residual, bias, weight, norm_bias, seed, out, total, means, scales),
-                    *(x.stride(0), residual.stride(0), hidden, settings.eps),
-                    *(settings.threshold, settings.scale),
-                    SUM_TYPE=_TYPES[settings.sum_type],
-                    IS_RMS=settings.is_rms,
-                    BLOCK=block,
-                    num_warps=warps,
-                    **OPTIONS,
-                )
+        vectors = (bias, weight, norm_bias, seed)
+        _launch_forward(x, residual, vectors, (out, total, means, scales), settings)
         out = out.view(shape)
         given_sum = total.view(shape) if total is not None and settings.returns_sum else None
         ctx.set_materialize_grads(False)
@@ -307,41 +296,27 @@ class DropoutAddNorm(torch.autograd.Function):
         needed = ctx.needs_input_grad
         wants_x, wants_residual, wants_weight, wants_norm_bias, wants_bias = needed[:5]
         x_type, residual_type, norm_bias_type, bias_type = ctx.types
-        # Without dropout both have the same gradient, which is written once then.
+        # Without dropout both have the same gradient, which is written once then. It must be one
+        # object: of two views, autograd would take each for its own to add to.
         is_shared = seed is None and x_type == residual_type and wants_residual
-        of_residual = total.new_empty(total.shape, dtype=residual_type) if wants_residual else None
+        of_residual = total.new_empty(shape, dtype=residual_type) if wants_residual else None
         writes_x = wants_x and not is_shared
-        of_x = total.new_empty(total.shape, dtype=x_type) if writes_x else None
-        block, warps = block_of(hidden)
-        residents, registers = residents_of(warps)
-        programs = min(len(total), residents * _multiprocessors(total.device))
+        of_x = total.new_empty(shape, dtype=x_type) if writes_x else None
+        programs = _programs(total)
         wanted = (wants_bias, wants_weight, wants_norm_bias)
         sums = total.new_empty(sum(wanted), programs, hidden, dtype=torch.float32)
         parts = iter(sums)
         of_bias, of_weight, of_norm_bias = (next(parts) if each else None for each in wanted)
-        if programs:
-            with _on(total):
-                backward_kernel[(programs,)](
-                    *(out_grad, sum_grad, total, means, scales, weight, seed),
-                    *(of_x, of_residual, of_bias, of_weight, of_norm_bias),
-                    out_grad.stride(0),
-                    0 if sum_grad is None else sum_grad.stride(0),
-                    *(len(total), hidden, settings.threshold, settings.scale),
-                    SUM_TYPE=_TYPES[settings.sum_type],
-                    IS_RMS=settings.is_rms,
-                    BLOCK=block,
-                    num_warps=warps,
-                    maxnreg=registers,
-                    **OPTIONS,
-                )
+        results = (of_x, of_residual, of_bias, of_weight, of_norm_bias)
+        saved = (total, means, scales, weight, seed)
+        _launch_backward(programs, out_grad, sum_grad, saved, results, settings)
         of_x = of_residual if is_shared and wants_x else of_x
-        whole = (None if each is None else each.view(shape) for each in (of_x, of_residual))
         of_parameters = iter(sums.sum(1))
         of_bias, of_weight, of_norm_bias = (
             next(of_parameters).to(dtype) if each else None
             for each, dtype in zip(wanted, (bias_type, weight.dtype, norm_bias_type), strict=True)
         )
-        return *whole, of_weight, of_norm_bias, of_bias, None, None
+        return of_x, of_residual, of_weight, of_norm_bias, of_bias, None, None
 
 
 def dropout_add_norm(
@@ -362,6 +337,55 @@ def dropout_add_norm(
     return cast("tuple[Tensor, Tensor | None]", results)
 
 
+def _launch_forward(
+    x: Tensor,
+    residual: Tensor,
+    vectors: tuple[Tensor | None, ...],
+    results: tuple[Tensor | None, ...],
+    settings: Settings,
+) -> None:
+    rows, hidden = x.shape
+    block, warps = block_of(hidden)
+    if rows:
+        with _on(x):
+            forward_kernel[(rows,)](
+                *(x, residual, *vectors, *results),
+                *(x.stride(0), residual.stride(0), hidden, settings.eps),
+                *(settings.threshold, settings.scale),
+                SUM_TYPE=_TYPES[settings.sum_type],
+                IS_RMS=settings.is_rms,
+                BLOCK=block,
+                num_warps=warps,
+                **OPTIONS,
+            )
+
+
+def _launch_backward(
+    programs: int,
+    out_grad: Tensor,
+    sum_grad: Tensor | None,
+    saved: tuple[Tensor | None, ...],
+    results: tuple[Tensor | None, ...],
+    settings: Settings,
+) -> None:
+    rows, hidden = out_grad.shape
+    block, warps = block_of(hidden)
+    if programs:
+        with _on(out_grad):
+            backward_kernel[(programs,)](
+                *(out_grad, sum_grad, *saved, *results),
+                out_grad.stride(0),
+                0 if sum_grad is None else sum_grad.stride(0),
+                *(rows, hidden, settings.threshold, settings.scale),
+                SUM_TYPE=_TYPES[settings.sum_type],
+                IS_RMS=settings.is_rms,
+                BLOCK=block,
+                num_warps=warps,
+                maxnreg=residents_of(warps)[1],
+                **OPTIONS,
+            )
+
+
 def _rows(tensor: Tensor) -> Tensor:
     """``(..., hidden)`` -> ``(rows, hidden)`` whose features lie side by side."""
     rows = tensor.reshape(-1, tensor.shape[-1])
@@ -377,7 +401,10 @@ def _on(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1  # the interpreter
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _programs(rows: Tensor) -> int:
+    """Of the backward pass: as many as run at a time, but no more than there are rows."""
+    multiprocessors = 1  # the interpreter has none
+    if rows.is_cuda:
+        multiprocessors = torch.cuda.get_device_properties(rows.device).multi_processor_count
+    residents, _ = residents_of(block_of(rows.shape[-1])[1])
+    return min(len(rows), residents * multiprocessors)

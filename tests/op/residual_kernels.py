@@ -149,6 +149,19 @@ def test_a_gradient_by_itself(name: str, p: float) -> None:
     torch.testing.assert_close(grad, wanted_grad, rtol=1e-4, atol=1e-4)
 
 
+def test_gradients_of_two_are_no_memory_of_both() -> None:
+    """Without dropout they are the same numbers; what is added to one is not added to the other."""
+    given = operands((5, 20))
+    for _ in range(2):
+        run(given)[0].square().sum().backward()
+    wanted = [each.grad for each in given.values()]
+    given = {n: each.detach().requires_grad_() for n, each in given.items()}
+    for _ in range(2):
+        run(given, backend="torch")[0].square().sum().backward()
+    torch.testing.assert_close(wanted, [t.grad for t in given.values()], rtol=1e-4, atol=1e-4)
+    assert given["x"].grad.data_ptr() != given["residual"].grad.data_ptr()
+
+
 @pytest.mark.parametrize("used", [0, 1])
 def test_one_of_both_results_is_used(used: int) -> None:
     given = operands((5, 20))
