@@ -254,7 +254,13 @@ def _start(device: torch.device, timeout: float | timedelta | None) -> None:
     """Start ``torch.distributed`` for models on ``device``."""
     if not dist.is_available():
         raise SlapoError("init_mesh: this build of torch has no torch.distributed; install another")
-    given = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name in os.environ]
+    if device.type not in ("cpu", _best_device().type):
+        raise SlapoError(
+            f"init_mesh: device is {device.type!r}, and this process sees {_best_device().type!r} "
+            "only; pass that, or leave device out"
+        )
+    # Not MASTER_ADDR alone: some launchers and shells of clusters set it for single processes too.
+    given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     backend = _backend_for(device.type)
     if not given:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -264,7 +270,7 @@ def _start(device: torch.device, timeout: float | timedelta | None) -> None:
     if missing:
         raise SlapoError(
             f"init_mesh: the environment has {given} but not {missing}; launch with torchrun, set "
-            "all four, or none of them to run one process alone"
+            "all four, or neither RANK nor WORLD_SIZE to run one process alone"
         )
     _select_device(device.type)
     # Checked later, on all ranks at once.

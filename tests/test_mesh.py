@@ -100,6 +100,19 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         init_mesh(device="cpu")
 
 
+def test_an_address_alone_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``accelerate launch`` exports one for a single process."""
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert init_mesh(device="cpu").size() == 1
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(SlapoError, match=r"device is 'cuda', and this process sees 'cpu' only"):
+        init_mesh(device="cuda")
+    assert not dist.is_initialized()
+
+
 def test_a_device_without_a_backend_is_refused() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with pytest.raises(ValueError, match=r"'cuda', and the process group .* 'cpu:gloo,cuda:nccl'"):

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import _triton
 
 from slapo.framework_dialect.megatron.package import megatron_core
 
@@ -35,6 +36,10 @@ class _Idle:
 def _idle() -> Any:
     """A function that does nothing; each its own, since torch.compile tells them apart."""
     return lambda *args, **kwargs: None
+
+
+def _no() -> bool:
+    return False
 
 
 _ANSWERS: dict[str, Any] = {
@@ -94,5 +99,7 @@ def cuda_on_cpu() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, answer in _ANSWERS.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        # Dynamo asks what the device can do, if there is Triton.
+        stack.enter_context(mock.patch.object(_triton, "has_triton_package", _no))
         stack.enter_context(_Redirect())
         yield
