@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 #: From the bottom up; a room may import from lower floors, and from none on its own.
@@ -120,6 +123,14 @@ for name in names:
         [sys.executable, "-c", text], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(graph()))
+def test_every_module_can_be_imported(name: str) -> None:
+    """Doctests leave out what cannot, so that an optional package may be absent."""
+    if name.endswith("_triton"):
+        pytest.importorskip("triton")
+    importlib.import_module(name.removesuffix(".__init__"))
 
 
 def test_relative_imports_are_not_used() -> None:
