@@ -204,7 +204,10 @@ def put_split_loss(module: nn.Module, args: tuple[Any, ...], output: Any, *, hea
     logits = _logits_of(module, output)
     layer = innermost(module.get_submodule(head))
     start = shards_of(layer)["weight"].start
-    loss = token_losses(logits, targets.moved(), start, _group(layer)).sum() / targets.count()
+    each = token_losses(
+        logits, targets.moved(), start, _group(layer), ignore_index=targets.ignore_index
+    )
+    loss = each.sum() / targets.count()
     if isinstance(output, tuple):
         return (_whole_loss(module, loss, output), *output)
     return replace(output, loss=_whole_loss(module, loss, output))

@@ -220,6 +220,12 @@ def over_ranks(rank: int, world_size: int) -> dict[str, Any]:
         again = built.generate(ids, max_new_tokens=4, do_sample=False)
         found[f"{key} text"] = torch.equal(again, text)
 
+    model, ids = MODELS["llama"].build(), MODELS["llama"].inputs(2, 9)["input_ids"]
+    call = {"input_ids": ids, "labels": ids, "ignore_index": int(ids[0, 3])}
+    loss = model(**call).loss
+    built = slapo.build(apply_schedule(model, "llama", group=group, gather_logits=False))[0]
+    found["ignored"] = float((built(**call).loss - loss).detach())
+
     dropping = MODELS["bert"].build(attention_probs_dropout_prob=0.5)
     built = slapo.build(apply_schedule(dropping, "bert", group=group))[0]
     with pytest.raises(slapo.SlapoError, match="set_random_seed"):
