@@ -13,6 +13,7 @@ from slapo.model_schedule.apply import apply_recipe, base_path
 from slapo.model_schedule.auto import auto_recipe
 from slapo.model_schedule.options import Options
 from slapo.model_schedule.registry import AUTO, recipe_of, schedule_of
+from slapo.model_schedule.tables import Recipe
 from slapo.schedule import Schedule, create_schedule
 
 assert families.__all__, "imported for the recipes that they register"
@@ -104,10 +105,38 @@ def apply_schedule(
     sch = _schedule(model, group)
     config: Any = getattr(sch.mod, "config", None) if model_config is None else model_config
     base = base_path(sch.mod, prefix)
-    recipe = auto_recipe(sch.mod, base, config) if key == AUTO else recipe_of(key, config)
+    recipe = auto_recipe(sch.mod, base, config) if key == AUTO else _recipe(key, config)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if model_config is not None:
+        _check_config(sch.mod, model_config, text, recipe)
     apply_recipe(sch, recipe, checked, text, base)
     return sch
+
+
+def _recipe(key: str, config: Any) -> Recipe:
+    try:
+        return recipe_of(key, config)
+    except AttributeError as error:
+        raise ValueError(
+            f"the recipe {key!r} asks the config of its family for what {type(config).__name__} "
+            f"has not: {error}; pass the key of the model's own family, or 'auto'"
+        ) from error
+
+
+def _check_config(model: Any, given: Any, text: Any, recipe: Recipe) -> None:
+    """Another config than the model's would give other heads to ranks than there are."""
+    own = getattr(model, "config", None)
+    if own is None or own is given:
+        return
+    names = [*recipe.counts.split(), *recipe.key_value_heads.split()]
+    text_of_own = own.get_text_config() if hasattr(own, "get_text_config") else own
+    values = {n: (getattr(text, n, None), getattr(text_of_own, n, None)) for n in names}
+    apart = {n: pair for n, pair in values.items() if pair[0] != pair[1]}
+    if type(given) is not type(own) or apart:
+        raise ValueError(
+            f"model_config, a {type(given).__name__}, is not that of the model, whose config is a "
+            f"{type(own).__name__}; given and its own differ in {apart}; leave model_config out"
+        )
 
 
 def _options(key: str, given: dict[str, Any]) -> Options:

@@ -10,10 +10,17 @@ from torch import nn
 
 from slapo.model_schedule import verbs
 from slapo.model_schedule.auto import labelled, prove
-from slapo.model_schedule.checks import check, has_layers
+from slapo.model_schedule.checks import check, check_own_dropout, dropouts, has_layers
 from slapo.model_schedule.cuts import chosen_cuts, cut, even_cuts, inputs_for, layer_costs
 from slapo.model_schedule.kernels import fuse_bias_gelu, use_backend, use_kernels
-from slapo.model_schedule.losses import check_fused, check_loss, fuse_loss, loss_head, split_loss
+from slapo.model_schedule.losses import (
+    check_fused,
+    check_loss,
+    fuse_loss,
+    gather_without_labels,
+    loss_head,
+    split_loss,
+)
 from slapo.model_schedule.options import Options
 from slapo.model_schedule.plans import split_by_plan
 from slapo.model_schedule.tables import Recipe
@@ -42,7 +49,7 @@ def apply_recipe(sch: Schedule, recipe: Recipe, options: Options, config: Any, p
         with restored_on_error(sch):
             job.run()
     except BaseException:
-        if attention is not None:
+        if attention is not None and hasattr(model, "set_attn_implementation"):
             model.set_attn_implementation(attention)
         raise
 
@@ -90,6 +97,10 @@ class _Job:
         self.cast()
         self.kernels()
         if self.parallel:
+            if dropouts(self.config):
+                for number in range(len(self.recipe.stacks)):
+                    for layer in self.layers(number):
+                        layer.sync("fwd_pre", verbs.require_seed)
             self.split_layers()
             if self.recipe.special is not None:
                 self.recipe.special(self.base)
@@ -112,7 +123,7 @@ class _Job:
     def cast(self) -> None:
         """Halves of what the model is in: traces and kernels see the type it will run in."""
         if self.options.fp16 or self.options.bf16:
-            self.sch.mod.to(torch.float16 if self.options.fp16 else torch.bfloat16)
+            verbs.cast(self.sch.mod, torch.float16 if self.options.fp16 else torch.bfloat16)
 
     def kernels(self) -> None:
         """Attention, activations, norms, and a head that can compute the loss."""
@@ -122,7 +133,9 @@ class _Job:
                 check_available(name)
                 self.recipe.attention(self.base, name)
             else:
-                use_backend(self.sch, name, required=name != "auto")
+                is_used = use_backend(self.sch, name, required=name != "auto")
+                if self.parallel and not is_used:
+                    check_own_dropout(self.config, "attention stays the model's own")
         if self.options.kernels:
             use_kernels(self.sch)
         if not self.options.disable_fuse_bias_gelu:
@@ -193,6 +206,8 @@ class _Job:
         if self.head:
             gather = self.options.gather_logits and not self.options.fused_loss
             verbs.split_head(self.sch[self.head], gather)
+            if self.options.fused_loss:
+                self.sch[self.head].sync("fwd_post", gather_without_labels)
 
     def checkpoint(self) -> None:
         """A share of the layers computes its activations again in the backward pass."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from slapo.check import check
 from slapo.errors import PlacementError, VerificationError
 from slapo.logger import get_logger
+from slapo.model_schedule.own_loss import own_loss
 from slapo.model_schedule.plans import entries, plan_of, unknown_styles
 from slapo.model_schedule.registry import recipe_keys, recipe_of
 from slapo.model_schedule.tables import Recipe, Stack
@@ -62,6 +63,8 @@ def auto_recipe(model: nn.Module, base: str, config: Any) -> Recipe:
             "the family, see help(slapo.model_schedule.Recipe)"
         )
     layers = _layers(model, plan)
+    if not layers:  # of a plan for the head alone
+        return _of_layers(model, base)
     embeddings, head = _embedding(model), _head(model)
     table: Any = model.get_submodule(embeddings) if embeddings else None
     vocabulary = {*embeddings.split(), head}
@@ -87,7 +90,7 @@ def auto_recipe(model: nn.Module, base: str, config: Any) -> Recipe:
 def _of_layers(model: nn.Module, base: str) -> Recipe:
     """Layers, in lists of modules of one class, without a word on how they could be split."""
     kind = type(model).__name__
-    none = f"{kind} carries no tensor-parallel plan (base_model_tp_plan of its config)"
+    none = f"{kind} carries no tensor-parallel plan of layers (base_model_tp_plan of its config)"
     lists: dict[str, int] = {}
     for path, module in model.get_submodule(base).named_modules():
         within = any(path.startswith(f"{other}.") for other in lists)
@@ -111,14 +114,11 @@ def _of_layers(model: nn.Module, base: str) -> Recipe:
 
 
 def _layers(model: nn.Module, plan: dict[str, str]) -> str:
-    """Path of the list of layers of the language model."""
+    """Path of the list of layers of the language model; nothing where the plan names none."""
     paths = [path for path in entries(model, plan) if re.search(r"\.\d+\.", path)]
     lists = [re.split(r"\.\d+\.", path)[0] for path in paths]
     if not lists:
-        raise ValueError(
-            f"the plan of {type(model).__name__} names no layers of a list; write a table of the "
-            "family, see help(slapo.model_schedule.Recipe)"
-        )
+        return ""
     return max(dict.fromkeys(lists), key=lists.count)
 
 
@@ -220,6 +220,7 @@ def labelled(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     """With labels, where the model takes them."""
     takes = inspect.signature(model.forward).parameters
     ids = inputs.get("input_ids")
-    if "labels" in takes and "labels" not in inputs and isinstance(ids, Tensor):
+    own = "labels" in takes and "labels" not in inputs and isinstance(ids, Tensor)
+    if own and not isinstance(own_loss(model), str):  # else labels may be of something else
         return {**inputs, "labels": ids}
     return inputs

@@ -35,7 +35,8 @@ def check(base: Schedule, recipe: Recipe, options: Options, config: Any) -> None
         )
     if base.world_size > 1:
         _check_counts(config, recipe, base.world_size)
-        _check_dropout(config, recipe, options)
+        if options.attn_op_name is None and recipe.attention is None:
+            check_own_dropout(config, "attn_op_name=None keeps the model's own attention")
     if not options.delay_init:
         _check_values(base)
 
@@ -101,16 +102,25 @@ def _unfit(name: str, count: int, ranks: int, fit: list[int]) -> str:
     )
 
 
-def _check_dropout(config: Any, recipe: Recipe, options: Options) -> None:
-    """Attention of the model's own would drop the same of each rank's heads."""
-    if options.attn_op_name is not None or recipe.attention is not None:
-        return
-    active = {name: getattr(config, name, None) for name in _DROPOUTS}
-    active = {name: value for name, value in active.items() if value}
+def dropouts(config: Any) -> dict[str, float]:
+    """Probabilities of dropout within attention that are not 0."""
+    found = {name: getattr(config, name, None) for name in _DROPOUTS}
+    return {name: value for name, value in found.items() if value}
+
+
+def check_own_dropout(config: Any, why: str) -> None:
+    """Attention of the model's own would drop the same of each rank's heads.
+
+    Raises
+    ------
+    ValueError
+        If it drops any.
+    """
+    active = dropouts(config)
     if active:
         raise ValueError(
-            f"attn_op_name=None keeps the model's own attention, whose dropout ({active}) would be "
-            "the same on all ranks, for different heads; leave attn_op_name out, or set these to 0"
+            f"{why}, whose dropout ({active}) would be the same on all ranks, for different heads; "
+            "set these to 0, or attn_op_name to what the model can take"
         )
 
 

@@ -49,6 +49,12 @@ def use_kernels(base: Schedule) -> None:
         **dict.fromkeys(_ENDS, end_of_half),
     }
     classes = {type(module) for module in base.mod.modules()}
+    for module in base.mod.modules():
+        if type(module).__name__ in makers and "forward" in vars(module):
+            raise ValueError(
+                f"kernels: a forward was put on a {type(module).__name__} of the model, which its "
+                "replacement would leave out; pass kernels=False, or put it there afterwards"
+            )
     for cls in sorted(classes, key=lambda each: each.__name__):
         if cls.__name__ in makers and cls.__module__.startswith("transformers."):
             base.replace_all(cls, makers[cls.__name__])
@@ -89,8 +95,8 @@ def end_of_half(path: str, module: nn.Module) -> DenseDropoutAddNorm:
     return DenseDropoutAddNorm.like(module)
 
 
-def use_backend(sch: Schedule, name: str, required: bool) -> None:
-    """Attention of a model of Transformers by a backend.
+def use_backend(sch: Schedule, name: str, required: bool) -> bool:
+    """Attention of a model of Transformers by a backend; False where it stays the model's own.
 
     Parameters
     ----------
@@ -103,6 +109,8 @@ def use_backend(sch: Schedule, name: str, required: bool) -> None:
         if required:
             raise
         logger.info("attention is the model's own: %s", error)
+        return False
+    return True
 
 
 def fuse_bias_gelu(layers: list[Schedule], where: str) -> None:

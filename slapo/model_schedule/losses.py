@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from slapo.errors import SlapoError
+from slapo.model_schedule.own_loss import OwnLoss, own_loss
 from slapo.op.cross_entropy import IGNORED, token_losses
 from slapo.op.linear_loss import LossHead, Targets
 from slapo.schedule import Schedule
+from slapo.sharding.collectives import all_gather
 from slapo.sharding.state import sharding_of, shards_of
 from slapo.wrapper import innermost
 
@@ -37,43 +39,38 @@ _AFTER_THE_HEAD = (
     "output_multiplier",
 )
 _BIAS = "final_logits_bias"
+#: Of a call: what Transformers' own losses take beside labels.
+_LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels", "ignore_index")
 #: A model's method: what its decoder is given for labels.
 _SHIFT = "prepare_decoder_input_ids_from_labels"
-#: Endings of classes whose loss is the cross entropy of tokens, and whether of the next one.
-_LOSSES = {
-    "ForCausalLM": True,
-    "LMHeadModel": True,
-    "ForMaskedLM": False,
-    "ForConditionalGeneration": False,
-}
-
-
-def shifts(model: nn.Module) -> bool | None:
-    """Whether labels are compared with the prediction for the next token; None for other losses."""
-    names = [kind.__name__ for kind in type(model).__mro__]  # a user's own class of such a model
-    known = (shift for name in names for end, shift in _LOSSES.items() if name.endswith(end))
-    return next(known, None)
 
 
 def check_loss(model: nn.Module, head: str, option: str) -> None:
-    """Refuse models whose loss is not a cross entropy of tokens.
+    """Refuse models whose loss is not known to be a cross entropy of tokens.
 
     Raises
     ------
     ValueError
-        Saying so.
+        Saying why.
     """
-    takes = inspect.signature(model.forward).parameters
-    if not head or shifts(model) is None or "labels" not in takes:
-        known = [f"*{end}" for end in _LOSSES]
+    kind, own = type(model).__name__, own_loss(model)
+    why = own if isinstance(own, str) else "" if head else "has no head that makes logits"
+    if why:
         raise ValueError(
-            f"{option} is for models that take labels of tokens ({', '.join(known)}), and "
-            f"{type(model).__name__} is none; leave it out"
+            f"{option} is for models whose loss is the mean cross entropy of tokens, and {kind} "
+            f"{why}; leave it out"
         )
     if _has_decoder(model) and not hasattr(model, _SHIFT):
         raise ValueError(
-            f"{option}: {type(model).__name__} makes the decoder's input from the labels in a way "
-            f"that nothing is known of (it has no {_SHIFT}); leave it out"
+            f"{option}: {kind} makes the decoder's input from the labels in a way that nothing is "
+            f"known of (it has no {_SHIFT}); leave it out"
+        )
+    layer = innermost(model.get_submodule(head))
+    if type(layer) is not nn.Linear or "forward" in vars(layer):
+        what = "has its loss fused already" if isinstance(layer, LossHead) else "is not plain"
+        raise ValueError(
+            f"{option} is for heads that are torch.nn.Linear, and {head!r}, a "
+            f"{type(layer).__name__}, {what}; leave it out"
         )
 
 
@@ -98,16 +95,24 @@ def check_fused(model: nn.Module, config: Any) -> None:
 
 def fuse_loss(sch: Schedule, head: str) -> None:
     """The head computes the loss from hidden states, by pieces: there are no logits then."""
-    shift = bool(shifts(sch.mod))
-    sch.sync("fwd_pre", functools.partial(give_targets, head=head, shift=shift))
+    own = _known(sch.mod)
+    give = functools.partial(give_targets, head=head, shift=own.moved, counted=own.counted)
+    sch.sync("fwd_pre", give)
     sch.sync("fwd_post", functools.partial(take_loss, head=head))
 
 
 def split_loss(sch: Schedule, head: str) -> None:
     """Each rank has its columns of the logits, and all ranks the loss."""
-    shift = bool(shifts(sch.mod))
-    sch.sync("fwd_pre", functools.partial(keep_targets, shift=shift))
+    own = _known(sch.mod)
+    keep = functools.partial(keep_targets, shift=own.moved, counted=own.counted)
+    sch.sync("fwd_pre", keep)
     sch.sync("fwd_post", functools.partial(put_split_loss, head=head))
+
+
+def _known(model: nn.Module) -> OwnLoss:
+    own = own_loss(model)
+    assert not isinstance(own, str), "checked before"
+    return own
 
 
 def loss_head(path: str, module: nn.Module) -> LossHead:
@@ -117,11 +122,26 @@ def loss_head(path: str, module: nn.Module) -> LossHead:
 
 
 # --- hooks ---------------------------------------------------------------------------------------
+def gather_without_labels(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Hook of a split head: without targets it gives logits, and these are to be whole."""
+    layer = innermost(module)
+    if getattr(layer, "targets", None) is not None:
+        return output
+    whole = shards_of(layer)["weight"].full_shape[0]
+    return all_gather(output, _group(layer), -1, tensor_parallel_output_grad=False, total=whole)
+
+
 def give_targets(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, head: str, shift: bool
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    head: str,
+    shift: bool,
+    counted: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Hook: labels go to the head instead of the model."""
-    args, kwargs, targets = _taken(module, args, kwargs, shift)
+    args, kwargs, targets = _taken(module, args, kwargs, shift, counted)
     _head(module, head).targets = targets
     return args, kwargs
 
@@ -132,7 +152,7 @@ def take_loss(module: nn.Module, args: tuple[Any, ...], output: Any, *, head: st
     if layer.targets is None:
         return output
     layer.targets = None
-    loss = output[0] if isinstance(output, tuple) else output.logits
+    loss = _logits_of(module, output)
     _check_untouched(module, layer, loss)
     if isinstance(output, tuple):
         return (_whole_loss(module, loss, output), *output[1:])
@@ -163,10 +183,15 @@ def _check_untouched(module: nn.Module, layer: LossHead, loss: Tensor) -> None:
 
 
 def keep_targets(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, shift: bool
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    shift: bool,
+    counted: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Hook: labels are kept for the end of the call."""
-    args, kwargs, targets = _taken(module, args, kwargs, shift)
+    args, kwargs, targets = _taken(module, args, kwargs, shift, counted)
     module.__dict__[_TARGETS] = targets
     return args, kwargs
 
@@ -176,18 +201,39 @@ def put_split_loss(module: nn.Module, args: tuple[Any, ...], output: Any, *, hea
     targets: Targets | None = module.__dict__.pop(_TARGETS, None)
     if targets is None:
         return output
-    logits = output[0] if isinstance(output, tuple) else output.logits
+    logits = _logits_of(module, output)
     layer = innermost(module.get_submodule(head))
     start = shards_of(layer)["weight"].start
-    loss = token_losses(logits, targets.moved(), start, _group(layer)).sum() / targets.count()
+    each = token_losses(
+        logits, targets.moved(), start, _group(layer), ignore_index=targets.ignore_index
+    )
+    loss = each.sum() / targets.count()
     if isinstance(output, tuple):
         return (_whole_loss(module, loss, output), *output)
     return replace(output, loss=_whole_loss(module, loss, output))
 
 
+def _logits_of(module: Any, output: Any) -> Tensor:
+    if not isinstance(output, tuple):
+        logits: Tensor = output.logits
+        return logits
+    if output[0].dim() == 0 and getattr(module.config, "output_router_logits", False):
+        raise SlapoError(
+            "the output is a tuple in which the loss of routers stands before the logits; leave "
+            "return_dict=False out, or output_router_logits"
+        )
+    first: Tensor = output[0]
+    return first
+
+
 def _head(module: nn.Module, head: str) -> LossHead:
     found = innermost(module.get_submodule(head))
-    assert isinstance(found, LossHead), "the recipe has put it there"
+    if not isinstance(found, LossHead):
+        raise SlapoError(
+            f"fused_loss: {head!r} is a {type(found).__name__} now, and the recipe had put a "
+            "LossHead there; change the head (resize_token_embeddings, adapters) before you "
+            "schedule the model"
+        )
     return found
 
 
@@ -206,7 +252,11 @@ def _whole_loss(module: nn.Module, loss: Tensor, output: Any) -> Tensor:
 
 
 def _taken(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shift: bool
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shift: bool,
+    counted: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any], Targets | None]:
     """The call without its labels, and what is to be computed from them."""
     names = list(inspect.signature(innermost(module).forward).parameters)
@@ -215,14 +265,17 @@ def _taken(
     if labels is None:
         return args, kwargs, None
     given["labels"] = None
-    count = given.pop("num_items_in_batch", None)
-    moved = given.pop("shift_labels", None)
+    loss = {name: given.pop(name, None) for name in _LOSS_ARGUMENTS}
+    if not counted:  # the model takes them, and ignores them
+        loss = dict.fromkeys(loss)
+    count, moved = loss["num_items_in_batch"], loss["shift_labels"]
+    ignored = IGNORED if loss["ignore_index"] is None else loss["ignore_index"]
     _feed_decoder(module, given, labels)
     new = tuple(given[name] for name, _ in zip(names, args, strict=False))
     left = {name: value for name, value in given.items() if name not in names[: len(args)]}
     if moved is not None:
-        return new, left, Targets(moved, False, count, IGNORED)
-    return new, left, Targets(labels, shift, count, IGNORED)
+        return new, left, Targets(moved, False, count, ignored)
+    return new, left, Targets(labels, shift, count, ignored)
 
 
 def _feed_decoder(module: Any, given: dict[str, Any], labels: Tensor) -> None:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from slapo.errors import SlapoError
 from slapo.model_schedule.tables import TOKENS, Region, Stack
+from slapo.random import TENSOR_PARALLEL, get_rng_tracker
 from slapo.schedule import Schedule
 from slapo.sharding.collectives import copy_to_group
 from slapo.sharding.groups import group_size
@@ -23,6 +24,11 @@ from slapo.sharding.vocab import look_up_own_rows, sum_looked_up
 def split_column(node: Schedule, blocks: int = 1, parts: int | None = None, **how: Any) -> Schedule:
     """Each rank keeps a slice of the output features: of all that lies along them."""
     names = [*node.mod._parameters.items(), *node.mod._buffers.items()]
+    if not any(tensor is not None and tensor.dim() for _, tensor in names):
+        raise ValueError(
+            f"{node.path!r} ({type(node.mod).__name__}) has no weight of its own to split by "
+            "columns; schedule the model before you wrap its layers (adapters)"
+        )
     for name, tensor in names:
         if tensor is not None and tensor.dim():
             axis = _out_axis(node.mod) if tensor.dim() > 1 else 0
@@ -188,6 +194,43 @@ def split_head(node: Schedule, gather: bool) -> None:
     split_column(node, uneven=True).sync("bwd_post", "all_reduce")
     if gather:
         node.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+
+
+# --- types and seeds -----------------------------------------------------------------------------
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Into another type, as Transformers' loader does.
+
+    Tables that a model computes and does not save, such as rotary frequencies, keep their
+    precision, and so do parameters that its class names.
+    """
+    names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    if dtype == torch.float16:
+        names = (*names, *(getattr(model, "_keep_in_fp32_modules", None) or ()))
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            kept = any(f".{part}." in f".{path}.{name}." for part in names)
+            if parameter is not None and parameter.is_floating_point() and not kept:
+                parameter.data = parameter.data.to(dtype)
+        for name, buffer in module._buffers.items():
+            saved = name not in module._non_persistent_buffers_set
+            if buffer is not None and buffer.is_floating_point() and saved:
+                module._buffers[name] = buffer.to(dtype)
+
+
+def require_seed(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Hook: heads of each rank need numbers of their own.
+
+    Raises
+    ------
+    SlapoError
+        In train mode, if the random tracker has no state for them.
+    """
+    if module.training and TENSOR_PARALLEL not in get_rng_tracker().get_states():
+        raise SlapoError(
+            "attention drops weights of other heads on each rank, and no numbers are there for "
+            "that; call slapo.set_random_seed(seed, mesh=mesh), or tp_rank=sch.rank, before the "
+            "first step"
+        )
 
 
 # --- inputs --------------------------------------------------------------------------------------

@@ -80,6 +80,8 @@ def attend(
     """
     _check(query, key, value, backend)
     _check_mask(mask)
+    if bias is not None and not bias.is_floating_point():
+        raise ValueError(f"bias is of type {bias.dtype}; pass numbers to add, or a mask as mask=")
     if backend == "auto":
         backend = "eager" if bias is not None and _is_better_eager(query, key) else "sdpa"
     check_available(backend, query)

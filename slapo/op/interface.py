@@ -63,10 +63,11 @@ def use_attention(model: nn.Module, backend: str = "auto") -> None:
         raise ValueError(f"attention by {backend!r} is not known; pass one of {list(BACKENDS)}")
     check_available(backend)
     _check_asks_table(model)
-    name = f"slapo_{backend}"
-    register(backend)
+    # Others may take a mask that is None for one that hides nothing.
+    masked = not all(getattr(part, "_supports_sdpa", True) for part in _models_in(model))
+    name = register(backend, masked)
     _put_name(model, name)
-    model.__dict__["_slapo_attention"] = Registered(backend)
+    model.__dict__["_slapo_attention"] = Registered(backend, masked)
     for part in _models_in(model):
         if part.config._attn_implementation != name:
             raise ValueError(
@@ -118,27 +119,36 @@ def _check_asks_table(model: nn.Module) -> None:
             )
 
 
-def register(backend: str) -> None:
-    """Put a backend into both tables."""
+def register(backend: str, masked: bool = False) -> str:
+    """Put a backend into both tables; gives its name there.
+
+    Parameters
+    ----------
+    masked
+        Whether the model always gets a mask, as from Transformers for its eager attention: without
+        that there is none for a plain causal one, which the module has to know then.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    masks = "flash_attention_2" if backend == "flash" else "sdpa"
+    name = f"slapo_{backend}_masked" if masked else f"slapo_{backend}"
+    masks = "flash_attention_2" if backend == "flash" else "eager" if masked else "sdpa"
     function = _flash if backend == "flash" else functools.partial(_attention, backend=backend)
-    AttentionInterface.register(f"slapo_{backend}", function)
-    AttentionMaskInterface.register(f"slapo_{backend}", ALL_MASK_ATTENTION_FUNCTIONS[masks])
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[masks])
+    return name
 
 
 class Registered:
     """Keeps a pickled model's attention: where it is unpickled, both tables get the backend."""
 
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
+    def __init__(self, backend: str, masked: bool) -> None:
+        self.backend, self.masked = backend, masked
 
-    def __setstate__(self, state: dict[str, str]) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         """As made, in another process."""
         self.__dict__.update(state)
-        register(self.backend)
+        register(self.backend, self.masked)
 
 
 def _attention(

@@ -78,12 +78,13 @@ class RMSNorm(nn.RMSNorm):
         weight = module._parameters.get("weight")
         eps = next((getattr(module, n) for n in _EPSILONS if hasattr(module, n)), None)
         others = [name for name in module._parameters if name != "weight"]
+        others += ["forward"] if "forward" in vars(module) else []
         if weight is None or weight.dim() != 1 or not isinstance(eps, float) or others:
             shape = None if weight is None else tuple(weight.shape)
             raise ValueError(
                 f"RMSNorm.like({type(module).__name__}): weight of shape {shape}, eps {eps} and "
-                f"other parameters {others}; pass a norm with a weight of one dimension alone, and "
-                f"a number as one of {list(_EPSILONS)}"
+                f"of its own beside them {others}; pass a norm with a weight of one dimension "
+                f"alone, and a number as one of {list(_EPSILONS)}"
             )
         with torch.device("meta"):
             new = cls(weight.numel(), eps, offset)

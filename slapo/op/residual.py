@@ -380,10 +380,11 @@ class DenseDropoutAddNorm(nn.Module):
         """
         children = dict(module.named_children())
         own = [*module._parameters, *module._buffers]
+        own += ["forward"] if "forward" in vars(module) else []
         if sorted(children) != ["LayerNorm", "dense", "dropout"] or own:
             raise ValueError(
                 f"DenseDropoutAddNorm.like({type(module).__name__}): its children are "
-                f"{sorted(children)}, and tensors of its own {own}; pass a module of dense, "
+                f"{sorted(children)}, and what is its own {own}; pass a module of dense, "
                 "dropout and LayerNorm alone"
             )
         new = cls.__new__(cls)

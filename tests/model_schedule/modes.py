@@ -30,10 +30,10 @@ REFUSED: dict[tuple[str, str], str] = {
     **{
         ("wideresnet", mode): "sequence_parallel=True is not for this" for mode in ("tokens", "all")
     },
-    ("wideresnet", "fused"): "fused_loss is for models that take labels",
+    ("wideresnet", "fused"): "fused_loss is for models whose loss is",
     ("wideresnet", "eager"): "attn_op_name='eager' is not for this family",
-    ("vit", "fused"): "fused_loss is for models that take labels",
-    ("vit", "all"): "fused_loss is for models that take labels",
+    ("vit", "fused"): "fused_loss is for models whose loss is",
+    ("vit", "all"): "fused_loss is for models whose loss is",
     **{
         (key, "bias and gelu"): "disable_fuse_bias_gelu=False is not for this family"
         for key in [

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import slapo
 from slapo.model_schedule import apply_schedule
-from slapo.model_schedule.losses import shifts
+from slapo.model_schedule.own_loss import OwnLoss, own_loss
 from tests.model_schedule.models import MODELS
 from tests.runtimes.alone import Alone, compare
 from tests.runtimes.layouts import sgd
@@ -70,7 +70,8 @@ def compare_keys(
         changes = given.pop("changes", {})
         mesh = slapo.init_mesh(*layout, device="cpu")
         model = MODELS[key].build(**changes)
-        loss = Loss(bool(shifts(model)))
+        own = own_loss(model)
+        loss = Loss(isinstance(own, OwnLoss) and own.moved)
         labelled = bool(options.get("fused_loss"))
         reference = Alone(MODELS[key].build(**changes), loss.mean, optimizer=sgd, clip=1.0)
         slapo.set_random_seed(11, mesh=mesh)

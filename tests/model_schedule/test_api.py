@@ -25,6 +25,7 @@ from slapo.model_schedule import (
     register_schedule,
     unregister,
 )
+from slapo.op import RMSNorm
 from slapo.op.linear_loss import LossHead
 from tests.distributed import run_distributed
 from tests.model_schedule.models import MODELS, transformers
@@ -188,6 +189,54 @@ def test_types(name: str, dtype: torch.dtype) -> None:
     assert {p.dtype for p in sch.mod.parameters()} == {dtype}
 
 
+def test_types_of_what_needs_precision() -> None:
+    """As Transformers' loader leaves it: rotary frequencies, and T5's last layers in float16."""
+    sch = apply_schedule(llama(), "llama", bf16=True)
+    assert {b.dtype for b in sch.mod.buffers()} == {torch.float32}
+    model = apply_schedule(MODELS["t5"].build(), "t5", fp16=True).mod
+    kept = {n.split(".")[-2] for n, p in model.named_parameters() if p.dtype == torch.float32}
+    assert kept == {"wo"}
+
+
+def test_a_forward_put_on_a_module_is_not_left_out() -> None:
+    model: Any = llama()
+    norm = model.model.norm
+    plain = norm.forward
+    norm.forward = lambda x: 2.0 * plain(x)
+    with pytest.raises(ValueError, match="a forward was put on a LlamaRMSNorm"):
+        apply_schedule(model, "llama")
+    with pytest.raises(ValueError, match="'forward'"):
+        RMSNorm.like(norm)
+    apply_schedule(model, "llama", kernels=False)
+
+
+def test_another_config() -> None:
+    model = llama()
+    other = copy.deepcopy(model.config)
+    other.num_key_value_heads = 1
+    with pytest.raises(ValueError, match="leave model_config out"):
+        apply_schedule(model, "llama", model_config=other)
+    with pytest.raises(ValueError, match="a BertConfig, is not that of the model"):
+        apply_schedule(model, "llama", model_config=transformers.BertConfig())
+    with pytest.raises(ValueError, match="pass the key of the model's own family"):
+        apply_schedule(model, "bert")
+    apply_schedule(model, "llama", model_config=copy.deepcopy(model.config))
+
+
+def test_a_failure_in_a_module_of_the_users_own() -> None:
+    class Wrap(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lm = llama()
+            self.config = self.lm.config
+
+        def forward(self, input_ids: Any) -> Any:
+            return self.lm(input_ids).logits
+
+    with pytest.raises(ValueError, match="computes its attention by itself"):
+        apply_schedule(Wrap(), "llama", prefix="lm.model", attn_op_name="sdpa")
+
+
 def test_no_values_yet() -> None:
     with slapo.init_empty_weights():
         model = llama()
@@ -240,13 +289,8 @@ def test_models_that_change_their_logits(key: str) -> None:
     with pytest.raises(ValueError, match=r"changes its logits.*(logit_scale|softcapping)"):
         apply_schedule(cls(config), key, fused_loss=True)
 
-    class Scaled(transformers.LlamaForCausalLM):
-        def forward(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> Any:
-            output = super().forward(input_ids, labels=labels, **kwargs)
-            return type(output)(loss=output.loss, logits=0.5 * output.logits)
-
-    model = Scaled(llama().config)
-    Scaled.__name__ = "ScaledForCausalLM"
+    model = llama()
+    model.lm_head.register_forward_hook(lambda module, args, output: 0.5 * output)
     built, _ = slapo.build(apply_schedule(model, "llama", fused_loss=True))
     with pytest.raises(slapo.SlapoError, match="changes its logits after the head"):
         built(**MODELS["llama"].inputs(2, 5))

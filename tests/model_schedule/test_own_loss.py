@@ -1,0 +1,247 @@
+"""A split or fused loss is the one that the model would have computed, or it is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo
+from slapo.model_schedule import apply_schedule
+from slapo.model_schedule.own_loss import OwnLoss, own_loss
+from tests.distributed import run_distributed
+from tests.model_schedule.models import MODELS, transformers
+
+VOCABULARY = 131
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+IMAGES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
+}
+TWO_STACKS: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "is_decoder": True,
+    "use_cache": False,
+}
+#: Class, config, settings, and the loss: its name says neither.
+CASES: list[tuple[str, str, dict[str, Any], OwnLoss | str]] = [
+    ("BartForCausalLM", "BartConfig", TWO_STACKS, OwnLoss(False, False)),
+    ("PegasusForCausalLM", "PegasusConfig", TWO_STACKS, OwnLoss(False, False)),
+    ("TrOCRForCausalLM", "TrOCRConfig", TWO_STACKS, OwnLoss(False, False)),
+    (
+        "XLNetLMHeadModel",
+        "XLNetConfig",
+        {"vocab_size": VOCABULARY, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64},
+        OwnLoss(False, False),
+    ),
+    (
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "text_config": {"model_type": "llama", **TEXT},
+            "vision_config": {"model_type": "clip_vision_model", **IMAGES},
+        },
+        OwnLoss(True, True),
+    ),
+    (
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {"text_config": {"head_dim": 8, **TEXT}, "vision_config": IMAGES, "mm_tokens_per_image": 4},
+        OwnLoss(True, True),
+    ),
+    ("SwitchTransformersForConditionalGeneration", "", {}, "adds to its loss: "),
+    ("BambaForCausalLM", "", {}, "adds to its loss: "),
+    ("ProphetNetForConditionalGeneration", "", {}, "computes its loss in a way"),
+    ("GraniteSpeechForConditionalGeneration", "", {}, "moves logits or labels itself"),
+    ("LlamaForSequenceClassification", "", {}, "takes no labels of tokens"),
+]
+
+
+def make(name: str, config: str, settings: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    cls = getattr(transformers, name)
+    if not config:  # the class is enough
+        bare = cls.__new__(cls)
+        nn.Module.__init__(bare)
+        bare.loss_type = "ForCausalLM"
+        return bare
+    return cls(getattr(transformers, config)(**settings)).eval()
+
+
+@pytest.mark.parametrize(("name", "config", "settings", "expected"), CASES)
+def test_what_a_model_computes(
+    name: str, config: str, settings: dict[str, Any], expected: OwnLoss | str
+) -> None:
+    model = make(name, config, settings)
+    found = own_loss(model)
+    if isinstance(expected, str):
+        assert isinstance(found, str)
+        assert found.startswith(expected)
+        return
+    assert found == expected
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (2, 8), generator=generator)
+    scheduled = copy.deepcopy(model)
+    built, _ = slapo.build(apply_schedule(scheduled, "auto", fused_loss=True))
+    assert built(input_ids=ids, labels=ids).loss.item() == pytest.approx(
+        model(input_ids=ids, labels=ids).loss.item(), abs=1e-5
+    )
+
+
+class Regularised(transformers.LlamaForCausalLM):
+    def forward(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(input_ids, labels=labels, **kwargs)
+        if labels is not None:
+            output.loss = output.loss + output.logits.logsumexp(-1).square().mean()
+        return output
+
+
+class Same(transformers.LlamaForCausalLM):
+    """Only the name is the user's."""
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return 2.0 * super().forward(x)
+
+
+def with_function(model: Any) -> Any:
+    model.loss_function = lambda logits, labels, **kwargs: logits.mean()
+    return model
+
+
+def with_forward(model: Any) -> Any:
+    plain = model.forward
+    model.forward = lambda input_ids, labels=None: plain(input_ids, labels=labels)
+    return model
+
+
+def with_head(model: Any) -> Any:
+    head = Scaled(32, VOCABULARY, bias=False)
+    model.lm_head = head
+    return model
+
+
+def with_forward_of_head(model: Any) -> Any:
+    plain = model.lm_head.forward
+    model.lm_head.forward = lambda x: 2.0 * plain(x)
+    return model
+
+
+def with_adapter(model: Any) -> Any:
+    model.lm_head = nn.Sequential(model.lm_head)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda model: Regularised(model.config), "a forward of your own"),
+        (with_function, "as its loss_function"),
+        (with_forward, "a forward of your own"),
+        (with_head, "a Scaled, is not plain"),
+        (with_forward_of_head, "a Linear, is not plain"),
+        (with_adapter, "a Sequential, is not plain"),
+    ],
+)
+def test_losses_that_would_be_left_out(change: Any, says: str) -> None:
+    model = change(MODELS["llama"].build())
+    before = str(model)
+    with pytest.raises(ValueError, match=says):
+        apply_schedule(model, "llama", fused_loss=True)
+    assert str(model) == before
+
+
+def test_what_is_the_users_alone_by_name() -> None:
+    assert own_loss(Same(MODELS["llama"].build().config)) == OwnLoss(True, True)
+
+
+def test_twice() -> None:
+    sch = apply_schedule(MODELS["llama"].build(), "llama", fused_loss=True)
+    with pytest.raises(ValueError, match="has its loss fused already"):
+        apply_schedule(sch, "llama", fused_loss=True)
+
+
+def test_a_head_that_is_changed_afterwards() -> None:
+    model: Any = MODELS["llama"].build()
+    built: Any = slapo.build(apply_schedule(model, "llama", fused_loss=True))[0]
+    built.resize_token_embeddings(140)
+    with pytest.raises(slapo.SlapoError, match="before you schedule the model"):
+        built(**MODELS["llama"].inputs(2, 5))
+
+
+@pytest.mark.parametrize("key", ["bert", "t5", "llama", "gpt2"])
+def test_a_count_of_tokens_counts_where_the_model_takes_it(key: str) -> None:
+    model, inputs = MODELS[key].build().eval(), MODELS[key].inputs(2, 9)
+    built: Any = slapo.build(apply_schedule(copy.deepcopy(model), key, fused_loss=True))[0]
+    own = model(**inputs, num_items_in_batch=torch.tensor(40)).loss
+    assert built(**inputs, num_items_in_batch=torch.tensor(40)).loss.item() == pytest.approx(
+        own.item(), abs=1e-5
+    )
+    if key == "llama":
+        inputs["labels"] = inputs["input_ids"]
+        own = model(**inputs, ignore_index=7).loss
+        assert built(**inputs, ignore_index=7).loss.item() == pytest.approx(own.item(), abs=1e-5)
+
+
+# --- over ranks ----------------------------------------------------------------------------------
+def over_ranks(rank: int, world_size: int) -> dict[str, Any]:
+    group = torch.distributed.group.WORLD
+    found: dict[str, Any] = {}
+    for key in ("llama", "gpt2"):
+        model: Any = MODELS[key].build(use_cache=True).eval()
+        inputs = MODELS[key].inputs(2, 5)
+        ids = inputs["input_ids"]
+        logits, text = model(ids).logits, model.generate(ids, max_new_tokens=4, do_sample=False)
+        sch = apply_schedule(model, key, group=group, fused_loss=True)
+        built: Any = slapo.build(sch)[0]
+        assert built(**inputs).logits is None
+        found[f"{key} logits"] = float((built(ids).logits - logits).abs().max().detach())
+        again = built.generate(ids, max_new_tokens=4, do_sample=False)
+        found[f"{key} text"] = torch.equal(again, text)
+
+    model, ids = MODELS["llama"].build(), MODELS["llama"].inputs(2, 9)["input_ids"]
+    call = {"input_ids": ids, "labels": ids, "ignore_index": int(ids[0, 3])}
+    loss = model(**call).loss
+    built = slapo.build(apply_schedule(model, "llama", group=group, gather_logits=False))[0]
+    found["ignored"] = float((built(**call).loss - loss).detach())
+
+    dropping = MODELS["bert"].build(attention_probs_dropout_prob=0.5)
+    built = slapo.build(apply_schedule(dropping, "bert", group=group))[0]
+    with pytest.raises(slapo.SlapoError, match="set_random_seed"):
+        built(**MODELS["bert"].inputs(2, 5))
+    built.eval()(**MODELS["bert"].inputs(2, 5))
+
+    adapted: Any = MODELS["llama"].build()
+    for layer in adapted.model.layers:
+        layer.self_attn.q_proj = nn.Sequential(layer.self_attn.q_proj)
+    with pytest.raises(ValueError, match="no weight of its own to split"):
+        apply_schedule(adapted, "llama", group=group)
+    return found
+
+
+def test_over_ranks() -> None:
+    for found in run_distributed(over_ranks, 2):
+        assert found.pop("llama text")
+        assert found.pop("gpt2 text")
+        assert all(value < 2e-6 for value in found.values()), found
