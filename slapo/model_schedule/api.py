@@ -106,7 +106,7 @@ def apply_schedule(
     config: Any = getattr(sch.mod, "config", None) if model_config is None else model_config
     base = base_path(sch.mod, prefix)
     recipe = auto_recipe(sch.mod, base, config) if key == AUTO else _recipe(key, config)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = _text_config(config)
     if model_config is not None:
         _check_config(sch.mod, model_config, text, recipe)
     apply_recipe(sch, recipe, checked, text, base)
@@ -123,14 +123,19 @@ def _recipe(key: str, config: Any) -> Recipe:
         ) from error
 
 
+def _text_config(config: Any) -> Any:
+    """The language model's, of a model that sees images too."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def _check_config(model: Any, given: Any, text: Any, recipe: Recipe) -> None:
     """Another config than the model's would give other heads to ranks than there are."""
     own = getattr(model, "config", None)
     if own is None or own is given:
         return
     names = [*recipe.counts.split(), *recipe.key_value_heads.split()]
-    text_of_own = own.get_text_config() if hasattr(own, "get_text_config") else own
-    values = {n: (getattr(text, n, None), getattr(text_of_own, n, None)) for n in names}
+    pairs = (text, _text_config(own))
+    values = {n: tuple(getattr(each, n, None) for each in pairs) for n in names}
     apart = {n: pair for n, pair in values.items() if pair[0] != pair[1]}
     if type(given) is not type(own) or apart:
         raise ValueError(

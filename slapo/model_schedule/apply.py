@@ -98,9 +98,8 @@ class _Job:
         self.kernels()
         if self.parallel:
             if dropouts(self.config):
-                for number in range(len(self.recipe.stacks)):
-                    for layer in self.layers(number):
-                        layer.sync("fwd_pre", verbs.require_seed)
+                for layer in self.all_layers():
+                    layer.sync("fwd_pre", verbs.require_seed)
             self.split_layers()
             if self.recipe.special is not None:
                 self.recipe.special(self.base)
@@ -108,9 +107,8 @@ class _Job:
             self.split_vocabulary()
         self.checkpoint()
         if self.options.compile:
-            for number in range(len(self.recipe.stacks)):
-                for layer in self.layers(number):
-                    layer.compile()
+            for layer in self.all_layers():
+                layer.compile()
         if self.options.bcast_input and self.parallel:
             self.sch.sync("fwd_pre", verbs.broadcast_inputs)
         self.loss()
@@ -139,8 +137,7 @@ class _Job:
         if self.options.kernels:
             use_kernels(self.sch)
         if not self.options.disable_fuse_bias_gelu:
-            for number in range(len(self.recipe.stacks)):
-                fuse_bias_gelu(self.layers(number), self.recipe.bias_gelu)
+            fuse_bias_gelu(self.all_layers(), self.recipe.bias_gelu)
         if self.options.fused_loss:
             self.sch.select(self.head).replace(loss_head)
 
@@ -211,7 +208,7 @@ class _Job:
 
     def checkpoint(self) -> None:
         """A share of the layers computes its activations again in the backward pass."""
-        paths = [layer.path for n in range(len(self.recipe.stacks)) for layer in self.layers(n)]
+        paths = [layer.path for layer in self.all_layers()]
         for path in chosen(paths, self.options.ckpt_ratio, self.options.checkpoint_method):
             self.sch[path].checkpoint()
 
@@ -232,6 +229,10 @@ class _Job:
     def layers(self, number: int) -> list[Schedule]:
         """Those of a stack."""
         return list(self.base.select(f"{self.recipe.stacks[number].layers}.*"))
+
+    def all_layers(self) -> list[Schedule]:
+        """Those of all stacks, in order."""
+        return [layer for n in range(len(self.recipe.stacks)) for layer in self.layers(n)]
 
     def ends(self) -> list[int]:
         """Numbers of the layers that end a stage, over all stacks."""
