@@ -4,12 +4,11 @@
     torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py    # replicas, by Trainer's DDP
 
 The recipe changes how the model computes: its kernels, what it computes again in the backward pass,
-and a head that computes the loss by pieces, so that logits never exist. The model stays one of
+and a head that computes the loss by pieces, so that logits never exist in training (an
+evaluation has them, for ``compute_metrics``). The model stays one of
 Transformers, and parameters keep their names: what Trainer saves is read by ``from_pretrained`` of
 the class, without Slapo. Recipes never rename; a schedule of your own that fuses layers does
 (``FusedQKV`` makes one weight of three), and its checkpoints are for the scheduled model then.
-
-Without logits there is nothing for Trainer's ``compute_metrics``; ``--whole-logits`` keeps them.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def schedule(model: LlamaForCausalLM, args: argparse.Namespace) -> Any:
         "llama",
         group=group,
         ckpt_ratio=args.checkpoint_ratio,
-        fused_loss=not args.whole_logits,
+        fused_loss=True,
         compile=args.compile,
     )
     built, _ = slapo.build(sch)
@@ -129,7 +128,6 @@ def parse() -> argparse.Namespace:
     add("--layers", type=int, default=4)
     add("--lr", type=float, default=1e-3)
     add("--checkpoint-ratio", type=float, default=0.5, help="share of layers to recompute")
-    add("--whole-logits", action="store_true", help="leave the head and the loss as they are")
     add("--compile", action="store_true", help="each layer by torch.compile")
     add("--unscheduled", action="store_true", help="the model as Transformers defines it")
     add("--cpu", action="store_true", help="also where there is an accelerator")

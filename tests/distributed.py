@@ -28,6 +28,8 @@ import torch.distributed as dist
 
 # Seconds that a rank may need for saying goodbye once it has reported its result.
 _EXIT_GRACE = 10.0
+# Packages that take long to import. Not the tests: a module of theirs may set up its process.
+_COSTLY = ("deepspeed", "megatron.core", "slapo", "torch.distributed", "torch.fx", "transformers")
 
 
 class RankFailure(AssertionError):
@@ -128,12 +130,9 @@ def run_distributed(
 def _context() -> multiprocessing.context.ForkServerContext:
     """Return the context whose server has imported what the ranks need."""
     context = multiprocessing.get_context("forkserver")
+    # What the collected tests have imported, a rank would import again: seconds, on every rank.
     preload = ["torch", "torch.distributed", "pytest"]
-    # Costs seconds, and is needed only where the collected tests use it: by now they are imported.
-    if "transformers" in sys.modules:
-        preload.append("transformers.modeling_utils")
-    if "deepspeed" in sys.modules:
-        preload.append("deepspeed")
+    preload += sorted(name for name in sys.modules if name.startswith(_COSTLY))
     # Has an effect until the server runs, which is from the first job on.
     context.set_forkserver_preload(preload)
     return context

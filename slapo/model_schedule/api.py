@@ -12,7 +12,7 @@ from slapo.model_schedule import families
 from slapo.model_schedule.apply import apply_recipe, base_path
 from slapo.model_schedule.auto import auto_recipe
 from slapo.model_schedule.options import Options
-from slapo.model_schedule.registry import AUTO, recipe_of, schedule_of
+from slapo.model_schedule.registry import AUTO, have_one_recipe, recipe_of, schedule_of
 from slapo.model_schedule.tables import Recipe
 from slapo.schedule import Schedule, create_schedule
 
@@ -60,14 +60,15 @@ def apply_schedule(
         ``parallel_vocabulary``     Split embedding and head over the ranks. True.
         ``gather_logits``           False leaves each rank its columns of the logits, from which the
                                     loss is computed. True.
-        ``fused_loss``              The head computes the loss by pieces of the tokens, so that the
-                                    output has no logits. False.
+        ``fused_loss``              The head computes the loss by pieces of the tokens, so that in
+                                    training the output has no logits. False.
         ``ckpt_ratio``              Share of the layers that compute activations again. 0.0.
         ``checkpoint_method``       ``"uniform"``: spread evenly; ``"head"``: the first ones.
         ``pipeline_cuts``           Number of stages, of about the same work; or the numbers of the
                                     layers that end one, over all stacks, or a list for each. None.
         ``example_inputs``          What the model is called with, for the trace that cuts need.
-        ``check``                   Of ``"auto"``: False leaves the proof out. True.
+        ``check``                   False leaves out the proof of ``"auto"``, and that of a recipe
+                                    for a model of another family, over several ranks. True.
         ``bcast_input``             All ranks take the inputs of the group's first. False.
         ``delay_init``              Whether parameters may be on meta, for build() to make. True.
         ==========================  ===============================================================
@@ -82,8 +83,10 @@ def apply_schedule(
     KeyError
         For an unknown key.
     ValueError
-        For an option that the family cannot have, sizes that the group does not divide, or a model
-        without what the recipe names.
+        For an option that the family cannot have, sizes that the group does not divide, a model
+        without what the recipe names, or over several ranks with more than that.
+    PlacementError
+        If what has to be proved does not hold.
 
     Examples
     --------
@@ -109,7 +112,7 @@ def apply_schedule(
     text = _text_config(config)
     if model_config is not None:
         _check_config(sch.mod, model_config, text, recipe)
-    apply_recipe(sch, recipe, checked, text, base)
+    apply_recipe(sch, recipe, checked, text, base, is_foreign=_is_foreign(key, config))
     return sch
 
 
@@ -121,6 +124,12 @@ def _recipe(key: str, config: Any) -> Recipe:
             f"the recipe {key!r} asks the config of its family for what {type(config).__name__} "
             f"has not: {error}; pass the key of the model's own family, or 'auto'"
         ) from error
+
+
+def _is_foreign(key: str, config: Any) -> bool:
+    """Whether the recipe of a key is not the one that the model's own family has."""
+    family = getattr(config, "model_type", None)
+    return key != AUTO and bool(family) and not have_one_recipe(key, str(family))
 
 
 def _text_config(config: Any) -> Any:

@@ -19,6 +19,7 @@ from slapo.model_schedule.losses import (
     fuse_loss,
     gather_without_labels,
     loss_head,
+    refuse_generate,
     split_loss,
 )
 from slapo.model_schedule.options import Options
@@ -29,7 +30,14 @@ from slapo.schedule import Schedule
 from slapo.snapshot import restored_on_error
 
 
-def apply_recipe(sch: Schedule, recipe: Recipe, options: Options, config: Any, prefix: str) -> None:
+def apply_recipe(
+    sch: Schedule,
+    recipe: Recipe,
+    options: Options,
+    config: Any,
+    prefix: str,
+    is_foreign: bool = False,
+) -> None:
     """Schedule a model by a recipe: wholly, or not at all.
 
     Parameters
@@ -40,8 +48,11 @@ def apply_recipe(sch: Schedule, recipe: Recipe, options: Options, config: Any, p
         The model's, with sizes.
     prefix
         Path of the base model, from which the recipe's paths count.
+    is_foreign
+        Whether the recipe was made for another family than the model's, and so is to be proved.
     """
     job = _Job(sch, recipe, options, config, prefix)
+    job.is_foreign = is_foreign
     job.check()
     model: Any = sch.mod
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
@@ -67,6 +78,7 @@ class _Job:
         self.prefix = prefix
         self.head = next((path for path in recipe.heads.split() if path in sch), "")
         self.parallel = sch.world_size > 1
+        self.is_foreign = False
         self.spreads = options.sequence_parallel and self.parallel
         #: the vocabulary is split, and the logits stay so
         self.splits_vocabulary = options.parallel_vocabulary and self.parallel
@@ -100,6 +112,8 @@ class _Job:
             if dropouts(self.config):
                 for layer in self.all_layers():
                     layer.sync("fwd_pre", verbs.require_seed)
+            for layer in self.all_layers():
+                layer.sync("fwd_pre", verbs.refuse_adapters)
             self.split_layers()
             if self.recipe.special is not None:
                 self.recipe.special(self.base)
@@ -112,7 +126,7 @@ class _Job:
         if self.options.bcast_input and self.parallel:
             self.sch.sync("fwd_pre", verbs.broadcast_inputs)
         self.loss()
-        if self.parallel and self.recipe.plan and self.options.check:
+        if self.parallel and self.options.check and (self.recipe.plan or self.is_foreign):
             self.prove()
         if self.options.pipeline_cuts is not None:
             self.cut()
@@ -169,9 +183,12 @@ class _Job:
             verbs.deal_out(self.base, stack, layers)
 
     def prove(self) -> None:
-        """A plan is another's word."""
-        inputs = inputs_for(self.recipe, self.config, self.options.example_inputs)
-        prove(self.sch, labelled(self.sch.mod, dict(inputs)), self.again)
+        """A plan is another's word, and a recipe of another family is not for this one."""
+        inputs = self.example_inputs()
+        what = "the plan that {} carries"
+        if not self.recipe.plan:
+            what = "the recipe given for {}, which is not that of its family,"
+        prove(self.sch, labelled(self.sch.mod, inputs), self.again, what)
 
     def again(self, sch: Schedule) -> None:
         """The same split of another model, whose outputs can be compared."""
@@ -214,6 +231,9 @@ class _Job:
 
     def loss(self) -> None:
         """Computed by pieces, or from slices of the logits."""
+        has_slices = self.splits_vocabulary and self.head and not self.options.gather_logits
+        if has_slices and not self.options.fused_loss:
+            refuse_generate(self.sch.mod)
         if self.options.fused_loss:
             fuse_loss(self.sch, self.head)
         elif self.splits_loss and self.options.pipeline_cuts is None:
@@ -222,8 +242,13 @@ class _Job:
     def cut(self) -> None:
         """End stages."""
         paths = [[layer.path for layer in self.layers(n)] for n in range(len(self.recipe.stacks))]
-        inputs = inputs_for(self.recipe, self.config, self.options.example_inputs)
+        inputs = self.example_inputs()
         cut(self.sch, self.prefix, self.recipe.stacks, paths, self.ends(), inputs)
+
+    def example_inputs(self) -> dict[str, Any]:
+        """What the model is called with."""
+        given, ranks = self.options.example_inputs, self.sch.world_size
+        return dict(inputs_for(self.recipe, self.config, given, ranks))
 
     # --- what the model has ----------------------------------------------------------------------
     def layers(self, number: int) -> list[Schedule]:
@@ -281,4 +306,12 @@ def base_path(model: nn.Module, prefix: str) -> str:
             ) from None
         return prefix
     own = getattr(model, "base_model_prefix", "")
-    return own if isinstance(getattr(model, own, None) if own else None, nn.Module) else ""
+    if not own or not isinstance(getattr(model, own, None), nn.Module):
+        return ""
+    if own not in dict(model.named_children()):  # it answers for another one
+        children = [name for name, _ in model.named_children()]
+        raise ValueError(
+            f"{type(model).__name__} is a wrapper, by its children {children}, around a model with "
+            f"a base model {own!r}; schedule that model, and wrap it afterwards"
+        )
+    return own

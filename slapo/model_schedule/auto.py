@@ -151,8 +151,8 @@ def _path_of(model: nn.Module, module: nn.Module) -> str:
 
 
 # --- proof ---------------------------------------------------------------------------------------
-def prove(sch: Schedule, inputs: Any, again: Callable[[Schedule], None]) -> None:
-    """Refuse a plan that is wrong: by the placement check, else by numbers of two layers.
+def prove(sch: Schedule, inputs: Any, again: Callable[[Schedule], None], what: str) -> None:
+    """Refuse a schedule that is wrong: by the placement check, else by numbers of two layers.
 
     Parameters
     ----------
@@ -160,6 +160,8 @@ def prove(sch: Schedule, inputs: Any, again: Callable[[Schedule], None]) -> None
         What the model is called with.
     again
         Schedules a model of two layers in the same way.
+    what
+        Is said not to hold, with ``{}`` for the class of the model.
 
     Raises
     ------
@@ -179,7 +181,7 @@ def prove(sch: Schedule, inputs: Any, again: Callable[[Schedule], None]) -> None
             except VerificationError as found:
                 said = f"{found}\nThe check alone was not certain: {said}"
         error.args = (
-            f"the plan that {kind} carries does not hold on {sch.world_size} ranks: {said}\nWrite "
+            f"{what.format(kind)} does not hold on {sch.world_size} ranks: {said}\nWrite "
             "a table of the family (help(slapo.model_schedule.Recipe)), or pass check=False if you "
             "know that the check is wrong here",
         )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+from torch import nn
 
 from slapo.model_schedule.options import Options
 from slapo.model_schedule.tables import Recipe, Stack
@@ -34,6 +37,7 @@ def check(base: Schedule, recipe: Recipe, options: Options, config: Any) -> None
             "linear layer whose bias goes into a GELU; leave it out"
         )
     if base.world_size > 1:
+        _check_known(base, recipe)
         _check_counts(config, recipe, base.world_size)
         if options.attn_op_name is None and recipe.attention is None:
             check_own_dropout(config, "attn_op_name=None keeps the model's own attention")
@@ -69,6 +73,33 @@ def has_layers(base: Schedule, stack: Stack) -> bool:
         return len(base.mod.get_submodule(stack.layers)) > 0  # type: ignore[arg-type]
     except (AttributeError, TypeError):
         return False
+
+
+def _check_known(base: Schedule, recipe: Recipe) -> None:
+    """Whatever lies in a split block sees slices, or is run by each rank for itself."""
+    for stack in recipe.stacks:
+        for layer in base.select(f"{stack.layers}.*"):
+            unknown = _unknown_parameters(layer.mod, stack)
+            if unknown:
+                raise ValueError(
+                    f"{layer.path} ({type(layer.mod).__name__}) has the parameters {unknown} in a "
+                    "block that is split, and the recipe knows nothing of them; pass the key of "
+                    "the model's own family, or 'auto'; adapters are for a group of one rank"
+                )
+
+
+def _unknown_parameters(layer: nn.Module, stack: Stack) -> list[str]:
+    blocks = [(region.enter.split(), region.paths) for region in stack.regions]
+    found = []
+    for name, _ in layer.named_parameters():
+        known = [paths for enter, paths in blocks if _lies_in(name, enter)]
+        if known and not any(_lies_in(name, paths) for paths in known):
+            found.append(name)
+    return found
+
+
+def _lies_in(path: str, modules: Iterable[str]) -> bool:
+    return any(path.startswith(f"{each}.") for each in modules)
 
 
 def _check_counts(config: Any, recipe: Recipe, ranks: int) -> None:

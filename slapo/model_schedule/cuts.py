@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -187,17 +188,19 @@ def _trace(sch: Schedule, containers: Sequence[str], inputs: Mapping[str, Any]) 
         )
 
 
-def example_tokens(config: Any) -> dict[str, Any]:
-    """Any text: sizes stay free."""
-    tokens = torch.ones(2, 6, dtype=torch.long)
+def example_tokens(config: Any, ranks: int) -> dict[str, Any]:
+    """Any text, of as many tokens as can be dealt out: sizes stay free."""
+    tokens = torch.ones(2, ranks * math.ceil(6 / ranks), dtype=torch.long)
     inputs = {"input_ids": tokens, "attention_mask": tokens}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = tokens
     return inputs
 
 
-def inputs_for(recipe: Recipe, config: Any, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def inputs_for(
+    recipe: Recipe, config: Any, given: Mapping[str, Any] | None, ranks: int
+) -> Mapping[str, Any]:
     """Example inputs of the caller's, of the family, or tokens."""
     if given is not None:
         return given
-    return (recipe.inputs or example_tokens)(config)
+    return recipe.inputs(config) if recipe.inputs is not None else example_tokens(config, ranks)

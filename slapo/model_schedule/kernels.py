@@ -26,7 +26,6 @@ _NORMS = (
     "Qwen2RMSNorm",
     "Qwen3RMSNorm",
     "MixtralRMSNorm",
-    "T5LayerNorm",
 )
 #: Those that add 1 to their weight.
 _NORMS_OF_OFFSETS = ("GemmaRMSNorm", "Gemma3RMSNorm")
@@ -44,6 +43,7 @@ def use_kernels(base: Schedule) -> None:
         **dict.fromkeys(_GELUS, tanh_gelu),
         **dict.fromkeys(_NORMS, rms_norm),
         **dict.fromkeys(_NORMS_OF_OFFSETS, rms_norm_of_offsets),
+        "T5LayerNorm": rms_norm_of_t5,
         **dict.fromkeys(_GATED, gated_mlp),
         "T5DenseGatedActDense": gated_dense,
         **dict.fromkeys(_ENDS, end_of_half),
@@ -78,6 +78,11 @@ def rms_norm(path: str, module: nn.Module) -> RMSNorm:
 def rms_norm_of_offsets(path: str, module: nn.Module) -> RMSNorm:
     """The same, of a weight that says how far it is from 1."""
     return RMSNorm.like(module, offset=1.0)
+
+
+def rms_norm_of_t5(path: str, module: nn.Module) -> RMSNorm:
+    """The same, which leaves a stream of float32 where weights are halves."""
+    return RMSNorm.like(module, casts_to_weight=True)
 
 
 def gated_mlp(path: str, module: nn.Module) -> GatedMLP:

@@ -121,6 +121,19 @@ def loss_head(path: str, module: nn.Module) -> LossHead:
     return LossHead.like(module)
 
 
+def refuse_generate(model: nn.Module) -> None:
+    """Leave a model without :meth:`generate`, which would choose among one rank's columns."""
+    if hasattr(model, "generate"):
+        model.__dict__["generate"] = _refuse_generate
+
+
+def _refuse_generate(*args: Any, **kwargs: Any) -> None:
+    raise SlapoError(
+        "gather_logits=False leaves each rank its columns of the logits, of which generate() would "
+        "choose on each rank another token; schedule the model with gather_logits=True for it"
+    )
+
+
 # --- hooks ---------------------------------------------------------------------------------------
 def gather_without_labels(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     """Hook of a split head: without targets it gives logits, and these are to be whole."""
@@ -152,11 +165,13 @@ def take_loss(module: nn.Module, args: tuple[Any, ...], output: Any, *, head: st
     if layer.targets is None:
         return output
     layer.targets = None
+    logits, layer.logits = layer.logits, None
     loss = _logits_of(module, output)
     _check_untouched(module, layer, loss)
     if isinstance(output, tuple):
-        return (_whole_loss(module, loss, output), *output[1:])
-    return replace(output, loss=_whole_loss(module, loss, output), logits=None)
+        whole = () if logits is None else (logits,)
+        return (_whole_loss(module, loss, output), *whole, *output[1:])
+    return replace(output, loss=_whole_loss(module, loss, output), logits=logits)
 
 
 def _check_untouched(module: nn.Module, layer: LossHead, loss: Tensor) -> None:
@@ -207,7 +222,7 @@ def put_split_loss(module: nn.Module, args: tuple[Any, ...], output: Any, *, hea
     each = token_losses(
         logits, targets.moved(), start, _group(layer), ignore_index=targets.ignore_index
     )
-    loss = each.sum() / targets.count()
+    loss = targets.mean(each.sum())
     if isinstance(output, tuple):
         return (_whole_loss(module, loss, output), *output)
     return replace(output, loss=_whole_loss(module, loss, output))

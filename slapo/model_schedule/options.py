@@ -42,13 +42,21 @@ class Options:
         if not (self.disable_fuse_bias_gelu or self.kernels):
             raise ValueError("disable_fuse_bias_gelu=False needs the GELU of kernels=True")
         ratio = self.ckpt_ratio
-        if not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+        is_number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
+        if not is_number or not 0 <= ratio <= 1:
             raise ValueError(f"ckpt_ratio is {ratio!r}; pass a share of the layers, from 0 to 1")
         _check_choice("checkpoint_method", self.checkpoint_method, METHODS)
         if self.attn_op_name is not None:
             _check_choice("attn_op_name", self.attn_op_name, ATTENTION)
         if self.pipeline_cuts is not None:
             self._check_cuts()
+
+        given = self.example_inputs
+        if given is not None and not isinstance(given, Mapping):
+            raise TypeError(
+                f"example_inputs is a {type(given).__name__}; pass a dictionary, of the names of "
+                "the forward's arguments"
+            )
 
     def _check_cuts(self) -> None:
         cuts = self.pipeline_cuts
@@ -58,6 +66,7 @@ class Options:
                 "of layers after which a stage ends"
             )
         apart = {
+            "compile": "stages are cut out of a trace, into which a compiled layer lets none look",
             "fused_loss": "the engine computes the loss of a pipeline: give build() a loss_fn",
             "bcast_input": "the engine hands inputs to the first stage",
         }

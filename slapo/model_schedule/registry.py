@@ -134,6 +134,17 @@ def recipe_of(key: str, config: Any) -> Recipe:
     return _RECIPES[key](config)
 
 
+def have_one_recipe(key: str, other: str) -> bool:
+    """Whether both are keys of the same recipe.
+
+    Examples
+    --------
+    >>> have_one_recipe("llama", "qwen2"), have_one_recipe("llama", "qwen3")
+    (True, False)
+    """
+    return key == other or _RECIPES.get(key) is _RECIPES.get(other)
+
+
 def description(key: str) -> str:
     """What the file of a recipe says of it."""
     import inspect

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -230,6 +231,28 @@ def require_seed(module: nn.Module, args: tuple[Any, ...]) -> None:
             "attention drops weights of other heads on each rank, and no numbers are there for "
             "that; call slapo.set_random_seed(seed, mesh=mesh), or tp_rank=sch.rank, before the "
             "first step"
+        )
+
+
+def refuse_adapters(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Hook: PEFT puts its layers around those that are split, and knows nothing of the slices.
+
+    Raises
+    ------
+    SlapoError
+        If there is one in the layer.
+    """
+    if torch.compiler.is_compiling():
+        return
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None:
+        return
+    found = [path for path, m in module.named_modules() if isinstance(m, tuners.BaseTunerLayer)]
+    if found:
+        raise SlapoError(
+            f"adapters were put into a layer that is split over ranks, at {found}: their sums and "
+            "gradients would be of one rank's slice; take a group of one rank for tensor "
+            "parallelism, and more for data parallelism"
         )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from slapo.hooks import has_forward_hooks
 from slapo.op import liger
 from slapo.op.fused_bias import is_new_gelu
+from slapo.op.plain import is_plain
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -109,7 +110,7 @@ def _is_for_liger(what: str, backend: str, gate: Tensor, up: Tensor) -> bool:
 
 def _saves(gate: Tensor, up: Tensor) -> bool:
     """Whether to keep less is worth its time, as measured: on CPU, where it makes no difference."""
-    if not liger.is_plain(gate, up) or gate.device.type != "cpu":
+    if not is_plain(gate, up) or gate.device.type != "cpu":
         return False
     return gate.shape == up.shape and gate.dtype == up.dtype
 
@@ -149,7 +150,7 @@ def gated(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     tensor([0., 6.])
     """
     is_free = not (isinstance(act, nn.Module) and has_forward_hooks(act))
-    if is_free and liger.is_plain(gate, up):
+    if is_free and is_plain(gate, up):
         if _is_silu(act):
             return gated_silu(gate, up)
         if is_new_gelu(act) and liger.fits(gate, up):

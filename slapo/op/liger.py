@@ -14,12 +14,12 @@ import importlib.util
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch import Tensor
 
 from slapo.errors import MissingPackageError
 from slapo.logger import get_logger
 from slapo.op.cross_entropy import is_graph_kept
+from slapo.op.plain import is_plain
 
 logger = get_logger()
 
@@ -77,16 +77,6 @@ def check_fits(what: str, *tensors: Tensor) -> None:
     misfit = _misfit(*tensors)
     if misfit is not None:
         raise ValueError(f"{what} by 'liger': {misfit}; take 'torch', or 'auto'")
-
-
-def is_plain(*tensors: Any) -> bool:
-    """Whether these are tensors of torch's own, and operations on them run as they are called."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False
-    # Functions of autograd here have neither rule for batches nor a forward-mode derivative.
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return False
-    return all(type(each) in (Tensor, nn.Parameter) for each in tensors)
 
 
 def _misfit(*tensors: Tensor) -> str | None:

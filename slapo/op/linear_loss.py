@@ -27,6 +27,7 @@ from slapo.op.cross_entropy import (
     is_graph_kept,
     refuse_graph,
 )
+from slapo.sharding.collectives import all_gather
 from slapo.sharding.groups import group_size
 from slapo.sharding.state import copy_shards, sharding_of, shards_of, syncs_of
 
@@ -258,6 +259,17 @@ class Targets:
             return self.labels
         return F.pad(self.labels, (0, 1), value=self.ignore_index)[..., 1:]
 
+    def mean(self, total: Tensor) -> Tensor:
+        """The sum of the losses over how many there are.
+
+        As in torch, that of no loss at all is nan, and its gradient is zero.
+        """
+        count = self.count()
+        if self.num_items is not None:
+            return total / count
+        assert isinstance(count, Tensor)
+        return torch.where(count > 0, total / count.clamp(min=1), float("nan"))
+
     def count(self) -> Tensor | int:
         """What the sum of the losses is divided by."""
         if self.num_items is None:
@@ -305,6 +317,8 @@ class LossHead(nn.Linear):
     chunk: int | None = None
     #: The loss of the last call, by which it is known again where others may have changed it.
     given: Tensor | None = None
+    #: Of the last call that gave a loss without gradients: metrics read them there.
+    logits: Tensor | None = None
 
     @classmethod
     def like(cls, linear: nn.Linear) -> LossHead:
@@ -347,9 +361,18 @@ class LossHead(nn.Linear):
             ignore_index=self.targets.ignore_index,
             chunk=self.chunk,
         )
-        loss = total / self.targets.count()
+        loss = self.targets.mean(total)
         self.given = loss.detach()
+        self.logits = None if torch.is_grad_enabled() else self._whole_logits(input)
         return loss
+
+    def _whole_logits(self, input: Tensor) -> Tensor:
+        logits = F.linear(input, self.weight, self.bias)
+        group = self._own_rows()[1]
+        if group is None:
+            return logits
+        total = shards_of(self)["weight"].full_shape[0]
+        return all_gather(logits, group, -1, total=total)
 
     def _own_rows(self) -> tuple[int, dist.ProcessGroup | None]:
         """Where this rank's rows begin, and who has the others; no group where it has all."""

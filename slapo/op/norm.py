@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo.op import liger
+from slapo.op.plain import is_plain
 
 #: What modules call the number that is added to the mean of squares.
 _EPSILONS = ("variance_epsilon", "eps")
@@ -18,6 +19,7 @@ class RMSNorm(nn.RMSNorm):
     ``weight * cast(x / sqrt(mean(x ** 2) + eps))`` for Llama and its kin, which cast from float32
     to the type of the input before they multiply; with an offset
     ``cast((offset + weight) * x / sqrt(mean(x ** 2) + eps))``, as Gemma, which casts at the end.
+    T5's casts to the type of the weight instead of the input's.
     Where torch needs several kernels for that, on CUDA that of liger-kernel is used, if installed.
 
     Parameters
@@ -28,6 +30,8 @@ class RMSNorm(nn.RMSNorm):
         Added to the mean of squares.
     offset
         Added to the weight: 1.0 for Gemma.
+    casts_to_weight
+        Whether the norm is cast to the type of the weight before they multiply.
     device, dtype
         Of the weight.
 
@@ -46,14 +50,15 @@ class RMSNorm(nn.RMSNorm):
         hidden_size: int,
         eps: float = 1e-6,
         offset: float = 0.0,
+        casts_to_weight: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
-        self.offset = offset
+        self.offset, self.casts_to_weight = offset, casts_to_weight
 
     @classmethod
-    def like(cls, module: nn.Module, offset: float = 0.0) -> RMSNorm:
+    def like(cls, module: nn.Module, offset: float = 0.0, casts_to_weight: bool = False) -> RMSNorm:
         """The same norm with the same parameter object, under the same name.
 
         Parameters
@@ -63,6 +68,8 @@ class RMSNorm(nn.RMSNorm):
             or ``eps``.
         offset
             1.0 for Gemma's, whose weights are kept less one.
+        casts_to_weight
+            True for T5's.
 
         Raises
         ------
@@ -87,7 +94,7 @@ class RMSNorm(nn.RMSNorm):
                 f"alone, and a number as one of {list(_EPSILONS)}"
             )
         with torch.device("meta"):
-            new = cls(weight.numel(), eps, offset)
+            new = cls(weight.numel(), eps, offset, casts_to_weight)
         new.weight = weight
         new.training = module.training
         return new
@@ -102,11 +109,12 @@ class RMSNorm(nn.RMSNorm):
             return F.rms_norm(x.float(), shape, scale, self.eps).to(x.dtype)
         if x.dtype == self.weight.dtype == torch.float32:
             return F.rms_norm(x, shape, self.weight, self.eps)
-        return self.weight * F.rms_norm(x.float(), shape, None, self.eps).to(x.dtype)
+        dtype = self.weight.dtype if self.casts_to_weight else x.dtype
+        return self.weight * F.rms_norm(x.float(), shape, None, self.eps).to(dtype)
 
     def _is_for_liger(self, x: Tensor) -> bool:
         """Whether torch has no single kernel, and liger-kernel one of the same roundings."""
-        if not liger.fits(x) or not liger.is_plain(self.weight):
+        if not liger.fits(x) or not is_plain(self.weight):
             return False
         return bool(self.offset) or x.dtype == self.weight.dtype != torch.float32
 

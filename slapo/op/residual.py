@@ -9,10 +9,10 @@ from typing import Any, Literal, cast, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from slapo.errors import MissingPackageError
 from slapo.hooks import has_forward_hooks
+from slapo.op.plain import is_plain
 
 BACKENDS = ("auto", "torch", "triton")
 KINDS = ("layer", "rms")
@@ -160,20 +160,12 @@ def chosen(backend: str, operands: list[Tensor]) -> str:
     """
     if backend == "torch":
         return backend
-    if backend == "auto" and _is_watched(operands):
+    if backend == "auto" and not is_plain(*operands):
         return "torch"
     error = _refusal(operands)
     if error is not None and backend == "triton":
         raise error
     return "triton" if error is None else "torch"
-
-
-def _is_watched(operands: list[Tensor]) -> bool:
-    """Whether someone is to see operations of torch: a compiler, a check, fakes, a subclass."""
-    if torch.compiler.is_compiling():
-        return True
-    plain = all(type(each) in (Tensor, nn.Parameter) for each in operands)
-    return not plain or _get_current_dispatch_mode() is not None
 
 
 def _refusal(operands: list[Tensor]) -> Exception | None:

@@ -119,6 +119,13 @@ def qwen3(**plan: str | None) -> Any:
     return model
 
 
+@pytest.mark.parametrize(("key", "by"), [("llama", "auto"), ("mistral", "gemma")])
+def test_a_proof_with_tokens_dealt_out_over_four(key: str, by: str) -> None:
+    with fake_world(4, 1):
+        model = MODELS[key].build(num_key_value_heads=4)
+        apply_schedule(model, by, sequence_parallel=True)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -52,8 +52,12 @@ def test_a_table_that_lacks_something_is_refused(key: str, field: str) -> None:
 
     try:
         with fake_world(2, 1):
-            sch = apply_schedule(MODELS[key].build(), "lacking")
-            with pytest.raises(slapo.PlacementError):
-                check(sch, MODELS[key].inputs(3, 12))
+            # Before anything changes where it names too little, else as a recipe of no family.
+            with pytest.raises((slapo.PlacementError, ValueError), match="is split|does not hold"):
+                apply_schedule(MODELS[key].build(), "lacking")
+            if field in ("counts", "blocks"):
+                sch = apply_schedule(MODELS[key].build(), "lacking", check=False)
+                with pytest.raises(slapo.PlacementError):
+                    check(sch, MODELS[key].inputs(3, 12))
     finally:
         unregister("lacking")

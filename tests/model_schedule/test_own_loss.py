@@ -204,6 +204,38 @@ def test_a_count_of_tokens_counts_where_the_model_takes_it(key: str) -> None:
         assert built(**inputs, ignore_index=7).loss.item() == pytest.approx(own.item(), abs=1e-5)
 
 
+@pytest.mark.parametrize("key", ["bert", "t5", "llama"])
+def test_labels_of_which_none_counts(key: str) -> None:
+    """As in torch: the loss is nan, and its gradient zero."""
+    model, inputs = MODELS[key].build(), MODELS[key].inputs(2, 9)
+    built: Any = slapo.build(apply_schedule(copy.deepcopy(model), key, fused_loss=True))[0]
+    inputs["labels"] = torch.full_like(inputs["labels"], -100)
+    if key == "t5":
+        decoder = {"decoder_input_ids": inputs["labels"].clamp(min=1)}
+        inputs.update(decoder)
+    for each in (model, built):
+        loss = each(**inputs).loss
+        loss.backward()
+        assert loss.isnan()
+        assert all(not p.grad.any() for p in each.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("key", ["bert", "t5", "llama"])
+@pytest.mark.parametrize("as_tuple", [False, True])
+def test_logits_where_there_are_no_gradients(key: str, as_tuple: bool) -> None:
+    """An evaluation asks for both; where nothing else would stand in their place, too."""
+    model, inputs = MODELS[key].build(), MODELS[key].inputs(2, 9)
+    built: Any = slapo.build(apply_schedule(copy.deepcopy(model), key, fused_loss=True))[0]
+    inputs["return_dict"] = not as_tuple
+    with torch.no_grad():
+        wanted, found = model(**inputs), built(**inputs)
+    assert len(found) == len(wanted)
+    for name in range(2) if as_tuple else ("loss", "logits"):
+        torch.testing.assert_close(found[name], wanted[name], atol=2e-6, rtol=1e-5)
+    training = built(**inputs)
+    assert len(training) == len(wanted) - 1
+
+
 # --- over ranks ----------------------------------------------------------------------------------
 def over_ranks(rank: int, world_size: int) -> dict[str, Any]:
     group = torch.distributed.group.WORLD
@@ -213,9 +245,12 @@ def over_ranks(rank: int, world_size: int) -> dict[str, Any]:
         inputs = MODELS[key].inputs(2, 5)
         ids = inputs["input_ids"]
         logits, text = model(ids).logits, model.generate(ids, max_new_tokens=4, do_sample=False)
+        masked = model(**inputs).logits.detach()
         sch = apply_schedule(model, key, group=group, fused_loss=True)
         built: Any = slapo.build(sch)[0]
         assert built(**inputs).logits is None
+        with torch.no_grad():
+            found[f"{key} evaluation"] = float((built(**inputs).logits - masked).abs().max())
         found[f"{key} logits"] = float((built(ids).logits - logits).abs().max().detach())
         again = built.generate(ids, max_new_tokens=4, do_sample=False)
         found[f"{key} text"] = torch.equal(again, text)
@@ -225,6 +260,11 @@ def over_ranks(rank: int, world_size: int) -> dict[str, Any]:
     loss = model(**call).loss
     built = slapo.build(apply_schedule(model, "llama", group=group, gather_logits=False))[0]
     found["ignored"] = float((built(**call).loss - loss).detach())
+    with pytest.raises(slapo.SlapoError, match="gather_logits=True for it"):
+        built.generate(ids, max_new_tokens=4)
+    call = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
+    built(**call).loss.backward()
+    found["none counts"] = max(float(p.grad.abs().max()) for p in built.parameters())
 
     dropping = MODELS["bert"].build(attention_probs_dropout_prob=0.5)
     built = slapo.build(apply_schedule(dropping, "bert", group=group))[0]

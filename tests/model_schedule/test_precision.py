@@ -28,6 +28,21 @@ def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return torch.cat([grad.flatten().double() for _, grad in found])
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_t5_with_a_stream_of_float32_among_halves(gated: bool) -> None:
+    """Transformers keeps one layer of each block in float32, and its norms cast back."""
+    name = "gated-gelu" if gated else "relu"
+    model, loaded, ours = (MODELS["t5"].build(feed_forward_proj=name) for _ in range(3))
+    built, _ = slapo.build(apply_schedule(ours, "t5", fp16=True))
+    for path, p in loaded.named_parameters():
+        p.data = p.data.to(built.get_parameter(path).dtype)
+    inputs = MODELS["t5"].inputs(3, 9)
+    wanted, found = loaded(**inputs).logits, built(**inputs).logits
+    assert found.dtype == wanted.dtype
+    exact = model(**inputs).logits
+    assert (found - exact).norm() < LIMIT * (wanted - exact).norm() + 1e-3
+
+
 @pytest.mark.parametrize("options", [{}, {"fused_loss": True, "ckpt_ratio": 0.5}], ids=["", "all"])
 @pytest.mark.parametrize("key", sorted(set(MODELS) - {"wideresnet"}))
 def test_gradients_in_half_precision(key: str, options: dict[str, Any]) -> None:

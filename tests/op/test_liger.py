@@ -133,13 +133,6 @@ def test_which_tensors_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not liger.fits(x)
 
 
-def test_tensors_of_another_kind_are_not_taken() -> None:
-    with FakeTensorMode():
-        assert not liger.is_plain(torch.empty(2, device="cuda"))
-    assert liger.is_plain(torch.empty(2), nn.Parameter(torch.empty(2)))
-    assert not liger.is_plain(nn.parameter.UninitializedParameter())
-
-
 def test_an_import_that_fails_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import slapo
 from slapo.op import residual
@@ -202,19 +201,6 @@ def test_what_kernels_take(a_card: None, tensors: list[Tensor], said: str) -> No
     else:
         assert chosen("triton", tensors) == "triton"
     assert chosen("torch", tensors) == "torch"
-
-
-def test_operations_that_someone_is_to_see_are_those_of_torch(
-    a_card: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x = torch.ones(2, 4)
-    monkeypatch.setattr(residual, "_refusal", lambda operands: None)
-    assert chosen("auto", [x, nn.Parameter(x)]) == "triton"
-    assert chosen("auto", [on_card(2, 4)]) == "torch"
-    with TorchDispatchMode():
-        assert chosen("auto", [x]) == "torch"
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert chosen("auto", [x]) == "torch"
 
 
 def test_triton_is_not_imported() -> None:

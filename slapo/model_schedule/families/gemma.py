@@ -16,16 +16,10 @@ def gemma(config: Any) -> Recipe:
     return decoder(ATTENTION, MLP)
 
 
-@register_recipe("gemma3_text")
-def gemma3_text(config: Any) -> Recipe:
-    """The layers of Qwen3, with more norms around them."""
-    return with_head_norms(decoder(ATTENTION, MLP))
-
-
-@register_recipe("gemma3")
+@register_recipe("gemma3", "gemma3_text")
 def gemma3(config: Any) -> Recipe:
-    """The language model, within the model of text and images where there is one."""
-    recipe = gemma3_text(config.get_text_config())
+    """The layers of Qwen3, with more norms around them; in a model of images, those of its text."""
+    recipe = with_head_norms(decoder(ATTENTION, MLP))
     if not hasattr(config, "vision_config"):
         return recipe
     (stack,) = recipe.stacks
