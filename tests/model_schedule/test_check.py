@@ -53,7 +53,7 @@ def test_a_table_that_lacks_something_is_refused(key: str, field: str) -> None:
     try:
         with fake_world(2, 1):
             # Before anything changes where it names too little, else as a recipe of no family.
-            with pytest.raises((slapo.PlacementError, ValueError), match="is split|does not hold"):
+            with pytest.raises((slapo.PlacementError, ValueError), match=r"is split|does not hold"):
                 apply_schedule(MODELS[key].build(), "lacking")
             if field in ("counts", "blocks"):
                 sch = apply_schedule(MODELS[key].build(), "lacking", check=False)
