@@ -37,6 +37,7 @@ def check(base: Schedule, recipe: Recipe, options: Options, config: Any) -> None
             "linear layer whose bias goes into a GELU; leave it out"
         )
     if base.world_size > 1:
+        _check_names(base, recipe, options, config)
         _check_known(base, recipe)
         _check_counts(config, recipe, base.world_size)
         if options.attn_op_name is None and recipe.attention is None:
@@ -73,6 +74,34 @@ def has_layers(base: Schedule, stack: Stack) -> bool:
         return len(base.mod.get_submodule(stack.layers)) > 0  # type: ignore[arg-type]
     except (AttributeError, TypeError):
         return False
+
+
+def _check_names(base: Schedule, recipe: Recipe, options: Options, config: Any) -> None:
+    """What may be absent in some classes of a family, and a slip of the pen makes so in all."""
+    model: Any = base.get_top_schedule().mod
+    wrong: dict[str, str] = {}
+    if options.parallel_vocabulary:
+        if recipe.embeddings and not any(path in base for path in recipe.embeddings.split()):
+            wrong["embeddings"] = recipe.embeddings
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        root = base.get_top_schedule()
+        if head is not None and recipe.heads and not any(p in root for p in recipe.heads.split()):
+            wrong["heads"] = recipe.heads
+    if config is not None:
+        lacking = [name for name in recipe.counts.split() if not hasattr(config, name)]
+        wrong |= {"counts": " ".join(lacking)} if lacking else {}
+    for stack in recipe.stacks:
+        layers = list(base.select(f"{stack.layers}.*"))
+        for region in stack.regions:
+            for name in ("forked", "by_head"):
+                paths = getattr(region, name).split()
+                lacking = [path for path in paths if not any(path in layer for layer in layers)]
+                wrong |= {name: " ".join(lacking)} if lacking else {}
+    if wrong:
+        raise ValueError(
+            f"the recipe names what {type(model).__name__} and its config do not have: {wrong}; "
+            "correct the table, or pass the key of the model's own family"
+        )
 
 
 def _check_known(base: Schedule, recipe: Recipe) -> None:
