@@ -28,8 +28,23 @@ import torch.distributed as dist
 
 # Seconds that a rank may need for saying goodbye once it has reported its result.
 _EXIT_GRACE = 10.0
-# Packages that take long to import. Not the tests: a module of theirs may set up its process.
-_COSTLY = ("deepspeed", "megatron.core", "slapo", "torch.distributed", "torch.fx", "transformers")
+# What ranks ask of packages that tests have imported: dynamo traces pipelines, say. It takes
+# seconds on each rank. Not the tests themselves: a module of theirs may set up its process.
+_COSTLY = {
+    "torch": [
+        "networkx",
+        "sympy.combinatorics",
+        "torch._dynamo.backends.debugging",
+        "torch._functorch.aot_autograd",
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel",
+        "torch.export",
+    ],
+    "slapo": ["slapo.graph.trace.capture", "slapo.model_schedule"],
+    "transformers": ["transformers.generation", "transformers.modeling_utils"],
+    "deepspeed": ["deepspeed.pipe", "deepspeed.runtime.engine"],
+}
 
 
 class RankFailure(AssertionError):
@@ -130,9 +145,11 @@ def run_distributed(
 def _context() -> multiprocessing.context.ForkServerContext:
     """Return the context whose server has imported what the ranks need."""
     context = multiprocessing.get_context("forkserver")
-    # What the collected tests have imported, a rank would import again: seconds, on every rank.
-    preload = ["torch", "torch.distributed", "pytest"]
-    preload += sorted(name for name in sys.modules if name.startswith(_COSTLY))
+    preload = ["pytest"]
+    for package, parts in _COSTLY.items():
+        if package in sys.modules:
+            preload += [package, *parts]
+    preload += sorted(name for name in sys.modules if name.startswith("transformers.models."))
     # Has an effect until the server runs, which is from the first job on.
     context.set_forkserver_preload(preload)
     return context
