@@ -80,6 +80,21 @@ def timed(run: Callable[[], T], collect: bool = True) -> tuple[Times, T]:
     return Times(time.process_time() - cpu, time.perf_counter() - wall), value
 
 
+def forkserver(*modules: str) -> multiprocessing.context.ForkServerContext:
+    """Processes out of one that has imported what this has: else each takes seconds.
+
+    Parameters
+    ----------
+    modules
+        Others that they need.
+    """
+    packages = ("torch.distributed", "transformers", "slapo", "deepspeed")
+    here = [name for name in sys.modules if name.startswith(packages)]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", *modules, *here])
+    return context
+
+
 def on_ranks(
     world: int, main: Callable[..., None], arguments: tuple[Any, ...], say: Progress
 ) -> Any:
@@ -101,12 +116,7 @@ def on_ranks(
     -------
     The result.
     """
-    # Forked from a server that has imported what this process has: else each rank takes seconds.
-    context = multiprocessing.get_context("forkserver")
-    packages = ("torch.distributed", "transformers", "slapo", "deepspeed")
-    context.set_forkserver_preload(
-        ["torch", *(name for name in sys.modules if name.startswith(packages))]
-    )
+    context = forkserver()
     reader, writer = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as scratch:
         ranks = [

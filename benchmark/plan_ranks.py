@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import multiprocessing
 import tempfile
 import time
 import warnings
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slapo
+from benchmark.measure import forkserver
 from benchmark.plan_models import (
     EVEN_LENGTH,
     LENGTH,
@@ -82,8 +82,7 @@ class Pair:
     """Two processes of a gloo group, which live as long as they agree."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__, "slapo.model_schedule", "transformers"])
+        self._context = forkserver(__name__, "slapo.model_schedule", "transformers")
         self._scratch: Any = None
         self._ranks: list[Any] = []
         self._pipes: list[connection.Connection] = []

@@ -51,8 +51,7 @@ def apply_recipe(
     is_foreign
         Whether the recipe was made for another family than the model's, and so is to be proved.
     """
-    job = _Job(sch, recipe, options, config, prefix)
-    job.is_foreign = is_foreign
+    job = _Job(sch, recipe, options, config, prefix, is_foreign)
     job.check()
     model: Any = sch.mod
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
@@ -69,7 +68,13 @@ class _Job:
     """One application of a recipe."""
 
     def __init__(
-        self, sch: Schedule, recipe: Recipe, options: Options, config: Any, prefix: str
+        self,
+        sch: Schedule,
+        recipe: Recipe,
+        options: Options,
+        config: Any,
+        prefix: str,
+        is_foreign: bool,
     ) -> None:
         self.sch, self.options, self.config = sch, options, config
         self.base = sch[prefix] if prefix else sch
@@ -78,7 +83,8 @@ class _Job:
         self.prefix = prefix
         self.head = next((path for path in recipe.heads.split() if path in sch), "")
         self.parallel = sch.world_size > 1
-        self.is_foreign = False
+        #: another's word, which is to be proved
+        self.is_doubtful = bool(recipe.plan) or is_foreign
         self.spreads = options.sequence_parallel and self.parallel
         #: the vocabulary is split, and the logits stay so
         self.splits_vocabulary = options.parallel_vocabulary and self.parallel
@@ -109,10 +115,10 @@ class _Job:
         self.cast()
         self.kernels()
         if self.parallel:
-            if dropouts(self.config):
-                for layer in self.all_layers():
-                    layer.sync("fwd_pre", verbs.require_seed)
+            drops = dropouts(self.config)
             for layer in self.all_layers():
+                if drops:
+                    layer.sync("fwd_pre", verbs.require_seed)
                 layer.sync("fwd_pre", verbs.refuse_adapters)
             self.split_layers()
             if self.recipe.special is not None:
@@ -126,7 +132,7 @@ class _Job:
         if self.options.bcast_input and self.parallel:
             self.sch.sync("fwd_pre", verbs.broadcast_inputs)
         self.loss()
-        if self.parallel and self.options.check and (self.recipe.plan or self.is_foreign):
+        if self.parallel and self.options.check and self.is_doubtful:
             self.prove()
         if self.options.pipeline_cuts is not None:
             self.cut()
@@ -231,8 +237,7 @@ class _Job:
 
     def loss(self) -> None:
         """Computed by pieces, or from slices of the logits."""
-        has_slices = self.splits_vocabulary and self.head and not self.options.gather_logits
-        if has_slices and not self.options.fused_loss:
+        if self.splits_loss:
             refuse_generate(self.sch.mod)
         if self.options.fused_loss:
             fuse_loss(self.sch, self.head)

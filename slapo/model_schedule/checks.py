@@ -78,13 +78,13 @@ def has_layers(base: Schedule, stack: Stack) -> bool:
 
 def _check_names(base: Schedule, recipe: Recipe, options: Options, config: Any) -> None:
     """What may be absent in some classes of a family, and a slip of the pen makes so in all."""
-    model: Any = base.get_top_schedule().mod
+    root = base.get_top_schedule()
+    model: Any = root.mod
     wrong: dict[str, str] = {}
     if options.parallel_vocabulary:
         if recipe.embeddings and not any(path in base for path in recipe.embeddings.split()):
             wrong["embeddings"] = recipe.embeddings
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        root = base.get_top_schedule()
         if head is not None and recipe.heads and not any(p in root for p in recipe.heads.split()):
             wrong["heads"] = recipe.heads
     if config is not None:

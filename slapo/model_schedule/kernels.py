@@ -81,7 +81,7 @@ def rms_norm_of_offsets(path: str, module: nn.Module) -> RMSNorm:
 
 
 def rms_norm_of_t5(path: str, module: nn.Module) -> RMSNorm:
-    """The same, which leaves a stream of float32 where weights are halves."""
+    """The same, cast to the type of the weight."""
     return RMSNorm.like(module, casts_to_weight=True)
 
 

@@ -21,7 +21,6 @@ from slapo.model_schedule.own_loss import OwnLoss, own_loss
 from slapo.op.cross_entropy import IGNORED, token_losses
 from slapo.op.linear_loss import LossHead, Targets
 from slapo.schedule import Schedule
-from slapo.sharding.collectives import all_gather
 from slapo.sharding.state import sharding_of, shards_of
 from slapo.wrapper import innermost
 
@@ -138,10 +137,8 @@ def _refuse_generate(*args: Any, **kwargs: Any) -> None:
 def gather_without_labels(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     """Hook of a split head: without targets it gives logits, and these are to be whole."""
     layer = innermost(module)
-    if getattr(layer, "targets", None) is not None:
-        return output
-    whole = shards_of(layer)["weight"].full_shape[0]
-    return all_gather(output, _group(layer), -1, tensor_parallel_output_grad=False, total=whole)
+    assert isinstance(layer, LossHead), "made before"
+    return layer.gathered(output) if layer.targets is None else output
 
 
 def give_targets(

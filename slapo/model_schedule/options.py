@@ -50,7 +50,6 @@ class Options:
             _check_choice("attn_op_name", self.attn_op_name, ATTENTION)
         if self.pipeline_cuts is not None:
             self._check_cuts()
-
         given = self.example_inputs
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(

@@ -363,16 +363,17 @@ class LossHead(nn.Linear):
         )
         loss = self.targets.mean(total)
         self.given = loss.detach()
-        self.logits = None if torch.is_grad_enabled() else self._whole_logits(input)
+        if not torch.is_grad_enabled():
+            logits = F.linear(input, self.weight, self.bias)
+            self.logits = logits if group is None else self.gathered(logits)
         return loss
 
-    def _whole_logits(self, input: Tensor) -> Tensor:
-        logits = F.linear(input, self.weight, self.bias)
-        group = self._own_rows()[1]
-        if group is None:
-            return logits
-        total = shards_of(self)["weight"].full_shape[0]
-        return all_gather(logits, group, -1, total=total)
+    def gathered(self, logits: Tensor) -> Tensor:
+        """``(..., own vocabulary)`` of each rank -> ``(..., vocabulary)``, on all of them."""
+        state, total = sharding_of(self), shards_of(self)["weight"].full_shape[0]
+        assert state is not None, "the head is split"
+        group = state.group.group
+        return all_gather(logits, group, -1, tensor_parallel_output_grad=False, total=total)
 
     def _own_rows(self) -> tuple[int, dist.ProcessGroup | None]:
         """Where this rank's rows begin, and who has the others; no group where it has all."""
