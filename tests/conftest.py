@@ -24,6 +24,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+class _NoProcessGroup:
+    """Examples in docstrings leave the group of one process that ``init_mesh`` has started.
+
+    A plugin of its own, as hooks and fixtures of this file do not reach the examples of ``slapo/``.
+    """
+
+    def pytest_runtest_setup(self) -> None:
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_NoProcessGroup())
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
         pytest.skip("needs an accelerator")
@@ -34,13 +49,6 @@ def seed() -> None:
     """Same numbers in every run, whichever tests ran before."""
     random.seed(0)
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def no_process_group(seed: None) -> None:
-    """Examples in docstrings leave the group of one process that ``init_mesh`` has started."""
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.fixture
