@@ -94,7 +94,8 @@ def _of_layers(model: nn.Module, base: str) -> Recipe:
     lists: dict[str, int] = {}
     for path, module in model.get_submodule(base).named_modules():
         within = any(path.startswith(f"{other}.") for other in lists)
-        if isinstance(module, nn.ModuleList) and len({type(each) for each in module}) == 1:
+        kinds = {type(each) for each in module} if isinstance(module, nn.ModuleList) else set()
+        if len(kinds) == 1 and nn.ModuleList not in kinds:  # in a list of lists, each is a stack
             lists |= {} if within else {path: sum(p.numel() for p in module.parameters())}
     found = [path for path, size in lists.items() if size >= max(1, _SMALL * max(lists.values()))]
     if not found:

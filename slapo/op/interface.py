@@ -40,8 +40,8 @@ def use_attention(model: nn.Module, backend: str = "auto") -> None:
         A ``PreTrainedModel``.
     backend
         As for :func:`slapo.op.attend`; ``"flash"`` goes to Transformers' own function, which knows
-        padding. ``"auto"`` goes to the model's own eager function, with a line in the log, for what
-        no backend computes: capped logits, sinks, weights to hand back.
+        padding. ``"auto"`` and ``"eager"`` go to the model's own eager function, with a line in the
+        log, for what no backend computes: capped logits, sinks, weights to hand back.
 
     Raises
     ------
@@ -166,7 +166,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What models call: ``(batch, heads, seq, size)`` -> ``(batch, seq, heads, size)``."""
-    own = _own_function(module, kwargs) if backend == "auto" else None
+    own = _own_function(module, kwargs) if backend in ("auto", "eager") else None
     if own is None:
         _refuse_unknown(kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

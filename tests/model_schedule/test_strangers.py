@@ -75,6 +75,22 @@ def test_the_proof_may_be_left_out() -> None:
         apply_schedule(stranger("StableLm"), "llama", check=False)
 
 
+def test_layers_in_a_list_of_lists() -> None:
+    """Funnel pools between lists of layers, which are a stack each."""
+    sizes = {"block_sizes": [2, 1], "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64}
+    config = transformers.FunnelConfig(vocab_size=131, num_decoder_layers=1, **sizes)
+    torch.manual_seed(0)
+    model = transformers.FunnelForMaskedLM(config).eval()
+    batch = tokens(2, 8)
+    wanted = model(**batch).logits
+    sch = apply_schedule(model, "auto", ckpt_ratio=1.0)
+    layers = ["encoder.blocks.0.0", "encoder.blocks.0.1", "encoder.blocks.1.0", "decoder.layers.0"]
+    assert [record.path for record in sch.history if record.primitive == "checkpoint"] == [
+        f"funnel.{layer}" for layer in layers
+    ]
+    torch.testing.assert_close(slapo.build(sch)[0].eval()(**batch).logits, wanted)
+
+
 @pytest.mark.parametrize("key", ["llama", "auto"])
 def test_a_wrapped_model(key: str) -> None:
     with pytest.raises(ValueError, match=r"is a wrapper, by its children \['_orig_mod'\]"):

@@ -288,8 +288,9 @@ def test_auto_hands_back_weights(padded: bool) -> None:
     torch.testing.assert_close(found.attentions, wanted.attentions)
 
 
+@pytest.mark.parametrize("backend", ["auto", "eager"])
 @pytest.mark.parametrize("length", [5, 11])
-def test_auto_leaves_capped_logits_to_the_model(length: int) -> None:
+def test_capped_logits_are_left_to_the_model(length: int, backend: str) -> None:
     """Gemma 2 caps its logits by a tanh, and looks 4 tokens back in each second layer."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -306,7 +307,7 @@ def test_auto_leaves_capped_logits_to_the_model(length: int) -> None:
     mask[1, :2] = 0
     model.set_attn_implementation("eager")
     wanted = model(tokens, attention_mask=mask, use_cache=False).logits
-    use_attention(model, "auto")
+    use_attention(model, backend)
     found = model(tokens, attention_mask=mask, use_cache=False).logits
     torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()])
 
