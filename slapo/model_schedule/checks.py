@@ -20,6 +20,8 @@ _DROPOUTS = (
     "dropout_rate",
 )
 
+_ABSENT = object()
+
 
 def check(base: Schedule, recipe: Recipe, options: Options, config: Any) -> None:
     """Refuse what the model, its family or the group cannot have.
@@ -87,8 +89,10 @@ def _check_names(base: Schedule, recipe: Recipe, options: Options, config: Any) 
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         if head is not None and recipe.heads and not any(p in root for p in recipe.heads.split()):
             wrong["heads"] = recipe.heads
-    if config is not None:
-        lacking = [name for name in recipe.counts.split() if not hasattr(config, name)]
+    if config is not None and not recipe.plan:  # a plan does not say how its heads are counted
+        lacking = [
+            n for n in recipe.counts.split() if _count(config, n, default=_ABSENT) is _ABSENT
+        ]
         wrong |= {"counts": " ".join(lacking)} if lacking else {}
     for stack in recipe.stacks:
         layers = list(base.select(f"{stack.layers}.*"))
@@ -144,9 +148,9 @@ def _check_counts(config: Any, recipe: Recipe, ranks: int) -> None:
         raise ValueError(_unfit(name, count, ranks, fit))
 
 
-def _count(config: Any, name: str) -> Any:
+def _count(config: Any, name: str, default: Any = None) -> Any:
     try:
-        return getattr(config, name, None)
+        return getattr(config, name, default)
     except Exception as error:  # of the config's own: where it is one for each layer
         raise ValueError(f"{type(config).__name__}.{name} is not one number: {error}") from error
 
