@@ -10,8 +10,6 @@ STAMP := $(VENV)/.slapo-installed
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ARGS ?=
-# One by one, or the last tests wait in the queue of one worker while the other has none.
-SPREAD := -n $(JOBS) --maxschedchunk 1
 
 # More threads than cores make the small tensors of the tests slower, not faster.
 export OMP_NUM_THREADS ?= 1
@@ -36,10 +34,10 @@ quickstart: $(STAMP) ## schedule a small model and see that it still computes th
 	$(BIN)/python examples/quickstart.py
 
 test: $(STAMP) ## the whole suite, doctests included
-	$(PYTEST) --doctest-modules slapo tests $(SPREAD) $(PYTEST_ARGS)
+	$(PYTEST) --doctest-modules slapo tests -n $(JOBS) $(PYTEST_ARGS)
 
 test-fast: $(STAMP) ## the suite without its slow tests
-	$(PYTEST) --doctest-modules slapo tests -m "not slow" $(SPREAD) $(PYTEST_ARGS)
+	$(PYTEST) --doctest-modules slapo tests -m "not slow" -n $(JOBS) $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff: rules and format
 	$(BIN)/ruff check .
