@@ -202,15 +202,15 @@ def group_among(rank_sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     return next(group for group in made if group is not None)
 
 
-def describe_rank(mesh: DeviceMesh, rank: int) -> str:
-    """Name a rank with its place in the mesh.
+def describe_rank(places: torch.Tensor, rank: int) -> str:
+    """Name a rank with its place among `places`, the tensor of ranks that a mesh holds.
 
     Examples
     --------
-    >>> describe_rank(init_mesh(device="cpu"), 0)
+    >>> describe_rank(init_mesh(device="cpu").mesh, 0)
     'rank 0 (pp 0, dp 0, tp 0)'
     """
-    place = (mesh.mesh == rank).nonzero()[0].tolist()
+    place = (places == rank).nonzero()[0].tolist()
     return f"rank {rank} ({', '.join(f'{d} {i}' for d, i in zip(DIMS, place, strict=True))})"
 
 

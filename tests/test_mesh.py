@@ -146,7 +146,7 @@ def grid(rank: int, world_size: int) -> dict[str, Any]:
         "place": [mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp")],
         "tp": dist.get_process_group_ranks(mesh.get_group("tp")),
         "pp": dist.get_process_group_ranks(mesh.get_group("pp")),
-        "name": describe_rank(mesh, rank),
+        "name": describe_rank(mesh.mesh, rank),
         "extent": mesh["dp"].size(),
     }
 

@@ -18,6 +18,7 @@ import os
 import platform
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -58,7 +59,8 @@ class Failures:
     """
 
     def __init__(self, mesh: DeviceMesh, store: dist.Store, number: int) -> None:
-        self.mesh, self.job_store = mesh, store
+        # Not the mesh: it would keep all of the job's groups, and their threads, to the very end.
+        self._places = mesh.mesh
         self._rank = dist.get_rank()
         client: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch omits it
         client.set_timeout(_STORE_PATIENCE)
@@ -97,7 +99,7 @@ class Failures:
         self._tell_of(self._rank, what)
 
     def _tell_of(self, rank: int, what: str) -> str:
-        text = f"{describe_rank(self.mesh, rank)} {what}"
+        text = f"{describe_rank(self._places, rank)} {what}"
         self._failure.tell(text)
         return text
 
@@ -135,7 +137,7 @@ class Failures:
 
     def _say_who_is_silent(self) -> str:
         silent = [
-            describe_rank(self.mesh, rank)
+            describe_rank(self._places, rank)
             for rank in range(dist.get_world_size())
             if rank != self._rank and not self._store.check([f"waiting/{rank}"])
         ]
@@ -158,7 +160,7 @@ class Failures:
     def _keeper(self) -> str:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return "the launcher"
-        return describe_rank(self.mesh, 0)
+        return describe_rank(self._places, 0)
 
 
 class NoFailures(Failures):
@@ -175,6 +177,8 @@ class NoFailures(Failures):
 
 _current: Failures | None = None
 _number = 0
+# The job that `_current` is for, by its store; not kept alive by us.
+_job: weakref.ref[dist.Store] | None = None
 
 
 def failures_of(mesh: DeviceMesh) -> Failures:
@@ -186,13 +190,13 @@ def failures_of(mesh: DeviceMesh) -> Failures:
     >>> with failures_of(init_mesh(device="cpu")).named():
     ...     loss = 0.5
     """
-    global _current, _number
+    global _current, _number, _job
     if not has_peers():
         return NoFailures()
     store = dist.distributed_c10d._get_default_store()
-    if _current is None or _current.job_store is not store:
+    if _current is None or _job is None or _job() is not store:
         _number += 1
-        _current = Failures(mesh, store, _number)
+        _current, _job = Failures(mesh, store, _number), weakref.ref(store)
     return _current
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -229,6 +230,32 @@ def several_engines(rank: int, world_size: int) -> Any:
 
 def test_engines_share_one_and_start_no_thread() -> None:
     assert run_distributed(several_engines, 2) == [(True, 0)] * 2
+
+
+def gloo_threads() -> int:
+    """Those of groups that still live; a process that ends beside one may abort."""
+    names = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in names)
+
+
+def ends(rank: int, world: int, setup: str | None, target: str) -> tuple[int, int]:
+    """Trains a step, lets go of the engine, and ends the job's groups."""
+    prepare(setup)
+    engine, _ = make(target, (1, 2, 1))
+    engine.train_batch(data())
+    del engine
+    before = gloo_threads()
+    dist.destroy_process_group()
+    gc.collect()
+    return before, gloo_threads()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed by Linux")
+def test_an_engine_leaves_no_group_behind() -> None:
+    """DeepSpeed and Megatron keep theirs in globals of their own."""
+    for before, after in run(ends, 2, "torch"):
+        assert before > 0
+        assert after == 0
 
 
 def one_fails(
