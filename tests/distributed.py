@@ -197,9 +197,19 @@ def _raise_first_failure(reports: list[_Report]) -> None:
 
 def _timed_out(ranks: list[int], scratch: Path, timeout: float) -> RankFailure:
     """Return the failure that says where the ranks hung."""
-    stacks = [f"rank {rank}:\n{_stack_file(scratch, rank).read_text()}" for rank in ranks]
+    # A rank that started late, as on a busy machine, leaves its note late too.
+    patience = time.monotonic() + 0.2 * timeout + _EXIT_GRACE
+    while time.monotonic() < patience and not all(_stack(scratch, rank) for rank in ranks):
+        time.sleep(0.05)
+    stacks = [f"rank {rank}:\n{_stack(scratch, rank)}" for rank in ranks]
     message = f"ranks {ranks} did not finish within {timeout} s\n" + "\n".join(stacks)
     return RankFailure(ranks[0], "TimeoutError", message)
+
+
+def _stack(scratch: Path, rank: int) -> str:
+    """Where a rank stood, once it has written all of it; else nothing."""
+    text = _stack_file(scratch, rank).read_text()
+    return text if text.endswith("\n") else ""
 
 
 def _stack_file(scratch: Path, rank: int) -> Path:
