@@ -1,0 +1,22 @@
+"""What a schedule costs on a cluster: memory and time of a step that is not run."""
+
+from slapo.cost.api import dryrun
+from slapo.cost.layout import Layout
+from slapo.cost.machine import MACHINES, Machine
+from slapo.cost.memory import Memory
+from slapo.cost.meter import Meter
+from slapo.cost.result import DryRun
+from slapo.cost.steptime import StepTime
+from slapo.cost.update import Update
+
+__all__ = [
+    "MACHINES",
+    "DryRun",
+    "Layout",
+    "Machine",
+    "Memory",
+    "Meter",
+    "StepTime",
+    "Update",
+    "dryrun",
+]

@@ -1,0 +1,373 @@
+"""``slapo.dryrun``: what a schedule costs on a cluster, without either."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo.cost.layout import Layout, sizes_of
+from slapo.cost.machine import Machine, machine_of
+from slapo.cost.memory import memory_of
+from slapo.cost.models import Small, Source, example_inputs, shrink, untie, whole_on_meta
+from slapo.cost.result import DryRun
+from slapo.cost.runs import Run, ScheduleFn, loss_of_output, run
+from slapo.cost.stages import StageParts, divide
+from slapo.cost.state import state_of
+from slapo.cost.steptime import time_of
+from slapo.cost.update import Update
+from slapo.errors import SlapoError
+from slapo.model_schedule import apply_schedule
+from slapo.model_schedule.apply import chosen
+from slapo.model_schedule.cuts import chosen_cuts, even_cuts
+from slapo.model_schedule.registry import AUTO, schedule_of
+from slapo.model_schedule.verbs import cast
+
+InputsFn = Callable[[int], Mapping[str, Any]]
+LossFn = Callable[[Any, Any], Tensor]
+
+
+def dryrun(
+    recipe: str | ScheduleFn,
+    model_config: Source,
+    *,
+    mesh: Any = None,
+    machine: str | Machine = "h100-80gb",
+    batch: int = 1,
+    seq_len: int = 1024,
+    micro_batches: int = 1,
+    schedule: str = "1f1b",
+    target: str = "torch",
+    data_parallel: str = "ddp",
+    zero: int = 0,
+    bucket: int = 500_000_000,
+    dtype: torch.dtype | None = None,
+    optimizer: Callable[[list[Any]], torch.optim.Optimizer] = torch.optim.AdamW,
+    inputs: InputsFn | None = None,
+    loss_fn: LossFn | None = None,
+    pipeline_cuts: Sequence[int] | None = None,
+    **options: Any,
+) -> DryRun:
+    """Predict memory and time of a training step, in seconds, on one process.
+
+    The model is made without memory, with few layers in place of many, scheduled as one rank of
+    its group would, and run forward and backward on tensors without numbers. From what each layer
+    then takes and keeps follow the stages, and the job. A figure of time is as good as the
+    machine's numbers: those of data sheets tell which layout is the faster, those of
+    :func:`slapo.cost.calibrate` how fast it is.
+
+    Parameters
+    ----------
+    recipe
+        A key of :func:`slapo.model_schedule.apply_schedule`; or a function that schedules
+        ``f(sch)``, for which all layers are run.
+    model_config
+        A config of Transformers, or a function without arguments that makes the model.
+    mesh
+        Sizes ``{"pp": .., "dp": .., "tp": ..}``, those left out 1; or a mesh.
+    machine
+        A name of ``slapo.cost.MACHINES``, or a :class:`slapo.cost.Machine`.
+    batch
+        Samples of a replica in a step, as an engine's ``train_batch`` gets them.
+    seq_len
+        Tokens of each.
+    micro_batches
+        Into which they are cut.
+    schedule
+        Of a pipeline: ``"1f1b"`` or ``"gpipe"``.
+    target, data_parallel, zero
+        The engine: ``"torch"`` with ``"ddp"`` or ``"fsdp"``, ``"deepspeed"`` with a stage of ZeRO,
+        ``"megatron"``, with ``zero=1`` for its distributed optimizer.
+    bucket
+        DeepSpeed's ``reduce_bucket_size``, in elements.
+    dtype
+        In which the model computes; by default as it is made. In half precision the optimizer has
+        float32 copies.
+    optimizer
+        As for :func:`slapo.build`.
+    inputs
+        ``f(samples)``: what the model is called with, labels included, where that is neither
+        tokens nor images.
+    loss_fn
+        ``f(output, labels)``, as for engines; by default the loss that the model returns.
+    pipeline_cuts
+        Numbers of the layers that end stages; by default stages of about the same work.
+    **options
+        Of the recipe, such as ``ckpt_ratio=0.5`` or ``sequence_parallel=True``.
+
+    Returns
+    -------
+    DryRun
+        ``print`` it for a table; ``.peak``, ``.fits``, ``.throughput``, ``.data()``, ``.plot()``.
+
+    Raises
+    ------
+    KeyError
+        For an unknown recipe or machine.
+    ValueError
+        For sizes that make no layout, and for what the recipe refuses.
+    SlapoError
+        Within a process group, or if stages are asked for and layers do not run one after another.
+
+    Examples
+    --------
+    >>> import slapo
+    >>> from transformers import LlamaConfig
+    >>> config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=8,
+    ...     num_attention_heads=4, vocab_size=256)
+    >>> found = slapo.dryrun("llama", config, mesh={"pp": 2, "dp": 2, "tp": 2}, batch=8,
+    ...     micro_batches=4, seq_len=64, ckpt_ratio=0.5)
+    >>> len(found.stages), found.layout.ranks, found.fits
+    (2, 8, True)
+    """
+    node = machine_of(machine)
+    layout = Layout(
+        **sizes_of(mesh),
+        batch=batch,
+        length=seq_len,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        target=target,
+        data_parallel=data_parallel,
+        zero=zero,
+        bucket=bucket,
+    )
+    job = _Job(recipe, model_config, layout, node, dtype, inputs, loss_fn, options)
+    parts, small = job.stages(pipeline_cuts), job.small
+    update = Update.of(optimizer)
+    any_run = parts[0].steps[0].run
+    memory = tuple(
+        memory_of(
+            each,
+            state_of(each, layout, update, small.dtype),
+            layout,
+            number,
+            any_run.buffers,
+            any_run.inputs,
+        )
+        for number, each in enumerate(parts)
+    )
+    micro = job.inputs(layout.micro)
+    tokens = micro["input_ids"].numel() if "input_ids" in micro else layout.micro
+    return DryRun(
+        model=type(small.model).__name__,
+        parameters=small.parameters,
+        dtype=small.dtype,
+        machine=node,
+        layout=layout,
+        stages=memory,
+        time=time_of(parts, layout, node, update),
+        flops=_flops(parts) * layout.micro_batches * layout.dp * layout.tp,
+        tokens=tokens * layout.micro_batches * layout.dp,
+    )
+
+
+def _flops(parts: list[StageParts]) -> float:
+    """Of a micro-batch's products on one rank of each stage, backward as twice the forward."""
+    return 3.0 * sum(
+        kernel.flops for each in parts for step in each.steps for kernel in step.forward.kernels
+    )
+
+
+class _Job:
+    """The runs that a question needs."""
+
+    def __init__(
+        self,
+        recipe: str | ScheduleFn,
+        source: Source,
+        layout: Layout,
+        machine: Machine,
+        dtype: torch.dtype | None,
+        inputs: InputsFn | None,
+        loss_fn: LossFn | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.recipe, self.layout, self.machine = recipe, layout, machine
+        self._given_inputs, self._loss_fn = inputs, loss_fn
+        self.options = dict(options)
+        for name in ("bf16", "fp16"):
+            if self.options.pop(name, False):
+                dtype = torch.bfloat16 if name == "bf16" else torch.float16
+        if not isinstance(recipe, str) and options:
+            raise TypeError(
+                f"options {sorted(options)} are for recipes, and this is a function; bind them to "
+                "it by functools.partial"
+            )
+        if isinstance(recipe, str) and recipe != AUTO:
+            schedule_of(recipe)  # refuses an unknown one before a model is made
+        key = _key_of(source)
+        self._key = (key, dtype)
+        self._source = _Ref(source)
+        self._together: frozenset[frozenset[str]] = frozenset()
+        self.ratio = float(self.options.pop("ckpt_ratio", 0.0) or 0.0)
+        if not 0 <= self.ratio <= 1:
+            raise ValueError(f"ckpt_ratio is {self.ratio}; pass a share from 0 to 1")
+        self.method = self.options.pop("checkpoint_method", "uniform")
+
+    @property
+    def small(self) -> Small:
+        """The model; stages have a parameter of their own where others of the model are tied."""
+        key, dtype = self._key
+        few = isinstance(self.recipe, str)
+        whole = _small(key, self._source, dtype, few)
+        return (
+            _untied(key, dtype, few, self._together, _Ref(whole)) if self.layout.pp > 1 else whole
+        )
+
+    def stages(self, cuts: Sequence[int] | None) -> list[StageParts]:
+        """The whole model, divided."""
+        ends = self.ends(cuts)
+        parts = divide(self.small, self.runs(), self.again(), ends)
+        if self.layout.pp > 1 and any(stage.together for stage in parts):
+            self._together = frozenset(names for stage in parts for names in stage.together)
+            parts = divide(self.small, self.runs(), self.again(), ends)
+        return parts
+
+    def inputs(self, samples: int) -> Mapping[str, Any]:
+        """Of so many samples."""
+        if self._given_inputs is not None:
+            return self._given_inputs(samples)
+        return example_inputs(self.small.model, samples, self.layout.length)
+
+    def again(self) -> set[str]:
+        """Paths of the layers that compute activations again."""
+        if not isinstance(self.recipe, str) or not self.ratio:
+            return set()
+        return set(chosen(list(self.small.costs), self.ratio, self.method))
+
+    def runs(self) -> dict[bool, Run]:
+        """Of layers as they are, and of such that compute again, as far as there are such."""
+        again = self.again()
+        if again and not all(stack.count for stack in self.small.stacks):
+            return {True: self._run(self.ratio)}
+        found = {}
+        if len(again) < len(self.small.costs) or not again:
+            found[False] = self._run(0.0)
+        if again:
+            found[True] = self._run(1.0)
+        return found
+
+    def _run(self, ratio: float) -> Run:
+        layout = self.layout
+        what = (
+            self._key,
+            self.recipe,
+            json.dumps(self.options, sort_keys=True, default=repr),
+            ratio,
+            layout.tp,
+            layout.micro,
+            layout.length,
+            layout.pp > 1,
+            self._together,
+            self.machine.rounding,
+            self._given_inputs,
+            self._loss_fn,
+        )
+        return _cached_run(what, _Ref(self), ratio)
+
+    def make_run(self, ratio: float) -> Run:
+        """Run the model; slow."""
+        options = {**self.options, "ckpt_ratio": ratio} if ratio else self.options
+        schedule: ScheduleFn = (
+            partial(_apply, self.recipe, options) if isinstance(self.recipe, str) else self.recipe
+        )
+        loss_of = loss_of_output if self._loss_fn is None else partial(_loss, self._loss_fn)
+        layout = self.layout
+        return run(
+            self.small,
+            schedule,
+            self.inputs(layout.micro),
+            layout.tp,
+            loss_of,
+            self.machine.rounding,
+            traced=layout.pp > 1,
+        )
+
+    def ends(self, cuts: Sequence[int] | None) -> list[int]:
+        """Numbers of the layers that end a stage."""
+        pp = self.layout.pp
+        if pp == 1:
+            return []
+        runs = self.runs()
+        if not next(iter(runs.values())).regular or not self.small.costs:
+            raise SlapoError(
+                f"pp={pp}, and the layers of {type(self.small.model).__name__} do not run one after "
+                "another in a list; pass pp=1"
+            )
+        if cuts is not None:
+            chosen_ends = chosen_cuts(cuts, [stack.count for stack in self.small.stacks])
+            if len(chosen_ends) != pp - 1:
+                raise ValueError(
+                    f"pipeline_cuts={list(cuts)} make {len(chosen_ends) + 1} stages, and the mesh "
+                    f"has pp={pp}"
+                )
+            return chosen_ends
+        costs = list(self.small.costs.values())
+        costs[-1] += self._head_cost()
+        return even_cuts(costs, pp)
+
+    def _head_cost(self) -> float:
+        embedding = getattr(self.small.model, "get_output_embeddings", lambda: None)()
+        for path, module in self.small.model.named_modules():
+            if module is embedding:
+                return self.small.head.get(path, 0.0)
+        return 0.0
+
+
+class _Ref:
+    """An argument that does not tell cached results apart."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Ref)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def _key_of(source: Source) -> Any:
+    to_json = getattr(source, "to_json_string", None)
+    if to_json is None:
+        return source  # a function
+    return type(source).__name__, to_json(use_diff=False)
+
+
+@lru_cache(maxsize=8)
+def _small(key: Any, source: _Ref, dtype: torch.dtype | None, few: bool) -> Small:
+    model = whole_on_meta(source.value)
+    if dtype is not None:
+        cast(model, dtype)
+    return shrink(model, few)
+
+
+@lru_cache(maxsize=8)
+def _untied(
+    key: Any, dtype: torch.dtype | None, few: bool, together: frozenset[frozenset[str]], whole: _Ref
+) -> Small:
+    return untie(whole.value, together)
+
+
+@lru_cache(maxsize=64)
+def _cached_run(what: Any, job: _Ref, ratio: float) -> Run:
+    return job.value.make_run(ratio)  # type: ignore[no-any-return]
+
+
+def _apply(key: str, options: Mapping[str, Any], sch: Any) -> None:
+    is_recipe = key == AUTO or schedule_of(key) is None
+    # What is to be proved is the check's affair, and takes longer than all else here.
+    apply_schedule(sch, key, **({"check": False} if is_recipe else {}), **options)
+
+
+def _loss(loss_fn: LossFn, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    given = dict(inputs)
+    labels = given.pop("labels", None)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        given.setdefault("decoder_input_ids", labels)  # which it makes of labels itself
+    return loss_fn(model(**given), labels)

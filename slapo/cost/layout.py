@@ -1,0 +1,107 @@
+"""How a job is laid out over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+TARGETS = ("torch", "deepspeed", "megatron")
+SCHEDULES = ("1f1b", "gpipe")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks, and what runs on them.
+
+    Parameters
+    ----------
+    pp, dp, tp
+        Stages, replicas, and ranks that tensors are split over; tp neighbours are next to each
+        other, as in :func:`slapo.init_mesh`.
+    batch
+        Samples of a replica in a step.
+    length
+        Tokens of a sample.
+    micro_batches
+        Into which a step's samples are cut.
+    schedule
+        Of a pipeline: ``"1f1b"`` or ``"gpipe"``.
+    target
+        The engine.
+    data_parallel
+        On torch: ``"ddp"`` or ``"fsdp"``.
+    zero
+        On DeepSpeed: the stage of ZeRO. On Megatron 1 is its distributed optimizer.
+    bucket
+        Elements of DeepSpeed's buffer of gradients, its ``reduce_bucket_size``.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    batch: int = 1
+    length: int = 1024
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+    target: str = "torch"
+    data_parallel: str = "ddp"
+    zero: int = 0
+    bucket: int = 500_000_000
+
+    def __post_init__(self) -> None:
+        for name in ("pp", "dp", "tp", "batch", "length", "micro_batches"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; pass a whole number from 1 on")
+        if self.batch % self.micro_batches:
+            raise ValueError(
+                f"batch={self.batch} samples make no {self.micro_batches} equal micro-batches; "
+                "pass a batch that micro_batches divides"
+            )
+        for name, known in (("schedule", SCHEDULES), ("target", TARGETS)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; the dry run knows {list(known)}"
+                )
+        if self.data_parallel not in ("ddp", "fsdp"):
+            raise ValueError(f"data_parallel is {self.data_parallel!r}; pass 'ddp' or 'fsdp'")
+        if self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"zero is {self.zero!r}; pass 0, 1, 2 or 3")
+        most = {"deepspeed": 3, "megatron": 1, "torch": 0}[self.target]
+        if self.zero > most:
+            raise ValueError(
+                f"zero={self.zero} and target={self.target!r} do not go together; ZeRO 1 to 3 are "
+                "DeepSpeed's, zero=1 is also Megatron's distributed optimizer"
+            )
+        if self.data_parallel == "fsdp" and self.target != "torch":
+            raise ValueError("data_parallel='fsdp' goes with target='torch'; leave one out")
+        if self.zero > 1 and self.pp > 1:
+            raise ValueError(f"DeepSpeed's pipelines have no ZeRO {self.zero}; pass zero=1 or pp=1")
+
+    @property
+    def ranks(self) -> int:
+        """Of the job."""
+        return self.pp * self.dp * self.tp
+
+    @property
+    def micro(self) -> int:
+        """Samples of a micro-batch."""
+        return self.batch // self.micro_batches
+
+
+def sizes_of(mesh: Any) -> dict[str, int]:
+    """pp, dp and tp of a mapping, or of a mesh of :func:`slapo.init_mesh`.
+
+    Examples
+    --------
+    >>> sizes_of({"tp": 2})
+    {'pp': 1, 'dp': 1, 'tp': 2}
+    """
+    if mesh is None:
+        mesh = {}
+    if not isinstance(mesh, Mapping) and hasattr(mesh, "mesh_dim_names"):
+        mesh = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    if not isinstance(mesh, Mapping) or set(mesh) - {"pp", "dp", "tp"}:
+        raise ValueError(f"mesh is {mesh!r}; pass sizes, such as {{'pp': 2, 'dp': 4, 'tp': 8}}")
+    return {name: mesh.get(name, 1) for name in ("pp", "dp", "tp")}

@@ -1,0 +1,262 @@
+"""Machines as a few numbers, and the time that kernels and collectives take on them."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from slapo.cost.meter import Collective, Kernel
+from slapo.errors import with_nearest
+
+GB, TERA = 1e9, 1e12
+#: The share of a device's memory that a step may fill: allocators leave gaps.
+USABLE = 0.92
+
+#: Functions whose time on a processor goes by elements rather than by bytes.
+SLOW = frozenset(
+    "exp tanh pow gelu gelu_backward tanh_backward _softmax _softmax_backward_data _log_softmax "
+    "_log_softmax_backward_data native_dropout bernoulli_ silu silu_backward erf rsqrt sqrt cos "
+    "sin sigmoid sigmoid_backward".split()
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A node of equal devices, and how nodes are linked.
+
+    Four numbers make one: ``Machine("mine", memory, flops, bandwidth, inside)``.
+
+    Parameters
+    ----------
+    name
+        To be shown.
+    memory
+        Bytes of a device.
+    flops
+        Floating-point operations of dense products per second, for each dtype or for all.
+    bandwidth
+        Bytes per second between a device and its memory.
+    inside
+        Bytes per second and direction between two devices of a node.
+    devices
+        Of a node.
+    between
+        Bytes per second that each device has to other nodes; by default an eighth of `inside`.
+    reached_flops, reached_bandwidth
+        The share of these figures that kernels reach. Where `is_measured`, the figures are what was
+        reached.
+    overhead
+        Seconds of the host for each kernel, which hide behind the device's work if
+        `is_asynchronous`.
+    half_at
+        Operations of a product that runs at half of the speed of a large one.
+    curve
+        Measured: (operations of a product, operations per second), rising.
+    slow
+        Measured: function -> seconds for each element.
+    latency
+        Seconds of a message, within a node and between nodes.
+    is_measured
+        Whether the figures were measured, rather than read in a data sheet.
+
+    Examples
+    --------
+    >>> mine = Machine("mine", 48e9, 180e12, 860e9, inside=32e9)
+    >>> mine.between
+    4000000000.0
+    """
+
+    name: str
+    memory: float
+    flops: float | Mapping[torch.dtype, float] = field(hash=False)
+    bandwidth: float
+    inside: float
+    devices: int = 8
+    between: float = 0.0
+    reached_flops: float = 0.6
+    reached_bandwidth: float = 0.8
+    overhead: float = 4e-6
+    is_asynchronous: bool = True
+    half_at: float = 1e9
+    curve: tuple[tuple[float, float], ...] = ()
+    slow: Mapping[str, float] = field(default_factory=dict, hash=False)
+    latency: tuple[float, float] = (8e-6, 20e-6)
+    is_measured: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.between:
+            object.__setattr__(self, "between", self.inside / 8)
+        speeds = self.flops.values() if isinstance(self.flops, Mapping) else [self.flops]
+        figures = {
+            "memory": self.memory,
+            "flops": min(speeds, default=0),
+            "bandwidth": self.bandwidth,
+            "inside": self.inside,
+        }
+        for name, value in figures.items():
+            good = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not good or not value > 0 or not math.isfinite(value):
+                raise ValueError(
+                    f"machine {self.name!r} has {name}={value!r}; pass a number above 0, in "
+                    "bytes (memory), operations per second (flops) or bytes per second"
+                )
+        if not isinstance(self.devices, int) or self.devices < 1:
+            raise ValueError(f"machine {self.name!r} has devices={self.devices!r}; pass 1 or more")
+
+    @property
+    def rounding(self) -> int:
+        """Bytes that each storage takes a multiple of."""
+        return 512 if self.is_asynchronous else 1
+
+    def peak_flops(self, dtype: torch.dtype) -> float:
+        """Per second; those of the slowest dtype for one that is not listed."""
+        if not isinstance(self.flops, Mapping):
+            return self.flops
+        return self.flops.get(dtype, min(self.flops.values()))
+
+    # --- kernels ---------------------------------------------------------------------------------
+    def seconds(self, kernel: Kernel) -> float:
+        """Of one kernel: the larger of its arithmetic and its traffic."""
+        work = 0.0
+        if kernel.flops:
+            work = kernel.flops / self._speed(kernel)
+        elif kernel.name in SLOW and self.slow:
+            each = self.slow.get(kernel.name, self.slow.get("", 0.0))
+            work = each * kernel.elements
+        traffic = kernel.moved / (self.bandwidth * self.reached_bandwidth)
+        busy = max(work, traffic)
+        return max(busy, self.overhead) if self.is_asynchronous else busy + self.overhead
+
+    def _speed(self, kernel: Kernel) -> float:
+        if self.curve:
+            sizes = [size for size, _ in self.curve]
+            at = min(bisect_left(sizes, kernel.flops), len(sizes) - 1)
+            return self.curve[at][1]
+        peak = self.peak_flops(kernel.dtype) * self.reached_flops
+        return peak * kernel.flops / (kernel.flops + self.half_at)
+
+    def time_of(self, kernels: Iterable[Kernel]) -> float:
+        """Seconds of all of them, one after another."""
+        return sum(map(self.seconds, kernels))
+
+    # --- links -----------------------------------------------------------------------------------
+    def collective(self, name: str, size: float, ranks: int, stride: int = 1) -> float:
+        """Seconds of a collective, by the faster of a ring and a tree.
+
+        Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations
+        in MPICH": a start for each message, and time for each byte.
+
+        Parameters
+        ----------
+        name
+            Such as ``"all_reduce"``.
+        size
+            Bytes of the whole tensor.
+        ranks
+            Of the group.
+        stride
+            From one to the next: 1 for neighbours.
+
+        Examples
+        --------
+        >>> node = MACHINES["h100-80gb"]
+        >>> node.collective("all_reduce", 2**20, 1)
+        0.0
+        >>> node.collective("all_reduce", 2**30, 8) < node.collective("all_reduce", 2**30, 16)
+        True
+        """
+        if ranks < 2 and not is_message(name):
+            return 0.0
+        within = max(1, min(ranks, self.devices // stride if stride < self.devices else 1))
+        nodes = math.ceil(ranks / within)
+        if is_message(name):
+            far = stride >= self.devices
+            return self.latency[far] + size / (self.between if far else self.inside)
+        rounds = 2 if "reduce" in name and "scatter" not in name else 1
+        # All devices of a node that take part share out what leaves it.
+        width = self.inside if nodes == 1 else min(self.inside, self.between * within)
+        hop = self.latency[nodes > 1]
+        moved = rounds * size * (ranks - 1) / ranks / width
+        ring = moved + rounds * ((ranks - nodes) * self.latency[0] + (nodes - 1) * self.latency[1])
+        tree = rounds * (math.ceil(math.log2(ranks)) * hop + size / (0.9 * width))
+        return min(ring, tree)
+
+    def communication(self, collectives: Iterable[Collective]) -> float:
+        """Seconds of collectives among neighbours, as tensor parallelism has."""
+        return sum(self.collective(c.name, c.size, c.ranks) for c in collectives)
+
+
+def is_message(name: str) -> bool:
+    """Whether this is from one rank to another."""
+    return name in ("send", "recv", "message")
+
+
+def _gpu(
+    name: str, memory: int, half: float, single: float, wide: float, links: tuple[float, float]
+) -> Machine:
+    flops = {torch.float16: half, torch.float32: single}
+    if "v100" not in name:
+        flops[torch.bfloat16] = half
+    return Machine(name, memory * 2**30, flops, wide, links[0], between=links[1])
+
+
+#: By name. Dense peaks, memory bandwidth and links of the makers' data sheets; of links what
+#: all-reduces reach: 120 GB/s on six NVLinks of a V100, 230 on an A100's twelve, 360 on an H100's.
+MACHINES: dict[str, Machine] = {
+    machine.name: machine
+    for machine in (
+        _gpu("v100-16gb", 16, 112 * TERA, 15.7 * TERA, 900 * GB, (120 * GB, 1.5 * GB)),
+        _gpu("v100-32gb", 32, 112 * TERA, 15.7 * TERA, 900 * GB, (120 * GB, 12 * GB)),
+        _gpu("a100-40gb", 40, 312 * TERA, 19.5 * TERA, 1555 * GB, (230 * GB, 22 * GB)),
+        _gpu("a100-80gb", 80, 312 * TERA, 19.5 * TERA, 2039 * GB, (230 * GB, 22 * GB)),
+        _gpu("h100-80gb", 80, 989 * TERA, 67 * TERA, 3350 * GB, (360 * GB, 45 * GB)),
+        Machine(
+            "cpu",
+            24 * 2**30,
+            60e9,
+            12e9,
+            inside=1e9,
+            devices=2,
+            between=1e9,
+            reached_flops=0.8,
+            reached_bandwidth=0.8,
+            overhead=6e-6,
+            is_asynchronous=False,
+            half_at=1e6,
+            slow={"": 1.5e-9},
+            latency=(2e-4, 2e-4),
+        ),
+    )
+}
+
+
+def machine_of(given: str | Machine) -> Machine:
+    """A machine by its name, or as given.
+
+    Raises
+    ------
+    KeyError
+        For an unknown name, with the nearest.
+
+    Examples
+    --------
+    >>> machine_of("v100-32gb").devices
+    8
+    """
+    if isinstance(given, Machine):
+        return given
+    if not isinstance(given, str) or given not in MACHINES:
+        known = list(MACHINES)
+        raise KeyError(
+            with_nearest(
+                str(given),
+                known,
+                f"there is no machine {given!r}; there are {known}, and Machine(name, memory, "
+                "flops, bandwidth, inside) makes another",
+            )
+        )
+    return MACHINES[given]

@@ -1,0 +1,261 @@
+"""Counts what a run costs: bytes alive, operations, bytes moved, collectives."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from slapo.op.plain import only_counted
+
+aten = torch.ops.aten
+
+#: Views, and room that nothing is written to yet: neither time nor traffic.
+_FREE = frozenset(
+    "view _unsafe_view reshape t transpose permute expand split split_with_sizes slice select "
+    "unsqueeze squeeze detach alias unbind as_strided lift_fresh empty empty_like new_empty "
+    "empty_strided view_as unfold diagonal movedim narrow chunk set_ resize_ "
+    "_local_scalar_dense is_same_size".split()
+)
+
+
+def _flash_forward(*args: Any, **kwargs: Any) -> int:
+    query, key, value = (t.shape for t in args[:3])
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _flash_backward(*args: Any, **kwargs: Any) -> int:
+    grad, query, key, value = (t.shape for t in args[:4])
+    return int(sdpa_backward_flop_count(grad, query, key, value))
+
+
+def _grouped(*args: Any, **kwargs: Any) -> int:
+    left, right = args[0].shape, args[1].shape
+    groups = left[0] if len(left) == 3 else 1
+    return int(2 * groups * left[-2] * left[-1] * right[-1])
+
+
+#: Products that torch's own table of operations lacks.
+_FORMULAS: dict[str, Callable[..., int]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": _flash_forward,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_backward,
+    "_grouped_mm": _grouped,
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel, as far as its time goes.
+
+    Parameters
+    ----------
+    name
+        Of the operator.
+    flops
+        Floating-point operations of a product; 0 for others.
+    moved
+        Bytes read and written, broadcast dimensions once.
+    elements
+        Of the largest tensor that it reads or writes.
+    dtype
+        Of its result.
+    """
+
+    name: str
+    flops: int
+    moved: int
+    elements: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective, or a message: bytes of the whole tensor, and the number of ranks."""
+
+    name: str
+    size: int
+    ranks: int
+
+
+class Meter(TorchDispatchMode):
+    """Counts while it is active, on fake, meta and real tensors alike.
+
+    A tensor lives from the operator that makes it until its storage is released, so the figure is
+    what an allocator without rounding or cache would have handed out.
+
+    Parameters
+    ----------
+    *modules
+        Whose parameters and buffers are alive from the start.
+    rounding
+        Bytes that each storage takes a multiple of: 512 on CUDA.
+    kernels
+        Whether to note kernels too, not memory alone.
+    fakes
+        Whether fake tensors are what is counted; else they take no memory, as when an engine asks
+        for shapes.
+
+    Examples
+    --------
+    >>> layer = nn.Linear(4, 4, bias=False)
+    >>> with Meter(layer) as meter:
+    ...     y = layer(torch.ones(2, 4))
+    >>> meter.alive, meter.peak  # the weight; the input; the output
+    (128, 128)
+    >>> [kernel.flops for kernel in meter.kernels if kernel.flops]
+    [64]
+    """
+
+    def __init__(
+        self, *modules: nn.Module, rounding: int = 1, kernels: bool = True, fakes: bool = False
+    ) -> None:
+        super().__init__()
+        self.rounding, self.alive, self.peak = rounding, 0, 0
+        self.kernels: list[Kernel] = []
+        self.collectives: list[Collective] = []
+        #: storages of the tensors that :meth:`watch` named, and which of them were touched
+        self.watched: dict[int, str] = {}
+        self.touched: set[str] = set()
+        self._notes_kernels, self._fakes = kernels, fakes
+        self._sizes: dict[int, tuple[int, Any]] = {}
+        for module in modules:
+            self.hold([*module.parameters(), *module.buffers()])
+
+    def __enter__(self) -> Meter:
+        """Count from now on; kernels of ``slapo.op`` run as they would without."""
+        self._plain = only_counted(FakeTensor)
+        self._plain.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Count no more."""
+        super().__exit__(*error)
+        self._plain.__exit__(*error)
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors as alive that were made before."""
+        for tensor in tensors:
+            self._hold(tensor)
+
+    def watch(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Tell by :attr:`touched` which of these tensors an operator has read or written."""
+        for name, tensor in named:
+            self.watched.setdefault(tensor.untyped_storage()._cdata, name)
+
+    def _hold(self, tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided or not self._has_memory(tensor):
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        size = -(-storage.nbytes() // self.rounding) * self.rounding
+        release = self._release
+
+        def gone(_: Any) -> None:
+            release(key)
+
+        self._sizes[key] = size, weakref.ref(storage, gone)
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+
+    def _has_memory(self, tensor: Tensor) -> bool:
+        return self._fakes if isinstance(tensor, FakeTensor) else not tensor.is_meta
+
+    def _release(self, key: int) -> None:
+        self.alive -= self._sizes.pop(key, (0, None))[0]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and take note of it."""
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default and _asks_fakes(args[0]):
+            return True  # no padding, no packed sequences: what models ask of masks
+        out = func(*args, **kwargs)
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        for tensor in made:
+            self._hold(_local(tensor))
+        if self.watched or self._notes_kernels:
+            self._note(func, args, kwargs, out, made)
+        return out
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
+        read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        name = func.overloadpacket.__name__
+        is_free = func.namespace == "aten" and name in _FREE
+        if self.watched and not is_free:
+            keys = (t.untyped_storage()._cdata for t in read if t.layout is torch.strided)
+            self.touched.update(self.watched[key] for key in keys if key in self.watched)
+        if not self._notes_kernels:
+            return
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._note_collective(name, args, [*made, *read])
+        elif func.namespace == "aten" and not is_free and (made or name.startswith("_foreach")):
+            self.kernels.append(_kernel(func, args, kwargs, out, made, read))
+
+    def _note_collective(self, name: str, args: Any, tensors: list[Tensor]) -> None:
+        groups = [g for g in map(_group, tree_leaves(args)) if g is not None]
+        if not tensors or name in ("wait_tensor", "barrier"):
+            return
+        named = [a for a in args if isinstance(a, str) and a.isdigit()]
+        if not groups and named:
+            groups = [dist.distributed_c10d._resolve_process_group(named[-1])]
+        size = max(t.numel() * t.element_size() for t in tensors)
+        ranks = groups[0].size() if groups else 1
+        self.collectives.append(Collective(name.strip("_"), size, ranks))
+
+
+def _asks_fakes(tensor: Tensor) -> bool:
+    """Whether this is a truth that a tensor without numbers cannot tell."""
+    return tensor.dtype == torch.bool and isinstance(tensor, FakeTensor)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    inner = getattr(tensor, "_local_tensor", None)
+    return inner if isinstance(inner, Tensor) else tensor
+
+
+def _group(value: Any) -> Any:
+    if isinstance(value, torch.ScriptObject):
+        try:
+            return dist.ProcessGroup.unbox(value)
+        except (RuntimeError, TypeError):
+            return None
+    return value if isinstance(value, dist.ProcessGroup) else None
+
+
+def _kernel(
+    func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor], read: list[Tensor]
+) -> Kernel:
+    packet = func.overloadpacket
+    name = packet.__name__
+    flops = 0
+    if name in _FORMULAS:
+        flops = _FORMULAS[name](*args, **kwargs)
+    elif packet in flop_registry:
+        flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
+    tensors = [*read, *made]
+    if name in ("embedding", "index", "gather", "index_select"):  # rows, not the whole table
+        tensors = [*made, *made]
+    elif name == "embedding_dense_backward":
+        tensors = [*read, *made]
+    moved = sum(_bytes(t) for t in tensors)
+    elements = max((t.numel() for t in tensors), default=0)
+    dtype = made[0].dtype if made else torch.float32
+    return Kernel(name, flops, moved, elements, dtype)
+
+
+def _bytes(tensor: Tensor) -> int:
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride else 1
+    return count * tensor.element_size()

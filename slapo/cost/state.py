@@ -1,0 +1,194 @@
+"""What each engine keeps beside activations, and what its way of training adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from slapo.cost.layout import Layout
+from slapo.cost.runs import Held
+from slapo.cost.stages import StageParts, Step
+from slapo.cost.trace import Place
+from slapo.cost.update import Update
+
+SINGLE = 4
+#: Bytes of the buffers in which gradients of stages are reduced, and how many there are at a time.
+BUCKETS = 2 * 25 * 2**20
+
+
+@dataclass
+class State:
+    """Bytes of a rank that do not come from running the model.
+
+    Parameters
+    ----------
+    parameters, gradients, optimizer
+        As the engine keeps them, the last at the optimizer's step.
+    buffers
+        Of the engine, for the whole of a step.
+    around
+        What is there in forward and backward, and not at the optimizer's step.
+    reducing
+        A buffer that is there from the first gradient on.
+    reduced
+        What reducing gradients needs after the backward.
+    working
+        What the optimizer's step needs.
+    gathered
+        Bytes of parameters that are whole only while a layer runs: by place.
+    kept
+        Bytes of gradients that stay of a segment, out of those its backward makes: in a
+        micro-batch before the last, and in the last. None: what it makes stays.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int = 0
+    around: int = 0
+    reducing: int = 0
+    reduced: int = 0
+    working: int = 0
+    gathered: dict[Place, int] = field(default_factory=dict)
+    kept: Callable[[int, int, bool], int] | None = None
+
+    def whole(self, step: Step, kind: str) -> int:
+        """Bytes of whole parameters while a segment runs; in a backward, of the next one too."""
+        return self.gathered.get(step.place, 0) * (2 if kind == "B" else 1)
+
+
+def state_of(
+    parts: StageParts, layout: Layout, update: Update, dtype: torch.dtype = torch.float32
+) -> State:
+    """The state of a stage's parameters on one rank.
+
+    Parameters
+    ----------
+    parts
+        The stage.
+    layout
+        Of the job.
+    update
+        The optimizer.
+    dtype
+        In which the model computes; in half precision, optimizers have float32 copies.
+    """
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    held = list(parts.held.values())
+    if layout.target == "deepspeed":
+        return _deepspeed(held, layout, update, is_half)
+    if layout.target == "megatron":
+        return _megatron(held, layout, update, is_half)
+    if layout.data_parallel == "fsdp" or is_half:
+        return _sharded(parts, layout, update)
+    return _replicated(held, layout, update)
+
+
+def _trained(held: list[Held]) -> list[int]:
+    return [each.elements for each in held if each.is_trained]
+
+
+def _replicated(held: list[Held], layout: Layout, update: Update) -> State:
+    """Whole on every rank; DDP has buckets beside the gradients."""
+    elements = _trained(held)
+    gradients = sum(each.size for each in held if each.is_trained)
+    state = State(
+        parameters=sum(each.size for each in held),
+        gradients=gradients,
+        optimizer=round(update.state * sum(elements)),
+        working=update.working(elements),
+    )
+    if layout.dp > 1 and layout.pp == 1:
+        state.buffers = gradients
+    elif layout.dp > 1:
+        state.reduced = min(BUCKETS, gradients)
+    return state
+
+
+def _sharded(parts: StageParts, layout: Layout, update: Update) -> State:
+    """FSDP2, which also keeps the float32 copies where a model computes in half precision.
+
+    What lies outside of layers is whole from the first forward to the last backward. In a pipeline
+    layers stay whole too.
+    """
+    held = list(parts.held.values())
+    shares = layout.dp if layout.data_parallel == "fsdp" else 1
+    elements = [count // shares for count in _trained(held)]
+    in_layers, gathered = set[str](), dict[Place, int]()
+    for name, place in parts.layer_of.items():
+        in_layers.add(name)
+        gathered[place] = gathered.get(place, 0) + parts.held[name].size
+    outside = sum(each.size for name, each in parts.held.items() if name not in in_layers)
+    stay_whole = layout.pp > 1
+    single = SINGLE * sum(each.elements for each in held) // shares
+    is_half = any(each.itemsize < SINGLE for each in held)
+
+    def kept(size: int, count: int, is_last: bool) -> int:
+        return SINGLE * count // (shares if is_last else 1)
+
+    # Parameters of one float32 rank are their own whole.
+    copies = 1 if shares > 1 or is_half else 0
+    return State(
+        parameters=single,
+        gradients=SINGLE * sum(elements),
+        optimizer=round(update.state * sum(elements)),
+        around=copies * (sum(each.size for each in held) if stay_whole else outside),
+        working=update.working(elements),
+        gathered={} if stay_whole or not copies else _each(parts, gathered),
+        kept=kept,
+    )
+
+
+def _each(parts: StageParts, sums: dict[Place, int]) -> dict[Place, int]:
+    """Of one layer at each place, where several of the whole model share it."""
+    times: dict[Place, int] = {}
+    for step in parts.steps:
+        times[step.place] = times.get(step.place, 0) + 1
+    return {place: size // times.get(place, 1) for place, size in sums.items()}
+
+
+def _deepspeed(held: list[Held], layout: Layout, update: Update, is_half: bool) -> State:
+    """ZeRO (Rajbhandari et al. 2020) shares out states (1), gradients (2), parameters (3)."""
+    elements = _trained(held)
+    shares = layout.dp if layout.zero else 1
+    owned = sum(elements) // shares
+    copies = SINGLE * owned if layout.zero or is_half else 0
+    size = sum(each.size for each in held)
+    gradients = sum(each.size for each in held if each.is_trained)
+    own = [owned] if layout.zero or is_half else elements
+    state = State(
+        parameters=size,
+        gradients=gradients,
+        optimizer=round(update.state * sum(own)) + copies,
+        working=update.working(own),
+    )
+    itemsize = held[0].itemsize if held else SINGLE
+    if layout.zero:
+        state.reducing = layout.bucket * itemsize
+    elif layout.dp > 1:
+        state.reduced = min(layout.bucket * itemsize, gradients)
+    if layout.zero >= 2:
+        state.gradients = gradients // shares
+        state.kept = lambda made, count, is_last: made // shares
+    if layout.zero == 3:
+        largest = max((each.size for each in held), default=0)
+        state.parameters, state.around = size // shares, min(size, 2 * largest + layout.bucket)
+    return state
+
+
+def _megatron(held: list[Held], layout: Layout, update: Update, is_half: bool) -> State:
+    """Gradients in one float32 buffer for the whole of a step."""
+    elements = _trained(held)
+    shares = layout.dp if layout.zero else 1
+    own = [count // shares for count in elements]
+    copies = SINGLE * sum(own) if is_half else 0
+    return State(
+        parameters=sum(each.size for each in held),
+        gradients=SINGLE * sum(elements),
+        optimizer=round(update.state * sum(own)) + copies,
+        around=SINGLE * sum(elements),
+        working=update.working(own),
+        kept=lambda made, count, is_last: 0,
+    )

@@ -1,0 +1,176 @@
+"""Real steps of small models, and the bytes that were alive at their worst moment."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import slapo
+from slapo.cost import Meter, dryrun
+from slapo.cost.models import example_inputs, for_training
+from slapo.model_schedule import apply_schedule
+from tests.graph import zoo  # skips without transformers, and stays offline
+
+transformers = zoo.transformers
+
+VOCABULARY, LENGTH, BATCH = 2048, 64, 8
+_COMMON = {"vocab_size": VOCABULARY, "use_cache": False}
+
+
+def config_of(key: str, layers: int = 4, hidden: int = 128) -> Any:
+    """Of a family, with dropout where it has some."""
+    heads = 4
+    if key == "gpt2":
+        return transformers.GPT2Config(
+            n_embd=hidden,
+            n_layer=layers,
+            n_head=heads,
+            n_positions=256,
+            bos_token_id=0,
+            eos_token_id=0,
+            **_COMMON,
+        )
+    if key == "bert":
+        return transformers.BertConfig(
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * hidden,
+            max_position_embeddings=256,
+            vocab_size=VOCABULARY,
+        )
+    if key == "t5":
+        return transformers.T5Config(
+            d_model=hidden,
+            d_kv=hidden // heads,
+            d_ff=4 * hidden,
+            num_layers=layers,
+            num_decoder_layers=layers,
+            num_heads=heads,
+            decoder_start_token_id=0,
+            **_COMMON,
+        )
+    return transformers.LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        max_position_embeddings=256,
+        bos_token_id=0,
+        eos_token_id=0,
+        **_COMMON,
+    )
+
+
+def token_loss(output: Any, labels: Tensor) -> Tensor:
+    """Of all tokens; engines compute it from logits."""
+    logits = output if isinstance(output, Tensor) else output.logits
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def predict(key: str, mesh: dict[str, int], batch: int = BATCH, **changes: Any) -> Any:
+    """The dry run of what :func:`peak` measures."""
+    dtype = changes.pop("dtype", None)
+    return dryrun(
+        key,
+        config_of(key),
+        machine="cpu",
+        mesh=mesh,
+        batch=batch,
+        seq_len=LENGTH,
+        loss_fn=token_loss,
+        dtype=dtype,
+        **changes,
+    )
+
+
+def make_engine(key: str, mesh: dict[str, int], changes: dict[str, Any]) -> Any:
+    """The engine, with its model and inputs."""
+    torch.manual_seed(0)
+    model = for_training(config_of(key)).train()
+    built = {name: changes.pop(name) for name in ENGINE if name in changes}
+    build: dict[str, Any] = {"micro_batches": built.get("micro_batches", 1)}
+    target = built.get("target", "torch")
+    if target == "torch":
+        build["pipeline_schedule"] = built.get("schedule", "1f1b")
+        build["data_parallel"] = built.get("data_parallel", "ddp")
+    if "dtype" in built:
+        build["dtype"] = built["dtype"]
+    if target == "deepspeed":
+        build["zero"] = built.get("zero", 0)
+        build["config"] = {
+            "zero_optimization": {
+                "stage": build.pop("zero"),
+                "reduce_bucket_size": built["bucket"],
+                "allgather_bucket_size": built["bucket"],
+            }
+        }
+    devices = slapo.init_mesh(**mesh, device="cpu")
+    slapo.set_random_seed(1, mesh=devices)
+    stages = {"pipeline_cuts": mesh["pp"]} if mesh.get("pp", 1) > 1 else {}
+    sch = apply_schedule(model, key, group=devices.get_group("tp"), **stages, **changes)
+    engine, _ = slapo.build(
+        sch,
+        target=target,
+        mesh=devices,
+        loss_fn=token_loss,
+        optimizer=torch.optim.AdamW,
+        **build,
+    )
+    return engine
+
+
+#: Options of the engine rather than of the recipe.
+ENGINE = ("target", "schedule", "data_parallel", "zero", "bucket", "micro_batches", "dtype")
+
+
+def batches(key: str, batch: int) -> Any:
+    """The same batch again and again."""
+    model = type("Model", (), {"main_input_name": "input_ids", "config": None})()
+    given = example_inputs(model, batch, LENGTH)
+    labels = given.pop("labels")
+    if key == "t5":
+        given["decoder_input_ids"] = given["input_ids"].clone()
+    while True:
+        yield given, labels
+
+
+class Resizing(Meter):
+    """Sees storages that are emptied and filled again, as FSDP2 does with whole parameters."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._look()
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self._look()
+        return out
+
+    def _look(self) -> None:
+        for key, (size, ref) in self._sizes.items():
+            storage = ref()
+            if storage is not None and storage.nbytes() != size:
+                self._sizes[key] = storage.nbytes(), ref
+                self.alive += storage.nbytes() - size
+        self.peak = max(self.peak, self.alive)
+
+
+def peak(key: str, mesh: dict[str, int], changes: dict[str, Any], batch: int = BATCH) -> int:
+    """Bytes alive at the worst moment of the second step, from the making of the engine on."""
+    kind = Resizing if {"data_parallel", "dtype"} & set(changes) else Meter
+    with kind(kernels=False) as meter:
+        engine = make_engine(key, mesh, dict(changes))
+        data = batches(key, batch)
+        engine.train_batch(data)
+        gc.collect()
+        meter.peak = meter.alive
+        engine.train_batch(data)
+    return meter.peak
+
+
+def peak_on_rank(rank: int, world: int, *args: Any) -> int:
+    """As :func:`peak`, on one of several ranks."""
+    return peak(*args)
