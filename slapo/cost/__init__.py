@@ -1,6 +1,7 @@
 """What a schedule costs on a cluster: memory and time of a step that is not run."""
 
 from slapo.cost.api import dryrun
+from slapo.cost.calibrate import calibrate
 from slapo.cost.layout import Layout
 from slapo.cost.machine import MACHINES, Machine
 from slapo.cost.memory import Memory
@@ -18,5 +19,6 @@ __all__ = [
     "Meter",
     "StepTime",
     "Update",
+    "calibrate",
     "dryrun",
 ]

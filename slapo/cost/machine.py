@@ -20,7 +20,8 @@ USABLE = 0.92
 SLOW = frozenset(
     "exp tanh pow gelu gelu_backward tanh_backward _softmax _softmax_backward_data _log_softmax "
     "_log_softmax_backward_data native_dropout bernoulli_ silu silu_backward erf rsqrt sqrt cos "
-    "sin sigmoid sigmoid_backward".split()
+    "sin sigmoid sigmoid_backward _safe_softmax native_layer_norm native_layer_norm_backward "
+    "where".split()
 )
 
 
@@ -57,7 +58,9 @@ class Machine:
     curve
         Measured: (operations of a product, operations per second), rising.
     slow
-        Measured: function -> seconds for each element.
+        Measured: function -> seconds for each element; of one that is not listed under ``""``.
+    speeds
+        Measured: operator -> operations per second, where it is not a plain product.
     latency
         Seconds of a message, within a node and between nodes.
     is_measured
@@ -84,6 +87,7 @@ class Machine:
     half_at: float = 1e9
     curve: tuple[tuple[float, float], ...] = ()
     slow: Mapping[str, float] = field(default_factory=dict, hash=False)
+    speeds: Mapping[str, float] = field(default_factory=dict, hash=False)
     latency: tuple[float, float] = (8e-6, 20e-6)
     is_measured: bool = False
 
@@ -132,9 +136,11 @@ class Machine:
         return max(busy, self.overhead) if self.is_asynchronous else busy + self.overhead
 
     def _speed(self, kernel: Kernel) -> float:
+        if kernel.name in self.speeds:
+            return self.speeds[kernel.name]
         if self.curve:
             sizes = [size for size, _ in self.curve]
-            at = min(bisect_left(sizes, kernel.flops), len(sizes) - 1)
+            at = min(bisect_left(sizes, kernel.flops / kernel.products), len(sizes) - 1)
             return self.curve[at][1]
         peak = self.peak_flops(kernel.dtype) * self.reached_flops
         return peak * kernel.flops / (kernel.flops + self.half_at)

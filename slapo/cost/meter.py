@@ -61,7 +61,9 @@ class Kernel:
     name
         Of the operator.
     flops
-        Floating-point operations of a product; 0 for others.
+        Floating-point operations of its products; 0 for others.
+    products
+        How many matrices it multiplies.
     moved
         Bytes read and written, broadcast dimensions once.
     elements
@@ -75,6 +77,7 @@ class Kernel:
     moved: int
     elements: int
     dtype: torch.dtype
+    products: int = 1
 
 
 @dataclass(frozen=True)
@@ -251,7 +254,8 @@ def _kernel(
     moved = sum(_bytes(t) for t in tensors)
     elements = max((t.numel() for t in tensors), default=0)
     dtype = made[0].dtype if made else torch.float32
-    return Kernel(name, flops, moved, elements, dtype)
+    products = read[0].shape[0] if name in ("bmm", "baddbmm") and read else 1
+    return Kernel(name, flops, moved, elements, dtype, products)
 
 
 def _bytes(tensor: Tensor) -> int:
