@@ -133,7 +133,7 @@ def _line(error: BaseException, path: Path) -> str:
     """Where in the file it failed."""
     number, trace = None, error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(path):
+        if Path(trace.tb_frame.f_code.co_filename).resolve() == path.resolve():
             number = trace.tb_lineno
         trace = trace.tb_next
     return "" if number is None else f", line {number},"

@@ -17,8 +17,6 @@ from slapo.errors import with_nearest
 
 _PLACE = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
 
-Command = "str | Sequence[str] | Callable[[dict[str, Any]], Sequence[str]]"
-
 
 class Launcher:
     r"""Makes the command line of a point.

@@ -29,6 +29,7 @@ from slapo.autotune.study import (
     attributes_of,
     best_of,
     check_search,
+    close,
     import_optuna,
     open_study,
     read_trial,
@@ -39,7 +40,7 @@ from slapo.autotune.trial import Outcome, default_logs, run_command, run_functio
 #: Share of the trials that the best predictions get.
 _PREDICTED = 2 / 3
 #: Proposals in a row that need no run, until a point is taken that does.
-_MISSES = 8
+_MISSES = 3
 
 
 @dataclass(frozen=True)
@@ -92,18 +93,16 @@ class Search:
     # What the database holds.
 
     def _read(self) -> None:
-        """Take over what ended, and close what was cut off with the tuner."""
-        states = import_optuna().trial.TrialState
-        for frozen in self._study.get_trials(deepcopy=False):
-            trial = read_trial(frozen)
-            if frozen.state == states.RUNNING:
-                self._study.tell(frozen.number, state=states.FAIL)
-                if trial is not None:
-                    self._first.append(_Plan(trial.parameters, "cut_off"))
+        """Take over what ended; what was cut off with the tuner comes first."""
+        cut: dict[str, Trial] = {}
+        for number in range(len(self._study.get_trials(deepcopy=False))):
+            trial = read_trial(close(self._study, number))
             if trial is not None:
-                self._numbers[trial.number] = trial
-                if trial.outcome != "cut_off":
-                    self._ended[trial.key] = trial
+                self._numbers[number] = trial
+                (cut if trial.outcome == "cut_off" else self._ended)[trial.key] = trial
+        for key, trial in cut.items():
+            if key not in self._ended:
+                self._first.append(_Plan(trial.parameters, "cut_off"))
 
     # Predictions.
 
@@ -150,9 +149,10 @@ class Search:
         """Run trials until there are enough."""
         misses = 0
         while self._first or self._count() < self._total:
-            plan = self._next(misses)
-            if plan is None and misses >= _MISSES:
-                break  # there is no point left
+            left = [p for p in self._ranked or self._survey.points if p.key not in self._ended]
+            if not self._first and not left and (self._survey.is_complete or misses >= _MISSES):
+                break
+            plan = self._next(left, misses)
             if plan is not None:
                 self._study.enqueue_trial(plan.parameters, user_attrs={"source": plan.source})
             trial = self._one(self._study.ask())
@@ -164,16 +164,13 @@ class Search:
     def _count(self) -> int:
         return sum(trial.is_run for trial in self._ended.values())
 
-    def _next(self, misses: int) -> _Plan | None:
-        """The point to run; None to let the sampler propose one."""
+    def _next(self, left: list[Point], misses: int) -> _Plan | None:
+        """The point to run, one of those left; None to let the sampler propose one."""
         if self._first:
             return self._first.pop(0)
         by_prediction = sum(t.source == "prediction" for t in self._ended.values() if t.is_run)
-        if self._ranked and by_prediction < math.ceil(self._total * _PREDICTED):
-            plan = next((p for p in self._ranked if p.key not in self._ended), None)
-            if plan is not None:
-                return _Plan(plan.parameters, "prediction")
-        left = [p for p in self._ranked or self._survey.points if p.key not in self._ended]
+        if self._ranked and left and by_prediction < math.ceil(self._total * _PREDICTED):
+            return _Plan(left[0].parameters, "prediction")
         self._proposals += 1
         if misses < _MISSES:
             near = self._neighbours(left) if self._proposals % 2 == 0 else []
@@ -199,32 +196,38 @@ class Search:
 
     def _one(self, asked: Any) -> Trial | None:
         """Look at a point that the study gave, and run it if need be; None of a repetition."""
+        try:
+            return self._look_at(asked)
+        except BaseException:
+            # Interrupted, or ended by an error: no longer running, and first when it goes on.
+            close(self._study, asked.number)
+            raise
+
+    def _look_at(self, asked: Any) -> Trial | None:
         choices = Choices(lambda question: _suggest(asked, question))
+        outcome, predicted, log = None, None, ""
         try:
             point = make_point(self._space, choices, self._constraint)
         except Refused as reason:
             point = Point(choices.values, choices.values, {})
-            outcome: Outcome | None = Outcome("refused", reason=str(reason))
-        else:
-            outcome = None
+            outcome = Outcome("refused", reason=str(reason))
         same = self._ended.get(point.key)
         if same is not None and point.key not in self._again:
             asked.set_user_attr("same_as", same.number)
-            self._tell(asked, same.outcome, same.result)
+            self._study.tell(asked, same.result, state=state_of(same.outcome))
             return None
         self._again.discard(point.key)
-        asked.set_user_attr("values", point.values)
         asked.set_user_attr("choices", point.choices)
-        predicted = self._predict(point) if self._predict and outcome is None else None
-        if self._predict is not None:
+        asked.set_user_attr("values", point.values)
+        if self._predict is not None and outcome is None:
+            predicted = self._predict(point)
             self._predict.save()
         outcome = outcome or self._ruled_out(point, predicted)
-        log = ""
         if outcome is None:
             outcome, log = self._execute(point, asked.number)
         for name, value in attributes_of(outcome, predicted, log).items():
             asked.set_user_attr(name, value)
-        self._tell(asked, outcome.kind, outcome.value)
+        close(self._study, asked.number)
         return self._take(asked.number)
 
     def _ruled_out(self, point: Point, predicted: Prediction | None) -> Outcome | None:
@@ -255,12 +258,8 @@ class Search:
             raise TuneError("there is nothing to run; give a command")
         return run_function(self._runner, point.values, metric), ""
 
-    def _tell(self, asked: Any, kind: str, value: float | None) -> None:
-        self._study.tell(asked, value, state=state_of(kind))
-
     def _take(self, number: int) -> Trial:
-        frozen = self._study.get_trials(deepcopy=False)[number]
-        trial = read_trial(frozen)
+        trial = read_trial(self._study.get_trials(deepcopy=False)[number])
         if trial is None:
             raise RuntimeError(f"trial {number} is not in the study")
         self._ended[trial.key] = self._numbers[number] = trial

@@ -189,12 +189,11 @@ def read_trial(frozen: Any) -> Trial | None:
     if "same_as" in attributes or state == "WAITING" or "values" not in attributes:
         return None
     predicted = attributes.get("predicted")
-    # Without an outcome the tuner was killed before it could write one.
-    outcome = attributes.get("outcome", "cut_off") if frozen.state.is_finished() else "cut_off"
     return Trial(
         frozen.number,
         dict(attributes["values"]),
-        outcome,
+        # Without an outcome the tuner was killed before it could write one.
+        attributes.get("outcome", "cut_off"),
         result=frozen.value if state == "COMPLETE" else None,
         choices=dict(attributes.get("choices", {})),
         reason=attributes.get("reason", ""),
@@ -208,9 +207,8 @@ def read_trial(frozen: Any) -> Trial | None:
 
 
 def attributes_of(outcome: Outcome, predicted: Prediction | None, log: str) -> dict[str, Any]:
-    """What the study keeps of a trial beside its value."""
+    """What the study keeps of a trial; the outcome is last, and makes it complete."""
     found: dict[str, Any] = {
-        "outcome": outcome.kind,
         "reason": outcome.reason,
         "predicted": None if predicted is None else asdict(predicted),
         "seconds": round(outcome.seconds, 3),
@@ -218,7 +216,19 @@ def attributes_of(outcome: Outcome, predicted: Prediction | None, log: str) -> d
         "figures": outcome.figures,
         "tail": "" if outcome.kind == "ok" else outcome.tail,
     }
-    return {name: value for name, value in found.items() if value}
+    kept = {name: value for name, value in found.items() if value}
+    return {**kept, "result": outcome.value, "outcome": outcome.kind}
+
+
+def close(study: optuna.Study, number: int) -> Any:
+    """End a trial of the study that runs: by its outcome, or as one that was cut off without."""
+    frozen = study.get_trials(deepcopy=False)[number]
+    if frozen.state != import_optuna().trial.TrialState.RUNNING:
+        return frozen
+    attributes = frozen.user_attrs
+    kind = attributes.get("outcome", "cut_off")
+    study.tell(number, attributes.get("result"), state=state_of(kind))
+    return study.get_trials(deepcopy=False)[number]
 
 
 def state_of(kind: str) -> Any:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import select
 import subprocess
 import sys
 import tempfile
@@ -120,11 +121,13 @@ def _supervised(
         start_new_session=True,  # Ctrl-C is for the tuner, which ends the trial in its own way
     )
     try:
-        process.wait(timeout + _GRACE)
-        said = process.stdout.read() if process.stdout else b""
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return {"returncode": None, "timed_out": True, "seconds": timeout, "error": ""}
+        if process.stdout is None:
+            raise RuntimeError("the supervisor has no pipe")
+        # It says nothing before the end.
+        ready, _, _ = select.select([process.stdout], [], [], timeout + _GRACE)
+        if not ready:
+            return {"returncode": None, "timed_out": True, "seconds": timeout, "error": ""}
+        said = process.stdout.read()
     finally:
         _end(process)
     try:
