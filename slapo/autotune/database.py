@@ -12,8 +12,16 @@ from typing import Any
 
 from slapo.autotune.prediction import Prediction, saved_predictions
 from slapo.autotune.space import TuneError, point_key
-from slapo.autotune.study import Trial, best_of, import_optuna, open_study, read_trial, state_of
-from slapo.autotune.trial import RUN
+from slapo.autotune.study import (
+    Trial,
+    best_of,
+    import_optuna,
+    open_study,
+    read_trial,
+    report_of,
+    state_of,
+)
+from slapo.autotune.trial import RUN, Outcome
 
 
 class Database:
@@ -89,10 +97,11 @@ class Database:
                 f"outcome {outcome!r} with result {result!r}; give a result, or one of {RUN[1:]}"
             )
         optuna = import_optuna()
-        attributes = {"values": dict(values), "choices": dict(values), "source": "import"}
+        report = report_of(Outcome(kind, None if result is None else float(result)), None, "")
+        attributes = {"values": dict(values), "source": "import", "report": report}
         self._study.add_trial(
             optuna.trial.create_trial(
-                state=state_of(kind), value=result, user_attrs={**attributes, "outcome": kind}
+                state=state_of(kind), value=report["result"], user_attrs=attributes
             )
         )
 

@@ -26,13 +26,13 @@ from slapo.autotune.space import (
 )
 from slapo.autotune.study import (
     Trial,
-    attributes_of,
     best_of,
     check_search,
     close,
     import_optuna,
     open_study,
     read_trial,
+    report_of,
     state_of,
 )
 from slapo.autotune.trial import Outcome, default_logs, run_command, run_function
@@ -217,7 +217,8 @@ class Search:
             self._study.tell(asked, same.result, state=state_of(same.outcome))
             return None
         self._again.discard(point.key)
-        asked.set_user_attr("choices", point.choices)
+        if point.choices != point.values:
+            asked.set_user_attr("choices", point.choices)
         asked.set_user_attr("values", point.values)
         if self._predict is not None and outcome is None:
             predicted = self._predict(point)
@@ -225,8 +226,7 @@ class Search:
         outcome = outcome or self._ruled_out(point, predicted)
         if outcome is None:
             outcome, log = self._execute(point, asked.number)
-        for name, value in attributes_of(outcome, predicted, log).items():
-            asked.set_user_attr(name, value)
+        asked.set_user_attr("report", report_of(outcome, predicted, log))
         close(self._study, asked.number)
         return self._take(asked.number)
 

@@ -185,49 +185,44 @@ def locked(db: Path | None) -> Iterator[None]:
 def read_trial(frozen: Any) -> Trial | None:
     """A trial from the study's; None of one that only repeats another, or is waiting."""
     attributes = frozen.user_attrs
-    state = frozen.state.name
-    if "same_as" in attributes or state == "WAITING" or "values" not in attributes:
+    if "same_as" in attributes or frozen.state.name == "WAITING" or "values" not in attributes:
         return None
-    predicted = attributes.get("predicted")
+    report = {**attributes.get("report", {})}
+    predicted = report.pop("predicted", None)
     return Trial(
         frozen.number,
         dict(attributes["values"]),
-        # Without an outcome the tuner was killed before it could write one.
-        attributes.get("outcome", "cut_off"),
-        result=frozen.value if state == "COMPLETE" else None,
-        choices=dict(attributes.get("choices", {})),
-        reason=attributes.get("reason", ""),
+        # Without a report the tuner was killed before it could write one.
+        report.pop("outcome", "cut_off"),
+        choices=dict(attributes.get("choices", attributes["values"])),
         predicted=Prediction(**predicted) if predicted else None,
-        seconds=attributes.get("seconds", 0.0),
-        log=attributes.get("log", ""),
-        figures=dict(attributes.get("figures", {})),
         parameters=frozen.params,
-        source=attributes.get("source", ""),
+        source=attributes.get("source", "sampler"),
+        **report,
     )
 
 
-def attributes_of(outcome: Outcome, predicted: Prediction | None, log: str) -> dict[str, Any]:
-    """What the study keeps of a trial; the outcome is last, and makes it complete."""
+def report_of(outcome: Outcome, predicted: Prediction | None, log: str) -> dict[str, Any]:
+    """What the study keeps of a trial that ended, to be written at once."""
     found: dict[str, Any] = {
+        "outcome": outcome.kind,
+        "result": outcome.value,
         "reason": outcome.reason,
         "predicted": None if predicted is None else asdict(predicted),
         "seconds": round(outcome.seconds, 3),
         "log": log,
         "figures": outcome.figures,
-        "tail": "" if outcome.kind == "ok" else outcome.tail,
     }
-    kept = {name: value for name, value in found.items() if value}
-    return {**kept, "result": outcome.value, "outcome": outcome.kind}
+    return {name: value for name, value in found.items() if value or name == "result"}
 
 
 def close(study: optuna.Study, number: int) -> Any:
-    """End a trial of the study that runs: by its outcome, or as one that was cut off without."""
+    """End a trial of the study that runs: by its report, or as one cut off without."""
     frozen = study.get_trials(deepcopy=False)[number]
     if frozen.state != import_optuna().trial.TrialState.RUNNING:
         return frozen
-    attributes = frozen.user_attrs
-    kind = attributes.get("outcome", "cut_off")
-    study.tell(number, attributes.get("result"), state=state_of(kind))
+    report = frozen.user_attrs.get("report", {"outcome": "cut_off"})
+    study.tell(number, report.get("result"), state=state_of(report["outcome"]))
     return study.get_trials(deepcopy=False)[number]
 
 

@@ -36,7 +36,6 @@ NOT_RUN = ("refused", "does_not_fit", "skipped")
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 #: Seconds that the supervisor gets to end a trial.
 _GRACE = 30.0
-_TAIL = 2000
 
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|\bMemoryError\b|bad_alloc|CUBLAS_STATUS_ALLOC_FAILED|"
@@ -66,8 +65,6 @@ class Outcome:
         How long it ran.
     figures
         What else it reported.
-    tail
-        The end of what it printed.
     """
 
     kind: str
@@ -75,7 +72,6 @@ class Outcome:
     reason: str = ""
     seconds: float = 0.0
     figures: dict[str, Any] = field(default_factory=dict)
-    tail: str = ""
 
 
 def run_command(
@@ -175,7 +171,7 @@ def classify(text: str, ended: Mapping[str, Any], timeout: float, metric: str) -
     8.5
     """
     code, seconds = ended["returncode"], float(ended["seconds"])
-    rest: dict[str, Any] = {"seconds": seconds, "tail": text[-_TAIL:]}
+    rest: dict[str, Any] = {"seconds": seconds}
     if ended["error"]:
         return Outcome("crash", reason=f"it could not be started: {ended['error']}", **rest)
     if ended["timed_out"]:
