@@ -141,8 +141,14 @@ def with_program(words: Sequence[str]) -> list[str]:
                 "arguments"
             )
         return [sys.executable if first.endswith(".py") else "bash", first, *rest]
-    if shutil.which(first) is None:
+    if first in ("python", "python3"):
+        return [sys.executable, *rest]
+    if shutil.which(first) is not None:
+        return list(words)
+    # Such as torchrun, of an environment that is not activated.
+    beside = shutil.which(first, path=str(Path(sys.executable).parent))
+    if beside is None:
         raise TuneError(
             f"there is no program {first!r}; name a file .py or .sh, or a program on the PATH"
         )
-    return [sys.executable if first in ("python", "python3") else first, *rest]
+    return [beside, *rest]

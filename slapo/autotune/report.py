@@ -38,6 +38,7 @@ class Progress:
         self._stream = stream or sys.stderr
         self._bar = _bar(self._stream)
         self._task: Any = None
+        self._best = ""
 
     def __enter__(self) -> Progress:
         if self._bar is not None:
@@ -56,7 +57,7 @@ class Progress:
 
     def started(self, point: Point, done: int, total: int) -> None:
         """A trial runs now."""
-        self._show(f"running {words(point.values)}", done, total)
+        self._show(f"{self._best}running {words(point.values)}", done, total)
 
     def ended(self, trial: Trial, best: Trial | None, done: int, total: int) -> None:
         """A trial, or the look at a point that is not run, ended."""
@@ -65,7 +66,8 @@ class Progress:
         top = "" if best is None or best.result is None else f"; best {best.result:.4g}"
         head = f"[{done}/{total}]" if trial.is_run else "[not run]"
         self._say(f"{head} {words(trial.values)}: {what}{why}{top}")
-        self._show(f"best {best.result:.4g}" if best and best.result else "", done, total)
+        self._best = f"{top[2:]}, " if top else ""
+        self._show(top[2:], done, total)
 
     def _say(self, line: str) -> None:
         if self._bar is not None:

@@ -246,6 +246,8 @@ def test_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Launcher(["run.sh", "tp", "tp"], bare=True)(values) == ["bash", "run.sh", "2", "2"]
     assert Launcher(["run.sh", "tp"])(values) == ["bash", "run.sh", "tp"]
     assert Launcher(["python", "-V"])(values)[0] == sys.executable
+    monkeypatch.setenv("PATH", os.defpath)
+    assert Path(Launcher(["torchrun"])(values)[0]).name == "torchrun"
     assert Launcher(lambda v: ["run.sh", v["tp"]])(values) == ["bash", "run.sh", "2"]
     line = Launcher(["train.py", "{kernel}"]).line(values)
     assert line.endswith(" python train.py 'a b'")

@@ -247,10 +247,11 @@ def test_the_module_can_be_run(tune: Run, monkeypatch: pytest.MonkeyPatch) -> No
     assert "1 trials of 8 points: 1 ok" in out
 
 
-#: Forks a tuner for each line that it reads, and says its process: torch is imported but once.
+#: Forks a tuner for each line that it reads, and says its process; torch and optuna are imported once.
 FORKS = """
 import os, sys
-import optuna, sqlalchemy
+import optuna
+optuna.storages.RDBStorage("sqlite://")  # imports what databases need
 from slapo.autotune.command import main
 for line in sys.stdin:
     child = os.fork()
