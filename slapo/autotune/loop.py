@@ -41,6 +41,8 @@ from slapo.autotune.trial import Outcome, default_logs, run_command, run_functio
 _PREDICTED = 2 / 3
 #: Proposals in a row that need no run, until a point is taken that does.
 _MISSES = 3
+#: After so many the space gives other points than it was asked for.
+_HOPELESS = 200
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,7 @@ class Search:
         self._read()
         self._study.sampler = _sampler(options.seed + len(self._study.get_trials(deepcopy=False)))
         self._again = {t.key for t in self._ended.values() if options.retry and _may_retry(t)}
-        self._first += [
-            _Plan(t.parameters, "retry") for t in self._ended.values() if t.key in self._again
-        ]
+        self._first += [self._plan_again(t) for t in self._ended.values() if t.key in self._again]
         self._ranked: list[Point] = []
         self._proposals = 0
         size = found.size
@@ -103,6 +103,12 @@ class Search:
         for key, trial in cut.items():
             if key not in self._ended:
                 self._first.append(_Plan(trial.parameters, "cut_off"))
+
+    def _plan_again(self, trial: Trial) -> _Plan:
+        # One that was taken over from elsewhere has no parameters of its own.
+        known = (point for point in self._survey.points if point.key == trial.key)
+        point = None if trial.parameters else next(known, None)
+        return _Plan(trial.parameters if point is None else point.parameters, "retry")
 
     # Predictions.
 
@@ -129,8 +135,7 @@ class Search:
         if not self._ranked:
             raise TuneError(self._nothing_fits(refused))
         if self._survey.is_complete and self._options.trials is None:
-            count = len(self._ranked)
-            self._total = min(self._total, count)
+            self._total = min(self._total, len(self._ranked))
 
     def _nothing_fits(self, refused: Counter[str]) -> str:
         points = self._survey.points
@@ -157,7 +162,7 @@ class Search:
                 self._study.enqueue_trial(plan.parameters, user_attrs={"source": plan.source})
             trial = self._one(self._study.ask())
             misses = 0 if trial is not None and trial.is_run else misses + 1
-            if trial is not None and self._must_stop(trial):
+            if misses > _HOPELESS or (trial is not None and self._must_stop(trial)):
                 break
         return self._result()
 

@@ -6,6 +6,10 @@ from typing import Any
 
 from slapo.autotune import search
 from slapo.autotune.command import main
+from slapo.autotune.database import Database
+from slapo.autotune.symbols import Space, Symbol
+
+__all__ = ["Database", "Space", "Symbol", "main"]
 
 
 class _Callable(ModuleType):

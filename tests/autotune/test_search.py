@@ -296,6 +296,16 @@ def test_spaces_too_large_to_enumerate() -> None:
     assert (found.best.result or 0) > 35
 
 
+def test_a_space_that_changes_its_mind_ends() -> None:
+    numbers = iter(range(10**6))
+
+    def space(choose: Choices) -> dict[str, Any]:
+        choose("a", [1, 2, 3])
+        return {"n": next(numbers) if next(numbers) < 10 else 0}
+
+    assert tune(space, run=lambda point: 1.0, trials=9).best is not None
+
+
 def test_databases(tmp_path: Path) -> None:
     database = Database(tmp_path / "db")
     database.commit({"a": 4, "b": 3}, 100)
@@ -312,6 +322,8 @@ def test_databases(tmp_path: Path) -> None:
     assert len(run.points) == 10
     assert found.best is not None
     assert found.best.source == "import"
+    found = tune(grid, run=run, db=tmp_path / "db", trials=12, retry=True)
+    assert run.points[10:] == [point_key({"a": 1, "b": 1})]
 
 
 def test_old_databases(tmp_path: Path) -> None:

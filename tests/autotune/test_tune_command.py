@@ -247,7 +247,7 @@ def test_the_module_can_be_run(tune: Run, monkeypatch: pytest.MonkeyPatch) -> No
     assert "1 trials of 8 points: 1 ok" in out
 
 
-#: Forks a tuner for each line that it reads, and says its process; torch and optuna are imported once.
+#: Forks a tuner for each line that it reads, and says its process: imports are made but once.
 FORKS = """
 import os, sys
 import optuna
