@@ -46,7 +46,7 @@ from slapo.verify import Verify
 from slapo.weights.meta import init_empty_weights
 
 if TYPE_CHECKING:
-    from slapo import autotune
+    import slapo.autotune as autotune
     from slapo.autotune import Database, Space, Symbol
 
 __version__ = "0.1.0"
