@@ -128,6 +128,8 @@ def _ended_by_signals() -> Iterator[None]:
         raise KeyboardInterrupt
 
     numbers = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    # What is ignored stays so: under nohup a search outlives its terminal.
+    numbers = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
     before = [signal.signal(number, interrupt) for number in numbers]
     try:
         yield

@@ -101,7 +101,8 @@ class Supervisor:
             )
         except (OSError, ValueError) as error:
             self._log.close()
-            return {"returncode": None, "timed_out": False, "seconds": 0.0, "error": str(error)}
+            reason = f"it could not be started: {error}"
+            return {"returncode": None, "timed_out": False, "seconds": 0.0, "error": reason}
         finally:
             os.close(sink)
         self._child = process.pid

@@ -129,7 +129,7 @@ def _supervised(
     try:
         return dict(json.loads(said))
     except ValueError:
-        error = f"its supervisor ended with status {process.returncode}"
+        error = f"the process that watches over it ended with status {process.returncode}"
         return {"returncode": None, "timed_out": False, "seconds": 0.0, "error": error}
 
 
@@ -173,7 +173,7 @@ def classify(text: str, ended: Mapping[str, Any], timeout: float, metric: str) -
     code, seconds = ended["returncode"], float(ended["seconds"])
     rest: dict[str, Any] = {"seconds": seconds}
     if ended["error"]:
-        return Outcome("crash", reason=f"it could not be started: {ended['error']}", **rest)
+        return Outcome("crash", reason=ended["error"], **rest)
     if ended["timed_out"]:
         return Outcome("timeout", reason=f"it was ended after {timeout:g} s", **rest)
     found = _OUT_OF_MEMORY.search(text)

@@ -235,6 +235,33 @@ def test_without_optuna(tune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'slapo[tune]'" in err
 
 
+def test_what_is_ignored_stays_so(tune: Run) -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        Path("train.py").write_text("import os; os.kill(int(os.environ['TUNER']), 1)\n" + TRAIN)
+        os.environ["TUNER"] = str(os.getpid())
+        status, out, _ = tune("--config", "space.py", "--trials", "1", *PYTHON, "train.py")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+        del os.environ["TUNER"]
+    assert status == 0
+    assert "1 ok" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_the_search_and_its_trial(tune: Run, number: signal.Signals) -> None:
+    Path("train.py").write_text(
+        f"import os, time; open('pid', 'w').write(str(os.getpid()))\n"
+        f"os.kill({os.getpid()}, {int(number)}); time.sleep(60)"
+    )
+    status, _, err = tune("--config", "space.py", "--trials", "1", *PYTHON, "train.py")
+    assert status == 130
+    assert "the same command goes on" in err
+    assert not Path(f"/proc/{Path('pid').read_text()}").exists()
+    assert [trial.outcome for trial in Database("trials.db").trials] == ["cut_off"]
+
+
 def test_the_module_can_be_run(tune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def module(arguments: list[str]) -> int:
         monkeypatch.setattr(sys, "argv", ["tune", *arguments])
@@ -249,7 +276,7 @@ def test_the_module_can_be_run(tune: Run, monkeypatch: pytest.MonkeyPatch) -> No
 
 #: Forks a tuner for each line that it reads, and says its process: imports are made but once.
 FORKS = """
-import os, sys
+import os, signal, sys
 import optuna
 optuna.storages.RDBStorage("sqlite://")  # imports what databases need
 from slapo.autotune.command import main
@@ -257,6 +284,7 @@ for line in sys.stdin:
     child = os.fork()
     if not child:
         os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has none
         os.close(0)
         os.open(os.devnull, os.O_RDONLY)
         sys.stdout = open("out", "a")
