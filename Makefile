@@ -27,7 +27,7 @@ install: $(STAMP) ## create the virtual environment and install the package with
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf,deepspeed,megatron,examples,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf,deepspeed,megatron,examples,tune,dev]'
 	@touch $@
 
 quickstart: $(STAMP) ## schedule a small model and see that it still computes the same

@@ -12,6 +12,9 @@ Examples
 >>> model, _ = slapo.build(sch)
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 # Bound for `slapo.env` and so on; the other modules are by the imports below.
 from slapo import env, initialization, tracer
 from slapo.blame import bisect
@@ -42,9 +45,14 @@ from slapo.schedule import Schedule, create_schedule
 from slapo.verify import Verify
 from slapo.weights.meta import init_empty_weights
 
+if TYPE_CHECKING:
+    import slapo.autotune as autotune
+    from slapo.autotune import Database, Space, Symbol
+
 __version__ = "0.1.0"
 
 __all__ = [
+    "Database",
     "MissingPackageError",
     "ModulePattern",
     "Pattern",
@@ -53,9 +61,12 @@ __all__ = [
     "Schedule",
     "ScheduleRecord",
     "SlapoError",
+    "Space",
+    "Symbol",
     "TraceError",
     "VerificationError",
     "Verify",
+    "autotune",
     "bisect",
     "build",
     "call_module",
@@ -78,3 +89,22 @@ __all__ = [
     "set_random_seed",
     "tracer",
 ]
+
+#: What is imported when it is first asked for: few programs tune.
+_LATE = {
+    "autotune": "slapo.autotune",
+    "Database": "slapo.autotune.database",
+    "Space": "slapo.autotune.symbols",
+    "Symbol": "slapo.autotune.symbols",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(_LATE[name])
+    return module if name == "autotune" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE})

@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_check(commands)
     _add_recipes(commands)
+    _add_tune(commands)
     given = parser.parse_args(arguments)
     try:
         return int(given.run(given))
@@ -84,6 +85,25 @@ def _recipes(given: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _add_tune(commands: Any) -> None:
+    # Its own parser reads all that follows: options of the script look like those of the tuner.
+    tune = commands.add_parser(
+        "tune",
+        help="find the values with which a script trains fastest",
+        add_help=False,
+        prefix_chars="\0",
+    )
+    tune.add_argument("arguments", nargs=argparse.REMAINDER)
+    tune.set_defaults(run=_tune)
+
+
+def _tune(given: argparse.Namespace) -> int:
+    # Here alone: the other commands start without the tuner.
+    from slapo.autotune.command import main as tune
+
+    return tune(given.arguments)
 
 
 class _UsageError(Exception):

@@ -26,7 +26,7 @@ FLOORS = [
     ["check"],
     ["build", "replay"],
     ["verify"],
-    ["blame", "model_schedule"],
+    ["autotune", "blame", "model_schedule"],
     ["command"],
     ["__init__", "__main__"],
 ]

@@ -34,6 +34,9 @@ NAMES = {
     "slapo.pipeline": ["analyze_tie_weights"],
     "slapo.framework_dialect.deepspeed.pipeline": ["analyze_tie_ranks"],
     "slapo.framework_dialect": ["get_dialect_cls"],
+    "slapo": ["Symbol", "Space", "Database"],
+    "slapo.autotune": ["Symbol", "Space", "Database"],
+    "slapo.autotune.tune": ["Symbol", "Space", "Database"],
     "slapo.op": ["Print"],
     "slapo.env": ["setup", "cleanup", "execute"],
     "slapo.initialization": ["init_empty_weights"],
@@ -51,6 +54,7 @@ def test_names_by_their_import_paths(module: str, name: str) -> None:
 
 BOUND = (
     "pattern op pipeline random initialization tracer sharding utils env framework_dialect "
+    "autotune "
     "utils.report utils.common"
 )
 

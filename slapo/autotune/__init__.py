@@ -1,0 +1,28 @@
+"""The tuner: finds the schedule, the layout and the batch that train a model fastest.
+
+``slapo tune --config space.py --db trials.db train.py ARGUMENTS`` on the command line,
+:func:`tune` in a program. Needs the extra ``tune``.
+"""
+
+from slapo.autotune.database import Database
+from slapo.autotune.options import Result
+from slapo.autotune.search import tune
+from slapo.autotune.space import Choices, Refused, TuneError, point_key
+from slapo.autotune.study import Trial
+from slapo.autotune.symbols import Space, Symbol
+from slapo.autotune.values import report_result, trial_values
+
+__all__ = [
+    "Choices",
+    "Database",
+    "Refused",
+    "Result",
+    "Space",
+    "Symbol",
+    "Trial",
+    "TuneError",
+    "point_key",
+    "report_result",
+    "trial_values",
+    "tune",
+]

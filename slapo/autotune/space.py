@@ -1,0 +1,349 @@
+"""Search spaces in plain Python: a function that asks for values and returns a point."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Points that are looked at one by one; of a larger space, so many are drawn.
+LIMIT = 4000
+
+
+class TuneError(ValueError):
+    """A search that cannot be made as it was asked for; the message says what to do."""
+
+
+class Refused(Exception):
+    """Raised by a space, a constraint, a prediction or a trial: nothing can run this point.
+
+    Examples
+    --------
+    >>> def space(choose):
+    ...     tp = choose("tp", [1, 2, 3])
+    ...     if 8 % tp:
+    ...         raise Refused(f"8 heads cannot be split over {tp} ranks")
+    ...     return {"tp": tp}
+    >>> [point.values for point in survey(space).points]
+    [{'tp': 1}, {'tp': 2}]
+    """
+
+
+@dataclass(frozen=True)
+class Question:
+    """A value that a space asks for, and the candidates."""
+
+    name: str
+    values: tuple[Any, ...]
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether its candidates are numbers, so that neighbours are alike."""
+        return all(isinstance(v, int | float) and not isinstance(v, bool) for v in self.values)
+
+    @property
+    def key(self) -> str:
+        """Its name in the study.
+
+        It contains the candidates: those of a name may change with earlier answers, and a study
+        refuses parameters whose choices do.
+        """
+        shown = json.dumps(list(self.values))
+        if len(shown) > 100:
+            digest = hashlib.sha256(shown.encode()).hexdigest()[:8]
+            first, last = json.dumps(self.values[0])[:30], json.dumps(self.values[-1])[:30]
+            shown = f"{first} .. {last} ({len(self.values)}, {digest})"
+        return f"{self.name} of {shown}"
+
+    def label(self, position: int) -> int | str:
+        """How the study holds an answer: numbers by their position, others by their text."""
+        return position if self.is_ordered else json.dumps(self.values[position])
+
+
+class Choices:
+    """What a space asks for its values; may be called in place of ``choose``.
+
+    Parameters
+    ----------
+    pick
+        Question -> the position of the answer among the candidates.
+
+    Examples
+    --------
+    >>> choose = Choices(lambda question: 0)
+    >>> choose("tp", [1, 2, 4]), choose.choose("kernel", ["flash", "eager"])
+    (1, 'flash')
+    """
+
+    def __init__(self, pick: Callable[[Question], int]) -> None:
+        self._pick = pick
+        self.taken: dict[str, tuple[Question, int]] = {}
+
+    def choose(self, name: str, values: Sequence[Any]) -> Any:
+        """One of `values`, which may depend on what was chosen before.
+
+        Parameters
+        ----------
+        name
+            A name for it; asked again with the same candidates, the answer is the same.
+        values
+            The candidates: what JSON can hold. Without any, the point is refused.
+        """
+        question = Question(name, tuple(values))
+        if not isinstance(name, str) or not name:
+            raise TuneError(f"choose({name!r}, ...): the name is no text; give the value a name")
+        if not question.values:
+            raise Refused(f"{name!r} has no candidates")
+        _check_json(f"choose({name!r}, {list(values)!r})", list(values))
+        if name in self.taken:
+            asked, position = self.taken[name]
+            if asked != question:
+                raise TuneError(
+                    f"{name!r} was chosen from {list(asked.values)} and is asked for from "
+                    f"{list(values)} in the same point; give the second one another name"
+                )
+            return asked.values[position]
+        position = self._pick(question)
+        self.taken[name] = question, position
+        return question.values[position]
+
+    __call__ = choose
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Name -> what was chosen."""
+        return {name: asked.values[position] for name, (asked, position) in self.taken.items()}
+
+
+SpaceFunction = Callable[[Choices], "Mapping[str, Any] | None"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of a space.
+
+    Attributes
+    ----------
+    values
+        What the space returned, which a trial gets.
+    choices
+        Name -> value of what it asked for.
+    parameters
+        The same as the study holds it.
+    """
+
+    values: dict[str, Any]
+    choices: dict[str, Any]
+    parameters: dict[str, int | str]
+
+    @property
+    def key(self) -> str:
+        """The same text for equal values."""
+        return point_key(self.values)
+
+
+def point_key(values: Mapping[str, Any]) -> str:
+    """A text that is the same for equal points, whatever the order of their names.
+
+    Examples
+    --------
+    >>> point_key({"b": 1.0, "a": [2]}) == point_key({"a": [2], "b": 1})
+    True
+    """
+    return json.dumps(_plain(values), sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def make_point(
+    space: SpaceFunction, choices: Choices, constraint: Callable[[Any], Any] | None = None
+) -> Point:
+    """Ask a space for a point; raises :class:`Refused` where nothing can run it."""
+    try:
+        values = space(choices)
+    except (Refused, TuneError):
+        raise
+    except Exception as error:
+        raise TuneError(
+            f"the space failed with {type(error).__name__}: {error}, after it chose "
+            f"{choices.values}; raise slapo.autotune.Refused for points that cannot run"
+        ) from error
+    if values is None:
+        raise Refused("the space returned None")
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise TuneError(
+            f"the space returned {values!r}; return a dict of names and values, or None for a "
+            "point that cannot run"
+        )
+    _check_json("the space returned values", dict(values))
+    point = Point(
+        dict(values),
+        choices.values,
+        {q.key: q.label(position) for q, position in choices.taken.values() if len(q.values) > 1},
+    )
+    if constraint is not None and not _holds(constraint, point.values):
+        raise Refused("the constraint is not met")
+    return point
+
+
+def _holds(constraint: Callable[[Any], Any], values: dict[str, Any]) -> bool:
+    try:
+        return bool(constraint(dict(values)))
+    except Refused:
+        raise
+    except Exception as error:
+        raise TuneError(
+            f"the constraint failed with {type(error).__name__}: {error}, at {values}; return "
+            "True or False, or raise slapo.autotune.Refused"
+        ) from error
+
+
+def _check_json(what: str, value: Any) -> None:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise TuneError(
+            f"{what}, which JSON cannot hold ({error}); use numbers, texts, and lists of them"
+        ) from None
+
+
+@dataclass
+class Survey:
+    """What a space holds.
+
+    Attributes
+    ----------
+    points
+        All of them, or as many as were drawn.
+    size
+        How many there are; estimated where `is_complete` is false.
+    refused
+        Reason -> how many points, or branches of the space, had it.
+    questions
+        What was asked for, as the study names it.
+    """
+
+    points: list[Point] = field(default_factory=list)
+    size: int = 0
+    is_complete: bool = True
+    refused: Counter[str] = field(default_factory=Counter)
+    questions: set[str] = field(default_factory=set)
+
+    @property
+    def digest(self) -> str:
+        """The same text for spaces that ask the same."""
+        return hashlib.sha256("\n".join(sorted(self.questions)).encode()).hexdigest()[:16]
+
+
+def survey(
+    space: SpaceFunction,
+    constraint: Callable[[Any], Any] | None = None,
+    limit: int = LIMIT,
+    seed: int = 0,
+) -> Survey:
+    """Look at every point of a space; at random ones if there are more than `limit`.
+
+    Parameters
+    ----------
+    space
+        A function that calls its argument as ``choose(name, values)`` and returns a dict.
+    constraint
+        Gets the values of a point; false, or :class:`Refused` raised, leaves it out.
+    limit
+        Points to look at.
+    seed
+        For what is drawn.
+
+    Raises
+    ------
+    TuneError
+        If there is no point at all.
+
+    Examples
+    --------
+    >>> def space(choose):
+    ...     tp = choose("tp", [1, 2])
+    ...     return {"tp": tp, "pp": choose("pp", [1, 2] if tp == 1 else [1])}
+    >>> found = survey(space)
+    >>> found.size, [point.values for point in found.points]
+    (3, [{'tp': 1, 'pp': 1}, {'tp': 1, 'pp': 2}, {'tp': 2, 'pp': 1}])
+    """
+    found = _walk(space, constraint, limit)
+    if not found.is_complete:
+        _draw(space, constraint, limit, seed, found)
+    if not found.points:
+        reasons = "; ".join(f"{text} ({n} times)" for text, n in found.refused.most_common(3))
+        raise TuneError(
+            f"the space is empty: {reasons or 'nothing was asked for'}; loosen the constraint or "
+            "give more candidates"
+        )
+    return found
+
+
+def _walk(space: SpaceFunction, constraint: Callable[[Any], Any] | None, limit: int) -> Survey:
+    """Depth first: the last answer that has a next candidate takes it, those after it start anew.
+
+    A refusal cuts off all that would have been asked after it.
+    """
+    found, seen, path = Survey(), set[str](), list[int]()
+    for _ in range(4 * limit):
+        answers = iter(path)
+        choices = Choices(lambda question, answers=answers: next(answers, 0))  # type: ignore[misc]
+        try:
+            point = make_point(space, choices, constraint)
+            if point.key not in seen:
+                seen.add(point.key)
+                found.points.append(point)
+        except Refused as reason:
+            found.refused[str(reason)] += 1
+        taken = list(choices.taken.values())
+        found.questions.update(question.key for question, _ in taken)
+        while taken and taken[-1][1] + 1 == len(taken[-1][0].values):
+            taken.pop()
+        if not taken:
+            found.size = len(found.points)
+            return found
+        path = [position for _, position in taken]
+        path[-1] += 1
+        if len(found.points) >= limit:
+            break
+    found.is_complete = False
+    return found
+
+
+def _draw(
+    space: SpaceFunction,
+    constraint: Callable[[Any], Any] | None,
+    limit: int,
+    seed: int,
+    found: Survey,
+) -> None:
+    """Replace the points by random ones, and estimate how many there are.
+
+    The product of the numbers of candidates along a random walk is, on average, the number of
+    walks (Knuth, Estimating the efficiency of backtrack programs, 1975).
+    """
+    generator = random.Random(seed)
+    points: dict[str, Point] = {}
+    total = 0.0
+    for _ in range(limit):
+        choices = Choices(lambda question: generator.randrange(len(question.values)))
+        try:
+            point = make_point(space, choices, constraint)
+        except Refused:
+            continue
+        points.setdefault(point.key, point)
+        total += math.prod(len(question.values) for question, _ in choices.taken.values())
+    found.points = list(points.values()) or found.points
+    found.size = max(round(total / limit), len(found.points))

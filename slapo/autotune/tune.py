@@ -1,0 +1,29 @@
+"""``python -m slapo.autotune.tune``: the command line under the name of the published package."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from slapo.autotune import search
+from slapo.autotune.command import main
+from slapo.autotune.database import Database
+from slapo.autotune.symbols import Space, Symbol
+
+__all__ = ["Database", "Space", "Symbol", "main"]
+
+
+class _Callable(ModuleType):
+    """A module that is called as the function :func:`slapo.autotune.tune`.
+
+    Python binds a module in its package under its own name once it is imported, which is the
+    function's, too.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return search.tune(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable
+
+if __name__ == "__main__":
+    sys.exit(main(prog="python -m slapo.autotune.tune"))

@@ -1,0 +1,170 @@
+"""Spaces: what they ask for, how many points they hold, what is refused."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from slapo.autotune import Refused, Space, Symbol, TuneError, point_key
+from slapo.autotune.space import Choices, survey
+from slapo.autotune.symbols import space_of_symbols
+
+
+def layouts(choose: Choices) -> dict[str, Any]:
+    tp = choose("tp", [1, 2, 4, 8])
+    pp = choose("pp", [p for p in (1, 2, 4) if tp * p <= 8])
+    kernels = choose.choose("kernel", ["flash", "eager"])
+    return {"tp": tp, "pp": pp, "dp": 8 // (tp * pp), "kernel": kernels}
+
+
+def test_all_points_are_found_once() -> None:
+    found = survey(layouts)
+    assert found.size == len(found.points) == 2 * (3 + 3 + 2 + 1)
+    assert len({point.key for point in found.points}) == found.size
+    assert found.is_complete
+    assert all(p.values["tp"] * p.values["pp"] * p.values["dp"] == 8 for p in found.points)
+
+
+def test_a_refusal_leaves_out_what_comes_after_it() -> None:
+    asked = []
+
+    def space(choose: Choices) -> dict[str, Any] | None:
+        tp = choose("tp", [1, 2, 3])
+        if tp == 3:
+            raise Refused("8 heads on 3 ranks")
+        asked.append(tp)
+        micro = choose("micro", [1, 2])
+        return None if (tp, micro) == (2, 2) else {"tp": tp, "micro": micro}
+
+    found = survey(space)
+    assert [tuple(point.values.values()) for point in found.points] == [(1, 1), (1, 2), (2, 1)]
+    assert found.refused == {"8 heads on 3 ranks": 1, "the space returned None": 1}
+    assert asked == [1, 1, 2, 2]
+
+
+def test_a_constraint_leaves_points_out() -> None:
+    assert survey(layouts, lambda point: point["dp"] == 8).size == 2
+
+
+def test_of_large_spaces_points_are_drawn() -> None:
+    def space(choose: Choices) -> dict[str, Any]:
+        return {name: choose(name, range(10)) for name in "abcdefgh"}
+
+    found = survey(space, limit=300)
+    assert not found.is_complete
+    assert found.size == 10**8
+    assert len({point.values["a"] for point in found.points}) == 10
+    assert [p.key for p in survey(space, limit=300).points] == [p.key for p in found.points]
+
+
+def test_the_size_of_large_spaces_is_estimated() -> None:
+    def space(choose: Choices) -> dict[str, Any]:
+        first = choose("first", range(20))
+        return {"first": first, "rest": choose("rest", range(1 + 10 * first))}
+
+    exact = survey(space).size
+    assert exact == 20 + 10 * 190
+    assert survey(space, limit=500).size == pytest.approx(exact, rel=0.15)
+
+
+def test_spaces_that_ask_the_same_have_the_same_digest() -> None:
+    def other(choose: Choices) -> dict[str, Any]:
+        return {**layouts(choose), "micro": choose("micro", [1, 2])}
+
+    assert survey(layouts).digest == survey(layouts, lambda p: p["tp"] > 1).digest
+    assert survey(layouts).digest != survey(other).digest
+
+
+def test_long_lists_of_candidates_have_short_names() -> None:
+    found = survey(lambda choose: {"a": choose("a", range(1000))})
+    (name,) = found.questions
+    assert name.startswith("a of 0 .. 999 (1000, ")
+
+
+def test_equal_points_have_equal_keys() -> None:
+    assert point_key({"a": 1, "b": True}) == point_key({"b": True, "a": 1.0})
+    assert point_key({"a": 1}) != point_key({"a": "1"})
+
+
+def asks_twice(choose: Choices) -> dict[str, Any]:
+    return {"a": choose("a", [1, 2]), "b": choose("a", [3, 4])}
+
+
+def fails(choose: Choices) -> dict[str, Any]:
+    return {"a": 1 // choose("a", [0])}
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        (lambda choose: None, r"the space is empty: the space returned None \(1 times\)"),
+        (lambda choose: {"a": choose("a", [])}, "the space is empty: 'a' has no candidates"),
+        (lambda choose: [1], r"the space returned \[1\]; return a dict"),
+        (lambda choose: {"a": object()}, "JSON cannot hold"),
+        (lambda choose: {"a": choose("a", [object()])}, "JSON cannot hold"),
+        (lambda choose: {"a": choose("", [1])}, "give the value a name"),
+        (asks_twice, r"'a' was chosen from \[1, 2\] and is asked for from \[3, 4\]"),
+        (fails, r"failed with ZeroDivisionError: .* after it chose \{'a': 0\}"),
+    ],
+)
+def test_mistakes_in_spaces(space: Any, message: str) -> None:
+    with pytest.raises(TuneError, match=message):
+        survey(space)
+
+
+def test_a_constraint_that_nothing_meets() -> None:
+    with pytest.raises(TuneError, match=r"the constraint is not met \(18 times\); loosen"):
+        survey(layouts, lambda point: point["tp"] > 8)
+    with pytest.raises(TuneError, match=r"constraint failed with KeyError: 'nope', at \{'tp': 1"):
+        survey(layouts, lambda point: point["nope"])
+
+
+def test_symbols() -> None:
+    symbol = Symbol("batch_size", range(4, 12, 4))
+    assert (symbol.val, symbol.vals, symbol.is_fixed()) == (4, [4, 8], False)
+    with pytest.raises(ValueError, match=r"'batch_size' cannot be 5; its candidates are \[4, 8\]"):
+        symbol.fix(5)
+    symbol.fix(8)
+    assert (symbol.val, symbol.is_fixed()) == (8, True)
+
+
+def test_spaces_of_symbols() -> None:
+    space = Space({"a": 2})
+    first = space.create_symbol("a", [1, 2])
+    assert space.create_symbol("a", [1, 2]) is first is space["a"]
+    assert space.is_fixed()
+    second = space.create_symbol("b", [first.val, 5])
+    assert not space.is_fixed()
+    assert space.next_open() is second
+    assert ("b" in space, "c" in space, len(space)) == (True, False, 2)
+    assert space.to_dict() == {"a": 2, "b": 2}
+    with pytest.raises(ValueError, match=r"'a' cannot be 2"):
+        Space({"a": 2}).create_symbol("a", [1])
+
+
+def test_the_published_form_is_made_again_until_all_is_fixed() -> None:
+    def update_space(args: Any, space: Space) -> Space:
+        batch_size = space["batch_size"].val
+        ratio = space.create_symbol("ckpt_ratio", [0.0] if batch_size < 8 else [0.5, args])
+        if ratio.is_fixed() and ratio.val == 1.0:
+            space.create_symbol("offload", [False, True])
+        return space
+
+    space = space_of_symbols(1.0, lambda args: (4, 9, 4), update_space)
+    found = [tuple(point.values.values()) for point in survey(space).points]
+    assert found == [(4, 0.0), (8, 0.5), (8, 1.0, False), (8, 1.0, True)]
+
+
+@pytest.mark.parametrize("found", [(4, 2, 1), (0, 4, 1), (4, 8, 0), (4, 8), None, ("a", "b", "c")])
+def test_ranges_of_batch_sizes_that_are_none(found: Any) -> None:
+    with pytest.raises(TuneError, match=r"get_bs_range returned .* return .*smallest"):
+        space_of_symbols(None, lambda args: found)
+
+
+def test_any_answers_give_a_point() -> None:
+    generator = random.Random(0)
+    for _ in range(50):
+        values = layouts(Choices(lambda question: generator.randrange(len(question.values))))
+        assert values["dp"] >= 1

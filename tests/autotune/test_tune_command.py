@@ -1,0 +1,380 @@
+"""`slapo tune` and `python -m slapo.autotune.tune`, with trials as processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slapo import command
+from slapo.autotune import Database
+from slapo.autotune.command import main
+
+pytest.importorskip("optuna")
+Run = Callable[..., tuple[int, str, str]]
+
+SPACE = """
+def space(choose):
+    tp = choose("tp", [1, 2, 4])
+    return {"tp": tp, "micro": choose("micro", [1, 2, 4] if tp > 1 else [1, 2])}
+"""
+#: Eight points; the larger the values the faster.
+TRAIN = """
+import json, os, sys
+values = json.loads(os.environ["SLAPO_TRIAL"])
+with open("runs", "a") as file: print(json.dumps(values), sys.argv[1:], file=file)
+print(json.dumps({"throughput": values["tp"] * 10 + values["micro"]}))
+"""
+PYTHON = ["python", "-S", "-E"]
+
+
+@pytest.fixture
+def tune(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    """Runs the command in a folder with a space and a script: its status, output and errors."""
+    monkeypatch.chdir(tmp_path)
+    Path("space.py").write_text(SPACE)
+    Path("train.py").write_text(TRAIN)
+
+    def run(*arguments: str, start: Callable[..., int] = main) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            status = start([*map(str, arguments)])
+        except SystemExit as end:
+            status = int(end.code or 0)
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err
+        return status, printed.out, printed.err
+
+    return run
+
+
+def runs() -> list[str]:
+    return Path("runs").read_text().splitlines()
+
+
+def test_a_search(tune: Run) -> None:
+    def slapo(arguments: list[str]) -> int:
+        return command.main(["tune", *arguments])
+
+    options = ["--config", "space.py", "--db", "my.db", "--trials", "8"]
+    script = [*PYTHON, "train.py", "--tp={tp}", "--db", "{micro}", "--help"]
+    status, out, err = tune(*options, *script, start=slapo)
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[0].split() == ["trial", "throughput", "tp", "micro"]
+    assert lines[1].split()[1:] == ["44", "4", "4"]
+    assert "8 trials of 8 points: 8 ok" in out
+    best = lines[lines.index("the best again:") + 1]
+    assert shlex.split(best) == [
+        'SLAPO_TRIAL={"tp": 4, "micro": 4}',
+        *PYTHON,
+        *["train.py", "--tp=4", "--db", "4", "--help"],
+    ]
+    assert "[8/8]" in err
+    assert "best 44" in err
+    assert len(set(runs())) == 8
+    assert "[8/8]" not in tune(*options, *script)[2]  # nothing is left to do
+    assert len(runs()) == 8
+    assert Path("my.db.png").exists() == ("no plot" not in err)
+    assert len(list(Path("my.db.logs").iterdir())) == 8
+    done = subprocess.run(["bash", "-c", best], capture_output=True, text=True, check=False)
+    assert done.stdout == '{"throughput": 44}\n'
+
+
+def test_the_published_form(tune: Run) -> None:
+    Path("bench.py").write_text(
+        "def get_bs_range(args):\n    assert args.error_stop == 'symbol'\n    return 4, 32, 4\n"
+        "def update_space(args, space):\n"
+        "    ratios = [1.0] if space['batch_size'].val < 12 else [0.5, 1.0]\n"
+        "    space.create_symbol('ckpt_ratio', ratios)\n    return space\n"
+    )
+    Path("run.sh").write_text(
+        'if [ $1 -gt 16 ]; then echo "RuntimeError: CUDA out of memory"; exit 1; fi\n'
+        "echo $1 $2 >> runs; echo samples/s: $1\n"
+    )
+    options = ["--config", "bench.py", "--db", "bench.json", "--error-stop", "symbol"]
+    status, out, err = tune(*options, "--trials", "14", "run.sh", "batch_size", "ckpt_ratio")
+    assert status == 0
+    assert re.search(r"bash run\.sh 16 (0\.5|1\.0)$", out, re.MULTILINE)
+    assert sorted(runs()) == ["12 0.5", "12 1.0", "16 0.5", "16 1.0", "4 1.0", "8 1.0"]
+    trials = Database("bench.json").trials
+    assert len(trials) == 14
+    assert {t.outcome for t in trials} == {"ok", "out_of_memory", "skipped"}
+    assert "failed with batch_size=" in err
+
+
+def test_a_command_in_the_configuration(tune: Run) -> None:
+    Path("space.py").write_text(
+        f"{SPACE}\ndef command(point):\n"
+        f"    return {PYTHON!r} + ['train.py', '--gpus', point['tp']]\n"
+    )
+    status, out, _ = tune("--config", "space.py", "--trials", "2")
+    assert status == 0
+    assert "train.py --gpus " in out
+    status, _, err = tune("--config", "space.py", "--db", "other.db", "train.py")
+    assert status == 2
+    assert "leave one of them out" in err
+
+
+OUTCOMES = """
+import json, os, sys, time
+tp = json.loads(os.environ["SLAPO_TRIAL"])["tp"]
+if tp == 1: print('{"throughput": 5}')
+if tp == 2: sys.exit("torch.OutOfMemoryError: CUDA out of memory")
+if tp == 3: raise KeyError("lost")
+if tp == 4: time.sleep(60)
+if tp == 5: sys.exit("slapo.errors.PlacementError: h.0: the gradient is not summed")
+if tp == 6: print("no number")
+if tp == 7: print('{"throughput": "fast"}')
+if tp == 8: sys.exit("slapo.autotune.space.Refused: 8 ranks")
+"""
+
+
+def test_all_outcomes_are_kept_with_their_logs(tune: Run) -> None:
+    Path("space.py").write_text(
+        "def space(choose):\n    return {'tp': choose('tp', range(1, 9))}\n"
+        "def predict(point):\n"
+        "    return {'memory': 1, 'capacity': 1, 'throughput': -point['tp']}\n"
+    )
+    Path("train.py").write_text(OUTCOMES)
+    options = ["--config", "space.py", "--trials", "8", "--timeout", "0.7"]
+    status, out, _ = tune(*options, *PYTHON, "train.py")
+    assert status == 0
+    found = {trial.values["tp"]: trial for trial in Database("trials.db").trials}
+    assert [found[tp].outcome for tp in range(1, 9)] == [
+        "ok",
+        "out_of_memory",
+        "crash",
+        "timeout",
+        "wrong_schedule",
+        "no_result",
+        "garbage",
+        "refused",
+    ]
+    assert found[1].result == 5.0
+    assert "KeyError: 'lost'" in Path(found[3].log).read_text()
+    assert found[3].reason == "exit status 1: KeyError: 'lost'"
+    assert found[4].seconds >= 0.7
+    assert "7 trials of 8 points: 1 ok, 1 out_of_memory" in out
+
+
+def test_a_script_without_a_result(tune: Run) -> None:
+    for text, why in [("print('done')", "'done'"), ("print('{\"throughput\": NaN}')", "nan")]:
+        Path("train.py").write_text(text)
+        for db in Path().glob("trials.db"):
+            db.unlink()
+        status, _, err = tune("--config", "space.py", *PYTHON, "train.py")
+        assert status == 2
+        assert "the script gives no result" in err
+        assert why in err
+        assert "report_result" in err
+        assert Path(re.findall(r"Its log: (\S+)", err)[0]).exists()
+    Path("train.py").write_text(TRAIN)
+    status, out, _ = tune("--config", "space.py", "--retry", "--trials", "3", *PYTHON, "train.py")
+    assert status == 0
+    assert "3 ok" in out
+
+
+def test_a_script_that_always_fails(tune: Run) -> None:
+    Path("train.py").write_text("raise KeyError('lost')")
+    status, out, _ = tune("--config", "space.py", "--trials", "2", *PYTHON, "train.py")
+    assert status == 1
+    assert "no trial gave a result" in out
+    assert "crash, trial 0: exit status 1: KeyError: 'lost' trials.db.logs/trial-0000.log" in out
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        (None, "--config nope.py train.py", "there is no configuration file nope.py"),
+        (None, "--config space.py nope.py", "there is no script 'nope.py' in /"),
+        (None, "--config space.py", "there is no script to run"),
+        (None, "--config space.py train.py {tpp}", "did you mean 'tp'?"),
+        (None, "--config space.py --trials 0 train.py", "trials=0"),
+        (None, "--config space.py --db space.py train.py", "space.py is no database"),
+        (None, "train.py", "required: --config"),
+        (None, "--config space.py --error-stop some train.py", "invalid choice"),
+        ("def spaces(choose): pass", "--config c.py train.py", "has neither space(choose) nor"),
+        ("def spaces(choose): pass", "--config c.py train.py", "did you mean 'spaces'?"),
+        (f"{SPACE}\ndef get_bs_range(a): pass", "--config c.py train.py", "has both space"),
+        ("space = 7", "--config c.py train.py", "space is 7; make it a function"),
+        (f"{SPACE}\ngrows = 'tp'", "--config c.py train.py", "write a list of names"),
+        ("\n1 / 0", "--config c.py train.py", "c.py, line 2, failed: ZeroDivisionError"),
+        ("def space(:", "--config c.py train.py", "SyntaxError"),
+        ("def space(c): return None", "--config c.py train.py", "the space is empty"),
+        (f"{SPACE}\ndef constraint(p): return 0", "--config c.py train.py", "is not met (8 times)"),
+        (f"{SPACE}\ndef predict(p): return {{}}", "--config c.py train.py", "has no 'memory'"),
+        ("def get_bs_range(a): return 4, 2, 1", "--config c.py train.py", "holds no batch size"),
+    ],
+)
+def test_wrong_usage(tune: Run, config: str | None, arguments: str, message: str) -> None:
+    if config is not None:
+        Path("c.py").write_text(config)
+    status, out, err = tune(*arguments.split())
+    assert (status, out) == (2, "")
+    assert message in err
+    assert not Path("runs").exists()
+
+
+def test_without_optuna(tune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    status, _, err = tune("--config", "space.py", "train.py")
+    assert status == 2
+    assert "pip install 'slapo[tune]'" in err
+
+
+def test_what_is_ignored_stays_so(tune: Run) -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        Path("train.py").write_text("import os; os.kill(int(os.environ['TUNER']), 1)\n" + TRAIN)
+        os.environ["TUNER"] = str(os.getpid())
+        status, out, _ = tune("--config", "space.py", "--trials", "1", *PYTHON, "train.py")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+        del os.environ["TUNER"]
+    assert status == 0
+    assert "1 ok" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_the_search_and_its_trial(tune: Run, number: signal.Signals) -> None:
+    Path("train.py").write_text(
+        f"import os, time; open('pid', 'w').write(str(os.getpid()))\n"
+        f"os.kill({os.getpid()}, {int(number)}); time.sleep(60)"
+    )
+    status, _, err = tune("--config", "space.py", "--trials", "1", *PYTHON, "train.py")
+    assert status == 130
+    assert "the same command goes on" in err
+    assert not Path(f"/proc/{Path('pid').read_text()}").exists()
+    assert [trial.outcome for trial in Database("trials.db").trials] == ["cut_off"]
+
+
+def test_the_module_can_be_run(tune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def module(arguments: list[str]) -> int:
+        monkeypatch.setattr(sys, "argv", ["tune", *arguments])
+        monkeypatch.delitem(sys.modules, "slapo.autotune.tune", raising=False)
+        runpy.run_module("slapo.autotune.tune", run_name="__main__")
+        return -1
+
+    status, out, _ = tune("--config", "space.py", "--trials", "1", "train.py", start=module)
+    assert status == 0
+    assert "1 trials of 8 points: 1 ok" in out
+
+
+#: Forks a tuner for each line that it reads, and says its process: imports are made but once.
+FORKS = """
+import os, signal, sys
+import optuna
+optuna.storages.RDBStorage("sqlite://")  # imports what databases need
+from slapo.autotune.command import main
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has none
+        os.close(0)
+        os.open(os.devnull, os.O_RDONLY)
+        sys.stdout = open("out", "a")
+        sys.stderr = open("err", "a")
+        os._exit(main(line.split()))
+    print(child, flush=True)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+SLOW = """
+import json, os, time
+values = json.loads(os.environ["SLAPO_TRIAL"])
+with open("starts", "a") as file: print(values["n"], file=file)
+time.sleep(0.03)
+with open("ends", "a") as file: print(values["n"], file=file)
+print(json.dumps({"throughput": 1 + values["n"]}), flush=True)
+"""
+
+
+class Tuners:
+    """Tuners that are processes, one after another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", FORKS],
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+
+    def start(self, line: str) -> int:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def status(self) -> int:
+        assert self.process.stdout is not None
+        return os.waitstatus_to_exitcode(int(self.process.stdout.readline()))
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().split() if path.exists() else []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_killed_ten_times_and_started_again(tmp_path: Path) -> None:
+    """No finished trial is lost, and none runs twice but those that were cut off."""
+    (tmp_path / "space.py").write_text(
+        "def space(choose):\n    return {'n': choose('n', range(30))}\n"
+        "def predict(point):\n"
+        "    return {'memory': 1, 'capacity': 1, 'throughput': point['n'] % 7}\n"
+    )
+    (tmp_path / "train.py").write_text(SLOW)
+    starts, ends = tmp_path / "starts", tmp_path / "ends"
+    line = "--config space.py --trials 30 python -S -E train.py"
+    generator = random.Random(0)
+    tuners = Tuners(tmp_path)
+    kept: dict[str, float | None] = {}
+    for kill in range(10):
+        number = [signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT][kill % 4]
+        before = len(lines(starts))
+        tuner = tuners.start(line)
+        # From anywhere in a trial, once it is through with what it does at its start.
+        while len(lines(starts)) == before:
+            time.sleep(0.01)
+        time.sleep(generator.uniform(0, 0.3))
+        os.kill(tuner, number)
+        assert tuners.status() == (-number if number == signal.SIGKILL else 130)
+        found = {t.key: t.result for t in Database(tmp_path / "trials.db").trials if t.is_run}
+        assert kept.items() <= found.items()
+        assert len(set(lines(ends))) - len(found) <= 1
+        kept = found
+    tuners.start(line)
+    assert tuners.status() == 0, (tmp_path / "err").read_text()
+    tuners.close()
+    trials = Database(tmp_path / "trials.db").trials
+    assert sorted(t.values["n"] for t in trials if t.outcome == "ok") == list(range(30))
+    cut = [str(t.values["n"]) for t in trials if t.outcome == "cut_off"]
+    assert len(cut) <= 10
+    twice = [n for n in set(lines(starts)) if lines(starts).count(n) > 1]
+    assert set(twice) <= set(cut)
+    assert len(lines(starts)) <= 30 + len(cut)
