@@ -47,7 +47,9 @@ from slapo.weights.meta import init_empty_weights
 
 if TYPE_CHECKING:
     import slapo.autotune as autotune
+    import slapo.cost as cost
     from slapo.autotune import Database, Space, Symbol
+    from slapo.cost import dryrun
 
 __version__ = "0.1.0"
 
@@ -73,7 +75,9 @@ __all__ = [
     "check",
     "checkpoint",
     "clip_grad_norm_",
+    "cost",
     "create_schedule",
+    "dryrun",
     "env",
     "get_cuda_rng_tracker",
     "get_logger",
@@ -90,12 +94,14 @@ __all__ = [
     "tracer",
 ]
 
-#: What is imported when it is first asked for: few programs tune.
+#: What is imported when it is first asked for: few programs tune, or ask for costs.
 _LATE = {
     "autotune": "slapo.autotune",
+    "cost": "slapo.cost",
     "Database": "slapo.autotune.database",
     "Space": "slapo.autotune.symbols",
     "Symbol": "slapo.autotune.symbols",
+    "dryrun": "slapo.cost.api",
 }
 
 
@@ -103,7 +109,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(_LATE[name])
-    return module if name == "autotune" else getattr(module, name)
+    return module if name in ("autotune", "cost") else getattr(module, name)
 
 
 def __dir__() -> list[str]:

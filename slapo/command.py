@@ -23,7 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_check(commands)
     _add_recipes(commands)
-    _add_tune(commands)
+    _add_passed_on(commands, "dryrun", _dryrun, "memory and time of a step on a described cluster")
+    _add_passed_on(commands, "tune", _tune, "find the values with which a script trains fastest")
     given = parser.parse_args(arguments)
     try:
         return int(given.run(given))
@@ -87,20 +88,23 @@ def _recipes(given: argparse.Namespace) -> int:
     return 0
 
 
-def _add_tune(commands: Any) -> None:
-    # Its own parser reads all that follows: options of the script look like those of the tuner.
-    tune = commands.add_parser(
-        "tune",
-        help="find the values with which a script trains fastest",
-        add_help=False,
-        prefix_chars="\0",
-    )
-    tune.add_argument("arguments", nargs=argparse.REMAINDER)
-    tune.set_defaults(run=_tune)
+def _add_passed_on(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str
+) -> None:
+    # Its own parser reads all that follows: options of a script look like those of the tuner.
+    command = commands.add_parser(name, help=text, add_help=False, prefix_chars="\0")
+    command.add_argument("arguments", nargs=argparse.REMAINDER)
+    command.set_defaults(run=run)
+
+
+def _dryrun(given: argparse.Namespace) -> int:
+    # Here alone, as below: the other commands start without it.
+    from slapo.cost.command import main as dryrun
+
+    return dryrun(given.arguments)
 
 
 def _tune(given: argparse.Namespace) -> int:
-    # Here alone: the other commands start without the tuner.
     from slapo.autotune.command import main as tune
 
     return tune(given.arguments)

@@ -27,6 +27,7 @@ FLOORS = [
     ["build", "replay"],
     ["verify"],
     ["autotune", "blame", "model_schedule"],
+    ["cost"],
     ["command"],
     ["__init__", "__main__"],
 ]

@@ -236,14 +236,14 @@ class _Job:
 
     def again(self) -> set[str]:
         """Paths of the layers that compute activations again."""
-        if not isinstance(self.recipe, str) or not self.ratio:
+        if not isinstance(self.recipe, str) or not self.ratio or not self.small.costs:
             return set()
         return set(chosen(list(self.small.costs), self.ratio, self.method))
 
     def runs(self) -> dict[bool, Run]:
         """Of layers as they are, and of such that compute again, as far as there are such."""
         again = self.again()
-        if again and not all(stack.count for stack in self.small.stacks):
+        if self.ratio and not self.small.costs:
             return {True: self._run(self.ratio)}
         found = {}
         if len(again) < len(self.small.costs) or not again:
@@ -296,8 +296,8 @@ class _Job:
         runs = self.runs()
         if not next(iter(runs.values())).regular or not self.small.costs:
             raise SlapoError(
-                f"pp={pp}, and the layers of {type(self.small.model).__name__} do not run one after "
-                "another in a list; pass pp=1"
+                f"pp={pp}, and the layers of {type(self.small.model).__name__} do not run one "
+                "after another in a list; pass pp=1"
             )
         if cuts is not None:
             chosen_ends = chosen_cuts(cuts, [stack.count for stack in self.small.stacks])
@@ -356,13 +356,15 @@ def _untied(
 
 @lru_cache(maxsize=64)
 def _cached_run(what: Any, job: _Ref, ratio: float) -> Run:
-    return job.value.make_run(ratio)  # type: ignore[no-any-return]
+    made: Run = job.value.make_run(ratio)
+    return made
 
 
 def _apply(key: str, options: Mapping[str, Any], sch: Any) -> None:
     is_recipe = key == AUTO or schedule_of(key) is None
     # What is to be proved is the check's affair, and takes longer than all else here.
-    apply_schedule(sch, key, **({"check": False} if is_recipe else {}), **options)
+    more: dict[str, Any] = {"check": False} if is_recipe else {}
+    apply_schedule(sch, key, **more, **options)
 
 
 def _loss(loss_fn: LossFn, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -107,15 +110,18 @@ def _ring(make: Callable[[], Any], size: int) -> Iterator[Any]:
 
 def _products(clock: _Clock) -> Iterator[tuple[float, float]]:
     for n in _SIDES:
-        pairs = _ring(lambda n=n: (torch.randn(n, n), torch.randn(n, n)), 2 * 4 * n * n)
-        empty = clock(lambda: None)
+        ring = _pairs((n, n))
+        floor = _dispatch(clock) if n <= 128 else 0.0
+        yield 2.0 * n**3, 2 * n**3 / max(clock(partial(_on_next, torch.mm, ring)) - floor, 1e-9)
 
-        def product(pairs: Iterator[Any] = pairs) -> Tensor:
-            left, right = next(pairs)
-            return left @ right
 
-        floor = _dispatch(clock) if n <= 128 else empty
-        yield 2.0 * n**3, 2 * n**3 / max(clock(product) - floor, 1e-9)
+def _pairs(shape: tuple[int, ...]) -> Iterator[Any]:
+    return _ring(lambda: (torch.randn(shape), torch.randn(shape)), 8 * math.prod(shape))
+
+
+def _on_next(run: Callable[..., Any], ring: Iterator[Any]) -> Any:
+    operands = next(ring)
+    return run(*operands) if isinstance(operands, tuple) else run(operands)
 
 
 def _dispatch(clock: _Clock) -> float:
@@ -150,13 +156,8 @@ def _bandwidth(clock: _Clock) -> float:
     """Bytes per second of an addition of tensors as large as activations."""
     figures = []
     for elements in (1 << 17, 1 << 19, 1 << 21):
-        ring = _ring(lambda n=elements: (torch.randn(n), torch.randn(n)), 8 * elements)
-
-        def add(ring: Iterator[Any] = ring) -> Tensor:
-            left, right = next(ring)
-            return left + right
-
-        figures.append(12 * elements / clock(add))
+        ring = _pairs((elements,))
+        figures.append(12 * elements / clock(partial(_on_next, torch.add, ring)))
     return statistics.median(figures)
 
 
@@ -197,7 +198,7 @@ def _functions(clock: _Clock) -> dict[str, float]:
     }
     found = {}
     for name, run in runs.items():
-        found[name] = clock(lambda run=run: run(next(ring))) / (rows * columns)
+        found[name] = clock(partial(_on_next, run, ring)) / (rows * columns)
     chance = torch.empty(rows, columns)
     found["bernoulli_"] = clock(lambda: chance.bernoulli_(0.9)) / (rows * columns)
     found[""] = statistics.median(found.values())
@@ -226,8 +227,6 @@ def _overhead(clock: _Clock, bandwidth: float) -> float:
 
 
 def _memory() -> float:
-    import os
-
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 

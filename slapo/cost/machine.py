@@ -17,12 +17,13 @@ GB, TERA = 1e9, 1e12
 USABLE = 0.92
 
 #: Functions whose time on a processor goes by elements rather than by bytes.
-SLOW = frozenset(
-    "exp tanh pow gelu gelu_backward tanh_backward _softmax _softmax_backward_data _log_softmax "
-    "_log_softmax_backward_data native_dropout bernoulli_ silu silu_backward erf rsqrt sqrt cos "
-    "sin sigmoid sigmoid_backward _safe_softmax native_layer_norm native_layer_norm_backward "
-    "where".split()
+_SLOW_NAMES = (
+    "exp tanh pow gelu gelu_backward tanh_backward _softmax _softmax_backward_data "
+    "_log_softmax _log_softmax_backward_data native_dropout bernoulli_ silu silu_backward erf "
+    "rsqrt sqrt cos sin sigmoid sigmoid_backward _safe_softmax native_layer_norm "
+    "native_layer_norm_backward where"
 )
+SLOW = frozenset(_SLOW_NAMES.split())
 
 
 @dataclass(frozen=True)

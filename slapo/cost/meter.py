@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,12 +21,13 @@ from slapo.op.plain import only_counted
 aten = torch.ops.aten
 
 #: Views, and room that nothing is written to yet: neither time nor traffic.
-_FREE = frozenset(
+_FREE_NAMES = (
     "view _unsafe_view reshape t transpose permute expand split split_with_sizes slice select "
     "unsqueeze squeeze detach alias unbind as_strided lift_fresh empty empty_like new_empty "
     "empty_strided view_as unfold diagonal movedim narrow chunk set_ resize_ "
-    "_local_scalar_dense is_same_size".split()
+    "_local_scalar_dense is_same_size"
 )
+_FREE = frozenset(_FREE_NAMES.split())
 
 
 def _flash_forward(*args: Any, **kwargs: Any) -> int:
@@ -38,10 +40,24 @@ def _flash_backward(*args: Any, **kwargs: Any) -> int:
     return int(sdpa_backward_flop_count(grad, query, key, value))
 
 
+def _grouped_shape(left: Tensor, right: Tensor, ends: Any) -> tuple[int, ...]:
+    """Of a product in groups, of rows or of columns, whose ends a tensor names."""
+    if left.dim() == 2 and right.dim() == 2:
+        return len(ends), left.shape[0], right.shape[1]
+    if left.dim() == 3 and right.dim() == 3:
+        return left.shape[0], left.shape[1], right.shape[2]
+    if left.dim() == 3:
+        return left.shape[1], right.shape[1]
+    return left.shape[0], right.shape[2]
+
+
 def _grouped(*args: Any, **kwargs: Any) -> int:
-    left, right = args[0].shape, args[1].shape
-    groups = left[0] if len(left) == 3 else 1
-    return int(2 * groups * left[-2] * left[-1] * right[-1])
+    left, right = args[0], args[1]
+    ends = args[2] if len(args) > 2 else kwargs.get("offs")
+    made = math.prod(_grouped_shape(left, right, ends))
+    # Groups of columns: each product runs over a share of them.
+    shares = len(ends) if left.dim() == 2 and right.dim() == 2 else 1
+    return int(2 * made * left.shape[-1] // shares)
 
 
 #: Products that torch's own table of operations lacks.
@@ -183,7 +199,12 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and _asks_fakes(args[0]):
             return True  # no padding, no packed sequences: what models ask of masks
-        out = func(*args, **kwargs)
+        if func is aten._grouped_mm.default and isinstance(args[0], FakeTensor):
+            # Its shapes for fakes are those of CUDA alone, in half precision.
+            ends = args[2] if len(args) > 2 else kwargs.get("offs")
+            out = args[0].new_empty(_grouped_shape(args[0], args[1], ends))
+        else:
+            out = func(*args, **kwargs)
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         for tensor in made:
             self._hold(_local(tensor))
@@ -209,7 +230,7 @@ class Meter(TorchDispatchMode):
         groups = [g for g in map(_group, tree_leaves(args)) if g is not None]
         if not tensors or name in ("wait_tensor", "barrier"):
             return
-        named = [a for a in args if isinstance(a, str) and a.isdigit()]
+        named: list[Any] = [a for a in args if isinstance(a, str) and a.isdigit()]
         if not groups and named:
             groups = [dist.distributed_c10d._resolve_process_group(named[-1])]
         size = max(t.numel() * t.element_size() for t in tensors)

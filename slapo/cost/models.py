@@ -17,7 +17,9 @@ from slapo.errors import MissingPackageError
 Source = Any
 
 #: Numbers that tell a layer's place, not its kind.
-_PLACES = frozenset("layer_idx layer_id layer_index layer_number block_idx idx index".split())
+_PLACES = frozenset(
+    "layer_idx layer_id layer_index layer_number block_idx idx index".split()  # noqa: SIM905
+)
 
 
 @dataclass
@@ -136,8 +138,9 @@ def for_training(config: Any) -> nn.Module:
         config.use_cache = False
     for name in getattr(config, "architectures", None) or []:
         kind = getattr(transformers, name, None)
-        if kind is not None and "For" in name or name.endswith("LMHeadModel"):
-            return kind(config)  # type: ignore[no-any-return, misc]
+        if kind is not None and ("For" in name or name.endswith("LMHeadModel")):
+            named: nn.Module = kind(config)
+            return named
     kinds: list[Any] = [
         transformers.AutoModelForMaskedLM,
         transformers.AutoModelForCausalLM,
@@ -149,7 +152,8 @@ def for_training(config: Any) -> nn.Module:
         kinds.insert(0, transformers.AutoModelForSeq2SeqLM)
     for kind in kinds:
         if type(config) in kind._model_mapping:
-            return kind.from_config(config)  # type: ignore[no-any-return]
+            made: nn.Module = kind.from_config(config)
+            return made
     raise TypeError(
         f"{type(config).__name__} has no head for language modelling or images that this knows; "
         "set config.architectures, or pass a function that makes the model"
@@ -177,7 +181,7 @@ def example_inputs(model: Any, batch: int, length: int) -> dict[str, Tensor]:
     {'input_ids': (2, 8), 'labels': (2, 8), 'attention_mask': (2, 8)}
     """
     name = getattr(model, "main_input_name", None)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if name == "pixel_values" and hasattr(config, "image_size"):
         size = config.image_size
         height, width = (size, size) if isinstance(size, int) else size
@@ -192,7 +196,7 @@ def example_inputs(model: Any, batch: int, length: int) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": tokens + 1}
 
 
-# --- few layers in place of many --------------------------------------------------------------------
+# --- few layers in place of many ------------------------------------------------------------------
 def shrink(model: nn.Module, few: bool = True) -> Small:
     """Keep of each list of layers the first, the last, and one of each kind between them.
 

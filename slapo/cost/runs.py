@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -137,8 +136,10 @@ def _run(
     held = {
         name: Held(name, p.numel(), p.element_size(), p.requires_grad) for name, p in named.items()
     }
+    first, again = recorder.passes
     return Run(
-        *recorder.passes,
+        first,
+        again,
         held,
         sum(b.numel() * b.element_size() for b in model.buffers()),
         sum(t.numel() * t.element_size() for t in inputs.values() if isinstance(t, Tensor)),

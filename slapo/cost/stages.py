@@ -119,7 +119,7 @@ def _steps(small: Small, runs: dict[bool, Run], again: set[str]) -> Iterator[tup
         yield Step(("before", number), plain), -1, ""
         for layer, place in enumerate(stack.stand_ins):
             path = f"{stack.path}.{layer}"
-            run = runs[path in again] if (path in again) in runs else plain
+            run = runs.get(path in again, plain)
             yield Step(("layer", number, place), run), count, path
             count += 1
     yield Step(("after",), plain), -1, ""

@@ -87,7 +87,15 @@ def time_of(stages: list[StageParts], layout: Layout, machine: Machine, update: 
         for parts, cost in zip(stages, costs, strict=True)
     )
     steps = max(machine.time_of(update.kernels_for(_stepped(parts, layout))) for parts in stages)
-    return StepTime(*busy, talk, messages, bubble, reduced, steps)
+    return StepTime(
+        forward=busy[0],
+        backward=busy[1],
+        tensor_parallel=talk,
+        messages=messages,
+        bubble=bubble,
+        data_parallel=reduced,
+        update=steps,
+    )
 
 
 def _costs(parts: StageParts, machine: Machine) -> _Costs:

@@ -68,8 +68,13 @@ class Update:
         two, three = (_stepped(optimizer, count, dtype)[1] for count in (2, 3))
         of_all = max(three - two, 0)
         of_previous = max(two - one - of_all, 0)
-        figures = (one - of_all, of_previous, of_all)
-        return cls(float(round(state / _ELEMENTS, 2)), *(f / _ELEMENTS for f in figures), kernels)
+        return cls(
+            state=float(round(state / _ELEMENTS, 2)),
+            of_each=(one - of_all) / _ELEMENTS,
+            of_previous=of_previous / _ELEMENTS,
+            of_all=of_all / _ELEMENTS,
+            kernels=kernels,
+        )
 
     def kernels_for(self, elements: Iterable[int]) -> list[Kernel]:
         """Those of a step on parameters of so many elements."""

@@ -1,0 +1,157 @@
+"""The command ``slapo dryrun``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from ast import literal_eval
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slapo.cost.api import dryrun
+from slapo.cost.calibrate import calibrate
+from slapo.cost.layout import SCHEDULES, TARGETS
+from slapo.cost.machine import MACHINES, Machine, machine_of
+from slapo.cost.result import DryRun
+from slapo.errors import MissingPackageError, SlapoError
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: Status for what does not fit, and for wrong usage.
+_NO_FIT, _USAGE = 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the status is 0, 1 where it does not fit, 2 for wrong usage."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    try:
+        found = _run(given)
+    except (SlapoError, MissingPackageError, ValueError, TypeError, KeyError, OSError) as error:
+        message = error.args[0] if isinstance(error, KeyError) and error.args else error
+        print(f"slapo dryrun: {message}", file=sys.stderr)
+        return _USAGE
+    print(json.dumps(found.data(), indent=2) if given.json else found)
+    if given.plot:
+        try:
+            found.plot(given.plot)
+        except (MissingPackageError, OSError, ValueError) as error:
+            print(f"slapo dryrun: {error}", file=sys.stderr)
+            return _USAGE
+    return 0 if found.fits else _NO_FIT
+
+
+def _run(given: argparse.Namespace) -> DryRun:
+    machine = _machine(given.machine)
+    sizes = {"pp": given.pp, "dp": given.dp or 1, "tp": given.tp}
+    if given.nodes is not None:
+        if given.dp is not None:
+            raise ValueError("--dp follows from --nodes; give one of them")
+        ranks, model = given.nodes * machine.devices, given.pp * given.tp
+        if given.nodes < 1 or ranks % model:
+            raise ValueError(
+                f"--nodes {given.nodes} of {machine.devices} devices are {ranks} ranks, which "
+                f"--pp {given.pp} times --tp {given.tp} = {model} does not divide"
+            )
+        sizes["dp"] = ranks // model
+    return dryrun(
+        given.key,
+        _config(given.config),
+        mesh=sizes,
+        machine=machine,
+        batch=given.batch,
+        seq_len=given.seq_len,
+        micro_batches=given.micro_batches,
+        schedule=given.schedule,
+        target=given.target,
+        data_parallel=given.data_parallel,
+        zero=given.zero,
+        dtype=_DTYPES[given.dtype],
+        **_options(given),
+    )
+
+
+def _machine(name: str) -> Machine:
+    """One of the table, this one, or four numbers."""
+    if name == "here":
+        return calibrate(lambda text: print(f"calibrating: {text}", file=sys.stderr, flush=True))
+    if "," not in name:
+        return machine_of(name)
+    try:
+        numbers = [float(part) for part in name.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 4:
+        raise ValueError(
+            f"--machine {name} is no list of four numbers; give bytes of memory, operations per "
+            "second, bytes per second of memory and of links, such as 48e9,180e12,860e9,32e9"
+        )
+    memory, flops, bandwidth, inside = numbers
+    return Machine("custom", memory, flops, bandwidth, inside)
+
+
+def _config(path: str) -> Any:
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise MissingPackageError("configs need transformers: pip install 'slapo[hf]'") from error
+    if not Path(path).exists():
+        raise ValueError(f"there is no file {path}; give a config.json of Transformers")
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} is no config of Transformers: {error}") from None
+
+
+def _options(given: argparse.Namespace) -> dict[str, Any]:
+    options: dict[str, Any] = {"ckpt_ratio": given.ckpt_ratio}
+    if given.sp:
+        options["sequence_parallel"] = True
+    for text in given.option:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--option {text} is no NAME=VALUE, such as fused_loss=True")
+        try:
+            options[name] = literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[name] = value
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slapo dryrun",
+        description="Memory and time of a step on a described cluster: no weights, no GPU.",
+        epilog="The status is 1 if it does not fit.",
+    )
+    parser.add_argument("key", help="a recipe's key (slapo recipes), or auto")
+    parser.add_argument("config", help="a config.json of Transformers, or the folder of one")
+    parser.add_argument(
+        "--machine",
+        default="h100-80gb",
+        help=f"of {', '.join(MACHINES)}; here, which measures this one; or four numbers: bytes of "
+        "memory, operations per second, bytes per second of memory and of links (%(default)s)",
+    )
+    parser.add_argument("--nodes", type=int, help="machines: fills them with replicas")
+    for name, what in (("pp", "stages"), ("tp", "ranks that tensors are split over")):
+        parser.add_argument(f"--{name}", type=int, default=1, help=what)
+    parser.add_argument("--dp", type=int, help="replicas, in place of --nodes")
+    parser.add_argument("--batch", type=int, default=1, help="samples of a replica in a step")
+    parser.add_argument("--micro-batches", type=int, default=1, help="into which they are cut")
+    parser.add_argument("--seq-len", type=int, default=1024, help="tokens of a sample")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16")
+    parser.add_argument("--target", choices=TARGETS, default="torch", help="the engine")
+    parser.add_argument("--data-parallel", choices=("ddp", "fsdp"), default="ddp")
+    parser.add_argument("--zero", type=int, default=0, help="stage of ZeRO")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline")
+    parser.add_argument("--ckpt-ratio", type=float, default=0.0, help="layers computed again")
+    parser.add_argument("--sp", action="store_true", help="sequence parallelism")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="of the recipe"
+    )
+    parser.add_argument("--json", action="store_true", help="print data in place of the table")
+    parser.add_argument("--plot", metavar="FILE", help="draw a bar of memory for each stage")
+    return parser
