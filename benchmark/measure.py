@@ -7,9 +7,15 @@ import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
 
@@ -139,3 +145,90 @@ def on_ranks(
             for process in ranks:
                 process.kill()
     return message
+
+
+# --- memory --------------------------------------------------------------------------------------
+def peak_of(step: Callable[[], Any], *modules: nn.Module) -> int:
+    """Peak bytes of tensors in a step, on any device: what is there before it counts too.
+
+    What code that is compiled makes within is not seen; for that see :func:`profiled_peak_of`.
+
+    Parameters
+    ----------
+    step
+        Is called twice: what the first call meets, such as an optimizer's state and the buckets of
+        gradients, is there when the second one starts.
+    modules
+        Whose parameters and buffers are there all the time.
+    """
+    with _Alive(*modules) as alive:
+        step()
+        gc.collect()
+        alive.peak = alive.bytes
+        step()
+    return alive.peak
+
+
+class _Alive(TorchDispatchMode):
+    """Follows the storages of all tensors that operations take and give."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._sizes: dict[int, int] = {}
+        for module in modules:
+            self._meet([*module.parameters(), *module.buffers()])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Distributed tensors go on to where they are plain ones."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        self._meet(tree_leaves((args, kwargs, result)))
+        return result
+
+    def _meet(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if not isinstance(value, Tensor):
+                continue
+            storage = (
+                value._local_tensor if isinstance(value, DTensor) else value
+            ).untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self._sizes:
+                weakref.finalize(storage, self._let_go, key)
+            self.bytes += size - self._sizes.get(key, 0)  # one may be resized
+            self._sizes[key] = size
+        self.peak = max(self.peak, self.bytes)
+
+    def _let_go(self, key: int) -> None:
+        self.bytes -= self._sizes.pop(key, 0)
+
+
+def profiled_peak_of(step: Callable[[], Any], *modules: nn.Module) -> int:
+    """As :func:`peak_of`, by what the allocator of the CPU says: for code that is compiled.
+
+    It does not see what other threads free, and of what is there before only the modules.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    step()
+    gc.collect()
+    held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors_of(modules)}
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        step()
+    now = peak = sum(held.values())
+    events = found.profiler.kineto_results.events()
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+def _tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Plain tensors of parameters and buffers."""
+    found = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    return [t._local_tensor if isinstance(t, DTensor) else t for t in found]
