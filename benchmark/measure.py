@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -102,7 +102,11 @@ def forkserver(*modules: str) -> multiprocessing.context.ForkServerContext:
 
 
 def on_ranks(
-    world: int, main: Callable[..., None], arguments: tuple[Any, ...], say: Progress
+    world: int,
+    main: Callable[..., None],
+    arguments: tuple[Any, ...],
+    say: Progress,
+    modules: Sequence[str] = (),
 ) -> Any:
     """Run ``main(rank, *arguments, store, pipe)`` in so many processes.
 
@@ -117,12 +121,14 @@ def on_ranks(
         Passed on.
     say
         Gets the lines.
+    modules
+        That ranks need, and are imported once for all of them.
 
     Returns
     -------
     The result.
     """
-    context = forkserver()
+    context = forkserver(*modules)
     reader, writer = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as scratch:
         ranks = [
@@ -210,25 +216,20 @@ class _Alive(TorchDispatchMode):
 def profiled_peak_of(step: Callable[[], Any], *modules: nn.Module) -> int:
     """As :func:`peak_of`, by what the allocator of the CPU says: for code that is compiled.
 
-    It does not see what other threads free, and of what is there before only the modules.
+    It does not see what other threads free.
     """
     from torch.profiler import ProfilerActivity, profile
 
-    step()
+    with _Alive(*modules) as alive:
+        step()
     gc.collect()
-    held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors_of(modules)}
+    step()  # without the mode code may be compiled anew
+    now = peak = alive.bytes
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         step()
-    now = peak = sum(held.values())
-    events = found.profiler.kineto_results.events()
-    for event in sorted(events, key=lambda e: e.start_ns()):
+    events: Any = found.profiler
+    for event in sorted(events.kineto_results.events(), key=lambda each: each.start_ns()):
         if event.name() == "[memory]":
             now += event.nbytes()
             peak = max(peak, now)
-    return peak
-
-
-def _tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Plain tensors of parameters and buffers."""
-    found = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-    return [t._local_tensor if isinstance(t, DTensor) else t for t in found]
+    return int(peak)

@@ -26,7 +26,7 @@ def environment(command: str) -> dict[str, Any]:
     return {
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "python": platform.pythonversion(),
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "slapo": slapo.__version__,

@@ -24,7 +24,8 @@ import torch.distributed as dist
 import slapo
 from benchmark.measure import forkserver, peak_of, profiled_peak_of
 from benchmark.train_options import Refused, TrainOptions
-from benchmark.train_sides import Side, make_side
+from benchmark.train_side import Side
+from benchmark.train_sides import make_side
 
 OK, OUT_OF_MEMORY, REFUSED, FAILED, TIMEOUT = "ok", "out_of_memory", "refused", "failed", "timeout"
 #: Of several ranks' words, the first of these says why the others ended.

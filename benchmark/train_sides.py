@@ -10,8 +10,6 @@ import functools
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -21,43 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-import slapo
+from benchmark import train_megatron
 from benchmark.train_models import Model
-from benchmark.train_options import DTYPES, KERNELS, Refused, TrainOptions
+from benchmark.train_options import DTYPES, Refused, TrainOptions
+from benchmark.train_ours import ours
 from benchmark.train_plans import dtensor_plan, parallelized
-from slapo.model_schedule import apply_schedule
-
-#: A loss, as a number or a tensor.
-Step = Callable[[], Any]
-LEARNING_RATE = 1e-4
-
-
-@dataclass(frozen=True)
-class Side:
-    """A step, and what it trains.
-
-    Parameters
-    ----------
-    step
-        Forward, backward, optimizer.
-    modules
-        This rank's.
-    """
-
-    step: Step
-    modules: list[nn.Module]
-
-    @property
-    def parameters(self) -> int:
-        """Of this rank; of a distributed one, its share."""
-        found = {id(p): p for module in self.modules for p in module.parameters()}
-        return sum(_numel(p) for p in found.values())
-
-
-def _numel(parameter: nn.Parameter) -> int:
-    if hasattr(parameter, "ds_numel"):  # ZeRO-3 keeps a share of it, and an empty tensor
-        return int(parameter.ds_tensor.numel())
-    return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).numel()
+from benchmark.train_side import LEARNING_RATE, Side, batch_of, device_of, zero_buckets
 
 
 def make_side(options: TrainOptions, mesh: DeviceMesh) -> Side:
@@ -92,13 +59,8 @@ def _refuse_ours_alone(options: TrainOptions) -> None:
 
 # --- Transformers as it comes --------------------------------------------------------------------
 def _model(options: TrainOptions, mesh: DeviceMesh) -> nn.Module:
-    model = options.spec.build(options.small, options.seq_len).to(_device(mesh))
+    model = options.spec.build(options.small, options.seq_len).to(device_of(mesh))
     return recomputing(model, options.checkpoint_ratio)
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    index = torch.cuda.current_device() if mesh.device_type == "cuda" else None
-    return torch.device(mesh.device_type, index)
 
 
 def recomputing(model: nn.Module, ratio: float) -> nn.Module:
@@ -141,13 +103,13 @@ def _eager(options: TrainOptions, mesh: DeviceMesh, compiled: bool = False) -> S
 
 
 def _plain_loop(model: nn.Module, options: TrainOptions, mesh: DeviceMesh) -> Side:
-    """The loop of a script: DDP for replicas, autocast for half precision, micro-batches added up."""
+    """A script's loop: DDP for replicas, autocast for half precision, micro-batches added up."""
     module = model
     if options.dp > 1:
         module = nn.parallel.DistributedDataParallel(model, process_group=mesh["dp"].get_group())
     optimizer = torch.optim.AdamW(_groups(model), lr=LEARNING_RATE, fused=True)
     scaler = torch.amp.GradScaler(mesh.device_type, enabled=options.dtype == "float16")
-    batch, dtype = _batch(options, mesh), DTYPES[options.dtype]
+    batch, dtype = batch_of(options, mesh), DTYPES[options.dtype]
     parts = _chunks(batch, options.parts)
 
     def step() -> Any:
@@ -193,13 +155,6 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": group} for group in (spread, plain) if group]
 
 
-def _batch(options: TrainOptions, mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Every replica has its own."""
-    seed = 1 + mesh.get_local_rank("dp")
-    made = options.spec.batch(options.batch_size, options.seq_len, options.small, seed)
-    return {name: tensor.to(_device(mesh)) for name, tensor in made.items()}
-
-
 # --- DeepSpeed on the unmodified model -----------------------------------------------------------
 def _deepspeed(options: TrainOptions, mesh: DeviceMesh) -> Side:
     from slapo.framework_dialect.deepspeed.package import import_deepspeed, quiet, quiet_warnings
@@ -211,7 +166,7 @@ def _deepspeed(options: TrainOptions, mesh: DeviceMesh) -> Side:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": options.batch_size // options.parts,
         "gradient_accumulation_steps": options.parts,
-        "zero_optimization": {"stage": zero, **_buckets(model)},
+        "zero_optimization": {"stage": zero, **zero_buckets(model)},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }
@@ -223,7 +178,7 @@ def _deepspeed(options: TrainOptions, mesh: DeviceMesh) -> Side:
     dtype = DTYPES[options.dtype]
     batch = {
         name: t.to(dtype) if t.is_floating_point() else t
-        for name, t in _batch(options, mesh).items()
+        for name, t in batch_of(options, mesh).items()
     }
     parts = _chunks(batch, options.parts)
 
@@ -236,19 +191,6 @@ def _deepspeed(options: TrainOptions, mesh: DeviceMesh) -> Side:
         return loss
 
     return Side(step, [model])
-
-
-def _buckets(model: nn.Module) -> dict[str, int]:
-    """As "auto" in Transformers' own use of DeepSpeed: by the width of the model."""
-    config: Any = getattr(model, "config", None)
-    if config is None:
-        return {}
-    width = config.hidden_size
-    return {
-        "reduce_bucket_size": width * width,
-        "stage3_prefetch_bucket_size": int(0.9 * width * width),
-        "stage3_param_persistence_threshold": 10 * width,
-    }
 
 
 # --- tensor parallelism of others ----------------------------------------------------------------
@@ -314,82 +256,11 @@ def _refuse_replicas(options: TrainOptions) -> None:
 
 
 def _megatron(options: TrainOptions, mesh: DeviceMesh) -> Side:
-    from benchmark.train_megatron import make  # an optional package
-
-    step, modules = make(options, mesh, _batch(options, mesh))
+    step, modules = train_megatron.make(options, mesh, batch_of(options, mesh))
     return Side(step, modules)
 
 
-# --- ours ----------------------------------------------------------------------------------------
-def _ours(options: TrainOptions, mesh: DeviceMesh) -> Side:
-    spec, target = options.spec, options.impl.removeprefix("slapo-")
-    model = spec.build(options.small, options.seq_len)
-    slapo.set_random_seed(1, mesh=mesh)
-    sch = apply_schedule(model, spec.key, group=mesh["tp"], **_recipe(options))
-    engine, _ = slapo.build(
-        sch,
-        target=target,
-        mesh=mesh,
-        loss_fn=_loss_fn(options),
-        optimizer=functools.partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True),
-        micro_batches=options.parts,
-        dtype=None if options.dtype == "float32" else DTYPES[options.dtype],
-        **_target(options, target),
-    )
-    batch = _batch(options, mesh)
-    labels = batch["labels"] if _has_own_loss(options) else batch.pop("labels")
-    data = repeat((batch, labels))
-    return Side(lambda: engine.train_batch(data), [engine.module])
-
-
-def _has_own_loss(options: TrainOptions) -> bool:
-    """Whether the model computes its loss; in a pipeline, and of images, the engine does."""
-    return bool(options.spec.cls) and options.pp == 1
-
-
-def _loss_fn(options: TrainOptions) -> Callable[[Any, Tensor], Tensor]:
-    if _has_own_loss(options):
-        return lambda output, labels: output.loss
-    return options.spec.loss
-
-
-def _recipe(options: TrainOptions) -> dict[str, Any]:
-    """Options of the recipe. Kernels that a family has none of are refused by it, by name."""
-    stages = options.pp * (2 if options.schedule in _LOOPED else 1)
-    found = dict(KERNELS[options.kernels])
-    if not options.spec.cls:
-        found.pop("attn_op_name", None)
-    if options.pp > 1:
-        length, small = options.seq_len, options.small
-        example = options.spec.batch(options.batch_size // options.parts, length, small, seed=0)
-        example.pop("labels")
-        found |= {"pipeline_cuts": stages, "example_inputs": example}
-    elif options.tp > 1 and options.kernels == "ops" and options.spec.cls:
-        found["gather_logits"] = False  # the loss of the columns that a rank has
-    return {**found, "ckpt_ratio": options.checkpoint_ratio, "compile": options.compile}
-
-
-_LOOPED = ("interleaved_1f1b", "zero_bubble", "zbv")
-
-
-def _target(options: TrainOptions, target: str) -> dict[str, Any]:
-    """Options of the runtime."""
-    if target == "torch":
-        if options.zero not in (None, 0, 3):
-            raise Refused(
-                f"slapo-torch has DDP (--zero 0) and FSDP2 (--zero 3), not {options.zero}"
-            )
-        way = "fsdp" if options.zero == 3 else "ddp"
-        return {"pipeline_schedule": options.schedule, "data_parallel": way}
-    if options.schedule != "1f1b":
-        raise Refused(f"--schedule {options.schedule} is one of slapo-torch; {target} runs 1f1b")
-    if target == "deepspeed":
-        return {"zero": options.zero}
-    if options.zero:
-        raise Refused("slapo-megatron has no ZeRO stages; leave --zero out")
-    return {}
-
-
+# --- all of them -------------------------------------------------------------------------------
 SIDES: dict[str, Callable[[TrainOptions, DeviceMesh], Side]] = {
     "eager": _eager,
     "compile": functools.partial(_eager, compiled=True),
@@ -397,7 +268,7 @@ SIDES: dict[str, Callable[[TrainOptions, DeviceMesh], Side]] = {
     "dtensor": _dtensor,
     "tp_plan": _tp_plan,
     "megatron": _megatron,
-    "slapo-torch": _ours,
-    "slapo-deepspeed": _ours,
-    "slapo-megatron": _ours,
+    "slapo-torch": ours,
+    "slapo-deepspeed": ours,
+    "slapo-megatron": ours,
 }
