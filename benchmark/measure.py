@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -220,10 +221,11 @@ def profiled_peak_of(step: Callable[[], Any], *modules: nn.Module) -> int:
     """
     from torch.profiler import ProfilerActivity, profile
 
-    with _Alive(*modules) as alive:
+    # Code that a mode of dispatch has kept from being compiled would stay so.
+    with torch.compiler.set_stance("force_eager"), _Alive(*modules) as alive:
         step()
     gc.collect()
-    step()  # without the mode code may be compiled anew
+    step()
     now = peak = alive.bytes
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         step()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmark import report
 from benchmark.train_options import TrainOptions, parse, parser
-from benchmark.train_ranks import launch, measured, without_figures
+from benchmark.train_ranks import OK, launch, measured, without_figures
 
 __all__ = ["heading", "line", "main", "peers", "run", "without_figures"]
 
@@ -46,17 +46,32 @@ def main(arguments: Sequence[str]) -> None:
         options, given = parse(arguments)
     except ValueError as error:
         parser().error(str(error))
-    is_first = os.environ.get("RANK", "0") == "0"
-    row = run(options, given.timeout)
-    if not is_first:
-        return
-    show(row)
-    if given.results is not None:
-        command = shlex.join(["python", "-m", "benchmark", "train", *arguments])
-        placed = {**dict(zip(("panel", "group", "side"), given.place, strict=True)), **row}
-        path = report.extend(given.experiment or "train", placed, command, given.results)
-        print(f"wrote {path}")
-    print(json.dumps(row), flush=True)
+    try:
+        row = run(options, given.timeout)
+        if not _tells(row):
+            return
+        show(row)
+        if given.results is not None:
+            command = shlex.join(["python", "-m", "benchmark", "train", *arguments])
+            placed = {**dict(zip(("panel", "group", "side"), given.place, strict=True)), **row}
+            path = report.extend(given.experiment or "train", placed, command, given.results)
+            print(f"wrote {path}")
+        print(json.dumps(row), flush=True)
+        if "RANK" in os.environ and row["outcome"] != OK:
+            os._exit(1)  # torchrun ends the other ranks, which may wait for this one
+    finally:
+        if dist.is_initialized() and "RANK" in os.environ:
+            dist.destroy_process_group()
+
+
+def _tells(row: dict[str, Any]) -> bool:
+    """Whether this rank of a job is the one that says how it ended: the first to fail, if one."""
+    if "RANK" not in os.environ:
+        return True
+    if row["outcome"] == OK or not dist.is_initialized():
+        return os.environ["RANK"] == "0"
+    told: int = dist.distributed_c10d._get_default_store().add("slapo/benchmark/told", 1)
+    return told == 1
 
 
 def run(options: TrainOptions, timeout: float, apart: bool = False) -> dict[str, Any]:
@@ -85,7 +100,7 @@ def _here(options: TrainOptions) -> dict[str, Any]:
         return measured(options)
     finally:
         logging.disable(disabled)
-        if dist.is_initialized() and not was_up:
+        if dist.is_initialized() and not (was_up or "RANK" in os.environ):
             dist.destroy_process_group()
 
 
@@ -112,7 +127,7 @@ def show(row: dict[str, Any]) -> None:
     """A table of one line, and for a run that went well what readers of logs look for."""
     print(heading())
     print(line(row))
-    if row["outcome"] == "ok":
+    if row["outcome"] == OK:
         print(
             f"parameters per rank: {row['parameters']:,}, samples/s: {row['throughput']}, "
             f"peak memory: {row['peak_mib']:.0f} MiB"

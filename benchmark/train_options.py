@@ -191,7 +191,7 @@ class TrainOptions:
         words = ["train"]
         for each in fields(self):
             value, flag = getattr(self, each.name), f"--{each.name.replace('_', '-')}"
-            if value == each.default and each.name not in ("model", "impl"):
+            if value == each.default and each.name not in ("model", "impl", "device"):
                 continue
             words += [flag] if value is True else [flag, str(value)]
         return words

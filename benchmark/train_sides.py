@@ -74,11 +74,14 @@ def recomputing(model: nn.Module, ratio: float) -> nn.Module:
     if not ratio:
         return model
     name = type(model).__name__
-    enable = getattr(model, "gradient_checkpointing_enable", None)
+    name_of = "activation_checkpointing"  # from transformers 5.23 on
+    if not hasattr(model, f"{name_of}_enable"):
+        name_of = "gradient_checkpointing"
+    enable = getattr(model, f"{name_of}_enable", None)
     if enable is None:
         raise Refused(f"{name} has no checkpoints of its own; pass --checkpoint-ratio 0")
     try:
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable(**{f"{name_of}_kwargs": {"use_reentrant": False}})
     except ValueError as error:
         raise Refused(f"{error} Pass --checkpoint-ratio 0") from error
     switches: Any = [m for m in model.modules() if _is_layer_with_switch(m)]
