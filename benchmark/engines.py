@@ -24,18 +24,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
 
 import slapo
-from benchmark import engine_replicas, kernel_ranks
+from benchmark import engine_pipelines, engine_replicas, kernel_ranks
 from benchmark.kernel_cases import CASES
 from benchmark.measure import Progress, Result, Target, on_ranks, peak_of
-from slapo.pipeline import Stage, generate_pipeline_partition
 
 WARM_UP = 5
 LIMIT = 1.03
-MICRO_BATCHES, BATCH, LENGTH, VOCABULARY = 4, 8, 32, 256
 #: Of tensor parallelism: samples of a batch, rounds.
 PEER_BATCH, PEER_ROUNDS = 2, 9
 
@@ -71,23 +67,37 @@ class Case:
 def run(quick: bool, progress: Progress) -> Result:
     """Medians over pairs of processes, and the share by which the engine is above the library."""
     result = Result()
-    for name, case in CASES_OF_ENGINES.items():
-        pairs, rounds = (1, 2) if quick else (case.pairs, case.rounds)
-        found = []
-        for pair in range(pairs):
-            found.append(_on_two(progress, name, rounds, pair % 2 == 1))
-            ratios = ", ".join(f"{_ratio(of_rank['cpu']):.3f}" for of_rank in found[-1])
-            progress(f"{name}, processes {pair + 1} of {pairs}: ratios {ratios}")
+    for name, found in (_quickly if quick else _at_length)(progress):
         for rank in range(2):
-            row = _row(name, rank, case.steps, [by_rank[rank] for by_rank in found])
+            steps = CASES_OF_ENGINES[name].steps
+            row = _row(name, rank, steps, [by_rank[rank] for by_rank in found])
             _add(result, row, progress)
     for row in _peers(quick, progress):
         _add(result, row, progress)
     return result
 
 
-def _on_two(progress: Progress, *arguments: Any) -> list[Found]:
-    found: list[Found] = on_ranks(2, _rank_main, arguments, progress, PRELOADED)
+def _quickly(progress: Progress) -> Iterator[tuple[str, list[list[Found]]]]:
+    """Those of one layout in the same two processes; DeepSpeed wants others for another layout."""
+    for pp in (2, 1):
+        names = [name for name, case in CASES_OF_ENGINES.items() if case.pp == pp]
+        found = _on_two(progress, names, 2, False)
+        for name in names:
+            yield name, [found[name]]
+
+
+def _at_length(progress: Progress) -> Iterator[tuple[str, list[list[Found]]]]:
+    for name, case in CASES_OF_ENGINES.items():
+        found = []
+        for pair in range(case.pairs):
+            found.append(_on_two(progress, [name], case.rounds, pair % 2 == 1)[name])
+            ratios = ", ".join(f"{_ratio(of_rank['cpu']):.3f}" for of_rank in found[-1])
+            progress(f"{name}, processes {pair + 1} of {case.pairs}: ratios {ratios}")
+        yield name, found
+
+
+def _on_two(progress: Progress, *arguments: Any) -> dict[str, list[Found]]:
+    found: dict[str, list[Found]] = on_ranks(2, _rank_main, arguments, progress, PRELOADED)
     return found
 
 
@@ -157,32 +167,43 @@ def _peers(quick: bool, progress: Progress) -> list[dict[str, Any]]:
 
 # --- ranks ---------------------------------------------------------------------------------------
 def _rank_main(
-    rank: int, name: str, rounds: int, engine_first: bool, store: str, pipe: Connection
+    rank: int, names: list[str], rounds: int, engine_first: bool, store: str, pipe: Connection
 ) -> None:
+    """Sends what each case takes on each rank."""
     torch.set_num_threads(1)
     patience = timedelta(seconds=120)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=patience
     )
-    case = CASES_OF_ENGINES[name]
-    mesh = slapo.init_mesh(pp=case.pp, dp=2 // case.pp, device="cpu")
+    all_found = {}
+    for name in names:
+        case = CASES_OF_ENGINES[name]
+        mesh = slapo.init_mesh(pp=case.pp, dp=2 // case.pp, device="cpu")
+        gathered: list[Any] = [None, None]
+        dist.all_gather_object(gathered, _measured(case, mesh, rounds, engine_first))
+        all_found[name] = gathered
+        if rank == 0:
+            pipe.send(f"{name}: measured")
+    if rank == 0:
+        pipe.send(all_found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measured(case: Case, mesh: Any, rounds: int, engine_first: bool) -> Found:
     makers = {"bare": case.bare, "engine": case.engine}
     order = ("engine", "bare") if engine_first else ("bare", "engine")
     steps = {side: makers[side](mesh) for side in order}
     found: Found = {"cpu": [], "wall": []}
-    for turn in range(WARM_UP + rounds):
+    warm_up = min(WARM_UP, rounds)
+    for turn in range(warm_up + rounds):
         sides = order if turn % 2 else order[::-1]
         times = {side: _times(steps[side], case.steps) for side in sides}
-        if turn >= WARM_UP:
+        if turn >= warm_up:
             for key, place in (("cpu", 0), ("wall", 1)):
                 found[key].append((times["bare"][place], times["engine"][place]))
     found["peak"] = [(peak_of(steps["bare"]), peak_of(steps["engine"]))]
-    gathered: list[Any] = [None, None]
-    dist.all_gather_object(gathered, found)
-    if rank == 0:
-        pipe.send(gathered)
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 def _times(step: Step, count: int) -> tuple[float, float]:
@@ -194,187 +215,14 @@ def _times(step: Step, count: int) -> tuple[float, float]:
     return time.thread_time() - cpu, time.perf_counter() - wall
 
 
-def _scheduled(group: Any) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel  # optional package
-
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=64,
-        n_layer=4,
-        n_head=4,
-        n_positions=LENGTH,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-        tie_word_embeddings=False,
-    )
-    sch = slapo.create_schedule(GPT2LMHeadModel(config).train(), group=group)
-    inputs = {"input_ids": torch.ones(2, LENGTH, dtype=torch.long)}
-    sch.trace_until("transformer", tracer="huggingface", example_inputs=inputs)
-    sch["transformer.h.1"].cut_pipeline_stage()
-    return sch
-
-
-def _data() -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator)
-    while True:
-        yield {"input_ids": ids}, ids
-
-
-def _loss(output: Any, labels: Tensor) -> Tensor:
-    logits = output.logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
-_optimizer = functools.partial(torch.optim.SGD, lr=1e-3)
-
-
-def _engine(target: str, mesh: Any) -> Step:
-    """With all defaults."""
-    engine, _ = slapo.build(
-        _scheduled(mesh["tp"]),
-        target=target,
-        mesh=mesh,
-        loss_fn=_loss,
-        optimizer=_optimizer,
-        micro_batches=MICRO_BATCHES,
-    )
-    data = _data()
-    return lambda: engine.train_batch(data)
-
-
-def _stages() -> list[Stage]:
-    stages: list[Stage] = generate_pipeline_partition(_scheduled(None)).mod.stages
-    return stages
-
-
-def _bare_torch(mesh: Any) -> Step:
-    """As the tutorial of torch.distributed.pipelining has it; there are no replicas, so no DDP."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    rank, stages = dist.get_rank(), _stages()
-    ids = torch.ones(BATCH // MICRO_BATCHES, LENGTH, dtype=torch.long)
-    sent = tuple(t.detach() for t in stages[0](ids))
-    floats = tuple(t.requires_grad_(t.is_floating_point()) for t in sent)
-    with torch.no_grad():
-        output = stages[1](*sent).logits
-    received = ((ids,), floats)[rank]
-    passed = (floats, (output.detach().requires_grad_(),))[rank]
-
-    class Logits(torch.nn.Module):
-        def __init__(self, stage: torch.nn.Module) -> None:
-            super().__init__()
-            self.stage = stage
-
-        def forward(self, *tensors: Tensor) -> Tensor:
-            return self.stage(*tensors).logits
-
-    module = Logits(stages[1]) if rank else stages[0]
-    stage = PipelineStage(
-        module,
-        rank,
-        2,
-        torch.device("cpu"),
-        input_args=received,
-        output_args=passed,
-        group=mesh.get_group("pp"),
-    )
-
-    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_fn)
-    optimizer, data = _optimizer(module.parameters()), _data()
-
-    def step() -> None:
-        inputs, labels = next(data)
-        optimizer.zero_grad()
-        if rank == 0:
-            schedule.step(inputs["input_ids"])
-        else:
-            losses: list[Tensor] = []
-            schedule.step(target=labels, losses=losses)
-            torch.stack(losses).mean()  # of which the engine tells all ranks
-        optimizer.step()
-
-    return step
-
-
-def _bare_deepspeed(mesh: Any) -> Step:
-    """A PipelineModule of the two stages, whose boundary it can carry: one tensor with gradient."""
-    from slapo.framework_dialect.deepspeed.package import import_deepspeed, quiet
-
-    deepspeed = import_deepspeed("cpu")
-    stages = _stages()
-
-    class First(torch.nn.Module):
-        """A mask and the like cross as integers, which DeepSpeed sends as they are."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.stage = stages[0]
-
-        def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
-            sent: tuple[Tensor, ...] = self.stage(ids)
-            return tuple(
-                t if t.requires_grad or not t.is_floating_point() else t.view(torch.int32)
-                for t in sent
-            )
-
-    class Last(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stage = stages[1]
-            ids = torch.ones(BATCH // MICRO_BATCHES, LENGTH, dtype=torch.long)
-            with torch.no_grad():
-                self.floats = [t.is_floating_point() for t in stages[0](ids)]
-
-        def forward(self, received: tuple[Tensor, ...]) -> Tensor:
-            tensors = [
-                t.view(torch.float32) if is_float and not t.is_floating_point() else t
-                for t, is_float in zip(received, self.floats, strict=True)
-            ]
-            return self.stage(*tensors).logits
-
-    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-    with quiet():
-        module = deepspeed.pipe.PipelineModule(
-            [First(), Last()], num_stages=2, loss_fn=loss_fn, partition_method="uniform"
-        )
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        engine, *_ = deepspeed.initialize(
-            model=module,
-            optimizer=_optimizer(parameters),
-            model_parameters=parameters,
-            config={
-                "train_micro_batch_size_per_gpu": BATCH // MICRO_BATCHES,
-                "gradient_accumulation_steps": MICRO_BATCHES,
-                "steps_per_print": 10**9,
-                "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
-            },
-        )
-
-    def parts() -> Iterator[tuple[Tensor, Tensor]]:
-        for inputs, labels in _data():
-            yield from zip(
-                inputs["input_ids"].chunk(MICRO_BATCHES), labels.chunk(MICRO_BATCHES), strict=True
-            )
-
-    data = parts()
-    return lambda: engine.train_batch(data_iter=data)
-
-
 # --- cases ---------------------------------------------------------------------------------------
+def _pipeline(target: str, bare: Callable[[Any], Step]) -> Case:
+    return Case(2, functools.partial(engine_pipelines.engine, target), bare)
+
+
 CASES_OF_ENGINES = {
-    "torch": Case(2, functools.partial(_engine, "torch"), _bare_torch),
-    "deepspeed": Case(2, functools.partial(_engine, "deepspeed"), _bare_deepspeed),
+    "torch": _pipeline("torch", engine_pipelines.bare_torch),
+    "deepspeed": _pipeline("deepspeed", engine_pipelines.bare_deepspeed),
     "torch, DDP": Case(1, engine_replicas.engine_ddp, engine_replicas.bare_ddp, 6, 16, 2),
     "deepspeed, ZeRO-1": Case(1, engine_replicas.engine_zero, engine_replicas.bare_zero, 6, 16, 2),
 }
