@@ -10,7 +10,12 @@ from typing import Any
 from benchmark.experiments import Experiment
 
 #: What stands where a bar would, by outcome.
-_MARKS = {"out_of_memory": "OOM", "refused": "-", "failed": "x", "timeout": "t"}
+_MARKS = {
+    "out_of_memory": " out of memory",
+    "refused": " refused",
+    "failed": " failed",
+    "timeout": " timeout",
+}
 
 
 def draw(name: str, experiment: Experiment, directory: Path) -> Path | None:
@@ -44,9 +49,9 @@ def draw(name: str, experiment: Experiment, directory: Path) -> Path | None:
     for panel, axes in zip(panels, all_axes[:, 0], strict=True):
         _draw_panel(axes, [row for row in rows if row["panel"] == panel], sides)
         axes.set(title=panel, ylabel="samples/s", xlabel=experiment.axis)
-    handles, labels = all_axes[0][0].get_legend_handles_labels()
     if len(sides) > 1:
-        figure.legend(handles, labels, loc="outside right center", fontsize="small")
+        handles = [plt.Rectangle((0, 0), 1, 1, color=f"C{n}") for n in range(len(sides))]
+        figure.legend(handles, sides, loc="outside right center", fontsize="small")
     size = ", small models on a CPU" if rows[0]["small"] == "True" else ""
     figure.suptitle(f"{experiment.about}{size}", fontsize="medium")
     path = directory / f"{name}.png"
@@ -61,18 +66,17 @@ def _unlike(rows: list[dict[str, str]], column: str) -> list[str]:
 
 
 def _draw_panel(axes: Any, rows: list[dict[str, str]], sides: list[str]) -> None:
+    """Bars of a group stand side by side, those that it has."""
     groups = _unlike(rows, "group")
-    width = 0.8 / len(sides)
-    for number, side in enumerate(sides):
-        shift = (number - (len(sides) - 1) / 2) * width
-        found = {row["group"]: row for row in rows if row["side"] == side}
-        places = [groups.index(group) + shift for group in found]
-        heights = [float(row["throughput"] or 0) for row in found.values()]
-        axes.bar(places, heights, width, color=f"C{number}", label=side)
-        for place, row in zip(places, found.values(), strict=True):
-            mark = _MARKS.get(row["outcome"])
-            if mark:
-                color = f"C{number}"
-                axes.text(place, 0, mark, ha="center", va="bottom", fontsize=7, color=color)
+    members = {group: [row for row in rows if row["group"] == group] for group in groups}
+    width = 0.8 / max(4, *map(len, members.values()))
+    for place, found in enumerate(members.values()):
+        for number, row in enumerate(found):
+            x = place + (number - (len(found) - 1) / 2) * width
+            color = f"C{sides.index(row['side'])}"
+            axes.bar(x, float(row["throughput"] or 0), width, color=color)
+            mark = _MARKS.get(row["outcome"], "")
+            axes.text(x, 0, mark, ha="center", va="bottom", rotation=90, fontsize=7, color=color)
     axes.set_xticks(range(len(groups)), labels=groups)
     axes.grid(axis="y", linewidth=0.3)
+    axes.set_axisbelow(True)

@@ -26,7 +26,7 @@ from benchmark.train_options import IMPLS, TrainOptions
 from slapo.errors import with_nearest
 
 #: Seconds of a point, after which it has the outcome `timeout`.
-PATIENCE, SMALL_PATIENCE = 1800.0, 120.0
+PATIENCE, SMALL_PATIENCE = 1800.0, 300.0
 
 
 def main(arguments: Sequence[str]) -> None:

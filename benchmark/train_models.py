@@ -6,7 +6,7 @@ loading of data is in a figure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class Model:
         Each token is predicted where it stands, and not the next one.
     encodes
         It has an encoder beside the decoder.
+    stacks
+        Paths of its lists of layers, for PyTorch's own checkpoints: where the model has none.
     """
 
     key: str
@@ -47,6 +49,7 @@ class Model:
     length: int = 512
     masked: bool = False
     encodes: bool = False
+    stacks: str = ""
 
     def sizes(self, small: bool) -> dict[str, Any]:
         """The settings of one of the two forms."""
@@ -219,7 +222,10 @@ def _llama(key: str, cls: str, hidden: int, wide: int, layers: int, heads: int, 
 MODELS: dict[str, Model] = {
     "bert": _encoder("bert", "BertForMaskedLM", 30522),
     "roberta": _encoder("roberta", "RobertaForMaskedLM", 50265, max_position_embeddings=514),
-    "albert": _encoder("albert", "AlbertForMaskedLM", 30000, embedding_size=128),
+    "albert": replace(
+        _encoder("albert", "AlbertForMaskedLM", 30000, embedding_size=128),
+        stacks="albert.encoder.albert_layer_groups.0.albert_layers",
+    ),
     "gpt2": _gpt2(1024, 24, 16),
     "gpt2-1.4b": _gpt2(1536, 48, 16),
     "gpt2-10b": _gpt2(4096, 48, 32),
@@ -229,7 +235,11 @@ MODELS: dict[str, Model] = {
     "opt-2.7b": _opt(2560, 32, 32),
     "t5": _t5(1024, 24, 16),
     "wideresnet": Model(
-        "wideresnet", "", {"channels": 1024, "blocks": 4}, {"channels": 64, "blocks": 1}
+        "wideresnet",
+        "",
+        {"channels": 1024, "blocks": 4},
+        {"channels": 64, "blocks": 1},
+        stacks="layer1 layer2 layer3 layer4",
     ),
     "llama": _llama("llama", "LlamaForCausalLM", 4096, 11008, 32, 32, 32),
     "llama-1b": _llama("llama", "LlamaForCausalLM", 2048, 5632, 22, 32, 4),

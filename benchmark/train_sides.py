@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -60,36 +61,50 @@ def _refuse_ours_alone(options: TrainOptions) -> None:
 # --- Transformers as it comes --------------------------------------------------------------------
 def _model(options: TrainOptions, mesh: DeviceMesh) -> nn.Module:
     model = options.spec.build(options.small, options.seq_len).to(device_of(mesh))
-    return recomputing(model, options.checkpoint_ratio)
+    return recomputing(model, options.checkpoint_ratio, options.spec.stacks)
 
 
-def recomputing(model: nn.Module, ratio: float) -> nn.Module:
-    """Turn Transformers' own checkpoints on, for a share of the layers, the first ones.
+def recomputing(model: nn.Module, ratio: float, stacks: str = "") -> nn.Module:
+    """Turn checkpoints on for a share of the layers, the first ones.
+
+    Parameters
+    ----------
+    stacks
+        Lists of layers to wrap by PyTorch's own checkpoints; "" where Transformers has a switch.
 
     Raises
     ------
     Refused
-        If the model has none, or knows all or nothing.
+        If the model knows all or nothing.
     """
     if not ratio:
         return model
     name = type(model).__name__
-    name_of = "activation_checkpointing"  # from transformers 5.23 on
-    if not hasattr(model, f"{name_of}_enable"):
-        name_of = "gradient_checkpointing"
-    enable = getattr(model, f"{name_of}_enable", None)
-    if enable is None:
-        raise Refused(f"{name} has no checkpoints of its own; pass --checkpoint-ratio 0")
-    try:
-        enable(**{f"{name_of}_kwargs": {"use_reentrant": False}})
-    except ValueError as error:
-        raise Refused(f"{error} Pass --checkpoint-ratio 0") from error
-    switches: Any = [m for m in model.modules() if _is_layer_with_switch(m)]
-    if not switches and ratio < 1:
+    layers: Any
+    if stacks:
+        lists: Any = [model.get_submodule(path) for path in stacks.split()]
+        layers = [(each, index) for each in lists for index in range(len(each))]
+    else:
+        _enable_checkpoints(model)
+        layers = [m for m in model.modules() if _is_layer_with_switch(m)]
+    count = round(ratio * len(layers))
+    if ratio < 1 and count in (0, len(layers)):
         raise Refused(f"{name} recomputes all layers or none; pass --checkpoint-ratio 0 or 1")
-    for layer in switches[round(ratio * len(switches)) :]:
-        layer.gradient_checkpointing = False
+    if stacks:
+        for each, index in layers[:count]:
+            each[index] = checkpoint_wrapper(each[index])
+    else:
+        for layer in layers[count:]:
+            layer.gradient_checkpointing = False
     return model
+
+
+def _enable_checkpoints(model: Any) -> None:
+    """By the name that it has from transformers 5.23 on, or by its older one."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def _is_layer_with_switch(module: nn.Module) -> bool:
@@ -237,7 +252,7 @@ def _tp_plan(options: TrainOptions, mesh: DeviceMesh) -> Side:
     finally:
         if dist.get_rank() == 0:
             _remove(Path(folder[0]))
-    return _plain_loop(recomputing(loaded, options.checkpoint_ratio), options, mesh)
+    return _plain_loop(recomputing(loaded, options.checkpoint_ratio, spec.stacks), options, mesh)
 
 
 def import_accelerate() -> None:

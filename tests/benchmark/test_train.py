@@ -102,8 +102,7 @@ def test_an_error_is_an_outcome(
         ({"impl": "slapo-torch", "zero": 1}, "DDP (--zero 0) and FSDP2 (--zero 3)"),
         ({"impl": "dtensor"}, "no plan of DTensor's styles for gpt2"),
         ({"impl": "tp_plan"}, "no tensor-parallel plan for gpt2"),
-        ({"model": "albert", "checkpoint_ratio": 0.5}, "does not support"),
-        ({"model": "wideresnet", "checkpoint_ratio": 1.0}, "no checkpoints of its own"),
+        ({"model": "albert", "checkpoint_ratio": 0.25}, "recomputes all layers or none"),
         ({"impl": "slapo-torch", "model": "wideresnet", "kernels": "fused"}, "fused_loss"),
     ],
 )
@@ -151,6 +150,16 @@ def test_some_layers_of_transformers_recompute() -> None:
     model = recomputing(model_named("bert").build(small=True, length=8), 0.5)
     layers: Any = model.get_submodule("bert.encoder.layer")
     assert [layer.gradient_checkpointing for layer in layers] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("name", ["albert", "wideresnet"])
+def test_layers_recompute_by_pytorchs_own_checkpoints(name: str) -> None:
+    plain, recomputed = (
+        train.run(replace(SMALL, model=name, batch_size=4, checkpoint_ratio=ratio), 60)
+        for ratio in (0.0, 1.0)
+    )
+    assert recomputed["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    assert recomputed["peak_mib"] < 0.99 * plain["peak_mib"]
 
 
 # --- options -------------------------------------------------------------------------------------
