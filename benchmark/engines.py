@@ -33,7 +33,7 @@ from benchmark.measure import Progress, Result, Target, on_ranks, peak_of
 WARM_UP = 5
 LIMIT = 1.03
 #: Of tensor parallelism: samples of a batch, rounds.
-PEER_BATCH, PEER_ROUNDS = 2, 9
+PEER_BATCH, PEER_ROUNDS = 2, 7
 
 PRELOADED = ("benchmark.engine_imports", "benchmark.engines")
 
@@ -223,6 +223,6 @@ def _pipeline(target: str, bare: Callable[[Any], Step]) -> Case:
 CASES_OF_ENGINES = {
     "torch": _pipeline("torch", engine_pipelines.bare_torch),
     "deepspeed": _pipeline("deepspeed", engine_pipelines.bare_deepspeed),
-    "torch, DDP": Case(1, engine_replicas.engine_ddp, engine_replicas.bare_ddp, 6, 16, 2),
-    "deepspeed, ZeRO-1": Case(1, engine_replicas.engine_zero, engine_replicas.bare_zero, 6, 16, 2),
+    "torch, DDP": Case(1, engine_replicas.engine_ddp, engine_replicas.bare_ddp, 4, 12, 2),
+    "deepspeed, ZeRO-1": Case(1, engine_replicas.engine_zero, engine_replicas.bare_zero, 4, 12, 2),
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,8 +31,16 @@ def make(
     from slapo.framework_dialect.megatron.package import megatron_core, quiet
 
     megatron_core()
-    with quiet():
-        return _make(options, mesh, batch)
+    with quiet(), warnings.catch_warnings():
+        # About settings that are Megatron-Core's own defaults.
+        warnings.filterwarnings("ignore", "full scope is deprecated")
+        step, modules = _make(options, mesh, batch)
+
+    def quiet_step() -> float:
+        with quiet():
+            return step()
+
+    return quiet_step, modules
 
 
 def _check(options: TrainOptions) -> None:
@@ -53,7 +62,7 @@ def _check(options: TrainOptions) -> None:
 
 def _make(
     options: TrainOptions, mesh: DeviceMesh, batch: dict[str, Tensor]
-) -> tuple[Any, list[nn.Module]]:
+) -> tuple[Callable[[], float], list[nn.Module]]:
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -175,4 +184,5 @@ def _forward(data: Iterator[dict[str, Tensor]], model: nn.Module) -> Any:
 
 def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     mean = losses[:, :-1].float().mean()
-    return mean, {"loss": mean.detach()}
+    # A copy: the schedule divides the first one in place.
+    return mean, {"loss": mean.detach().clone()}

@@ -6,6 +6,7 @@ import csv
 import json
 import shlex
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,8 @@ from benchmark.train_plans import dtensor_plan
 from benchmark.train_sides import SIDES, make_side, recomputing
 from slapo.framework_dialect import get_dialect_cls
 from slapo.model_schedule import recipe_keys
+from tests.benchmark import megatron_gpt
+from tests.distributed import run_distributed
 
 SMALL = TrainOptions(model="gpt2", impl="eager", warmup=0, steps=1).shrunk()
 
@@ -144,6 +147,20 @@ def test_how_ranks_ended(tmp_path: Path) -> None:
     )
     assert "where memory is short" in outcome(-9, None)[1]
     assert outcome(fine, None) == ("timeout", "nothing was heard of ranks [1] for 5 s")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron-Core is not installed")
+def test_megatrons_own_gpt_on_two_stages() -> None:
+    """The CPU stands in for CUDA; the size is that of the model of Transformers."""
+    options = replace(SMALL, impl="megatron", gpus=2, pp=2, checkpoint_ratio=0.5)
+    (losses, first), (others, last) = run_distributed(megatron_gpt.steps, 2, options, 3)
+    assert losses == others
+    assert 5.5 < losses[2] < losses[1] < losses[0] < 7.0  # from about log(512) = 6.2
+    whole = model_named("gpt2").build(small=True, length=32)
+    tied = whole.get_input_embeddings().weight.numel()
+    assert first + last == sum(p.numel() for p in whole.parameters()) + tied
 
 
 def test_some_layers_of_transformers_recompute() -> None:
