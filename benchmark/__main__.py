@@ -89,7 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m benchmark", description="Speed of slapo.")
+    parser = argparse.ArgumentParser(
+        "python -m benchmark",
+        description="Speed of slapo.",
+        epilog=f"Commands with options of their own: {', '.join(COMMANDS)}.",
+    )
     parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; default: all")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run at all")
     parser.add_argument(

@@ -113,13 +113,11 @@ def on_ranks(
 
     Parameters
     ----------
-    world
-        Number of processes.
+    world, arguments
+        Number of processes, and what they get.
     main
         A function at the top level of a module. `store` is the path of a file for a ``FileStore``;
         through `pipe` rank 0 sends lines of text, which are shown, and at the end its result.
-    arguments
-        Passed on.
     say
         Gets the lines.
     modules

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from benchmark import report
@@ -95,11 +96,13 @@ def run(options: TrainOptions, timeout: float, apart: bool = False) -> dict[str,
 
 def _here(options: TrainOptions) -> dict[str, Any]:
     was_up, disabled = dist.is_initialized(), logging.root.manager.disable
+    threads = torch.get_num_threads()
     logging.disable(logging.WARNING)
     try:
         return measured(options)
     finally:
         logging.disable(disabled)
+        torch.set_num_threads(threads)
         if dist.is_initialized() and not (was_up or "RANK" in os.environ):
             dist.destroy_process_group()
 
