@@ -35,7 +35,8 @@ def draw(name: str, experiment: Experiment, directory: Path) -> Path | None:
     from matplotlib import pyplot as plt
 
     with source.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+        places = {(row["panel"], row["group"], row["side"]): row for row in csv.DictReader(file)}
+    rows = list(places.values())  # a point that was run again by its own command is the later one
     panels = _unlike(rows, "panel")
     sides = _unlike(rows, "side")
     wide = max(len(_unlike([r for r in rows if r["panel"] == p], "group")) for p in panels)
