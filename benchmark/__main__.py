@@ -16,12 +16,14 @@ from benchmark import (
     import_time,
     kernels,
     matching,
+    nodes,
     partition,
     pipeline,
     plans,
     report,
     scheduling,
     step_time,
+    train,
     verify,
 )
 from benchmark.measure import Progress, Result
@@ -37,6 +39,16 @@ BENCHMARKS: dict[str, Callable[[bool, Progress], Result]] = {
     "check": check.run,
 }
 
+#: These have options of their own.
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "families": families.main,
+    "kernels": kernels.main,
+    "plans": plans.main,
+    "verify": verify.main,
+    "train": train.main,
+    "nodes": nodes.main,
+}
+
 #: Draw a picture from the CSV file of a benchmark.
 PLOTS: dict[str, Callable[[Path], Path | None]] = {
     "scheduling": report.plot_scheduling,
@@ -47,17 +59,8 @@ PLOTS: dict[str, Callable[[Path], Path | None]] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what the command line names, show progress, write CSV files and the plot."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["families"]:  # no figures of speed, and options of its own
-        families.main(given[1:])
-        return
-    if given[:1] == ["kernels"]:
-        kernels.main(given[1:])
-        return
-    if given[:1] == ["plans"]:
-        plans.main(given[1:])
-        return
-    if given[:1] == ["verify"]:
-        verify.main(given[1:])
+    if given and given[0] in COMMANDS:
+        COMMANDS[given[0]](given[1:])
         return
     parser = _parser()
     options = parser.parse_args(given)
@@ -86,7 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m benchmark", description="Speed of slapo.")
+    parser = argparse.ArgumentParser(
+        "python -m benchmark",
+        description="Speed of slapo.",
+        epilog=f"Commands with options of their own: {', '.join(COMMANDS)}.",
+    )
     parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; default: all")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run at all")
     parser.add_argument(

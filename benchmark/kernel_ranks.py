@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import slapo
 from benchmark.kernel_cases import Case, check_losses
-from benchmark.measure import Progress, Result, Target, on_ranks
+from benchmark.measure import Progress, Result, Target, on_ranks, peak_of, profiled_peak_of
 from slapo.model_schedule import apply_schedule
 
 #: Speed of the best of ours against each of the others.
@@ -125,12 +125,31 @@ def measure(
     """Times of all sides, and the collectives of a layer."""
     sides = [side for side in (FEW if quick else SIDES) if _is_there(side, say)]
     times = Result()
+    for batch in batches:
+        _report(times, case, batch, rounds, sides_of(case, batch, rounds, sides, say)[0])
+    return {"kernels_ranks": times, "kernels_collectives": count(case, say)}
+
+
+@dataclass
+class Taken:
+    """By the steps of a side on one rank: seconds of each, passed and of the main thread; bytes."""
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    peak: int = 0
+
+
+def sides_of(
+    case: Case, batch: int, rounds: int, sides: Sequence[str], say: Progress
+) -> list[dict[str, Taken]]:
+    """For each of two ranks, what sides take; those that can run here, in turns."""
+    there = [side for side in sides if _is_there(side, say)]
     with tempfile.TemporaryDirectory() as folder:
         case.build().save_pretrained(folder)  # type: ignore[operator]
-        for batch in batches:
-            found = on_ranks(2, _time, (case, batch, rounds, folder, sides), say)
-            _report(times, case, batch, rounds, found)
-    return {"kernels_ranks": times, "kernels_collectives": count(case, say)}
+        found: list[dict[str, Taken]] = on_ranks(
+            2, _time, (case, batch, rounds, folder, there), say
+        )
+    return found
 
 
 def _is_there(side: str, say: Progress) -> bool:
@@ -141,13 +160,11 @@ def _is_there(side: str, say: Progress) -> bool:
     return False
 
 
-def _report(
-    result: Result, case: Case, batch: int, rounds: int, found: dict[str, list[float]]
-) -> None:
-    middle = {side: median(seconds) for side, seconds in found.items()}
+def _report(result: Result, case: Case, batch: int, rounds: int, found: dict[str, Taken]) -> None:
+    middle = {side: median(taken.wall) for side, taken in found.items()}
     best = min((side for side in found if side.startswith("ours")), key=lambda side: middle[side])
-    for side, seconds in found.items():
-        ratio = median(a / b for a, b in zip(seconds, found[best], strict=True))
+    for side, taken in found.items():
+        ratio = median(a / b for a, b in zip(taken.wall, found[best].wall, strict=True))
         result.rows.append(
             {
                 "model": case.key,
@@ -158,6 +175,7 @@ def _report(
                 "seconds": round(middle[side], 4),
                 "best_of_ours": best,
                 "to_best_of_ours": round(ratio, 3),
+                "peak_mib": round(taken.peak / 2**20, 1),
             }
         )
         if not side.startswith("ours"):
@@ -228,35 +246,40 @@ def _time(
     _join(rank, store)
     inputs = case.inputs(batch, "cpu")
     steps = {side: _step(SIDES[side](case, folder), inputs, side) for side in sides}
-    losses = {side: [step()[1], step()[1]] for side, step in steps.items()}
+    losses = {side: [step(), step()] for side, step in steps.items()}
     check_losses({"hf": losses["DTensor"], **losses})
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    found = {side: Taken() for side in sides}
     for turn in range(rounds):
         for side in sides[turn % len(sides) :] + sides[: turn % len(sides)]:
             dist.barrier()
-            seconds[side].append(steps[side]()[0])
+            wall, cpu = time.perf_counter(), time.thread_time()
+            steps[side]()
+            found[side].cpu.append(time.thread_time() - cpu)
+            found[side].wall.append(time.perf_counter() - wall)
         if rank == 0:
             pipe.send(f"two ranks, {case.key}, batch {batch}: round {turn + 1} of {rounds}")
+    for side in sides:  # a mode of dispatch does not look into compiled code
+        measure_of = profiled_peak_of if "compiled" in side else peak_of
+        found[side].peak = measure_of(steps[side])
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, found)
     if rank == 0:
-        pipe.send(seconds)
+        pipe.send(gathered)
     _leave()
 
 
-def _step(
-    model: nn.Module, inputs: dict[str, Tensor], side: str
-) -> Callable[[], tuple[float, float]]:
-    """Gives seconds and the loss."""
+def _step(model: nn.Module, inputs: dict[str, Tensor], side: str) -> Callable[[], float]:
+    """Gives the loss."""
     optimizer = torch.optim.AdamW(_groups(model), lr=1e-4, fused=True)
 
-    def step() -> tuple[float, float]:
-        start = time.perf_counter()
+    def step() -> float:
         with _loss_context(side):
             loss = model(**inputs).loss
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         value = loss.full_tensor() if isinstance(loss, DTensor) else loss
-        return time.perf_counter() - start, value.item()
+        return value.item()  # type: ignore[no-any-return]
 
     return step
 

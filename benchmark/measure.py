@@ -7,9 +7,16 @@ import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
 
@@ -96,27 +103,31 @@ def forkserver(*modules: str) -> multiprocessing.context.ForkServerContext:
 
 
 def on_ranks(
-    world: int, main: Callable[..., None], arguments: tuple[Any, ...], say: Progress
+    world: int,
+    main: Callable[..., None],
+    arguments: tuple[Any, ...],
+    say: Progress,
+    modules: Sequence[str] = (),
 ) -> Any:
     """Run ``main(rank, *arguments, store, pipe)`` in so many processes.
 
     Parameters
     ----------
-    world
-        Number of processes.
+    world, arguments
+        Number of processes, and what they get.
     main
         A function at the top level of a module. `store` is the path of a file for a ``FileStore``;
         through `pipe` rank 0 sends lines of text, which are shown, and at the end its result.
-    arguments
-        Passed on.
     say
         Gets the lines.
+    modules
+        That ranks need, and are imported once for all of them.
 
     Returns
     -------
     The result.
     """
-    context = forkserver()
+    context = forkserver(*modules)
     reader, writer = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as scratch:
         ranks = [
@@ -139,3 +150,86 @@ def on_ranks(
             for process in ranks:
                 process.kill()
     return message
+
+
+# --- memory --------------------------------------------------------------------------------------
+def peak_of(step: Callable[[], Any], *modules: nn.Module) -> int:
+    """Peak bytes of tensors in a step, on any device: what is there before it counts too.
+
+    What code that is compiled makes within is not seen; for that see :func:`profiled_peak_of`.
+
+    Parameters
+    ----------
+    step
+        Is called twice: what the first call meets, such as an optimizer's state and the buckets of
+        gradients, is there when the second one starts.
+    modules
+        Whose parameters and buffers are there all the time.
+    """
+    with _Alive(*modules) as alive:
+        step()
+        gc.collect()
+        alive.peak = alive.bytes
+        step()
+    return alive.peak
+
+
+class _Alive(TorchDispatchMode):
+    """Follows the storages of all tensors that operations take and give."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._sizes: dict[int, int] = {}
+        for module in modules:
+            self._meet([*module.parameters(), *module.buffers()])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Distributed tensors go on to where they are plain ones."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        self._meet(tree_leaves((args, kwargs, result)))
+        return result
+
+    def _meet(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if not isinstance(value, Tensor):
+                continue
+            storage = (
+                value._local_tensor if isinstance(value, DTensor) else value
+            ).untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self._sizes:
+                weakref.finalize(storage, self._let_go, key)
+            self.bytes += size - self._sizes.get(key, 0)  # one may be resized
+            self._sizes[key] = size
+        self.peak = max(self.peak, self.bytes)
+
+    def _let_go(self, key: int) -> None:
+        self.bytes -= self._sizes.pop(key, 0)
+
+
+def profiled_peak_of(step: Callable[[], Any], *modules: nn.Module) -> int:
+    """As :func:`peak_of`, by what the allocator of the CPU says: for code that is compiled.
+
+    It does not see what other threads free.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    # Code that a mode of dispatch has kept from being compiled would stay so.
+    with torch.compiler.set_stance("force_eager"), _Alive(*modules) as alive:
+        step()
+    gc.collect()
+    step()
+    now = peak = alive.bytes
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        step()
+    events: Any = found.profiler
+    for event in sorted(events.kineto_results.events(), key=lambda each: each.start_ns()):
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return int(peak)

@@ -28,7 +28,7 @@ def environment(command: str) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": _version("transformers"),
+        "transformers": version("transformers"),
         "slapo": slapo.__version__,
         "machine": platform.machine(),
         "cores": os.cpu_count(),
@@ -36,7 +36,8 @@ def environment(command: str) -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """Of a package; "" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -60,6 +61,28 @@ def write(name: str, result: Result, command: str, directory: Path = RESULTS) ->
             paths.append(directory / f"{table}.csv")
             _write_rows(paths[-1], [{**row, **about} for row in rows])
     return paths
+
+
+def extend(name: str, row: Mapping[str, Any], command: str, directory: Path) -> Path:
+    """Write a row to the end of ``<name>.csv``, or as the first one of a new file.
+
+    Raises
+    ------
+    ValueError
+        If the file has other columns.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.csv"
+    full = {**row, **environment(command)}
+    rows: list[Mapping[str, Any]] = []
+    if path.exists():
+        with path.open(newline="") as file:
+            rows += csv.DictReader(file)
+        if rows and set(rows[0]) != set(full):
+            apart = sorted(set(rows[0]) ^ set(full))
+            raise ValueError(f"{path} has other columns, apart by {apart}; move the file away")
+    _write_rows(path, [*rows, full])
+    return path
 
 
 def _target_row(target: Target) -> dict[str, Any]:

@@ -28,7 +28,7 @@ COLUMNS = {
     "partition": {"model", "layers", "stages", "trace_cpu_s", "partition_cpu_s", "peak_mb"},
     "pipeline": {"schedule", "pp", "micro_batches", "bubble", "bubble_formula", "bubble_of_order"},
     "check": {"model", "layers", "ranks", "cpu_s", "peak_mb"},
-    "engines": {"target", "rank", "bare_ms", "engine_ms", "ratio"},
+    "engines": {"target", "rank", "bare_ms", "engine_ms", "ratio", "wall_ratio", "peak_ratio"},
 }
 # They start processes, or record a model of Transformers.
 SLOW = {
@@ -63,6 +63,11 @@ def test_quick_run_writes_a_csv_file(
     assert rows[0]["slapo"] == slapo.__version__
     shown = capsys.readouterr().out
     assert f"{name} (1 of 1)" in shown, "progress is shown"
+    if name == "engines":
+        alike = {"torch", "deepspeed", "torch, DDP", "deepspeed, ZeRO-1"}
+        assert {row["target"] for row in rows} >= alike | {"tensor parallel, DTensor"}
+        apart = [row for row in rows if float(row["peak_ratio"]) > 1.03]
+        assert not apart, "an engine holds no more than the library"
     if name == "pipeline":  # torch's order of work is the published one
         orders = [row for row in rows if row["bubble_of_order"]]
         assert len(orders) == 3

@@ -1,0 +1,131 @@
+"""Replicas of a model on two ranks: by an engine, and by the library that it drives.
+
+A GPT-2 of a size at which a step computes more than it calls. Both sides have the same weights,
+loss and batches, and AdamW as one kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slapo
+
+HIDDEN, LAYERS, HEADS, VOCABULARY = 256, 4, 4, 2048
+BATCH, LENGTH = 4, 64
+#: Elements; DeepSpeed's own default of 500 million would be gigabytes.
+BUCKET = 2_000_000
+ZERO_CONFIG: dict[str, Any] = {
+    "zero_optimization": {
+        "stage": 1,
+        "reduce_bucket_size": BUCKET,
+        "allgather_bucket_size": BUCKET,
+    },
+    "steps_per_print": 10**9,
+}
+
+Step = Callable[[], Any]
+
+
+def model() -> nn.Module:
+    """The same weights at each call."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # optional package
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=HIDDEN,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        n_positions=LENGTH,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    return GPT2LMHeadModel(config).train()  # type: ignore[no-any-return]
+
+
+def data() -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    """One batch of this rank, again and again."""
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator)
+    while True:
+        yield {"input_ids": ids}, ids
+
+
+def loss_of(output: Any, labels: Tensor) -> Tensor:
+    """Of the next token."""
+    return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+_optimizer = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
+
+
+# --- sides ---------------------------------------------------------------------------------------
+def engine_ddp(mesh: Any) -> Step:
+    return _engine(mesh, target="torch")
+
+
+def engine_zero(mesh: Any) -> Step:
+    return _engine(mesh, target="deepspeed", zero=1, config=ZERO_CONFIG)
+
+
+def _engine(mesh: Any, **options: Any) -> Step:
+    """With all defaults."""
+    sch = slapo.create_schedule(model(), group=mesh["tp"])
+    engine, _ = slapo.build(sch, mesh=mesh, loss_fn=loss_of, optimizer=_optimizer, **options)
+    batches = data()
+    return lambda: engine.train_batch(batches)
+
+
+def bare_ddp(mesh: Any) -> Step:
+    """As its tutorial has it; the loss is known to its own rank."""
+    module = nn.parallel.DistributedDataParallel(model(), process_group=mesh.get_group("dp"))
+    optimizer, batches = _optimizer(module.parameters()), data()
+
+    def step() -> Tensor:
+        inputs, labels = next(batches)
+        optimizer.zero_grad()
+        loss = loss_of(module(**inputs), labels)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def bare_zero(mesh: Any) -> Step:
+    """``deepspeed.initialize`` on the same module, with the same configuration."""
+    from slapo.framework_dialect.deepspeed.package import import_deepspeed, quiet, quiet_warnings
+
+    deepspeed = import_deepspeed("cpu")
+    module = model()
+    config = {
+        **ZERO_CONFIG,
+        "train_micro_batch_size_per_gpu": BATCH,
+        "zero_allow_untested_optimizer": True,
+    }
+    with quiet():
+        engine, *_ = deepspeed.initialize(
+            model=module, optimizer=_optimizer(module.parameters()), config=config
+        )
+    batches = data()
+
+    def step() -> Tensor:
+        inputs, labels = next(batches)
+        with quiet_warnings():
+            loss = loss_of(engine(**inputs), labels)
+            engine.backward(loss)
+            engine.step()
+        return loss
+
+    return step
