@@ -53,7 +53,7 @@ def _grouped_shape(left: Tensor, right: Tensor, ends: Any) -> tuple[int, ...]:
 
 def _grouped(*args: Any, **kwargs: Any) -> int:
     left, right = args[0], args[1]
-    ends = args[2] if len(args) > 2 else kwargs.get("offs")
+    ends: Any = args[2] if len(args) > 2 else kwargs.get("offs")
     made = math.prod(_grouped_shape(left, right, ends))
     # Groups of columns: each product runs over a share of them.
     shares = len(ends) if left.dim() == 2 and right.dim() == 2 else 1

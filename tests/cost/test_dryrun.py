@@ -1,0 +1,286 @@
+"""Predictions of one process against steps that were run; what the dry run refuses."""
+
+from __future__ import annotations
+
+import gc
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import slapo
+from slapo.cost import MACHINES, Update, dryrun
+from slapo.cost.command import main
+from slapo.cost.models import example_inputs, for_training, shrink, whole_on_meta
+from slapo.model_schedule import apply_schedule
+from tests.cost.real import BATCH, LENGTH, config_of
+
+FAMILIES = ("gpt2", "bert", "t5", "llama")
+
+
+def measured_peak(key: str, count: int, **options: Any) -> int:
+    """By the events of the allocator, over two steps."""
+    torch.manual_seed(0)
+    model = for_training(config_of(key)).train()
+    apply_schedule(model, key, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = example_inputs(model, BATCH // count, LENGTH)
+    tensors = [*model.parameters(), *model.buffers(), *inputs.values()]
+    static = sum(
+        {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values()
+    )
+
+    def loss() -> Tensor:
+        return model(**inputs).loss  # the output is gone before the backward
+
+    gc.collect()
+    activity = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activity, profile_memory=True) as profiled:
+        for _ in range(2):
+            for _ in range(count):
+                loss().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    alive = peak = 0
+    memory = (e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]")
+    for event in sorted(memory, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return static + peak
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("key", FAMILIES)
+def test_peak_of_one_process(key: str, ratio: float, count: int) -> None:
+    found = dryrun(
+        key,
+        config_of(key),
+        machine="cpu",
+        batch=BATCH,
+        micro_batches=count,
+        seq_len=LENGTH,
+        ckpt_ratio=ratio,
+    )
+    assert found.peak == pytest.approx(measured_peak(key, count, ckpt_ratio=ratio), rel=0.03)
+
+
+def test_a_deep_model_is_its_layers() -> None:
+    """Few layers for many give what all layers give, which a function of one's own runs."""
+    config = config_of("llama", layers=9)
+    options = {"machine": "cpu", "batch": 4, "seq_len": 32}
+    few = dryrun("llama", config, **options)
+    all_layers = dryrun(lambda sch: apply_schedule(sch, "llama"), config, **options)
+    assert few.peak == all_layers.peak
+    assert few.time.total == pytest.approx(all_layers.time.total)
+    assert few.parameters == sum(p.numel() for p in for_training(config).parameters())
+
+
+def test_layers_of_several_kinds_are_kept() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Gemma3TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=12,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    (stack,) = shrink(whole_on_meta(config)).stacks
+    kinds = config.layer_types
+    assert len(set(kinds)) == 2
+    assert len(stack.kept) == 4
+    assert all(kinds[stack.kept[place]] == kinds[n] for n, place in enumerate(stack.stand_ins))
+    found = dryrun("gemma3_text", config, machine="cpu", seq_len=32)
+    whole = dryrun(
+        lambda sch: apply_schedule(sch, "gemma3_text"), config, machine="cpu", seq_len=32
+    )
+    assert found.peak == whole.peak
+
+
+def test_layout_of_a_cluster() -> None:
+    """What shards, stages and replicas must do to figures, whatever these are."""
+    config = config_of("llama", layers=8)
+    ask = partial(
+        dryrun, "llama", config, batch=8, seq_len=64, micro_batches=8, dtype=torch.bfloat16
+    )
+    one = ask(target="megatron")
+    split = ask(target="megatron", mesh={"tp": 2})
+    staged = ask(target="megatron", mesh={"pp": 4})
+    shared = ask(target="megatron", mesh={"dp": 8}, zero=1)
+    assert split.stages[0].parameters < 0.6 * one.stages[0].parameters
+    assert len(staged.stages) == 4
+    assert staged.time.bubble > 0 == one.time.bubble
+    # 1F1B: the earlier a stage is, the more micro-batches are in flight.
+    assert staged.stages[1].activations > staged.stages[2].activations
+    gpipe = ask(target="megatron", mesh={"pp": 4}, schedule="gpipe")
+    assert gpipe.stages[2].activations > staged.stages[2].activations
+    assert shared.stages[0].optimizer < 0.2 * one.stages[0].optimizer
+    assert shared.time.data_parallel > 0
+    assert split.time.tensor_parallel > 0
+    assert shared.tokens == 8 * one.tokens
+    assert 0 < one.mfu < 1
+    again = ask(target="megatron", ckpt_ratio=1.0)
+    assert again.peak < one.peak
+    assert again.time.backward > one.time.backward
+    assert again.flops == one.flops
+
+
+def test_words_and_data(tmp_path: Path) -> None:
+    found = slapo.dryrun("gpt2", config_of("gpt2"), machine="a100-80gb", mesh={"pp": 2}, batch=2,
+                         micro_batches=2, seq_len=32)  # fmt: skip
+    text = str(found)
+    assert "GPT2LMHeadModel" in text
+    assert "2 x a100-80gb (data sheet)" in text
+    assert "fits" in text
+    data = json.loads(json.dumps(found.data()))
+    assert data["peak"] == max(stage["peak"] for stage in data["stages"])
+    assert data["seconds"]["total"] == pytest.approx(sum(found.time.parts().values()))
+    found.plot(str(tmp_path / "bars.png"))
+    assert (tmp_path / "bars.png").stat().st_size > 1000
+
+
+def test_updates_keep_what_optimizers_keep() -> None:
+    assert Update.of(torch.optim.AdamW).state == 8
+    assert Update.of(partial(torch.optim.SGD, momentum=0.9)).state == 4
+    together = Update.of(partial(torch.optim.AdamW, foreach=True))
+    assert together.of_all > 0 == Update.of(torch.optim.AdamW).of_all
+    with pytest.raises(TypeError, match="returned a NoneType"):
+        Update.of(lambda parameters: None)  # type: ignore[arg-type, return-value]
+
+
+class Net(nn.Module):
+    """Of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+
+
+def test_a_model_of_ones_own() -> None:
+    def schedule(sch: slapo.Schedule) -> None:
+        for block in sch.select("blocks.*"):
+            block.checkpoint()
+
+    found = dryrun(
+        schedule,
+        Net,
+        machine="cpu",
+        batch=32,
+        inputs=lambda samples: {"x": torch.ones(samples, 16, requires_grad=True)},
+    )
+    assert found.parameters == 6 * (16 * 16 + 16)
+    assert found.tokens == 32
+    with pytest.raises(TypeError, match=r"says not what it takes; pass inputs=f"):
+        dryrun(schedule, Net, machine="cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"recipe": "lama"}, KeyError, "did you mean 'llama'"),
+        ({"machine": "tpu"}, KeyError, "did you mean 'cpu'? There is no machine"),
+        ({"batch": 3, "micro_batches": 2}, ValueError, "batch=3 samples make no 2"),
+        ({"batch": 0}, ValueError, "batch is 0"),
+        ({"mesh": {"cp": 2}}, ValueError, "mesh is {'cp': 2}"),
+        ({"mesh": {"tp": 3}}, ValueError, "num_attention_heads is 4"),
+        ({"mesh": {"pp": 9}}, ValueError, "4 layers make no 9 stages"),
+        ({"zero": 1}, ValueError, "zero=1 and target='torch'"),
+        ({"schedule": "zbv"}, ValueError, "schedule is 'zbv'; the dry run knows"),
+        ({"ckpt_ratio": 2}, ValueError, "ckpt_ratio is 2"),
+        ({"fused": True}, TypeError, "'fused_loss'"),
+        ({"model_config": 3}, TypeError, "model_config is a int"),
+        ({"model_config": dict}, TypeError, "made a dict"),
+        ({"mesh": {"pp": 2}, "pipeline_cuts": [0, 1]}, ValueError, "make 3 stages"),
+        ({"optimizer": lambda parameters: 3}, TypeError, "returned a int"),
+    ],
+)
+def test_mistakes(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+    given = {"recipe": "llama", "model_config": config_of("llama"), "seq_len": 16, **changes}
+    recipe, config = given.pop("recipe"), given.pop("model_config")
+    with pytest.raises(error) as caught:
+        dryrun(recipe, config, **given)
+    assert words in str(caught.value)
+
+
+def test_a_process_group_is_in_the_way() -> None:
+    from slapo.check.world import fake_world
+
+    with fake_world(2), pytest.raises(slapo.SlapoError, match="process group already"):
+        dryrun("llama", config_of("llama"), mesh={"tp": 2}, seq_len=16)
+
+
+def test_it_leaves_no_trace() -> None:
+    """Neither a group, nor random numbers drawn, nor Transformers changed."""
+    from transformers.utils import import_utils
+
+    before, asked = torch.random.get_rng_state(), import_utils.is_fake_tensor
+    config = config_of("gpt2")
+    text = config.to_json_string()
+    dryrun("gpt2", config, mesh={"tp": 2}, seq_len=16)
+    assert not torch.distributed.is_initialized()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert import_utils.is_fake_tensor is asked
+    assert config.to_json_string() == text
+
+
+# --- the command --------------------------------------------------------------------------------
+@pytest.fixture
+def config_file(tmp_path: Path) -> str:
+    config_of("llama", layers=8).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_the_command_prints_a_table(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    layout = "--nodes 2 --tp 2 --pp 2 --batch 4 --micro-batches 4 --seq-len 32 --sp"
+    assert main(["llama", config_file, *layout.split()]) == 0
+    out = capsys.readouterr().out
+    assert "on 16 x h100-80gb" in out
+    assert "dp 4" in out
+    tiny = "1e6,1e12,1e11,1e10"
+    assert main(["llama", config_file, "--machine", tiny, "--seq-len", "32", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--tp 3 --nodes 1", "does not divide"),
+        ("--dp 2 --nodes 1", "give one of them"),
+        ("--machine v100", "did you mean 'v100-32gb'"),
+        ("--machine 1,2,3", "four numbers"),
+        ("--machine 0,1,1,1", "memory=0"),
+        ("--option fused", "NAME=VALUE"),
+    ],
+)
+def test_wrong_usage(
+    arguments: str, words: str, config_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["llama", config_file, *arguments.split()]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_a_config_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["llama", str(tmp_path / "none.json")]) == 2
+    assert "there is no file" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    assert main(["llama", str(tmp_path)]) == 2
+    assert "is no config of Transformers" in capsys.readouterr().err
+
+
+def test_every_machine_has_its_figures() -> None:
+    for name, machine in MACHINES.items():
+        assert machine.name == name
+        assert machine.peak_flops(torch.float16) >= machine.peak_flops(torch.float32)

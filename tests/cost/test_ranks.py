@@ -1,0 +1,62 @@
+"""Predictions of ranks against two processes that run the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cost.real import peak, predict
+from tests.distributed import run_distributed
+
+Case = tuple[str, dict[str, Any]]
+
+ALL = ("gpt2", "bert", "t5", "llama")
+TENSOR: list[Case] = [
+    (key, {"ckpt_ratio": ratio, "sequence_parallel": spread})
+    for key in ALL
+    for ratio, spread in ((0.0, False), (1.0, True))
+]
+PIPELINE: list[Case] = [
+    (key, {"ckpt_ratio": ratio, "schedule": schedule, "micro_batches": 4})
+    for key in ALL
+    for ratio, schedule in ((0.0, "1f1b"), (1.0, "gpipe"))
+]
+REPLICAS: list[Case] = [
+    (key, {"ckpt_ratio": ratio, "micro_batches": count, **how})
+    for how in ({}, {"data_parallel": "fsdp"}, {"data_parallel": "fsdp", "dtype": torch.bfloat16})
+    for key, ratio, count in (("gpt2", 0.0, 1), ("llama", 1.0, 2), ("bert", 0.0, 2), ("t5", 1.0, 1))
+]
+_ZERO = {"target": "deepspeed", "zero": 1, "bucket": 200_000}
+ZERO: list[Case] = [
+    (key, {"ckpt_ratio": ratio, "micro_batches": count, **_ZERO})
+    for key, ratio, count in (("gpt2", 0.0, 1), ("llama", 1.0, 2), ("bert", 0.0, 2), ("t5", 1.0, 1))
+]
+
+
+def peaks(rank: int, world: int, mesh: dict[str, int], cases: list[Case]) -> list[int]:
+    """Of each case on this rank."""
+    return [peak(key, mesh, changes) for key, changes in cases]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+# BERT's logits are a view, which nobody writes to.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.parametrize(
+    ("mesh", "cases"),
+    [({"tp": 2}, TENSOR), ({"pp": 2}, PIPELINE), ({"dp": 2}, REPLICAS), ({"dp": 2}, ZERO)],
+    ids=["tensor", "pipeline", "replicas", "zero"],
+)
+def test_peak_of_two_ranks(mesh: dict[str, int], cases: list[Case]) -> None:
+    ranks = run_distributed(peaks, 2, mesh, cases, timeout=280)
+    wrong = []
+    for number, (key, changes) in enumerate(cases):
+        stages = predict(key, mesh, **changes).stages
+        for rank, found in enumerate(ranks):
+            stage = stages[rank if len(stages) > 1 else 0]
+            error = stage.peak / found[number] - 1
+            if abs(error) > 0.05:
+                wrong.append(f"{key} {changes}, rank {rank}: {error:+.1%} of {found[number]}")
+    assert not wrong
