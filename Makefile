@@ -51,7 +51,7 @@ types: $(STAMP) ## mypy
 	$(BIN)/mypy
 
 docs-check: $(STAMP) ## examples in docstrings and in the README
-	$(PYTEST) --doctest-modules slapo $(wildcard tests/test_readme.py)
+	$(PYTEST) --doctest-modules slapo tests/test_readme.py -n $(JOBS)
 
 golden: $(STAMP) ## write the golden files anew; read their diff before you commit it
 	$(PYTEST) tests --update-golden $(PYTEST_ARGS)
