@@ -138,7 +138,7 @@ def dryrun(
     )
     job = _Job(recipe, model_config, layout, node, dtype, inputs, loss_fn, options)
     parts, small = job.stages(pipeline_cuts), job.small
-    update = Update.of(optimizer)
+    update = Update.of(optimizer, accelerator=node.is_asynchronous)
     any_run = parts[0].steps[0].run
     memory = tuple(
         memory_of(
@@ -193,6 +193,7 @@ class _Job:
         for name in ("bf16", "fp16"):
             if self.options.pop(name, False):
                 dtype = torch.bfloat16 if name == "bf16" else torch.float16
+        self.options.pop("compile", None)  # fused kernels are counted one by one
         if not isinstance(recipe, str) and options:
             raise TypeError(
                 f"options {sorted(options)} are for recipes, and this is a function; bind them to "
@@ -265,6 +266,7 @@ class _Job:
             layout.pp > 1,
             self._together,
             self.machine.rounding,
+            self.machine.is_asynchronous,
             self._given_inputs,
             self._loss_fn,
         )
@@ -286,6 +288,7 @@ class _Job:
             loss_of,
             self.machine.rounding,
             traced=layout.pp > 1,
+            accelerator=self.machine.is_asynchronous,
         )
 
     def ends(self, cuts: Sequence[int] | None) -> list[int]:

@@ -74,6 +74,7 @@ def run(
     rounding: int = 1,
     kernels: bool = True,
     traced: bool = False,
+    accelerator: bool = False,
 ) -> Run:
     """Run two micro-batches forward and backward; nothing is computed.
 
@@ -94,9 +95,12 @@ def run(
     traced
         Whether the model will be traced, as for pipeline stages: models of Transformers then give
         attention an explicit mask.
+    accelerator
+        Whether kernels are those of one: its fused attention takes dropout, a processor's does not.
     """
     tracing = nullcontext() if traced else _not_tracing()
-    with _alone_or_in(tp), states_kept(0), tracing, warnings.catch_warnings():
+    fused = _fused_dropout() if accelerator else nullcontext()
+    with _alone_or_in(tp), states_kept(0), tracing, fused, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         model = on_fakes(small.model, mode)
@@ -190,3 +194,23 @@ def _not_tracing() -> Iterator[None]:
         yield
     finally:
         module.is_fake_tensor = asked
+
+
+@contextmanager
+def _fused_dropout() -> Iterator[None]:
+    """Attention keeps as little with dropout as without, as on an accelerator."""
+    functional: Any = nn.functional
+    attention = functional.scaled_dot_product_attention
+
+    def without(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        mask = args[0] if args else kwargs.pop("attn_mask", None)
+        kwargs.pop("dropout_p", None)
+        rest = args[2:3] or (kwargs.pop("is_causal", False),)
+        made: Tensor = attention(query, key, value, mask, 0.0, *rest, **kwargs)
+        return made
+
+    functional.scaled_dot_product_attention = without
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = attention

@@ -42,6 +42,7 @@ class Update:
         cls,
         optimizer: Callable[[list[Any]], torch.optim.Optimizer],
         dtype: torch.dtype = torch.float32,
+        accelerator: bool = False,
     ) -> Update:
         """Let an optimizer step on parameters that hold no numbers.
 
@@ -51,6 +52,9 @@ class Update:
             From a list of parameters to an optimizer, as :func:`slapo.build` takes it.
         dtype
             Of the parameters that it steps on.
+        accelerator
+            Whether they lie on one, where torch's optimizers work on all of them at a time unless
+            they are told otherwise.
 
         Raises
         ------
@@ -64,8 +68,8 @@ class Update:
         >>> Update.of(torch.optim.SGD).state
         0.0
         """
-        state, one, kernels = _stepped(optimizer, 1, dtype)
-        two, three = (_stepped(optimizer, count, dtype)[1] for count in (2, 3))
+        state, one, kernels = _stepped(optimizer, 1, dtype, accelerator)
+        two, three = (_stepped(optimizer, count, dtype, accelerator)[1] for count in (2, 3))
         of_all = max(three - two, 0)
         of_previous = max(two - one - of_all, 0)
         return cls(
@@ -96,7 +100,10 @@ class Update:
 
 
 def _stepped(
-    make: Callable[[list[Any]], torch.optim.Optimizer], count: int, dtype: torch.dtype
+    make: Callable[[list[Any]], torch.optim.Optimizer],
+    count: int,
+    dtype: torch.dtype,
+    accelerator: bool,
 ) -> tuple[int, int, tuple[Kernel, ...]]:
     """Bytes of state, bytes beyond it at the worst moment of the second step, its kernels."""
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -107,6 +114,9 @@ def _stepped(
                 f"optimizer(parameters) returned a {type(optimizer).__name__}; it must return a "
                 "torch.optim.Optimizer"
             )
+        for group in optimizer.param_groups if accelerator else ():
+            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = True
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         with Meter(fakes=True) as meter:
