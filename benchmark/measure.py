@@ -7,16 +7,15 @@ import multiprocessing
 import sys
 import tempfile
 import time
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from slapo.cost.meter import Meter
 
 T = TypeVar("T")
 
@@ -166,50 +165,23 @@ def peak_of(step: Callable[[], Any], *modules: nn.Module) -> int:
     modules
         Whose parameters and buffers are there all the time.
     """
-    with _Alive(*modules) as alive:
+    with _Alive(*modules, kernels=False) as alive:
         step()
         gc.collect()
-        alive.peak = alive.bytes
+        alive.peak = alive.alive
         step()
     return alive.peak
 
 
-class _Alive(TorchDispatchMode):
-    """Follows the storages of all tensors that operations take and give."""
-
-    def __init__(self, *modules: nn.Module) -> None:
-        super().__init__()
-        self.bytes = self.peak = 0
-        self._sizes: dict[int, int] = {}
-        for module in modules:
-            self._meet([*module.parameters(), *module.buffers()])
+class _Alive(Meter):
+    """Counts what operators take, too: what was made before is met when it is used."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Distributed tensors go on to where they are plain ones."""
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        self._meet(tree_leaves((args, kwargs, result)))
-        return result
-
-    def _meet(self, values: Iterable[Any]) -> None:
-        for value in values:
-            if not isinstance(value, Tensor):
-                continue
-            storage = (
-                value._local_tensor if isinstance(value, DTensor) else value
-            ).untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key not in self._sizes:
-                weakref.finalize(storage, self._let_go, key)
-            self.bytes += size - self._sizes.get(key, 0)  # one may be resized
-            self._sizes[key] = size
-        self.peak = max(self.peak, self.bytes)
-
-    def _let_go(self, key: int) -> None:
-        self.bytes -= self._sizes.pop(key, 0)
+        """Meet the operands, and run the operator."""
+        self.hold(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def profiled_peak_of(step: Callable[[], Any], *modules: nn.Module) -> int:
@@ -220,11 +192,11 @@ def profiled_peak_of(step: Callable[[], Any], *modules: nn.Module) -> int:
     from torch.profiler import ProfilerActivity, profile
 
     # Code that a mode of dispatch has kept from being compiled would stay so.
-    with torch.compiler.set_stance("force_eager"), _Alive(*modules) as alive:
+    with torch.compiler.set_stance("force_eager"), _Alive(*modules, kernels=False) as alive:
         step()
     gc.collect()
     step()
-    now = peak = alive.bytes
+    now = peak = alive.alive
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         step()
     events: Any = found.profiler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -172,6 +173,7 @@ class Meter(TorchDispatchMode):
             self.watched.setdefault(tensor.untyped_storage()._cdata, name)
 
     def _hold(self, tensor: Tensor) -> None:
+        tensor = _local(tensor)
         if tensor.layout is not torch.strided or not self._has_memory(tensor):
             return
         storage = tensor.untyped_storage()
@@ -196,6 +198,8 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and take note of it."""
+        if any(map(_is_distributed, types)):
+            return NotImplemented  # what it does with its local part comes here next
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and _asks_fakes(args[0]):
             return True  # no padding, no packed sequences: what models ask of masks
@@ -207,7 +211,7 @@ class Meter(TorchDispatchMode):
             out = func(*args, **kwargs)
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         for tensor in made:
-            self._hold(_local(tensor))
+            self._hold(tensor)
         if self.watched or self._notes_kernels:
             self._note(func, args, kwargs, out, made)
         return out
@@ -241,6 +245,12 @@ class Meter(TorchDispatchMode):
 def _asks_fakes(tensor: Tensor) -> bool:
     """Whether this is a truth that a tensor without numbers cannot tell."""
     return tensor.dtype == torch.bool and isinstance(tensor, FakeTensor)
+
+
+def _is_distributed(kind: type) -> bool:
+    """Whether this is torch's DTensor, whose import would take a second."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and issubclass(kind, module.DTensor)
 
 
 def _local(tensor: Tensor) -> Tensor:
