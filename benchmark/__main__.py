@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmark import (
@@ -22,6 +23,7 @@ from benchmark import (
     report,
     scheduling,
     step_time,
+    tuning,
     verify,
 )
 from benchmark.measure import Progress, Result
@@ -35,12 +37,14 @@ BENCHMARKS: dict[str, Callable[[bool, Progress], Result]] = {
     "pipeline": pipeline.run,
     "engines": engines.run,
     "check": check.run,
+    "tuning": tuning.run,
 }
 
 #: Draw a picture from the CSV file of a benchmark.
 PLOTS: dict[str, Callable[[Path], Path | None]] = {
     "scheduling": report.plot_scheduling,
     "pipeline": pipeline.plot,
+    "tuning": tuning.plot,
 }
 
 
@@ -71,9 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"[{time.perf_counter() - start:6.1f} s] {text}", flush=True)
 
     names = options.names or list(BENCHMARKS)
+    # It keeps what it has measured, and goes on from there.
+    runs = {**BENCHMARKS, "tuning": partial(tuning.run, folder=options.results)}
     for number, name in enumerate(names, 1):
         label = f"{name} ({number} of {len(names)})"
-        result = BENCHMARKS[name](options.quick, lambda text, label=label: say(f"{label}: {text}"))
+        result = runs[name](options.quick, lambda text, label=label: say(f"{label}: {text}"))
         for path in report.write(name, result, command, options.results):
             say(f"{label}: wrote {path}")
         if not options.quick:  # the figures are for full size
