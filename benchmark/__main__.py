@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmark import (
     check,
+    dry_run,
     engines,
     families,
     import_time,
@@ -37,6 +38,7 @@ BENCHMARKS: dict[str, Callable[[bool, Progress], Result]] = {
     "pipeline": pipeline.run,
     "engines": engines.run,
     "check": check.run,
+    "dry_run": dry_run.run,
     "tuning": tuning.run,
 }
 
@@ -44,6 +46,7 @@ BENCHMARKS: dict[str, Callable[[bool, Progress], Result]] = {
 PLOTS: dict[str, Callable[[Path], Path | None]] = {
     "scheduling": report.plot_scheduling,
     "pipeline": pipeline.plot,
+    "dry_run": dry_run.plot,
     "tuning": tuning.plot,
 }
 

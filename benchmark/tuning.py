@@ -333,7 +333,9 @@ def _draw_points(axes: Any, rows: Sequence[Mapping[str, str]]) -> None:
             markersize=4,
             label=label,
         )
-    ends = [f(float(r[c]) for r in rows for c in ("samples_per_s", "predicted")) for f in (min, max)]
+    ends = [
+        f(float(r[c]) for r in rows for c in ("samples_per_s", "predicted")) for f in (min, max)
+    ]
     axes.plot(ends, ends, color="gray", linewidth=0.8)
     axes.set(xlabel="measured samples/s", ylabel="predicted samples/s")
     axes.set_title("Every point", fontsize="medium")
