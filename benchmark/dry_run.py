@@ -12,7 +12,6 @@ import importlib.util
 import itertools
 import json
 import logging
-import resource
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ import torch.distributed as dist
 
 import slapo
 from benchmark.measure import Progress, Result, Target, kendall_tau, timed
+from benchmark.partition import peak_megabytes
 from slapo.cost import Machine, calibrate, dryrun
 from slapo.cost.models import example_inputs, for_training
 from slapo.model_schedule import apply_schedule
@@ -328,8 +328,7 @@ def predict_layouts(model: str, ranks: int) -> dict[str, Any]:
     widths, depths = ((2,), (2,)) if is_small else ((4, 8), (4, 8, 16))
     choices = itertools.product(widths, depths, (False,) if is_small else (False, True), (0.0, 1.0))
     rows = [_layout_row(config, ranks, *choice) for choice in choices]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kilobytes; on macOS bytes
-    return {"rows": rows, "peak_mb": peak / (2**20 if sys.platform == "darwin" else 2**10)}
+    return {"rows": rows, "peak_mb": peak_megabytes()}
 
 
 def _llama(is_small: bool) -> Any:

@@ -1,7 +1,8 @@
 """The tuner on this machine: all points of a space measured, and what a search finds among them.
 
-Every point of ``tuning_space.py`` is trained once in each of two passes, in processes of its own.
-The searches then look values up in place of running processes, so that each of their trials can be
+Every point of ``tuning_space.py`` is trained in processes of its own, and again if other programs
+took much of the machine meanwhile; the run that they disturbed least counts. The searches then
+look values up in place of running processes, so that each of their trials can be
 set against the best point that there is. Points are kept as they are measured: a run that was cut
 off goes on.
 """
@@ -13,7 +14,6 @@ import importlib.util
 import json
 import logging
 import math
-import os
 import random
 import tempfile
 import time
@@ -25,14 +25,14 @@ from typing import Any
 
 from benchmark import report
 from benchmark.measure import Progress, Result, Target, kendall_tau, on_ranks
-from benchmark.tuning_ranks import throughput_of, train_main
+from benchmark.tuning_ranks import Run, train_main
 from benchmark.tuning_space import WORK, Work, machines, predict_for, ranks_of, space
 from slapo.autotune import point_key, tune
 from slapo.autotune.space import Point, survey
 from slapo.cost import Machine
 
-#: The machine has other work to do: of its passes a point keeps the faster one.
-PASSES = 2
+#: A point is run again, so often at most, until others take less than this share of the cores.
+PASSES, QUIET = 3, 0.05
 SEEDS = range(5)
 #: Share of the space that a search may run, and how far from the best point it may end.
 SHARE, NEAR = 0.1, 0.05
@@ -138,32 +138,31 @@ def predict_all(
 
 
 def measure_all(points: Sequence[Point], job: _Job, progress: Progress) -> dict[str, float]:
-    """Key of a point -> samples per second, of the faster pass; rows are kept one by one."""
+    """Key of a point -> samples per second, of its quietest run; rows are kept one by one."""
     path = job.folder / POINTS
     kept = read_points(path)
-    todo = [point for turn in range(job.passes) for point in _shuffled(points, turn)]
-    have = {key: len(values) for key, values in kept.items()}
-    left = []
-    for point in todo:
-        have[point.key] = have.get(point.key, 0) - 1
-        if have[point.key] < 0:
-            left.append(point)
-    if len(left) < len(todo):
-        done = len(todo) - len(left)
-        progress(f"{done} of {len(todo)} runs are kept in {path}; delete it to measure them again")
-    start = time.perf_counter()
-    for number, point in enumerate(left, 1):
-        ranks = ranks_of(point.values)
-        seconds = on_ranks(ranks, train_main, (ranks, point.values, job.work), progress)
-        speed = throughput_of(seconds, job.work)
-        _append(path, point, seconds, speed)
-        kept.setdefault(point.key, []).append(speed)
-        remaining = (time.perf_counter() - start) / number * (len(left) - number)
-        progress(
-            f"run {number} of {len(left)}: {speed:.1f} samples/s, {_words(point)}; "
-            f"{remaining / 60:.1f} minutes remain"
-        )
-    return {point.key: max(kept[point.key]) for point in points}
+    if kept:
+        count = sum(map(len, kept.values()))
+        progress(f"{count} runs are kept in {path}; delete it to measure them again")
+    for turn in range(job.passes):
+        left = [p for p in _shuffled(points, turn) if _is_missing(kept.get(p.key, []), turn)]
+        start = time.perf_counter()
+        for number, point in enumerate(left, 1):
+            ranks = ranks_of(point.values)
+            run = on_ranks(ranks, train_main, (ranks, point.values, job.work), progress)
+            speed = run.throughput(job.work)
+            _append(path, point, run, speed)
+            kept.setdefault(point.key, []).append((run.others, speed))
+            remaining = (time.perf_counter() - start) / number * (len(left) - number)
+            progress(
+                f"pass {turn + 1}, {number} of {len(left)}: {speed:.1f} samples/s, others "
+                f"{run.others:.0%}, {_words(point)}; {remaining / 60:.1f} minutes of it remain"
+            )
+    return {point.key: min(kept[point.key])[1] for point in points}
+
+
+def _is_missing(runs: Sequence[tuple[float, float]], turn: int) -> bool:
+    return len(runs) <= turn and all(others > QUIET for others, _ in runs)
 
 
 def _shuffled(points: Sequence[Point], seed: int) -> list[Point]:
@@ -177,14 +176,14 @@ def _words(point: Point) -> str:
     return ", ".join(f"{name} {value}" for name, value in point.choices.items())
 
 
-def _append(path: Path, point: Point, seconds: Sequence[float], speed: float) -> None:
+def _append(path: Path, point: Point, run: Run, speed: float) -> None:
     row = {
         "point": point.key,
         "samples_per_s": round(speed, 4),
-        "step_ms": round(1e3 * median(seconds), 3),
-        "least_ms": round(1e3 * min(seconds), 3),
-        "most_ms": round(1e3 * max(seconds), 3),
-        "load": round(os.getloadavg()[0], 2),
+        "step_ms": round(1e3 * median(run.seconds), 3),
+        "least_ms": round(1e3 * min(run.seconds), 3),
+        "most_ms": round(1e3 * max(run.seconds), 3),
+        "others": round(run.others, 4),
     }
     is_new = not path.exists()
     with path.open("a", newline="") as file:
@@ -194,14 +193,15 @@ def _append(path: Path, point: Point, seconds: Sequence[float], speed: float) ->
         writer.writerow(row)
 
 
-def read_points(path: Path) -> dict[str, list[float]]:
-    """Key of a point -> samples per second of the passes so far."""
-    found: dict[str, list[float]] = {}
+def read_points(path: Path) -> dict[str, list[tuple[float, float]]]:
+    """Key of a point -> what others took, and samples per second, of each run so far."""
+    found: dict[str, list[tuple[float, float]]] = {}
     if path.exists():
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
                 key = point_key(json.loads(row["point"]))
-                found.setdefault(key, []).append(float(row["samples_per_s"]))
+                figures = float(row["others"]), float(row["samples_per_s"])
+                found.setdefault(key, []).append(figures)
     return found
 
 
@@ -292,7 +292,7 @@ def plot(directory: Path) -> Path | None:
     mpl.use("Agg")  # no display is needed to write a file
     from matplotlib import pyplot as plt
 
-    rows, searches = (list(csv.DictReader(source.open(newline=""))) for source in sources)
+    rows, searches = map(_read, sources)
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     _draw_searches(left, searches, len(rows))
     _draw_points(right, rows)
@@ -300,6 +300,11 @@ def plot(directory: Path) -> Path | None:
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def _draw_searches(axes: Any, rows: Sequence[Mapping[str, str]], size: int) -> None:

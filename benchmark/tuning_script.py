@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from benchmark.measure import on_ranks
-from benchmark.tuning_ranks import throughput_of, train_main
+from benchmark.tuning_ranks import train_main
 from benchmark.tuning_space import WORK, ranks_of
 from slapo.autotune import report_result, trial_values
 
@@ -16,7 +16,8 @@ def main() -> None:
     plain = {"tp": 1, "pp": 1, "dp": 1, "micro_batches": 1, "checkpoint": 0.0, "attention": "sdpa"}
     point = trial_values(**plain)
     ranks = ranks_of(point)
-    report_result(throughput_of(on_ranks(ranks, train_main, (ranks, point, WORK), print), WORK))
+    run = on_ranks(ranks, train_main, (ranks, point, WORK), print)
+    report_result(run.throughput(WORK), others=round(run.others, 3))
 
 
 if __name__ == "__main__":

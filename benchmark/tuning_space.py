@@ -94,8 +94,9 @@ def space(choose: Callable[[str, list[Any]], Any]) -> dict[str, Any]:
     }
     if layout == "tensor":
         point["sequence_parallel"] = choose("sequence_parallel", [False, True])
-    if layout == "pipeline" and micro_batches > 1:  # the order of one micro-batch is the same
-        point["schedule"] = choose("schedule", ["1f1b", "gpipe"])
+    if layout == "pipeline":  # 1F1B needs as many micro-batches as stages
+        orders = ["1f1b", "gpipe"] if micro_batches > 1 else ["gpipe"]
+        point["schedule"] = choose("schedule", orders)
     return point
 
 

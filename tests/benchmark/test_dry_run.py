@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("optuna")
 from benchmark import dry_run, report, tuning, tuning_space
 from benchmark.measure import Result, kendall_tau
+from benchmark.tuning_ranks import Run
 from slapo.autotune.config import load_config
 from slapo.autotune.space import survey
 from slapo.cost import MACHINES, Layout
@@ -52,8 +53,9 @@ def test_the_space_has_many_points_and_each_can_be_built() -> None:
 def test_some_questions_depend_on_earlier_answers() -> None:
     for point in POINTS:
         assert ("sequence_parallel" in point.values) == (point.values["tp"] == 2)
-        has_order = point.values["pp"] == 2 and point.values["micro_batches"] > 1
-        assert ("schedule" in point.values) == has_order
+        assert ("schedule" in point.values) == (point.values["pp"] == 2)
+        if point.values.get("schedule") == "1f1b":
+            assert point.values["micro_batches"] >= point.values["pp"]
 
 
 def test_the_space_is_a_configuration_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,24 +78,36 @@ def test_numbers_of_a_machine_are_kept_in_a_file(tmp_path: Path) -> None:
 def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Mapping[str, Any]] = []
 
-    def on_ranks(ranks: int, main: Any, arguments: tuple[Any, ...], say: Any) -> list[float]:
+    def on_ranks(ranks: int, main: Any, arguments: tuple[Any, ...], say: Any) -> Run:
         if len(ran) == 3:
             raise KeyboardInterrupt
         ran.append(arguments[1])
-        return [0.5, 0.25, 1.0]
+        return Run((0.5, 0.25, 1.0), others=0.0)
 
     monkeypatch.setattr(tuning, "on_ranks", on_ranks)
     with pytest.raises(KeyboardInterrupt):
         tuning.measure_all(FOUR, _job(tmp_path, 2), lambda text: None)
     before, said = ran, []
     ran = []
-    monkeypatch.setattr(tuning, "on_ranks", lambda *given: ran.append(given[2][1]) or [0.25])
+    monkeypatch.setattr(
+        tuning, "on_ranks", lambda *given: ran.append(given[2][1]) or Run((0.5,), 0.0)
+    )
     found = tuning.measure_all(FOUR, _job(tmp_path, 2), said.append)
-    assert (len(before), len(ran)) == (3, 5)
-    assert "3 of 8 runs are kept in" in said[0]
-    assert set(found.values()) == {tuning_space.WORK.samples / 0.25}
+    assert (len(before), len(ran)) == (3, 1)
+    assert "3 runs are kept in" in said[0]
+    assert set(found.values()) == {tuning_space.WORK.samples / 0.5}
     assert tuning.measure_all(FOUR, _job(tmp_path, 2), said.append) == found
-    assert len(ran) == 5
+    assert len(ran) == 1
+
+
+def test_a_point_that_others_disturbed_is_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = iter([*[Run((1.0,), 0.5)] * 4, *[Run((0.5,), 0.0)] * 4])
+    monkeypatch.setattr(tuning, "on_ranks", lambda *given: next(runs))
+    found = tuning.measure_all(FOUR, _job(tmp_path, 3), lambda text: None)
+    assert set(found.values()) == {tuning_space.WORK.samples / 0.5}, "the quieter run counts"
+    assert next(runs, None) is None
 
 
 def test_a_search_of_what_was_measured(tmp_path: Path) -> None:
