@@ -14,6 +14,7 @@ import importlib.util
 import json
 import logging
 import math
+import os
 import random
 import tempfile
 import time
@@ -25,7 +26,7 @@ from typing import Any
 
 from benchmark import report
 from benchmark.measure import Progress, Result, Target, kendall_tau, on_ranks
-from benchmark.tuning_ranks import Run, train_main
+from benchmark.tuning_ranks import Run, busy_seconds, train_main
 from benchmark.tuning_space import WORK, Work, machines, predict_for, ranks_of, space
 from slapo.autotune import point_key, tune
 from slapo.autotune.space import Point, survey
@@ -33,6 +34,8 @@ from slapo.cost import Machine
 
 #: A point is run again, so often at most, until others take less than this share of the cores.
 PASSES, QUIET = 3, 0.05
+#: Seconds that a run waits for others to be done.
+PATIENCE = 20.0
 SEEDS = range(5)
 #: Share of the space that a search may run, and how far from the best point it may end.
 SHARE, NEAR = 0.1, 0.05
@@ -52,6 +55,7 @@ class _Job:
     seeds: Sequence[int]
     calibration: float
     folder: Path
+    patience: float = PATIENCE
 
 
 def quick_space(choose: Callable[[str, list[Any]], Any]) -> dict[str, Any]:
@@ -82,7 +86,7 @@ def run(quick: bool, progress: Progress, folder: Path = report.RESULTS) -> Resul
         return _run(_Job(space, WORK, PASSES, SEEDS, 20.0, folder), progress, result)
     tiny = Work(hidden=32, layers=2, heads=2, vocabulary=64, length=16, warm_up=1, steps=3)
     with tempfile.TemporaryDirectory() as scratch:
-        job = _Job(quick_space, tiny, 1, SEEDS[:1], 0.5, Path(scratch))
+        job = _Job(quick_space, tiny, 1, SEEDS[:1], 0.5, Path(scratch), patience=0.0)
         return _run(job, progress, result)
 
 
@@ -149,6 +153,7 @@ def measure_all(points: Sequence[Point], job: _Job, progress: Progress) -> dict[
         start = time.perf_counter()
         for number, point in enumerate(left, 1):
             ranks = ranks_of(point.values)
+            _wait_for_others(job.patience)
             run = on_ranks(ranks, train_main, (ranks, point.values, job.work), progress)
             speed = run.throughput(job.work)
             _append(path, point, run, speed)
@@ -159,6 +164,16 @@ def measure_all(points: Sequence[Point], job: _Job, progress: Progress) -> dict[
                 f"{run.others:.0%}, {_words(point)}; {remaining / 60:.1f} minutes of it remain"
             )
     return {point.key: min(kept[point.key])[1] for point in points}
+
+
+def _wait_for_others(patience: float) -> None:
+    """Until they leave the cores alone for a moment, or the patience ends."""
+    moment, end = 0.4, time.perf_counter() + patience
+    while time.perf_counter() < end:
+        before = busy_seconds()
+        time.sleep(moment)
+        if busy_seconds() - before <= 2 * QUIET * moment * (os.cpu_count() or 1):
+            return
 
 
 def _is_missing(runs: Sequence[tuple[float, float]], turn: int) -> bool:
