@@ -3,8 +3,8 @@
 Every point of ``tuning_space.py`` is trained in processes of its own, and again if other programs
 took much of the machine meanwhile; the run that they disturbed least counts. The searches then
 look values up in place of running processes, so that each of their trials can be
-set against the best point that there is. Points are kept as they are measured: a run that was cut
-off goes on.
+set against the best point that there is. Runs are kept as they end, in ``tuning_points.csv``, until all
+is written: a benchmark that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from slapo.cost import Machine
 #: A point is run again, so often at most, until others take less than this share of the cores.
 PASSES, QUIET = 3, 0.05
 #: Seconds that a run waits for others to be done.
-PATIENCE = 20.0
+PATIENCE = 30.0
 SEEDS = range(5)
 #: Share of the space that a search may run, and how far from the best point it may end.
 SHARE, NEAR = 0.1, 0.05
@@ -74,7 +74,7 @@ def run(quick: bool, progress: Progress, folder: Path = report.RESULTS) -> Resul
     progress
         Gets a line for each point.
     folder
-        Where points and the machine's numbers are kept.
+        Where runs and the machine's numbers are kept.
     """
     result = Result()
     missing = [name for name in ("transformers", "optuna") if not importlib.util.find_spec(name)]
@@ -95,8 +95,8 @@ def _run(job: _Job, progress: Progress, result: Result) -> Result:
 
     points = survey(job.space).points
     here = machines(job.folder / "tuning_machines.json", progress, job.calibration)
-    predicted = predict_all(points, job, here, progress)
     measured = measure_all(points, job, progress)
+    predicted = predict_all(points, job, here, progress)
     for point in points:
         found, guess = measured[point.key], predicted[point.key]
         result.rows.append(
@@ -114,8 +114,10 @@ def _run(job: _Job, progress: Progress, result: Result) -> Result:
         for seed in job.seeds
         for row in search(points, job, measured, predicted if with_predictions else None, way, seed)
     ]
-    command = "python -m benchmark tuning"
-    report.write(SEARCHES, Result(searches), command, job.folder)
+    runs = job.folder / POINTS
+    for name, table in {SEARCHES: searches, "tuning_runs": _read(runs)}.items():
+        report.write(name, Result(table), "python -m benchmark tuning", job.folder)
+    runs.unlink()  # it is complete: the next run measures anew
     result.targets += _targets(result.rows, searches, progress)
     return result
 

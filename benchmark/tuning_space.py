@@ -60,7 +60,7 @@ class Work:
     length: int = 128
     samples: int = 8
     warm_up: int = 2
-    steps: int = 11
+    steps: int = 7
 
     def config(self) -> Any:
         """Of a GPT-2, without dropout."""
