@@ -435,7 +435,14 @@ def _draw_times(axes: Any, rows: Sequence[Mapping[str, str]]) -> None:
         alpha=0.15,
         label=f"within {ERROR:.0%}",
     )
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set(xscale="log", yscale="log")
+    ticks = [
+        tick for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if ends[0] < tick < ends[1]
+    ]
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(ticks, labels=[str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set(xlim=ends, ylim=ends)
     axes.set(xlabel="measured ms of processor time", ylabel="predicted ms")
     axes.set_title("A step on this processor", fontsize="medium")
     axes.legend(fontsize="small")

@@ -2,9 +2,9 @@
 
 Every point of ``tuning_space.py`` is trained in processes of its own, and again if other programs
 took much of the machine meanwhile; the run that they disturbed least counts. The searches then
-look values up in place of running processes, so that each of their trials can be
-set against the best point that there is. Runs are kept as they end, in ``tuning_points.csv``, until all
-is written: a benchmark that was cut off goes on.
+look values up in place of running processes, so that each of their trials can be set against the
+best point that there is. Runs are kept as they end, in ``tuning_points.csv``, until all is written:
+a benchmark that was cut off goes on.
 """
 
 from __future__ import annotations
