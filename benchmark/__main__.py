@@ -7,10 +7,12 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmark import (
     check,
+    dry_run,
     engines,
     families,
     import_time,
@@ -24,6 +26,7 @@ from benchmark import (
     scheduling,
     step_time,
     train,
+    tuning,
     verify,
 )
 from benchmark.measure import Progress, Result
@@ -37,6 +40,8 @@ BENCHMARKS: dict[str, Callable[[bool, Progress], Result]] = {
     "pipeline": pipeline.run,
     "engines": engines.run,
     "check": check.run,
+    "dry_run": dry_run.run,
+    "tuning": tuning.run,
 }
 
 #: These have options of their own.
@@ -53,6 +58,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
 PLOTS: dict[str, Callable[[Path], Path | None]] = {
     "scheduling": report.plot_scheduling,
     "pipeline": pipeline.plot,
+    "dry_run": dry_run.plot,
+    "tuning": tuning.plot,
 }
 
 
@@ -74,9 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"[{time.perf_counter() - start:6.1f} s] {text}", flush=True)
 
     names = options.names or list(BENCHMARKS)
+    # It keeps what it has measured, and goes on from there.
+    runs = {**BENCHMARKS, "tuning": partial(tuning.run, folder=options.results)}
     for number, name in enumerate(names, 1):
         label = f"{name} ({number} of {len(names)})"
-        result = BENCHMARKS[name](options.quick, lambda text, label=label: say(f"{label}: {text}"))
+        result = runs[name](options.quick, lambda text, label=label: say(f"{label}: {text}"))
         for path in report.write(name, result, command, options.results):
             say(f"{label}: wrote {path}")
         if not options.quick:  # the figures are for full size

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, TypeVar
 
 import torch
@@ -84,6 +85,19 @@ def timed(run: Callable[[], T], collect: bool = True) -> tuple[Times, T]:
     wall, cpu = time.perf_counter(), time.process_time()
     value = run()
     return Times(time.process_time() - cpu, time.perf_counter() - wall), value
+
+
+def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float:
+    """Agreement of two orders, from -1 to 1: pairs in the same order less others, over all pairs.
+
+    Kendall 1938, "A New Measure of Rank Correlation".
+
+    >>> kendall_tau([1, 2, 3], [10, 30, 20])
+    0.3333333333333333
+    """
+    pairs = list(combinations(zip(one, other, strict=True), 2))
+    products = [(a - c) * (b - d) for (a, b), (c, d) in pairs]
+    return sum((p > 0) - (p < 0) for p in products) / len(pairs)
 
 
 def forkserver(*modules: str) -> multiprocessing.context.ForkServerContext:

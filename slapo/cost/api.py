@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo.cost.layout import Layout, sizes_of
@@ -124,6 +125,11 @@ def dryrun(
     >>> len(found.stages), found.layout.ranks, found.fits
     (2, 8, True)
     """
+    if dist.is_initialized() and (dist.get_world_size() > 1 or sizes_of(mesh)["tp"] > 1):
+        raise SlapoError(
+            "slapo.dryrun plays ranks that do not exist, and this process is in a process group "
+            "already; call it in a process of its own, or before init_process_group"
+        )
     node = machine_of(machine)
     layout = Layout(
         **sizes_of(mesh),

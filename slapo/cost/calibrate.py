@@ -231,20 +231,29 @@ def _memory() -> float:
 
 
 def _links() -> tuple[float, float]:
-    """Seconds of a start, and bytes per second, from all-reduces of two sizes; wall time."""
-    times = []
-    for elements in (1 << 8, 1 << 20):
-        tensor = torch.zeros(elements)
-        dist.all_reduce(tensor)
+    """Seconds of a start, and bytes per second, from all-reduces between products; wall time.
+
+    A rank that works on its own in between waits for others as it does in a step.
+    """
+    square, small, large = torch.randn(256, 256), 1 << 8, 1 << 20
+    waits = {0: 0.0, small: 0.0, large: 0.0}
+    for elements in (small, 0, small, large):  # the first warms up
+        tensor = torch.zeros(max(elements, 1))
         runs = []
-        for _ in range(10):
+        for _ in range(15):
             dist.barrier()
             start = time.perf_counter()
-            dist.all_reduce(tensor)
-            runs.append(time.perf_counter() - start)
-        times.append(statistics.median(runs))
+            for _ in range(3):
+                torch.mm(square, square)
+                if elements:
+                    dist.all_reduce(tensor)
+            runs.append((time.perf_counter() - start) / 3)
+        waits[elements] = statistics.median(runs)
     ranks = dist.get_world_size()
-    moved = 2 * 4 * (1 << 20) * (ranks - 1) / ranks
-    figures = torch.tensor([times[0] / 2, moved / max(times[1] - times[0], 1e-9)])
+    moved = 2 * 4 * large * (ranks - 1) / ranks
+    start_of_one = max(waits[small] - waits[0], 1e-6)
+    # Of noise a link may look endless: no faster than memory is for one that waits.
+    took = max(waits[large] - waits[small], moved / MACHINES["cpu"].bandwidth)
+    figures = torch.tensor([start_of_one / 2, moved / took])
     dist.broadcast(figures, 0)
     return float(figures[0]), float(figures[1])

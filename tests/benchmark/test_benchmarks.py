@@ -29,12 +29,16 @@ COLUMNS = {
     "pipeline": {"schedule", "pp", "micro_batches", "bubble", "bubble_formula", "bubble_of_order"},
     "check": {"model", "layers", "ranks", "cpu_s", "peak_mb"},
     "engines": {"target", "rank", "bare_ms", "engine_ms", "ratio", "wall_ratio", "peak_ratio"},
+    "dry_run": {"kind", "config", "predicted_ms", "measured_ms", "error", "peak_gib", "mfu"},
+    "tuning": {"tp", "pp", "dp", "predicted", "samples_per_s", "error"},
 }
 # They start processes, or record a model of Transformers.
 SLOW = {
     "partition": [pytest.mark.slow],
     "pipeline": [pytest.mark.slow, pytest.mark.distributed],
     "engines": [pytest.mark.slow, pytest.mark.distributed],
+    "dry_run": [pytest.mark.slow],
+    "tuning": [pytest.mark.slow, pytest.mark.distributed],
 }
 
 
@@ -49,10 +53,12 @@ def _read(path: Path) -> list[dict[str, str]]:
 def test_quick_run_writes_a_csv_file(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name in ("partition", "engines", "check"):
+    if name in ("partition", "engines", "check", "dry_run", "tuning"):
         pytest.importorskip("transformers")
     if name == "engines":
         pytest.importorskip("deepspeed")
+    if name == "tuning":
+        pytest.importorskip("optuna")
     if name == "step_time":  # recording a Transformers model takes seconds
         monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     main([name, "--quick", "--results", str(tmp_path)])
