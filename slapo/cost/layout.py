@@ -66,11 +66,11 @@ class Layout:
                 )
         if self.data_parallel not in ("ddp", "fsdp"):
             raise ValueError(f"data_parallel is {self.data_parallel!r}; pass 'ddp' or 'fsdp'")
-        least = self.pp if self.pp > 1 and self.target == "torch" else 1
-        if self.micro_batches < least:
+        if self.target == "torch" and self.schedule == "1f1b" and self.micro_batches < self.pp:
             raise ValueError(
-                f"micro_batches={self.micro_batches} and pp={self.pp}: the target 'torch' needs at "
-                f"least {least} micro-batches for {least} stages; pass micro_batches={least} or more"
+                f"target 'torch' runs 1F1B with at least as many micro-batches as stages, and "
+                f"micro_batches={self.micro_batches} < pp={self.pp}; raise it, or pass "
+                "schedule='gpipe'"
             )
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"zero is {self.zero!r}; pass 0, 1, 2 or 3")
