@@ -27,13 +27,14 @@ from slapo.model_schedule.apply import chosen
 from slapo.model_schedule.cuts import chosen_cuts, even_cuts
 from slapo.model_schedule.registry import AUTO, schedule_of
 from slapo.model_schedule.verbs import cast
+from slapo.schedule import Schedule, create_schedule
 
 InputsFn = Callable[[int], Mapping[str, Any]]
 LossFn = Callable[[Any, Any], Tensor]
 
 
 def dryrun(
-    recipe: str | ScheduleFn,
+    recipe: str | Callable[[Schedule], Any],
     model_config: Source,
     *,
     mesh: Any = None,
@@ -184,7 +185,7 @@ class _Job:
 
     def __init__(
         self,
-        recipe: str | ScheduleFn,
+        recipe: str | Callable[[Schedule], Any],
         source: Source,
         layout: Layout,
         machine: Machine,
@@ -211,6 +212,8 @@ class _Job:
         self._key = (key, dtype)
         self._source = _Ref(source)
         self._together: frozenset[frozenset[str]] = frozenset()
+        #: whether few layers stand in for all
+        self._few = isinstance(recipe, str)
         self.ratio = float(self.options.pop("ckpt_ratio", 0.0) or 0.0)
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"ckpt_ratio is {self.ratio}; pass a share from 0 to 1")
@@ -249,20 +252,24 @@ class _Job:
 
     def runs(self) -> dict[bool, Run]:
         """Of layers as they are, and of such that compute again, as far as there are such."""
+        if not self._few or not self.small.costs:
+            return {False: self._run(self.ratio)}
         again = self.again()
-        if self.ratio and not self.small.costs:
-            return {True: self._run(self.ratio)}
         found = {}
-        if len(again) < len(self.small.costs) or not again:
+        if len(again) < len(self.small.costs):
             found[False] = self._run(0.0)
         if again:
             found[True] = self._run(1.0)
-        return found
+        if all(run.regular for run in found.values()):
+            return found
+        self._few = False  # none stands in for others
+        return self.runs()
 
     def _run(self, ratio: float) -> Run:
         layout = self.layout
         what = (
             self._key,
+            self._few,
             self.recipe,
             json.dumps(self.options, sort_keys=True, default=repr),
             ratio,
@@ -305,8 +312,8 @@ class _Job:
         runs = self.runs()
         if not next(iter(runs.values())).regular or not self.small.costs:
             raise SlapoError(
-                f"pp={pp}, and the layers of {type(self.small.model).__name__} do not run one "
-                "after another in a list; pass pp=1"
+                f"pp={pp}, and {type(self.small.model).__name__} has no list of two layers or more "
+                "that run one after another, each once; pass pp=1"
             )
         if cuts is not None:
             chosen_ends = chosen_cuts(cuts, [stack.count for stack in self.small.stacks])
@@ -369,11 +376,17 @@ def _cached_run(what: Any, job: _Ref, ratio: float) -> Run:
     return made
 
 
-def _apply(key: str, options: Mapping[str, Any], sch: Any) -> None:
+def _apply(key: str, options: Mapping[str, Any], model: nn.Module) -> Schedule:
     is_recipe = key == AUTO or schedule_of(key) is None
     # What is to be proved is the check's affair, and takes longer than all else here.
     more: dict[str, Any] = {"check": False} if is_recipe else {}
-    apply_schedule(sch, key, **more, **options)
+    return apply_schedule(model, key, **more, **options)
+
+
+def _schedule(function: Callable[[Schedule], Any], model: nn.Module) -> Schedule:
+    sch = create_schedule(model)
+    function(sch)
+    return sch
 
 
 def _loss(loss_fn: LossFn, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:

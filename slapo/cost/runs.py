@@ -17,10 +17,10 @@ from slapo.cost.meter import Meter
 from slapo.cost.models import Small, fake_inputs, on_fakes
 from slapo.cost.trace import IrregularError, Pass, Recorder
 from slapo.random import states_kept
-from slapo.schedule import Schedule, create_schedule
+from slapo.schedule import Schedule
 
-#: Schedules a model in place.
-ScheduleFn = Callable[[Schedule], Any]
+#: From a model to its schedule.
+ScheduleFn = Callable[[nn.Module], Schedule]
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,7 @@ def run(
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         model = on_fakes(small.model, mode)
         with mode:
-            sch = create_schedule(model)
-            schedule(sch)
-            model = sch.mod
+            model = schedule(model).mod
             given = fake_inputs(inputs, mode)
             layers = [list(model.get_submodule(s.path).children()) for s in small.stacks]
             try:

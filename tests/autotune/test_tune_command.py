@@ -255,7 +255,11 @@ def test_signals_end_the_search_and_its_trial(tune: Run, number: signal.Signals)
         f"import os, time; open('pid', 'w').write(str(os.getpid()))\n"
         f"os.kill({os.getpid()}, {int(number)}); time.sleep(60)"
     )
-    status, _, err = tune("--config", "space.py", "--trials", "1", *PYTHON, "train.py")
+    before = signal.signal(number, signal.SIG_DFL)  # nohup, around the tests, ignores one
+    try:
+        status, _, err = tune("--config", "space.py", "--trials", "1", *PYTHON, "train.py")
+    finally:
+        signal.signal(number, before)
     assert status == 130
     assert "the same command goes on" in err
     assert not Path(f"/proc/{Path('pid').read_text()}").exists()

@@ -16,7 +16,8 @@ import slapo
 from slapo.cost import MACHINES, Update, dryrun
 from slapo.cost.command import main
 from slapo.cost.models import example_inputs, for_training, shrink, whole_on_meta
-from slapo.model_schedule import apply_schedule
+from slapo.model_schedule import apply_schedule, register_schedule
+from slapo.model_schedule.registry import unregister
 from tests.cost.real import BATCH, LENGTH, config_of
 
 FAMILIES = ("gpt2", "bert", "t5", "llama")
@@ -183,6 +184,38 @@ def test_a_model_of_ones_own() -> None:
     assert found.tokens == 32
     with pytest.raises(TypeError, match=r"says not what it takes; pass inputs=f"):
         dryrun(schedule, Net, machine="cpu")
+
+
+class Twice(Net):
+    """Its layers run twice, so that none can stand in for others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+def test_layers_that_run_twice_are_all_run() -> None:
+    @register_schedule("twice")
+    def twice(model: Any, **options: Any) -> slapo.Schedule:
+        sch = slapo.create_schedule(model)
+        if options.get("ckpt_ratio"):
+            for block in sch.select("blocks.*"):
+                block.checkpoint()
+        return sch
+
+    try:
+        given: dict[str, Any] = {
+            "machine": "cpu",
+            "batch": 64,
+            "inputs": lambda samples: {"x": torch.ones(samples, 16, requires_grad=True)},
+        }
+        found = dryrun("twice", Twice, **given)
+        assert found.stages[0].parameters == 4 * found.parameters == 4 * 6 * (16 * 16 + 16)
+        again = dryrun("twice", Twice, ckpt_ratio=1.0, **given)
+        assert again.stages[0].activations < found.stages[0].activations
+        with pytest.raises(slapo.SlapoError, match="run one after another, each once"):
+            dryrun("twice", Twice, mesh={"pp": 2}, **{**given, "micro_batches": 2})
+    finally:
+        unregister("twice")
 
 
 @pytest.mark.parametrize(
