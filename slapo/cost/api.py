@@ -223,16 +223,16 @@ class _Job:
     def small(self) -> Small:
         """The model; stages have a parameter of their own where others of the model are tied."""
         key, dtype = self._key
-        few = isinstance(self.recipe, str)
-        whole = _small(key, self._source, dtype, few)
-        return (
-            _untied(key, dtype, few, self._together, _Ref(whole)) if self.layout.pp > 1 else whole
-        )
+        whole = _small(key, self._source, dtype, self._few)
+        if self.layout.pp == 1:
+            return whole
+        return _untied(key, dtype, self._few, self._together, _Ref(whole))
 
     def stages(self, cuts: Sequence[int] | None) -> list[StageParts]:
         """The whole model, divided."""
+        runs = self.runs()  # after which the small model is what it stays
         ends = self.ends(cuts)
-        parts = divide(self.small, self.runs(), self.again(), ends)
+        parts = divide(self.small, runs, self.again(), ends)
         if self.layout.pp > 1 and any(stage.together for stage in parts):
             self._together = frozenset(names for stage in parts for names in stage.together)
             parts = divide(self.small, self.runs(), self.again(), ends)
@@ -288,9 +288,11 @@ class _Job:
     def make_run(self, ratio: float) -> Run:
         """Run the model; slow."""
         options = {**self.options, "ckpt_ratio": ratio} if ratio else self.options
-        schedule: ScheduleFn = (
-            partial(_apply, self.recipe, options) if isinstance(self.recipe, str) else self.recipe
-        )
+        schedule: ScheduleFn
+        if isinstance(self.recipe, str):
+            schedule = partial(_apply, self.recipe, options)
+        else:
+            schedule = partial(_schedule, self.recipe)
         loss_of = loss_of_output if self._loss_fn is None else partial(_loss, self._loss_fn)
         layout = self.layout
         return run(
