@@ -4,7 +4,7 @@
     torchrun --nnodes 2 --nproc-per-node 8 ... -m benchmark train --gpus 16 --tp 8 ...
 
 It starts its ranks itself, or is one of those that torchrun has started. What a side cannot do, and
-what takes more memory than there is, are results like others. The last line is JSON.
+what takes more memory than there is, are results like others, with status 1. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -57,9 +57,12 @@ def main(arguments: Sequence[str]) -> None:
             placed = {**dict(zip(("panel", "group", "side"), given.place, strict=True)), **row}
             path = report.extend(given.experiment or "train", placed, command, given.results)
             print(f"wrote {path}")
-        print(json.dumps(row), flush=True)
-        if "RANK" in os.environ and row["outcome"] != OK:
-            os._exit(1)  # torchrun ends the other ranks, which may wait for this one
+        # A figure that there is not is none: a tuner would read an empty one.
+        print(json.dumps({name: value for name, value in row.items() if value != ""}), flush=True)
+        if row["outcome"] != OK:
+            if "RANK" in os.environ:
+                os._exit(1)  # torchrun ends the other ranks, which may wait for this one
+            sys.exit(1)
     finally:
         if dist.is_initialized() and "RANK" in os.environ:
             dist.destroy_process_group()
@@ -137,4 +140,6 @@ def show(row: dict[str, Any]) -> None:
         )
     elif row["outcome"] == "out_of_memory":
         print("out of memory")
+    elif row["outcome"] == "refused":
+        print(f"slapo.autotune.Refused: {row['reason']}")  # as a tuner reads it
     sys.stdout.flush()

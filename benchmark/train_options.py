@@ -37,6 +37,10 @@ class Refused(ValueError):
     """A combination that one side cannot run, by a reason that is no fault of the benchmark."""
 
 
+#: Options without a number unless one is given.
+_MAYBE = ("micro_batches", "zero")
+
+
 @dataclass(frozen=True)
 class TrainOptions:
     """One point: a model, a way to train it, and the sizes.
@@ -184,6 +188,12 @@ class TrainOptions:
             if name not in known:
                 rest = f"options are {', '.join(known)}"
                 raise ValueError(f"{TRIAL}: no option {name!r}; {with_nearest(name, known, rest)}")
+            kind = type(getattr(self, name) or 0) if name in _MAYBE else type(getattr(self, name))
+            if type(values[name]) is not kind and (kind, type(values[name])) != (float, int):
+                raise ValueError(
+                    f"{TRIAL}: {name} is {values[name]!r}, a {type(values[name]).__name__}; pass "
+                    f"a value of type {kind.__name__}"
+                )
         return replace(self, **values)
 
     def command(self) -> list[str]:

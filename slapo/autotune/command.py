@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -44,6 +45,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "slapo tune") -> in
     except (TuneError, MissingPackageError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who reads the output has left; what was measured is in the database
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, to the end of the process
+        return 0
     except KeyboardInterrupt:
         print(f"{prog}: interrupted; the same command goes on from here", file=sys.stderr)
         return 130

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import warnings
@@ -82,6 +83,7 @@ class Search:
         self._random = random.Random(options.seed)
         self._fresh: list[Trial] = []
         self._read()
+        self._refuse_other_points(db)
         self._study.sampler = _sampler(options.seed + len(self._study.get_trials(deepcopy=False)))
         self._again = {t.key for t in self._ended.values() if options.retry and _may_retry(t)}
         self._first += [self._plan_again(t) for t in self._ended.values() if t.key in self._again]
@@ -103,6 +105,18 @@ class Search:
         for key, trial in cut.items():
             if key not in self._ended:
                 self._first.append(_Plan(trial.parameters, "cut_off"))
+
+    def _refuse_other_points(self, db: Path | None) -> None:
+        """The same answers must still make the same point, or two spaces would be one search."""
+        now = {_as_text(point.parameters): point for point in self._survey.points}
+        for trial in self._ended.values():
+            point = now.get(_as_text(trial.parameters)) if trial.parameters else None
+            if point is not None and point.key != trial.key:
+                raise TuneError(
+                    f"{db} is of another space: its trial {trial.number} ran {dict(trial.values)}, "
+                    f"of which the space now makes {dict(point.values)}; pass another --db, or the "
+                    "space that it was made with"
+                )
 
     def _plan_again(self, trial: Trial) -> _Plan:
         # One that was taken over from elsewhere has no parameters of its own.
@@ -348,3 +362,7 @@ def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     names = {**one, **other}
     missing = object()
     return [name for name in names if one.get(name, missing) != other.get(name, missing)]
+
+
+def _as_text(parameters: dict[str, Any]) -> str:
+    return json.dumps(parameters, sort_keys=True)

@@ -93,9 +93,11 @@ def _number(found: Any, name: str, values: Mapping[str, Any]) -> float:
         )
     with contextlib.suppress(TypeError, ValueError):
         number = float(value)
-        if not math.isnan(number):
+        if math.isfinite(number) and number >= 0 and not isinstance(value, (str, bool)):
             return number
-    raise TuneError(f"predict({dict(values)}) gave {name}={value!r}, which is no number")
+    raise TuneError(
+        f"predict({dict(values)}) gave {name}={value!r}; give a finite number from 0 on"
+    )
 
 
 class Predictor:
@@ -139,7 +141,7 @@ class Predictor:
             found = self._predict(dict(values))
         except Refused as reason:
             return Prediction(fits=False, refused=str(reason) or "refused")
-        except SlapoError as error:
+        except (SlapoError, ValueError) as error:  # what recipes and the dry run refuse with
             return Prediction(fits=False, refused=f"{type(error).__name__}: {error}")
         except TuneError:
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -14,7 +15,15 @@ from torch import Tensor, nn
 from slapo.cost.layout import Layout, sizes_of
 from slapo.cost.machine import Machine, machine_of
 from slapo.cost.memory import memory_of
-from slapo.cost.models import Small, Source, example_inputs, shrink, untie, whole_on_meta
+from slapo.cost.models import (
+    Small,
+    Source,
+    check_length,
+    example_inputs,
+    shrink,
+    untie,
+    whole_on_meta,
+)
 from slapo.cost.result import DryRun
 from slapo.cost.runs import Run, ScheduleFn, loss_of_output, run
 from slapo.cost.stages import StageParts, divide
@@ -159,7 +168,7 @@ def dryrun(
         for number, each in enumerate(parts)
     )
     micro = job.inputs(layout.micro)
-    tokens = micro["input_ids"].numel() if "input_ids" in micro else layout.micro
+    tokens = micro["input_ids"].numel() if "input_ids" in micro else 0
     return DryRun(
         model=type(small.model).__name__,
         parameters=small.parameters,
@@ -168,15 +177,8 @@ def dryrun(
         layout=layout,
         stages=memory,
         time=time_of(parts, layout, node, update),
-        flops=_flops(parts) * layout.micro_batches * layout.dp * layout.tp,
+        flops=job.flops() * layout.micro_batches * layout.dp,
         tokens=tokens * layout.micro_batches * layout.dp,
-    )
-
-
-def _flops(parts: list[StageParts]) -> float:
-    """Of a micro-batch's products on one rank of each stage, backward as twice the forward."""
-    return 3.0 * sum(
-        kernel.flops for each in parts for step in each.steps for kernel in step.forward.kernels
     )
 
 
@@ -208,25 +210,39 @@ class _Job:
             )
         if isinstance(recipe, str) and recipe != AUTO:
             schedule_of(recipe)  # refuses an unknown one before a model is made
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype is {dtype!r}; pass a torch.dtype, such as torch.bfloat16")
         key = _key_of(source)
         self._key = (key, dtype)
-        self._source = _Ref(source)
+        self._source = source
+        self._made: tuple[Any, Small] | None = None
+        self._own_runs: dict[Any, Run] = {}
         self._together: frozenset[frozenset[str]] = frozenset()
+        #: whether it is a function of the user's, under a key or not
+        self._is_own = not isinstance(recipe, str) or (
+            recipe != AUTO and schedule_of(recipe) is not None
+        )
         #: whether few layers stand in for all
         self._few = isinstance(recipe, str)
         self.ratio = float(self.options.pop("ckpt_ratio", 0.0) or 0.0)
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"ckpt_ratio is {self.ratio}; pass a share from 0 to 1")
         self.method = self.options.pop("checkpoint_method", "uniform")
+        if self.method not in ("uniform", "head"):
+            raise ValueError(
+                f"checkpoint_method is {self.method!r}; pass one of ['uniform', 'head']"
+            )
 
     @property
     def small(self) -> Small:
         """The model; stages have a parameter of their own where others of the model are tied."""
         key, dtype = self._key
-        whole = _small(key, self._source, dtype, self._few)
-        if self.layout.pp == 1:
-            return whole
-        return _untied(key, dtype, self._few, self._together, _Ref(whole))
+        wanted = self._few, self._together
+        if self._made is None or self._made[0] != wanted:
+            whole = _small_of(key, self._source, dtype, self._few)
+            small = whole if self.layout.pp == 1 else untie(whole, self._together)
+            self._made = wanted, small
+        return self._made[1]
 
     def stages(self, cuts: Sequence[int] | None) -> list[StageParts]:
         """The whole model, divided."""
@@ -240,15 +256,40 @@ class _Job:
 
     def inputs(self, samples: int) -> Mapping[str, Any]:
         """Of so many samples."""
-        if self._given_inputs is not None:
-            return self._given_inputs(samples)
-        return example_inputs(self.small.model, samples, self.layout.length)
+        if self._given_inputs is None:
+            check_length(self.small.model, self.layout.length)
+            return example_inputs(self.small.model, samples, self.layout.length)
+        given = self._given_inputs(samples)
+        sizes = {name: t.shape[0] for name, t in given.items() if isinstance(t, Tensor) and t.dim()}
+        if any(size != samples for size in sizes.values()):
+            raise ValueError(
+                f"inputs({samples}) returned tensors of {sizes} samples; make as many as it is "
+                "asked for, along the first dimension"
+            )
+        return given
 
     def again(self) -> set[str]:
         """Paths of the layers that compute activations again."""
         if not isinstance(self.recipe, str) or not self.ratio or not self.small.costs:
             return set()
         return set(chosen(list(self.small.costs), self.ratio, self.method))
+
+    def flops(self) -> float:
+        """Of a micro-batch's products in a model that no rank shares, backward as twice forward."""
+        layout = replace(self.layout, pp=1, dp=1, tp=1, micro_batches=1, batch=self.layout.micro)
+        options = {n: v for n, v in self.options.items() if n != "sequence_parallel"}
+        alone = _Job(
+            self.recipe,
+            self._source,
+            layout,
+            self.machine,
+            self._key[1],
+            self._given_inputs,
+            self._loss_fn,
+            options,
+        )
+        steps = alone.stages(None)[0].steps
+        return 3.0 * sum(kernel.flops for step in steps for kernel in step.forward.kernels)
 
     def runs(self) -> dict[bool, Run]:
         """Of layers as they are, and of such that compute again, as far as there are such."""
@@ -280,10 +321,14 @@ class _Job:
             self._together,
             self.machine.rounding,
             self.machine.is_asynchronous,
-            self._given_inputs,
-            self._loss_fn,
         )
-        return _cached_run(what, _Ref(self), ratio)
+        functions = (self._given_inputs, self._loss_fn, self._key[0] is None, self._is_own)
+        if not any(functions):
+            return _cached_run(what, _Ref(self), ratio)
+        # What functions do may change from call to call.
+        if what not in self._own_runs:
+            self._own_runs[what] = self.make_run(ratio)
+        return self._own_runs[what]
 
     def make_run(self, ratio: float) -> Run:
         """Run the model; slow."""
@@ -350,11 +395,22 @@ class _Ref:
         return 0
 
 
-def _key_of(source: Source) -> Any:
-    to_json = getattr(source, "to_json_string", None)
-    if to_json is None:
-        return source  # a function
-    return type(source).__name__, to_json(use_diff=False)
+def _key_of(config: Any) -> Any:
+    """All that a config holds, also what its JSON leaves out; None for a function.
+
+    What a function makes may change from call to call, and nothing of it is kept.
+    """
+    if not hasattr(config, "model_type"):
+        return None
+    entries = sorted(vars(config).items(), key=lambda entry: entry[0])
+    values = [(n, _key_of(v) if hasattr(v, "model_type") else repr(v)) for n, v in entries]
+    return type(config).__name__, tuple(values)
+
+
+def _small_of(key: Any, source: Source, dtype: torch.dtype | None, few: bool) -> Small:
+    if key is None:
+        return _small.__wrapped__(key, _Ref(source), dtype, few)
+    return _small(key, _Ref(source), dtype, few)
 
 
 @lru_cache(maxsize=8)
@@ -363,13 +419,6 @@ def _small(key: Any, source: _Ref, dtype: torch.dtype | None, few: bool) -> Smal
     if dtype is not None:
         cast(model, dtype)
     return shrink(model, few)
-
-
-@lru_cache(maxsize=8)
-def _untied(
-    key: Any, dtype: torch.dtype | None, few: bool, together: frozenset[frozenset[str]], whole: _Ref
-) -> Small:
-    return untie(whole.value, together)
 
 
 @lru_cache(maxsize=64)

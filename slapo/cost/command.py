@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         found = _run(given)
-    except (SlapoError, MissingPackageError, ValueError, TypeError, KeyError, OSError) as error:
+    except (SlapoError, ValueError, TypeError, KeyError, OSError, RuntimeError) as error:
         message = error.args[0] if isinstance(error, KeyError) and error.args else error
         print(f"slapo dryrun: {message}", file=sys.stderr)
         return _USAGE
@@ -46,7 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(given: argparse.Namespace) -> DryRun:
     machine = _machine(given.machine)
-    sizes = {"pp": given.pp, "dp": given.dp or 1, "tp": given.tp}
+    sizes = {"pp": given.pp, "dp": 1 if given.dp is None else given.dp, "tp": given.tp}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"--{name} is {size}; give a whole number from 1 on")
     if given.nodes is not None:
         if given.dp is not None:
             raise ValueError("--dp follows from --nodes; give one of them")
@@ -112,6 +115,8 @@ def _options(given: argparse.Namespace) -> dict[str, Any]:
         options["sequence_parallel"] = True
     for text in given.option:
         name, equals, value = text.partition("=")
+        if name in options:
+            raise ValueError(f"--option {text} has an option of its own; leave --option out")
         if not equals:
             raise ValueError(f"--option {text} is no NAME=VALUE, such as fused_loss=True")
         try:

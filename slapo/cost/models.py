@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -139,7 +140,7 @@ def for_training(config: Any) -> nn.Module:
     for name in getattr(config, "architectures", None) or []:
         kind = getattr(transformers, name, None)
         if kind is not None and ("For" in name or name.endswith("LMHeadModel")):
-            named: nn.Module = kind(config)
+            named: nn.Module = kind._from_config(config)
             return named
     kinds: list[Any] = [
         transformers.AutoModelForMaskedLM,
@@ -187,6 +188,12 @@ def example_inputs(model: Any, batch: int, length: int) -> dict[str, Tensor]:
         height, width = (size, size) if isinstance(size, int) else size
         images = torch.zeros(batch, getattr(config, "num_channels", 3), height, width)
         return {name: images, "labels": torch.zeros(batch, dtype=torch.long)}
+    takes = inspect.signature(model.forward).parameters
+    if name == "input_ids" and {"pixel_values", "input_features", "input_values"} & set(takes):
+        raise TypeError(
+            f"{type(model).__name__} takes images or sound beside tokens; pass inputs=f, where "
+            "f(batch) returns a dict of all that it is trained with, labels included"
+        )
     if name != "input_ids":
         raise TypeError(
             f"{type(model).__name__} says not what it takes; pass inputs=f, where f(batch) returns "
@@ -194,6 +201,28 @@ def example_inputs(model: Any, batch: int, length: int) -> dict[str, Tensor]:
         )
     tokens = torch.zeros(batch, length, dtype=torch.long)
     return {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": tokens + 1}
+
+
+def check_length(model: nn.Module, length: int) -> None:
+    """Refuse samples for which a model has no positions: without numbers nothing would fail.
+
+    Raises
+    ------
+    ValueError
+        If its table of positions is shorter.
+    """
+    config: Any = getattr(model, "config", None)
+    positions = getattr(config, "max_position_embeddings", None)
+    if not isinstance(positions, int) or length <= positions:
+        return
+    words = getattr(model, "get_input_embeddings", lambda: None)()
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding) and m is not words)
+    sizes = [table.num_embeddings for table in tables]
+    if any(positions <= size <= positions + 2 for size in sizes):  # OPT's has two more
+        raise ValueError(
+            f"seq_len={length}, and {type(model).__name__} has {positions} positions; pass "
+            f"seq_len={positions} or less, or a config with more max_position_embeddings"
+        )
 
 
 # --- few layers in place of many ------------------------------------------------------------------

@@ -22,6 +22,8 @@ def table(data: Mapping[str, Any]) -> str:
         Of :meth:`DryRun.data`.
     """
     layout = data["layout"]
+    # Samples of other things than tokens have no length.
+    shown = [name for name in _SHOWN if name != "length" or data["tokens_per_second"]]
     parts = [name for name in data["stages"][0] if name != "peak"]
     head = ["stage", *parts, "peak"]
     lines = [[str(n), *(_size(s[name]) for name in head[1:])] for n, s in enumerate(data["stages"])]
@@ -30,7 +32,7 @@ def table(data: Mapping[str, Any]) -> str:
             f"{data['model']}, {_count(data['parameters'])} parameters, {data['dtype']}, on "
             f"{data['ranks']} x {data['machine']} "
             f"({'measured' if data['is_measured'] else 'data sheet'})",
-            "  " + ", ".join(f"{name} {layout[name]}" for name in _SHOWN) + _engine(layout),
+            "  " + ", ".join(f"{name} {layout[name]}" for name in shown) + _engine(layout),
             "",
             "memory of a rank",
             *_aligned([head, *lines]),
@@ -38,10 +40,13 @@ def table(data: Mapping[str, Any]) -> str:
             "",
             "time of a step",
             *_aligned(_times(data["seconds"])),
-            f"{data['tokens_per_second']:,.0f} tokens/s, "
-            f"{data['samples_per_second']:,.4g} samples/s, MFU {data['mfu']:.1%}",
+            _tokens(data) + f"{data['samples_per_second']:,.4g} samples/s, MFU {data['mfu']:.1%}",
         ]
     )
+
+
+def _tokens(data: Mapping[str, Any]) -> str:
+    return f"{data['tokens_per_second']:,.0f} tokens/s, " if data["tokens_per_second"] else ""
 
 
 def _engine(layout: Mapping[str, Any]) -> str:

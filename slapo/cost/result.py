@@ -33,10 +33,10 @@ class DryRun:
     time
         Of a step.
     flops
-        Floating-point operations of a step's products over all ranks, without those that are
-        computed again.
+        Floating-point operations of a step's products over all replicas, without those that are
+        computed again, and once where ranks that share a layer repeat them.
     tokens
-        Of a step over all replicas; samples where the model takes no tokens.
+        Of a step over all replicas; 0 where the model takes no ``input_ids``.
 
     Examples
     --------
@@ -85,7 +85,7 @@ class DryRun:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all replicas."""
+        """Of all replicas; 0 where the model takes no ``input_ids``."""
         return self.tokens / self.time.total
 
     @property

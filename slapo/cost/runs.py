@@ -16,6 +16,7 @@ from slapo.check.world import fake_world
 from slapo.cost.meter import Meter
 from slapo.cost.models import Small, fake_inputs, on_fakes
 from slapo.cost.trace import IrregularError, Pass, Recorder
+from slapo.errors import SlapoError
 from slapo.random import states_kept
 from slapo.schedule import Schedule
 
@@ -108,10 +109,28 @@ def run(
             model = schedule(model).mod
             given = fake_inputs(inputs, mode)
             layers = [list(model.get_submodule(s.path).children()) for s in small.stacks]
+            loss_of = loss_of or loss_of_output
             try:
-                return _run(model, layers, given, loss_of or loss_of_output, rounding, kernels)
+                return _run(model, layers, given, loss_of, rounding, kernels)
             except IrregularError:
-                return _run(model, [], given, loss_of or loss_of_output, rounding, kernels)
+                pass
+            except _UNRUN as error:
+                raise _could_not_run(model, error) from error
+            return _run(model, [], given, loss_of, rounding, kernels)
+
+
+#: What models and torch raise themselves; refusals of ours and of users are of other kinds.
+_UNRUN = (RuntimeError, AttributeError, IndexError, AssertionError)
+
+
+def _could_not_run(model: nn.Module, error: Exception) -> Exception:
+    if isinstance(error, SlapoError):
+        return error
+    return SlapoError(
+        f"{type(model).__name__} could not be run without numbers: {type(error).__name__}: "
+        f"{str(error)[:400]}; if training fails so too, mend it there, else the model asks for "
+        "numbers, and cannot be dry-run"
+    )
 
 
 def _run(

@@ -8,6 +8,7 @@ from slapo.cost.layout import Layout
 from slapo.cost.machine import Machine
 from slapo.cost.memory import order
 from slapo.cost.stages import StageParts
+from slapo.cost.state import SINGLE
 from slapo.cost.update import Update
 
 #: The share of the last backward behind which reductions of gradients hide.
@@ -150,14 +151,26 @@ def _stepped(parts: StageParts, layout: Layout) -> list[int]:
 
 
 def _reduction(parts: StageParts, layout: Layout, machine: Machine, hidden: float) -> float:
-    """Seconds of the data-parallel ranks' collectives beyond what compute hides."""
+    """Seconds of the data-parallel ranks' collectives beyond what compute hides.
+
+    Engines of PyTorch and Megatron add gradients of half precision in float32. ZeRO-2 and 3 share
+    gradients out, and so reduce those of every micro-batch; FSDP2 here reduces their sum.
+    """
     if layout.dp == 1:
         return 0.0
-    gradients = sum(held.size for held in parts.held.values() if held.is_trained)
-    reduce = machine.collective("all_reduce", gradients, layout.dp, layout.tp)
-    gather = machine.collective("all_gather", gradients, layout.dp, layout.tp)
-    if layout.data_parallel == "fsdp" or layout.zero == 3:
-        count = 1 if layout.pp > 1 else layout.micro_batches
-        return max(0.0, 2 * gather * count + reduce / 2 - hidden * count * 2)
-    after = gather if layout.zero else 0.0
-    return max(0.0, (reduce / 2 if layout.zero else reduce) - hidden) + after
+    trained = [held for held in parts.held.values() if held.is_trained]
+    size = sum(held.size for held in trained)
+    sums = size if layout.target == "deepspeed" else sum(SINGLE * held.elements for held in trained)
+    reduce = machine.collective("all_reduce", sums, layout.dp, layout.tp)
+    gather = machine.collective("all_gather", size, layout.dp, layout.tp)
+    count = layout.micro_batches
+    if layout.data_parallel == "fsdp":
+        gathers = 1 if layout.pp > 1 else 2 * count
+        return max(0.0, gathers * gather + reduce / 2 - hidden * 2 * count)
+    if layout.zero == 3:
+        return max(0.0, count * (2 * gather + reduce / 2 - 2 * hidden))
+    if layout.zero == 2:
+        return max(0.0, count * (reduce / 2 - hidden)) + gather
+    if layout.zero == 1:
+        return max(0.0, reduce / 2 - hidden) + gather
+    return max(0.0, reduce - hidden)

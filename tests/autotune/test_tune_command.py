@@ -146,7 +146,7 @@ def test_all_outcomes_are_kept_with_their_logs(tune: Run) -> None:
     Path("space.py").write_text(
         "def space(choose):\n    return {'tp': choose('tp', range(1, 9))}\n"
         "def predict(point):\n"
-        "    return {'memory': 1, 'capacity': 1, 'throughput': -point['tp']}\n"
+        "    return {'memory': 1, 'capacity': 1, 'throughput': 9 - point['tp']}\n"
     )
     Path("train.py").write_text(OUTCOMES)
     options = ["--config", "space.py", "--trials", "8", "--timeout", "0.7"]
@@ -382,3 +382,42 @@ def test_killed_ten_times_and_started_again(tmp_path: Path) -> None:
     twice = [n for n in set(lines(starts)) if lines(starts).count(n) > 1]
     assert set(twice) <= set(cut)
     assert len(lines(starts)) <= 30 + len(cut)
+
+
+def test_the_same_answers_that_make_another_point_are_another_space(tune: Run) -> None:
+    text = 'def space(choose):\n    return {"tp": choose("tp", [1, 2]), "micro": GPUS}\n'
+    Path("space.py").write_text(f"GPUS = 8\n{text}")
+    assert tune("--config", "space.py", "--trials", "1", *PYTHON, "train.py")[0] == 0
+    Path("space.py").write_text(f"GPUS = 16\n{text}")
+    status, _, err = tune("--config", "space.py", "--trials", "2", *PYTHON, "train.py")
+    assert status == 2
+    assert "another space" in err
+    assert "'micro': 8" in err
+    assert "'micro': 16" in err
+
+
+def test_what_a_prediction_refuses_is_left_out(tune: Run) -> None:
+    """Recipes and the dry run refuse layouts by ``ValueError``."""
+    Path("space.py").write_text(
+        SPACE
+        + "def predict(point):\n"
+        + "    if point['tp'] == 4: raise ValueError('7 heads and 4 ranks')\n"
+        + "    return {'memory': 1, 'capacity': 2, 'throughput': point['tp']}\n"
+    )
+    status, _, _ = tune("--config", "space.py", "--trials", "8", *PYTHON, "train.py")
+    assert status == 0
+    assert '"tp": 4' not in Path("runs").read_text()
+    assert '"tp": 2' in Path("runs").read_text()
+
+
+@pytest.mark.parametrize("figures", ["'memory': -5", "'throughput': float('inf')"])
+def test_a_prediction_that_is_no_figure(tune: Run, figures: str) -> None:
+    Path("space.py").write_text(
+        SPACE
+        + "def predict(point):\n"
+        + "    figures = {'memory': 1, 'capacity': 2, 'throughput': 1}\n"
+        + f"    return {{**figures, {figures}}}\n"
+    )
+    status, _, err = tune("--config", "space.py", "--trials", "2", *PYTHON, "train.py")
+    assert status == 2
+    assert "give a finite number from 0 on" in err

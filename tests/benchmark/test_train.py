@@ -190,6 +190,8 @@ def test_a_trial_of_a_tuner(monkeypatch: pytest.MonkeyPatch) -> None:
         ('{"batchsize": 2}', "did you mean 'batch_size'"),
         ("[1]", "pass an object"),
         ("{", "no JSON"),
+        ('{"tp": "x"}', "tp is 'x', a str; pass a value of type int"),
+        ('{"micro_batches": 1.5}', "pass a value of type int"),
     ):
         with pytest.raises(ValueError, match=words):
             options.with_trial({TRIAL: text})

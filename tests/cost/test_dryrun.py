@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import slapo
-from slapo.cost import MACHINES, Update, dryrun
+from slapo.cost import MACHINES, Machine, Update, dryrun
 from slapo.cost.command import main
 from slapo.cost.models import example_inputs, for_training, shrink, whole_on_meta
 from slapo.model_schedule import apply_schedule, register_schedule
@@ -183,7 +183,8 @@ def test_a_model_of_ones_own() -> None:
         inputs=lambda samples: {"x": torch.ones(samples, 16, requires_grad=True)},
     )
     assert found.parameters == 6 * (16 * 32 + 32 + 32 * 16 + 16)
-    assert found.tokens == 32
+    assert found.tokens == 0
+    assert "tokens/s" not in str(found)
     with pytest.raises(TypeError, match=r"says not what it takes; pass inputs=f"):
         dryrun(schedule, Net, machine="cpu")
 
@@ -339,3 +340,66 @@ def test_an_accelerator_fuses_attention_with_dropout() -> None:
     there = ask(machine="v100-32gb").stages[0].activations
     assert here - there > 4 * scores
     assert torch.nn.functional.scaled_dot_product_attention.__module__ != "slapo.cost.runs"
+
+
+# --- what is kept from call to call -------------------------------------------------------------
+def test_a_function_is_asked_at_every_call() -> None:
+    """A sweep over a variable that it reads would else compare one model with itself."""
+    count = 2
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(16, 16) for _ in range(count)))
+
+    ask = partial(
+        dryrun, lambda sch: None, make, machine="cpu", inputs=lambda n: {"input": torch.ones(n, 16)}
+    )
+    small = ask()
+    count = 8
+    assert ask().parameters == 4 * small.parameters
+
+
+def test_attention_of_a_config_tells_runs_apart() -> None:
+    eager, sdpa = config_of("llama"), config_of("llama")
+    eager._attn_implementation, sdpa._attn_implementation = "eager", "sdpa"
+    ask = partial(dryrun, "llama", machine="cpu", batch=4, seq_len=128, attn_op_name=None)
+    first = ask(model_config=sdpa).peak, ask(model_config=eager).peak
+    assert first[0] < first[1]
+    assert (ask(model_config=sdpa).peak, ask(model_config=eager).peak) == first
+
+
+def test_operations_are_those_of_the_model_on_any_ranks() -> None:
+    ask = partial(dryrun, "bert", config_of("bert"), machine="cpu", batch=4, seq_len=32)
+    one = ask()
+    assert ask(mesh={"tp": 2}).flops == one.flops
+    assert ask(mesh={"dp": 2}).flops == 2 * one.flops
+    # Six for each parameter in a matrix and token (Kaplan et al. 2020), and the attention's.
+    assert one.flops == pytest.approx(6 * one.parameters * one.tokens, rel=0.15)
+
+
+def test_gradients_travel_as_engines_add_them() -> None:
+    """In float32 on PyTorch; of every micro-batch with ZeRO-2."""
+    slow = Machine("slow", 1e12, 1e15, 1e13, inside=1e8)
+    ask = partial(dryrun, "llama", config_of("llama"), machine=slow, mesh={"dp": 2}, seq_len=16)
+    single, half = ask(), ask(dtype=torch.bfloat16)
+    assert half.time.data_parallel == pytest.approx(single.time.data_parallel, rel=0.02)
+    zero = partial(ask, target="deepspeed", batch=8)
+    once, often = zero(zero=2, micro_batches=1), zero(zero=2, micro_batches=8)
+    assert often.time.data_parallel > 3 * once.time.data_parallel
+    assert zero(zero=1, micro_batches=8).time.data_parallel == pytest.approx(
+        zero(zero=1, micro_batches=1).time.data_parallel, rel=0.05
+    )
+
+
+def test_samples_longer_than_the_positions_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"seq_len=512, and GPT2LMHeadModel has 256 positions"):
+        dryrun("gpt2", config_of("gpt2"), seq_len=512)
+    dryrun("llama", config_of("llama"), seq_len=512)  # computed ones have no end
+
+
+def test_a_model_that_asks_for_numbers_says_so() -> None:
+    class Asks(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * float(x.sum())
+
+    with pytest.raises(slapo.SlapoError, match="Asks could not be run without numbers"):
+        dryrun(lambda sch: None, Asks, inputs=lambda n: {"x": torch.ones(n, 16)})
