@@ -132,7 +132,7 @@ def test_predictions_may_refuse() -> None:
         ({"memory": 1, "throughput": 1}, "has no 'capacity'"),
         ({"memory": 1, "capacity": 1}, "has no 'throughput'"),
         (7, "returned 7, which has no 'memory'"),
-        ({"memory": "much", "capacity": 1, "throughput": 1}, "memory='much', which is no number"),
+        ({"memory": "much", "capacity": 1, "throughput": 1}, "memory='much'; give a finite number"),
         ({"memory": float("nan"), "capacity": 1, "throughput": 1}, "memory=nan"),
         ({"memory": 2**30, "capacity": 1, "throughput": 1}, "none of 12 .* needs 1.00 of 0.00 GiB"),
     ],
