@@ -11,7 +11,6 @@ import gc
 import importlib.util
 import itertools
 import json
-import logging
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import slapo
-from benchmark.measure import Progress, Result, Target, kendall_tau, timed
+from benchmark.measure import Progress, Result, Target, kendall_tau, quiet, timed
 from benchmark.partition import peak_megabytes
 from slapo.cost import Machine, calibrate, dryrun
 from slapo.cost.models import example_inputs, for_training
@@ -145,7 +144,11 @@ def run(quick: bool, progress: Progress) -> Result:
     if not importlib.util.find_spec("transformers"):
         progress("left out: transformers is not installed")
         return result
-    logging.getLogger("slapo").setLevel(logging.WARNING)
+    with quiet():
+        return _run(quick, progress, result)
+
+
+def _run(quick: bool, progress: Progress, result: Result) -> Result:
     spent, here = timed(lambda: calibrate(progress, 0.5 if quick else 20.0))
     times = list(_step_rows(QUICK_CASES if quick else STEP_CASES, here, progress))
     memory = list(_memory_rows(QUICK_CASES if quick else MEMORY_CASES, progress))

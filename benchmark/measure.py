@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, TypeVar
@@ -98,6 +100,17 @@ def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float:
     pairs = list(combinations(zip(one, other, strict=True), 2))
     products = [(a - c) * (b - d) for (a, b), (c, d) in pairs]
     return sum((p > 0) - (p < 0) for p in products) / len(pairs)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what schedules tell; the process is another's too, which has its log back then."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def forkserver(*modules: str) -> multiprocessing.context.ForkServerContext:

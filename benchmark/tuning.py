@@ -12,7 +12,6 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
-import logging
 import math
 import os
 import random
@@ -25,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from benchmark import report
-from benchmark.measure import Progress, Result, Target, kendall_tau, on_ranks
+from benchmark.measure import Progress, Result, Target, kendall_tau, on_ranks, quiet
 from benchmark.tuning_ranks import Run, busy_seconds, train_main
 from benchmark.tuning_space import WORK, Work, machines, predict_for, ranks_of, space
 from slapo.autotune import point_key, tune
@@ -81,7 +80,6 @@ def run(quick: bool, progress: Progress, folder: Path = report.RESULTS) -> Resul
     if missing:
         progress(f"left out: {' and '.join(missing)} not installed")
         return result
-    logging.getLogger("slapo").setLevel(logging.WARNING)
     if not quick:
         return _run(_Job(space, WORK, PASSES, SEEDS, 20.0, folder), progress, result)
     tiny = Work(hidden=32, layers=2, heads=2, vocabulary=64, length=16, warm_up=1, steps=3)
@@ -91,6 +89,11 @@ def run(quick: bool, progress: Progress, folder: Path = report.RESULTS) -> Resul
 
 
 def _run(job: _Job, progress: Progress, result: Result) -> Result:
+    with quiet():
+        return _searched(job, progress, result)
+
+
+def _searched(job: _Job, progress: Progress, result: Result) -> Result:
     import transformers.models.gpt2.modeling_gpt2  # noqa: F401  # so that processes start with it
 
     points = survey(job.space).points

@@ -3,6 +3,7 @@
 import csv
 import functools
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +62,11 @@ def test_quick_run_writes_a_csv_file(
         pytest.importorskip("optuna")
     if name == "step_time":  # recording a Transformers model takes seconds
         monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    slapo.get_logger()  # sets the level when it is first asked for
+    log = logging.getLogger("slapo")
+    before = log.level, log.disabled, logging.root.manager.disable
     main([name, "--quick", "--results", str(tmp_path)])
+    assert (log.level, log.disabled, logging.root.manager.disable) == before, "others log too"
     rows = _read(tmp_path / f"{name}.csv")
     assert rows
     assert set(rows[0]) >= ABOUT_THE_RUN | COLUMNS[name]
