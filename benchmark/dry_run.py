@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import slapo
-from benchmark.measure import Progress, Result, Target, kendall_tau, quiet, timed
+from benchmark.measure import Progress, Result, Target, allocated, kendall_tau, quiet, timed
 from benchmark.partition import peak_megabytes
 from slapo.cost import Machine, calibrate, dryrun
 from slapo.cost.models import example_inputs, for_training
@@ -295,13 +295,12 @@ def _peak_of_engine(model: torch.nn.Module, sch: Any, inputs: dict[str, torch.Te
     held = {id(t): t for t in (*model.parameters(), *model.buffers(), *inputs.values())}
     static = sum(t.untyped_storage().nbytes() for t in held.values())
     gc.collect()
-    activity = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[activity], profile_memory=True) as profile:
+
+    def steps() -> None:
         for _ in range(2):
             engine.train_batch(iter([(inputs, inputs["labels"])]))
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
-    return static + max(itertools.accumulate(changes, initial=0))
+
+    return static + allocated(steps)
 
 
 # --- large layouts -------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import slapo
+from benchmark.engine_replicas import loss_of
+from benchmark.models import hf_gpt2
 from slapo.pipeline import Stage, generate_pipeline_partition
 
 MICRO_BATCHES, BATCH, LENGTH, VOCABULARY = 4, 8, 32, 256
@@ -20,24 +22,10 @@ Step = Callable[[], Any]
 
 
 def _scheduled(group: Any) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel  # optional package
-
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=64,
-        n_layer=4,
-        n_head=4,
-        n_positions=LENGTH,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-        tie_word_embeddings=False,
-    )
-    sch = slapo.create_schedule(GPT2LMHeadModel(config).train(), group=group)
+    # Copies of a tied table would be one more thing to reduce than the bare side has.
+    model = hf_gpt2(4, 64, VOCABULARY, length=LENGTH, tie_word_embeddings=False)
+    sch = slapo.create_schedule(model.train(), group=group)
     inputs = {"input_ids": torch.ones(2, LENGTH, dtype=torch.long)}
     sch.trace_until("transformer", tracer="huggingface", example_inputs=inputs)
     sch["transformer.h.1"].cut_pipeline_stage()
@@ -51,11 +39,6 @@ def _data() -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         yield {"input_ids": ids}, ids
 
 
-def _loss(output: Any, labels: Tensor) -> Tensor:
-    logits = output.logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
 _optimizer = functools.partial(torch.optim.SGD, lr=1e-3)
 
 
@@ -65,7 +48,7 @@ def engine(target: str, mesh: Any) -> Step:
         _scheduled(mesh["tp"]),
         target=target,
         mesh=mesh,
-        loss_fn=_loss,
+        loss_fn=loss_of,
         optimizer=_optimizer,
         micro_batches=MICRO_BATCHES,
     )

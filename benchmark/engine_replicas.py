@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
+from benchmark.models import hf_gpt2
 
 HIDDEN, LAYERS, HEADS, VOCABULARY = 256, 4, 4, 2048
 BATCH, LENGTH = 4, 64
@@ -35,23 +36,9 @@ Step = Callable[[], Any]
 
 def model() -> nn.Module:
     """The same weights at each call."""
-    from transformers import GPT2Config, GPT2LMHeadModel  # optional package
-
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=HIDDEN,
-        n_layer=LAYERS,
-        n_head=HEADS,
-        n_positions=LENGTH,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    )
-    return GPT2LMHeadModel(config).train()  # type: ignore[no-any-return]
+    made: nn.Module = hf_gpt2(LAYERS, HIDDEN, VOCABULARY, HEADS, LENGTH)
+    return made.train()
 
 
 def data() -> Iterator[tuple[dict[str, Tensor], Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import multiprocessing
 import sys
@@ -216,19 +217,21 @@ def profiled_peak_of(step: Callable[[], Any], *modules: nn.Module) -> int:
 
     It does not see what other threads free.
     """
-    from torch.profiler import ProfilerActivity, profile
-
     # Code that a mode of dispatch has kept from being compiled would stay so.
     with torch.compiler.set_stance("force_eager"), _Alive(*modules, kernels=False) as alive:
         step()
     gc.collect()
     step()
-    now = peak = alive.alive
+    return alive.alive + allocated(step)
+
+
+def allocated(run: Callable[[], Any]) -> int:
+    """Bytes that the CPU's allocator hands out in a run, at their most, less those given back."""
+    from torch.profiler import ProfilerActivity, profile
+
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        step()
-    events: Any = found.profiler
-    for event in sorted(events.kineto_results.events(), key=lambda each: each.start_ns()):
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return int(peak)
+        run()
+    profiler: Any = found.profiler
+    events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [e.nbytes() for e in sorted(events, key=lambda each: each.start_ns())]
+    return int(max(itertools.accumulate(changes, initial=0)))

@@ -81,21 +81,24 @@ def transformer_on_meta(layers: int) -> Transformer:
         return Transformer(layers)
 
 
-def hf_gpt2(layers: int, hidden: int, vocab_size: int) -> Any:
+def hf_gpt2(
+    layers: int, hidden: int, vocab_size: int, heads: int = 4, length: int = 256, **settings: Any
+) -> Any:
     """GPT-2 of the ``transformers`` package with random weights and no dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
         n_layer=layers,
         n_embd=hidden,
-        n_head=4,
+        n_head=heads,
         vocab_size=vocab_size,
-        n_positions=256,
+        n_positions=length,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         bos_token_id=None,
         eos_token_id=None,
         use_cache=False,
+        **settings,
     )
     return GPT2LMHeadModel(config)

@@ -177,7 +177,7 @@ def dryrun(
         layout=layout,
         stages=memory,
         time=time_of(parts, layout, node, update),
-        flops=job.flops() * layout.micro_batches * layout.dp,
+        flops=job.flops(parts) * layout.micro_batches * layout.dp,
         tokens=tokens * layout.micro_batches * layout.dp,
     )
 
@@ -274,21 +274,19 @@ class _Job:
             return set()
         return set(chosen(list(self.small.costs), self.ratio, self.method))
 
-    def flops(self) -> float:
-        """Of a micro-batch's products in a model that no rank shares, backward as twice forward."""
-        layout = replace(self.layout, pp=1, dp=1, tp=1, micro_batches=1, batch=self.layout.micro)
-        options = {n: v for n, v in self.options.items() if n != "sequence_parallel"}
-        alone = _Job(
-            self.recipe,
-            self._source,
-            layout,
-            self.machine,
-            self._key[1],
-            self._given_inputs,
-            self._loss_fn,
-            options,
-        )
-        steps = alone.stages(None)[0].steps
+    def flops(self, parts: Sequence[StageParts]) -> float:
+        """Of a micro-batch's products, each once, backward as twice the forward.
+
+        Ranks that share layers may repeat work: then a model that nobody shares is asked.
+        """
+        if self.layout.tp > 1:
+            layout = replace(self.layout, pp=1, tp=1, micro_batches=1, batch=self.layout.micro)
+            options = {n: v for n, v in self.options.items() if n != "sequence_parallel"}
+            given = self._given_inputs, self._loss_fn
+            dtype = self._key[1]
+            alone = _Job(self.recipe, self._source, layout, self.machine, dtype, *given, options)
+            parts = alone.stages(None)
+        steps = [step for each in parts for step in each.steps]
         return 3.0 * sum(kernel.flops for step in steps for kernel in step.forward.kernels)
 
     def runs(self) -> dict[bool, Run]:

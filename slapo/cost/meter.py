@@ -41,10 +41,12 @@ def _flash_backward(*args: Any, **kwargs: Any) -> int:
     return int(sdpa_backward_flop_count(grad, query, key, value))
 
 
-def _grouped_shape(left: Tensor, right: Tensor, ends: Any) -> tuple[int, ...]:
+def _grouped_shape(
+    left: Tensor, right: Tensor, offs: Any = None, *_: Any, **__: Any
+) -> tuple[int, ...]:
     """Of a product in groups, of rows or of columns, whose ends a tensor names."""
     if left.dim() == 2 and right.dim() == 2:
-        return len(ends), left.shape[0], right.shape[1]
+        return len(offs), left.shape[0], right.shape[1]
     if left.dim() == 3 and right.dim() == 3:
         return left.shape[0], left.shape[1], right.shape[2]
     if left.dim() == 3:
@@ -53,12 +55,10 @@ def _grouped_shape(left: Tensor, right: Tensor, ends: Any) -> tuple[int, ...]:
 
 
 def _grouped(*args: Any, **kwargs: Any) -> int:
-    left, right = args[0], args[1]
-    ends: Any = args[2] if len(args) > 2 else kwargs.get("offs")
-    made = math.prod(_grouped_shape(left, right, ends))
+    left, shape = args[0], _grouped_shape(*args, **kwargs)
     # Groups of columns: each product runs over a share of them.
-    shares = len(ends) if left.dim() == 2 and right.dim() == 2 else 1
-    return int(2 * made * left.shape[-1] // shares)
+    shares = shape[0] if len(shape) == 3 and left.dim() == 2 else 1
+    return int(2 * math.prod(shape) * left.shape[-1] // shares)
 
 
 #: Products that torch's own table of operations lacks.
@@ -205,8 +205,7 @@ class Meter(TorchDispatchMode):
             return True  # no padding, no packed sequences: what models ask of masks
         if func is aten._grouped_mm.default and isinstance(args[0], FakeTensor):
             # Its shapes for fakes are those of CUDA alone, in half precision.
-            ends = args[2] if len(args) > 2 else kwargs.get("offs")
-            out = args[0].new_empty(_grouped_shape(args[0], args[1], ends))
+            out = args[0].new_empty(_grouped_shape(*args, **kwargs))
         else:
             out = func(*args, **kwargs)
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
@@ -280,8 +279,6 @@ def _kernel(
     tensors = [*read, *made]
     if name in ("embedding", "index", "gather", "index_select"):  # rows, not the whole table
         tensors = [*made, *made]
-    elif name == "embedding_dense_backward":
-        tensors = [*read, *made]
     moved = sum(_bytes(t) for t in tensors)
     elements = max((t.numel() for t in tensors), default=0)
     dtype = made[0].dtype if made else torch.float32

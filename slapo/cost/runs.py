@@ -28,7 +28,6 @@ ScheduleFn = Callable[[nn.Module], Schedule]
 class Held:
     """A parameter of this rank."""
 
-    name: str
     elements: int
     itemsize: int
     is_trained: bool
@@ -73,7 +72,6 @@ def run(
     tp: int = 1,
     loss_of: Callable[..., Tensor] | None = None,
     rounding: int = 1,
-    kernels: bool = True,
     traced: bool = False,
     accelerator: bool = False,
 ) -> Run:
@@ -91,7 +89,7 @@ def run(
         Ranks of the group; this is the first, which has the most where shares are uneven.
     loss_of
         ``f(model, inputs)``; by default ``model(**inputs).loss``.
-    rounding, kernels
+    rounding
         As for :class:`Meter`.
     traced
         Whether the model will be traced, as for pipeline stages: models of Transformers then give
@@ -111,21 +109,21 @@ def run(
             layers = [list(model.get_submodule(s.path).children()) for s in small.stacks]
             loss_of = loss_of or loss_of_output
             try:
-                return _run(model, layers, given, loss_of, rounding, kernels)
-            except IrregularError:
-                pass
+                try:
+                    return _run(model, layers, given, loss_of, rounding)
+                except IrregularError:
+                    return _run(model, [], given, loss_of, rounding)
+            except SlapoError:
+                raise
             except _UNRUN as error:
                 raise _could_not_run(model, error) from error
-            return _run(model, [], given, loss_of, rounding, kernels)
 
 
 #: What models and torch raise themselves; refusals of ours and of users are of other kinds.
 _UNRUN = (RuntimeError, AttributeError, IndexError, AssertionError)
 
 
-def _could_not_run(model: nn.Module, error: Exception) -> Exception:
-    if isinstance(error, SlapoError):
-        return error
+def _could_not_run(model: nn.Module, error: Exception) -> SlapoError:
     return SlapoError(
         f"{type(model).__name__} could not be run without numbers: {type(error).__name__}: "
         f"{str(error)[:400]}; if training fails so too, mend it there, else the model asks for "
@@ -139,12 +137,11 @@ def _run(
     inputs: Mapping[str, Any],
     loss_of: Callable[..., Tensor],
     rounding: int,
-    kernels: bool,
 ) -> Run:
     named = dict(model.named_parameters())
     for parameter in named.values():
         parameter.grad = None
-    meter = Meter(model, rounding=rounding, kernels=kernels, fakes=True)
+    meter = Meter(model, rounding=rounding, fakes=True)
     meter.hold(t for t in inputs.values() if isinstance(t, Tensor))
     meter.watch(named.items())
     recorder = Recorder(meter, layers)
@@ -154,9 +151,7 @@ def _run(
                 recorder.run(model, inputs, loss_of)
     finally:
         recorder.remove()
-    held = {
-        name: Held(name, p.numel(), p.element_size(), p.requires_grad) for name, p in named.items()
-    }
+    held = {name: Held(p.numel(), p.element_size(), p.requires_grad) for name, p in named.items()}
     first, again = recorder.passes
     return Run(
         first,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import slapo
+from benchmark.measure import allocated
 from slapo.cost import MACHINES, Machine, Update, dryrun
 from slapo.cost.command import main
 from slapo.cost.models import example_inputs, for_training, shrink, whole_on_meta
@@ -38,20 +39,15 @@ def measured_peak(key: str, count: int, **options: Any) -> int:
     def loss() -> Tensor:
         return model(**inputs).loss  # the output is gone before the backward
 
-    gc.collect()
-    activity = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activity, profile_memory=True) as profiled:
+    def steps() -> None:
         for _ in range(2):
             for _ in range(count):
                 loss().backward()
             optimizer.step()
             optimizer.zero_grad()
-    alive = peak = 0
-    memory = (e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]")
-    for event in sorted(memory, key=lambda event: event.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    return static + peak
+
+    gc.collect()
+    return static + allocated(steps)
 
 
 @pytest.mark.parametrize("count", [1, 2])

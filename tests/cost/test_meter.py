@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmark.measure import allocated
 from slapo.check.world import fake_world
 from slapo.cost import Meter
 
@@ -31,18 +32,8 @@ def test_peak_is_that_of_the_allocator() -> None:
         meter.hold([x])
         static = meter.alive
         step()
-    activity = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activity, profile_memory=True) as profiled:
-        step()
-    alive = peak = 0
-    events = profiled.profiler.kineto_results.events()
-    for event in sorted(
-        (e for e in events if e.name() == "[memory]"), key=lambda event: event.start_ns()
-    ):
-        alive += event.nbytes()
-        peak = max(peak, alive)
     # What an operator needs within itself, a sum's few numbers, goes by the meter unseen.
-    assert meter.peak - static == pytest.approx(peak, rel=0.02)
+    assert meter.peak - static == pytest.approx(allocated(step), rel=0.02)
     assert meter.alive == static
 
 
