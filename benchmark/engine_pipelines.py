@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import slapo
-from benchmark.engine_replicas import loss_of
+from benchmark.engine_replicas import loss_of, repeated
 from benchmark.models import hf_gpt2
 from slapo.pipeline import Stage, generate_pipeline_partition
 
@@ -33,13 +33,14 @@ def _scheduled(group: Any) -> Any:
 
 
 def _data() -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator)
-    while True:
-        yield {"input_ids": ids}, ids
+    return repeated(VOCABULARY, BATCH, LENGTH, 1)
 
 
 _optimizer = functools.partial(torch.optim.SGD, lr=1e-3)
+
+
+def _loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 def engine(target: str, mesh: Any) -> Step:
@@ -93,10 +94,7 @@ def bare_torch(mesh: Any) -> Step:
         group=mesh.get_group("pp"),
     )
 
-    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_fn)
+    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=_loss_of_logits)
     optimizer, data = _optimizer(module.parameters()), _data()
 
     def step() -> None:
@@ -113,6 +111,37 @@ def bare_torch(mesh: Any) -> Step:
     return step
 
 
+class _DeepSpeedFirst(torch.nn.Module):
+    """A mask and the like cross as integers, which DeepSpeed sends as they are."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
+        sent: tuple[Tensor, ...] = self.stage(ids)
+        return tuple(
+            t if t.requires_grad or not t.is_floating_point() else t.view(torch.int32) for t in sent
+        )
+
+
+class _DeepSpeedLast(torch.nn.Module):
+    def __init__(self, first: Stage, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+        ids = torch.ones(BATCH // MICRO_BATCHES, LENGTH, dtype=torch.long)
+        with torch.no_grad():
+            self.floats = [t.is_floating_point() for t in first(ids)]
+
+    def forward(self, received: tuple[Tensor, ...]) -> Tensor:
+        tensors = [
+            t.view(torch.float32) if is_float and not t.is_floating_point() else t
+            for t, is_float in zip(received, self.floats, strict=True)
+        ]
+        output: Tensor = self.stage(*tensors).logits
+        return output
+
+
 def bare_deepspeed(mesh: Any) -> Step:
     """A PipelineModule of the two stages, whose boundary it can carry: one tensor with gradient."""
     from slapo.framework_dialect.deepspeed.package import import_deepspeed, quiet
@@ -120,41 +149,10 @@ def bare_deepspeed(mesh: Any) -> Step:
     deepspeed = import_deepspeed("cpu")
     stages = _stages()
 
-    class First(torch.nn.Module):
-        """A mask and the like cross as integers, which DeepSpeed sends as they are."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.stage = stages[0]
-
-        def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
-            sent: tuple[Tensor, ...] = self.stage(ids)
-            return tuple(
-                t if t.requires_grad or not t.is_floating_point() else t.view(torch.int32)
-                for t in sent
-            )
-
-    class Last(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stage = stages[1]
-            ids = torch.ones(BATCH // MICRO_BATCHES, LENGTH, dtype=torch.long)
-            with torch.no_grad():
-                self.floats = [t.is_floating_point() for t in stages[0](ids)]
-
-        def forward(self, received: tuple[Tensor, ...]) -> Tensor:
-            tensors = [
-                t.view(torch.float32) if is_float and not t.is_floating_point() else t
-                for t, is_float in zip(received, self.floats, strict=True)
-            ]
-            return self.stage(*tensors).logits
-
-    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
+    ends = [_DeepSpeedFirst(stages[0]), _DeepSpeedLast(*stages)]
     with quiet():
         module = deepspeed.pipe.PipelineModule(
-            [First(), Last()], num_stages=2, loss_fn=loss_fn, partition_method="uniform"
+            ends, num_stages=2, loss_fn=_loss_of_logits, partition_method="uniform"
         )
         parameters = [p for p in module.parameters() if p.requires_grad]
         engine, *_ = deepspeed.initialize(

@@ -41,12 +41,18 @@ def model() -> nn.Module:
     return made.train()
 
 
-def data() -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-    """One batch of this rank, again and again."""
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator)
+def repeated(
+    vocabulary: int, batch: int, length: int, seed: int
+) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    """One batch, again and again."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocabulary, (batch, length), generator=generator)
     while True:
         yield {"input_ids": ids}, ids
+
+
+def _data() -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    return repeated(VOCABULARY, BATCH, LENGTH, 1 + dist.get_rank())
 
 
 def loss_of(output: Any, labels: Tensor) -> Tensor:
@@ -70,14 +76,14 @@ def _engine(mesh: Any, **options: Any) -> Step:
     """With all defaults."""
     sch = slapo.create_schedule(model(), group=mesh["tp"])
     engine, _ = slapo.build(sch, mesh=mesh, loss_fn=loss_of, optimizer=_optimizer, **options)
-    batches = data()
+    batches = _data()
     return lambda: engine.train_batch(batches)
 
 
 def bare_ddp(mesh: Any) -> Step:
     """As its tutorial has it; the loss is known to its own rank."""
     module = nn.parallel.DistributedDataParallel(model(), process_group=mesh.get_group("dp"))
-    optimizer, batches = _optimizer(module.parameters()), data()
+    optimizer, batches = _optimizer(module.parameters()), _data()
 
     def step() -> Tensor:
         inputs, labels = next(batches)
@@ -105,7 +111,7 @@ def bare_zero(mesh: Any) -> Step:
         engine, *_ = deepspeed.initialize(
             model=module, optimizer=_optimizer(module.parameters()), config=config
         )
-    batches = data()
+    batches = _data()
 
     def step() -> Tensor:
         inputs, labels = next(batches)

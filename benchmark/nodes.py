@@ -35,6 +35,8 @@ def main(arguments: Sequence[str]) -> None:
     given = parser.parse_args(arguments)
     try:
         chosen = _chosen(given)
+        if not given.list:
+            report.made_folder(given.results)
     except ValueError as error:
         parser.error(str(error))
     if given.list:

@@ -44,6 +44,23 @@ def version(package: str) -> str:
         return ""
 
 
+def made_folder(path: Path) -> Path:
+    """A folder for results, made before time is spent on them.
+
+    Raises
+    ------
+    ValueError
+        If nothing can be written there.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--results {path} cannot be made: {error}; pass another folder") from None
+    if not os.access(path, os.W_OK):
+        raise ValueError(f"--results {path} cannot be written to; pass another folder")
+    return path
+
+
 def write(name: str, result: Result, command: str, directory: Path = RESULTS) -> list[Path]:
     """Write ``<name>.csv`` with the measurements and ``<name>_targets.csv`` with the figures.
 

@@ -45,6 +45,8 @@ def main(arguments: Sequence[str]) -> None:
     """Run what ``python -m benchmark train`` is followed by."""
     try:
         options, given = parse(arguments)
+        if given.results is not None:
+            report.made_folder(given.results)
     except ValueError as error:
         parser().error(str(error))
     try:

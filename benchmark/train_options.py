@@ -272,6 +272,8 @@ def parse(arguments: Sequence[str]) -> tuple[TrainOptions, argparse.Namespace]:
     values["device"] = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options = TrainOptions(**values).with_trial()
     if options.small:
+        if given.device == "cuda":
+            raise ValueError("--small trains on a CPU; leave out --device cuda, or --small")
         options = options.shrunk()
     options.check()
     return options, given

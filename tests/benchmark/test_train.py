@@ -204,6 +204,8 @@ def test_a_trial_of_a_tuner(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--batch-size", "3", "--micro-batches", "2"], "not divisible by micro_batches=2"),
         (["--checkpoint-ratio", "1.5"], "pass a share"),
         (["--steps", "0"], "{'steps': 0} must be whole numbers"),
+        (["--small", "--device", "cuda"], "--small trains on a CPU"),
+        (["--small", "--results", f"{__file__}/results"], "cannot be made"),
     ],
 )
 def test_options_that_do_not_fit(
@@ -253,6 +255,9 @@ def test_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         nodes.main(["single_nodes"])
     assert "did you mean 'single_node'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        nodes.main(["single_node", "--small", "--results", f"{__file__}/results"])
+    assert "cannot be made" in capsys.readouterr().err
 
 
 def test_a_machine_without_so_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

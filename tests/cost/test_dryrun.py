@@ -303,6 +303,8 @@ def test_the_command_prints_a_table(config_file: str, capsys: pytest.CaptureFixt
         ("--machine 1,2,3", "four numbers"),
         ("--machine 0,1,1,1", "memory=0"),
         ("--option fused", "NAME=VALUE"),
+        ("--option ckpt_ratio=1", "leave --option out"),
+        ("--dp 0", "--dp is 0"),
     ],
 )
 def test_wrong_usage(
@@ -390,6 +392,25 @@ def test_samples_longer_than_the_positions_are_refused() -> None:
     with pytest.raises(ValueError, match=r"seq_len=512, and GPT2LMHeadModel has 256 positions"):
         dryrun("gpt2", config_of("gpt2"), seq_len=512)
     dryrun("llama", config_of("llama"), seq_len=512)  # computed ones have no end
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_named_class_has_the_dtype_of_its_config(dtype: torch.dtype) -> None:
+    config = config_of("gpt2")
+    config.architectures, config.dtype = ["GPT2LMHeadModel"], dtype
+    assert dryrun("gpt2", config, seq_len=16).dtype is dtype
+    assert dryrun("gpt2", config, seq_len=16, dtype=torch.float16).dtype is torch.float16
+
+
+def test_a_model_of_images_and_tokens_wants_its_inputs() -> None:
+    class Both(Net):
+        main_input_name = "input_ids"
+
+        def forward(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> Tensor:
+            return super().forward(input_ids.float())
+
+    with pytest.raises(TypeError, match="Both takes images or sound beside tokens; pass inputs=f"):
+        dryrun(lambda sch: None, Both, seq_len=16)
 
 
 def test_a_model_that_asks_for_numbers_says_so() -> None:
