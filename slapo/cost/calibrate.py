@@ -233,22 +233,24 @@ def _memory() -> float:
 def _links() -> tuple[float, float]:
     """Seconds of a start, and bytes per second, from all-reduces between products; wall time.
 
-    A rank that works on its own in between waits for others as it does in a step.
+    A rank that works on its own in between waits for others as it does in a step. Of waits the mean
+    counts: where processes share cores most are short, and some as long as the system's turns.
     """
-    square, small, large = torch.randn(256, 256), 1 << 8, 1 << 20
+    square, small, large = torch.randn(512, 512), 1 << 8, 1 << 20
     waits = {0: 0.0, small: 0.0, large: 0.0}
-    for elements in (small, 0, small, large):  # the first warms up
-        tensor = torch.zeros(max(elements, 1))
-        runs = []
-        for _ in range(15):
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(3):
-                torch.mm(square, square)
-                if elements:
-                    dist.all_reduce(tensor)
-            runs.append((time.perf_counter() - start) / 3)
-        waits[elements] = statistics.median(runs)
+    for warm_up in (True, False):
+        for elements in waits:
+            tensor = torch.zeros(max(elements, 1))
+            runs = []
+            for _ in range(2 if warm_up else 8):
+                dist.barrier()
+                start = time.perf_counter()
+                for _ in range(12):
+                    torch.mm(square, square)
+                    if elements:
+                        dist.all_reduce(tensor)
+                runs.append((time.perf_counter() - start) / 12)
+            waits[elements] = statistics.mean(runs)
     ranks = dist.get_world_size()
     moved = 2 * 4 * large * (ranks - 1) / ranks
     start_of_one = max(waits[small] - waits[0], 1e-6)
