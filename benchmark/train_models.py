@@ -64,14 +64,19 @@ class Model:
             return WideResNet(**self.sizes(small)).train()
         import transformers  # optional package
 
-        cls: Any = getattr(transformers, self.cls)
+        model: nn.Module = getattr(transformers, self.cls)(self.config(small, length))
+        return model.train()
+
+    def config(self, small: bool, length: int) -> Any:
+        """Of Transformers."""
+        import transformers  # optional package
+
         settings = self.sizes(small)
         if "max_position_embeddings" in settings:  # sequences may be longer than published ones
             offset = 2 if self.key == "roberta" else 0
             least = max(settings["max_position_embeddings"], length + offset)
             settings = {**settings, "max_position_embeddings": least}
-        model: nn.Module = cls(cls.config_class(**settings))
-        return model.train()
+        return getattr(transformers, self.cls).config_class(**settings)
 
     def batch(self, samples: int, length: int, small: bool, seed: int) -> dict[str, Tensor]:
         """Random tokens without padding, or images; with labels."""

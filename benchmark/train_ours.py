@@ -53,20 +53,26 @@ def _loss_fn(options: TrainOptions) -> Callable[[Any, Tensor], Tensor]:
     return options.spec.loss
 
 
-def _recipe(options: TrainOptions) -> dict[str, Any]:
-    """Options of the recipe. Kernels that a family has none of are refused by it, by name."""
-    stages = options.pp * (2 if options.schedule in _LOOPED else 1)
+def recipe_options(options: TrainOptions) -> dict[str, Any]:
+    """What is asked of the recipe, but for stages. Kernels that it has none of it refuses."""
     found = dict(KERNELS[options.kernels])
     if not options.spec.cls:
         found.pop("attn_op_name", None)
+    if options.tp > 1 and options.pp == 1 and options.kernels == "ops" and options.spec.cls:
+        found["gather_logits"] = False  # the loss of the columns that a rank has
+    return {**found, "ckpt_ratio": options.checkpoint_ratio, "compile": options.compile}
+
+
+def _recipe(options: TrainOptions) -> dict[str, Any]:
+    """With stages, and what they are traced for."""
+    found = recipe_options(options)
     if options.pp > 1:
+        stages = options.pp * (2 if options.schedule in _LOOPED else 1)
         length, small = options.seq_len, options.small
         example = options.spec.batch(options.batch_size // options.parts, length, small, seed=0)
         example.pop("labels")
         found |= {"pipeline_cuts": stages, "example_inputs": example}
-    elif options.tp > 1 and options.kernels == "ops" and options.spec.cls:
-        found["gather_logits"] = False  # the loss of the columns that a rank has
-    return {**found, "ckpt_ratio": options.checkpoint_ratio, "compile": options.compile}
+    return found
 
 
 def _target(options: TrainOptions, target: str, buckets: dict[str, int]) -> dict[str, Any]:
