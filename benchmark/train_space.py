@@ -37,7 +37,9 @@ SAMPLES = 64 if _GPUS else 8
 MACHINE = "h100-80gb" if _GPUS else "cpu"
 
 #: Package of each engine.
-_ENGINES = {"slapo-torch": "torch", "slapo-deepspeed": "deepspeed", "slapo-megatron": "megatron"}
+_ENGINES = {"slapo-torch": "torch", "slapo-deepspeed": "deepspeed"}
+if _GPUS:
+    _ENGINES["slapo-megatron"] = "megatron"
 
 
 def space(choose: Callable[[str, list[Any]], Any]) -> dict[str, Any]:

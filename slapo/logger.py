@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -74,6 +75,25 @@ def get_logger(name: str = "slapo", level: int | str | None = None) -> RankLogge
     # On each logger, since a filter acts only where a record is made. Added once, however often.
     logger.addFilter(_on_chosen_rank)
     return RankLogger(logger, {})
+
+
+@contextmanager
+def only_warnings(name: str = "slapo") -> Iterator[None]:
+    """Drop what the logger of that name says below WARNING, as of models that are only tried.
+
+    Examples
+    --------
+    >>> with only_warnings():
+    ...     get_logger("slapo").isEnabledFor(logging.INFO)
+    False
+    """
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 class _FallbackHandler(_StreamHandler):

@@ -17,6 +17,7 @@ from slapo.cost.meter import Meter
 from slapo.cost.models import Small, fake_inputs, on_fakes
 from slapo.cost.trace import IrregularError, Pass, Recorder
 from slapo.errors import SlapoError
+from slapo.logger import only_warnings
 from slapo.random import states_kept
 from slapo.schedule import Schedule
 
@@ -99,7 +100,8 @@ def run(
     """
     tracing = nullcontext() if traced else _not_tracing()
     fused = _fused_dropout() if accelerator else nullcontext()
-    with _alone_or_in(tp), states_kept(0), tracing, fused, warnings.catch_warnings():
+    alone = _alone_or_in(tp)
+    with alone, states_kept(0), tracing, fused, only_warnings(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         model = on_fakes(small.model, mode)

@@ -216,6 +216,28 @@ def test_options_that_do_not_fit(
     assert words in capsys.readouterr().err
 
 
+def test_points_of_the_tuners_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A point is options of a command, which its trial understands, and a dry run."""
+    pytest.importorskip("optuna")
+    from benchmark import train_space
+    from slapo.autotune.space import survey
+
+    points = survey(train_space.space).points
+    asked = {name for point in points for name in point.values}
+    assert {"tp", "pp", "zero", "schedule", "micro_batches", "kernels"} < asked
+    for point in points[:: len(points) // 8]:
+        words = train_space.command(point.values)
+        monkeypatch.delenv(TRIAL, raising=False)
+        options, _ = parse(words[words.index("train") + 1 :])
+        assert {name: getattr(options, name) for name in point.values} == point.values
+        assert options.batch_size * options.dp == train_space.SAMPLES
+        monkeypatch.setenv(TRIAL, json.dumps(point.values))
+        assert parse(words[words.index("train") + 1 :])[0] == options
+        found = train_space.predict(point.values)
+        assert found.throughput > 0
+        assert found.layout.ranks == options.gpus
+
+
 def test_names() -> None:
     assert set(SIDES) == set(IMPLS)
     assert {model.key for model in MODELS.values()} <= set(recipe_keys())

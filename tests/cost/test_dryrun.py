@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -262,14 +263,18 @@ def test_a_process_group_is_in_the_way() -> None:
         dryrun("llama", config_of("llama"), mesh={"tp": 2}, seq_len=16)
 
 
-def test_it_leaves_no_trace() -> None:
-    """Neither a group, nor random numbers drawn, nor Transformers changed."""
+def test_it_leaves_no_trace(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither a group, nor random numbers drawn, nor Transformers changed, nor notes."""
     from transformers.utils import import_utils
 
     before, asked = torch.random.get_rng_state(), import_utils.is_fake_tensor
     config = config_of("gpt2")
     text = config.to_json_string()
-    dryrun("gpt2", config, mesh={"tp": 2}, seq_len=16)
+    level = logging.getLogger("slapo").level
+    with caplog.at_level(logging.INFO):
+        dryrun("gpt2", config, mesh={"tp": 2}, seq_len=16)
+    assert not [record for record in caplog.records if record.name.startswith("slapo")]
+    assert logging.getLogger("slapo").level == level
     assert not torch.distributed.is_initialized()
     assert torch.equal(torch.random.get_rng_state(), before)
     assert import_utils.is_fake_tensor is asked
