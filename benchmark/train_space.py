@@ -31,8 +31,8 @@ _GPUS = torch.cuda.device_count()
 _NODE = TrainOptions("gpt2", gpus=_GPUS or 2, seq_len=1024, dtype="bfloat16", device="cuda")
 #: What is trained, on how many ranks; change it to what you have.
 JOB = _NODE if _GPUS else _NODE.shrunk()
-#: Samples of a step, of all replicas.
-SAMPLES = 64 if _GPUS else 8
+#: Samples of a step, of all replicas: their number divides it.
+SAMPLES = (8 if _GPUS else 4) * JOB.gpus
 #: Of ``slapo.cost.MACHINES``; its figures only rank the points.
 MACHINE = "h100-80gb" if _GPUS else "cpu"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def dryrun(
     model_config
         A config of Transformers, or a function without arguments that makes the model.
     mesh
-        Sizes ``{"pp": .., "dp": .., "tp": ..}``, those left out 1; or a mesh.
+        Sizes ``{"pp": .., "dp": .., "tp": ..}``, those left out 1.
     machine
         A name of ``slapo.cost.MACHINES``, or a :class:`slapo.cost.Machine`.
     batch
@@ -87,7 +88,8 @@ def dryrun(
     pipeline_cuts
         Numbers of the layers that end stages; by default stages of about the same work.
     **options
-        Of the recipe, such as ``ckpt_ratio=0.5`` or ``sequence_parallel=True``.
+        Of the recipe, such as ``ckpt_ratio=0.5`` or ``sequence_parallel=True``; ``compile`` and
+        ``check`` make no difference here.
 
     Returns
     -------
@@ -98,10 +100,11 @@ def dryrun(
     ------
     KeyError
         For an unknown recipe or machine.
-    ValueError
+    TypeError, ValueError
         For sizes that make no layout, and for what the recipe refuses.
     SlapoError
-        Within a process group, or if stages are asked for and layers do not run one after another.
+        Within a process group, if stages are asked for and layers do not run one after another, and
+        if the model or the optimizer asks for numbers.
 
     Examples
     --------
@@ -148,6 +151,8 @@ def dryrun(
     )
     micro = job.inputs(layout.micro)
     tokens = micro["input_ids"].numel() if "input_ids" in micro else 0
+    if inputs is not None and tokens:
+        layout = replace(layout, length=tokens // layout.micro)
     return DryRun(
         model=type(small.model).__name__,
         parameters=small.parameters,

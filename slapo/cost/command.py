@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
 from ast import literal_eval
@@ -30,8 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         found = _run(given)
-    except (SlapoError, ValueError, TypeError, KeyError, OSError, RuntimeError) as error:
+    except Exception as error:  # a status of 1 would say that it does not fit
         message = error.args[0] if isinstance(error, KeyError) and error.args else error
+        if not isinstance(error, (SlapoError, ValueError, TypeError, KeyError, OSError)):
+            message = f"{type(error).__name__}: {error}"
         print(f"slapo dryrun: {message}", file=sys.stderr)
         return _USAGE
     print(json.dumps(found.data(), indent=2) if given.json else found)
@@ -105,7 +108,7 @@ def _config(path: str) -> Any:
         raise ValueError(f"there is no file {path}; give a config.json of Transformers")
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (ValueError, OSError) as error:
+    except Exception as error:  # what a wrong entry raises depends on the family
         raise ValueError(f"{path} is no config of Transformers: {error}") from None
 
 
@@ -115,7 +118,7 @@ def _options(given: argparse.Namespace) -> dict[str, Any]:
         options["sequence_parallel"] = True
     for text in given.option:
         name, equals, value = text.partition("=")
-        if name in options:
+        if name in options or name in inspect.signature(dryrun).parameters:
             raise ValueError(f"--option {text} has an option of its own; leave --option out")
         if not equals:
             raise ValueError(f"--option {text} is no NAME=VALUE, such as fused_loss=True")

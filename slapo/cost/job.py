@@ -24,12 +24,18 @@ from slapo.cost.models import (
     whole_on_meta,
 )
 from slapo.cost.runs import Run, ScheduleFn, loss_of_output, run
-from slapo.cost.stages import StageParts, divide
+from slapo.cost.stages import StageParts, Step, divide
 from slapo.errors import SlapoError
 from slapo.model_schedule import apply_schedule
 from slapo.model_schedule.apply import chosen
 from slapo.model_schedule.cuts import chosen_cuts, even_cuts
-from slapo.model_schedule.registry import AUTO, schedule_of
+from slapo.model_schedule.registry import (
+    AUTO,
+    have_one_recipe,
+    maker_of,
+    recipe_keys,
+    schedule_of,
+)
 from slapo.model_schedule.verbs import cast
 from slapo.schedule import Schedule, create_schedule
 
@@ -77,20 +83,13 @@ class Job:
     ) -> None:
         self.recipe, self.layout, self.machine = recipe, layout, machine
         self._given_inputs, self._loss_fn = inputs, loss_fn
+        _check_functions(recipe, inputs, loss_fn, options)
         self.options = dict(options)
-        for name in ("bf16", "fp16"):
-            if self.options.pop(name, False):
-                dtype = torch.bfloat16 if name == "bf16" else torch.float16
-        self.options.pop("compile", None)  # fused kernels are counted one by one
-        if not isinstance(recipe, str) and options:
-            raise TypeError(
-                f"options {sorted(options)} are for recipes, and this is a function; bind them to "
-                "it by functools.partial"
-            )
-        if isinstance(recipe, str) and recipe != AUTO:
-            schedule_of(recipe)  # refuses an unknown one before a model is made
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype is {dtype!r}; pass a torch.dtype, such as torch.bfloat16")
+        dtype = _dtype_of(dtype, self.options)
+        for name in ("compile", "check"):  # kernels count one by one, and nothing is computed
+            self.options.pop(name, None)
+        if isinstance(recipe, str):
+            _check_key(recipe, source)
         key = _key_of(source)
         self._key = (key, dtype)
         self._source = source
@@ -101,9 +100,10 @@ class Job:
         self._runs: _Kept[Run] = _RUNS if is_named else _Kept(2)
         #: whether few layers stand in for all
         self._few = isinstance(recipe, str)
-        self.ratio = float(self.options.pop("ckpt_ratio", 0.0) or 0.0)
-        if not 0 <= self.ratio <= 1:
-            raise ValueError(f"ckpt_ratio is {self.ratio}; pass a share from 0 to 1")
+        ratio = self.options.pop("ckpt_ratio", 0.0) or 0.0
+        if not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+            raise ValueError(f"ckpt_ratio is {ratio!r}; pass a share from 0 to 1")
+        self.ratio = float(ratio)
         self.method = self.options.pop("checkpoint_method", "uniform")
         if self.method not in ("uniform", "head"):
             raise ValueError(
@@ -117,7 +117,8 @@ class Job:
         wanted = self._few, self._together
         if self._made is None or self._made[0] != wanted:
             make = partial(_make_small, self._source, dtype, self._few)
-            whole = make() if key is None else _MODELS.get((key, dtype, self._few), make)
+            what = key, dtype, self._few, torch.get_default_dtype()
+            whole = make() if key is None else _MODELS.get(what, make)
             small = whole if self.layout.pp == 1 else untie(whole, self._together)
             self._made = wanted, small
         return self._made[1]
@@ -138,6 +139,14 @@ class Job:
             check_length(self.small.model, self.layout.length)
             return example_inputs(self.small.model, samples, self.layout.length)
         given = self._given_inputs(samples)
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"inputs({samples}) returned a {type(given).__name__}; return a dict of what the "
+                "model is called with, by name"
+            )
+        tokens = given.get("input_ids")
+        if isinstance(tokens, Tensor) and tokens.dim() == 2:
+            check_length(self.small.model, tokens.shape[1])
         sizes = {name: t.shape[0] for name, t in given.items() if isinstance(t, Tensor) and t.dim()}
         if any(size != samples for size in sizes.values()):
             raise ValueError(
@@ -153,7 +162,7 @@ class Job:
         return set(chosen(list(self.small.costs), self.ratio, self.method))
 
     def flops(self, parts: Sequence[StageParts]) -> float:
-        """Of a micro-batch's products, each once, backward as twice the forward.
+        """Of a micro-batch's products, each once: not again those that a backward repeats.
 
         Ranks that share layers may repeat work: then a model that nobody shares is asked.
         """
@@ -164,8 +173,7 @@ class Job:
             dtype = self._key[1]
             alone = Job(self.recipe, self._source, layout, self.machine, dtype, *given, options)
             parts = alone.stages(None)
-        steps = [step for each in parts for step in each.steps]
-        return 3.0 * sum(kernel.flops for step in steps for kernel in step.forward.kernels)
+        return sum(_flops_of(step) for each in parts for step in each.steps)
 
     def runs(self) -> dict[bool, Run]:
         """Of layers as they are, and of such that compute again, as far as there are such."""
@@ -187,7 +195,8 @@ class Job:
         what = (
             self._key,
             self._few,
-            self.recipe,
+            maker_of(self.recipe) if isinstance(self.recipe, str) else self.recipe,
+            _switches(),
             json.dumps(self.options, sort_keys=True, default=repr),
             ratio,
             layout.tp,
@@ -224,6 +233,11 @@ class Job:
         """Numbers of the layers that end a stage."""
         pp = self.layout.pp
         if pp == 1:
+            if cuts is not None:
+                raise ValueError(
+                    f"pipeline_cuts={list(cuts)} and pp=1 make no pipeline; pass a mesh with "
+                    f"pp={len(list(cuts)) + 1}, or leave the cuts out"
+                )
             return []
         runs = self.runs()
         if not next(iter(runs.values())).regular or not self.small.costs:
@@ -261,6 +275,73 @@ def _key_of(config: Any) -> Any:
     entries = sorted(vars(config).items(), key=lambda entry: entry[0])
     values = [(n, _key_of(v) if hasattr(v, "model_type") else repr(v)) for n, v in entries]
     return type(config).__name__, tuple(values)
+
+
+def _switches() -> tuple[Any, ...]:
+    """What torch is told for the whole process, by which the same model runs otherwise."""
+    backends = torch.backends.cuda
+    return (
+        torch.get_default_dtype(),
+        *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
+        backends.flash_sdp_enabled(),
+        backends.mem_efficient_sdp_enabled(),
+        backends.math_sdp_enabled(),
+    )
+
+
+def _check_functions(recipe: Any, inputs: Any, loss_fn: Any, options: Mapping[str, Any]) -> None:
+    if not isinstance(recipe, str):
+        if not callable(recipe):
+            raise TypeError(
+                f"recipe is a {type(recipe).__name__}; pass a key, or a function that schedules"
+            )
+        if options:
+            raise TypeError(
+                f"options {sorted(options)} are for recipes, and this is a function; bind them to "
+                "it by functools.partial"
+            )
+    for name, given in (("inputs", inputs), ("loss_fn", loss_fn)):
+        if given is not None and not callable(given):
+            raise TypeError(f"{name} is a {type(given).__name__}; pass a function")
+
+
+def _check_key(recipe: str, source: Source) -> None:
+    """Refuse an unknown key before a model is made, and that of another family."""
+    family = getattr(source, "model_type", None)
+    if recipe == AUTO or schedule_of(recipe) is not None or family not in recipe_keys():
+        return
+    from transformers import CONFIG_MAPPING  # there is a config
+
+    # A key of one's own may be for any family.
+    if recipe in CONFIG_MAPPING and not have_one_recipe(recipe, str(family)):
+        raise ValueError(
+            f"{recipe!r} is no key for a {type(source).__name__}; pass {family!r}, or 'auto'"
+        )
+
+
+def _dtype_of(dtype: Any, options: dict[str, Any]) -> torch.dtype | None:
+    """The one that is asked for, by a recipe's options too, which are taken away."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(
+            f"dtype is {dtype!r}; pass a torch.dtype of floating point, such as torch.bfloat16"
+        )
+    asked = {} if dtype is None else {"dtype": dtype}
+    for name, half in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        given = options.pop(name, False)
+        if not isinstance(given, bool):
+            raise TypeError(f"{name} is {given!r}; pass True or False")
+        if given:
+            asked[name] = half
+    if len(set(asked.values())) > 1:
+        raise ValueError(f"{asked} ask for different types; pass one of them")
+    return next(iter(asked.values()), None)
+
+
+def _flops_of(step: Step) -> float:
+    """Forward and backward, which is twice the forward where everything trains, and else less."""
+    forward = sum(kernel.flops for kernel in step.forward.kernels)
+    backward = sum(kernel.flops for kernel in step.backward(first=False).kernels)
+    return forward + min(backward, 2.0 * forward)
 
 
 def _make_small(source: Source, dtype: torch.dtype | None, few: bool) -> Small:

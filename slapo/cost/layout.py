@@ -50,9 +50,10 @@ class Layout:
     bucket: int = 500_000_000
 
     def __post_init__(self) -> None:
-        for name in ("pp", "dp", "tp", "batch", "length", "micro_batches"):
+        for name in ("pp", "dp", "tp", "batch", "length", "micro_batches", "bucket"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                name = "seq_len" if name == "length" else name  # as callers say
                 raise ValueError(f"{name} is {value!r}; pass a whole number from 1 on")
         if self.batch % self.micro_batches:
             raise ValueError(

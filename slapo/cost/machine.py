@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -96,20 +97,37 @@ class Machine:
         if not self.between:
             object.__setattr__(self, "between", self.inside / 8)
         speeds = self.flops.values() if isinstance(self.flops, Mapping) else [self.flops]
+        kinds = list(self.flops) if isinstance(self.flops, Mapping) else []
+        if not all(isinstance(kind, torch.dtype) for kind in kinds):
+            raise TypeError(f"machine {self.name!r} has flops of {kinds}; name them by torch.dtype")
         figures = {
             "memory": self.memory,
             "flops": min(speeds, default=0),
             "bandwidth": self.bandwidth,
             "inside": self.inside,
+            "between": self.between,
         }
         for name, value in figures.items():
-            good = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not good or not value > 0 or not math.isfinite(value):
+            if not _is_number(value) or not value > 0:
                 raise ValueError(
                     f"machine {self.name!r} has {name}={value!r}; pass a number above 0, in "
                     "bytes (memory), operations per second (flops) or bytes per second"
                 )
-        if not isinstance(self.devices, int) or self.devices < 1:
+        for name in ("reached_flops", "reached_bandwidth"):
+            share = getattr(self, name)
+            if not _is_number(share) or not 0 < share <= 1:
+                raise ValueError(f"machine {self.name!r} has {name}={share!r}; pass a share to 1")
+        latency = self.latency if isinstance(self.latency, (tuple, list)) else ()
+        for name, given in (
+            ("latency", latency),
+            ("overhead, half_at", (self.overhead, self.half_at)),
+        ):
+            if len(given) != 2 or not all(_is_number(value) and value >= 0 for value in given):
+                raise ValueError(
+                    f"machine {self.name!r} has {name}={given or self.latency!r}; pass numbers "
+                    "from 0 on, of latency two: within a node, and between nodes"
+                )
+        if isinstance(self.devices, bool) or not isinstance(self.devices, int) or self.devices < 1:
             raise ValueError(f"machine {self.name!r} has devices={self.devices!r}; pass 1 or more")
 
     @property
@@ -181,8 +199,7 @@ class Machine:
         within = max(1, min(ranks, self.devices // stride if stride < self.devices else 1))
         nodes = math.ceil(ranks / within)
         if is_message(name):
-            far = stride >= self.devices
-            return self.latency[far] + size / (self.between if far else self.inside)
+            return self.message(size, stride >= self.devices)
         rounds = 2 if "reduce" in name and "scatter" not in name else 1
         # All devices of a node that take part share out what leaves it.
         width = self.inside if nodes == 1 else min(self.inside, self.between * within)
@@ -192,9 +209,18 @@ class Machine:
         tree = rounds * (math.ceil(math.log2(ranks)) * hop + size / (0.9 * width))
         return min(ring, tree)
 
+    def message(self, size: float, far: bool) -> float:
+        """Seconds of so many bytes to one other device, of another node if it is far."""
+        return self.latency[far] + size / (self.between if far else self.inside)
+
     def communication(self, collectives: Iterable[Collective]) -> float:
         """Seconds of collectives among neighbours, as tensor parallelism has."""
         return sum(self.collective(c.name, c.size, c.ranks) for c in collectives)
+
+
+def _is_number(value: Any) -> bool:
+    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_real and math.isfinite(value)
 
 
 def is_message(name: str) -> bool:

@@ -114,6 +114,9 @@ def _run(parts: StageParts, state: State, layout: Layout, stage: int) -> tuple[i
     received = parts.received.gradient if parts.received else 0
     sent = parts.sent.gradient if parts.sent else 0
     alive = gradients = extra = most = peak = 0
+    # What one stage makes and another frees, such as the output: gone with the micro-batch.
+    left = sent - received
+    left += sum(step.forward.delta + step.backward(first=False).delta for step in parts.steps)
     for kind, number in order(layout.schedule, stage, layout.pp, count):
         if kind == "F":
             for step in parts.steps:
@@ -132,7 +135,7 @@ def _run(parts: StageParts, state: State, layout: Layout, stage: int) -> tuple[i
                 change = _kept(step, state, number, count)
                 alive += change
                 gradients += change
-        alive -= received
+        alive -= received + left
         if number == 0:
             gradients += sum(held.size for held in parts.held.values() if held.is_trained)
     return most, peak

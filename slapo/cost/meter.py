@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -145,6 +146,8 @@ class Meter(TorchDispatchMode):
         #: storages of the tensors that :meth:`watch` named, and which of them were touched
         self.watched: dict[int, str] = {}
         self.touched: set[str] = set()
+        #: called once, before the next operator
+        self.before_next: Callable[[], None] | None = None
         self._notes_kernels, self._fakes = kernels, fakes
         self._sizes: dict[int, tuple[int, Any]] = {}
         for module in modules:
@@ -201,8 +204,11 @@ class Meter(TorchDispatchMode):
         if any(map(_is_distributed, types)):
             return NotImplemented  # what it does with its local part comes here next
         kwargs = kwargs or {}
+        if self.before_next is not None:
+            self.before_next()
         if func is aten._local_scalar_dense.default and _asks_fakes(args[0]):
-            return True  # no padding, no packed sequences: what models ask of masks
+            # No padding, no packed sequences: what models ask of masks.
+            return getattr(args[0], _LIKELY, True)
         if func is aten._grouped_mm.default and isinstance(args[0], FakeTensor):
             # Its shapes for fakes are those of CUDA alone, in half precision.
             out = args[0].new_empty(_grouped_shape(*args, **kwargs))
@@ -211,6 +217,7 @@ class Meter(TorchDispatchMode):
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         for tensor in made:
             self._hold(tensor)
+        _guess(func, args, out)
         if self.watched or self._notes_kernels:
             self._note(func, args, kwargs, out, made)
         return out
@@ -226,7 +233,7 @@ class Meter(TorchDispatchMode):
             return
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note_collective(name, args, [*made, *read])
-        elif func.namespace == "aten" and not is_free and (made or name.startswith("_foreach")):
+        elif func.namespace == "aten" and not is_free and (made or is_of_many(name)):
             self.kernels.append(_kernel(func, args, kwargs, out, made, read))
 
     def _note_collective(self, name: str, args: Any, tensors: list[Tensor]) -> None:
@@ -239,6 +246,27 @@ class Meter(TorchDispatchMode):
         size = max(t.numel() * t.element_size() for t in tensors)
         ranks = groups[0].size() if groups else 1
         self.collectives.append(Collective(name.strip("_"), size, ranks))
+
+
+#: Attributes of fakes: of one random number what it most likely is, of a truth the likely answer.
+_MIDDLE, _LIKELY = "_slapo_middle", "_slapo_likely"
+_COMPARED = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
+
+
+def _guess(func: Any, args: Any, out: Any) -> None:
+    """Whether a layer is dropped by chance is a question to one number, from 0 to 1."""
+    name = func.overloadpacket.__name__
+    if not isinstance(out, FakeTensor) or out.numel() != 1:
+        return
+    if name in ("rand", "rand_like", "uniform_"):
+        setattr(out, _MIDDLE, 0.5)
+    elif name in _COMPARED and hasattr(args[0], _MIDDLE) and isinstance(args[1], (int, float)):
+        setattr(out, _LIKELY, _COMPARED[name](getattr(args[0], _MIDDLE), args[1]))
+
+
+def is_of_many(name: str) -> bool:
+    """Whether an operator works on lists of tensors, as those of optimizers do."""
+    return name.startswith(("_foreach", "_fused"))
 
 
 def _asks_fakes(tensor: Tensor) -> bool:

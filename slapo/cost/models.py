@@ -84,8 +84,19 @@ def whole_on_meta(source: Source) -> nn.Module:
     TypeError
         If it makes none.
     """
-    with torch.device("meta"):
-        made = source() if _is_maker(source) else for_training(source)
+    if isinstance(source, nn.Module):
+        raise TypeError(
+            f"model_config is a model, a {type(source).__name__}; pass its config, or a function "
+            "without arguments that makes it"
+        )
+    try:
+        with torch.device("meta"):
+            made = source() if _is_maker(source) else for_training(source)
+    except (ArithmeticError, AttributeError, RuntimeError, AssertionError) as error:
+        name = getattr(source, "__name__", type(source).__name__)
+        raise ValueError(
+            f"{name} makes no model: {type(error).__name__}: {str(error)[:400]}"
+        ) from error
     if not isinstance(made, nn.Module):
         raise TypeError(
             f"model_config made a {type(made).__name__}; pass a config of Transformers, or a "
@@ -212,17 +223,31 @@ def check_length(model: nn.Module, length: int) -> None:
         If its table of positions is shorter.
     """
     config: Any = getattr(model, "config", None)
-    positions = getattr(config, "max_position_embeddings", None)
-    if not isinstance(positions, int) or length <= positions:
-        return
+    names = ("max_position_embeddings", "max_target_positions")
+    stated = [n for n in names if isinstance(getattr(config, n, None), int)]
     words = getattr(model, "get_input_embeddings", lambda: None)()
-    tables = (m for m in model.modules() if isinstance(m, nn.Embedding) and m is not words)
-    sizes = [table.num_embeddings for table in tables]
-    if any(positions <= size <= positions + 2 for size in sizes):  # OPT's has two more
-        raise ValueError(
-            f"seq_len={length}, and {type(model).__name__} has {positions} positions; pass "
-            f"seq_len={positions} or less, or a config with more max_position_embeddings"
-        )
+    for name in stated:
+        positions = getattr(config, name)
+        rows = [r for m in model.modules() if m is not words for r in _rows(m, positions)]
+        if rows and length > min(rows):
+            raise ValueError(
+                f"seq_len={length}, and {type(model).__name__} has {min(rows)} positions; pass "
+                f"seq_len={min(rows)} or less, or a config with more {name}"
+            )
+
+
+def _rows(module: nn.Module, positions: int) -> Iterator[int]:
+    """Of a module's table of so many positions, how many a sample can use."""
+    if isinstance(module, nn.Embedding):
+        count = module.num_embeddings
+        if positions <= count <= positions + 2:  # OPT's has two more
+            # Positions count from behind the padding's, as RoBERTa has them.
+            before = 0 if module.padding_idx is None else module.padding_idx + 1
+            yield min(positions, count - before)
+        return
+    for table in module.buffers(recurse=False):
+        if table.dim() == 2 and table.shape[0] == positions:
+            yield positions
 
 
 # --- few layers in place of many ------------------------------------------------------------------
@@ -357,7 +382,9 @@ def _kind(layer: nn.Module) -> Any:
             and _is_plain(value)
         ]
         shapes = [
-            (key, tuple(p.shape), p.dtype) for key, p in module._parameters.items() if p is not None
+            (key, tuple(p.shape), p.dtype, p.requires_grad)
+            for key, p in module._parameters.items()
+            if p is not None
         ]
         parts.append((name, type(module), tuple(sorted(plain, key=str)), tuple(shapes)))
     return tuple(parts)

@@ -122,7 +122,7 @@ def run(
 
 
 #: What models and torch raise themselves; refusals of ours and of users are of other kinds.
-_UNRUN = (RuntimeError, AttributeError, IndexError, AssertionError)
+_UNRUN = (RuntimeError, AttributeError, IndexError, AssertionError, ValueError)
 
 
 def _could_not_run(model: nn.Module, error: Exception) -> SlapoError:
@@ -153,7 +153,7 @@ def _run(
                 recorder.run(model, inputs, loss_of)
     finally:
         recorder.remove()
-    held = {name: Held(p.numel(), p.element_size(), p.requires_grad) for name, p in named.items()}
+    held = {n: Held(p.numel(), p.element_size(), p.grad is not None) for n, p in named.items()}
     first, again = recorder.passes
     return Run(
         first,
@@ -181,7 +181,7 @@ def loss_of_output(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         return output.sum()
     raise TypeError(
         f"{type(model).__name__} returned a {type(output).__name__} without a loss; pass "
-        "loss_of=f, where f(model, inputs) returns the loss of a micro-batch"
+        "loss_fn=f, where f(output, labels) returns the loss of a micro-batch"
     )
 
 

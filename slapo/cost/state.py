@@ -174,7 +174,8 @@ def _deepspeed(held: list[Held], layout: Layout, update: Update, is_half: bool) 
         state.kept = lambda made, count, is_last: made // shares
     if layout.zero == 3:
         largest = max((each.size for each in held), default=0)
-        state.parameters, state.around = size // shares, min(size, 2 * largest + layout.bucket)
+        state.parameters = size // shares
+        state.around = min(size, 2 * largest + layout.bucket * itemsize)
     return state
 
 

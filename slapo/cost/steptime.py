@@ -66,22 +66,22 @@ class _Costs:
 def time_of(stages: list[StageParts], layout: Layout, machine: Machine, update: Update) -> StepTime:
     """Of a job whose ranks are neighbours by tp, then dp, then pp."""
     costs = [_costs(parts, machine) for parts in stages]
-    stride = layout.tp * layout.dp
-    hops = [
-        machine.collective("message", parts.sent.crossing, 2, stride) if parts.sent else 0.0
-        for parts in stages
-    ]
-    backs = [
-        machine.collective("message", parts.sent.gradient, 2, stride) if parts.sent else 0.0
-        for parts in stages
-    ]
+    far = [_leaves_node(stage, layout, machine) for stage in range(len(stages))]
+    sent = [(parts.sent.crossing, parts.sent.gradient) if parts.sent else None for parts in stages]
+    hops, backs = (
+        [
+            machine.message(size[way], is_far) if size else 0.0
+            for size, is_far in zip(sent, far, strict=True)
+        ]
+        for way in (0, 1)
+    )
     end = _simulate(costs, hops, backs, layout)
     count = layout.micro_batches
     slowest = max(costs, key=lambda c: c.forward + c.backward + c.talk_forward + c.talk_backward)
     busy = [count * part for part in (slowest.forward, slowest.backward)]
     talk = count * (slowest.talk_forward + slowest.talk_backward)
     messages = sum(hops) + sum(backs)
-    bubble = max(0.0, end - sum(busy) - talk - messages)
+    bubble = max(0.0, end - sum(busy) - talk - messages) if len(stages) > 1 else 0.0
     messages = min(messages, max(0.0, end - sum(busy) - talk))
     reduced = max(
         _reduction(parts, layout, machine, HIDDEN * cost.backward)
@@ -97,6 +97,13 @@ def time_of(stages: list[StageParts], layout: Layout, machine: Machine, update: 
         data_parallel=reduced,
         update=steps,
     )
+
+
+def _leaves_node(stage: int, layout: Layout, machine: Machine) -> bool:
+    """Whether a rank of a stage sends to another node: its ranks are next to each other."""
+    ranks, node = layout.tp * layout.dp, machine.devices
+    own = range(stage * ranks, (stage + 1) * ranks)
+    return any(rank // node != (rank + ranks) // node for rank in own)
 
 
 def _costs(parts: StageParts, machine: Machine) -> _Costs:

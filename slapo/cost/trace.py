@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +75,10 @@ class Recorder:
         self.passes: list[Pass] = []
         self._handles: list[Any] = []
         self._open: Pass = Pass()
+        #: the layer whose forward ended last, until what its caller frees is gone
+        self._left: Place = ()
+        #: where the backward ends
+        self._first: Place = ()
         self._order = [(s, n) for s, each in enumerate(layers) for n in range(len(each))]
         self._next = 0
         for stack, each in enumerate(layers):
@@ -95,6 +100,7 @@ class Recorder:
     # --- marks -----------------------------------------------------------------------------------
     def _start(self) -> None:
         meter = self.meter
+        meter.before_next = None
         self._from = meter.alive, len(meter.kernels), len(meter.collectives)
         meter.peak = meter.alive
         meter.touched = set()
@@ -115,14 +121,14 @@ class Recorder:
     def _enter(self, stack: int, number: int, args: Any, kwargs: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # computed again in a backward
             return
+        self._settle()
         if self._next >= len(self._order) or self._order[self._next] != (stack, number):
             raise IrregularError
         hidden = _hidden((args, kwargs))
         crossing = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if number == 0:
             self._open.forward["before", stack] = self._close()
-            if hidden is not None and hidden.requires_grad:
-                hidden.register_hook(lambda _: self._ended(("layer", stack, 0)))
+            self._follow(hidden, ("layer", stack, 0))
         previous = list(self._open.forward.values())[-1]
         previous.crossing = sum(_size(t) for t in crossing)
         previous.gradient = sum(_size(t) for t in crossing if t.requires_grad)
@@ -130,10 +136,12 @@ class Recorder:
     def _leave(self, stack: int, number: int, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
             return
-        self._open.forward["layer", stack, number] = self._close()
+        self._left = ("layer", stack, number)
+        # What its caller held of the layer before goes with the next assignment, and belongs here.
+        self.meter.before_next = self._settle
         self._next += 1
         hidden = _hidden(output)
-        if hidden is None or not hidden.requires_grad:
+        if hidden is None:
             raise IrregularError
         position = self._order.index((stack, number))
         follower = self._order[position + 1] if position + 1 < len(self._order) else None
@@ -141,7 +149,20 @@ class Recorder:
         if follower is not None:
             is_new = follower[0] != stack
             place = ("before", follower[0]) if is_new else ("layer", *follower)
-        hidden.register_hook(lambda _: self._ended(place))
+        self._follow(hidden, place)
+
+    def _settle(self) -> None:
+        """The layer that was left last is over."""
+        if self._left:
+            self._open.forward[self._left] = self._close()
+            self._left = ()
+
+    def _follow(self, hidden: Tensor | None, place: Place) -> None:
+        """Note when the backward of a place is over, which is called with a tensor."""
+        if hidden is not None and hidden.requires_grad:
+            hidden.register_hook(lambda _: self._ended(place))
+        else:  # nothing before needs a gradient: the backward ends there
+            self._first = place
 
     def _ended(self, place: Place) -> None:
         """The backward of a place is over: its input's gradient is there."""
@@ -150,16 +171,19 @@ class Recorder:
     # --- runs ------------------------------------------------------------------------------------
     def run(self, model: nn.Module, inputs: Mapping[str, Any], loss_of: Callable[..., Any]) -> None:
         """One micro-batch; gradients stay, and the next adds to them."""
-        self._open, self._next = Pass(), 0
+        self._open, self._next, self._left = Pass(), 0, ()
+        self._first = ("before", 0) if self._order else ("after",)
         self._start()
         loss = loss_of(model, inputs)
+        self._settle()
         if self._next != len(self._order):
             raise IrregularError
         self._open.forward["after",] = self._close()
         loss.backward()
         del loss
-        first: Place = ("before", 0) if self._order else ("after",)
-        self._open.backward[first] = self._close()
+        self._open.backward[self._first] = self._close()
+        frozen = itertools.takewhile(lambda place: place != self._first, self._open.forward)
+        self._open.backward.update({place: Segment(0, 0, (), ()) for place in frozen})
         if set(self._open.backward) != set(self._open.forward):
             raise IrregularError
         self.passes.append(self._open)

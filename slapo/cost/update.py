@@ -10,9 +10,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from slapo.cost.meter import Kernel, Meter
+from slapo.cost.meter import Kernel, Meter, is_of_many
+from slapo.errors import SlapoError
 
-_ELEMENTS = 1 << 20
+#: Of a parameter that stands for others: a square matrix, as some optimizers take nothing else.
+_SIDE = 1 << 10
+_ELEMENTS = _SIDE * _SIDE
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,9 @@ class Update:
         Raises
         ------
         TypeError
-            If it returns no optimizer.
+            If it is no function, or returns no optimizer.
+        SlapoError
+            If the optimizer cannot step without numbers.
 
         Examples
         --------
@@ -68,6 +73,11 @@ class Update:
         >>> Update.of(torch.optim.SGD).state
         0.0
         """
+        if not callable(optimizer):
+            raise TypeError(
+                f"optimizer is a {type(optimizer).__name__}; pass a function from a list of "
+                "parameters to an optimizer, such as torch.optim.AdamW"
+            )
         state, one, kernels = _stepped(optimizer, 1, dtype, accelerator)
         two, three = (_stepped(optimizer, count, dtype, accelerator)[1] for count in (2, 3))
         of_all = max(three - two, 0)
@@ -81,15 +91,16 @@ class Update:
         )
 
     def kernels_for(self, elements: Iterable[int]) -> list[Kernel]:
-        """Those of a step on parameters of so many elements."""
+        """Those of a step on parameters of so many elements; some work on all at a time."""
+        sizes = list(elements)
         return [
             replace(
                 kernel,
                 moved=kernel.moved * count // _ELEMENTS,
                 elements=kernel.elements * count // _ELEMENTS,
             )
-            for count in elements
             for kernel in self.kernels
+            for count in ([sum(sizes)] if is_of_many(kernel.name) else sizes)
         ]
 
     def working(self, elements: list[int]) -> int:
@@ -107,7 +118,7 @@ def _stepped(
 ) -> tuple[int, int, tuple[Kernel, ...]]:
     """Bytes of state, bytes beyond it at the worst moment of the second step, its kernels."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        parameters = [nn.Parameter(torch.empty(_ELEMENTS, dtype=dtype)) for _ in range(count)]
+        parameters = [nn.Parameter(torch.empty(_SIDE, _SIDE, dtype=dtype)) for _ in range(count)]
         optimizer = make(parameters)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
@@ -122,8 +133,15 @@ def _stepped(
         with Meter(fakes=True) as meter:
             meter.hold([*parameters, *(p.grad for p in parameters if p.grad is not None)])
             before = meter.alive
-            optimizer.step()
-            kept = meter.alive
-            meter.peak, meter.kernels = meter.alive, []
-            optimizer.step()
+            try:
+                optimizer.step()
+                kept = meter.alive
+                meter.peak, meter.kernels = meter.alive, []
+                optimizer.step()
+            except Exception as error:
+                raise SlapoError(
+                    f"{type(optimizer).__name__} could not step without numbers: "
+                    f"{type(error).__name__}: {str(error)[:200]}; pass another optimizer that "
+                    "keeps as much for each parameter"
+                ) from error
         return kept - before, meter.peak - kept, tuple(meter.kernels)

@@ -121,6 +121,11 @@ def schedule_of(key: str) -> ScheduleMaker | None:
     return _SCHEDULES.get(key)
 
 
+def maker_of(key: str) -> RecipeMaker | ScheduleMaker | None:
+    """What is registered under a key at the moment; None for ``"auto"``."""
+    return _RECIPES.get(key) or _SCHEDULES.get(key)
+
+
 def recipe_of(key: str, config: Any) -> Recipe:
     """The recipe of a family for a config.
 

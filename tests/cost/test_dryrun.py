@@ -246,6 +246,21 @@ def test_layers_that_run_twice_are_all_run() -> None:
             "make 3 stages",
         ),
         ({"optimizer": lambda parameters: 3}, TypeError, "returned a int"),
+        ({"optimizer": None}, TypeError, "optimizer is a NoneType"),
+        ({"recipe": None}, TypeError, "recipe is a NoneType"),
+        ({"recipe": "vit"}, ValueError, "'vit' is no key for a LlamaConfig; pass 'llama'"),
+        ({"loss_fn": 3}, TypeError, "loss_fn is a int"),
+        ({"inputs": 3}, TypeError, "inputs is a int"),
+        ({"inputs": lambda samples: None}, TypeError, "inputs(1) returned a NoneType"),
+        ({"ckpt_ratio": "a"}, ValueError, "ckpt_ratio is 'a'"),
+        ({"bf16": True, "fp16": True}, ValueError, "ask for different types"),
+        ({"bf16": True, "dtype": torch.float32}, ValueError, "ask for different types"),
+        ({"bf16": "yes"}, TypeError, "bf16 is 'yes'; pass True or False"),
+        ({"dtype": torch.int8}, TypeError, "dtype is torch.int8"),
+        ({"target": "deepspeed", "zero": 1, "bucket": -5}, ValueError, "bucket is -5"),
+        ({"pipeline_cuts": [1]}, ValueError, "pp=1 make no pipeline; pass a mesh with pp=2"),
+        ({"seq_len": 0}, ValueError, "seq_len is 0"),
+        ({"model_config": nn.Linear(2, 2)}, TypeError, "model_config is a model, a Linear"),
     ],
 )
 def test_mistakes(changes: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -309,6 +324,7 @@ def test_the_command_prints_a_table(config_file: str, capsys: pytest.CaptureFixt
         ("--machine 0,1,1,1", "memory=0"),
         ("--option fused", "NAME=VALUE"),
         ("--option ckpt_ratio=1", "leave --option out"),
+        ("--option machine=cpu", "leave --option out"),
         ("--dp 0", "--dp is 0"),
     ],
 )
@@ -327,6 +343,14 @@ def test_a_config_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path
     (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
     assert main(["llama", str(tmp_path)]) == 2
     assert "is no config of Transformers" in capsys.readouterr().err
+    for entry in ('"num_hidden_layers": "six"', '"hidden_size": 60, "num_attention_heads": 8'):
+        (tmp_path / "config.json").write_text(f'{{"model_type": "llama", {entry}}}')
+        assert main(["llama", str(tmp_path)]) == 2
+        assert "is no config of Transformers" in capsys.readouterr().err
+    wrong = '{"model_type": "llama", "architectures": ["BertForMaskedLM"]}'
+    (tmp_path / "config.json").write_text(wrong)
+    assert main(["llama", str(tmp_path)]) == 2
+    assert "LlamaConfig makes no model: " in capsys.readouterr().err
 
 
 def test_every_machine_has_its_figures() -> None:
@@ -394,6 +418,18 @@ def test_gradients_travel_as_engines_add_them() -> None:
 
 
 def test_samples_longer_than_the_positions_are_refused() -> None:
+    from transformers import GPTJConfig, RobertaConfig, WhisperConfig
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    with pytest.raises(ValueError, match="RobertaForMaskedLM has 512 positions"):
+        dryrun("roberta", RobertaConfig(max_position_embeddings=514, **sizes), seq_len=513)
+    with pytest.raises(ValueError, match="GPTJForCausalLM has 64 positions"):
+        dryrun("auto", GPTJConfig(n_positions=64, n_embd=32, n_head=4, n_layer=2), seq_len=65)
+    with pytest.raises(ValueError, match="more max_target_positions"):
+        dryrun("auto", WhisperConfig(d_model=48), seq_len=1024)
+    tokens = torch.ones(1, 512, dtype=torch.long)
+    with pytest.raises(ValueError, match="seq_len=512, and GPT2LMHeadModel"):
+        dryrun("gpt2", config_of("gpt2"), inputs=lambda n: {"input_ids": tokens, "labels": tokens})
     with pytest.raises(ValueError, match=r"seq_len=512, and GPT2LMHeadModel has 256 positions"):
         dryrun("gpt2", config_of("gpt2"), seq_len=512)
     dryrun("llama", config_of("llama"), seq_len=512)  # computed ones have no end

@@ -23,6 +23,7 @@ PIPELINE: list[Case] = [
     for key in ALL
     for ratio, schedule in ((0.0, "1f1b"), (1.0, "gpipe"))
 ]
+PIPELINE.append(("llama", {"micro_batches": 8}))
 REPLICAS: list[Case] = [
     (key, {"ckpt_ratio": ratio, "micro_batches": count, **how})
     for how in ({}, {"data_parallel": "fsdp"}, {"data_parallel": "fsdp", "dtype": torch.bfloat16})
