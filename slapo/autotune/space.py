@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -41,12 +42,13 @@ class Question:
     name: str
     values: tuple[Any, ...]
 
-    @property
+    # Kept: of a long list each takes a millisecond, and a survey asks thousands of times.
+    @functools.cached_property
     def is_ordered(self) -> bool:
         """Whether its candidates are numbers, so that neighbours are alike."""
         return all(isinstance(v, int | float) and not isinstance(v, bool) for v in self.values)
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """Its name in the study.
 
@@ -63,6 +65,28 @@ class Question:
     def label(self, position: int) -> int | str:
         """How the study holds an answer: numbers by their position, others by their text."""
         return position if self.is_ordered else json.dumps(self.values[position])
+
+
+def _question(name: str, values: Sequence[Any]) -> Question:
+    """The question for some candidates; the same object when they are asked for again."""
+    if isinstance(values, str | bytes | set | frozenset):
+        raise TuneError(
+            f"choose({name!r}, {values!r}): the candidates are a {type(values).__name__}, which is "
+            "no list of values in an order; write [...]"
+        )
+    kept = values if isinstance(values, range) else tuple(values)
+    try:
+        return _checked(name, kept, () if isinstance(kept, range) else tuple(map(type, kept)))
+    except TypeError:  # candidates that are lists have no hash
+        return _checked.__wrapped__(name, kept, ())
+
+
+@functools.lru_cache(maxsize=256)
+def _checked(name: str, values: Sequence[Any], types: tuple[type, ...]) -> Question:
+    """`types` tells 1, 1.0 and True apart, which are equal."""
+    question = Question(name, tuple(values))
+    check_json(f"choose({name!r}, {str(question.values[:8])[:200]})", list(question.values))
+    return question
 
 
 class Choices:
@@ -94,18 +118,17 @@ class Choices:
         values
             The candidates: what JSON can hold. Without any, the point is refused.
         """
-        question = Question(name, tuple(values))
         if not isinstance(name, str) or not name:
             raise TuneError(f"choose({name!r}, ...): the name is no text; give the value a name")
+        question = _question(name, values)
         if not question.values:
             raise Refused(f"{name!r} has no candidates")
-        _check_json(f"choose({name!r}, {list(values)!r})", list(values))
         if name in self.taken:
             asked, position = self.taken[name]
             if asked != question:
                 raise TuneError(
                     f"{name!r} was chosen from {list(asked.values)} and is asked for from "
-                    f"{list(values)} in the same point; give the second one another name"
+                    f"{list(question.values)} in the same point; give the second one another name"
                 )
             return asked.values[position]
         position = self._pick(question)
@@ -186,7 +209,7 @@ def make_point(
             f"the space returned {values!r}; return a dict of names and values, or None for a "
             "point that cannot run"
         )
-    _check_json("the space returned values", dict(values))
+    check_json("the space returned values", dict(values))
     point = Point(
         dict(values),
         choices.values,
@@ -209,10 +232,11 @@ def _holds(constraint: Callable[[Any], Any], values: dict[str, Any]) -> bool:
         ) from error
 
 
-def _check_json(what: str, value: Any) -> None:
+def check_json(what: str, value: Any) -> None:
+    """Refuse values that no file and no trial can be given, by a :class:`TuneError`."""
     try:
         json.dumps(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise TuneError(
             f"{what}, which JSON cannot hold ({error}); use numbers, texts, and lists of them"
         ) from None
@@ -284,9 +308,12 @@ def survey(
         _draw(space, constraint, limit, seed, found)
     if not found.points:
         reasons = "; ".join(f"{text} ({n} times)" for text, n in found.refused.most_common(3))
+        what = "the space is empty"
+        if not found.is_complete:
+            what = f"none of {sum(found.refused.values())} looks at this large space gave a point"
         raise TuneError(
-            f"the space is empty: {reasons or 'nothing was asked for'}; loosen the constraint or "
-            "give more candidates"
+            f"{what}: {reasons or 'nothing was asked for'}; loosen the constraint or give more "
+            "candidates"
         )
     return found
 
@@ -341,7 +368,9 @@ def _draw(
         choices = Choices(lambda question: generator.randrange(len(question.values)))
         try:
             point = make_point(space, choices, constraint)
-        except Refused:
+        except Refused as reason:
+            if not found.points:  # of the looks that the message of an empty space counts
+                found.refused[str(reason)] += 1
             continue
         points.setdefault(point.key, point)
         total += math.prod(len(question.values) for question, _ in choices.taken.values())
