@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -377,3 +379,91 @@ def test_names_of_the_library() -> None:
         _ = slapo.nope
     # Importing the module that `python -m` runs hides no function.
     assert module(grid, run=lambda point: 1.0, trials=1).best.result == 1.0
+
+
+@pytest.mark.parametrize("name", ["r?a/t.db", "a {b} %41#.db"])
+def test_paths_with_characters_of_urls(tmp_path: Path, name: str) -> None:
+    db = tmp_path / name
+    db.parent.mkdir(exist_ok=True)
+    tune(grid, run=lambda point: 1.0, db=db, trials=1)
+    assert len(Database(db).trials) == 1
+    assert db.read_bytes().startswith(b"SQLite")
+
+
+def test_a_link_to_a_database_has_its_lock(tmp_path: Path) -> None:
+    def inner(point: dict[str, Any]) -> float:
+        (tmp_path / "link").symlink_to(tmp_path / "db")
+        with pytest.raises(TuneError, match="another search is using"):
+            tune(grid, run=lambda point: 1.0, db=tmp_path / "link")
+        return 1.0
+
+    assert tune(grid, run=inner, db=tmp_path / "db", trials=1).best is not None
+
+
+def test_a_database_of_another_program(tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "db")) as base, base:
+        base.execute("CREATE TABLE bookmarks (url TEXT)")
+    with pytest.raises(TuneError, match="database of another program, with bookmarks; name"):
+        tune(grid, run=lambda point: 1.0, db=tmp_path / "db")
+    with contextlib.closing(sqlite3.connect(tmp_path / "db")) as base:
+        assert base.execute("SELECT name FROM sqlite_master").fetchall() == [("bookmarks",)]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a folder that nobody can write")
+def test_a_folder_that_cannot_be_written() -> None:
+    with pytest.raises(TuneError, match=r"cannot be written: .*; name a file in another"):
+        tune(grid, run=lambda point: 1.0, db="/proc/x.db")
+
+
+def test_another_function_for_the_command_is_another_search(tmp_path: Path) -> None:
+    def make(point: dict[str, Any]) -> list[str]:
+        return ["echo", '{"throughput": 1}']
+
+    first = make
+
+    def make(point: dict[str, Any]) -> list[str]:  # type: ignore[no-redef]
+        return ["echo", '{"throughput": 2}']
+
+    tune(grid, first, db=tmp_path / "db", trials=1)
+    tune(grid, first, db=tmp_path / "db", trials=2)
+    with pytest.raises(TuneError, match="holds a search with another command"):
+        tune(grid, make, db=tmp_path / "db", trials=3)
+
+
+def test_a_function_for_the_command_that_fails() -> None:
+    def refuse(point: dict[str, Any]) -> list[str]:
+        if point["a"] > 1:
+            raise Refused("too many ranks")
+        return ["echo", '{"throughput": 1}']
+
+    found = tune(grid, refuse, trials=12)
+    kinds = {trial.values["a"]: (trial.outcome, trial.reason) for trial in found.trials}
+    assert kinds == {1: ("ok", ""), **dict.fromkeys((2, 3, 4), ("refused", "too many ranks"))}
+    assert sum(trial.is_run for trial in found.trials) == 3
+    for wrong, message in [
+        (lambda point: point["c"], r"command\(\{'a': .*\) failed with KeyError: 'c'; raise"),
+        (lambda point: None, r"command\(\{'a': .*\) returned None; return a list"),
+    ]:
+        with pytest.raises(TuneError, match=message):
+            tune(grid, wrong, trials=1)
+
+
+def test_placeholders_that_points_lack() -> None:
+    def space(choose: Choices) -> dict[str, Any]:
+        point = {"micro-batch": choose("micro-batch", [1, 2])}
+        return point if point["micro-batch"] == 1 else {**point, "sched": "1f1b"}
+
+    text = '{"throughput": 1, "got": "{micro-batch}"}'
+    found = tune(space, ["echo", text], trials=2)
+    assert {trial.figures["got"] for trial in found.trials} == {"1", "2"}
+    with pytest.raises(TuneError, match=r"\{sched\}.* 'sched', which \{'micro-batch': 1\} lacks"):
+        tune(space, ["echo", "{sched}"], trials=2)
+    with pytest.raises(TuneError, match=r"\{micro-batches\}: did you mean 'micro-batch'"):
+        tune(space, ["echo", "{micro-batches}"], trials=2)
+
+
+def test_a_few_trials_without_a_figure_do_not_end_a_search_that_has_some(tmp_path: Path) -> None:
+    for b in (1, 2, 3):
+        Database(tmp_path / "db").commit({"a": 1, "b": b}, 5.0)
+    found = tune(grid, ["echo", "nothing"], db=tmp_path / "db", trials=6)
+    assert [trial.outcome for trial in found.trials] == ["ok"] * 3 + ["no_result"] * 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -249,7 +250,12 @@ def test_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", os.defpath)
     assert Path(Launcher(["torchrun"])(values)[0]).name == "torchrun"
     assert Launcher(lambda v: ["run.sh", v["tp"]])(values) == ["bash", "run.sh", "2"]
-    line = Launcher(["train.py", "{kernel}"]).line(values)
+    # The Python that ran the trials, by its short name only where a shell finds that one.
+    launcher = Launcher(["train.py", "{kernel}"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert launcher.line(values).endswith(shlex.join(["", sys.executable, "train.py", "a b"])[2:])
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.defpath}")
+    line = launcher.line(values)
     assert line.endswith(" python train.py 'a b'")
     printed = subprocess.run(
         ["bash", "-c", line.replace("python train.py", "printenv SLAPO_TRIAL; true")],

@@ -7,6 +7,7 @@ import random
 import re
 import runpy
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,9 +78,11 @@ def test_a_search(tune: Run) -> None:
     assert lines[1].split()[1:] == ["44", "4", "4"]
     assert "8 trials of 8 points: 8 ok" in out
     best = lines[lines.index("the best again:") + 1]
+    python = shlex.split(best)[1]
+    assert Path(shutil.which(python) or "").samefile(sys.executable)
     assert shlex.split(best) == [
         'SLAPO_TRIAL={"tp": 4, "micro": 4}',
-        *PYTHON,
+        *[python, *PYTHON[1:]],
         *["train.py", "--tp=4", "--db", "4", "--help"],
     ]
     assert "[8/8]" in err
@@ -167,7 +170,7 @@ def test_all_outcomes_are_kept_with_their_logs(tune: Run) -> None:
     assert "KeyError: 'lost'" in Path(found[3].log).read_text()
     assert found[3].reason == "exit status 1: KeyError: 'lost'"
     assert found[4].seconds >= 0.7
-    assert "7 trials of 8 points: 1 ok, 1 out_of_memory" in out
+    assert "8 trials of 8 points: 1 ok, 1 out_of_memory" in out
 
 
 def test_a_script_without_a_result(tune: Run) -> None:
