@@ -75,7 +75,9 @@ class Progress:
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
         else:
-            print(line, file=self._stream, flush=True)
+            # Who reads it may leave, as head does; the search goes on.
+            with contextlib.suppress(BrokenPipeError):
+                print(line, file=self._stream, flush=True)
 
     def _show(self, text: str, done: int, total: int) -> None:
         if self._bar is None:

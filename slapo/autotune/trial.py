@@ -318,9 +318,12 @@ def _kept(figures: dict[str, Any]) -> dict[str, Any]:
 def _logged_speed(text: str) -> float:
     """Samples per second as the training loop of a runtime prints them; 0 if none does."""
     for target in ("deepspeed", "megatron"):  # each reads what the loop for torch prints, too
-        speed = float(get_dialect_cls("log_parser", target).parse_log(text + "\n").samples_per_sec)
-        if speed > 0:
-            return speed
+        # What looks like a number may be none, such as 1.2.3, or have no end.
+        with contextlib.suppress(ValueError, ArithmeticError):
+            found = get_dialect_cls("log_parser", target).parse_log(text + "\n")
+            speed = finite_number(found.samples_per_sec)
+            if speed:
+                return speed
     return 0.0
 
 

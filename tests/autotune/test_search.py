@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sqlite3
 import sys
 from collections.abc import Callable
@@ -136,6 +137,7 @@ def test_predictions_may_refuse() -> None:
         (7, "returned 7, which has no 'memory'"),
         ({"memory": "much", "capacity": 1, "throughput": 1}, "memory='much'; give a finite number"),
         ({"memory": float("nan"), "capacity": 1, "throughput": 1}, "memory=nan"),
+        ({"memory": 10**400, "capacity": 1, "throughput": 1}, "memory=10.*; give a finite number"),
         ({"memory": 2**30, "capacity": 1, "throughput": 1}, "none of 12 .* needs 1.00 of 0.00 GiB"),
     ],
 )
@@ -319,6 +321,11 @@ def test_databases(tmp_path: Path) -> None:
     for wrong in ({"result": None, "outcome": "ok"}, {"result": 1, "outcome": "crash"}):
         with pytest.raises(ValueError, match="give a result, or one of"):
             database.commit({"a": 1}, **wrong)
+    for number in (float("inf"), float("nan"), 10**400, "fast"):
+        with pytest.raises(ValueError, match="cannot be compared"):
+            database.commit({"a": 1}, number)  # type: ignore[arg-type]
+    with pytest.raises(TuneError, match="JSON cannot hold"):
+        database.commit({"a": object()}, 1.0)
     run = Counting(lambda point: point["a"] * point["b"])
     found = tune(grid, run=run, db=tmp_path / "db", trials=12)
     assert len(run.points) == 10
@@ -344,10 +351,37 @@ def test_old_databases(tmp_path: Path) -> None:
         (64, None, "crash"),
     ]
     assert database.trials[0].values == {"batch_size": 8, "ckpt_ratio": 0.5}
-    for text, message in [("nope", "cannot be read as JSON"), ("[]", "holds a list")]:
+    for text, message in [
+        ("nope", "cannot be read as JSON"),
+        ("[]", "holds a list"),
+        ('{"a-1": 2.0, "attn-flash-v2": 1.0}', "'attn-flash-v2', of which 'v2' cannot be read"),
+        ('{"a-1-a-2": 2.0}', "'a-1-a-2', of which 'a-2'"),
+        ('{"micro-batch-8": 2.0}', "of which '8'"),
+    ]:
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(TuneError, match=message):
             database.import_json(tmp_path / "bad.json")
+    assert len(database.trials) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("batch_size-8-attn-flash", {"batch_size": 8, "attn": "flash"}),
+        ("batch_size-8-attn-eager", {"batch_size": 8, "attn": "eager"}),
+        ("{'bs': 4, 'kernel': 'flash'}", {"bs": 4, "kernel": "flash"}),
+        ("lr-1e+5-x-1E5", {"lr": 1e5, "x": 1e5}),
+        ("x-.5-y--2-z-08", {"x": 0.5, "y": -2, "z": 8}),
+        ("v-1.2.3,flag=True, n: None", {"v": "1.2.3", "flag": True, "n": None}),
+    ],
+)
+def test_names_of_points_in_old_databases(
+    tmp_path: Path, name: str, values: dict[str, Any]
+) -> None:
+    (tmp_path / "old.json").write_text(json.dumps({name: 10.0}))
+    database = Database(tmp_path / "db")
+    assert database.import_json(tmp_path / "old.json") == 1
+    assert database.trials[0].values == values
 
 
 def test_the_plot(tmp_path: Path) -> None:

@@ -171,6 +171,11 @@ def test_lines_of_json(line: str, value: float | None, figures: dict[str, Any]) 
     assert len(outcome.reason) < 400
 
 
+@pytest.mark.parametrize("text", ["samples/s: 1.2.3", "samples/s: " + "9" * 400, "samples/s: ."])
+def test_speeds_that_are_none(text: str) -> None:
+    assert classify(text, {**FAILED, "returncode": 0}, 60, "throughput").kind == "no_result"
+
+
 @pytest.mark.parametrize("text", ["x" * 200_000, "a\0b"])
 def test_values_that_the_system_cannot_pass(tmp_path: Path, text: str) -> None:
     command = [*PYTHON, "print(1)", text]
@@ -360,11 +365,14 @@ def test_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(printed.stdout) == values
 
 
-def test_commands_that_cannot_be() -> None:
+def test_commands_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prog").touch()
     for command, message in [
         ([], "there is no script to run"),
         (["nope.py"], "there is no script 'nope.py' in "),
         (["no-such-program"], "there is no program 'no-such-program'"),
+        (["./prog"], r"the program './prog' may not be executed; run: chmod \+x ./prog"),
     ]:
         with pytest.raises(TuneError, match=message):
             Launcher(command)
