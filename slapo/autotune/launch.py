@@ -92,9 +92,12 @@ class Launcher:
         return with_program([str(word) for word in made])
 
     def line(self, values: Mapping[str, Any]) -> str:
-        """What to type in a shell to run a point."""
+        """What to type in a shell to run a point; empty where there is no command for it."""
         setting = f"{VARIABLE}={shlex.quote(json.dumps(dict(values)))}"
-        words = self(values)
+        try:
+            words = self(values)
+        except (Refused, TuneError):  # such as of one that was run elsewhere
+            return ""
         found = shutil.which("python")
         # By its folder, too: Pythons of two environments may be links to one file.
         is_beside = found is not None and Path(found).parent == Path(sys.executable).parent
@@ -141,13 +144,10 @@ class Launcher:
             return _value(word, word, values)
 
         def value(found: re.Match[str]) -> str:
-            literal, name = found.groups()
-            known = self._names | values.keys()
-            if literal is not None:
-                is_name = _NAME.fullmatch(literal) or literal in known
-                return f"{{{literal}}}" if is_name else found[0]
-            is_place = _NAME.fullmatch(name) or name in known
-            return _value(name, word, values) if is_place else found[0]
+            name = found[1] or found[2]
+            if not _NAME.fullmatch(name) and name not in self._names | values.keys():
+                return found[0]
+            return f"{{{name}}}" if found[1] else _value(name, word, values)
 
         return _PLACE.sub(value, word)
 
@@ -191,9 +191,9 @@ def with_program(words: Sequence[str]) -> list[str]:
         return [sys.executable, *rest]
     if shutil.which(first) is not None:
         return list(words)
-    # Such as torchrun, of an environment that is not activated.
     if os.sep in first and Path(first).is_file():
         raise TuneError(f"the program {first!r} may not be executed; run: chmod +x {first}")
+    # Such as torchrun, of an environment that is not activated.
     beside = shutil.which(first, path=str(Path(sys.executable).parent))
     if beside is None:
         raise TuneError(

@@ -81,7 +81,8 @@ class Search:
         self._fresh: list[Trial] = []
         seed = options.seed + len(self._study.get_trials(deepcopy=False))
         self._study.sampler = _sampler(seed % 2**32)
-        again = [t for t in self._settled.ended if options.retry and self._may_retry(t)]
+        ended = self._settled.ended.values()
+        again = [trial for trial in ended if options.retry and self._may_retry(trial)]
         self._again = {trial.key for trial in again}
         self._first = [_Plan(trial.parameters, "cut_off") for trial in self._settled.cut]
         self._first += [_Plan(trial.parameters, "retry") for trial in again]
@@ -98,7 +99,8 @@ class Search:
 
     def _may_retry(self, trial: Trial) -> bool:
         is_ill = trial.is_failure and trial.outcome != "out_of_memory"
-        return is_ill and self._settled.can_be_asked_for(trial)
+        # In a space too large to see whole, nobody knows how to ask for one that ran elsewhere.
+        return is_ill and (bool(trial.parameters) or self._survey.is_complete)
 
     # Predictions.
 
@@ -160,7 +162,7 @@ class Search:
         """The point to run, one of those left; None to let the sampler propose one."""
         if self._first:
             return self._first.pop(0)
-        ended = self._settled.ended
+        ended = self._settled.ended.values()
         by_prediction = sum(trial.source == "prediction" for trial in ended if trial.is_run)
         if self._ranked and left and by_prediction < math.ceil(self._total * _PREDICTED):
             return _Plan(left[0].parameters, "prediction")
@@ -205,7 +207,7 @@ class Search:
             point = Point(choices.values, choices.values, {})
             outcome = Outcome("refused", reason=str(reason))
         predicted, command = None, None
-        same = None if point.key in self._again else self._settled.get(point.key)
+        same = None if point.key in self._again else self._settled.ended.get(point.key)
         if same is None and outcome is None:
             predicted = self._predicted(point)
             outcome = self._ruled_out(point, predicted)

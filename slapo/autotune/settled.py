@@ -24,6 +24,8 @@ class Settled:
     ----------
     trials
         Those of this space, by their number.
+    ended
+        Key of a point -> the trial that settled it.
     foreign
         Trials that ran another point than those of this space.
     cut
@@ -40,7 +42,7 @@ class Settled:
         self._grows = options.grows
         self._points = {point.key: point for point in found.points}
         self._shapes = {frozenset(point.values) for point in found.points}
-        self._ended: dict[str, Trial] = {}
+        self.ended: dict[str, Trial] = {}
         self._judged: dict[str, Trial] = {}
         self._ruled_out: set[str] = set()
         cut: dict[str, Trial] = {}
@@ -48,8 +50,8 @@ class Settled:
         _refuse_other_points(found, trials, db)
         for trial in trials:
             self._take_over(trial, cut)
-        self.cut = [trial for key, trial in cut.items() if key not in self._ended]
-        self._rule_all()
+        self.cut = [trial for key, trial in cut.items() if key not in self.ended]
+        self._rule_out(*self.ended.values())
 
     def _take_over(self, trial: Trial, cut: dict[str, Trial]) -> None:
         key, point = trial.key, self._points.get(trial.key)
@@ -64,16 +66,11 @@ class Settled:
             return
         self.trials[trial.number] = trial
         if trial.is_run:
-            self._ended[key] = trial
+            self.ended[key] = trial
         elif trial.outcome != "cut_off":
             self._judged[key] = trial
         elif is_mine:
             cut[key] = trial
-
-    @property
-    def ended(self) -> list[Trial]:
-        """The trial of each point that is settled."""
-        return list(self._ended.values())
 
     @property
     def best(self) -> Trial | None:
@@ -82,23 +79,16 @@ class Settled:
 
     def count(self) -> int:
         """Points that were run."""
-        return sum(trial.is_run for trial in self._ended.values())
-
-    def get(self, key: str) -> Trial | None:
-        """The trial that settled a point."""
-        return self._ended.get(key)
-
-    def can_be_asked_for(self, trial: Trial) -> bool:
-        """Whether the study can make its point again: not of one that was run elsewhere."""
-        return bool(trial.parameters) or trial.key in self._points
+        return sum(trial.is_run for trial in self.ended.values())
 
     def add(self, trial: Trial) -> None:
         """Take a trial that ended now."""
-        before = self._ended.get(trial.key)
-        self._ended[trial.key] = self.trials[trial.number] = trial
+        before = self.ended.get(trial.key)
+        self.ended[trial.key] = self.trials[trial.number] = trial
         if before is not None and before.is_failure:
-            self._rule_all()
-        elif trial.is_failure:
+            self._ruled_out.clear()
+            self._rule_out(*self.ended.values())
+        else:
             self._rule_out(trial)
 
     def judged_before(self, key: str, outcome: Outcome) -> Trial | None:
@@ -106,26 +96,20 @@ class Settled:
         same = self._judged.get(key)
         if same is None or (same.outcome, same.reason) != (outcome.kind, outcome.reason):
             return None
-        self._ended[key] = same
+        self.ended[key] = same
         return same
 
     # The rule of --error-stop symbol.
 
-    def _rule_all(self) -> None:
-        self._ruled_out.clear()
-        for trial in self._ended.values():
-            if trial.is_failure:
-                self._rule_out(trial)
-
-    def _rule_out(self, failed: Trial) -> None:
-        if self._rule:
+    def _rule_out(self, *trials: Trial) -> None:
+        for trial in trials if self._rule else ():
             points = self._survey.points
-            larger = [p.key for p in points if _larger_in(p.choices, failed, self._grows)]
-            self._ruled_out.update(larger)
+            larger = {p.key for p in points if _larger_in(p.choices, trial, self._grows)}
+            self._ruled_out |= larger
 
     def ruled_out_by(self, point: Point) -> str:
         """Why a point is not run after a trial that failed; empty if it may run."""
-        for failed in self._ended.values() if self._rule else ():
+        for failed in self.ended.values() if self._rule else ():
             name = _larger_in(point.choices, failed, self._grows)
             if name:
                 less = failed.choices[name]
@@ -134,13 +118,10 @@ class Settled:
 
     def left(self, points: Sequence[Point]) -> list[Point]:
         """Those to look at yet: that may run, and when none is left, that are to be skipped."""
-        rest = [point for point in points if point.key not in self._ended]
+        rest = [point for point in points if point.key not in self.ended]
         may_run = [point for point in rest if point.key not in self._ruled_out]
-        return may_run or [point for point in rest if not self._is_known_as_skipped(point.key)]
-
-    def _is_known_as_skipped(self, key: str) -> bool:
-        known = self._judged.get(key)
-        return known is not None and known.outcome == "skipped"
+        known = {key for key, trial in self._judged.items() if trial.outcome == "skipped"}
+        return may_run or [point for point in rest if point.key not in known]
 
 
 def check_grows(found: Survey, options: Options) -> None:

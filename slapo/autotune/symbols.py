@@ -162,7 +162,7 @@ def space_of_symbols(
     {'batch_size': 8, 'ckpt_ratio': 0.0}
     {'batch_size': 8, 'ckpt_ratio': 1.0}
     """
-    sizes = None if get_bs_range is None else _batch_sizes(_asked(get_bs_range, args))
+    sizes = None if get_bs_range is None else _batch_sizes(get_bs_range, args)
 
     def space(choose: Choices) -> dict[str, Any]:
         fixed: dict[str, Any] = {}
@@ -180,17 +180,14 @@ def space_of_symbols(
     return space
 
 
-def _asked(get_bs_range: Callable[[Any], Any], args: Any) -> Any:
+def _batch_sizes(get_bs_range: Callable[[Any], Any], args: Any) -> list[int]:
     try:
-        return get_bs_range(args)
+        found = get_bs_range(args)
     except Exception as error:
         raise TuneError(
             f"get_bs_range(args) failed with {type(error).__name__}: {error}; return (smallest, "
             "largest, step)"
         ) from error
-
-
-def _batch_sizes(found: Any) -> list[int]:
     try:
         smallest, largest, step = (int(number) for number in found)
     except (TypeError, ValueError):

@@ -501,3 +501,15 @@ def test_a_few_trials_without_a_figure_do_not_end_a_search_that_has_some(tmp_pat
         Database(tmp_path / "db").commit({"a": 1, "b": b}, 5.0)
     found = tune(grid, ["echo", "nothing"], db=tmp_path / "db", trials=6)
     assert [trial.outcome for trial in found.trials] == ["ok"] * 3 + ["no_result"] * 3
+
+
+def test_the_best_may_have_no_command(tmp_path: Path) -> None:
+    def make(point: dict[str, Any]) -> list[str]:
+        if point["a"] > 1:
+            raise Refused("too many ranks")
+        return ["echo", '{"throughput": 1}']
+
+    Database(tmp_path / "db").commit({"a": 4, "b": 3}, 100.0)
+    found = tune(grid, make, db=tmp_path / "db", trials=2)
+    assert found.best is not None
+    assert (found.best.result, found.command) == (100.0, "")
