@@ -243,7 +243,8 @@ class Search:
             return Outcome("refused", reason=predicted.refused)
         if predicted is not None and not predicted.fits:
             return Outcome("does_not_fit", reason=f"predicted {predicted}")
-        reason = self._settled.ruled_out_by(point)
+        # What is to run again may have failed for the same passing reason as what rules it out.
+        reason = "" if point.key in self._again else self._settled.ruled_out_by(point)
         return Outcome("skipped", reason=reason) if reason else None
 
     def _command(self, point: Point) -> tuple[Outcome | None, list[str] | None]:

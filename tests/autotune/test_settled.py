@@ -84,14 +84,15 @@ def test_predictions_without_a_text_of_their_own_are_asked_anew(tmp_path: Path) 
         assert Database(tmp_path / "db").predictions['{"bs": 4}'].fits == (most == 6)
 
 
-def test_what_was_skipped_runs_without_the_rule(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error_stop", ["none", "symbol"])
+def test_what_was_skipped_runs_when_its_reason_is_gone(tmp_path: Path, error_stop: str) -> None:
     run = Runs(dict.fromkeys(range(1, 7), KeyError()))
     options: dict[str, Any] = {"run": run, "db": tmp_path / "db", "trials": 6}
     for _ in range(2):
         found = tune(sizes, **options, error_stop="symbol")
     assert "skipped" in last(found.trials).values()
     run.errors.clear()
-    found = tune(sizes, **options, retry=True)
+    found = tune(sizes, **options, retry=True, error_stop=error_stop)
     assert last(found.trials) == dict.fromkeys(range(1, 7), "ok")
     assert summary(found).count("6 trials of 6 points: 6 ok") == 1
 
