@@ -42,7 +42,7 @@ _RANK = r"^(?:\[[^\]\n]*\](?:<\w+>)?:? ?|\d+: )*"
 #: The last line of a traceback, which quotes source, too, but indented.
 _EXCEPTION = re.compile(
     _RANK
-    + r"(?P<name>(?:[\w<>]+\.)+_?[A-Z]\w*|(?:[\w<>]+\.)*\w*(?:[eE]rror|Exception|Exit|Interrupt))"
+    + r"(?P<name>(?:[\w<>]+\.)+_?[A-Z]\w*|(?:[\w<>]+\.)*\w+(?:[eE]rror|Exception|Exit|Interrupt))"
     r"(?:: (?P<text>.*))?$",
     re.MULTILINE,
 )
@@ -55,7 +55,7 @@ _OUT_OF_MEMORY_TEXT = (
 _OUT_OF_MEMORY_LINE = re.compile(
     _RANK + r"(?:.*\b\w+ out of memory\. Tried to allocate|"
     r"\s*(?:terminate called .*|what\(\): +)?'?std::bad_alloc|"
-    r"(?:CUDA (?:runtime )?(?:error: )?)?out of memory\W*$|.*: cannot allocate memory$)",
+    r"(?:error: )?(?:CUDA (?:error: )?)?out of memory\W*$|.*: cannot allocate memory$)",
     re.IGNORECASE | re.MULTILINE,
 )
 #: A rank that the kernel ended for its memory, as torchrun tells it.
@@ -65,7 +65,7 @@ _CONSEQUENCE = re.compile(
     r"ChildFailedError|ProcessExitedException|ProcessRaisedException|Dist\w*Error|SignalException|"
     r"ConnectionResetError|Connection (?:closed|reset) by peer"
 )
-_LIBRARY = re.compile(r"slapo(?:\.\w+)*\.\w+$")
+_LIBRARY = re.compile(r"slapo(?:\.\w+)*\.(?:Refused|\w*Error)$")
 #: Characters of JSON that are kept of the other figures of a trial, and how deep they may be.
 _ROOM, _DEPTH = 10_000, 50
 
