@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slapo.autotune.prediction import source_of
-from slapo.autotune.space import Refused, TuneError
+from slapo.autotune.space import Refused, TuneError, configured
 from slapo.autotune.values import VARIABLE
 from slapo.errors import with_nearest
 
@@ -75,15 +75,8 @@ class Launcher:
         if self._make is None:
             return [self._filled(word, values) for word in self._words]
         call = f"command({dict(values)})"
-        try:
+        with configured(call):
             made = self._make(dict(values))
-        except (Refused, TuneError):
-            raise
-        except Exception as error:
-            raise TuneError(
-                f"{call} failed with {type(error).__name__}: {error}; raise "
-                "slapo.autotune.Refused for what cannot run"
-            ) from error
         is_list = isinstance(made, list | tuple)
         if not is_list or not all(isinstance(w, str | int | float | Path) for w in made):
             raise TuneError(

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slapo.autotune.space import Point, Refused, TuneError
+from slapo.autotune.space import Point, Refused, TuneError, configured
 from slapo.errors import SlapoError
 
 _MISSING = object()
@@ -137,19 +137,13 @@ class Predictor:
         return self._known[key]
 
     def _ask(self, values: dict[str, Any]) -> Prediction:
-        try:
-            found = self._predict(dict(values))
-        except Refused as reason:
-            return Prediction(fits=False, refused=str(reason) or "refused")
-        except (SlapoError, ValueError) as error:  # what recipes and the dry run refuse with
-            return Prediction(fits=False, refused=f"{type(error).__name__}: {error}")
-        except TuneError:
-            raise
-        except Exception as error:
-            raise TuneError(
-                f"predict({values}) failed with {type(error).__name__}: {error}; raise "
-                "slapo.autotune.Refused for what cannot run"
-            ) from error
+        with configured(f"predict({values})"):
+            try:
+                found = self._predict(dict(values))
+            except Refused as reason:
+                return Prediction(fits=False, refused=str(reason) or "refused")
+            except (SlapoError, ValueError) as error:  # what recipes and the dry run refuse with
+                return Prediction(fits=False, refused=f"{type(error).__name__}: {error}")
         if found is None:
             return Prediction(fits=False, refused="the prediction is None")
         return read_prediction(found, values)

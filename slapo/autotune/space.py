@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,15 +194,8 @@ def make_point(
     space: SpaceFunction, choices: Choices, constraint: Callable[[Any], Any] | None = None
 ) -> Point:
     """Ask a space for a point; raises :class:`Refused` where nothing can run it."""
-    try:
+    with configured("the space", lambda: f", after it chose {choices.values}"):
         values = space(choices)
-    except (Refused, TuneError):
-        raise
-    except Exception as error:
-        raise TuneError(
-            f"the space failed with {type(error).__name__}: {error}, after it chose "
-            f"{choices.values}; raise slapo.autotune.Refused for points that cannot run"
-        ) from error
     if values is None:
         raise Refused("the space returned None")
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
@@ -215,20 +209,23 @@ def make_point(
         choices.values,
         {q.key: q.label(position) for q, position in choices.taken.values() if len(q.values) > 1},
     )
-    if constraint is not None and not _holds(constraint, point.values):
-        raise Refused("the constraint is not met")
+    with configured("the constraint", lambda: f", at {point.values}"):
+        if constraint is not None and not constraint(dict(point.values)):
+            raise Refused("the constraint is not met")
     return point
 
 
-def _holds(constraint: Callable[[Any], Any], values: dict[str, Any]) -> bool:
+@contextlib.contextmanager
+def configured(what: str, where: Callable[[], str] = str) -> Iterator[None]:
+    """Call a function of the user's: whatever it fails with is one error that says which."""
     try:
-        return bool(constraint(dict(values)))
-    except Refused:
+        yield
+    except (Refused, TuneError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TuneError(
-            f"the constraint failed with {type(error).__name__}: {error}, at {values}; return "
-            "True or False, or raise slapo.autotune.Refused"
+            f"{what} failed with {type(error).__name__}: {error}{where()}; raise "
+            "slapo.autotune.Refused for what cannot run"
         ) from error
 
 

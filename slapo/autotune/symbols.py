@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from slapo.autotune.space import Choices, Refused, SpaceFunction, TuneError
+from slapo.autotune.space import Choices, Refused, SpaceFunction, TuneError, configured
 
 
 class Symbol:
@@ -181,13 +181,8 @@ def space_of_symbols(
 
 
 def _batch_sizes(get_bs_range: Callable[[Any], Any], args: Any) -> list[int]:
-    try:
+    with configured("get_bs_range(args)"):
         found = get_bs_range(args)
-    except Exception as error:
-        raise TuneError(
-            f"get_bs_range(args) failed with {type(error).__name__}: {error}; return (smallest, "
-            "largest, step)"
-        ) from error
     try:
         smallest, largest, step = (int(number) for number in found)
     except (TypeError, ValueError):

@@ -147,8 +147,12 @@ def test_predictions_that_say_too_little(prediction: Any, message: str) -> None:
 
 
 def test_a_prediction_that_fails() -> None:
-    with pytest.raises(TuneError, match=r"predict\(.*\) failed with KeyError: 'c'; raise"):
-        tune(grid, run=lambda point: 1.0, predict=lambda point: point["c"])
+    for predict, what in [
+        (lambda point: point["c"], "KeyError: 'c'"),
+        (sys.exit, "SystemExit: .*"),
+    ]:
+        with pytest.raises(TuneError, match=rf"predict\(.*\) failed with {what}; raise"):
+            tune(grid, run=lambda point: 1.0, predict=predict)
 
 
 def raises(error: Exception) -> Any:
