@@ -45,9 +45,6 @@ def main(arguments: Sequence[str] | None = None, prog: str = "slapo tune") -> in
     except (TuneError, MissingPackageError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # who reads the output has left; what was measured is in the database
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, to the end of the process
-        return 0
     except KeyboardInterrupt:
         print(f"{prog}: interrupted; the same command goes on from here", file=sys.stderr)
         return 130
@@ -98,7 +95,12 @@ def _tune(given: argparse.Namespace) -> int:
         result = search(
             config.space, launcher, db, config.predict, config.constraint, progress, options
         )
-    _show(result, db)
+    try:
+        _show(result, db)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads the output has left; what was measured is in the database
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
     return 0 if result.best is not None else 1
 
 
@@ -115,10 +117,15 @@ def _launcher(given: argparse.Namespace, config: Config) -> Launcher:
 def _show(result: Result, db: Path) -> None:
     print(summary(result))
     picture = db.with_name(db.name + ".png")
-    if save_plot(result, picture):
+    why = "matplotlib is not installed"
+    try:
+        is_saved = save_plot(result, picture)
+    except OSError as error:
+        is_saved, why = False, f"{picture} cannot be written: {error.strerror}"
+    if is_saved:
         print(f"\nthe search as a plot: {picture}")
     else:
-        print("\nno plot: matplotlib is not installed", file=sys.stderr)
+        print(f"\nno plot: {why}", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -123,7 +123,7 @@ def _import(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line = _line(error, path)
         raise TuneError(f"{path}{line} failed: {type(error).__name__}: {error}; mend it") from error
     return module

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from slapo.autotune.prediction import Prediction, saved_predictions
-from slapo.autotune.space import TuneError, point_key
+from slapo.autotune.space import TuneError, check_json, point_key
 from slapo.autotune.study import (
     Trial,
     best_of,
@@ -22,6 +22,7 @@ from slapo.autotune.study import (
     state_of,
 )
 from slapo.autotune.trial import RUN, Outcome
+from slapo.autotune.values import finite_number
 
 
 class Database:
@@ -96,8 +97,12 @@ class Database:
             raise ValueError(
                 f"outcome {outcome!r} with result {result!r}; give a result, or one of {RUN[1:]}"
             )
+        number = finite_number(result)
+        if result is not None and number is None:
+            raise ValueError(f"the result is {result!r}, which cannot be compared; give a number")
+        check_json(f"the values of a trial are {str(dict(values))[:200]}", dict(values))
         optuna = import_optuna()
-        report = report_of(Outcome(kind, None if result is None else float(result)), None, "")
+        report = report_of(Outcome(kind, number))
         attributes = {"values": dict(values), "source": "import", "report": report}
         self._study.add_trial(
             optuna.trial.create_trial(
@@ -109,7 +114,8 @@ class Database:
         """Take over a JSON database: an object of texts that name points, and their results.
 
         Names and values of a point are read from ``name-value``, ``name:value`` or ``name=value``,
-        or from JSON; a result is a number, or an object with ``throughput``.
+        or from JSON; a result is a number, or an object with ``throughput``. A name without any
+        value is no point, and left.
 
         Parameters
         ----------
@@ -120,6 +126,11 @@ class Database:
         -------
         int
             How many were taken; points that are there already are left.
+
+        Raises
+        ------
+        TuneError
+            If the file, or the name of a point in it, cannot be read; then nothing is taken.
         """
         try:
             held = json.loads(Path(path).read_text())
@@ -128,24 +139,51 @@ class Database:
         if not isinstance(held, dict):
             raise TuneError(f"{path} holds a {type(held).__name__}, not an object of results")
         known = {trial.key for trial in self.trials if trial.is_run}
-        count = 0
+        new: dict[str, tuple[dict[str, Any], Any]] = {}
         for key, entry in held.items():
-            values, result = _old_values(key, entry), _old_result(entry)
+            values = _old_values(key, path)
             if values and point_key(values) not in known:
-                failure = "out_of_memory" if _old_code(entry) == 1 else "crash"
-                self.commit(values, result, "" if result is not None else failure)
-                known.add(point_key(values))
-                count += 1
-        return count
+                new.setdefault(point_key(values), (values, entry))
+        for values, entry in new.values():
+            result = _old_result(entry)
+            failure = "out_of_memory" if _old_code(entry) == 1 else "crash"
+            self.commit(values, result, "" if result is not None else failure)
+        return len(new)
 
 
-def _old_values(key: str, entry: Any) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        found = json.loads(key)
-        if isinstance(found, dict):
-            return found
-    pairs = re.findall(r"([A-Za-z_]\w*)['\"]?\s*[-:=]\s*(-?[\d.]+(?:e-?\d+)?)", key)
-    return {name: json.loads(number.rstrip(".")) for name, number in pairs}
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+#: A name and its value: a number, which may have the sign of the next pair in it, or a text.
+_PAIR = re.compile(
+    rf"\s*([A-Za-z_]\w*)\s*[-:=]\s*({_NUMBER}(?=[-,;\s]|$)|[^-,;:=\s'\"]+)(?:\s*[-,;]|\s+|$)"
+)
+_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+
+
+def _old_values(key: str, path: object) -> dict[str, Any]:
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            found = read(key)
+            if isinstance(found, dict):
+                return found
+    if not re.search(r"[-:=]", key):
+        return {}
+    values, at = {}, 0
+    while at < len(key):
+        pair = _PAIR.match(key, at)
+        if pair is None or pair[1] in values:
+            raise TuneError(
+                f"{path} names a point {key!r}, of which {key[at:]!r} cannot be read; write "
+                "name-value, name:value or name=value for each of its values, or JSON"
+            )
+        at = pair.end()
+        values[pair[1]] = _old_value(pair[2])
+    return values
+
+
+def _old_value(text: str) -> Any:
+    if re.fullmatch(_NUMBER, text):
+        return int(text) if text.lstrip("+-").isdigit() else float(text)
+    return _WORDS.get(text, text)
 
 
 def _old_result(entry: Any) -> float | None:
@@ -153,8 +191,8 @@ def _old_result(entry: Any) -> float | None:
         entry = next((entry[n] for n in ("throughput", "samples_per_sec") if n in entry), None)
     elif isinstance(entry, list):  # an error code and the speed
         entry = entry[-1] if entry and not entry[0] else None
-    is_number = isinstance(entry, int | float) and not isinstance(entry, bool)
-    return float(entry) if is_number and math.isfinite(entry) and entry > 0 else None
+    number = finite_number(entry)
+    return number if number is not None and number > 0 else None
 
 
 def _old_code(entry: Any) -> Any:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from slapo.autotune.launch import Launcher
 from slapo.autotune.options import Options, Result, Watcher
 from slapo.autotune.prediction import Prediction, Predictor
+from slapo.autotune.settled import Settled, differences
 from slapo.autotune.space import (
     Choices,
     Point,
@@ -27,7 +27,6 @@ from slapo.autotune.space import (
 )
 from slapo.autotune.study import (
     Trial,
-    best_of,
     check_search,
     close,
     import_optuna,
@@ -77,52 +76,31 @@ class Search:
         command = runner.text if isinstance(runner, Launcher) else ""
         mine = {"space": found.digest, "metric": options.metric, "command": command}
         check_search(self._study, db, {**mine, "questions": questions})
-        self._ended: dict[str, Trial] = {}
-        self._numbers: dict[int, Trial] = {}
-        self._first: list[_Plan] = []
+        self._settled = Settled(found, options, self._read(), db)
         self._random = random.Random(options.seed)
         self._fresh: list[Trial] = []
-        self._read()
-        self._refuse_other_points(db)
-        self._study.sampler = _sampler(options.seed + len(self._study.get_trials(deepcopy=False)))
-        self._again = {t.key for t in self._ended.values() if options.retry and _may_retry(t)}
-        self._first += [self._plan_again(t) for t in self._ended.values() if t.key in self._again]
+        seed = options.seed + len(self._study.get_trials(deepcopy=False))
+        self._study.sampler = _sampler(seed % 2**32)
+        ended = self._settled.ended.values()
+        again = [trial for trial in ended if options.retry and self._may_retry(trial)]
+        self._again = {trial.key for trial in again}
+        self._first = [_Plan(trial.parameters, "cut_off") for trial in self._settled.cut]
+        self._first += [_Plan(trial.parameters, "retry") for trial in again]
         self._ranked: list[Point] = []
         self._proposals = 0
         size = found.size
         self._total = options.trials or min(size, max(10, min(math.ceil(size / 10), 200)))
 
-    # What the database holds.
+    def _read(self) -> list[Trial]:
+        """All that the database holds; what still runs there was cut off with its tuner."""
+        numbers = range(len(self._study.get_trials(deepcopy=False)))
+        found = [read_trial(close(self._study, number)) for number in numbers]
+        return [trial for trial in found if trial is not None]
 
-    def _read(self) -> None:
-        """Take over what ended; what was cut off with the tuner comes first."""
-        cut: dict[str, Trial] = {}
-        for number in range(len(self._study.get_trials(deepcopy=False))):
-            trial = read_trial(close(self._study, number))
-            if trial is not None:
-                self._numbers[number] = trial
-                (cut if trial.outcome == "cut_off" else self._ended)[trial.key] = trial
-        for key, trial in cut.items():
-            if key not in self._ended:
-                self._first.append(_Plan(trial.parameters, "cut_off"))
-
-    def _refuse_other_points(self, db: Path | None) -> None:
-        """The same answers must still make the same point, or two spaces would be one search."""
-        now = {_as_text(point.parameters): point for point in self._survey.points}
-        for trial in self._ended.values():
-            point = now.get(_as_text(trial.parameters)) if trial.parameters else None
-            if point is not None and point.key != trial.key:
-                raise TuneError(
-                    f"{db} is of another space: its trial {trial.number} ran {dict(trial.values)}, "
-                    f"of which the space now makes {dict(point.values)}; pass another --db, or the "
-                    "space that it was made with"
-                )
-
-    def _plan_again(self, trial: Trial) -> _Plan:
-        # One that was taken over from elsewhere has no parameters of its own.
-        known = (point for point in self._survey.points if point.key == trial.key)
-        point = None if trial.parameters else next(known, None)
-        return _Plan(trial.parameters if point is None else point.parameters, "retry")
+    def _may_retry(self, trial: Trial) -> bool:
+        is_ill = trial.is_failure and trial.outcome != "out_of_memory"
+        # In a space too large to see whole, nobody knows how to ask for one that ran elsewhere.
+        return is_ill and (bool(trial.parameters) or self._survey.is_complete)
 
     # Predictions.
 
@@ -167,8 +145,8 @@ class Search:
     def run(self) -> Result:
         """Run trials until there are enough."""
         misses = 0
-        while self._first or self._count() < self._total:
-            left = [p for p in self._ranked or self._survey.points if p.key not in self._ended]
+        while self._first or self._settled.count() < self._total:
+            left = self._settled.left(self._ranked or self._survey.points)
             if not self._first and not left and (self._survey.is_complete or misses >= _MISSES):
                 break
             plan = self._next(left, misses)
@@ -180,14 +158,12 @@ class Search:
                 break
         return self._result()
 
-    def _count(self) -> int:
-        return sum(trial.is_run for trial in self._ended.values())
-
     def _next(self, left: list[Point], misses: int) -> _Plan | None:
         """The point to run, one of those left; None to let the sampler propose one."""
         if self._first:
             return self._first.pop(0)
-        by_prediction = sum(t.source == "prediction" for t in self._ended.values() if t.is_run)
+        ended = self._settled.ended.values()
+        by_prediction = sum(trial.source == "prediction" for trial in ended if trial.is_run)
         if self._ranked and left and by_prediction < math.ceil(self._total * _PREDICTED):
             return _Plan(left[0].parameters, "prediction")
         self._proposals += 1
@@ -202,10 +178,10 @@ class Search:
         The sampler alone is slow to try them: a space with conditions has many names, as the study
         sees it, and each is learned by itself.
         """
-        best = best_of(list(self._ended.values()))
+        best = self._settled.best
         if best is None:
             return []
-        distances = [len(_differences(point.choices, best.choices)) for point in left]
+        distances = [len(differences(point.choices, best.choices)) for point in left]
         nearest = min(distances, default=0)
         return [p for p, far in zip(left, distances, strict=True) if far == nearest]
 
@@ -224,30 +200,42 @@ class Search:
 
     def _look_at(self, asked: Any) -> Trial | None:
         choices = Choices(lambda question: _suggest(asked, question))
-        outcome, predicted, log = None, None, ""
+        outcome: Outcome | None = None
         try:
             point = make_point(self._space, choices, self._constraint)
         except Refused as reason:
             point = Point(choices.values, choices.values, {})
             outcome = Outcome("refused", reason=str(reason))
-        same = self._ended.get(point.key)
-        if same is not None and point.key not in self._again:
+        predicted, command = None, None
+        same = None if point.key in self._again else self._settled.ended.get(point.key)
+        if same is None and outcome is None:
+            predicted = self._predicted(point)
+            outcome = self._ruled_out(point, predicted)
+        if same is None and outcome is None:
+            outcome, command = self._command(point)
+        if same is None and outcome is not None:
+            same = self._settled.judged_before(point.key, outcome)
+        self._again.discard(point.key)
+        if same is not None:
             asked.set_user_attr("same_as", same.number)
             self._study.tell(asked, same.result, state=state_of(same.outcome))
             return None
-        self._again.discard(point.key)
         if point.choices != point.values:
             asked.set_user_attr("choices", point.choices)
         asked.set_user_attr("values", point.values)
-        if self._predict is not None and outcome is None:
-            predicted = self._predict(point)
-            self._predict.save()
-        outcome = outcome or self._ruled_out(point, predicted)
+        log, is_started = "", outcome is None
         if outcome is None:
-            outcome, log = self._execute(point, asked.number)
-        asked.set_user_attr("report", report_of(outcome, predicted, log))
+            outcome, log = self._execute(point, command, asked.number)
+        asked.set_user_attr("report", report_of(outcome, predicted, log, is_started))
         close(self._study, asked.number)
         return self._take(asked.number)
+
+    def _predicted(self, point: Point) -> Prediction | None:
+        if self._predict is None:
+            return None
+        found = self._predict(point)
+        self._predict.save()
+        return found
 
     def _ruled_out(self, point: Point, predicted: Prediction | None) -> Outcome | None:
         """Why a point is not run, by its prediction or by trials that failed."""
@@ -255,25 +243,28 @@ class Search:
             return Outcome("refused", reason=predicted.refused)
         if predicted is not None and not predicted.fits:
             return Outcome("does_not_fit", reason=f"predicted {predicted}")
-        if self._options.error_stop == "symbol":
-            for failed in self._ended.values():
-                name = _larger_in(point.choices, failed, self._options.grows)
-                if name:
-                    less = failed.choices[name]
-                    reason = f"trial {failed.number} failed with {name}={less}: {failed.outcome}"
-                    return Outcome("skipped", reason=reason)
-        return None
+        # What is to run again may have failed for the same passing reason as what rules it out.
+        reason = "" if point.key in self._again else self._settled.ruled_out_by(point)
+        return Outcome("skipped", reason=reason) if reason else None
 
-    def _execute(self, point: Point, number: int) -> tuple[Outcome, str]:
+    def _command(self, point: Point) -> tuple[Outcome | None, list[str] | None]:
+        """The command of a point, or why it has none."""
+        if not isinstance(self._runner, Launcher):
+            return None, None
+        try:
+            return None, self._runner(point.values)
+        except Refused as reason:
+            return Outcome("refused", reason=str(reason)), None
+
+    def _execute(self, point: Point, command: list[str] | None, number: int) -> tuple[Outcome, str]:
         if self._watcher is not None:
-            self._watcher.started(point, self._count(), self._total)
+            self._watcher.started(point, self._settled.count(), self._total)
         metric = self._options.metric
-        if isinstance(self._runner, Launcher):
+        if command is not None:
             log = (self._logs or Path()) / f"trial-{number:04}.log"
-            command = self._runner(point.values)
             timeout = self._options.timeout
             return run_command(command, point.values, log, timeout, metric), str(log)
-        if self._runner is None:
+        if self._runner is None or isinstance(self._runner, Launcher):
             raise TuneError("there is nothing to run; give a command")
         return run_function(self._runner, point.values, metric), ""
 
@@ -281,29 +272,29 @@ class Search:
         trial = read_trial(self._study.get_trials(deepcopy=False)[number])
         if trial is None:
             raise RuntimeError(f"trial {number} is not in the study")
-        self._ended[trial.key] = self._numbers[number] = trial
+        self._settled.add(trial)
         if trial.is_run:
             self._fresh.append(trial)
         if self._watcher is not None:
-            best = best_of(list(self._numbers.values()))
-            self._watcher.ended(trial, best, self._count(), self._total)
+            count = self._settled.count()
+            self._watcher.ended(trial, self._settled.best, count, self._total)
         return trial
 
     def _must_stop(self, trial: Trial) -> bool:
         silent = [one.outcome in ("no_result", "garbage") for one in self._fresh]
-        if all(silent) and len(silent) == min(2, self._total) and self._logs is not None:
+        is_silent = all(silent) and len(silent) == min(2, self._total)
+        if is_silent and self._logs is not None and self._settled.best is None:
             raise TuneError(
                 f"the script gives no result: {trial.reason}. Call "
                 "slapo.autotune.report_result(samples_per_second) at its end, or print a line such "
                 f'as {{"{self._options.metric}": 12.5}}; then start again with --retry'
                 + (f". Its log: {trial.log}" if trial.log else "")
             )
-        is_error = trial.is_run and trial.outcome != "ok"
-        return self._options.error_stop == "all" and is_error
+        return self._options.error_stop == "all" and trial.is_failure
 
     def _result(self) -> Result:
-        trials = [trial for _, trial in sorted(self._numbers.items())]
-        best = best_of(trials)
+        trials = [trial for _, trial in sorted(self._settled.trials.items())]
+        best = self._settled.best
         fits_not = 0
         if self._predict is not None:
             found = [self._predict(point) for point in self._survey.points]
@@ -319,6 +310,7 @@ class Search:
             fits_not,
             line,
             self._options.metric,
+            self._settled.foreign,
         )
 
 
@@ -339,30 +331,3 @@ def _suggest(asked: Any, question: Question) -> int:
         return int(asked.suggest_int(question.key, 0, count - 1))
     labels = [str(question.label(position)) for position in range(count)]
     return labels.index(asked.suggest_categorical(question.key, labels))
-
-
-def _may_retry(trial: Trial) -> bool:
-    return trial.is_run and trial.outcome not in ("ok", "out_of_memory")
-
-
-def _larger_in(choices: dict[str, Any], failed: Trial, grows: Collection[str] | None) -> str:
-    """The one name in which choices are larger than those of a failed trial, all others equal."""
-    if not failed.is_run or failed.outcome == "ok" or failed.choices.keys() != choices.keys():
-        return ""
-    names = _differences(choices, failed.choices)
-    if len(names) != 1 or (grows is not None and names[0] not in grows):
-        return ""
-    one, other = choices[names[0]], failed.choices[names[0]]
-    numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (one, other))
-    return names[0] if numbers and one > other else ""
-
-
-def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Names that only one has, or that have another value."""
-    names = {**one, **other}
-    missing = object()
-    return [name for name in names if one.get(name, missing) != other.get(name, missing)]
-
-
-def _as_text(parameters: dict[str, Any]) -> str:
-    return json.dumps(parameters, sort_keys=True)

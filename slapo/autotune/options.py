@@ -35,7 +35,7 @@ class Result:
     best
         The trial with the largest result; None if no trial has one.
     trials
-        All of the database, in order.
+        All of the database that are of this space, in order.
     size
         Points of the space; an estimate for more than some thousands.
     refused
@@ -46,6 +46,8 @@ class Result:
         What to type in a shell to run the best point; empty without one, or without a command.
     metric
         What was made large.
+    foreign
+        Trials in the database of points that are not of this space, and not in `trials`.
     """
 
     best: Trial | None
@@ -55,6 +57,7 @@ class Result:
     does_not_fit: int
     command: str
     metric: str
+    foreign: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,5 +77,7 @@ class Options:
             raise TuneError(f"trials={self.trials}: a search needs at least 1")
         if not 0 < self.timeout < math.inf:
             raise TuneError(f"timeout={self.timeout}: give the seconds that a trial may take")
+        if self.seed < 0:
+            raise TuneError(f"seed={self.seed}: give a whole number of at least 0")
         if self.error_stop not in _STOPS:
             raise TuneError(f"error_stop={self.error_stop!r}; choose one of {', '.join(_STOPS)}")

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slapo.autotune.space import Point, Refused, TuneError
+from slapo.autotune.space import Point, Refused, TuneError, configured
 from slapo.errors import SlapoError
 
 _MISSING = object()
@@ -91,7 +91,7 @@ def _number(found: Any, name: str, values: Mapping[str, Any]) -> float:
             f"predict({dict(values)}) returned {str(found)[:200]}, which has no {name!r}; give "
             "'memory' and 'capacity' in bytes and 'throughput' in samples/s, as keys or attributes"
         )
-    with contextlib.suppress(TypeError, ValueError):
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         number = float(value)
         if math.isfinite(number) and number >= 0 and not isinstance(value, (str, bool)):
             return number
@@ -116,7 +116,7 @@ class Predictor:
         self._known: dict[str, Prediction] = {}
         self._rows: list[tuple[str, str, str]] = []
         self._db = db
-        self._source = _source(predict)
+        self._source = source_of(predict)
         if db is not None:
             self._load(db)
 
@@ -137,19 +137,13 @@ class Predictor:
         return self._known[key]
 
     def _ask(self, values: dict[str, Any]) -> Prediction:
-        try:
-            found = self._predict(dict(values))
-        except Refused as reason:
-            return Prediction(fits=False, refused=str(reason) or "refused")
-        except (SlapoError, ValueError) as error:  # what recipes and the dry run refuse with
-            return Prediction(fits=False, refused=f"{type(error).__name__}: {error}")
-        except TuneError:
-            raise
-        except Exception as error:
-            raise TuneError(
-                f"predict({values}) failed with {type(error).__name__}: {error}; raise "
-                "slapo.autotune.Refused for what cannot run"
-            ) from error
+        with configured(f"predict({values})"):
+            try:
+                found = self._predict(dict(values))
+            except Refused as reason:
+                return Prediction(fits=False, refused=str(reason) or "refused")
+            except (SlapoError, ValueError) as error:  # what recipes and the dry run refuse with
+                return Prediction(fits=False, refused=f"{type(error).__name__}: {error}")
         if found is None:
             return Prediction(fits=False, refused="the prediction is None")
         return read_prediction(found, values)
@@ -167,6 +161,8 @@ class Predictor:
                 "CREATE TABLE IF NOT EXISTS predictions "
                 "(point TEXT, source TEXT, figures TEXT, PRIMARY KEY (point, source))"
             )
+            if not self._source:  # whose, nobody knows
+                base.execute("DELETE FROM predictions WHERE source = ''")
             query = "SELECT point, figures FROM predictions WHERE source = ?"
             for key, figures in base.execute(query, (self._source,)):
                 self._known[key] = Prediction(**json.loads(figures))
@@ -182,10 +178,12 @@ def saved_predictions(db: Path) -> dict[str, Prediction]:
     return {key: Prediction(**json.loads(figures)) for key, figures in rows}
 
 
-def _source(predict: Callable[..., Any]) -> str:
-    """Tells functions apart, so that an edited one is asked anew."""
-    try:
-        text = inspect.getsource(predict)
-    except (OSError, TypeError):
-        text = getattr(predict, "__qualname__", type(predict).__qualname__)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def source_of(function: Callable[..., Any]) -> str:
+    """Tells functions apart, so that an edited one is known as another; empty if nothing does.
+
+    What is no plain function, such as a method or a partial, has a state that no text shows.
+    """
+    if inspect.isfunction(function):
+        with contextlib.suppress(OSError, TypeError):
+            return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+    return ""

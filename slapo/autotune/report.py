@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ _COLOURS = {
     "wrong_schedule": "tab:purple",
     "no_result": "tab:gray",
     "garbage": "tab:brown",
+    "refused": "tab:pink",
 }
 
 
@@ -73,7 +75,9 @@ class Progress:
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
         else:
-            print(line, file=self._stream, flush=True)
+            # Who reads it may leave, as head does; the search goes on.
+            with contextlib.suppress(BrokenPipeError):
+                print(line, file=self._stream, flush=True)
 
     def _show(self, text: str, done: int, total: int) -> None:
         if self._bar is None:
@@ -133,7 +137,8 @@ def summary(result: Result) -> str:
     measured = [trial for trial in result.trials if trial.result is not None]
     measured.sort(key=lambda trial: -(trial.result or 0.0))
     lines = [_table(measured[:_ROWS], result.metric)] if measured else []
-    run = [trial for trial in result.trials if trial.is_run]
+    # Of a point that was run again, the last.
+    run = list({trial.key: trial for trial in result.trials if trial.is_run}.values())
     kinds = Counter(trial.outcome for trial in run)
     counts = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
     lines.append(f"{len(run)} trials of {result.size} points: {counts or 'none run'}")
@@ -141,6 +146,8 @@ def summary(result: Result) -> str:
         lines.append(f"{result.does_not_fit} points do not fit by their prediction")
     for reason, number in Counter(result.refused).most_common(3):
         lines.append(f"{number} refused: {reason}")
+    if result.foreign:
+        lines.append(f"{result.foreign} trials of the database are of points of another space")
     if not measured:
         lines += ["no trial gave a result", *_failures(run)]
     if result.command:
@@ -204,9 +211,10 @@ def _draw_order(axes: Any, run: Sequence[Trial], metric: str) -> None:
         marks = [(n, t.result or 0.0) for n, t in enumerate(run, 1) if t.outcome == kind]
         style = {"s": 16, "color": _COLOURS[kind], "marker": "o" if kind == "ok" else "x"}
         axes.scatter(*zip(*marks, strict=True), label=kind, **style)
-    best, line = 0.0, []
+    best, line = math.nan, []
     for trial in run:
-        best = max(best, trial.result or 0.0)
+        if trial.result is not None and not best >= trial.result:
+            best = trial.result
         line.append(best)
     axes.plot(
         range(1, len(line) + 1), line, color="tab:green", drawstyle="steps-post", label="best"

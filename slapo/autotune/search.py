@@ -9,6 +9,7 @@ from typing import Any
 from slapo.autotune.launch import Launcher
 from slapo.autotune.loop import Search
 from slapo.autotune.options import Options, Result, Watcher
+from slapo.autotune.settled import check_grows
 from slapo.autotune.space import SpaceFunction, TuneError, survey
 from slapo.autotune.study import import_optuna, locked
 
@@ -121,8 +122,10 @@ def search(
     """:func:`tune` with its arguments in objects."""
     path = None if db is None else Path(db)
     found = survey(space, constraint, seed=options.seed)
+    check_grows(found, options)
     if isinstance(runner, Launcher):
-        runner.check({name for point in found.points for name in point.values})
+        kinds = {frozenset(point.values): point.values for point in found.points}
+        runner.check(frozenset[str]().union(*kinds), kinds.values())
     with locked(path):
         going = Search(space, constraint, runner, path, found, options, watcher)
         going.predict_all(predict)

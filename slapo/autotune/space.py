@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,12 +43,13 @@ class Question:
     name: str
     values: tuple[Any, ...]
 
-    @property
+    # Kept: of a long list each takes a millisecond, and a survey asks thousands of times.
+    @functools.cached_property
     def is_ordered(self) -> bool:
         """Whether its candidates are numbers, so that neighbours are alike."""
         return all(isinstance(v, int | float) and not isinstance(v, bool) for v in self.values)
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """Its name in the study.
 
@@ -63,6 +66,28 @@ class Question:
     def label(self, position: int) -> int | str:
         """How the study holds an answer: numbers by their position, others by their text."""
         return position if self.is_ordered else json.dumps(self.values[position])
+
+
+def _question(name: str, values: Sequence[Any]) -> Question:
+    """The question for some candidates; the same object when they are asked for again."""
+    if isinstance(values, str | bytes | set | frozenset):
+        raise TuneError(
+            f"choose({name!r}, {values!r}): the candidates are a {type(values).__name__}, which is "
+            "no list of values in an order; write [...]"
+        )
+    kept = values if isinstance(values, range) else tuple(values)
+    try:
+        return _checked(name, kept, () if isinstance(kept, range) else tuple(map(type, kept)))
+    except TypeError:  # candidates that are lists have no hash
+        return _checked.__wrapped__(name, kept, ())
+
+
+@functools.lru_cache(maxsize=256)
+def _checked(name: str, values: Sequence[Any], types: tuple[type, ...]) -> Question:
+    """`types` tells 1, 1.0 and True apart, which are equal."""
+    question = Question(name, tuple(values))
+    check_json(f"choose({name!r}, {str(question.values[:8])[:200]})", list(question.values))
+    return question
 
 
 class Choices:
@@ -94,18 +119,17 @@ class Choices:
         values
             The candidates: what JSON can hold. Without any, the point is refused.
         """
-        question = Question(name, tuple(values))
         if not isinstance(name, str) or not name:
             raise TuneError(f"choose({name!r}, ...): the name is no text; give the value a name")
+        question = _question(name, values)
         if not question.values:
             raise Refused(f"{name!r} has no candidates")
-        _check_json(f"choose({name!r}, {list(values)!r})", list(values))
         if name in self.taken:
             asked, position = self.taken[name]
             if asked != question:
                 raise TuneError(
                     f"{name!r} was chosen from {list(asked.values)} and is asked for from "
-                    f"{list(values)} in the same point; give the second one another name"
+                    f"{list(question.values)} in the same point; give the second one another name"
                 )
             return asked.values[position]
         position = self._pick(question)
@@ -170,15 +194,8 @@ def make_point(
     space: SpaceFunction, choices: Choices, constraint: Callable[[Any], Any] | None = None
 ) -> Point:
     """Ask a space for a point; raises :class:`Refused` where nothing can run it."""
-    try:
+    with configured("the space", lambda: f", after it chose {choices.values}"):
         values = space(choices)
-    except (Refused, TuneError):
-        raise
-    except Exception as error:
-        raise TuneError(
-            f"the space failed with {type(error).__name__}: {error}, after it chose "
-            f"{choices.values}; raise slapo.autotune.Refused for points that cannot run"
-        ) from error
     if values is None:
         raise Refused("the space returned None")
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
@@ -186,33 +203,37 @@ def make_point(
             f"the space returned {values!r}; return a dict of names and values, or None for a "
             "point that cannot run"
         )
-    _check_json("the space returned values", dict(values))
+    check_json("the space returned values", dict(values))
     point = Point(
         dict(values),
         choices.values,
         {q.key: q.label(position) for q, position in choices.taken.values() if len(q.values) > 1},
     )
-    if constraint is not None and not _holds(constraint, point.values):
-        raise Refused("the constraint is not met")
+    with configured("the constraint", lambda: f", at {point.values}"):
+        if constraint is not None and not constraint(dict(point.values)):
+            raise Refused("the constraint is not met")
     return point
 
 
-def _holds(constraint: Callable[[Any], Any], values: dict[str, Any]) -> bool:
+@contextlib.contextmanager
+def configured(what: str, where: Callable[[], str] = str) -> Iterator[None]:
+    """Call a function of the user's: whatever it fails with is one error that says which."""
     try:
-        return bool(constraint(dict(values)))
-    except Refused:
+        yield
+    except (Refused, TuneError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TuneError(
-            f"the constraint failed with {type(error).__name__}: {error}, at {values}; return "
-            "True or False, or raise slapo.autotune.Refused"
+            f"{what} failed with {type(error).__name__}: {error}{where()}; raise "
+            "slapo.autotune.Refused for what cannot run"
         ) from error
 
 
-def _check_json(what: str, value: Any) -> None:
+def check_json(what: str, value: Any) -> None:
+    """Refuse values that no file and no trial can be given, by a :class:`TuneError`."""
     try:
         json.dumps(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise TuneError(
             f"{what}, which JSON cannot hold ({error}); use numbers, texts, and lists of them"
         ) from None
@@ -284,9 +305,12 @@ def survey(
         _draw(space, constraint, limit, seed, found)
     if not found.points:
         reasons = "; ".join(f"{text} ({n} times)" for text, n in found.refused.most_common(3))
+        what = "the space is empty"
+        if not found.is_complete:
+            what = f"none of {sum(found.refused.values())} looks at this large space gave a point"
         raise TuneError(
-            f"the space is empty: {reasons or 'nothing was asked for'}; loosen the constraint or "
-            "give more candidates"
+            f"{what}: {reasons or 'nothing was asked for'}; loosen the constraint or give more "
+            "candidates"
         )
     return found
 
@@ -341,7 +365,9 @@ def _draw(
         choices = Choices(lambda question: generator.randrange(len(question.values)))
         try:
             point = make_point(space, choices, constraint)
-        except Refused:
+        except Refused as reason:
+            if not found.points:  # of the looks that the message of an empty space counts
+                found.refused[str(reason)] += 1
             continue
         points.setdefault(point.key, point)
         total += math.prod(len(question.values) for question, _ in choices.taken.values())

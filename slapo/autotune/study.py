@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -54,6 +55,8 @@ class Trial:
         Its parameters in the study.
     source
         Where the point came from: ``"prediction"``, ``"retry"``, ``"sampler"``, ...
+    started
+        Whether it was run, which may end in ``"refused"``, too.
     """
 
     number: int
@@ -68,11 +71,17 @@ class Trial:
     figures: dict[str, Any] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
     source: str = ""
+    started: bool = False
 
     @property
     def is_run(self) -> bool:
         """Whether it was run to its end."""
-        return self.outcome in RUN
+        return self.outcome in RUN or (self.started and self.outcome == "refused")
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it was run and should have given a result."""
+        return self.outcome in RUN[1:]
 
     @property
     def key(self) -> str:
@@ -109,11 +118,13 @@ def open_study(db: Path | None, sampler: Any = None) -> optuna.Study:
     if db is None:
         return _quiet(lambda: optuna.create_study(sampler=sampler, direction="maximize"))
     _check_file(db)
+    path = db.resolve()
     try:
         return _quiet(
             lambda: optuna.create_study(
+                # A path may have characters that mean something else in a URL.
                 storage=optuna.storages.RDBStorage(
-                    f"sqlite:///{db.resolve()}", engine_kwargs={"connect_args": {"timeout": 60}}
+                    f"sqlite:///{NAME}.db", engine_kwargs={"creator": lambda: _connect(path)}
                 ),
                 study_name=NAME,
                 sampler=sampler,
@@ -126,6 +137,10 @@ def open_study(db: Path | None, sampler: Any = None) -> optuna.Study:
             f"{db} cannot be opened as a database: {str(error).splitlines()[0]}; name another "
             "file, or one that a search has written"
         ) from error
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(path, timeout=60, check_same_thread=False)
 
 
 def _quiet(make: Any) -> Any:
@@ -144,9 +159,12 @@ def _check_file(db: Path) -> None:
         what = "is a directory" if db.is_dir() else "lies in a directory that does not exist"
         raise TuneError(f"the database {db} {what}; name a file, such as trials.db")
     head = b""
-    if db.exists():
-        with db.open("rb") as file:
-            head = file.read(16)
+    try:
+        if db.exists():
+            with db.open("rb") as file:
+                head = file.read(16)
+    except OSError as error:
+        raise TuneError(f"{db} cannot be read: {error.strerror}; name another file") from None
     if head.lstrip()[:1] == b"{":
         raise TuneError(
             f"{db} is a JSON database of the published package; name a new file, and take over "
@@ -154,6 +172,20 @@ def _check_file(db: Path) -> None:
         )
     if head and not head.startswith(b"SQLite format 3"):
         raise TuneError(f"{db} is no database; name another file, or one a search has written")
+    tables = _tables(db) if head else set()
+    # Of a search that was killed while it made its tables, some may be missing.
+    if tables and not tables & {"studies", "version_info", "alembic_version"}:
+        raise TuneError(
+            f"{db} is a database of another program, with {', '.join(sorted(tables)[:3])}; name "
+            "another file, or one a search has written"
+        )
+
+
+def _tables(db: Path) -> set[str]:
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(_connect(db)) as base:
+        query = "SELECT name FROM sqlite_master WHERE type = 'table'"
+        return {name for (name,) in base.execute(query)}
+    return set()
 
 
 @contextlib.contextmanager
@@ -171,7 +203,14 @@ def locked(db: Path | None) -> Iterator[None]:
     import fcntl
 
     _check_file(db)
-    file: IO[bytes] = db.with_name(db.name + ".lock").open("ab")
+    path = db.resolve()  # one lock, whatever links lead to the file
+    try:
+        file: IO[bytes] = path.with_name(path.name + ".lock").open("ab")
+    except OSError as error:
+        raise TuneError(
+            f"the folder of the database {db} cannot be written: {error.strerror}; name a file in "
+            "another folder"
+        ) from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -202,7 +241,9 @@ def read_trial(frozen: Any) -> Trial | None:
     )
 
 
-def report_of(outcome: Outcome, predicted: Prediction | None, log: str) -> dict[str, Any]:
+def report_of(
+    outcome: Outcome, predicted: Prediction | None = None, log: str = "", started: bool = False
+) -> dict[str, Any]:
     """What the study keeps of a trial that ended, to be written at once."""
     found: dict[str, Any] = {
         "outcome": outcome.kind,
@@ -212,6 +253,7 @@ def report_of(outcome: Outcome, predicted: Prediction | None, log: str) -> dict[
         "seconds": round(outcome.seconds, 3),
         "log": log,
         "figures": outcome.figures,
+        "started": started,
     }
     return {name: value for name, value in found.items() if value or name == "result"}
 

@@ -120,7 +120,8 @@ class Supervisor:
             "returncode": process.returncode,
             "timed_out": ended == "timeout",
             "seconds": seconds,
-            "error": "",
+            # The tuner may be there: then a signal came to this process alone.
+            "error": "it was ended, as the process that watches over it was" * (ended == "tuner"),
         }
 
     def _wait(self, output: int, deadline: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from slapo.autotune.space import Choices, Refused, SpaceFunction, TuneError
+from slapo.autotune.space import Choices, Refused, SpaceFunction, TuneError, configured
 
 
 class Symbol:
@@ -162,7 +162,7 @@ def space_of_symbols(
     {'batch_size': 8, 'ckpt_ratio': 0.0}
     {'batch_size': 8, 'ckpt_ratio': 1.0}
     """
-    sizes = None if get_bs_range is None else _batch_sizes(get_bs_range(args))
+    sizes = None if get_bs_range is None else _batch_sizes(get_bs_range, args)
 
     def space(choose: Choices) -> dict[str, Any]:
         fixed: dict[str, Any] = {}
@@ -180,7 +180,9 @@ def space_of_symbols(
     return space
 
 
-def _batch_sizes(found: Any) -> list[int]:
+def _batch_sizes(get_bs_range: Callable[[Any], Any], args: Any) -> list[int]:
+    with configured("get_bs_range(args)"):
+        found = get_bs_range(args)
     try:
         smallest, largest, step = (int(number) for number in found)
     except (TypeError, ValueError):

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+from numbers import Real
 from typing import Any
 
 #: The variable of the environment that holds the values of a trial.
 VARIABLE = "SLAPO_TRIAL"
+
+
+def finite_number(value: Any) -> float | None:
+    """A number that can be compared, as a float; None of anything else.
+
+    Examples
+    --------
+    >>> finite_number(3), finite_number(True), finite_number(float("nan")), finite_number(10**400)
+    (3.0, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    with contextlib.suppress(OverflowError):
+        return float(value) if math.isfinite(value) else None
+    return None
 
 
 def trial_values(**defaults: Any) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -134,6 +137,7 @@ def test_predictions_may_refuse() -> None:
         (7, "returned 7, which has no 'memory'"),
         ({"memory": "much", "capacity": 1, "throughput": 1}, "memory='much'; give a finite number"),
         ({"memory": float("nan"), "capacity": 1, "throughput": 1}, "memory=nan"),
+        ({"memory": 10**400, "capacity": 1, "throughput": 1}, "memory=10.*; give a finite number"),
         ({"memory": 2**30, "capacity": 1, "throughput": 1}, "none of 12 .* needs 1.00 of 0.00 GiB"),
     ],
 )
@@ -143,8 +147,12 @@ def test_predictions_that_say_too_little(prediction: Any, message: str) -> None:
 
 
 def test_a_prediction_that_fails() -> None:
-    with pytest.raises(TuneError, match=r"predict\(.*\) failed with KeyError: 'c'; raise"):
-        tune(grid, run=lambda point: 1.0, predict=lambda point: point["c"])
+    for predict, what in [
+        (lambda point: point["c"], "KeyError: 'c'"),
+        (sys.exit, "SystemExit: .*"),
+    ]:
+        with pytest.raises(TuneError, match=rf"predict\(.*\) failed with {what}; raise"):
+            tune(grid, run=lambda point: 1.0, predict=predict)
 
 
 def raises(error: Exception) -> Any:
@@ -317,6 +325,11 @@ def test_databases(tmp_path: Path) -> None:
     for wrong in ({"result": None, "outcome": "ok"}, {"result": 1, "outcome": "crash"}):
         with pytest.raises(ValueError, match="give a result, or one of"):
             database.commit({"a": 1}, **wrong)
+    for number in (float("inf"), float("nan"), 10**400, "fast"):
+        with pytest.raises(ValueError, match="cannot be compared"):
+            database.commit({"a": 1}, number)  # type: ignore[arg-type]
+    with pytest.raises(TuneError, match="JSON cannot hold"):
+        database.commit({"a": object()}, 1.0)
     run = Counting(lambda point: point["a"] * point["b"])
     found = tune(grid, run=run, db=tmp_path / "db", trials=12)
     assert len(run.points) == 10
@@ -342,10 +355,37 @@ def test_old_databases(tmp_path: Path) -> None:
         (64, None, "crash"),
     ]
     assert database.trials[0].values == {"batch_size": 8, "ckpt_ratio": 0.5}
-    for text, message in [("nope", "cannot be read as JSON"), ("[]", "holds a list")]:
+    for text, message in [
+        ("nope", "cannot be read as JSON"),
+        ("[]", "holds a list"),
+        ('{"a-1": 2.0, "attn-flash-v2": 1.0}', "'attn-flash-v2', of which 'v2' cannot be read"),
+        ('{"a-1-a-2": 2.0}', "'a-1-a-2', of which 'a-2'"),
+        ('{"micro-batch-8": 2.0}', "of which '8'"),
+    ]:
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(TuneError, match=message):
             database.import_json(tmp_path / "bad.json")
+    assert len(database.trials) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("batch_size-8-attn-flash", {"batch_size": 8, "attn": "flash"}),
+        ("batch_size-8-attn-eager", {"batch_size": 8, "attn": "eager"}),
+        ("{'bs': 4, 'kernel': 'flash'}", {"bs": 4, "kernel": "flash"}),
+        ("lr-1e+5-x-1E5", {"lr": 1e5, "x": 1e5}),
+        ("x-.5-y--2-z-08", {"x": 0.5, "y": -2, "z": 8}),
+        ("v-1.2.3,flag=True, n: None", {"v": "1.2.3", "flag": True, "n": None}),
+    ],
+)
+def test_names_of_points_in_old_databases(
+    tmp_path: Path, name: str, values: dict[str, Any]
+) -> None:
+    (tmp_path / "old.json").write_text(json.dumps({name: 10.0}))
+    database = Database(tmp_path / "db")
+    assert database.import_json(tmp_path / "old.json") == 1
+    assert database.trials[0].values == values
 
 
 def test_the_plot(tmp_path: Path) -> None:
@@ -377,3 +417,103 @@ def test_names_of_the_library() -> None:
         _ = slapo.nope
     # Importing the module that `python -m` runs hides no function.
     assert module(grid, run=lambda point: 1.0, trials=1).best.result == 1.0
+
+
+@pytest.mark.parametrize("name", ["r?a/t.db", "a {b} %41#.db"])
+def test_paths_with_characters_of_urls(tmp_path: Path, name: str) -> None:
+    db = tmp_path / name
+    db.parent.mkdir(exist_ok=True)
+    tune(grid, run=lambda point: 1.0, db=db, trials=1)
+    assert len(Database(db).trials) == 1
+    assert db.read_bytes().startswith(b"SQLite")
+
+
+def test_a_link_to_a_database_has_its_lock(tmp_path: Path) -> None:
+    def inner(point: dict[str, Any]) -> float:
+        (tmp_path / "link").symlink_to(tmp_path / "db")
+        with pytest.raises(TuneError, match="another search is using"):
+            tune(grid, run=lambda point: 1.0, db=tmp_path / "link")
+        return 1.0
+
+    assert tune(grid, run=inner, db=tmp_path / "db", trials=1).best is not None
+
+
+def test_a_database_of_another_program(tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "db")) as base, base:
+        base.execute("CREATE TABLE bookmarks (url TEXT)")
+    with pytest.raises(TuneError, match="database of another program, with bookmarks; name"):
+        tune(grid, run=lambda point: 1.0, db=tmp_path / "db")
+    with contextlib.closing(sqlite3.connect(tmp_path / "db")) as base:
+        assert base.execute("SELECT name FROM sqlite_master").fetchall() == [("bookmarks",)]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a folder that nobody can write")
+def test_a_folder_that_cannot_be_written() -> None:
+    with pytest.raises(TuneError, match=r"cannot be written: .*; name a file in another"):
+        tune(grid, run=lambda point: 1.0, db="/proc/x.db")
+
+
+def test_another_function_for_the_command_is_another_search(tmp_path: Path) -> None:
+    def make(point: dict[str, Any]) -> list[str]:
+        return ["echo", '{"throughput": 1}']
+
+    first = make
+
+    def make(point: dict[str, Any]) -> list[str]:  # type: ignore[no-redef]
+        return ["echo", '{"throughput": 2}']
+
+    tune(grid, first, db=tmp_path / "db", trials=1)
+    tune(grid, first, db=tmp_path / "db", trials=2)
+    with pytest.raises(TuneError, match="holds a search with another command"):
+        tune(grid, make, db=tmp_path / "db", trials=3)
+
+
+def test_a_function_for_the_command_that_fails() -> None:
+    def refuse(point: dict[str, Any]) -> list[str]:
+        if point["a"] > 1:
+            raise Refused("too many ranks")
+        return ["echo", '{"throughput": 1}']
+
+    found = tune(grid, refuse, trials=12)
+    kinds = {trial.values["a"]: (trial.outcome, trial.reason) for trial in found.trials}
+    assert kinds == {1: ("ok", ""), **dict.fromkeys((2, 3, 4), ("refused", "too many ranks"))}
+    assert sum(trial.is_run for trial in found.trials) == 3
+    for wrong, message in [
+        (lambda point: point["c"], r"command\(\{'a': .*\) failed with KeyError: 'c'; raise"),
+        (lambda point: None, r"command\(\{'a': .*\) returned None; return a list"),
+    ]:
+        with pytest.raises(TuneError, match=message):
+            tune(grid, wrong, trials=1)
+
+
+def test_placeholders_that_points_lack() -> None:
+    def space(choose: Choices) -> dict[str, Any]:
+        point = {"micro-batch": choose("micro-batch", [1, 2])}
+        return point if point["micro-batch"] == 1 else {**point, "sched": "1f1b"}
+
+    text = '{"throughput": 1, "got": "{micro-batch}"}'
+    found = tune(space, ["echo", text], trials=2)
+    assert {trial.figures["got"] for trial in found.trials} == {"1", "2"}
+    with pytest.raises(TuneError, match=r"\{sched\}.* 'sched', which \{'micro-batch': 1\} lacks"):
+        tune(space, ["echo", "{sched}"], trials=2)
+    with pytest.raises(TuneError, match=r"\{micro-batches\}: did you mean 'micro-batch'"):
+        tune(space, ["echo", "{micro-batches}"], trials=2)
+
+
+def test_a_few_trials_without_a_figure_do_not_end_a_search_that_has_some(tmp_path: Path) -> None:
+    for b in (1, 2, 3):
+        Database(tmp_path / "db").commit({"a": 1, "b": b}, 5.0)
+    found = tune(grid, ["echo", "nothing"], db=tmp_path / "db", trials=6)
+    assert [trial.outcome for trial in found.trials] == ["ok"] * 3 + ["no_result"] * 3
+
+
+def test_the_best_may_have_no_command(tmp_path: Path) -> None:
+    def make(point: dict[str, Any]) -> list[str]:
+        if point["a"] > 1:
+            raise Refused("too many ranks")
+        return ["echo", '{"throughput": 1}']
+
+    Database(tmp_path / "db").commit({"a": 4, "b": 3}, 100.0)
+    found = tune(grid, make, db=tmp_path / "db", trials=2)
+    assert found.best is not None
+    assert (found.best.result, found.command) == (100.0, "")

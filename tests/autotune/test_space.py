@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -168,3 +169,42 @@ def test_any_answers_give_a_point() -> None:
     for _ in range(50):
         values = layouts(Choices(lambda question: generator.randrange(len(question.values))))
         assert values["dp"] >= 1
+
+
+@pytest.mark.parametrize("values", ["flash", {1, 2}])
+def test_candidates_without_an_order_or_that_are_one_text(values: Any) -> None:
+    with pytest.raises(TuneError, match=r"choose\('k', .*the candidates are a .* write \[\.\.\.\]"):
+        survey(lambda choose: {"k": choose("k", values)})
+
+
+def test_candidates_that_can_be_read_once() -> None:
+    assert survey(lambda choose: {"k": choose("k", (n for n in (1, 2)))}).size == 2
+    with pytest.raises(TuneError, match="JSON cannot hold"):
+        survey(lambda choose: {"k": choose("k", (object() for _ in range(2)))})
+
+
+def test_equal_candidates_keep_their_types() -> None:
+    """As questions are kept, and 1, 1.0 and True are equal."""
+    for values in ([1, 2], [1.0, 2.0], [True, 2]):
+        point = survey(lambda choose, values=values: {"a": choose("a", values)}).points[0]  # type: ignore[misc]
+        assert type(point.values["a"]) is type(values[0])
+
+
+def test_long_lists_of_candidates_are_read_once() -> None:
+    started = time.process_time()
+    survey(lambda choose: {"a": choose("a", range(10_000)), "b": choose("b", range(10_000))})
+    assert time.process_time() - started < 5
+
+
+def test_large_spaces_of_which_no_point_was_seen() -> None:
+    def space(choose: Choices) -> None:
+        for name in "abcdefgh":
+            choose(name, range(10))
+
+    with pytest.raises(TuneError, match=r"none of \d+ looks at this large space gave a point"):
+        survey(space, limit=20)
+
+
+def test_ranges_of_batch_sizes_that_fail() -> None:
+    with pytest.raises(TuneError, match=r"get_bs_range\(args\) failed with KeyError: 'lost'"):
+        space_of_symbols({}, lambda args: args["lost"])

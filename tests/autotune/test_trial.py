@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import slapo
 from slapo.autotune import report_result, trial_values
@@ -66,7 +68,6 @@ def test_outcomes(tmp_path: Path, kind: str) -> None:
         ("print('{\"throughput\": 1}'); raise SystemExit(1)", "crash", "exit status 1"),
         ("print('slapo.errors.MissingPackageError: x'); raise SystemExit(1)", "crash", "status 1"),
         ('print(\'{"throughput": "fast"}\')', "garbage", "throughput is 'fast'"),
-        ("print('{\"throughput\": -1}')", "garbage", "throughput is -1"),
         ("print('{\"throughput\": true}')", "garbage", "throughput is True"),
         ("print('{\"throughput\": null}')", "garbage", "throughput is None"),
         ("print('{\"speed\": 1}')", "no_result", r"has \['speed'\] and no 'throughput'"),
@@ -99,6 +100,99 @@ def test_how_outcomes_are_told_apart(tmp_path: Path, code: str, kind: str, reaso
 def test_logs_of_training_loops(text: str, speed: float) -> None:
     ended = {"returncode": 0, "timed_out": False, "seconds": 1.0, "error": ""}
     assert classify(text, ended, 60, "throughput").value == speed
+
+
+FAILED: dict[str, Any] = {"returncode": 1, "timed_out": False, "seconds": 1.0, "error": ""}
+QUOTES = """Traceback (most recent call last):
+  File "train.py", line 1, in <module>
+    {}
+"""
+CAUGHT = "slapo.errors.SlapoError: h.0: not here; the reference runs\n"
+PEER = "[rank1]: RuntimeError: [pair.cc:534] Connection closed by peer [127.0.0.1]:1\n"
+LAUNCHER = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n" + "=" * 20 + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "reason"),
+    [
+        ("to avoid running out of memory\nKeyError: 'x'\n", "crash", "KeyError"),
+        ("UserWarning: not enough memory to pin\nKeyError: 'x'\n", "crash", "KeyError"),
+        (
+            QUOTES.format("from math import OutOfMemoryError")
+            + "ImportError: cannot import name 'OutOfMemoryError' from 'math'",
+            "crash",
+            "ImportError",
+        ),
+        (QUOTES.format("raise MemoryError") + "MemoryError", "out_of_memory", "^MemoryError$"),
+        ("[rank0]: torch.OutOfMemoryError: x\n" + PEER, "out_of_memory", "torch.OutOf"),
+        ("RuntimeError: CUDA error: out of memory", "out_of_memory", "CUDA error"),
+        ("ERROR:root:CUDA out of memory. Tried to allocate 2 GiB", "out_of_memory", "Tried"),
+        ("Error: CUDA out of memory", "out_of_memory", "CUDA"),
+        ("  what():  std::bad_alloc", "out_of_memory", "bad_alloc"),
+        ("run.sh: line 3: fork: Cannot allocate memory", "out_of_memory", "fork"),
+        ("numpy._core._exceptions._ArrayMemoryError: Unable", "out_of_memory", "Array"),
+        ("a table\nout of memory", "out_of_memory", "out of memory"),
+        (CAUGHT + QUOTES.format("a['b']") + "KeyError: 'b'", "crash", "KeyError"),
+        (CAUGHT + QUOTES.format("raise Boom") + "__main__.Boom: 3", "crash", "Boom"),
+        ("[default0]:[rank0]: " + CAUGHT + PEER + LAUNCHER, "wrong_schedule", "h.0: not here"),
+        (CAUGHT + "Error: run.sh failed", "wrong_schedule", "h.0: not here"),
+        ("slapo.Schedule: 3 primitives", "crash", "exit status 1"),
+        ("0: " + CAUGHT, "wrong_schedule", "h.0: not here"),
+        ("50%\rslapo.autotune.Refused: 3 ranks", "refused", "3 ranks"),
+    ],
+)
+def test_failures_are_told_by_the_exception(text: str, kind: str, reason: str) -> None:
+    outcome = classify(text, FAILED, 60, "throughput")
+    assert outcome.kind == kind, outcome
+    assert re.search(reason, outcome.reason)
+
+
+@pytest.mark.parametrize(
+    "line", ["x" * 2**20, "[" * 2**20, "a." * 2**19, "{" * 2**20, "a " * 2**19]
+)
+def test_long_lines_are_read_soon(line: str) -> None:
+    started = time.process_time()
+    assert classify(line, {**FAILED, "returncode": 0}, 60, "throughput").kind == "no_result"
+    assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("line", "value", "figures"),
+    [
+        ('{"throughput": -1}', -1.0, {}),
+        ('step 1 {\'lr\': 0.1} {"loss": 2} {"throughput": 5}', 5.0, {}),
+        ('{"throughput": 5, "deep": ' + "[" * 900 + "]" * 900 + ', "loss": 2}', 5.0, {"loss": 2}),
+        ('{"throughput": 5, "long": "' + "x" * 10**5 + '", "loss": 2}', 5.0, {"loss": 2}),
+        ('{"throughput": 1' + "0" * 400 + "}", None, {}),
+        ('{"throughput": ' + "[" * 900 + "]" * 900 + "}", None, {}),
+    ],
+)
+def test_lines_of_json(line: str, value: float | None, figures: dict[str, Any]) -> None:
+    outcome = classify(line, {**FAILED, "returncode": 0}, 60, "throughput")
+    assert (outcome.value, outcome.figures) == (value, figures)
+    assert outcome.kind == ("garbage" if value is None else "ok")
+    assert len(outcome.reason) < 400
+
+
+@pytest.mark.parametrize("text", ["samples/s: 1.2.3", "samples/s: " + "9" * 400, "samples/s: ."])
+def test_speeds_that_are_none(text: str) -> None:
+    assert classify(text, {**FAILED, "returncode": 0}, 60, "throughput").kind == "no_result"
+
+
+@pytest.mark.parametrize("text", ["x" * 200_000, "a\0b"])
+def test_values_that_the_system_cannot_pass(tmp_path: Path, text: str) -> None:
+    command = [*PYTHON, "print(1)", text]
+    outcome = run_command(command, {"n": text}, tmp_path / "log", 5)
+    assert outcome.kind == "crash"
+    assert "could not be started" in outcome.reason
+
+
+@linux
+def test_a_signal_to_the_process_that_watches_is_no_lack_of_memory(tmp_path: Path) -> None:
+    code = "import os, time; os.kill(os.getppid(), 15); time.sleep(60)"
+    outcome = run(tmp_path, code)
+    assert outcome.kind == "crash"
+    assert "watches over it" in outcome.reason
 
 
 def test_an_error_of_the_library_is_told_by_its_name() -> None:
@@ -203,7 +297,7 @@ subprocess.run([*command, str(os.getpid()), *trial], start_new_session=True)
 
 
 def test_functions_as_trials() -> None:
-    def raising(error: Exception) -> Any:
+    def raising(error: BaseException) -> Any:
         def run(values: dict[str, Any]) -> float:
             raise error
 
@@ -215,9 +309,17 @@ def test_functions_as_trials() -> None:
         (Refused("3 ranks"), "refused"),
         (KeyError("a"), "crash"),
         (slapo.PlacementError("h.0"), "wrong_schedule"),
+        (type("Mine", (slapo.PlacementError,), {})("h.0"), "wrong_schedule"),
+        (slapo.errors.MissingPackageError("triton"), "crash"),
+        (SystemExit(1), "crash"),
     ]:
         assert run_function(raising(error), {}, "throughput").kind == kind
-    assert run_function(lambda values: None, {}, "throughput").kind == "garbage"
+    with pytest.raises(KeyboardInterrupt):
+        run_function(raising(KeyboardInterrupt()), {}, "throughput")
+    for value in (None, "4", True, 10**400):
+        assert run_function(lambda values, value=value: value, {}, "throughput").kind == "garbage"
+    for value in (torch.tensor(4.0), torch.tensor(4.0).numpy()[()]):
+        assert run_function(lambda values, value=value: value, {}, "throughput").value == 4.0
 
 
 def test_what_scripts_call(
@@ -249,7 +351,12 @@ def test_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", os.defpath)
     assert Path(Launcher(["torchrun"])(values)[0]).name == "torchrun"
     assert Launcher(lambda v: ["run.sh", v["tp"]])(values) == ["bash", "run.sh", "2"]
-    line = Launcher(["train.py", "{kernel}"]).line(values)
+    # The Python that ran the trials, by its short name only where a shell finds that one.
+    launcher = Launcher(["train.py", "{kernel}"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert launcher.line(values).endswith(shlex.join(["", sys.executable, "train.py", "a b"])[2:])
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.defpath}")
+    line = launcher.line(values)
     assert line.endswith(" python train.py 'a b'")
     printed = subprocess.run(
         ["bash", "-c", line.replace("python train.py", "printenv SLAPO_TRIAL; true")],
@@ -261,11 +368,14 @@ def test_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(printed.stdout) == values
 
 
-def test_commands_that_cannot_be() -> None:
+def test_commands_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prog").touch()
     for command, message in [
         ([], "there is no script to run"),
         (["nope.py"], "there is no script 'nope.py' in "),
         (["no-such-program"], "there is no program 'no-such-program'"),
+        (["./prog"], r"the program './prog' may not be executed; run: chmod \+x ./prog"),
     ]:
         with pytest.raises(TuneError, match=message):
             Launcher(command)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
 import runpy
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,9 +79,11 @@ def test_a_search(tune: Run) -> None:
     assert lines[1].split()[1:] == ["44", "4", "4"]
     assert "8 trials of 8 points: 8 ok" in out
     best = lines[lines.index("the best again:") + 1]
+    python = shlex.split(best)[1]
+    assert Path(shutil.which(python) or "").samefile(sys.executable)
     assert shlex.split(best) == [
         'SLAPO_TRIAL={"tp": 4, "micro": 4}',
-        *PYTHON,
+        *[python, *PYTHON[1:]],
         *["train.py", "--tp=4", "--db", "4", "--help"],
     ]
     assert "[8/8]" in err
@@ -167,7 +171,7 @@ def test_all_outcomes_are_kept_with_their_logs(tune: Run) -> None:
     assert "KeyError: 'lost'" in Path(found[3].log).read_text()
     assert found[3].reason == "exit status 1: KeyError: 'lost'"
     assert found[4].seconds >= 0.7
-    assert "7 trials of 8 points: 1 ok, 1 out_of_memory" in out
+    assert "8 trials of 8 points: 1 ok, 1 out_of_memory" in out
 
 
 def test_a_script_without_a_result(tune: Run) -> None:
@@ -217,6 +221,9 @@ def test_a_script_that_always_fails(tune: Run) -> None:
         (f"{SPACE}\ndef constraint(p): return 0", "--config c.py train.py", "is not met (8 times)"),
         (f"{SPACE}\ndef predict(p): return {{}}", "--config c.py train.py", "has no 'memory'"),
         ("def get_bs_range(a): return 4, 2, 1", "--config c.py train.py", "holds no batch size"),
+        ("def get_bs_range(a): 1 / 0", "--config c.py train.py", "failed with ZeroDivisionError"),
+        ("import sys\nsys.exit(3)", "--config c.py train.py", "line 2, failed: SystemExit: 3"),
+        (None, "--config space.py --seed -1 train.py", "seed=-1"),
     ],
 )
 def test_wrong_usage(tune: Run, config: str | None, arguments: str, message: str) -> None:
@@ -226,6 +233,43 @@ def test_wrong_usage(tune: Run, config: str | None, arguments: str, message: str
     assert (status, out) == (2, "")
     assert message in err
     assert not Path("runs").exists()
+
+
+def test_files_in_the_way(tune: Run) -> None:
+    Path("trials.db.png").mkdir()
+    status, out, err = tune("--config", "space.py", "--trials", "1", *PYTHON, "train.py")
+    assert status == 0
+    assert "1 trials of 8 points: 1 ok" in out
+    assert "no plot: " in err
+    Path("other.db.logs").touch()
+    status, _, err = tune("--config", "space.py", "--db", "other.db", *PYTHON, "train.py")
+    assert status == 2
+    assert "other.db.logs for what trials print cannot be made: " in err
+
+
+def test_who_reads_may_leave(tune: Run) -> None:
+    """As in ``slapo tune ... 2>&1 | head -2``."""
+
+    def start(arguments: list[str]) -> int:
+        reads, writes = os.pipe()
+        os.close(reads)
+        with (
+            contextlib.suppress(BrokenPipeError),
+            open(writes, "w") as pipe,
+            contextlib.redirect_stdout(pipe),
+            contextlib.redirect_stderr(pipe),
+        ):
+            status = main(arguments)
+        return status
+
+    status, _, _ = tune("--config", "space.py", "--trials", "4", *PYTHON, "train.py", start=start)
+    assert status == 0
+    assert len(runs()) == 4
+    Path("train.py").write_text("1 / 0")
+    status, _, _ = tune(
+        "--config", "space.py", "--db", "b.db", "--trials", "2", *PYTHON, "train.py", start=start
+    )
+    assert status == 1
 
 
 def test_without_optuna(tune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
