@@ -144,8 +144,13 @@ def run(quick: bool, progress: Progress) -> Result:
     if not importlib.util.find_spec("transformers"):
         progress("left out: transformers is not installed")
         return result
-    with quiet():
-        return _run(quick, progress, result)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # processor time of several counts that they wait for each other
+    try:
+        with quiet():
+            return _run(quick, progress, result)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _run(quick: bool, progress: Progress, result: Result) -> Result:

@@ -85,20 +85,25 @@ def calibrate(say: Callable[[str], None] = lambda text: None, seconds: float = 2
 
 
 class _Clock:
-    """Processor seconds of one call: others on the machine do not count."""
+    """Seconds of one call.
+
+    Of one thread those of the processor, as others on the machine do not count then. Of several
+    that would be the sum over threads, and it is the time that passes.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.least = seconds / 200
+        self._now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def __call__(self, run: Callable[[], Any]) -> float:
         run()
         times = []
         for _ in range(3):
-            calls, start = 0, time.process_time()
-            while time.process_time() - start < self.least or not calls:
+            calls, start = 0, self._now()
+            while self._now() - start < self.least or not calls:
                 run()
                 calls += 1
-            times.append((time.process_time() - start) / calls)
+            times.append((self._now() - start) / calls)
         return statistics.median(times)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from slapo.cost import MACHINES, Machine, calibrate
+from slapo.cost.calibrate import _Clock
 from slapo.cost.machine import machine_of
 from slapo.cost.memory import order
 from slapo.cost.meter import Kernel
@@ -106,3 +108,13 @@ def test_calibration_measures_what_it_says() -> None:
     assert 1e-6 < here.overhead < 1e-3
     assert here.slow["gelu"] > 0
     assert [size for size, _ in here.curve] == sorted(size for size, _ in here.curve)
+
+
+def test_several_threads_are_timed_by_what_passes() -> None:
+    """Their processor time is the sum of all of them, which is no time of a step."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert _Clock(0.2)(lambda: time.sleep(0.002)) >= 0.002
+    finally:
+        torch.set_num_threads(threads)
