@@ -519,3 +519,60 @@ def _first_float_dtype(module: nn.Module) -> torch.dtype | None:
         if dtype is not None:
             return dtype
     return None
+
+
+# --- stand-ins until the new room of traces is merged ------------------------------------------
+Traced = TracedModule
+_RULES = "_slapo_rules"
+
+
+class View:
+    """One graph of a traced module while it is rewritten."""
+
+    def __init__(
+        self, module: Any, graph: fx.Graph, is_shown: bool = True, training: bool | None = None
+    ) -> None:
+        self.module, self.graph, self.is_shown = module, graph, is_shown
+        self.training = module.training if training is None else training
+
+    def get_submodule(self, path: str) -> nn.Module:
+        """The child, parked ones included."""
+        parked = self.module.__dict__.get("_slapo_parked", {})
+        hidden = self.module.__dict__.get(path)
+        if isinstance(hidden, nn.Module):
+            return hidden
+        found: nn.Module = parked[path] if path in parked else self.module.get_submodule(path)
+        return found
+
+    def add(self, stem: str, child: nn.Module) -> str:
+        """Register a child as ``<stem>_<k>``; out of sight for a graph that is not shown."""
+        k = 0
+        while hasattr(self.module, f"{stem}_{k}"):
+            k += 1
+        if self.is_shown:
+            self.module.add_module(f"{stem}_{k}", child)
+        else:
+            self.module.__dict__[f"{stem}_{k}"] = child
+        return f"{stem}_{k}"
+
+
+def rules_of(module: Any) -> list[Any]:
+    """The rewrites of a module."""
+    rules: list[Any] = module.__dict__.get(_RULES, [])
+    return rules
+
+
+def rewrite(module: Any, rule: Any) -> None:
+    """Apply a rule and remember it."""
+    rule.apply(View(module, module.graph))
+    module.__dict__.setdefault(_RULES, []).append(rule)
+    module.recompile()
+
+
+def park_unused(module: Any, targets: Any) -> list[str]:
+    """Take children out that the shown graph calls no more."""
+    parked = module.__dict__.setdefault("_slapo_parked", {})
+    for target in targets:
+        parked[target] = module.get_submodule(target)
+        module.delete_submodule(target)
+    return list(targets)
