@@ -339,23 +339,6 @@ def test_horizontal_with_its_weights() -> None:
     torch.testing.assert_close(sch.mod(x), reference(x))
 
 
-@pytest.mark.parametrize(
-    ("new", "returned"),
-    [
-        (lambda: nn.Linear(4, 12), "one Tensor"),  # a batch of 2 would be taken for q and k
-        (lambda: lambda x: (x, x), "2 results"),
-        (lambda: lambda x: {"q": x}, "one dict"),
-    ],
-)
-def test_a_horizontal_replacement_returns_a_result_for_each(
-    new: Callable[[], Any], returned: str
-) -> None:
-    sch = slapo.create_schedule(Attention())
-    sch.replace(new(), sch.find("[qkv]$"), name="QKV")
-    with pytest.raises(slapo.SlapoError, match=f"tuple of 3 results.* it returned {returned}"):
-        sch.mod(torch.randn(4, 5, 4))
-
-
 def test_what_a_horizontal_replacement_returns_is_found_as_an_item() -> None:
     sch = slapo.create_schedule(Attention())
     sch.replace(PackedQkv(), sch.find("[qkv]$"), name="QKV")
@@ -507,12 +490,16 @@ def key_by_name(query: Tensor, k: Tensor, *, s: float) -> Tensor:
     return scores(query, k, s)
 
 
-def unnamed(key: Tensor, query: Tensor) -> Tensor:  # in order of first use
+def unnamed(query: Tensor, key: Tensor) -> Tensor:  # in the order of the pattern's arguments
     return scores(query, key, 3.0)
 
 
+def all_unnamed(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    return scores(query, key, scale)
+
+
 @pytest.mark.parametrize(
-    "new", [reference_scores, ScoresModule(), half_named, key_by_name, unnamed]
+    "new", [reference_scores, ScoresModule(), half_named, key_by_name, unnamed, all_unnamed]
 )
 def test_values_go_to_parameters_of_the_same_name(new: Any) -> None:
     sch = slapo.create_schedule(Scores())
@@ -522,7 +509,9 @@ def test_values_go_to_parameters_of_the_same_name(new: Any) -> None:
     torch.testing.assert_close(sch.mod(Q, K), Scores()(Q, K))
 
 
-@pytest.mark.parametrize("new", [reference_scores, ScoresModule(), half_named])
+@pytest.mark.parametrize(
+    "new", [reference_scores, ScoresModule(), half_named, unnamed, all_unnamed]
+)
 def test_what_find_has_bound_is_used(new: Any) -> None:
     sch = slapo.create_schedule(Scores())
     sch.replace(new, sch.find(scores))
@@ -564,7 +553,7 @@ def test_constants_that_the_user_gives_win() -> None:
     ("new", "message"),
     [
         (lambda q: q, r"takes 0 required arguments \(\) besides q=q, .*1 inputs \(k\)"),
-        (lambda q, x, y: q, r"takes 2 required arguments \(x, y\) besides q=q, .*1 inputs \(k\)"),
+        (lambda q, x, y, z: q, r"takes 3 required arguments \(x, y, z\) besides q=q, .*\(k\)"),
     ],
 )
 def test_an_input_that_is_not_taken_is_an_error(new: Any, message: str) -> None:

@@ -12,7 +12,7 @@ from slapo.graph.fuse.extract import PATHS, extract, has_state, python_type
 from slapo.graph.fuse.inductor import compile_late
 from slapo.graph.fuse.sequential import sequential_of
 from slapo.graph.fuse.torchscript import script
-from slapo.graph.match.chain_view import chain_view
+from slapo.graph.match.subgraph_view import subgraph_view
 from slapo.graph.rewrite.rules import MadePerText, Pick
 from slapo.graph.rewrite.subgraph import HasGraph, subgraph_inputs
 
@@ -107,7 +107,7 @@ class Fuse(MadePerText):
     def _over_first(self, home: nn.Module, chain: list[fx.Node]) -> nn.Module:
         """The operations one by one, over the modules that the shown fusion has taken in."""
         first = next(iter(self.children.values()))
-        view = chain_view(home, chain, subgraph_inputs(chain))
+        view = subgraph_view(home, chain, subgraph_inputs(chain))
         for node in view.graph.find_nodes(op="call_module"):
             if node.target not in self.paths:
                 raise TraceError(f"{self} has taken in no {node.target}, which is called here")

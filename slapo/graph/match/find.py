@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import fx, nn
 
-from slapo.graph.match.chain_view import ChainView
+from slapo.graph.match.subgraph_view import SubgraphView
 from slapo.graph.match.diagnose import TracedGraph, why_no_call, why_no_node, why_no_subgraph
 from slapo.graph.match.pattern import PATTERN_OF_CHAIN, call_module, compile_name, trace_pattern
 from slapo.graph.match.search import Match, find_by_name, find_subgraphs
@@ -33,7 +33,7 @@ class Search:
     total : int
         How many matches it found.
     inside : str
-        The child around the :class:`.ChainView` that was searched; empty for the module's graph.
+        The child around the :class:`.SubgraphView` that was searched; empty for the module's graph.
     """
 
     pattern: fx.Graph | re.Pattern[str]
@@ -216,7 +216,7 @@ def find_subgraphs_in(root: nn.Module, pattern: re.Pattern[str] | fx.Graph) -> M
 def _search_of(
     module: fx.GraphModule, pattern: re.Pattern[str] | fx.Graph, total: int
 ) -> Search:
-    if isinstance(module, ChainView):
+    if isinstance(module, SubgraphView):
         return Search(pattern, len(rules_of(module.owner)), total, module.name)
     return Search(pattern, len(rules_of(module)), total)
 

@@ -17,7 +17,7 @@ import torch.fx as fx
 from torch import nn
 
 from slapo.errors import TraceError
-from slapo.graph.match.chain_view import ChainView
+from slapo.graph.match.subgraph_view import SubgraphView
 from slapo.graph.match.find import Places, Search, search_for_chain
 from slapo.graph.match.search import Match
 from slapo.graph.rewrite.arguments import (
@@ -39,8 +39,8 @@ Bindings: TypeAlias = Mapping[str, Any]
 Pick: TypeAlias = tuple[Search | Places, int]
 """A search, and which of its matches."""
 
-_INSIDE = "slapo_chain_view"
-"""Key of ``node.meta`` of a call of a :class:`.ChainView`: the child's name in the shown graph."""
+_INSIDE = "slapo_subgraph_view"
+"""Key of ``node.meta`` of a call of a :class:`.SubgraphView`: the child's name in the shown graph."""
 
 _found: WeakKeyDictionary[fx.Graph, dict[Search | Places, list[Match]]] = WeakKeyDictionary()
 """Results of searches in captures that rules are being applied to, from before the rewrites."""
@@ -55,7 +55,7 @@ class Rule:
     Parameters
     ----------
     module
-        A graph module, or a :class:`.ChainView` of one.
+        A graph module, or a :class:`.SubgraphView` of one.
     chains
         The operations of each match.
     bindings
@@ -77,7 +77,7 @@ class Rule:
         picks: Sequence[Pick | None] = (),
     ) -> None:
         self.location = caller_location()
-        self.inside = module.name if isinstance(module, ChainView) else ""
+        self.inside = module.name if isinstance(module, SubgraphView) else ""
         self.number = len(rules_of(home_of(module)))
         self.plan: Plan | None = self._planned(module, chains, bindings or [{}] * len(chains))
         self.picks: list[Pick] = []
@@ -116,7 +116,7 @@ class Rule:
         plan = self.plan if view.is_shown else None
         if plan is None:
             found = self._search(view)
-            if isinstance(part, ChainView) and self.number in part.rewritten_by:
+            if isinstance(part, SubgraphView) and self.number in part.rewritten_by:
                 return
             matches = [self._pick(search, index, found) for search, index in self.picks]
             try:
@@ -125,7 +125,7 @@ class Rule:
                 raise self._refusal(str(error)) from error
         plan.carry_out(self._target(view, part, plan))
         self._note(plan)
-        if isinstance(part, ChainView):
+        if isinstance(part, SubgraphView):
             part.rewritten_by.add(self.number)
             part.recompile()
         self.plan = None
@@ -133,14 +133,14 @@ class Rule:
     def _note(self, plan: Plan) -> None:
         """Keep something with the new call."""
 
-    def _part_of(self, view: View) -> View | ChainView:
+    def _part_of(self, view: View) -> View | SubgraphView:
         """What is rewritten of a view: itself, or a part that a checkpoint has moved."""
         if not self.inside:
             return view
         for node in view.graph.find_nodes(op="call_module"):
             if node.meta.get(_INSIDE, node.target) == self.inside:
                 part = innermost(view.get_submodule(str(node.target)))
-                if isinstance(part, ChainView):
+                if isinstance(part, SubgraphView):
                     return part
         raise self._refusal(f"it has no {self.inside}, which the operations are in")
 
@@ -154,7 +154,7 @@ class Rule:
                 if search in found or search.rewrites > self.number:
                     continue
                 part = rule._part_of(view)
-                if not isinstance(part, ChainView) or rule.number not in part.rewritten_by:
+                if not isinstance(part, SubgraphView) or rule.number not in part.rewritten_by:
                     found[search] = search.run(part.graph, part.get_submodule)
         return found
 
@@ -285,7 +285,7 @@ class MadePerText(Rule):
             made = self.made if self.made is not None else self._make(part, view.module, chain)
             self.children[text] = name = view.add(self.stem, made)
             self.made, inner = None, innermost(made)
-            if isinstance(inner, ChainView):
+            if isinstance(inner, SubgraphView):
                 inner.name = name
         return self.children[text]
 
@@ -359,7 +359,7 @@ class _OneGraph:
 
 def home_of(module: fx.GraphModule) -> Any:
     """The module that holds the children which a graph calls."""
-    return module.owner if isinstance(module, ChainView) else module
+    return module.owner if isinstance(module, SubgraphView) else module
 
 
 def text_of(chain: Sequence[fx.Node]) -> str:
