@@ -347,9 +347,7 @@ def test_the_record_shows_the_search() -> None:
     assert sch.history[-1].arguments["target_ops"] == "find('fc1')[0]"
 
 
-def test_a_pattern_that_is_another_one_now(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pattern_that_is_another_one_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sch = slapo.create_schedule(block())
     sch.replace(torch.tanh, sch.find(gelu))
     sch.record.save(tmp_path / "record")

@@ -98,7 +98,7 @@ def parse(sch: Node, target_ops: Any, argument: str = "target_ops") -> Subgraphs
 def _pick(group: Sequence[Any]) -> Pick | None:
     """The search behind a match, unless the user has put the nodes together."""
     if isinstance(group, Subgraph) and group.search is not None and group.is_whole():
-        return group.search, group.index
+        return group.search, group.position
     return None
 
 

@@ -125,15 +125,18 @@ def keep_found(value: Any, keep: Callable[[Any], Any], node: Node) -> Part:
     if isinstance(pattern, Unnamed):
         return Unnamed(describe(value), f"a match of a pattern that is {pattern.why}")
     ago = len(node.state.history) - origin.steps
-    return Found(origin.verb, pattern, origin.index, origin.total, ago)
+    return Found(origin.verb, pattern, origin.position, origin.total, ago)
 
 
 def is_found(value: Any) -> bool:
     """Whether it is a match, a located node, or what a program has put together like those."""
     if isinstance(value, (Subgraph, Located)) or _is_pair(value):
         return True
-    return isinstance(value, list) and bool(value) and all(map(_is_pair, value)) and not any(
-        isinstance(each, Located) for each in value
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(map(_is_pair, value))
+        and not any(isinstance(each, Located) for each in value)
     )
 
 

@@ -624,7 +624,9 @@ def hidden_draw(m, x, y):
 def test_what_a_rewrite_has_put_in_keeps_its_effects(new):
     gm = traced(hidden_draw)
     chain = pick(gm, "drop relu")
-    call = replace_vertical(gm, chain, fusion_of(gm, chain, compiler=None) if new == "fuse" else new)
+    call = replace_vertical(
+        gm, chain, fusion_of(gm, chain, compiler=None) if new == "fuse" else new
+    )
     with pytest.raises(ValueError, match=r"'other_drop'.*random"):
         replace_vertical(gm, [call, *pick(gm, "exp")], torch.exp)
     gm = traced(hidden_write)

@@ -8,9 +8,9 @@ from typing import Any
 import torch.fx as fx
 from torch import nn
 
-from slapo.graph.rewrite.subgraph import HasGraph, subgraph_inputs
+from slapo.graph.rewrite.subgraph import HasGraph, attribute, subgraph_inputs
 from slapo.graph.trace.names import spare_self
-from slapo.graph.trace.nodes import attribute, called_name
+from slapo.graph.trace.nodes import called_name
 
 PATHS = "_slapo_paths"
 """Attribute of an extracted module: path of a child in the original -> its path in the module."""
@@ -69,7 +69,7 @@ def python_type(node: fx.Node, gm: HasGraph) -> Any:
     if node.op == "placeholder":
         return node.type if node.type in _SCALARS else _scalar_type(*node.args)
     if node.op == "get_attr":
-        return _scalar_type(attribute(gm, str(node.target)))  # type: ignore[arg-type]
+        return _scalar_type(attribute(gm, str(node.target)))
     if node.op == "call_method":
         return _type_of_method(node)
     if node.op == "call_function":
@@ -95,7 +95,7 @@ class _SharedState:
             self.paths[target] = new = self._choose(node, target)
             is_module = node.op == "call_module"
             self.objects[new] = (
-                self._gm.get_submodule(target) if is_module else attribute(self._gm, target)  # type: ignore[arg-type]
+                self._gm.get_submodule(target) if is_module else attribute(self._gm, target)
             )
             owner, _, field = target.rpartition(".")
             if not is_module and field in _unsaved(self._gm.get_submodule(owner)):

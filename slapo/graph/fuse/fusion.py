@@ -8,7 +8,7 @@ import torch.fx as fx
 from torch import nn
 
 from slapo.errors import TraceError, with_nearest
-from slapo.graph.fuse.extract import PATHS, extract, has_state, python_type
+from slapo.graph.fuse.extract import PATHS, extract, python_type
 from slapo.graph.fuse.inductor import compile_late
 from slapo.graph.fuse.sequential import sequential_of
 from slapo.graph.fuse.torchscript import script
@@ -94,7 +94,7 @@ class Fuse(MadePerText):
 
     def _make(self, gm: HasGraph, home: nn.Module, chain: list[fx.Node]) -> nn.Module:
         called = [str(node.target) for node in chain if node.op == "call_module"]
-        if self.children and any(has_state(gm.get_submodule(path)) for path in called):
+        if self.children and called:  # the first has them, with their state and their mode
             return self._over_first(home, chain)
         part = extract(gm, chain, self.stem, home.training)
         if not self.children:

@@ -12,6 +12,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -42,7 +43,9 @@ def script(module: fx.GraphModule, name: str) -> nn.Module:
     tensor([2.])
     """
     if not _is_available():
-        logger.info("%s is compiled by inductor: torch %s has no TorchScript", name, torch.__version__)
+        logger.info(
+            "%s is compiled by inductor: torch %s has no TorchScript", name, torch.__version__
+        )
         return compile_late(module, name)
     code = code_key(module)
     if code is None:
@@ -113,7 +116,7 @@ def _as_written(module: nn.Module) -> nn.Module:
         child is module._modules[name] for name, child in children.items()
     ):
         return module
-    kind = type(module)
+    kind: Any = type(module)
     if isinstance(module, Traced):
         if rules_of(module):
             raise SlapoError(

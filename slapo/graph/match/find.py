@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import fx, nn
 
-from slapo.graph.match.subgraph_view import SubgraphView
 from slapo.graph.match.diagnose import TracedGraph, why_no_call, why_no_node, why_no_subgraph
 from slapo.graph.match.pattern import PATTERN_OF_CHAIN, call_module, compile_name, trace_pattern
 from slapo.graph.match.search import Match, find_by_name, find_subgraphs
+from slapo.graph.match.subgraph_view import SubgraphView
 from slapo.graph.trace.module import rules_of
 from slapo.graph.trace.nodes import ModuleLookup
 from slapo.wrapper import innermost
@@ -81,7 +81,7 @@ class Origin(NamedTuple):
 
     verb: str
     pattern: Any
-    index: int
+    position: int
     total: int
     steps: int
 
@@ -95,7 +95,7 @@ class Subgraph(list[tuple[str, fx.Node]]):
         Path of the traced module.
     match
         The nodes in its graph.
-    search, index
+    search, position
         The search in that module, and the place of the match in its results.
     """
 
@@ -103,11 +103,11 @@ class Subgraph(list[tuple[str, fx.Node]]):
     origin: Origin | None = None
 
     def __init__(
-        self, path: str, match: Match, search: Search | None = None, index: int = 0
+        self, path: str, match: Match, search: Search | None = None, position: int = 0
     ) -> None:
         super().__init__((path, node) for node in match)
         self._match = match
-        self.search, self.index = search, index
+        self.search, self.position = search, position
 
     @property
     def bindings(self) -> dict[str, Any]:
@@ -213,17 +213,13 @@ def find_subgraphs_in(root: nn.Module, pattern: re.Pattern[str] | fx.Graph) -> M
     return Matches(found, lambda: why_no_call(graphs, pattern))
 
 
-def _search_of(
-    module: fx.GraphModule, pattern: re.Pattern[str] | fx.Graph, total: int
-) -> Search:
+def _search_of(module: fx.GraphModule, pattern: re.Pattern[str] | fx.Graph, total: int) -> Search:
     if isinstance(module, SubgraphView):
         return Search(pattern, len(rules_of(module.owner)), total, module.name)
     return Search(pattern, len(rules_of(module)), total)
 
 
-def search_for_chain(
-    module: fx.GraphModule, chain: list[fx.Node]
-) -> tuple[Search | Places, int]:
+def search_for_chain(module: fx.GraphModule, chain: list[fx.Node]) -> tuple[Search | Places, int]:
     """A search that finds a chain which was picked by hand, and its place in the results."""
     try:
         pattern = _pattern_of(chain)
@@ -248,7 +244,8 @@ def _pattern_of(chain: list[fx.Node]) -> fx.Graph:
         if value not in inside and value not in copies:
             copies[value] = graph.placeholder(f"input_{len(copies)}")
     for node in chain:
-        args, kwargs = (fx.map_arg(a, copies.__getitem__) for a in (node.args, dict(node.kwargs)))
+        args: Any = fx.map_arg(node.args, copies.__getitem__)
+        kwargs: Any = fx.map_arg(dict(node.kwargs), copies.__getitem__)
         if node.op == "call_module":
             exactly = f"{re.escape(str(node.target))}$"
             copies[node] = graph.call_function(call_module, (exactly, *args), kwargs)

@@ -99,7 +99,9 @@ def _empty(kind: type[SubgraphView]) -> SubgraphView:
     return object.__new__(kind)
 
 
-def subgraph_view(owner: nn.Module, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> SubgraphView:
+def subgraph_view(
+    owner: nn.Module, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]
+) -> SubgraphView:
     """Make the view of a chain, whose nodes are in graph order."""
     graph = fx.Graph()
     copies = {value: graph.placeholder(value.name) for value in inputs}

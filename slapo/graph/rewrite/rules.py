@@ -17,9 +17,9 @@ import torch.fx as fx
 from torch import nn
 
 from slapo.errors import TraceError
-from slapo.graph.match.subgraph_view import SubgraphView
 from slapo.graph.match.find import Places, Search, search_for_chain
 from slapo.graph.match.search import Match
+from slapo.graph.match.subgraph_view import SubgraphView
 from slapo.graph.rewrite.arguments import (
     Arguments,
     Callee,
@@ -40,7 +40,7 @@ Pick: TypeAlias = tuple[Search | Places, int]
 """A search, and which of its matches."""
 
 _INSIDE = "slapo_subgraph_view"
-"""Key of ``node.meta`` of a call of a :class:`.SubgraphView`: the child's name in the shown graph."""
+"""Key of ``node.meta``: the name, in the shown graph, of the child that is called."""
 
 _found: WeakKeyDictionary[fx.Graph, dict[Search | Places, list[Match]]] = WeakKeyDictionary()
 """Results of searches in captures that rules are being applied to, from before the rewrites."""
