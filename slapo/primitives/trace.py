@@ -249,7 +249,9 @@ class TraceUntilPrimitive(Primitive):
         try:
             for path in containers:
                 _check_traceable(innermost(sch[path].mod))
-            result = _first_or_second(sch, by_preview, by_capture, tracer)
+            # A pipeline runs the joined graph: inputs, where there are any, make it exact.
+            how = tracer if example_inputs is None else TRACERS[1]
+            result = _first_or_second(sch, by_preview, by_capture, how)
         except TraceError as error:
             _warn(sch, tracer, error)
             return False

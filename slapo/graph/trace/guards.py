@@ -6,12 +6,9 @@ on the module and on Python's globals.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 from types import FunctionType
 from typing import Any
-
-import torch
 
 from slapo.graph.trace.torch_private import CaptureOutput, CheckFunctionManager
 
@@ -34,15 +31,6 @@ def size_conditions(output: CaptureOutput) -> list[str]:
     asked = (e for e in dict.fromkeys(found.exprs) if "L['module']" not in e and e.startswith("L["))
     conditions = (e.replace("L['args']", "args").replace("L['kwargs']", "kwargs") for e in asked)
     return [condition for condition in conditions if "storage_offset" not in condition]
-
-
-def size_check(conditions: Iterable[str]) -> Callable[[Any, Any], bool]:
-    """A function of ``(args, kwargs)`` that tells whether all conditions hold."""
-    text = " and ".join(f"({condition})" for condition in conditions) or "True"
-    check: Callable[[Any, Any], bool] = eval(  # written by torch's shape engine
-        f"lambda args, kwargs: {text}", {"math": math, "torch": torch}
-    )
-    return check
 
 
 def state_guards(output: CaptureOutput, forward: FunctionType, leaves: Collection[str]) -> Any:

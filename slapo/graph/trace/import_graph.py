@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
 from slapo.graph.trace.leaf_calls import LeafCalls, call_leaf
-from slapo.graph.trace.nests import KIND, SYMBOLIC, kind_of, parts
+from slapo.graph.trace.nests import KIND, OWNER, SYMBOLIC, kind_of, parts
 from slapo.graph.trace.nodes import add_placeholder, spare_self
 from slapo.graph.trace.refusals import CACHE_REFUSED, checked
 from slapo.graph.trace.torch_private import CaptureOutput, PythonReferenceAnalysis, sympy_interp
@@ -143,6 +143,7 @@ class GraphImport:
         target, args, kwargs = checked(target, args, kwargs)
         new = self.graph.create_node(node.op, target, args, kwargs)
         new.meta[KIND] = kind_of(node.meta.get("example_value"))
+        new.meta[OWNER] = _owner_of(node)
         return new
 
     def _leaf_call(self, node: fx.Node) -> fx.Node:
@@ -152,6 +153,7 @@ class GraphImport:
             new = self.graph.call_function(like_input, (new, new.all_input_nodes[0], str(path)))
         found = self.calls.accesses[str(path)]
         new.meta[KIND] = "tensor" if found == [()] else "container" if found else "value"
+        new.meta[OWNER] = _owner_of(node)
         return new
 
     def _taken_out(self, call: Any, index: Any) -> fx.Node:
@@ -343,6 +345,11 @@ def _module_path(source: str) -> str:
     text = re.sub(r"\._slapo_items\[(\d+)\]", r".\1", text)
     text = re.sub(r"\._modules\['([^']+)'\]", r".\1", text)
     return text.lstrip(".")
+
+
+def _owner_of(node: fx.Node) -> str:
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return _module_path(str(stack[-1][0])) if stack else ""
 
 
 def _follow(arguments: Mapping[str, Any], path: Path) -> Any:

@@ -5,7 +5,9 @@ It is exact on purpose: a call with another key is captured anew, never refused.
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -85,3 +87,12 @@ def _key(value: Any, seen: dict[int, int] | None) -> Any:
     if isinstance(value, _HASHABLE) or seen is None:
         return value
     return _Same(value)
+
+
+def size_check(conditions: Iterable[str]) -> Callable[[Any, Any], bool]:
+    """A function of ``(args, kwargs)`` that tells whether all conditions hold."""
+    text = " and ".join(f"({condition})" for condition in conditions) or "True"
+    check: Callable[[Any, Any], bool] = eval(  # written by torch's shape engine
+        f"lambda args, kwargs: {text}", {"math": math, "torch": torch}
+    )
+    return check

@@ -115,6 +115,8 @@ class Trace:
         The capture that it is of; None for a preview, which never runs.
     inputs
         The arguments that it was traced with, if any.
+    called
+        Paths of the modules below that it calls, where that is known before the graph is.
     shared
         Captures of siblings.
     """
@@ -127,10 +129,11 @@ class Trace:
         entered: frozenset[str] = frozenset(),
         first: Capture | None = None,
         inputs: Any = None,
+        called: frozenset[str] | None = None,
         shared: Shared | None = None,
     ) -> None:
         self.origin, self.is_leaf, self.entered = origin, is_leaf, entered
-        self._shown, self.inputs = shown, inputs
+        self._shown, self.inputs, self._called = shown, inputs, called
         self.shared: Shared = {} if shared is None else shared
         self.rules: list[Rewrite] = []
         self.parked: dict[str, _Stub] = {}
@@ -152,6 +155,12 @@ class Trace:
     @shown.setter
     def shown(self, graph: fx.Graph) -> None:
         self._shown = graph
+
+    def calls(self, path: str) -> bool:
+        """Whether the graph calls the module at `path`."""
+        if self._called is not None and not isinstance(self._shown, fx.Graph):
+            return path in self._called
+        return bool(self.shown.find_nodes(op="call_module", target=path))
 
     @property
     def is_rewritten(self) -> bool:

@@ -12,6 +12,9 @@ import torch
 #: Key in ``node.meta`` for the kind of a node's value; see :func:`kind_of`.
 KIND = "slapo_kind"
 
+#: Key in ``node.meta`` for the path of the module whose forward makes the call.
+OWNER = "slapo_owner"
+
 #: Symbolic numbers: sizes, and what Python arithmetic makes of them.
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

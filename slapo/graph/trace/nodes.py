@@ -89,6 +89,35 @@ def switches_mode(node: fx.Node) -> bool:
     return name in ("_set_grad_enabled", *_BEGINS, *_ENDS)
 
 
+class OpenRegions:
+    """The regions of ``no_grad``, ``autocast`` or inference mode that are open at a node.
+
+    Examples
+    --------
+    >>> graph = fx.Graph()
+    >>> nodes = [graph.call_function(torch._C._set_grad_enabled, (on,)) for on in (False, True)]
+    >>> regions = OpenRegions()
+    >>> [len(regions.follow(node)) for node in nodes]
+    [1, 0]
+    """
+
+    def __init__(self) -> None:
+        self._open: list[fx.Node] = []
+
+    def follow(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """The nodes that began the regions open behind `node`; give it all nodes in order."""
+        name = called_name(node) if node.op == "call_function" else ""
+        last = self._open[-1] if self._open else None
+        if name == "_set_grad_enabled":  # back to the mode from before the innermost: its end
+            ends = last is not None and last.target is node.target and last.args != node.args
+            self._open = self._open[:-1] if ends else [*self._open, node]
+        elif name in _BEGINS:
+            self._open = [*self._open, node]
+        elif name in _ENDS:
+            self._open = self._open[:-1]
+        return tuple(self._open)
+
+
 def nodes_in(value: Any) -> list[fx.Node]:
     """The nodes in nested containers, in order.
 

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from slapo.errors import TraceError
 from slapo.graph.trace.leaves import IsLeaf
+from slapo.graph.trace.nests import OWNER
 from slapo.graph.trace.nodes import add_placeholder, spare_self
 from slapo.graph.trace.state import attributes_kept, generators_kept
 
@@ -47,6 +48,10 @@ def preview(
         except Exception as error:  # of any code that proxies run
             first = next(iter(str(error).strip().splitlines()), "")
             raise TraceError(f"{type(error).__name__}: {first}") from error
+    for node in graph.nodes:
+        stack = node.meta.pop("nn_module_stack", None) or {}
+        paths = [str(path) for path, _ in stack.values()]
+        node.meta[OWNER] = paths[-1 - (node.op == "call_module")] if len(paths) > 1 else ""
     return graph, frozenset(tracer.entered)
 
 

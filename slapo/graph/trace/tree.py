@@ -171,16 +171,13 @@ class Joined:
         The graph.
     constants
         Tensors from outside the model, by the name that the graph has for them.
-    fits
-        Tells whether a call ``(args, kwargs)`` has sizes that the graph holds for.
-    key
-        Key of the call that it was captured for; None for a preview.
+    sizes
+        Conditions on the sizes of its inputs; None for a preview.
     """
 
     graph: fx.Graph
     constants: dict[str, Tensor] = field(default_factory=dict)
-    fits: Callable[[Any, Any], bool] | None = None
-    key: Any = None
+    sizes: list[str] | None = None
 
 
 def join(
@@ -213,7 +210,7 @@ def join(
         from slapo.graph.trace.capture import capture  # brings torch._dynamo: a second
 
         found = capture(root, *inputs, depth, any_batch=True)
-    return Joined(found.graph, found.constants, found.fits, found.key)
+    return Joined(found.graph, found.constants, found.sizes)
 
 
 def trace_containers(
@@ -240,7 +237,12 @@ def trace_containers(
         if type(module).forward is nn.Module.forward:
             continue  # a mere namespace, such as a list of layers
         show = _Show(root, module, inputs, dict(concrete_args) if not path else {}, shared)
-        result.traces[path] = Trace(origin_of(module), Depth(), show, inputs=inputs, shared=shared)
+        start = f"{path}." if path else ""
+        below = frozenset(t.removeprefix(start) for t in called if t.startswith(start))
+        inner = frozenset(c.removeprefix(start) for c in containers if c.startswith(start))
+        result.traces[path] = Trace(
+            origin_of(module), Depth(), show, inputs=inputs, called=below | inner, shared=shared
+        )
     return result
 
 
