@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
-from slapo.graph.trace.guards import size_check, size_conditions, state_guards
+from slapo.graph.trace.guards import size_conditions, state_guards
 from slapo.graph.trace.import_graph import GraphImport, Path
-from slapo.graph.trace.kinds import call_key
+from slapo.graph.trace.kinds import call_key, size_check
 from slapo.graph.trace.leaf_calls import Call, LeafCalls
 from slapo.graph.trace.leaves import IsLeaf
 from slapo.graph.trace.nests import leaves, parts, rebuild
