@@ -7,7 +7,7 @@ from typing import TypeVar
 from torch import fx
 
 from slapo.errors import SlapoError, TraceError
-from slapo.graph.trace.module import Traced, trace_of
+from slapo.graph.trace.module import Traced, View, trace_of
 from slapo.graph.trace.nests import OWNER
 from slapo.graph.trace.tree import Joined, join
 from slapo.hooks import has_backward_hooks, has_forward_hooks
@@ -100,12 +100,19 @@ def _join_both(root: Traced, containers: list[str]) -> dict[bool, Joined]:
     TraceError
         If the present mode cannot be captured; the other one is left out then.
     """
-    inputs = trace_of(root).inputs
-    found = {root.training: join(root, containers, inputs)}
+    trace = trace_of(root)
+
+    def joined() -> Joined:
+        found = join(root, containers, trace.inputs, trace.constants)
+        for rule in trace.rules:
+            rule.apply(View(root, found.graph, is_shown=False))
+        return found
+
+    found = {root.training: joined()}
     other = not root.training
     try:
         with in_mode(root, other):
-            found[other] = join(root, containers, inputs)
+            found[other] = joined()
     except TraceError as error:
         logger.info("the stages serve %s mode only: %s", _mode(not other), error)
     return found
@@ -171,7 +178,8 @@ def _check_container(node: Node) -> None:
             f"{node.where} is checkpointed or runs under fork_rng as a whole, and a stage ends "
             "within it; apply these to the modules below it"
         )
-    if trace_of(node.mod).is_rewritten:
+    trace = trace_of(node.mod)
+    if trace.edited is not None or (trace.rules and node.parent is not None):
         raise SlapoError(
             f"operations of {node.where} were rewritten, and a stage ends within it; rewrite the "
             "modules below it instead"

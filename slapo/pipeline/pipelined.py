@@ -42,7 +42,7 @@ class PipelineInputs:
         self._label = f"pipelined {trace_of(root).origin.__name__}"
         self._conditions = joined.sizes
         self._split: tuple[int, tuple[str, ...]] | None = None
-        self._traced: dict[str, Any] = {}
+        self._traced: dict[str, Any] = dict(joined.fixed)
         if joined.sizes is not None:
             args, kwargs = trace_of(root).inputs
             self._split = len(args), tuple(kwargs)
@@ -56,9 +56,9 @@ class PipelineInputs:
         SlapoError
             If the call is outside of what the stages were cut for, or an input is no tensor.
         """
-        if self._split is not None:
-            self._check(self._bound(args, kwargs))
-        return self.take(args, kwargs)
+        given = self._bound(args, kwargs)
+        self._check(given)
+        return self._take(given)
 
     def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """The tensors, in order, of a call that was checked, or of many such calls together.
@@ -68,7 +68,9 @@ class PipelineInputs:
         SlapoError
             If an input is no tensor.
         """
-        given = self._bound(args, kwargs)
+        return self._take(self._bound(args, kwargs))
+
+    def _take(self, given: Mapping[str, Any]) -> tuple[Tensor, ...]:
         missing = [name for name in self.names if not isinstance(given.get(name), Tensor)]
         if missing:
             shown = {name: type(given[name]).__name__ for name in missing if name in given}
@@ -80,7 +82,7 @@ class PipelineInputs:
 
     def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            bound = self._signature.bind(*args, **kwargs)
+            bound = self._signature.bind_partial(*args, **kwargs)
         except TypeError as error:
             taken = list(self._signature.parameters)
             raise TypeError(f"{self._label}: {error}; it takes {taken}") from None
@@ -89,7 +91,7 @@ class PipelineInputs:
 
     def _check(self, given: Mapping[str, Any]) -> None:
         for name, traced in self._traced.items():
-            now = _outline(given[name])
+            now = _outline(given.get(name))
             if now != traced and name != "use_cache":  # no graph makes a cache, asked or not
                 raise SlapoError(
                     f"{self._label}: {name} is {_shown(now)}, and the stages were cut for "

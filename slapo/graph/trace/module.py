@@ -115,6 +115,8 @@ class Trace:
         The capture that it is of; None for a preview, which never runs.
     inputs
         The arguments that it was traced with, if any.
+    constants
+        Forward parameter -> constant that it was traced with.
     called
         Paths of the modules below that it calls, where that is known before the graph is.
     shared
@@ -130,10 +132,12 @@ class Trace:
         first: Capture | None = None,
         inputs: Any = None,
         called: frozenset[str] | None = None,
+        constants: dict[str, Any] | None = None,
         shared: Shared | None = None,
     ) -> None:
         self.origin, self.is_leaf, self.entered = origin, is_leaf, entered
         self._shown, self.inputs, self._called = shown, inputs, called
+        self.constants = constants or {}
         self.shared: Shared = {} if shared is None else shared
         self.rules: list[Rewrite] = []
         self.parked: dict[str, _Stub] = {}

@@ -39,7 +39,7 @@ def preview(
     >>> [node.target for node in graph.nodes]
     ['input', '0', '1', 'output']
     """
-    tracer = _Tracer(is_leaf, dict(concrete_args or {}))
+    tracer = _Tracer(is_leaf, constants_of(module, concrete_args or {}))
     with attributes_kept(module), generators_kept():
         try:
             graph = tracer.trace(module)
@@ -55,7 +55,17 @@ def preview(
     return graph, frozenset(tracer.entered)
 
 
+def constants_of(module: nn.Module, concrete_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that a preview has as constants, and their values."""
+    parameters = inspect.signature(module.forward).parameters
+    defaults = {name: p.default for name, p in parameters.items() if p.kind not in _VARIADIC}
+    fixed = {k: v for k, v in defaults.items() if v is not None and v is not inspect._empty}
+    return {**fixed, **concrete_args}
+
+
 class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True  # an operation on one would run while it is traced
+
     def __init__(self, is_leaf: IsLeaf, constants: dict[str, Any]) -> None:
         super().__init__(autowrap_modules=())
         self._is_leaf, self._constants = is_leaf, constants
@@ -78,9 +88,7 @@ class _Tracer(fx.Tracer):
             proxy = self.proxy(add_placeholder(self.graph, parameter))
             if parameter.kind in _VARIADIC:
                 continue
-            default = parameter.default
-            is_open = default is parameter.empty or default is None
-            values[name] = self._constants.get(name, proxy if is_open else default)
+            values[name] = self._constants.get(name, proxy)
 
         def run(*_: Any) -> Any:
             return self.root.forward(**values)
@@ -94,6 +102,11 @@ def named_constants(module: nn.Module, concrete_args: Mapping[str, Any] | None) 
     Entries for ``*args`` and ``**kwargs``, and those without a value, as an inspection of the
     signature gives them, are dropped.
 
+    Raises
+    ------
+    ValueError
+        For a name that the forward does not take.
+
     Examples
     --------
     >>> import inspect
@@ -105,9 +118,16 @@ def named_constants(module: nn.Module, concrete_args: Mapping[str, Any] | None) 
     {'scale': 2}
     """
     parameters = inspect.signature(module.forward).parameters
+    given = {k: v for k, v in (concrete_args or {}).items() if v is not inspect.Parameter.empty}
+    is_open = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    unknown = [name for name in given if name not in parameters]
+    if unknown and not is_open:
+        raise ValueError(
+            f"concrete_args names {unknown}, and {type(module).__name__}.forward takes "
+            f"{', '.join(parameters)}"
+        )
     return {
         name: value
-        for name, value in (concrete_args or {}).items()
-        if value is not inspect.Parameter.empty
-        and (name not in parameters or parameters[name].kind not in _VARIADIC)
+        for name, value in given.items()
+        if name not in parameters or parameters[name].kind not in _VARIADIC
     }

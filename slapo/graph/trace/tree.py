@@ -20,7 +20,7 @@ from slapo.graph.trace.module import (
     origin_of,
 )
 from slapo.graph.trace.nodes import nodes_in
-from slapo.graph.trace.preview import preview
+from slapo.graph.trace.preview import constants_of, preview
 from slapo.wrapper import innermost
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def trace_by_preview(
         constants = _constants_of(part, calls) if calls else concrete_args
         with as_before(part):
             graph, entered = preview(part, depth, constants)
-        return Trace(origin_of(part), depth, graph, entered, shared=shared)
+        given = dict(concrete_args) if part is module else {}
+        return Trace(origin_of(part), depth, graph, entered, constants=given, shared=shared)
 
     return _descend(module, recursive and not depth.flatten, depth, trace)
 
@@ -173,11 +174,14 @@ class Joined:
         Tensors from outside the model, by the name that the graph has for them.
     sizes
         Conditions on the sizes of its inputs; None for a preview.
+    fixed
+        Arguments that a preview has as constants.
     """
 
     graph: fx.Graph
     constants: dict[str, Tensor] = field(default_factory=dict)
     sizes: list[str] | None = None
+    fixed: dict[str, Any] = field(default_factory=dict)
 
 
 def join(
@@ -206,7 +210,8 @@ def join(
     with as_before(root):
         check_traceable(root)
         if inputs is None:
-            return Joined(preview(root, depth, concrete_args or {})[0])
+            fixed = constants_of(root, concrete_args or {})
+            return Joined(preview(root, depth, fixed)[0], fixed=fixed)
         from slapo.graph.trace.capture import capture  # brings torch._dynamo: a second
 
         found = capture(root, *inputs, depth, any_batch=True)
@@ -241,7 +246,13 @@ def trace_containers(
         below = frozenset(t.removeprefix(start) for t in called if t.startswith(start))
         inner = frozenset(c.removeprefix(start) for c in containers if c.startswith(start))
         result.traces[path] = Trace(
-            origin_of(module), Depth(), show, inputs=inputs, called=below | inner, shared=shared
+            origin_of(module),
+            Depth(),
+            show,
+            inputs=inputs,
+            constants=show.constants,
+            called=below | inner,
+            shared=shared,
         )
     return result
 
