@@ -77,7 +77,7 @@ def test_stages_get_what_they_or_later_ones_need() -> None:
     # The ids for their sizes, which are no tensors; the mask until the last layer; one state.
     assert first.sent == ("ids", "to", "encoder_layer_0")
     assert second.received == first.sent
-    assert second.sent == ("ids", "to", "layer_2")
+    assert second.sent == ("ids", "to", "encoder_layer_2")
     assert third.sent == ()
     names = [[n for n, _ in stage.named_parameters()] for stage in sch.mod.stages]
     assert names[1] == [f"encoder.layer.{i}.fc.{n}" for i in (1, 2) for n in ("weight", "bias")]

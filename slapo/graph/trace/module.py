@@ -94,8 +94,10 @@ class _Stub(NamedTuple):
     """A child that the shown graph calls no more: captures to come see its shapes."""
 
     module: nn.Module
-    #: (module within, name) -> shape, dtype and device of the parameter that was there
+    #: (module within, name) -> the tensor that was there, on meta
     held: dict[tuple[str, str], Tensor]
+    #: its place among the children, which some forwards loop over
+    place: int
 
 
 class Trace:
@@ -607,12 +609,15 @@ def park_unused(module: fx.GraphModule, targets: Iterable[str]) -> list[str]:
             continue
         holder, _, name = target.rpartition(".")
         owner = module.get_submodule(holder)
-        if owner._modules.get(name) is not None:
-            trace.parked[target] = _stub_of(owner._modules.pop(name))  # type: ignore[arg-type]
-            if target in trace.added:
-                trace.added.remove(target)
-                del trace.parked[target]
-            removed.append(target)
+        child = owner._modules.get(name)
+        if child is None:
+            continue
+        if target in trace.added:
+            trace.added.remove(target)
+        else:
+            trace.parked[target] = _stub_of(child, list(owner._modules).index(name))
+        del owner._modules[name]
+        removed.append(target)
     return removed
 
 
@@ -627,12 +632,11 @@ def _is_used(graph: fx.Graph, target: str) -> bool:
     )
 
 
-def _stub_of(child: nn.Module) -> _Stub:
+def _stub_of(child: nn.Module, place: int) -> _Stub:
     if isinstance(child, torch.jit.ScriptModule):
-        return _Stub(child, {})
+        return _Stub(child, {}, place)
     held: dict[tuple[str, str], Tensor] = {}
-    bare = _without_tensors(child, "", held)
-    return _Stub(bare, held)
+    return _Stub(_without_tensors(child, "", held), held, place)
 
 
 def _without_tensors(
@@ -666,15 +670,18 @@ def as_before(module: nn.Module) -> Iterator[None]:
     try:
         for each in traced:
             trace = trace_of(each)
-            for path, stub in trace.parked.items():
+            tables.append((each._modules, dict(each._modules)))
+            for name in trace.added:
+                each._modules.pop(name, None)
+            for path, stub in reversed(trace.parked.items()):
                 holder, _, name = path.rpartition(".")
                 table = each.get_submodule(holder)._modules
                 tables.append((table, dict(table)))
                 _renew(stub, module)
-                table[name] = stub.module
-            tables.append((each._modules, dict(each._modules)))
-            for name in trace.added:
-                each._modules.pop(name, None)
+                behind = list(table.items())[stub.place :]
+                for key, _ in behind:
+                    del table[key]
+                table.update([(name, stub.module), *behind])
             each.__class__ = trace.origin
         yield
     finally:
