@@ -223,6 +223,10 @@ def _add_identity(value: Any, parts: list[str]) -> None:
         plain = [c for c in code.co_consts if not isinstance(c, CodeType)]
         parts.append(f"{plain} {code.co_names} {value.__defaults__}")
     elif isinstance(value, Sequence):
+        origin = getattr(value, "origin", None)  # of a match: the search that found it
+        if origin is not None:
+            _add_identity(origin.pattern, parts)
+            return
         for item in value:
             _add_identity(item, parts)
 

@@ -18,7 +18,7 @@ from slapo.primitives.base import Primitive, find_primitive, list_primitives
 from slapo.primitives.run import perform
 from slapo.record import Part, Recipe, ScheduleRecord, revive, walk
 from slapo.record.callables import MadeBy, Named
-from slapo.record.subgraphs import GraphPart
+from slapo.record.subgraphs import Found
 from slapo.schedule import Schedule, create_schedule
 from slapo.snapshot import restored_on_error
 
@@ -87,9 +87,12 @@ def replay(
     _check_imports(loaded)
     sch = create_schedule(model, path=loaded.root, group=group)
     _check_numbers(loaded, sch.world_size)
+    searches = _searches(loaded)
     others = []
     with restored_on_error(sch):
         for step, each in enumerate(loaded):
+            for path, part in searches.get(step, ()):
+                _search(sch, path, part, step)
             if not _apply(sch, primitives[step], each, f"replay: step {step}"):
                 others.append(f"step {step}, {each}")
     if others:
@@ -123,6 +126,25 @@ def _primitive(step: int, record: Record) -> type[Primitive]:
             + with_nearest(record.primitive, known, f"known are {known}")
         )
     return found
+
+
+def _searches(record: ScheduleRecord) -> dict[int, list[tuple[str, Found]]]:
+    """Step -> searches that were made before it for a later step, each with the node's path."""
+    found: dict[int, list[tuple[str, Found]]] = {}
+    for step, each, _, part in _parts(record):
+        if isinstance(part, Found) and part.ago > 0:
+            found.setdefault(max(step - part.ago, 0), []).append((each.path, part))
+    return found
+
+
+def _search(sch: Schedule, path: str, part: Found, step: int) -> None:
+    path = _below(sch, path)
+    if path in sch or not path:
+        part.search(sch[path], step)
+
+
+def _below(sch: Schedule, path: str) -> str:
+    return path[len(sch.path) :].lstrip(".") if sch.path else path
 
 
 def _parts(record: ScheduleRecord) -> Iterator[tuple[int, Record, str, Part]]:
@@ -181,7 +203,7 @@ def _numbers(value: Any) -> Iterator[int]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _numbers(item)
-    elif isinstance(value, Part) and not isinstance(value, GraphPart):
+    elif isinstance(value, Part) and not isinstance(value, Found):
         for item in value.inner():
             yield from _numbers(item)
 
@@ -189,8 +211,7 @@ def _numbers(value: Any) -> Iterator[int]:
 def _apply(sch: Schedule, primitive: type[Primitive], record: Record, what: str) -> bool:
     """Apply one record; False where an argument is not what it was, though called the same."""
     try:
-        path = record.path[len(sch.path) :].lstrip(".") if sch.path else record.path
-        node = sch[path]
+        node = sch[_below(sch, record.path)]
         values = {name: revive(value, node) for name, value in record.given.items()}
         args, kwargs = _call(primitive, values, record.positional)
         identity = identify((*args, *kwargs.values()))

@@ -16,6 +16,7 @@ from slapo.errors import SlapoError, with_nearest
 from slapo.graph.match.find import (
     Located,
     Matches,
+    Origin,
     Subgraph,
     find_nodes,
     find_subgraphs_in,
@@ -55,7 +56,7 @@ from slapo.wrapper import innermost
 
 logger = get_logger()
 
-T = TypeVar("T")
+T = TypeVar("T", Subgraph, Located)
 
 
 class Schedule(Node):
@@ -189,7 +190,7 @@ class Schedule(Node):
         - no graph here has sin
         """
         wanted = read_pattern(pattern)
-        return self._look("find", lambda: find_subgraphs_in(self.mod, wanted))
+        return self._look("find", pattern, lambda: find_subgraphs_in(self.mod, wanted))
 
     def find_node(self, regex_or_predicate: str | Callable[[fx.Node], bool]) -> Matches[Located]:
         """Single nodes of this module's graph, as ``(parent_path, node)`` pairs.
@@ -204,9 +205,9 @@ class Schedule(Node):
             function of a node.
         """
         question = read_question(regex_or_predicate)
-        return self._look("find_node", lambda: find_nodes(self.mod, question))
+        return self._look("find_node", regex_or_predicate, lambda: find_nodes(self.mod, question))
 
-    def _look(self, verb: str, search: Callable[[], Matches[T]]) -> Matches[T]:
+    def _look(self, verb: str, pattern: Any, search: Callable[[], Matches[T]]) -> Matches[T]:
         """Search in a graph; one made for the search stays only if something is in it."""
         if isinstance(innermost(self.mod), fx.GraphModule):
             found = search()
@@ -215,6 +216,8 @@ class Schedule(Node):
         if not found:
             # Why takes longer than the search: the text is made where a handler writes it.
             logger.info("%s.%s found %s", spelled(self.path), verb, found)
+        for index, match in enumerate(found):
+            match.origin = Origin(verb, pattern, index, len(found), len(self.state.history))
         return found
 
     def _trace_and_look(self, verb: str, search: Callable[[], Matches[T]]) -> Matches[T]:

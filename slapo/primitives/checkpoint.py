@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from slapo.graph.rewrite.may_move import may_run_again
-from slapo.graph.rewrite.plan import apply
-from slapo.graph.rewrite.replace import plan_vertical
-from slapo.graph.rewrite.subgraph_view import subgraph_view
+from torch import fx, nn
+
+from slapo.graph.match.chain_view import chain_view
+from slapo.graph.rewrite.plan import Plan
+from slapo.graph.rewrite.reorder import check_recompute
+from slapo.graph.rewrite.rules import MadePerText, Pick, carry_out
+from slapo.graph.rewrite.subgraph import HasGraph, subgraph_inputs
 from slapo.node import Node
 from slapo.op.checkpoint import CheckPointWrapper, OrderArgs
 from slapo.primitives.base import Primitive
@@ -39,7 +43,7 @@ class CheckpointPrimitive(Primitive):
     ------
     ValueError
         If the module is checkpointed already, several subgraphs are given, or one cannot become
-        one call or be computed a second time (see :mod:`slapo.graph.rewrite.may_move`).
+        one call or be computed a second time (see :mod:`slapo.graph.rewrite.reorder`).
 
     Notes
     -----
@@ -100,11 +104,35 @@ def _checkpoint_subgraph(
             f"one subgraph can be checkpointed at a time, got {len(subgraphs.chains)}; "
             "checkpoint each of them"
         )
-    gm, (chain,) = subgraphs.gm, subgraphs.chains
-    view = subgraph_view(gm, chain)
-    wrapper = CheckPointWrapper.around_view(view, order_args_fn, use_reentrant)
+    (chain,), (pick,) = subgraphs.chains, subgraphs.picks or (None,)
+    rule = Checkpoint(subgraphs.gm, chain, order_args_fn, use_reentrant, pick)
     # The operations still use these modules, under their names: they stay where they are.
-    plans = plan_vertical(gm, chain, wrapper, "CheckPointWrapper", keep_modules=True)
-    for plan in plans:
-        may_run_again(plan.gm, plan.nodes)
-    subgraphs.owner.refresh([str(apply(plans).target)])
+    call = carry_out(subgraphs.gm, rule, keep_modules=True)
+    subgraphs.owner.refresh([str(call.target)])
+
+
+class Checkpoint(MadePerText):
+    """A checkpointed module that runs a chain of operations on the state of the traced module."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        chain: Sequence[fx.Node],
+        order_args_fn: OrderArgs | None,
+        use_reentrant: bool,
+        pick: Pick | None,
+    ) -> None:
+        self.order_args_fn, self.use_reentrant = order_args_fn, use_reentrant
+        super().__init__(module, chain, CheckPointWrapper.__name__, pick)
+
+    def __str__(self) -> str:
+        return f"the checkpoint at {self.location}"
+
+    def _planned(self, gm: HasGraph, chains: Any, bindings: Any) -> Plan:
+        plan = super()._planned(gm, chains, bindings)
+        check_recompute(gm, plan.nodes)
+        return plan
+
+    def _make(self, gm: HasGraph, home: nn.Module, chain: list[fx.Node]) -> nn.Module:
+        view = chain_view(home, chain, subgraph_inputs(chain))
+        return CheckPointWrapper.around_view(view, self.order_args_fn, self.use_reentrant)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from slapo.graph.fuse.fusion import fuse_subgraph
+from slapo.graph.fuse.fusion import Fuse
 from slapo.node import Node
 from slapo.primitives.base import Primitive
-from slapo.primitives.replace import replace_subgraphs
+from slapo.primitives.replace import rewrite_subgraphs
 from slapo.primitives.subgraphs import check_hooks, parse
 
 
@@ -21,7 +21,8 @@ class FusePrimitive(Primitive):
     subgraph
         One vertical match of ``find``, or the list that ``find`` returned if it holds one match.
     compiler
-        ``"TorchScript"``, ``"inductor"``, or None for a plain ``nn.Sequential``.
+        ``"TorchScript"``, ``"inductor"``, or None for a plain ``nn.Sequential``. Where torch has no
+        TorchScript, inductor compiles instead.
     name
         The fused module is called ``<name>_<k>``, with the first free k.
 
@@ -29,7 +30,7 @@ class FusePrimitive(Primitive):
     ------
     ValueError
         For another compiler, several subgraphs, inner values that are used outside, or an
-        operation that may not move (see :func:`slapo.graph.rewrite.may_move.may_move`).
+        operation that may not move (see :func:`slapo.graph.rewrite.reorder.check_reorder`).
     RuntimeError
         If a hook of a fused module would be lost.
     SlapoError
@@ -72,6 +73,6 @@ class FusePrimitive(Primitive):
                 "them, or replace() them horizontally by a module of your own"
             )
         check_hooks(subgraphs, keeps_hooks=True, scripted=compiler == "TorchScript")
-        fused = fuse_subgraph(subgraphs.gm, subgraphs.chains[0], compiler, name)
-        replace_subgraphs(fused, subgraphs, name)
+        rule = Fuse(subgraphs.gm, subgraphs.chains[0], compiler, name, subgraphs.picks[0])
+        rewrite_subgraphs(rule, rule.made, subgraphs)
         return sch

@@ -6,12 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from slapo.graph.rewrite.bookkeeping import drop_unused
-from slapo.graph.rewrite.plan import Plan, apply
-from slapo.graph.rewrite.replace import plan_horizontal, plan_node_by_function, plan_vertical
-from slapo.graph.rewrite.signatures import describe_call, parameter_names
+from slapo.graph.rewrite.rules import Replace, Rule, carry_out
 from slapo.hooks import move_hooks, move_reducers
 from slapo.logger import get_logger
 from slapo.node import Node, ScheduleState
@@ -41,8 +38,12 @@ class ReplacePrimitive(Primitive):
     | horizontal: ``a = f(x); b = g(x) --> t = new(x); a = t[0]; b = t[1]``
     | single node: ``b = f(x, 2) --> b = fn(x, 2)``
 
-    The values that a pattern's parameters stand for are given to the new callable's parameters of
-    the same names, constants too; the other inputs follow in order of first use.
+    The values that a pattern's arguments stand for are given to the new callable's parameters of
+    the same names, constants too; the others follow in the order of the pattern's own arguments,
+    and inputs that the pattern does not name in order of first use.
+
+    The rewrite is repeated in the graph of each kind of call that the traced module meets later.
+    A call in whose graph it has no place raises :class:`slapo.errors.TraceError`.
 
     Hooks move to the new module. Tied parameters stay tied. A new module that defines
     ``weight_sources()`` (see :class:`slapo.weights.provenance.Source`) gets its values from the
@@ -68,7 +69,7 @@ class ReplacePrimitive(Primitive):
     ValueError
         If the new callable's required arguments do not match the subgraph's inputs in number, the
         subgraph's inner values are used outside, an operation may not move (see
-        :func:`slapo.graph.rewrite.may_move.may_move`), or a tie would break.
+        :func:`slapo.graph.rewrite.reorder.check_reorder`), or a tie would break.
     RuntimeError
         If a hook would be lost.
     TypeError
@@ -121,11 +122,19 @@ class ReplacePrimitive(Primitive):
                 "the module or the function itself"
             )
         subgraphs = parse(sch, target_ops)
-        call = replace_subgraphs(new, subgraphs, name, concrete_args, subgraphs.bindings)
+        scripted = isinstance(new, torch.jit.ScriptModule)
+        check_hooks(subgraphs, keeps_hooks=isinstance(new, nn.Module), scripted=scripted)
+        same_call = subgraphs.single_node and not isinstance(new, nn.Module)
+        where = {"bindings": subgraphs.bindings, "picks": subgraphs.picks}
+        rule = Replace(
+            subgraphs.gm, subgraphs.chains, new, name, concrete_args, same_call, **where
+        )
+        described = _described(rule, subgraphs.bindings)
+        rewrite_subgraphs(rule, new, subgraphs)
         if isinstance(new, nn.Module):
             new.train(subgraphs.gm.training)
-        if not subgraphs.single_node:
-            logger.info("replaced by %s", _described(new, call, subgraphs.bindings))
+        if not same_call:
+            logger.info("replaced by %s", described)
         return sch
 
 
@@ -198,19 +207,11 @@ def _carry_notes(sch: Node, new: nn.Module) -> None:
         del noted[tensor_name]
 
 
-def replace_subgraphs(
-    new: nn.Module | Callable[..., Any],
-    subgraphs: Subgraphs,
-    name: str | None = None,
-    concrete_args: Mapping[str, Any] | None = None,
-    bindings: Sequence[Mapping[str, Any]] = (),
-) -> fx.Node:
-    """The static form: vertical, horizontal, or one node; returns the new call."""
-    chains, owner = subgraphs.chains, subgraphs.owner
-    scripted = isinstance(new, torch.jit.ScriptModule)
-    check_hooks(subgraphs, keeps_hooks=isinstance(new, nn.Module), scripted=scripted)
-    plans = _plan(new, subgraphs, name, concrete_args, bindings)
-    check_hooks_of_other_calls(subgraphs, plans)
+def rewrite_subgraphs(rule: Rule, new: Any, subgraphs: Subgraphs) -> None:
+    """Carry a rule out whose hooks were checked: weights, hooks and ties go to the new module."""
+    chains, owner, plan = subgraphs.chains, subgraphs.owner, rule.plan
+    assert plan is not None
+    check_hooks_of_other_calls(subgraphs, plan)
     ends = end_modules(subgraphs)
     tie_plan = _plan_ties(subgraphs, new)
     targets = [str(n.target) for chain in chains for n in chain if n.op == "call_module"]
@@ -218,8 +219,7 @@ def replace_subgraphs(
     sources: dict[str, Source] = {}
     if isinstance(new, nn.Module):
         sources = inherit_weights(new, [m for chain in chains for m in subgraphs.modules(chain)])
-    call = apply(plans)
-    drop_unused(subgraphs.home, targets)
+    call = carry_out(subgraphs.gm, rule)
     if isinstance(new, nn.Module):
         targets.append(str(call.target))
         tie_plan.new_path = _join(owner.model_path, targets[-1])
@@ -228,33 +228,19 @@ def replace_subgraphs(
     _set_ties(owner, tie_plan)
     _note_sources(owner.state, sources, tie_plan.new_path, old_paths)
     owner.refresh(targets)
-    return call
 
 
-def _plan(
-    new: nn.Module | Callable[..., Any],
-    subgraphs: Subgraphs,
-    name: str | None,
-    concrete_args: Mapping[str, Any] | None,
-    bindings: Sequence[Mapping[str, Any]],
-) -> tuple[Plan, ...]:
-    gm, chains = subgraphs.gm, subgraphs.chains
-    if subgraphs.single_node and not isinstance(new, nn.Module):
-        return plan_node_by_function(gm, chains[0][0], new, concrete_args)
-    if len(chains) == 1:
-        bound = bindings[0] if bindings else None
-        return plan_vertical(gm, chains[0], new, name, concrete_args, bound)
-    return plan_horizontal(gm, chains, new, name, concrete_args, bindings)
-
-
-def _described(new: Any, call: fx.Node, bindings: Sequence[Mapping[str, Any]]) -> str:
+def _described(rule: Replace, bindings: Sequence[Mapping[str, Any]]) -> str:
     """Say what the arguments of a new call are, and how they were chosen."""
-    wanted = parameter_names(new)
+    assert rule.plan is not None
+    wanted = rule.callee.names
     named = [name for name in bindings[0] if name in wanted]
     left = [f"{name}={value}" for name, value in bindings[0].items() if name not in wanted]
-    how = f"{', '.join(named)} by name" if named else "by order of first use"
+    how = "by order of first use"
+    if bindings[0]:
+        how = f"{', '.join(named)} by name" if named else "in the order of the pattern's arguments"
     unknown = f"; no parameter is called as the pattern's {', '.join(left)}" if left else ""
-    return f"{describe_call(new, call.args, call.kwargs)}, {how}{unknown}"
+    return f"{rule.callee.call(rule.plan.args, rule.plan.kwargs)}, {how}{unknown}"
 
 
 def _plan_ties(subgraphs: Subgraphs, new: nn.Module | Callable[..., Any]) -> TiePlan:

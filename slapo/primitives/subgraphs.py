@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import fx, nn
 
-from slapo.graph.rewrite.bookkeeping import calls_of, is_view
+from slapo.graph.match.find import Subgraph
 from slapo.graph.rewrite.plan import Plan
+from slapo.graph.rewrite.rules import Pick, home_of
+from slapo.graph.rewrite.submodules import calls_of
 from slapo.history import describe, spelled
 from slapo.hooks import (
     get_hooks,
@@ -39,7 +41,9 @@ class Subgraphs:
     single_node
         True when the user gave one ``(parent, node)`` pair.
     bindings
-        For each match, what the parameters of the pattern stand for.
+        For each match, what the arguments of the pattern stand for.
+    picks
+        For each match, the search and its place in the results; None for nodes picked by hand.
     """
 
     owner: Node
@@ -47,17 +51,7 @@ class Subgraphs:
     chains: list[list[fx.Node]]
     single_node: bool = False
     bindings: list[Mapping[str, Any]] = field(default_factory=list)
-
-    @property
-    def home(self) -> fx.GraphModule:
-        """The module whose children the operations call: around a checkpoint of some, its owner."""
-        gm, node = self.gm, self.owner.parent
-        while node is not None and is_view(gm):
-            outer = innermost(node.mod)
-            if isinstance(outer, fx.GraphModule) and outer._modules is gm._modules:
-                gm = outer
-            node = node.parent
-        return gm
+    picks: list[Pick | None] = field(default_factory=list)
 
     def modules(self, chain: Sequence[fx.Node]) -> list[nn.Module]:
         """The modules that a chain calls, in order."""
@@ -91,7 +85,6 @@ def parse(sch: Node, target_ops: Any, argument: str = "target_ops") -> Subgraphs
             f"that it was called on; call find() again, on {spelled(sch.path)}"
         )
     chains = [sorted(dict.fromkeys(node for _, node in group)) for group in groups]
-    gm = _owner_of(chains[0][0], gm)
     for node in (node for chain in chains for node in chain):
         if node.graph is not gm.graph or node._erased:
             raise ValueError(
@@ -99,13 +92,14 @@ def parse(sch: Node, target_ops: Any, argument: str = "target_ops") -> Subgraphs
                 "rewrite or trace"
             )
     bindings = [getattr(group, "bindings", {}) for group in groups]
-    return Subgraphs(owner, gm, chains, single, bindings)
+    return Subgraphs(owner, gm, chains, single, bindings, [_pick(group) for group in groups])
 
 
-def _owner_of(node: fx.Node, gm: fx.GraphModule) -> fx.GraphModule:
-    """Of the graphs that a traced module has for different calls, the one with this node."""
-    graphs: tuple[fx.GraphModule, ...] = getattr(gm, "graphs", (gm,))
-    return next((owner for owner in graphs if owner.graph is node.graph), gm)
+def _pick(group: Sequence[Any]) -> Pick | None:
+    """The search behind a match, unless the user has put the nodes together."""
+    if isinstance(group, Subgraph) and group.search is not None and group.is_whole():
+        return group.search, group.index
+    return None
 
 
 def _is_pair(value: Any) -> bool:
@@ -182,7 +176,7 @@ def _lost(module: nn.Module, is_first: bool, is_last: bool) -> list[str]:
     return lost
 
 
-def check_hooks_of_other_calls(subgraphs: Subgraphs, plans: Sequence[Plan]) -> None:
+def check_hooks_of_other_calls(subgraphs: Subgraphs, plan: Plan) -> None:
     """Refuse to move the hooks of a module that is also called where nothing is replaced.
 
     Raises
@@ -190,11 +184,11 @@ def check_hooks_of_other_calls(subgraphs: Subgraphs, plans: Sequence[Plan]) -> N
     RuntimeError
         Naming the module and the call that stays.
     """
-    going = {node for plan in plans for node in plan.nodes}
+    going = set(plan.nodes)
     for target in {str(node.target) for node in going if node.op == "call_module"}:
         if not has_forward_hooks(subgraphs.gm.get_submodule(target)):
             continue
-        for call in calls_of(subgraphs.home, target):
+        for call in calls_of(home_of(subgraphs.gm), target):
             if call not in going:
                 raise RuntimeError(
                     f"hooks of {target!r} would be lost for its other call {call.name!r}, which "

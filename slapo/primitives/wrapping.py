@@ -6,6 +6,7 @@ import torch
 from torch import fx, nn
 
 from slapo.errors import SlapoError
+from slapo.graph.rewrite.submodules import views_of
 from slapo.history import describe
 from slapo.hooks import move_hooks
 from slapo.node import Node
@@ -82,15 +83,7 @@ def _calls(module: fx.GraphModule, path: str) -> bool:
     prefixes = [".".join(parts[: k + 1]) for k in range(len(parts))]
     if any(_has(module, "call_module", prefix) for prefix in prefixes):
         return True
-    views = [view for child in module.children() if (view := _view_of(child, module)) is not None]
-    return any(_calls(view, path) for view in views)
-
-
-def _view_of(child: nn.Module, module: fx.GraphModule) -> fx.GraphModule | None:
-    """Operations of `module` that a static checkpoint moved into `child`."""
-    view = innermost(child)
-    is_view = isinstance(view, fx.GraphModule) and view._modules is module._modules
-    return view if is_view and view is not module else None  # type: ignore[return-value]
+    return any(_calls(view, path) for view in views_of(module))
 
 
 def _has(module: fx.GraphModule, op: str, target: str) -> bool:

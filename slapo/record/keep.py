@@ -7,26 +7,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slapo.graph.match.find import Subgraph
 from slapo.history import describe
 from slapo.node import Node
 from slapo.record.callables import MadeBy, Named, Partial, Unnamed, keep_callable
 from slapo.record.kept import PLAIN, Part, decode_plain
 from slapo.record.modules import Recipe, keep_module
-from slapo.record.subgraphs import (
-    Bound,
-    BoundState,
-    GraphNode,
-    GraphPart,
-    is_pair,
-    keep_pair,
-    keep_subgraph,
-)
+from slapo.record.subgraphs import Found, is_found, keep_found
 from slapo.record.tensors import Values, keep_tensor
 
 _PARTS: dict[str, type[Part]] = {
-    part.tag: part
-    for part in (Bound, BoundState, GraphNode, GraphPart, MadeBy, Named, Partial, Recipe, Values)
+    part.tag: part for part in (Found, MadeBy, Named, Partial, Recipe, Values)
 }
 
 
@@ -64,10 +54,8 @@ def keep(value: Any, node: Node) -> Any:
 
 
 def _keep_container(value: Any, inner: Any, node: Node) -> Any:
-    if is_pair(value):
-        return keep_pair(value, node)
-    if isinstance(value, Subgraph) and value:
-        return keep_subgraph(value, inner, node)
+    if is_found(value):
+        return keep_found(value, inner, node)
     if isinstance(value, slice):
         return slice(*(inner(part) for part in (value.start, value.stop, value.step)))
     if hasattr(value, "_fields"):

@@ -10,7 +10,7 @@ from torch import fx, nn
 from slapo.graph.match.canonical import ModuleState
 from slapo.graph.match.pattern import Pattern, call_module
 from slapo.graph.match.search import find_by_name, find_subgraphs
-from slapo.graph.rewrite.replace import replace_vertical
+from tests.graph.rewrites import replace_vertical
 
 
 def bindings(code: Any, pattern: Any) -> list[dict[str, Any]]:
@@ -76,9 +76,16 @@ def test_weights_of_modules():
     assert bound == {"x": "x", "w": weight, "b": bias}
 
 
-def test_the_mode_of_a_module_is_no_constant():
-    (bound,) = bindings(Calls(nn.Dropout(0.1)), lambda x, p, t: F.dropout(x, p, t))
-    assert bound == {"x": "x", "p": 0.1, "t": ModuleState("mod", "training")}
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_of_a_module_is_what_it_is_in_the_graph(training):
+    model = Calls(nn.Dropout(0.1)).train(training)
+    (bound,) = bindings(model, lambda x, p, t: F.dropout(x, p, t))
+    assert bound == {"x": "x", "p": 0.1, "t": training}
+
+
+def test_arguments_are_in_the_order_of_the_pattern():
+    (bound,) = bindings(lambda x, y: y.exp() - x, lambda q, k: k.exp() - q)
+    assert list(bound.items()) == [("q", "x"), ("k", "y")]
 
 
 def test_several_matches_have_their_own():

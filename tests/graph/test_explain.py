@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from slapo.graph.match.diagnose import TracedGraph, nearest_match
 from slapo.graph.match.find import find_nodes, find_subgraphs_in, read_pattern, read_question
-from slapo.graph.match.index import TracedGraph
-from slapo.graph.match.nearest import nearest_match
 from slapo.graph.match.pattern import Pattern, call_module, trace_pattern
-from slapo.graph.match.steps import pattern_steps
+from slapo.graph.match.pattern_ops import pattern_steps
 
 
 class NewGelu(nn.Module):

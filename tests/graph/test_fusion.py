@@ -13,12 +13,13 @@ from torch import fx, nn
 
 from slapo.errors import SlapoError
 from slapo.graph.fuse import torchscript
-from slapo.graph.fuse.fusion import COMPILERS, fuse_subgraph
+from slapo.graph.fuse.fusion import COMPILERS
 from slapo.graph.match.pattern import call_module
 from slapo.graph.match.search import find_by_name, find_subgraphs
-from slapo.graph.rewrite.replace import replace_vertical
+from slapo.graph.rewrite.rules import Replace, carry_out
 from slapo.graph.trace.contract import CallContract
 from slapo.graph.trace.module import TracedModule
+from tests.graph.rewrites import fuse, fusion_of
 
 BATCH, SEQ, SIZE = 3, 5, 8
 
@@ -52,10 +53,7 @@ def find_one(gm: fx.GraphModule, pattern: Any) -> list[fx.Node]:
 
 
 def fuse_in(gm: fx.GraphModule, pattern: Any, **kwargs: Any) -> nn.Module:
-    match = find_one(gm, pattern)
-    fused = fuse_subgraph(gm, match, **kwargs)
-    replace_vertical(gm, match, fused, name=kwargs.get("name", "FusedModule"))
-    return fused
+    return fuse(gm, find_one(gm, pattern), **kwargs)
 
 
 def numbers(module: nn.Module, size: int = SIZE) -> dict[str, torch.Tensor]:
@@ -144,8 +142,7 @@ def test_plain_sequential_with_read_state_and_containers():
     nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
     args = torch.randn(3), torch.zeros(5)
     expected = gm(*args)
-    fused = fuse_subgraph(gm, nodes, compiler=None)
-    replace_vertical(gm, nodes, fused)
+    fused = fuse(gm, nodes, compiler=None)
     assert torch.equal(gm(*args), expected)
     assert list(fused.state_dict()) == []
 
@@ -170,8 +167,7 @@ def test_plain_sequential_keeps_state_of_like_names_apart():
     gm = fx.symbolic_trace(Model())
     expected = numbers(gm, 2)
     nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
-    fused = fuse_subgraph(gm, nodes, compiler=None)
-    replace_vertical(gm, nodes, fused)
+    fused = fuse(gm, nodes, compiler=None)
     assert_same(gm, expected, size=2)
     names = list(fused.state_dict())
     assert names[:2] == ["a_b_0", "a_b"]
@@ -190,13 +186,13 @@ def test_plain_sequential_of_a_list_of_parameters():
     root.register_parameter("0", nn.Parameter(torch.ones(2)))
     root.register_parameter("1", nn.Parameter(torch.full((2,), 3.0)))
     gm = fx.GraphModule(root, graph)
-    fused = fuse_subgraph(gm, list(graph.nodes)[1:-1], None)
+    fused = fusion_of(gm, list(graph.nodes)[1:-1], compiler=None)
     assert torch.equal(fused(torch.ones(2)), torch.full((2,), 3.0))
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_plain_sequential_copies(gm, clone):
-    fused = fuse_subgraph(gm, find_one(gm, PATTERNS["fc_bias_gelu"]), compiler=None, name="Mine")
+    fused = fusion_of(gm, find_one(gm, PATTERNS["fc_bias_gelu"]), compiler=None, name="Mine")
     other = clone(fused)
     assert type(other).__name__ == "Mine"
     x = torch.randn(BATCH, SIZE)
@@ -220,8 +216,7 @@ def test_equal_fusions_compile_once(monkeypatch):
     expected = gm(*args)
     fused = []
     for match in find_subgraphs(gm.graph, gm.get_submodule, PATTERNS["bias_gelu"]):
-        fused.append(fuse_subgraph(gm, match))
-        replace_vertical(gm, match, fused[-1], name="FusedModule")
+        fused.append(fuse(gm, match))
     assert len(scripts) == 1
     assert len({id(module) for module in [*fused, *scripts]}) == 7
     torch.testing.assert_close(gm(*args), expected)
@@ -275,7 +270,7 @@ def test_modules_of_one_text_are_compiled_apart(modules):
         expected = numbers(gm)
         nodes = [n for n in gm.graph.nodes if n.op == "call_module" or n.name == "mul_1"]
         nodes += [n for n in gm.graph.nodes if n.name == "mul" and isinstance(module, nn.Hardtanh)]
-        replace_vertical(gm, nodes, fuse_subgraph(gm, nodes), name="FusedModule")
+        fuse(gm, nodes)
         assert_same(gm, expected)
 
 
@@ -290,7 +285,7 @@ def test_functions_of_one_name_are_compiled_apart():
         gm = fx.GraphModule(nn.Module(), graph)
         expected = gm(x)
         nodes = [n for n in gm.graph.nodes if n.op.startswith("call")]
-        assert torch.equal(fuse_subgraph(gm, nodes)(x), expected)
+        assert torch.equal(fusion_of(gm, nodes)(x), expected)
 
 
 def test_modes_of_children_survive_the_cache(gm):
@@ -318,7 +313,7 @@ def test_what_counts_as_equal(monkeypatch, modules, n_scripts):
     )
     for module in modules:
         gm = fx.symbolic_trace(nn.Sequential(module))
-        fuse_subgraph(gm, list(gm.graph.find_nodes(op="call_module")))
+        fusion_of(gm, list(gm.graph.find_nodes(op="call_module")))
     assert len(scripts) == n_scripts
 
 
@@ -327,44 +322,26 @@ def test_what_cannot_be_compared_is_compiled_each_time(monkeypatch):
     for value in (object(), torch.ones(1), {1, 2}):
         gm = fx.symbolic_trace(nn.Sequential(nn.GELU()))
         gm.get_submodule("0").note = value
-        fuse_subgraph(gm, list(gm.graph.find_nodes(op="call_module")))
+        fusion_of(gm, list(gm.graph.find_nodes(op="call_module")))
     gm.get_submodule("0").register_full_backward_hook(lambda *args: None)
     assert torchscript._scripts == {}
 
 
-def test_torchscript_with_sizes_and_flags():
+def test_torchscript_with_sizes():
     graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
-    flag = graph.create_node("get_attr", "training")
     rows = graph.call_method("size", (y, 0))
     whole = graph.call_function(getattr, (y, "shape"))
     total = graph.call_function(torch.add, (x, y))
-    drop = graph.call_function(F.dropout, (total,), {"p": 0.5, "training": flag})
-    view = graph.call_method("view", (drop, rows, -1))
+    view = graph.call_method("view", (total, rows, -1))
     last = graph.call_method("reshape", (view, whole))
     graph.output(last)
     gm = fx.GraphModule(nn.Module(), graph).eval()
-    fused = fuse_subgraph(gm, [total, drop, view, last])
-    call = replace_vertical(gm, [total, drop, view, last], fused, name="FusedModule")
-    assert [str(v) for v in call.args] == ["x", "y", "training", "size", "getattr_1"]
+    fuse(gm, [total, view, last])
+    (call,) = gm.graph.find_nodes(op="call_module", target="FusedModule_0")
+    assert [str(v) for v in call.args] == ["x", "y", "size", "getattr_1"]
     x, y = torch.randn(2, 3), torch.randn(2, 3)
     assert torch.equal(gm(x, y), x + y)
-    assert not torch.equal(gm.train()(x, y), x + y)
-
-
-def test_flag_read_within_the_subgraph():
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    flag = graph.create_node("get_attr", "training")
-    drop = graph.call_function(F.dropout, (x,), {"p": 0.5, "training": flag})
-    graph.output(graph.call_method("relu", (drop,)))
-    for compiler in ("TorchScript", None):
-        gm = fx.GraphModule(nn.Module(), copy.deepcopy(graph)).eval()
-        nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
-        replace_vertical(gm, nodes, fuse_subgraph(gm, nodes, compiler), name="FusedModule")
-        x = torch.ones(64)
-        assert torch.equal(gm(x), x)
-        assert not torch.equal(gm.train()(x), x)
 
 
 class Inner(nn.Module):
@@ -408,11 +385,25 @@ def test_traced_modules_within_traced_modules(compiler):
     assert torch.equal(other(torch.ones(2, SIZE)), gm(torch.ones(2, SIZE)))
 
 
-def test_torchscript_does_not_drop_the_limits_of_a_trace():
-    gm = traced(Outer(traced(Inner(), training=True)))
+def test_torchscript_compiles_the_forward_of_the_class_not_what_a_trace_shows():
+    shown = traced(Outer(traced(Inner())))
+    inner = shown.get_submodule("inner")
+    for node in inner.graph.find_nodes(op="call_module"):
+        node.args = (node.args[0], "what proxies have shown need not run")
+    reference = Outer(Inner())
+    reference.load_state_dict(shown.state_dict())
+    fuse_in(shown, lambda x, b: F.gelu(call_module("inner", x) + b))
+    x = torch.randn(2, SIZE)
+    torch.testing.assert_close(shown(x), reference(x))
+
+
+def test_torchscript_does_not_compile_a_forward_whose_trace_was_rewritten():
+    inner = traced(Inner())
+    carry_out(inner, Replace(inner, find_by_name(inner.graph, "fc"), nn.Linear(SIZE, SIZE)))
+    gm = traced(Outer(inner))
     match = find_one(gm, lambda x, b: F.gelu(call_module("inner", x) + b))
-    with pytest.raises(SlapoError, match="would not check"):
-        fuse_subgraph(gm, match)
+    with pytest.raises(SlapoError, match=r"were rewritten.*compiler=None"):
+        fusion_of(gm, match)
 
 
 def untyped(x: Any) -> Any:
@@ -426,21 +417,21 @@ def test_what_torchscript_cannot_compile():
     gm = fx.symbolic_trace(lambda x: untyped(x).relu())
     nodes = [n for n in gm.graph.nodes if n.op.startswith("call")]
     with pytest.raises(SlapoError, match=r"cannot compile 'FusedModule'.*compiler=None") as info:
-        fuse_subgraph(gm, nodes)
+        fusion_of(gm, nodes)
     assert len(str(info.value)) < 400
 
 
 def test_wrong_arguments(gm):
     match = find_one(gm, PATTERNS["bias_gelu"])
     with pytest.raises(ValueError, match=r"unknown compiler 'nvfuser'.*'TorchScript'.*None"):
-        fuse_subgraph(gm, match, compiler="nvfuser")
+        fusion_of(gm, match, compiler="nvfuser")
     with pytest.raises(ValueError, match="takes one subgraph, got 2"):
-        fuse_subgraph(gm, find_by_name(gm.graph, "fc"))
+        fusion_of(gm, find_by_name(gm.graph, "fc"))
     with pytest.raises(ValueError, match="empty"):
-        fuse_subgraph(gm, [])
+        fusion_of(gm, [])
     open_match = [n for n in gm.graph.nodes if n.name in ("fc2", "gelu", "fc1")]
     with pytest.raises(ValueError, match="used outside"):
-        fuse_subgraph(gm, open_match)
+        fusion_of(gm, open_match)
 
 
 def test_compilers_are_listed():

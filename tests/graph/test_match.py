@@ -13,7 +13,6 @@ from torch import fx, nn
 from slapo.graph.match import search
 from slapo.graph.match.pattern import ModulePattern, Pattern, call_module, trace_pattern
 from slapo.graph.match.search import find_by_name, find_subgraphs
-from slapo.graph.trace.modes import select_by_mode
 
 
 def graph_module(code: Any) -> fx.GraphModule:
@@ -117,7 +116,7 @@ def test_all_spellings_match(written, wanted):
         (nn.ReLU(), nn.ReLU6()),
         (nn.MaxPool1d(2), nn.MaxPool1d(3)),
         (nn.LeakyReLU(0.2), lambda x: F.leaky_relu(x, 0.3)),
-        (nn.Dropout(0.1).eval(), lambda x: F.dropout(x, training=False)),
+        (nn.Dropout(0.1), lambda x: F.dropout(x, training=False)),
         (nn.Dropout(0.1), lambda x: F.dropout(x, 0.2)),
         (lambda x: F.dropout(x, 0.1), lambda x: F.dropout(x, 0.2)),
         (lambda x: F.dropout(x), lambda x: F.dropout(x, training=False)),
@@ -357,50 +356,6 @@ def test_the_same_argument_may_be_one_weight_looked_up_twice():
 
 
 # --- constants by mode ---
-
-
-@pytest.mark.parametrize(
-    ("in_train", "in_eval", "pattern", "number"),
-    [
-        (2.0, 3.0, lambda x: x * 2.0, 0),
-        (2.0, 3.0, lambda x: x * 3.0, 0),
-        (2, 2.0, lambda x: x * 2.0, 1),
-        (2.0, 3.0, lambda x, s: x * s, 1),
-    ],
-)
-def test_constants_that_differ_by_mode(in_train, in_eval, pattern, number):
-    graph = fx.Graph()
-    x, flag = graph.placeholder("x"), graph.create_node("get_attr", "training")
-    choice = graph.call_function(select_by_mode, (flag, in_train, in_eval))
-    graph.output(graph.call_function(operator.mul, (x, choice)))
-    assert len(find_subgraphs(graph, nn.Module().get_submodule, pattern)) == number
-
-
-def test_free_and_default_arguments_by_mode():
-    def number(target, name, in_train, in_eval, pattern):
-        graph = fx.Graph()
-        x, flag = graph.placeholder("x"), graph.create_node("get_attr", "training")
-        choice = graph.call_function(select_by_mode, (flag, in_train, in_eval))
-        graph.output(graph.call_function(target, (x,), {name: choice}))
-        return len(find_subgraphs(graph, nn.Module().get_submodule, pattern))
-
-    assert number(F.dropout, "p", 0.1, 0.0, lambda x: F.dropout(x)) == 1
-    assert number(F.dropout, "p", 0.1, 0.0, lambda x: F.dropout(x, 0.1)) == 0
-    assert number(F.leaky_relu, "negative_slope", 0.01, 0.2, lambda x: F.leaky_relu(x)) == 0
-    assert number(F.softplus, "beta", 1, 1.0, lambda x: F.softplus(x)) == 1
-
-
-def test_sizes_that_differ_by_mode():
-    graph = fx.Graph()
-    x, flag = graph.placeholder("x"), graph.create_node("get_attr", "training")
-    choice = graph.call_function(select_by_mode, (flag, 2, 4))
-    graph.output(graph.call_method("view", (x, choice, -1)))
-
-    def number(pattern):
-        return len(find_subgraphs(graph, nn.Module().get_submodule, pattern))
-
-    assert number(lambda x: x.view(2, -1)) == 0
-    assert number(lambda x, n: x.view(n, -1)) == 1
 
 
 # --- data flow ---
@@ -776,7 +731,7 @@ def layers(number: int) -> fx.GraphModule:
 def steps(number: int, pattern: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """How many values a search compares, and how many matches it finds."""
     counts = []
-    unify = search._Search._unify
+    unify = search._Unification._unify
 
     def counted(self, pending):
         counts.append(1)
@@ -784,7 +739,7 @@ def steps(number: int, pattern: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[i
 
     gm = layers(number)
     with monkeypatch.context() as patch:
-        patch.setattr(search._Search, "_unify", counted)
+        patch.setattr(search._Unification, "_unify", counted)
         found = find_subgraphs(gm.graph, gm.get_submodule, pattern)
     return len(counts), len(found)
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 import torch.fx as fx
 from torch import nn
 
-from slapo.errors import with_nearest
-from slapo.graph.fuse.extract import extract
+from slapo.errors import TraceError, with_nearest
+from slapo.graph.fuse.extract import PATHS, extract, has_state, python_type
 from slapo.graph.fuse.inductor import compile_late
 from slapo.graph.fuse.sequential import sequential_of
 from slapo.graph.fuse.torchscript import script
-from slapo.graph.rewrite.may_move import may_move
-from slapo.graph.rewrite.subgraph import check_closed, in_order
+from slapo.graph.match.chain_view import chain_view
+from slapo.graph.rewrite.rules import MadePerText, Pick
+from slapo.graph.rewrite.subgraph import HasGraph, subgraph_inputs
 
 Compiler = Callable[[fx.GraphModule, str], nn.Module]
 
@@ -22,37 +23,29 @@ COMPILERS: dict[str | None, Compiler] = {
     "inductor": compile_late,
     None: sequential_of,
 }
-"""The compilers that :func:`fuse_subgraph` knows. Each makes a module from an extracted one."""
+"""The compilers of :class:`Fuse`. Each makes a module from an extracted one."""
 
 
-def fuse_subgraph(
-    gm: fx.GraphModule,
-    nodes: Sequence[fx.Node],
-    compiler: str | None = "TorchScript",
-    name: str = "FusedModule",
-) -> nn.Module:
-    """Compile a chain of operations into one module.
+class Fuse(MadePerText):
+    """One compiled module instead of a chain of operations.
 
-    The graph stays as it is; ``replace_vertical`` puts the module in.
+    It takes the inputs of the chain in order of first use; parameters and buffers of modules in the
+    chain are the same objects as before.
 
     Parameters
     ----------
-    gm : torch.fx.GraphModule
+    module : torch.fx.GraphModule
         The owner of the graph.
-    nodes : sequence of torch.fx.Node
-        The chain. Only its last value may be used outside.
+    chain : sequence of torch.fx.Node
+        Only its last value may be used outside.
     compiler : {"TorchScript", "inductor", None}
         ``"TorchScript"`` gives a ``torch.jit.ScriptModule``, ``"inductor"`` a module that
-        ``torch.compile`` translates when it is first called, and None a plain
-        ``nn.Sequential`` that runs the operations one by one.
-    name : str, default "FusedModule"
-        Name of the new module's class.
-
-    Returns
-    -------
-    torch.nn.Module
-        A module that takes the inputs of the chain in order of first use. Parameters and buffers
-        are the same objects as before.
+        ``torch.compile`` translates when it is first called, and None a plain ``nn.Sequential``
+        that runs the operations one by one.
+    name : str
+        Name of the module's class, and stem of the child's name.
+    pick : tuple, optional
+        As for :class:`.rules.Rule`.
 
     Raises
     ------
@@ -67,22 +60,61 @@ def fuse_subgraph(
     >>> import torch.nn.functional as F
     >>> gm = fx.symbolic_trace(lambda x, b: F.gelu(x + b))
     >>> chain = [n for n in gm.graph.nodes if n.op == "call_function"]
-    >>> fuse_subgraph(gm, chain, compiler=None, name="BiasGelu")
+    >>> Fuse(gm, chain, compiler=None, name="BiasGelu").made
     BiasGelu(
       (0): Call(add)
       (1): Call(gelu)
     )
     """
-    if compiler not in COMPILERS:
-        names = [name for name in COMPILERS if name is not None]
-        known = with_nearest(str(compiler), names, f"known are {', '.join(map(repr, COMPILERS))}")
-        raise ValueError(f"unknown compiler {compiler!r}; {known}")
-    if any(isinstance(node, (list, tuple)) for node in nodes):
-        raise ValueError(
-            f"fuse takes one subgraph, got {len(nodes)}; fuse them one by one, or replace them "
-            "horizontally by a module of your own"
-        )
-    chain = in_order(gm, nodes)
-    check_closed(chain)
-    may_move(gm, chain, chain[-1])  # before a compiler works in vain
-    return COMPILERS[compiler](extract(gm, chain, name), name)
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        chain: Sequence[fx.Node],
+        compiler: str | None = "TorchScript",
+        name: str = "FusedModule",
+        pick: Pick | None = None,
+    ) -> None:
+        if compiler not in COMPILERS:
+            names = [name for name in COMPILERS if name is not None]
+            known = f"known are {', '.join(map(repr, COMPILERS))}"
+            raise ValueError(
+                f"unknown compiler {compiler!r}; {with_nearest(str(compiler), names, known)}"
+            )
+        if any(isinstance(node, (list, tuple)) for node in chain):
+            raise ValueError(
+                f"fuse takes one subgraph, got {len(chain)}; fuse them one by one, or replace them "
+                "horizontally by a module of your own"
+            )
+        self.compiler, self.paths = compiler, dict[str, str]()
+        super().__init__(module, chain, name, pick)
+
+    def __str__(self) -> str:
+        return f"the fusion {self.stem} at {self.location}"
+
+    def _make(self, gm: HasGraph, home: nn.Module, chain: list[fx.Node]) -> nn.Module:
+        called = [str(node.target) for node in chain if node.op == "call_module"]
+        if self.children and any(has_state(gm.get_submodule(path)) for path in called):
+            return self._over_first(home, chain)
+        part = extract(gm, chain, self.stem, home.training)
+        if not self.children:
+            calls = [node for node in chain if node.op.startswith("call_")]
+            by_order = {str(node.target): str(k) for k, node in enumerate(calls)}
+            taken = by_order if self.compiler is None else part.__dict__[PATHS]
+            self.paths = {path: taken[path] for path in called}
+        return COMPILERS[self.compiler](part, self.stem)
+
+    def _over_first(self, home: nn.Module, chain: list[fx.Node]) -> nn.Module:
+        """The operations one by one, over the modules that the shown fusion has taken in."""
+        first = next(iter(self.children.values()))
+        view = chain_view(home, chain, subgraph_inputs(chain))
+        for node in view.graph.find_nodes(op="call_module"):
+            if node.target not in self.paths:
+                raise TraceError(f"{self} has taken in no {node.target}, which is called here")
+            node.target = f"{first}.{self.paths[str(node.target)]}"
+        view.recompile()
+        return view
+
+    def _text(self, gm: HasGraph, chain: list[fx.Node]) -> str:
+        types = [str(python_type(value, gm)) for value in subgraph_inputs(chain)]
+        return "\n".join([", ".join(types), super()._text(gm, chain)])

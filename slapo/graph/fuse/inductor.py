@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from slapo.graph.fuse.named import instance_of
+from slapo.graph.fuse.sequential import instance_of
 
 _STATE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
@@ -45,24 +45,11 @@ class CompiledModule(nn.Module):
 
 
 def compile_late(module: fx.GraphModule, name: str) -> CompiledModule:
-    """Make a module that inductor compiles when it is first called.
+    """Make a module, of a class with this name, that inductor compiles when it is first called.
 
-    Parameters
-    ----------
-    module : torch.fx.GraphModule
-        A module that :func:`slapo.graph.fuse.extract.extract` made.
-    name : str
-        Name of the new module's class.
+    It has the submodules, parameters and buffers of `module`.
 
-    Returns
-    -------
-    CompiledModule
-        A module with the submodules, parameters and buffers of `module`.
-
-    Examples
-    --------
-    >>> double = fx.symbolic_trace(lambda x: x * 2)
-    >>> compile_late(double, "Double")
+    >>> compile_late(fx.symbolic_trace(lambda x: x * 2), "Double")
     Double()
     """
     compiled = instance_of(CompiledModule, name)

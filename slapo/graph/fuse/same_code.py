@@ -10,6 +10,8 @@ import torch
 import torch.fx as fx
 from torch import nn
 
+from slapo.graph.fuse.extract import has_state
+
 _PLAIN = (
     *(type(None), type(...), bool, int, str, torch.dtype, torch.device),
     *(torch.layout, torch.memory_format),
@@ -19,7 +21,7 @@ _OF_ALL_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
 
 class _Incomparable(Exception):
-    """A module has something of which nobody can say whether it equals another."""
+    """A module has something that cannot be compared with another's."""
 
 
 class _Identity:
@@ -36,21 +38,11 @@ class _Identity:
 
 
 def code_key(module: fx.GraphModule) -> Hashable | None:
-    """Describe all that decides how a module is compiled.
+    """Describe all that decides how an extracted module is compiled.
 
-    Parameters
-    ----------
-    module : torch.fx.GraphModule
-        A module that :func:`slapo.graph.fuse.extract.extract` made.
+    Equal keys mean equal code: operations, functions by identity, submodules by class, mode and
+    the values of their attributes. None if that cannot be compared, or there is state.
 
-    Returns
-    -------
-    hashable or None
-        Equal keys mean equal code: operations, functions by identity, submodules by class, mode
-        and the values of their attributes. None if that cannot be told, or there is state.
-
-    Examples
-    --------
     >>> def key(module):
     ...     return code_key(fx.symbolic_trace(nn.Sequential(module)))
     >>> key(nn.Softmax(0)) == key(nn.Softmax(0)), key(nn.Softmax(0)) == key(nn.Softmax(1))
@@ -58,7 +50,7 @@ def code_key(module: fx.GraphModule) -> Hashable | None:
     >>> key(nn.Linear(1, 1)) is None
     True
     """
-    if module.state_dict() or next(module.buffers(), None) is not None:
+    if has_state(module):
         return None
     below = [(path, m) for path, m in module.named_modules(remove_duplicate=False) if path]
     try:
@@ -74,7 +66,7 @@ def _node_key(node: fx.Node) -> Hashable:
 
 
 def _module_key(module: nn.Module) -> Hashable:
-    """Describe a module of torch; of users' classes nobody knows what else decides."""
+    """Describe a module of torch; users' classes may depend on more than their attributes."""
     attributes = vars(module)
     if not type(module).__module__.startswith("torch.nn."):
         raise _Incomparable

@@ -1,15 +1,24 @@
-"""A chain of operations as an ``nn.Sequential``: readable, traceable, and compiled by nobody."""
+"""A chain of operations as an ``nn.Sequential``: readable, traceable, and not compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.fx as fx
 from torch import nn
 
-from slapo.graph.fuse.named import instance_of
+M = TypeVar("M", bound=nn.Module)
+
+
+def instance_of(base: type[M], name: str) -> M:
+    """Make an instance of a subclass that exists for its name; also how a pickle of it is read.
+
+    >>> instance_of(nn.Sequential, "BiasGelu")
+    BiasGelu()
+    """
+    return type(name, (base,), {"__doc__": base.__doc__, "__module__": base.__module__})()
 
 
 @dataclass(frozen=True)
@@ -30,13 +39,6 @@ class _Step:
 class Call(nn.Module):
     """A function, or a method of its first argument, as a module.
 
-    Parameters
-    ----------
-    target : callable or str
-        The function, or the name of the method.
-
-    Examples
-    --------
     >>> Call("upper")("a"), Call(len)("a")
     ('A', 1)
     """
@@ -84,25 +86,12 @@ class FusedSequential(nn.Sequential):
 
 
 def sequential_of(module: fx.GraphModule, name: str) -> nn.Sequential:
-    """Turn a module with a closed graph into a sequence.
+    """Turn an extracted module into a sequence of the class `name`: a child for each operation.
 
-    Parameters
-    ----------
-    module : torch.fx.GraphModule
-        A module that :func:`slapo.graph.fuse.extract.extract` made.
-    name : str
-        Name of the sequence's class.
+    The children are called ``"0"``, ``"1"``... The modules are those of `module`; functions are
+    wrapped in :class:`Call`.
 
-    Returns
-    -------
-    torch.nn.Sequential
-        One child for each operation, called ``"0"``, ``"1"``... The modules are those of
-        `module`; functions are wrapped in :class:`Call`.
-
-    Examples
-    --------
-    >>> gm = fx.symbolic_trace(lambda x, y: (x + y).relu())
-    >>> sequential_of(gm, "AddRelu")
+    >>> sequential_of(fx.symbolic_trace(lambda x, y: (x + y).relu()), "AddRelu")
     AddRelu(
       (0): Call(add)
       (1): Call(.relu)

@@ -1,58 +1,53 @@
-"""The TorchScript compiler behind one function: caching, and errors that can be read."""
+"""The TorchScript compiler behind one function: caching, and errors that can be read.
+
+TorchScript is deprecated since torch 2.14. Its warnings are silenced here, and only here. Where it
+is missing, or this version of Python or torch refuses it, inductor compiles instead.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.fx as fx
 from torch import nn
 
 from slapo.errors import SlapoError
+from slapo.graph.fuse.inductor import compile_late
 from slapo.graph.fuse.same_code import code_key
-from slapo.graph.trace.module import TracedModule
+from slapo.graph.trace.module import Traced, rules_of
+from slapo.logger import get_logger
+
+logger = get_logger()
 
 _CACHE_SIZE = 64
 _scripts: OrderedDict[tuple[str, Hashable], torch.jit.ScriptModule] = OrderedDict()
 
 
-def script(module: fx.GraphModule, name: str) -> torch.jit.ScriptModule:
-    """Compile a module with TorchScript.
+def script(module: fx.GraphModule, name: str) -> nn.Module:
+    """Compile an extracted module with TorchScript, or with inductor where that is not there.
 
-    Code without parameters is compiled once; equal modules become copies of the first.
+    Code without parameters is compiled once; equal modules become copies of the first. Parameters
+    and buffers are those of `module`. A ``SlapoError`` has the compiler's reason and the way out.
 
-    Parameters
-    ----------
-    module : torch.fx.GraphModule
-        A module that :func:`slapo.graph.fuse.extract.extract` made.
-    name : str
-        Its name, for messages.
-
-    Returns
-    -------
-    torch.jit.ScriptModule
-        The compiled module. Parameters and buffers are those of `module`.
-
-    Raises
-    ------
-    SlapoError
-        If TorchScript cannot compile it; the message has its reason and the way out.
-
-    Examples
-    --------
     >>> from slapo.graph.fuse.extract import extract
     >>> gm = fx.symbolic_trace(lambda x: x * 2)
     >>> part = extract(gm, list(gm.graph.nodes)[1:2], "P")
     >>> script(part, "P")(torch.ones(1))
     tensor([2.])
     """
+    if not _is_available():
+        logger.info("%s is compiled by inductor: torch %s has no TorchScript", name, torch.__version__)
+        return compile_late(module, name)
     code = code_key(module)
     if code is None:
         for path, child in module.named_children():  # the module itself is ours
-            module._modules[path] = _with_plain_graphs(child)
+            module._modules[path] = _as_written(child)
         return _compile(module, name)
     key = (name, code)
     if key not in _scripts:
@@ -64,19 +59,36 @@ def script(module: fx.GraphModule, name: str) -> torch.jit.ScriptModule:
     return copy.deepcopy(_scripts[key])
 
 
-def _compile(module: fx.GraphModule, name: str) -> torch.jit.ScriptModule:
-    """Run the TorchScript compiler; its complaints become one readable error."""
+@functools.cache
+def _is_available() -> bool:
+    """Whether this version of torch compiles anything by TorchScript."""
+    try:
+        with _quiet():
+            torch.jit.script(nn.Identity())
+    except Exception:  # whatever a version raises that does not have it any more
+        return False
+    return True
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`torch\.jit\.", DeprecationWarning)
+        warnings.filterwarnings("ignore", r".*torch\.jit")
         # It stumbles over an annotation within fx.GraphModule itself.
         warnings.filterwarnings("ignore", "The TorchScript type system doesn't", UserWarning)
-        try:
+        yield
+
+
+def _compile(module: fx.GraphModule, name: str) -> torch.jit.ScriptModule:
+    """Run the TorchScript compiler; its complaints become one readable error."""
+    try:
+        with _quiet():
             return torch.jit.script(module)
-        except Exception as error:  # TorchScript raises many kinds, bare RuntimeErrors among them
-            raise SlapoError(
-                f"TorchScript cannot compile {name!r}: {_reason(error)}; use "
-                "fuse(..., compiler='inductor') or compiler=None, or match fewer operations"
-            ) from error
+    except Exception as error:  # TorchScript raises many kinds, bare RuntimeErrors among them
+        raise SlapoError(
+            f"TorchScript cannot compile {name!r}: {_reason(error)}; use "
+            "fuse(..., compiler='inductor') or compiler=None, or match fewer operations"
+        ) from error
 
 
 def _reason(error: Exception) -> str:
@@ -88,36 +100,28 @@ def _reason(error: Exception) -> str:
     return f"{reason} (in {pointed!r})" if pointed and pointed not in reason else reason
 
 
-def _with_plain_graphs(module: nn.Module) -> nn.Module:
-    """Put plain graph modules in place of traced ones, whose Python TorchScript cannot read.
+def _as_written(module: nn.Module) -> nn.Module:
+    """The module with the forward of its own class wherever a trace has put another.
 
-    Modules that hold a traced one are replaced by shallow copies: they belong to the model.
+    Modules that change are replaced by shallow copies: the originals belong to the model.
     """
     children = {
-        name: None if child is None else _with_plain_graphs(child)
+        name: None if child is None else _as_written(child)
         for name, child in module._modules.items()
     }
-    if isinstance(module, TracedModule):
-        plain: nn.Module = _plain_graph(module)
-    elif all(child is module._modules[name] for name, child in children.items()):
+    if not isinstance(module, Traced) and all(
+        child is module._modules[name] for name, child in children.items()
+    ):
         return module
-    else:
-        plain = copy.copy(module)
-    plain.__dict__["_modules"] = children
-    return plain
-
-
-def _plain_graph(module: TracedModule) -> fx.GraphModule:
-    """Make a plain graph module with the graph, the state and the hooks of a traced one."""
-    limits = module.contract
-    if limits.size_guards or limits.training is not None or limits.dtype is not None:
-        raise SlapoError(
-            f"TorchScript would not check what {type(module).__name__} may be called with (its "
-            "trace holds for some sizes, one mode or one dtype only); use "
-            "fuse(..., compiler=None), or match operations outside of it"
-        )
-    plain = fx.GraphModule(nn.Module(), fx.Graph(), type(module).__name__)
-    for name in vars(nn.Module()):
-        plain.__dict__[name] = module.__dict__[name]
-    plain.graph = copy.deepcopy(module.graph)  # a graph knows one owner only
+    kind = type(module)
+    if isinstance(module, Traced):
+        if rules_of(module):
+            raise SlapoError(
+                f"TorchScript compiles the forward of {kind.__name__} as its class has it, and "
+                "operations of it were rewritten; use fuse(..., compiler=None), or match "
+                "operations outside of it"
+            )
+        kind = next(base for base in kind.__bases__ if not issubclass(base, Traced))
+    plain: nn.Module = object.__new__(kind)
+    plain.__dict__.update(module.__dict__, _modules=children)
     return plain

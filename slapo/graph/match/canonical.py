@@ -25,7 +25,7 @@ _KEYWORD_ALIASES = {"axis": "dim", "keepdims": "keepdim", "self": "input", "size
 
 @dataclass(frozen=True)
 class ModuleState:
-    """A parameter or the mode of a called module, where a function would take it as an argument."""
+    """A parameter of a called module, where a function would take it as an argument."""
 
     target: str
     name: str
@@ -33,19 +33,18 @@ class ModuleState:
 
 @dataclass(frozen=True)
 class Call:
-    """A call in canonical form.
+    """A call in canonical form: equal operators have equal keys, arguments go by name.
 
     Attributes
     ----------
     key : hashable
-        Name of the operator; equal operators have equal keys.
     args : dict or None
-        The arguments that the call states, by parameter name (or by position, where the names are
-        unknown). None if they do not fit the operator.
+        By parameter name, or by position where names are unknown; None if they do not fit.
     op : Op or None
-        What is known of the operator: defaults, arguments that do not matter, operands that swap.
+        The operator's defaults, arguments that do not matter, and operands that swap.
     inplace : bool
-        True if the call writes its result into its first operand.
+        Whether the call writes its result into its first operand.
+    defaults : mapping
     """
 
     key: Hashable
@@ -56,20 +55,7 @@ class Call:
 
 
 def key_of(node: fx.Node, modules: ModuleLookup) -> Hashable:
-    """Name the operator of a node.
-
-    Parameters
-    ----------
-    node : torch.fx.Node
-        A node of any graph.
-    modules : callable
-        Gives the module for the target of a ``call_module`` node.
-
-    Returns
-    -------
-    hashable
-        The same for all spellings of an operator. None for nodes that are no calls.
-    """
+    """Name the operator of a node, the same for all its spellings; None for what is no call."""
     if node.op == "call_function":
         if node.target is getattr and node.args[1:] == ("shape",):
             return "size"
@@ -91,20 +77,6 @@ def module_key(kind: type[nn.Module]) -> Hashable:
 def call_of(node: fx.Node, modules: ModuleLookup) -> Call:
     """Bring the call of a node into canonical form.
 
-    Parameters
-    ----------
-    node : torch.fx.Node
-        A ``call_function``, ``call_method`` or ``call_module`` node.
-    modules : callable
-        Gives the module for the target of a ``call_module`` node.
-
-    Returns
-    -------
-    Call
-        The call by operator and parameter names.
-
-    Examples
-    --------
     >>> graph = fx.symbolic_trace(lambda x, y: x.add(y)).graph
     >>> node = next(n for n in graph.nodes if n.op == "call_method")
     >>> call = call_of(node, lambda target: nn.Module())
@@ -227,8 +199,7 @@ def _settings(spelling: ModuleSpelling, module: nn.Module, target: str) -> dict[
     settings: dict[str | int, Any] = {}
     for name in spelling.attributes:
         value = getattr(module, name)
-        # The mode is what it is at each call, not what it is now.
-        is_state = name == "training" or (name in module._parameters and value is not None)
+        is_state = name in module._parameters and value is not None
         settings[name] = ModuleState(target, name) if is_state else value
     return settings
 
@@ -247,20 +218,7 @@ def _unlisted_call(node: fx.Node, key: Hashable) -> Call:
 def bind_signature(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str | int, Any] | None:
-    """Bind arguments to the parameters of a Python function, defaults included.
-
-    Parameters
-    ----------
-    target : callable
-        The function; without a readable signature the arguments keep their positions.
-    args, kwargs
-        The arguments of a call.
-
-    Returns
-    -------
-    dict or None
-        Arguments by parameter name; None if the call does not fit the function.
-    """
+    """Bind arguments to a function's parameters, defaults included; None if they do not fit."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):

@@ -4,25 +4,89 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import fx, nn
 
-from slapo.graph.match.bindings import Match
-from slapo.graph.match.explain import why_no_call, why_no_node, why_no_subgraph
-from slapo.graph.match.index import TracedGraph
-from slapo.graph.match.pattern import compile_name, trace_pattern
-from slapo.graph.match.search import find_by_name, find_subgraphs
-from slapo.graph.trace.modes import TWIN
+from slapo.graph.match.chain_view import ChainView
+from slapo.graph.match.diagnose import TracedGraph, why_no_call, why_no_node, why_no_subgraph
+from slapo.graph.match.pattern import PATTERN_OF_CHAIN, call_module, compile_name, trace_pattern
+from slapo.graph.match.search import Match, find_by_name, find_subgraphs
+from slapo.graph.trace.module import rules_of
+from slapo.graph.trace.nodes import ModuleLookup
 from slapo.wrapper import innermost
-
-#: Path of the traced module that holds the node (relative to where the search began), and it.
-Located = tuple[str, fx.Node]
 
 T = TypeVar("T")
 
 
-class Subgraph(list[Located]):
+@dataclass(frozen=True, eq=False)
+class Search:
+    """A search in one traced module, as rewrites keep it to repeat it in other captures.
+
+    Attributes
+    ----------
+    pattern : torch.fx.Graph or re.Pattern
+        A traced pattern, or a regular expression for the targets of module calls.
+    rewrites : int
+        How many rewrites the module had had.
+    total : int
+        How many matches it found.
+    inside : str
+        The child around the :class:`.ChainView` that was searched; empty for the module's graph.
+    """
+
+    pattern: fx.Graph | re.Pattern[str]
+    rewrites: int = 0
+    total: int = 0
+    inside: str = ""
+
+    def run(self, graph: fx.Graph, modules: ModuleLookup) -> list[Match]:
+        """Search another graph in the same way."""
+        return matches_of(self.pattern, graph, modules)
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Operations by their places in a graph, where no pattern tells them from others.
+
+    Attributes
+    ----------
+    length : int
+        Number of nodes in the graph.
+    calls : tuple
+        Place, kind and target of each operation.
+    rewrites, inside
+        As of a :class:`Search`.
+    """
+
+    length: int
+    calls: tuple[tuple[int, str, str], ...]
+    rewrites: int = 0
+    inside: str = ""
+    total = 1
+
+    def run(self, graph: fx.Graph, modules: ModuleLookup) -> list[Match]:
+        """Take the operations in another graph, if it is laid out in the same way."""
+        nodes = list(graph.nodes)
+        same = len(nodes) == self.length and all(
+            (nodes[place].op, str(nodes[place].target)) == (op, target)
+            for place, op, target in self.calls
+        )
+        return [Match(nodes[place] for place, _, _ in self.calls)] if same else []
+
+
+class Origin(NamedTuple):
+    """Where a match comes from: the arguments of the search and the place in its results."""
+
+    verb: str
+    pattern: Any
+    index: int
+    total: int
+    steps: int
+
+
+class Subgraph(list[tuple[str, fx.Node]]):
     """A match: a list of ``(parent_path, node)`` pairs in graph order.
 
     Parameters
@@ -31,20 +95,38 @@ class Subgraph(list[Located]):
         Path of the traced module.
     match
         The nodes in its graph.
+    search, index
+        The search in that module, and the place of the match in its results.
     """
 
-    def __init__(self, path: str, match: Match) -> None:
+    #: Set by ``Schedule.find``, for records.
+    origin: Origin | None = None
+
+    def __init__(
+        self, path: str, match: Match, search: Search | None = None, index: int = 0
+    ) -> None:
         super().__init__((path, node) for node in match)
         self._match = match
+        self.search, self.index = search, index
 
     @property
     def bindings(self) -> dict[str, Any]:
-        """What each argument of the pattern stands for, see :attr:`.bindings.Match.bindings`."""
+        """What each argument of the pattern stands for, see :attr:`.search.Match.bindings`."""
         return self._match.bindings
+
+    def is_whole(self) -> bool:
+        """Whether the list has the nodes that were found, and no others."""
+        return [node for _, node in self] == list(self._match)
+
+
+class Located(tuple[str, fx.Node]):
+    """A node: a pair of the traced module's path, relative to the search, and the node."""
+
+    origin: Origin | None = None
 
 
 class Matches(list[T]):
-    """What a search found. Where that is nothing, it tells why.
+    """The results of a search. Where there are none, ``why`` explains it.
 
     Parameters
     ----------
@@ -76,7 +158,7 @@ class Matches(list[T]):
             self._why = self._explain()
             self._explain = None  # it holds on to the graphs
 
-    if not TYPE_CHECKING:  # to which it is that of any list
+    if not TYPE_CHECKING:  # which sees the method of any list
 
         def __getitem__(self, index: Any) -> Any:
             try:
@@ -90,84 +172,97 @@ class Matches(list[T]):
         return super().__repr__() if self or not self.why else f"[] ({self.why})"
 
 
-def traced_modules(root: nn.Module, path: str = "") -> Iterator[TracedGraph]:
-    """Graphs of the traced modules at `root` and below it, each with module and path.
-
-    The one place that knows which graphs a module has; everything else asks here. A module has
-    several where kinds of calls take different paths, with a mask and without one.
-    """
+def traced_modules(root: nn.Module) -> Iterator[TracedGraph]:
+    """Graphs of the traced modules at `root` and below it, each with module and path."""
     module = innermost(root)
     if not isinstance(module, fx.GraphModule):
         return
-    yield from _graphs_of(path, module)
+    yield TracedGraph("", module, module.graph)
     seen = {id(module)}
     for name, child in module.named_modules():
         inner = innermost(child)
         if name and isinstance(inner, fx.GraphModule) and id(inner) not in seen:
             seen.add(id(inner))
-            yield from _graphs_of(f"{path}.{name}" if path else name, inner)
-
-
-def _graphs_of(path: str, module: fx.GraphModule) -> Iterator[TracedGraph]:
-    for owner in getattr(module, "graphs", (module,)):
-        yield TracedGraph(path, module, owner.graph)
-
-
-class _News:
-    """Tells which matches are new: an operation that several graphs share is found once."""
-
-    def __init__(self) -> None:
-        self._known: set[Any] = set()
-
-    def __call__(self, path: str, nodes: Iterable[fx.Node]) -> bool:
-        key = (path, *(node.meta.get(TWIN, id(node)) for node in nodes))
-        is_new = key not in self._known
-        self._known.add(key)
-        return is_new
+            yield TracedGraph(name, inner, inner.graph)
 
 
 def read_pattern(pattern: str | Callable[..., Any] | nn.Module) -> re.Pattern[str] | fx.Graph:
-    """Compile a regular expression, or trace a pattern.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If it is no pattern.
-    """
+    """Compile a regular expression, or trace a pattern; ``TypeError``, ``ValueError`` if neither."""
     return compile_name(pattern) if isinstance(pattern, str) else trace_pattern(pattern)
+
+
+def matches_of(
+    pattern: re.Pattern[str] | fx.Graph, graph: fx.Graph, modules: ModuleLookup
+) -> list[Match]:
+    """Matches of what :func:`read_pattern` gave in one graph."""
+    if isinstance(pattern, fx.Graph):
+        return find_subgraphs(graph, modules, pattern)
+    return find_by_name(graph, pattern)
 
 
 def find_subgraphs_in(root: nn.Module, pattern: re.Pattern[str] | fx.Graph) -> Matches[Subgraph]:
     """Matches of what :func:`read_pattern` gave in every graph at or below `root`."""
     graphs = list(traced_modules(root))
-    is_new = _News()
+    found = []
+    for path, module, graph in graphs:
+        matches = matches_of(pattern, graph, module.get_submodule)
+        search = _search_of(module, pattern, len(matches))
+        found += [Subgraph(path, match, search, k) for k, match in enumerate(matches)]
     if isinstance(pattern, fx.Graph):
-        found = [
-            Subgraph(path, match)
-            for path, gm, graph in graphs
-            for match in find_subgraphs(graph, gm.get_submodule, pattern)
-            if is_new(path, match)
-        ]
         return Matches(found, lambda: why_no_subgraph(graphs, pattern))
-    found = [
-        Subgraph(path, match)
-        for path, _, graph in graphs
-        for match in find_by_name(graph, pattern)
-        if is_new(path, match)
-    ]
     return Matches(found, lambda: why_no_call(graphs, pattern))
+
+
+def _search_of(
+    module: fx.GraphModule, pattern: re.Pattern[str] | fx.Graph, total: int
+) -> Search:
+    if isinstance(module, ChainView):
+        return Search(pattern, len(rules_of(module.owner)), total, module.name)
+    return Search(pattern, len(rules_of(module)), total)
+
+
+def search_for_chain(
+    module: fx.GraphModule, chain: list[fx.Node]
+) -> tuple[Search | Places, int]:
+    """A search that finds a chain which was picked by hand, and its place in the results."""
+    try:
+        pattern = _pattern_of(chain)
+        matches = find_subgraphs(module.graph, module.get_submodule, pattern)
+    except ValueError:
+        matches = []
+    for index, match in enumerate(matches):
+        if set(chain) <= set(match):
+            return _search_of(module, pattern, len(matches)), index
+    places = {node: place for place, node in enumerate(module.graph.nodes)}
+    calls = tuple((places[node], node.op, str(node.target)) for node in chain)
+    plain = _search_of(module, re.compile(""), 1)
+    return Places(len(places), calls, plain.rewrites, plain.inside), 0
+
+
+def _pattern_of(chain: list[fx.Node]) -> fx.Graph:
+    """A pattern of exactly these operations; their inputs are its arguments."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    inside = set(chain)
+    for value in (v for node in chain for v in node.all_input_nodes):
+        if value not in inside and value not in copies:
+            copies[value] = graph.placeholder(f"input_{len(copies)}")
+    for node in chain:
+        args, kwargs = (fx.map_arg(a, copies.__getitem__) for a in (node.args, dict(node.kwargs)))
+        if node.op == "call_module":
+            exactly = f"{re.escape(str(node.target))}$"
+            copies[node] = graph.call_function(call_module, (exactly, *args), kwargs)
+        else:
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs)
+            copies[node].meta[PATTERN_OF_CHAIN] = True
+    graph.output(tuple(copies[node] for node in chain))
+    return graph
 
 
 def read_question(
     regex_or_predicate: str | Callable[[fx.Node], bool],
 ) -> re.Pattern[str] | Callable[[fx.Node], bool]:
-    """Compile a regular expression; a function is what it is.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If it is neither.
-    """
+    """Compile a regular expression; a function is returned as it is, others are ``TypeError``."""
     if isinstance(regex_or_predicate, str):
         return compile_name(regex_or_predicate)
     if not callable(regex_or_predicate):
@@ -185,12 +280,6 @@ def find_nodes(
     graphs = list(traced_modules(root))
     if isinstance(question, re.Pattern):
         calls = find_subgraphs_in(root, question)
-        return Matches((pair for call in calls for pair in call), lambda: calls.why)
-    is_new = _News()
-    found = [
-        (path, node)
-        for path, _, graph in graphs
-        for node in graph.nodes
-        if question(node) and is_new(path, (node,))
-    ]
-    return Matches(found, lambda: why_no_node(graphs))
+        return Matches((Located(pair) for call in calls for pair in call), lambda: calls.why)
+    nodes = ((path, node) for path, _, graph in graphs for node in graph.nodes if question(node))
+    return Matches(map(Located, nodes), lambda: why_no_node(graphs))

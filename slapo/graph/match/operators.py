@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slapo.graph.trace.results import result_at
-
 
 @dataclass(frozen=True)
 class Op:
@@ -168,9 +166,7 @@ def _list_shapes() -> None:
     _spell(Op("unsqueeze"), "input dim", torch.unsqueeze, methods="unsqueeze")
     _spell(Op("squeeze", {"dim": None}), "input dim", torch.squeeze, methods="squeeze")
     _spell(Op("size", {"dim": None}), "input dim", methods="size")
-    item = Op("getitem", {"count": None}, ignored=frozenset({"count"}))
-    _spell(item, "input index", operator.getitem, methods="__getitem__")
-    _spell(item, "input index count", result_at)
+    _spell(Op("getitem"), "input index", operator.getitem, methods="__getitem__")
     _spell(Op("cat", {"dim": 0}), "tensors dim", torch.cat, torch.concat, torch.concatenate)
     _spell(Op("stack", {"dim": 0}), "tensors dim", torch.stack)
     _spell(Op("chunk", {"dim": 0}), "input chunks dim", torch.chunk, methods="chunk")

@@ -16,10 +16,13 @@ import torch.fx as fx
 from torch import nn
 
 PATTERN_MODULE = "slapo_pattern_module"
-"""Key of ``node.meta`` under which a traced pattern keeps the module of a ``call_module`` node."""
+"""Key of ``node.meta``: the module that a node of a pattern calls."""
 
 PATTERN_TENSOR = "slapo_pattern_tensor"
-"""Key of ``node.meta`` under which a traced pattern keeps the tensor that a node stands for."""
+"""Key of ``node.meta``: the tensor that a node of a pattern stands for."""
+
+PATTERN_OF_CHAIN = "slapo_pattern_of_chain"
+"""Key of ``node.meta`` in patterns made of a chain: settings such as dropout's may be any."""
 
 _ACTIVE_TRACER: ContextVar[fx.Tracer | None] = ContextVar("slapo_pattern_tracer", default=None)
 
@@ -139,31 +142,10 @@ class _PatternTracer(fx.Tracer):
 
 
 def trace_pattern(pattern: Callable[..., Any] | type[nn.Module] | nn.Module) -> fx.Graph:
-    """Trace a pattern.
+    """Trace a pattern; raises ``ValueError`` or ``TypeError`` for what is none.
 
-    Parameters
-    ----------
-    pattern : callable, Pattern, or subclass of Pattern
-        The pattern. A class is instantiated without arguments.
-
-    Returns
-    -------
-    torch.fx.Graph
-        Placeholders are wildcards. The node of a submodule's call carries the submodule itself in
-        ``node.meta``, that of a constant tensor the tensor.
-
-    Raises
-    ------
-    ValueError
-        If the pattern cannot be traced, or contains no operation.
-    TypeError
-        If `pattern` is neither a function nor a module.
-
-    Examples
-    --------
-    >>> graph = trace_pattern(lambda x, y: x + y)
-    >>> [node.op for node in graph.nodes]
-    ['placeholder', 'placeholder', 'call_function', 'output']
+    Placeholders are wildcards. The node of a submodule's call carries the submodule in its meta,
+    and that of a constant tensor the tensor, so that the graph stands alone.
     """
     root = _instantiate(pattern)
     tracer = _PatternTracer()
@@ -207,7 +189,7 @@ def _instantiate(pattern: Any) -> Callable[..., Any]:
         )
     if isinstance(pattern, BuiltinFunctionType):
         raise TypeError(
-            f"the pattern is torch's own {pattern.__name__!r}, whose arguments nobody can see; "
+            f"the pattern is torch's own {pattern.__name__!r}, whose arguments cannot be read; "
             f"pass a function that calls it: lambda x: {pattern.__name__}(x)"
         )
     return pattern
@@ -238,15 +220,7 @@ def _check_has_operation(graph: fx.Graph, pattern: Any) -> None:
 
 
 def compile_name(regex: str) -> re.Pattern[str]:
-    """Compile what is given as the name of modules; it is matched from the start of a path.
-
-    Raises
-    ------
-    TypeError
-        If it is no string.
-    ValueError
-        If it is no regular expression.
-    """
+    """Compile a regular expression on paths of modules, or raise ``TypeError``, ``ValueError``."""
     if not isinstance(regex, str):
         raise TypeError(f"the name of a module is a regular expression (str), got {regex!r}")
     try:

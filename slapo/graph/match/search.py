@@ -8,58 +8,83 @@ is that of the pattern and does not depend on what else the graph holds.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch.fx as fx
 
-from slapo.graph.match.bindings import Match
 from slapo.graph.match.canonical import written_operand
-from slapo.graph.match.comparison import MISSING, argument_pairs
 from slapo.graph.match.dataflow import is_private, size_helpers
-from slapo.graph.match.index import GraphIndex
-from slapo.graph.match.pattern import compile_name, trace_pattern
-from slapo.graph.match.sizes import follows_from, may_be_same_size, size_arguments
-from slapo.graph.match.steps import WILDCARD_OPS, Step, pattern_steps
+from slapo.graph.match.index import (
+    MISSING,
+    GraphIndex,
+    argument_pairs,
+    follows_from,
+    may_be_same_size,
+    size_arguments,
+)
+from slapo.graph.match.pattern import PATTERN_OF_CHAIN, compile_name, trace_pattern
+from slapo.graph.match.pattern_ops import WILDCARD_OPS, Step, pattern_steps
 from slapo.graph.trace.nodes import CONTAINERS, ModuleLookup, Pair, inner_pairs, nodes_in
+
+
+class Match(list[fx.Node]):
+    """The nodes of a match, in graph order, with what the pattern's arguments stand for."""
+
+    def __init__(self, nodes: Iterable[fx.Node], values: Mapping[str, Any] | None = None) -> None:
+        super().__init__(nodes)
+        self._values = dict(values or {})
+        # Rewrites beside the match put other nodes in place of its inputs, so an input is looked
+        # up where the match uses it.
+        self._places: dict[fx.Node, tuple[fx.Node, int]] = {}
+        wanted = set(nodes_in(self._values))
+        for user in self if wanted else ():
+            for index, value in enumerate(_operands(user)):
+                if value in wanted:
+                    self._places.setdefault(value, (user, index))
+
+    @property
+    def bindings(self) -> dict[str, Any]:
+        """Name of each argument of the pattern -> what it stands for, in the pattern's order.
+
+        That is a node, a constant, the weight of a module (:class:`.canonical.ModuleState`), or a
+        container of these. Arguments that the pattern does not use are left out.
+        """
+        return {name: fx.map_arg(value, self._present) for name, value in self._values.items()}
+
+    def _present(self, node: fx.Node) -> fx.Node:
+        """The node that is used where `node` was."""
+        user, index = self._places.get(node, (None, 0))
+        if user is None or user._erased:
+            return node
+        operands = _operands(user)
+        return operands[index] if index < len(operands) else node
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    return nodes_in((node.args, node.kwargs))
 
 
 def find_subgraphs(
     graph: fx.Graph, modules: ModuleLookup, pattern: Callable[..., Any] | type | fx.Graph
 ) -> list[Match]:
-    """Find all places where a graph computes what a pattern computes.
+    """Find all places where a graph computes what a pattern computes, in graph order.
 
-    Parameters
-    ----------
-    graph : torch.fx.Graph
-        The graph to search.
-    modules : callable
-        Gives the module for the target of a ``call_module`` node, as ``gm.get_submodule`` does.
-    pattern : callable, Pattern, or torch.fx.Graph
-        The pattern, or the graph that :func:`trace_pattern` made of it.
+    Matches do not overlap. Nodes that compute sizes, as ``view`` takes them, belong to a match if
+    nothing else uses them. A match may have inner values that are used outside.
 
-    Returns
-    -------
-    list of Match
-        The matches in graph order, each a list of its nodes in graph order, with what the
-        pattern's arguments stand for as ``bindings``. They do not overlap. Nodes that compute
-        sizes, as ``view`` takes them, belong to the match if nothing else uses them. A match may
-        have inner values that are used outside.
+    An argument of the pattern binds a value of the graph or a constant, but neither None nor a
+    value that the match itself computes; used twice, it is the same value. Instead of a weight it
+    also binds the weight of a module. A constant of the pattern, number or tensor, must be equal to
+    that of the graph. A functional call also matches the module that computes the same, whatever
+    attributes and weights it has where the call states nothing, and whatever sizes:
+    ``F.layer_norm(x, 1024)`` matches any ``nn.LayerNorm``.
 
     Raises
     ------
     ValueError
         If the pattern cannot be traced, holds no operation, falls into unconnected parts, or
         is longer than Python's recursion limit allows (a few hundred operations).
-
-    Notes
-    -----
-    An argument of the pattern binds a value of the graph or a constant, but neither None nor a
-    value that the match itself computes; used twice, it is the same value. In the place of a weight
-    it also binds the weight of a module. A constant of the pattern, number or tensor, must be equal
-    to that of the graph, in both modes if that depends on the mode. A functional call also matches
-    the module that computes the same, whatever attributes and weights it has where the call states
-    nothing, and whatever sizes: ``F.layer_norm(x, 1024)`` matches any ``nn.LayerNorm``.
 
     Examples
     --------
@@ -86,7 +111,7 @@ def find_subgraphs(
     matches = []
     for candidate in candidates:
         try:
-            found = _Search(steps, index, taken).run(anchor, candidate)
+            found = _Unification(steps, index, taken).run(anchor, candidate)
         except RecursionError:
             raise ValueError(
                 f"the pattern is too long ({len(steps)} operations); find a part of it"
@@ -98,32 +123,7 @@ def find_subgraphs(
 
 
 def find_by_name(graph: fx.Graph, regex: str | re.Pattern[str]) -> list[Match]:
-    """Find the calls of modules whose path matches a regular expression.
-
-    Parameters
-    ----------
-    graph : torch.fx.Graph
-        The graph to search.
-    regex : str or re.Pattern
-        Compared with the targets of ``call_module`` nodes by :func:`re.match`.
-
-    Returns
-    -------
-    list of Match
-        One match of one node for each call, in graph order.
-
-    Raises
-    ------
-    ValueError
-        If `regex` is not a regular expression.
-
-    Examples
-    --------
-    >>> from torch import nn
-    >>> gm = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    >>> find_by_name(gm.graph, "1")
-    [[_1]]
-    """
+    """Find the calls of modules whose path matches, by :func:`re.match`: one match for each."""
     compiled = regex if isinstance(regex, re.Pattern) else compile_name(regex)
     calls = graph.find_nodes(op="call_module")
     return [Match([node]) for node in calls if compiled.match(str(node.target))]
@@ -132,26 +132,13 @@ def find_by_name(graph: fx.Graph, regex: str | re.Pattern[str]) -> list[Match]:
 def furthest(
     steps: dict[fx.Node, Step], index: GraphIndex, anchor: fx.Node, node: fx.Node
 ) -> dict[fx.Node, fx.Node]:
-    """Find the most operations of a pattern that fit together with one of them fixed.
-
-    Parameters
-    ----------
-    steps, index
-        The pattern and the graph.
-    anchor, node : torch.fx.Node
-        The operation of the pattern and the node that it shall be.
-
-    Returns
-    -------
-    dict
-        Operation of the pattern -> node of the graph.
-    """
-    search = _Search(steps, index, ())
-    search.run(anchor, node)
-    return search.furthest
+    """Operations of a pattern -> nodes: the most that fit together with `anchor` at `node`."""
+    attempt = _Unification(steps, index, ())
+    attempt.run(anchor, node)
+    return attempt.furthest
 
 
-class _Search:
+class _Unification:
     """The attempt to lay a pattern over a graph with one of its operations fixed."""
 
     def __init__(
@@ -203,6 +190,10 @@ class _Search:
     def _bind_wildcard(self, wanted: fx.Node, value: Any, rest: list[Pair]) -> bool:
         """Let a wildcard stand for `value`; None is the absence of a value."""
         if value is None or value is MISSING:
+            return False
+        if wanted.op == "get_attr" and PATTERN_OF_CHAIN in wanted.meta and not (
+            isinstance(value, fx.Node) and (value.op, value.target) == (wanted.op, wanted.target)
+        ):
             return False
         self._bound[wanted] = value
         if self._unify(rest):
@@ -259,9 +250,10 @@ class _Search:
             return False
         bound |= sizes
         helpers = size_helpers(self._images, set(nodes_in(bound)))
-        arguments = {w: value for w, value in bound.items() if w.op == "placeholder"}
-        values = {str(w.target).lstrip("*"): value for w, value in arguments.items()}
-        self._found = Match(sorted(self._images | helpers), values)
+        read = {bound[w] for w in bound if w.op == "get_attr" and PATTERN_OF_CHAIN in w.meta}
+        arguments = [w for w in sorted(bound) if w.op == "placeholder"]
+        values = {str(w.target).lstrip("*"): bound[w] for w in arguments}
+        self._found = Match(sorted(self._images | helpers | read), values)
         return True
 
     def _bound_sizes(self) -> dict[fx.Node, Any] | None:

@@ -10,20 +10,16 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from slapo.graph.match.canonical import ModuleState
-from slapo.graph.trace.modes import select_by_mode
 from slapo.graph.trace.nodes import CONTAINERS, inner_pairs
 
 
 def same_value(one: Any, other: Any) -> bool:
     """Tell whether two values are the same node, the same weight or equal constants.
 
-    Tensors are equal if dtype, shape and values are. A constant that a graph chooses by the mode
-    is equal to another constant only if it is in both modes.
+    Tensors are equal if dtype, shape and values are.
     """
     if one is other:
         return True
-    if is_choice(other) and not isinstance(one, fx.Node):
-        return all(same_value(one, constant) for constant in other.args[1:])
     if isinstance(one, (fx.Node, ModuleState)) or isinstance(other, (fx.Node, ModuleState)):
         return isinstance(one, ModuleState) and one == other
     if isinstance(one, CONTAINERS):
@@ -35,11 +31,6 @@ def same_value(one: Any, other: Any) -> bool:
         return False
     numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
     return (numbers or type(one) is type(other)) and _equal(one, other)
-
-
-def is_choice(value: Any) -> bool:
-    """Tell whether a value is a constant that depends on the mode."""
-    return isinstance(value, fx.Node) and value.target is select_by_mode
 
 
 def same_constant(one: Any, other: Any) -> bool:

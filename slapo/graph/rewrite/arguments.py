@@ -2,46 +2,129 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
+import torch
 import torch.fx as fx
+from torch import nn
 
-from slapo.graph.match.dataflow import is_size, tells_mode
+from slapo.graph.match.dataflow import is_size
 from slapo.graph.match.values import same_constant
-from slapo.graph.rewrite.signatures import POSITIONAL, REST, defaults_of, label, parameters_of
 from slapo.graph.trace.nodes import nodes_in
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class Callee:
+    """The parameters of a callable, without the callable itself: what a rewrite keeps of it.
+
+    Attributes
+    ----------
+    label : str
+        Its name in messages, such as ``"module GELU"``.
+    parameters : tuple or None
+        Without ``self``; None if it has no readable signature.
+    """
+
+    label: str
+    parameters: tuple[Parameter, ...] | None
+
+    @classmethod
+    def of(cls, new: Callable[..., Any]) -> Callee:
+        """Read the signature of a module's forward, or of a function."""
+        if isinstance(new, nn.Module):
+            label = f"module {type(new).__name__}"
+        else:
+            bare = new.func if isinstance(new, functools.partial) else new
+            label = f"function {getattr(bare, '__name__', repr(bare))}"
+        found = _parameters_of(new)
+        if found is None:
+            return cls(label, None)
+        return cls(label, tuple(p.replace(annotation=Parameter.empty) for p in found))
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that can be given by name."""
+        return [p.name for p in self.parameters or () if p.kind not in _REST]
+
+    def takes(self, kind: Any) -> bool:
+        """Whether there is a parameter of a kind."""
+        return any(p.kind is kind for p in self.parameters or ())
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """Write a call down with the names of the parameters.
+
+        >>> def new(x, s): ...
+        >>> Callee.of(new).call(["a"], {"s": 3.0})
+        'new(x=a, s=3.0)'
+        """
+        names = [p.name for p in self.parameters or () if p.kind in _POSITIONAL]
+        shown = [f"{name}={value}" for name, value in zip(names, args, strict=False)]
+        shown += map(str, args[len(names) :])
+        shown += [f"{name}={value}" for name, value in kwargs.items()]
+        return f"{self.label.split()[-1]}({', '.join(shown)})"
+
+
+def _parameters_of(new: Callable[..., Any]) -> list[Parameter] | None:
+    target: Any = new.forward if isinstance(new, nn.Module) else new
+    original = getattr(new, "_orig_mod", None)  # of a module that torch.compile has wrapped
+    if isinstance(original, nn.Module):
+        return _parameters_of(original)
+    schema = getattr(target, "schema", None)
+    if isinstance(schema, torch.FunctionSchema):
+        skipped = 1 if isinstance(new, nn.Module) else 0
+        return [_schema_parameter(argument) for argument in schema.arguments[skipped:]]
+    try:
+        return list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def _schema_parameter(argument: Any) -> Parameter:
+    default = argument.default_value if argument.has_default_value() else Parameter.empty
+    return Parameter(argument.name, Parameter.POSITIONAL_OR_KEYWORD, default=default)
+
+
+def _defaults_of(old: Callable[..., Any]) -> dict[str, Any]:
+    """Read the defaults of a callable; torch tells those of its operators in their schemas."""
+    parameters = _parameters_of(old)
+    if parameters is None:
+        packet = getattr(torch.ops.aten, getattr(old, "__name__", ""), None)
+        overloads = [] if packet is None else [getattr(packet, o) for o in packet.overloads()]
+        parameters = [_schema_parameter(a) for o in overloads for a in o._schema.arguments]
+    return {p.name: p.default for p in parameters if p.default is not Parameter.empty}
+
 
 def plan_call(
-    new: Callable[..., Any],
+    callee: Callee,
     inputs: Sequence[Any],
     concrete_args: Mapping[str, Any],
-    bindings: Mapping[str, Any] | None = None,
+    bindings: Mapping[str, Any],
 ) -> Arguments:
     """Distribute the inputs of a subgraph over the parameters of a callable.
 
     Parameters
     ----------
-    new : torch.nn.Module or callable
-        What will be called.
+    callee : Callee
+        The parameters.
     inputs : sequence
         The values that the subgraph takes, in order of first use.
     concrete_args : mapping
         Values for parameters by name, whatever else there is for them.
-    bindings : mapping, optional
-        Parameter of the pattern -> value that it stands for: an input, or a constant. A parameter
-        of `new` with such a name gets that value; the other inputs go, in order, to the parameters
-        without default that are left.
-
-    Returns
-    -------
-    tuple of (tuple, dict)
-        Positional and keyword arguments.
+    bindings : mapping
+        Argument of the pattern -> value that it stands for, in the pattern's order. A parameter of
+        the same name gets that value. The other values go to the parameters without default that
+        are left, in the pattern's order and then in the order of first use. Constants and sizes
+        among them are given only where parameters are left for them.
 
     Raises
     ------
@@ -50,65 +133,51 @@ def plan_call(
 
     Examples
     --------
-    >>> plan_call(lambda x, scale, y: x, ["a", "b"], {"scale": 2})
+    >>> plan_call(Callee.of(lambda x, scale, y: x), ["a", "b"], {"scale": 2}, {})
     (('a',), {'scale': 2, 'y': 'b'})
     >>> a, b, *_ = fx.symbolic_trace(lambda a, b: a + b).graph.nodes
-    >>> plan_call(lambda k, q, s=2.0: q, [a, b], {}, {"q": a, "s": 3.0})
+    >>> plan_call(Callee.of(lambda k, q, s=2.0: q), [a, b], {}, {"q": a, "s": 3.0})
     ((b, a), {'s': 3.0})
+    >>> plan_call(Callee.of(lambda query, key: key), [b, a], {}, {"q": a, "k": b})
+    ((a, b), {})
     """
-    parameters = parameters_of(new)
-    if parameters is None:
-        return tuple(inputs), dict(concrete_args)
-    _check_names(new, parameters, concrete_args)
-    names = {p.name for p in parameters if p.kind not in REST}
-    bound = {name: v for name, v in (bindings or {}).items() if name in names}
-    taken = set(nodes_in(bound))
-    rest = [value for value in inputs if value not in taken]
+    names = callee.names
+    bound = {name: v for name, v in bindings.items() if name in names}
+    unnamed = [value for name, value in bindings.items() if name not in names]
+    taken, of_pattern = set(nodes_in(bound)), dict.fromkeys(nodes_in(list(bindings.values())))
+    others = [value for value in inputs if value not in of_pattern]
+    rest = [v for v in (*of_pattern, *others) if v in inputs and v not in taken]
+    if callee.parameters is None:
+        return tuple(rest), dict(concrete_args)
+    _check_names(callee, concrete_args)
     bound = {name: value for name, value in bound.items() if name not in concrete_args}
-    _check_keyword_only(new, parameters, {**bound, **concrete_args})
-    wanted = [
-        p
-        for p in parameters
-        if _is_required(p) and p.name not in bound and p.name not in concrete_args
-    ]
-    if any(p.kind is Parameter.VAR_POSITIONAL for p in parameters):
+    _check_keyword_only(callee, {**bound, **concrete_args})
+    known = bound.keys() | concrete_args.keys()
+    wanted = [p for p in callee.parameters if _is_required(p) and p.name not in known]
+    if callee.takes(Parameter.VAR_POSITIONAL):
         given = rest if len(rest) >= len(wanted) else None
     else:
-        given = _as_many_as(len(wanted), rest)
+        choices = _choices(rest, [*unnamed, *others])
+        given = next((values for values in choices if len(values) == len(wanted)), None)
     if given is None:
-        raise ValueError(_misfit(new, wanted, rest, bound))
-    return _distribute(parameters, given, bound, concrete_args)
+        raise ValueError(_misfit(callee, wanted, rest, bound))
+    return _distribute(callee.parameters, given, bound, concrete_args)
+
+
+def _choices(rest: list[Any], with_constants: list[Any]) -> Iterator[list[Any]]:
+    """The values that a callable may be given, from those that it takes first of all."""
+    for values in (rest, with_constants):
+        yield values
+        yield [value for value in values if not is_size(value)]
 
 
 def common_bindings(
-    new: Callable[..., Any],
-    bindings: Sequence[Mapping[str, Any]],
-    concrete_args: Mapping[str, Any],
+    callee: Callee, bindings: Sequence[Mapping[str, Any]], concrete_args: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Find what the parameters of a pattern stand for in all of several matches.
+    """Find what the arguments of a pattern stand for in all of several matches.
 
-    Parameters
-    ----------
-    new : torch.nn.Module or callable
-        What will be called, once for all matches.
-    bindings : sequence of mappings
-        Parameter of the pattern -> value, for each match.
-    concrete_args : mapping
-        Values for parameters of `new` by name.
-
-    Returns
-    -------
-    dict
-        Parameter -> value, where all matches agree.
-
-    Raises
-    ------
-    ValueError
-        If a parameter of `new` stands for different constants.
-
-    Examples
-    --------
-    >>> common_bindings(lambda x, s: x, [{"x": "a", "s": 1}, {"x": "a", "s": 1}], {})
+    >>> one = Callee.of(lambda x, s: x)
+    >>> common_bindings(one, [{"x": "a", "s": 1}, {"x": "a", "s": 1}], {})
     {'x': 'a', 's': 1}
     """
     first = dict(bindings[0]) if bindings else {}
@@ -117,11 +186,9 @@ def common_bindings(
         if all(same_constant(value, first[name]) for value in values):
             continue
         del first[name]
-        parameters = parameters_of(new) or ()
-        wanted = any(p.name == name for p in parameters) and name not in concrete_args
-        if wanted and not nodes_in(values):
+        if name in callee.names and name not in concrete_args and not nodes_in(values):
             raise ValueError(
-                f"{label(new)} takes {name!r}, which is {values} in the matches, and is called "
+                f"{callee.label} takes {name!r}, which is {values} in the matches, and is called "
                 "once for all; pass concrete_args, or replace them one by one"
             )
     return first
@@ -130,129 +197,71 @@ def common_bindings(
 def plan_same_call(
     node: fx.Node,
     old: Callable[..., Any],
-    new: Callable[..., Any],
+    callee: Callee,
     concrete_args: Mapping[str, Any],
 ) -> Arguments:
     """Give a callable the arguments of a node.
 
-    Parameters
-    ----------
-    node : torch.fx.Node
-        A call.
-    old, new : callable
-        What it calls, and what will be called in its place. A keyword argument that `new` lacks is
-        left out if it equals the default of `old`: traces spell defaults out.
-    concrete_args : mapping
-        Constants to pass in addition, or in place of the node's keyword arguments.
+    A keyword argument that it lacks is left out if it equals the default of `old`, which the node
+    calls: traces spell defaults out.
 
-    Returns
-    -------
-    tuple of (tuple, dict)
-        Positional and keyword arguments.
-
-    Raises
-    ------
-    ValueError
-        If `new` does not take them.
-
-    Examples
-    --------
     >>> import torch.nn.functional as F
     >>> graph = fx.symbolic_trace(lambda x: F.softmax(x, dim=1)).graph
     >>> node = next(iter(graph.find_nodes(op="call_function", target=F.softmax)))
     >>> dict(node.kwargs)
     {'dim': 1, '_stacklevel': 3, 'dtype': None}
-    >>> plan_same_call(node, F.softmax, lambda x, dim: x, {})
+    >>> plan_same_call(node, F.softmax, Callee.of(lambda x, dim: x), {})
     ((x,), {'dim': 1})
     """
-    parameters = parameters_of(new)
     kwargs = dict(node.kwargs)
-    if parameters is not None:
-        if not any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
-            defaults = defaults_of(old)
-            for name in kwargs.keys() - {p.name for p in parameters}:
+    if callee.parameters is not None:
+        if not callee.takes(Parameter.VAR_KEYWORD):
+            defaults = _defaults_of(old)
+            for name in kwargs.keys() - {p.name for p in callee.parameters}:
                 if name in defaults and same_constant(defaults[name], kwargs[name]):
                     del kwargs[name]
-        _check_binds(new, parameters, node.args, {**kwargs, **concrete_args})
+        _check_binds(callee, node.args, {**kwargs, **concrete_args})
     return tuple(node.args), {**kwargs, **concrete_args}
 
 
 def _is_required(parameter: Parameter) -> bool:
-    """Tell whether a parameter must be given by position."""
-    return parameter.kind in POSITIONAL and parameter.default is Parameter.empty
+    """Whether a parameter must be given by position."""
+    return parameter.kind in _POSITIONAL and parameter.default is Parameter.empty
 
 
-def _check_names(
-    new: Callable[..., Any], parameters: Sequence[Parameter], concrete_args: Mapping[str, Any]
-) -> None:
+def _check_names(callee: Callee, concrete_args: Mapping[str, Any]) -> None:
     """Refuse constants for parameters that do not exist."""
-    if any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
+    if callee.takes(Parameter.VAR_KEYWORD):
         return
-    names = [p.name for p in parameters if p.kind is not Parameter.VAR_POSITIONAL]
-    unknown = [name for name in concrete_args if name not in names]
+    unknown = [name for name in concrete_args if name not in callee.names]
     if unknown:
         raise ValueError(
-            f"{label(new)} has no parameter {', '.join(map(repr, unknown))}; "
-            f"concrete_args may name {', '.join(names) or 'none'}"
+            f"{callee.label} has no parameter {', '.join(map(repr, unknown))}; "
+            f"concrete_args may name {', '.join(callee.names) or 'none'}"
         )
 
 
-def _check_keyword_only(
-    new: Callable[..., Any], parameters: Sequence[Parameter], concrete_args: Mapping[str, Any]
-) -> None:
-    """Refuse keyword-only parameters that nobody gives."""
-    for parameter in parameters:
-        lacks = parameter.default is Parameter.empty and parameter.name not in concrete_args
+def _check_keyword_only(callee: Callee, given: Mapping[str, Any]) -> None:
+    """Refuse keyword-only parameters without a value."""
+    for parameter in callee.parameters or ():
+        lacks = parameter.default is Parameter.empty and parameter.name not in given
         if parameter.kind is Parameter.KEYWORD_ONLY and lacks:
             raise ValueError(
-                f"{label(new)} needs the keyword argument {parameter.name!r}; "
+                f"{callee.label} needs the keyword argument {parameter.name!r}; "
                 f"pass concrete_args={{{parameter.name!r}: ...}}"
             )
 
 
-def _check_binds(
-    new: Callable[..., Any],
-    parameters: Sequence[Parameter],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> None:
+def _check_binds(callee: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse arguments that the callable would refuse when called."""
     try:
-        inspect.Signature(parameters).bind(*args, **kwargs)
+        inspect.Signature(callee.parameters).bind(*args, **kwargs)
     except TypeError as error:
         shown = [str(value) for value in args] + [f"{k}={v}" for k, v in kwargs.items()]
         raise ValueError(
-            f"{label(new)} does not take the arguments of the node, ({', '.join(shown)}): "
+            f"{callee.label} does not take the arguments of the node, ({', '.join(shown)}): "
             f"{error}; give it the same parameters, or pass concrete_args"
         ) from error
-
-
-def is_optional(value: Any) -> bool:
-    """Tell whether a replacement may do without an input: a size or a training flag.
-
-    Parameters
-    ----------
-    value : Any
-        An input of a subgraph.
-
-    Returns
-    -------
-    bool
-        True for what follows from the shapes of tensors, or from the mode of the module.
-    """
-    return isinstance(value, fx.Node) and (is_size(value) or tells_mode(value))
-
-
-def _as_many_as(wanted: int, inputs: Sequence[Any]) -> list[Any] | None:
-    """Leave out sizes, training flags or both if the callable takes that many fewer inputs."""
-    modes = [value for value in inputs if isinstance(value, fx.Node) and tells_mode(value)]
-    optional = [value for value in inputs if is_optional(value)]
-    sizes = [value for value in optional if value not in modes]
-    for left_out in ([], modes, sizes, optional):
-        rest = [value for value in inputs if value not in left_out]
-        if len(rest) == wanted:
-            return rest
-    return None
 
 
 def _distribute(
@@ -270,27 +279,24 @@ def _distribute(
     args: list[Any] = []
     for parameter in parameters:
         is_input = _is_required(parameter) and parameter.name not in concrete_args
-        # What goes into *args can only be reached if all before it stands by position too.
+        # What goes into *args can only be reached if all before it is given by position too.
         by_position = is_input or parameter.kind is Parameter.POSITIONAL_ONLY or bool(rest)
-        if parameter.kind not in POSITIONAL or parameter.name not in values or not by_position:
+        if parameter.kind not in _POSITIONAL or parameter.name not in values or not by_position:
             break
         args.append(values.pop(parameter.name))
     return (*args, *rest), values
 
 
 def _misfit(
-    new: Callable[..., Any],
-    wanted: Sequence[Parameter],
-    inputs: Sequence[Any],
-    bound: Mapping[str, Any],
+    callee: Callee, wanted: Sequence[Parameter], inputs: Sequence[Any], bound: Mapping[str, Any]
 ) -> str:
     """Say that the numbers of parameters and inputs differ."""
     names = ", ".join(p.name for p in wanted)
-    values = ", ".join(str(value) for value in inputs)
+    values = ", ".join(map(str, inputs))
     besides = ", ".join(f"{name}={value}" for name, value in bound.items())
     besides = f" besides {besides}, bound by name" if besides else ""
     return (
-        f"{label(new)} takes {len(wanted)} required arguments ({names}){besides}, but the "
+        f"{callee.label} takes {len(wanted)} required arguments ({names}){besides}, but the "
         f"subgraph has {len(inputs)} inputs ({values}); fix further parameters by concrete_args, "
         "give them defaults, or match the operations between these inputs too"
     )

@@ -9,7 +9,9 @@ import torch.fx as fx
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from slapo.graph.match.chain_view import ChainView
 from slapo.graph.match.dataflow import is_size
+from slapo.graph.rewrite.subgraph import HasGraph
 from slapo.graph.trace.nodes import attribute
 from slapo.graph.trace.operator_effects import (
     FUNCTIONS,
@@ -28,15 +30,8 @@ _DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 class Effects:
-    """The effects of the nodes of one graph.
+    """The effects of the nodes of one graph: of a graph module, or of a view of a traced one.
 
-    Parameters
-    ----------
-    gm : torch.fx.GraphModule
-        The owner of the graph.
-
-    Examples
-    --------
     >>> gm = fx.symbolic_trace(lambda x, y: (x.view(-1).add_(1), torch.dropout(y, 0.1, True)))
     >>> x, y, view, write, dropout, _ = gm.graph.nodes
     >>> effects = Effects(gm)
@@ -44,7 +39,7 @@ class Effects:
     ({x}, {x}, True)
     """
 
-    def __init__(self, gm: fx.GraphModule) -> None:
+    def __init__(self, gm: HasGraph) -> None:
         self._gm = gm
         self._roots: dict[fx.Node, frozenset[Root]] = {}
 
@@ -101,7 +96,7 @@ class Effects:
         if node.op != "call_module":
             return [], []
         module = self._module(node)
-        if isinstance(module, fx.GraphModule) and module._modules is self._gm._modules:
+        if isinstance(module, ChainView):
             used, changed = Effects(module)._all_tensors()  # a view holds all and uses little
         else:
             changed = list(module.buffers())
@@ -128,23 +123,11 @@ class Effects:
 
 
 def draws_in(module: nn.Module) -> bool:
-    """Tell whether a module draws random numbers in training.
+    """Whether a module draws random numbers in training, whatever its present mode.
 
     Dropout that a module calls as a function is known by an attribute for its probability, such
     as ``attention_dropout``.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        Any module.
-
-    Returns
-    -------
-    bool
-        The module's present mode does not count: it may change.
-
-    Examples
-    --------
     >>> draws_in(nn.Sequential(nn.Dropout(0.1))), draws_in(nn.Dropout(0.0))
     (True, False)
     """

@@ -9,21 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from slapo.graph.fuse.fusion import fuse_subgraph
 from slapo.graph.rewrite.effects import Effects
-from slapo.graph.rewrite.replace import (
-    replace_horizontal,
-    replace_node_by_function,
-    replace_vertical,
-)
-from slapo.graph.rewrite.subgraph_view import subgraph_view
+from slapo.graph.rewrite.rules import carry_out
 from slapo.graph.trace.region_calls import (
     enter_autocast,
     enter_grad_mode,
     leave_autocast,
     leave_grad_mode,
 )
-from slapo.op.checkpoint import CheckPointWrapper
+from slapo.primitives.checkpoint import Checkpoint
+from tests.graph.rewrites import (
+    fuse,
+    fusion_of,
+    replace_horizontal,
+    replace_node,
+    replace_vertical,
+)
 
 SIZE = 8
 enter_inference = torch.autograd.grad_mode._enter_inference_mode
@@ -138,7 +139,7 @@ def pick(gm: fx.GraphModule, names: str) -> list[fx.Node]:
 
 def by_fusion(gm: fx.GraphModule, *chains: str) -> None:
     (chain,) = (pick(gm, names) for names in chains)
-    replace_vertical(gm, chain, fuse_subgraph(gm, chain, None), name="Fused")
+    fuse(gm, chain, compiler=None, name="Fused")
 
 
 class SideBySide(nn.Module):
@@ -152,7 +153,7 @@ class SideBySide(nn.Module):
 
 def by_one_call(gm: fx.GraphModule, *chains: str) -> None:
     picked = [pick(gm, names) for names in chains]
-    parts = [fuse_subgraph(gm, chain, None) for chain in picked]
+    parts = [fusion_of(gm, chain, compiler=None) for chain in picked]
     replace_horizontal(gm, picked, SideBySide(parts), name="Both")
 
 
@@ -548,14 +549,13 @@ def test_a_checkpoint_has_the_effects_of_its_operations(code, names):
     gm = traced(code)
     state = state_of(gm)
     chain = pick(gm, names)
-    view = CheckPointWrapper.around_view(subgraph_view(gm, chain), None, False)
-    replace_vertical(gm, chain, view, "Checkpoint", keep_modules=True)
+    carry_out(gm, Checkpoint(gm, chain, None, False, None), keep_modules=True)
     expected = numbers(gm, state)
     if code is past_a_checkpoint:
         rewrite(gm, ["second_norm relu_1"])
         torch.testing.assert_close(numbers(gm, state), expected, rtol=0, atol=0)
         return
-    with pytest.raises(ValueError, match=r"'norm' .*'checkpoint_0'.*in place"):
+    with pytest.raises(ValueError, match=r"'norm' .*'check_point_wrapper_0'.*in place"):
         rewrite(gm, ["norm relu_1"])
         torch.testing.assert_close(numbers(gm, state), expected)
 
@@ -579,7 +579,7 @@ def test_parts_of_regions_are_refused(names):
     gm = traced(a_region_of_its_own)
     before = str(gm.graph)
     for act in (
-        lambda nodes: fuse_subgraph(gm, nodes, None),
+        lambda nodes: fusion_of(gm, nodes, compiler=None),
         lambda n: replace_vertical(gm, n, lambda *x: x),
     ):
         with pytest.raises(ValueError, match=r"(enter|leave)_grad_mode'.*region|used outside"):
@@ -590,7 +590,7 @@ def test_parts_of_regions_are_refused(names):
 def test_a_raw_switch_has_no_end():
     gm = traced(raw_switch)
     with pytest.raises(ValueError, match=r"has '_set_grad_enabled'.*not the whole region"):
-        fuse_subgraph(gm, pick(gm, "_set_grad_enabled fc _set_grad_enabled_1 relu"), None)
+        fusion_of(gm, pick(gm, "_set_grad_enabled fc _set_grad_enabled_1 relu"), compiler=None)
 
 
 def test_sizes_change_with_the_shape():
@@ -608,10 +608,10 @@ def test_a_cast_may_be_the_tensor_itself(cast):
 
 def test_one_node_is_not_moved():
     gm = traced(two_dropouts)
-    fuse_subgraph(gm, pick(gm, "drop"), None)
+    fusion_of(gm, pick(gm, "drop"), compiler=None)
     (node,) = pick(traced(no_grad_ahead), "enter_grad_mode")
     with pytest.raises(ValueError, match="whole region"):
-        replace_node_by_function(node.graph.owning_module, node, lambda enabled: None)
+        replace_node(node.graph.owning_module, node, lambda enabled: None)
 
 
 def hidden_draw(m, x, y):
@@ -624,12 +624,12 @@ def hidden_draw(m, x, y):
 def test_what_a_rewrite_has_put_in_keeps_its_effects(new):
     gm = traced(hidden_draw)
     chain = pick(gm, "drop relu")
-    call = replace_vertical(gm, chain, fuse_subgraph(gm, chain, None) if new == "fuse" else new)
+    call = replace_vertical(gm, chain, fusion_of(gm, chain, compiler=None) if new == "fuse" else new)
     with pytest.raises(ValueError, match=r"'other_drop'.*random"):
         replace_vertical(gm, [call, *pick(gm, "exp")], torch.exp)
     gm = traced(hidden_write)
     chain = pick(gm, "add_ relu")
-    replace_vertical(gm, chain, fuse_subgraph(gm, chain, None) if new == "fuse" else new)
+    replace_vertical(gm, chain, fusion_of(gm, chain, compiler=None) if new == "fuse" else new)
     with pytest.raises(ValueError, match=r"'exp' would move past.*in place"):
         replace_vertical(gm, pick(gm, "exp cos"), torch.exp)
 

@@ -21,6 +21,7 @@ from slapo.graph.match.canonical import (
 )
 from slapo.graph.match.pattern import (
     PATTERN_MODULE,
+    PATTERN_OF_CHAIN,
     PATTERN_TENSOR,
     ModulePattern,
     call_module,
@@ -39,7 +40,6 @@ class Step:
     Attributes
     ----------
     node : torch.fx.Node
-        Its node in the traced pattern.
     call : Call
         The operator with the arguments that are compared.
     regex : re.Pattern or None
@@ -49,8 +49,7 @@ class Step:
     sizes : mapping
         Arguments that are sizes.
     implied : frozenset of str
-        Arguments that the trace spells out, whether or not the pattern states them: they have
-        their default values.
+        Arguments that the trace spells out with their defaults, though the pattern may not.
     """
 
     node: fx.Node
@@ -109,7 +108,8 @@ def _function_step(node: fx.Node, call: Call) -> Step:
     }
     # Python functions are traced with all arguments: F.dropout(x) shows p=0.5, training=True.
     implied = by_default if inspect.isfunction(node.target) else ()
-    skipped = call.op.ignored | (call.op.free & by_default) | sizes.keys()
+    free = call.op.free if PATTERN_OF_CHAIN in node.meta else call.op.free & by_default
+    skipped = call.op.ignored | free | sizes.keys()
     stated = {name: value for name, value in given.items() if name not in skipped}
     return Step(node, replace(call, args=stated), sizes=sizes, implied=frozenset(implied))
 

@@ -1,4 +1,4 @@
-"""Whether operations may run at another place of the graph: the one check of all rewrites."""
+"""Checks that operations may run at another place of the graph, or a second time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Collection, Sequence
 
 import torch.fx as fx
 
-from slapo.graph.match.dataflow import is_size, tells_mode
+from slapo.graph.match.dataflow import is_size
 from slapo.graph.rewrite.effects import Effects, Root
+from slapo.graph.rewrite.subgraph import HasGraph
 from slapo.graph.trace.nodes import called_name
 from slapo.graph.trace.region_calls import begins_region, ends_region
 
@@ -21,32 +22,17 @@ _ORDER_OF_DRAWS = (
 Region = tuple[object, ...]
 
 
-def may_move(gm: fx.GraphModule, chain: Collection[fx.Node], place: fx.Node) -> None:
-    """Check that operations may run together at one place without a change of numbers.
+def check_reorder(gm: HasGraph, chain: Collection[fx.Node], place: fx.Node) -> None:
+    """Check that operations may run together right before `place`, or instead of it.
 
     ``b = f(x); other(y); c = g(b)  -->  other(y); c = new(x)`` moves ``f`` past ``other``. It must
     not get into or out of a region (``no_grad``, autocast), past a write to what it reads or a
-    look at what it writes, or, if it draws random numbers, past another draw.
+    look at what it writes, or, if it draws random numbers, past another draw. The ``ValueError``
+    names both nodes, the reason and the remedy.
 
-    Parameters
-    ----------
-    gm : torch.fx.GraphModule
-        The owner of the graph.
-    chain : collection of torch.fx.Node
-        The operations.
-    place : torch.fx.Node
-        They will run right before this node, or in the place of it if it is one of them.
-
-    Raises
-    ------
-    ValueError
-        Naming both nodes, the reason and the remedy.
-
-    Examples
-    --------
     >>> gm = fx.symbolic_trace(lambda x: (x.exp(), x.add_(1))[0].relu())
     >>> _, exp, add_, relu, _ = gm.graph.nodes
-    >>> may_move(gm, [exp, relu], relu)
+    >>> check_reorder(gm, [exp, relu], relu)
     Traceback (most recent call last):
     ValueError: 'exp' would move past 'add_' when the subgraph becomes one call at 'relu', but ...
     """
@@ -59,29 +45,16 @@ def may_move(gm: fx.GraphModule, chain: Collection[fx.Node], place: fx.Node) -> 
     _check_effects(Effects(gm), span, inside, place)
 
 
-def may_run_again(gm: fx.GraphModule, chain: Collection[fx.Node]) -> None:
+def check_recompute(gm: HasGraph, chain: Collection[fx.Node]) -> None:
     """Check that operations compute the same when the backward pass runs them a second time.
 
     Random numbers are drawn again as before. Statistics that a module updates are updated twice,
-    as under ``torch.utils.checkpoint``.
+    as under ``torch.utils.checkpoint``. A chain of which an input is changed in place, by the chain
+    or after it, is a ``ValueError``.
 
-    Parameters
-    ----------
-    gm : torch.fx.GraphModule
-        The owner of the graph.
-    chain : collection of torch.fx.Node
-        The operations.
-
-    Raises
-    ------
-    ValueError
-        If the chain, or an operation after it, changes an input of the chain in place.
-
-    Examples
-    --------
     >>> gm = fx.symbolic_trace(lambda x: (x.exp(), x.add_(1))[0])
     >>> _, exp, add_, _ = gm.graph.nodes
-    >>> may_run_again(gm, [exp])
+    >>> check_recompute(gm, [exp])
     Traceback (most recent call last):
     ValueError: 'add_' changes 'x' in place, which the backward pass would compute 'exp' from ...
     """
@@ -100,27 +73,8 @@ def may_run_again(gm: fx.GraphModule, chain: Collection[fx.Node]) -> None:
                 )
 
 
-def outward_effects(gm: fx.GraphModule, chain: Collection[fx.Node]) -> frozenset[str]:
-    """Say what one call in the place of a chain does, for rewrites to come.
-
-    Parameters
-    ----------
-    gm : torch.fx.GraphModule
-        The owner of the graph.
-    chain : collection of torch.fx.Node
-        The operations.
-
-    Returns
-    -------
-    frozenset of str
-        ``"draws"`` if they draw random numbers, ``"writes"`` if they change an input in place.
-
-    Examples
-    --------
-    >>> gm = fx.symbolic_trace(lambda x: x.exp_())
-    >>> outward_effects(gm, list(gm.graph.nodes)[1:2])
-    frozenset({'writes'})
-    """
+def outward_effects(gm: HasGraph, chain: Collection[fx.Node]) -> frozenset[str]:
+    """Effects of one call instead of a chain, for rewrites to come: ``"draws"``, ``"writes"``."""
     effects = Effects(gm)
     found = set()
     if any(effects.draws(node) for node in chain):
@@ -262,7 +216,7 @@ def _after(node: fx.Node, here: Region) -> Region:
         if here and node.args and here[-1] is node.args[0]:
             return here[:-1]
         return (*here, node)
-    if called_name(node) in _SWITCH:  # nothing says which mode was on before
+    if called_name(node) in _SWITCH:  # the graph does not show which mode was on before
         return (*(mode for mode in here if isinstance(mode, fx.Node)), str(node.args[0]))
     return here
 
@@ -273,7 +227,7 @@ def _is_switch(node: fx.Node) -> bool:
 
 def _is_passive(node: fx.Node) -> bool:
     """Tell whether no region matters to a node: it looks something up, or asks for a size."""
-    return node.op == "get_attr" or is_size(node) or tells_mode(node)
+    return node.op == "get_attr" or is_size(node)
 
 
 def _between(span: Sequence[fx.Node], one: fx.Node, other: fx.Node) -> list[fx.Node]:
@@ -281,7 +235,7 @@ def _between(span: Sequence[fx.Node], one: fx.Node, other: fx.Node) -> list[fx.N
     return list(span[first:last])
 
 
-def _writers(gm: fx.GraphModule, effects: Effects, value: fx.Node) -> list[fx.Node]:
+def _writers(gm: HasGraph, effects: Effects, value: fx.Node) -> list[fx.Node]:
     """List the nodes that change a value, by whatever name, found along its views."""
     memory = effects.roots([value])
     pending = [root for root in memory if isinstance(root, fx.Node)]

@@ -1,0 +1,104 @@
+"""Some operations of a traced module as a module of its own, over the state of the first."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx, nn
+from torch.fx.graph_module import _forward_from_src
+
+_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_CODE = "_slapo_code"
+
+
+class ChainView(fx.GraphModule):
+    """Runs operations of `owner`, whose children and parameters it looks up by name at each call.
+
+    So it follows when one of them is replaced there. It has no state of its own: its tables of
+    parameters and children are those of the owner.
+
+    Parameters
+    ----------
+    owner
+        The traced module that the operations are part of.
+    graph
+        The operations; its inputs are those of the chain in order of first use.
+
+    Attributes
+    ----------
+    name : str
+        Path, in the owner, of the module around the view; set when it has one.
+    rewritten_by : set of int
+        Numbers of the rewrites of the owner that were done in this graph.
+    """
+
+    owner: nn.Module
+    name: str
+    rewritten_by: set[int]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> ChainView:
+        """Make an object of the class itself, not of a class for each graph as fx does."""
+        return object.__new__(cls)
+
+    def __init__(self, owner: nn.Module, graph: fx.Graph) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update({slot: owner.__dict__[slot] for slot in _SHARED})
+        self.__dict__.update(owner=owner, name="", rewritten_by=set(), _graph=graph)
+        self.training = owner.training
+        self.recompile()
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The operations."""
+        return self._graph
+
+    @property
+    def code(self) -> str:
+        """The graph as Python."""
+        return self._graph.python_code("self").src
+
+    def recompile(self) -> Any:
+        """Follow a change of the graph."""
+        code = self._graph.python_code("self")
+        self.__dict__[_CODE] = _forward_from_src(code.src, code.globals)
+        return code
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run the operations on the state of the owner."""
+        return self.__dict__[_CODE](self.owner, *inputs)
+
+    __repr__ = nn.Module.__repr__
+    __str__ = nn.Module.__repr__
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != _CODE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.recompile()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChainView:
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        new.recompile()
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _empty, (type(self),), self.__getstate__()
+
+
+def _empty(kind: type[ChainView]) -> ChainView:
+    return object.__new__(kind)
+
+
+def chain_view(owner: nn.Module, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> ChainView:
+    """Make the view of a chain, whose nodes are in graph order."""
+    graph = fx.Graph()
+    copies = {value: graph.placeholder(value.name) for value in inputs}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[nodes[-1]])
+    return ChainView(owner, graph)

@@ -1,0 +1,412 @@
+"""Rewrites as rules: done in the graph that a schedule sees, and again in each later capture.
+
+A rule holds no node and no module, so that it is copied and pickled with the module it belongs to.
+It keeps the searches that found the operations, which of their matches it is about, and the name
+of what is called instead.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.fx as fx
+from torch import nn
+
+from slapo.errors import TraceError
+from slapo.graph.match.chain_view import ChainView
+from slapo.graph.match.find import Places, Search, search_for_chain
+from slapo.graph.match.search import Match
+from slapo.graph.rewrite.arguments import (
+    Arguments,
+    Callee,
+    common_bindings,
+    plan_call,
+    plan_same_call,
+)
+from slapo.graph.rewrite.plan import Plan, common_inputs, lay_out
+from slapo.graph.rewrite.subgraph import HasGraph, in_order, subgraph_inputs
+from slapo.graph.rewrite.submodules import check_stem, drop_unused
+from slapo.graph.trace.module import Traced, View, rewrite, rules_of
+from slapo.graph.trace.nodes import called_name
+from slapo.history import caller_location
+from slapo.wrapper import innermost
+
+Bindings: TypeAlias = Mapping[str, Any]
+Pick: TypeAlias = tuple[Search | Places, int]
+"""A search, and which of its matches."""
+
+_INSIDE = "slapo_chain_view"
+"""Key of ``node.meta`` of a call of a :class:`.ChainView`: the child's name in the shown graph."""
+
+_found: WeakKeyDictionary[fx.Graph, dict[Search | Places, list[Match]]] = WeakKeyDictionary()
+"""Results of searches in captures that rules are being applied to, from before the rewrites."""
+
+
+class Rule:
+    """A rewrite of the graphs of one module.
+
+    Making a rule plans it for the graph that the schedule sees, where all errors are raised;
+    nothing is changed before :func:`carry_out`.
+
+    Parameters
+    ----------
+    module
+        A graph module, or a :class:`.ChainView` of one.
+    chains
+        The operations of each match.
+    bindings
+        What the arguments of the pattern stand for in each match.
+    picks
+        The search behind each match; None for operations that were picked by hand.
+
+    Attributes
+    ----------
+    plan : Plan or None
+        What the rule does to the shown graph, until it is done.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        chains: Sequence[Sequence[fx.Node]],
+        bindings: Sequence[Bindings] = (),
+        picks: Sequence[Pick | None] = (),
+    ) -> None:
+        self.location = caller_location()
+        self.inside = module.name if isinstance(module, ChainView) else ""
+        self.number = len(rules_of(home_of(module)))
+        self.plan: Plan | None = self._planned(module, chains, bindings or [{}] * len(chains))
+        self.picks: list[Pick] = []
+        if isinstance(home_of(module), Traced):  # others have one graph for all calls
+            known = picks or [None] * len(chains)
+            for chain, pick in zip(self.plan.chains, known, strict=True):
+                self.picks.append(pick or search_for_chain(module, chain))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "plan": None}
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__.lower()} at {self.location}"
+
+    def _planned(
+        self, gm: HasGraph, chains: Sequence[Sequence[fx.Node]], bindings: Sequence[Bindings]
+    ) -> Plan:
+        """Check the rewrite of one graph; ``ValueError`` if it cannot be done."""
+        chain = in_order(gm.graph, chains[0])
+        return lay_out(gm, [chain], tuple(subgraph_inputs(chain)), {})
+
+    def _target(self, view: View, part: HasGraph, plan: Plan) -> Any:
+        """The path of the submodule, or the function, that is called instead."""
+        raise NotImplementedError
+
+    # --- application -------------------------------------------------------------------------
+    def apply(self, view: View) -> None:
+        """Rewrite one graph. If that is not possible, the graph stays as it is.
+
+        Raises
+        ------
+        TraceError
+            If a capture that is not shown has no place for the rewrite.
+        """
+        part = self._part_of(view)
+        plan = self.plan if view.is_shown else None
+        if plan is None:
+            found = self._search(view)
+            if isinstance(part, ChainView) and self.number in part.rewritten_by:
+                return
+            matches = [self._pick(search, index, found) for search, index in self.picks]
+            try:
+                plan = self._planned(part, matches, [match.bindings for match in matches])
+            except ValueError as error:
+                raise self._refusal(str(error)) from error
+        plan.carry_out(self._target(view, part, plan))
+        self._note(plan)
+        if isinstance(part, ChainView):
+            part.rewritten_by.add(self.number)
+            part.recompile()
+        self.plan = None
+
+    def _note(self, plan: Plan) -> None:
+        """Keep something with the new call."""
+
+    def _part_of(self, view: View) -> View | ChainView:
+        """What is rewritten of a view: itself, or a part that a checkpoint has moved."""
+        if not self.inside:
+            return view
+        for node in view.graph.find_nodes(op="call_module"):
+            if node.meta.get(_INSIDE, node.target) == self.inside:
+                part = innermost(view.get_submodule(str(node.target)))
+                if isinstance(part, ChainView):
+                    return part
+        raise self._refusal(f"it has no {self.inside}, which the operations are in")
+
+    def _search(self, view: View) -> dict[Search | Places, list[Match]]:
+        """Repeat the searches of this rule and of later ones that were made before it was done."""
+        rules = rules_of(view.module)
+        is_next = self.number < len(rules) and rules[self.number] is self
+        found = _found.setdefault(view.graph, {})
+        for rule in rules[self.number :] if is_next else [self]:
+            for search, _ in rule.picks:
+                if search in found or search.rewrites > self.number:
+                    continue
+                part = rule._part_of(view)
+                if not isinstance(part, ChainView) or rule.number not in part.rewritten_by:
+                    found[search] = search.run(part.graph, part.get_submodule)
+        return found
+
+    def _pick(
+        self, search: Search | Places, index: int, found: Mapping[Search | Places, list[Match]]
+    ) -> Match:
+        matches = found[search]
+        if len(matches) != search.total:
+            raise self._refusal(
+                f"the operations that it is about are there {len(matches)} times, and "
+                f"{search.total} times in the graph that is shown"
+            )
+        return matches[index]
+
+    def _refusal(self, reason: str) -> TraceError:
+        return TraceError(
+            f"{self} has no place in the graph of this kind of call (other inputs, or another mode,"
+            f" than the graph that is shown): {reason}; call the module as it was traced, or leave "
+            "the rewrite out"
+        )
+
+
+class Replace(Rule):
+    """Another module or function instead of operations.
+
+    Parameters
+    ----------
+    new
+        What to call instead: of one chain, it takes the inputs; of several, the common inputs, and
+        gives one result for each, in a tuple.
+    name
+        A new submodule is called ``<name>_<k>``. Default: the name of its class.
+    concrete_args
+        Arguments of `new` that are given as constants, by parameter name.
+    same_call
+        Give a function the arguments of the one node that it replaces.
+    **where
+        As for :class:`Rule`.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        chains: Sequence[Sequence[fx.Node]],
+        new: Callable[..., Any],
+        name: str | None = None,
+        concrete_args: Mapping[str, Any] | None = None,
+        same_call: bool = False,
+        **where: Any,
+    ) -> None:
+        if not callable(new):
+            raise TypeError(f"the replacement must be a module or a function, got {new!r}")
+        self.callee, self.concrete_args = Callee.of(new), dict(concrete_args or {})
+        self.same_call, self.several = same_call, len(chains) != 1
+        self.stem = name or getattr(new, "original_name", None) or type(new).__name__
+        self._new: nn.Module | None = None
+        self.target: Any = None
+        if isinstance(new, nn.Module):
+            check_stem(self.stem)
+            self._new = new
+        else:
+            self.target = _with_name(new) if isinstance(new, functools.partial) else new
+        super().__init__(module, chains, **where)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_new": None}
+
+    def __str__(self) -> str:
+        return f"the replacement by {self.callee.label} at {self.location}"
+
+    def _planned(
+        self, gm: HasGraph, chains: Sequence[Sequence[fx.Node]], bindings: Sequence[Bindings]
+    ) -> Plan:
+        ordered = [in_order(gm.graph, chain) for chain in chains]
+        args, kwargs = self._arguments(gm, ordered, bindings)
+        return lay_out(gm, ordered, args, kwargs, self.several)
+
+    def _arguments(
+        self, gm: HasGraph, chains: Sequence[list[fx.Node]], bindings: Sequence[Bindings]
+    ) -> Arguments:
+        if self.same_call:
+            (node,) = chains[0]
+            return plan_same_call(node, _called(gm, node), self.callee, self.concrete_args)
+        if self.several:
+            shared = common_bindings(self.callee, bindings, self.concrete_args)
+            return plan_call(self.callee, common_inputs(chains), self.concrete_args, shared)
+        inputs = subgraph_inputs(chains[0])
+        return plan_call(self.callee, inputs, self.concrete_args, bindings[0])
+
+    def _target(self, view: View, part: HasGraph, plan: Plan) -> Any:
+        if self._new is not None:
+            self.target, self._new = view.add(self.stem, self._new), None
+        return self.target
+
+
+class MadePerText(Rule):
+    """A module that is made of the operations: one for all captures in which they are the same.
+
+    Captures may differ in a constant, such as a dropout's flag. The module for the shown graph
+    becomes a child, those for others stay out of sight.
+
+    Attributes
+    ----------
+    made : torch.nn.Module or None
+        The module for the shown graph, until it is there.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, chain: Sequence[fx.Node], stem: str, pick: Pick | None = None
+    ) -> None:
+        check_stem(stem)
+        self.stem, self.children = stem, dict[str, str]()
+        super().__init__(module, [chain], picks=[pick])
+        assert self.plan is not None
+        self.made: nn.Module | None = self._make(module, home_of(module), self.plan.chains[0])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "made": None}
+
+    def _make(self, gm: HasGraph, home: nn.Module, chain: list[fx.Node]) -> nn.Module:
+        """Make the module of a chain of the graph of `gm`, of which `home` has the children."""
+        raise NotImplementedError
+
+    def _target(self, view: View, part: HasGraph, plan: Plan) -> Any:
+        (chain,) = plan.chains
+        text = self._text(part, chain)
+        if not _has(view, self.children.get(text, "")):
+            made = self.made if self.made is not None else self._make(part, view.module, chain)
+            self.children[text] = name = view.add(self.stem, made)
+            self.made, inner = None, innermost(made)
+            if isinstance(inner, ChainView):
+                inner.name = name
+        return self.children[text]
+
+    def _text(self, gm: HasGraph, chain: list[fx.Node]) -> str:
+        """Text of a chain: where it is the same, the module is."""
+        return text_of(chain)
+
+    def _note(self, plan: Plan) -> None:
+        assert plan.call is not None
+        plan.call.meta[_INSIDE] = next(iter(self.children.values()))
+
+
+def carry_out(module: fx.GraphModule, rule: Rule, keep_modules: bool = False) -> fx.Node:
+    """Do a rewrite in all graphs of a module, and drop the submodules that are not needed any more.
+
+    Parameters
+    ----------
+    module
+        That of the rule.
+    rule
+        A rule that was made for it.
+    keep_modules
+        Keep submodules that are called no more.
+
+    Returns
+    -------
+    torch.fx.Node
+        The new call in the shown graph.
+
+    Examples
+    --------
+    >>> gm = fx.symbolic_trace(lambda x, y: (x * y).sum())
+    >>> calls = [n for n in gm.graph.nodes if n.op.startswith("call")]
+    >>> carry_out(gm, Replace(gm, [calls], torch.dot)).args
+    (x, y)
+    >>> gm(torch.ones(3), torch.ones(3))
+    tensor(3.)
+    """
+    plan, home = rule.plan, home_of(module)
+    if plan is None:
+        raise ValueError(f"{rule} was carried out already; make another rule")
+    called = [str(node.target) for node in plan.nodes if node.op == "call_module"]
+    if isinstance(home, Traced):
+        rewrite(home, rule)
+    else:
+        rule.apply(_OneGraph(home))  # type: ignore[arg-type]
+    if not keep_modules:
+        drop_unused(home, called)
+    if not isinstance(home, Traced):
+        home.recompile()
+    assert plan.call is not None
+    return plan.call
+
+
+class _OneGraph:
+    """A graph module that is no traced one, as rules see it."""
+
+    is_shown = True
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module, self.graph, self.training = module, module.graph, module.training
+        self.get_submodule = module.get_submodule
+
+    def add(self, stem: str, child: nn.Module) -> str:
+        k = 0
+        while f"{stem}_{k}" in self.module._modules or hasattr(self.module, f"{stem}_{k}"):
+            k += 1
+        self.module.add_module(f"{stem}_{k}", child)
+        return f"{stem}_{k}"
+
+
+def home_of(module: fx.GraphModule) -> Any:
+    """The module that holds the children which a graph calls."""
+    return module.owner if isinstance(module, ChainView) else module
+
+
+def text_of(chain: Sequence[fx.Node]) -> str:
+    """A text that is equal for chains that compute the same, whatever their nodes are called."""
+    names = {value: f"input_{k}" for k, value in enumerate(subgraph_inputs(chain))}
+    names |= {node: f"value_{k}" for k, node in enumerate(chain)}
+    lines = []
+    for node in chain:
+        args = fx.map_arg((node.args, dict(node.kwargs)), lambda value: _Name(names[value]))
+        lines.append(f"{names[node]} = {node.op} {_text_of_target(node)} {args}")
+    return "\n".join(lines)
+
+
+class _Name(str):
+    """A name within the text of arguments, where strings are quoted."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _text_of_target(node: fx.Node) -> str:
+    if isinstance(node.target, str):
+        return node.target
+    home, name = getattr(node.target, "__module__", ""), called_name(node)
+    qualified = str(getattr(node.target, "__qualname__", name))
+    unique = id(node.target) if not qualified or "<" in qualified else ""
+    return f"{home}.{qualified or node.target}{unique}"
+
+
+def _has(view: View, path: str) -> bool:
+    try:
+        return bool(path) and view.get_submodule(path) is not None
+    except AttributeError:
+        return False
+
+
+def _called(gm: HasGraph, node: fx.Node) -> Callable[..., Any]:
+    """Look up what a node calls."""
+    target: Any = node.target
+    if node.op == "call_module":
+        return gm.get_submodule(target)
+    return getattr(torch.Tensor, target, getattr) if node.op == "call_method" else target
+
+
+def _with_name(function: functools.partial[Any]) -> Any:
+    """A partial as graphs write calls: by name, which must not be that of the bare function."""
+    named: Any = functools.partial(function)
+    named.__name__ = f"partial_{getattr(function.func, '__name__', 'call')}"
+    named.__module__ = functools.__name__
+    return named
