@@ -14,7 +14,6 @@ from slapo.check import check as check_places
 from slapo.errors import SlapoError, with_nearest
 from slapo.framework_dialect import Lowering, Runtime, get_dialect_cls
 from slapo.framework_dialect.replicas import share_wholes
-from slapo.graph.trace.module import compile_graphs
 from slapo.node import ScheduleState
 from slapo.optimizers import refuse_earlier_optimizers
 from slapo.pipeline import PipelinedModule, generate_pipeline_partition
@@ -202,7 +201,6 @@ def _fill_module(sch: Schedule, init_weights: bool | Callable[..., Any]) -> None
     """Make a model that runs in one piece ready."""
     _materialize(sch, init_weights)
     _renew_tags(sch)
-    compile_graphs(sch.mod)
 
 
 def _prepare(sch: Schedule, runtime: Runtime) -> Lowering:
@@ -241,8 +239,6 @@ def _fill(sch: Schedule, lowering: Lowering, init_weights: bool | Callable[..., 
     if init_weights is not False and pipelined.whole is not None:
         materialize(pipelined.whole, init_weights, sch.group, only=wanted)
         pipelined.renew_tensors()
-    for stage in lowering.stages.values():
-        compile_graphs(stage)
     release(pipelined, tuple(lowering.stages))
 
 

@@ -115,6 +115,8 @@ class ScheduleState:
     sources: dict[str, tuple[Source, list[str]]] = field(default_factory=dict)
     #: kind of module -> arguments of its first call, for recording tracers
     captured: dict[Any, Any] = field(default_factory=dict)
+    #: captures that modules of the tree share
+    shared_captures: dict[Any, Any] = field(default_factory=dict)
     #: the model's parameters before it was scheduled
     parameters: Known = field(default_factory=dict)
     #: modules, and the whole numbers that they had before they were scheduled
@@ -138,6 +140,7 @@ class ScheduleState:
             nodes,
             set(self.followed),
             dict(self.sources),
+            {},
             {},
             {},
             list(self.numbers),

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from slapo.graph.trace.module import TracedModule
+from slapo.graph.trace.module import Traced, trace_of
 from slapo.node import Node
 from slapo.sharding.state import Sharding
 
@@ -50,10 +50,7 @@ class _ModuleState(_Attributes):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.cls = type(module)
-        self.graphs = [
-            (owner, owner.graph, copy.deepcopy(owner.graph))
-            for owner in (module.graphs if isinstance(module, TracedModule) else ())
-        ]
+        self.trace = trace_of(module).saved() if isinstance(module, Traced) else None
         self.tensors = [
             _TensorState(t)
             for t in (*module._parameters.values(), *module._buffers.values())
@@ -65,10 +62,8 @@ class _ModuleState(_Attributes):
         super().restore()
         for tensor in self.tensors:
             tensor.restore()
-        for owner, graph, before in self.graphs:
-            if owner.graph is not graph or str(graph) != str(before):
-                with owner.rewritten_together():
-                    owner.graph = before
+        if self.trace is not None:
+            trace_of(self.module).restore(self.trace)
 
 
 class _TensorState:

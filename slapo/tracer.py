@@ -1,7 +1,6 @@
-"""Tracers; see :mod:`slapo.graph.trace.symbolic` and :mod:`slapo.graph.trace.capture`."""
+"""Tracers; see :mod:`slapo.graph.trace.preview` and :mod:`slapo.graph.trace.capture`."""
 
-from slapo.graph.trace.contract import CallContract
-from slapo.graph.trace.module import TracedModule
-from slapo.graph.trace.symbolic import trace_symbolically
+from slapo.graph.trace.module import Traced
+from slapo.graph.trace.preview import preview
 
-__all__ = ["CallContract", "TracedModule", "trace_symbolically"]
+__all__ = ["Traced", "preview"]

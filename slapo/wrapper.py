@@ -200,7 +200,8 @@ def _signed(kind: type[ModuleWrapper], origin: type[nn.Module]) -> Callable[...,
 def _class_of(module: nn.Module) -> type[nn.Module]:
     """What a wrapper around `module` is, besides; a traced module is what it was traced from."""
     if isinstance(module, fx.GraphModule):
-        origin: type[nn.Module] = vars(module).get("origin", nn.Module)
+        trace = vars(module).get("_trace")
+        origin: type[nn.Module] = nn.Module if trace is None else trace.origin
         return origin
     return nn.Module if isinstance(module, torch.jit.ScriptModule) else type(module)
 

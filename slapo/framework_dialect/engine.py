@@ -22,10 +22,11 @@ from slapo.framework_dialect.batches import Batch, BatchCheck, next_batch
 from slapo.framework_dialect.failures import failures_of
 from slapo.framework_dialect.losses import LossMean, LossTally, MeanLoss
 from slapo.framework_dialect.options import TrainingOptions
-from slapo.framework_dialect.precision import BuffersNamed, check_traces
+from slapo.framework_dialect.precision import BuffersNamed
 from slapo.framework_dialect.replicas import share_over_mesh
 from slapo.framework_dialect.runtime import Lowering
-from slapo.graph.trace.contract import call_key
+from slapo.graph.trace.kinds import call_key
+from slapo.graph.trace.nests import tensors
 from slapo.logger import get_logger
 from slapo.mesh import DIMS, current_device
 
@@ -85,9 +86,8 @@ class Engine(ABC):
         self._failure: str | None = None
         self._nonfinite: str | None = None
 
-    def _check_model(self) -> None:
-        """Refuse what cannot be trained as it is."""
-        check_traces(self.module, self.options.dtype)
+    def _check_model(self) -> None:  # noqa: B027  (an engine may have nothing to refuse)
+        """Refuse a model that this engine cannot train."""
 
     def _rank_of(self, stage: int) -> int:
         """Where along the pipeline a stage runs."""
@@ -242,10 +242,10 @@ class Engine(ABC):
     def _check_form(self, batch: Batch, cut_evenly: bool) -> None:
         """Whether the batch can be cut, and the model called with its parts."""
         count = self.options.micro_batches
-        pipelined = self.lowering.pipelined
-        sees_values = pipelined is not None and pipelined.inputs.sees_values
-        form = None if sees_values else call_key((batch.args, batch.targets), batch.kwargs)
-        if form is not None and (form, cut_evenly) == self._form_before:
+        given = (batch.args, batch.targets)
+        shapes = [tensor.shape for tensor in tensors((given, batch.kwargs))]
+        form = call_key(given, batch.kwargs), shapes
+        if (form, cut_evenly) == self._form_before:
             return  # calls of one form fare alike
         if cut_evenly:
             part = batch if count == 1 else batch.part(0, batch.part_size(count))

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from slapo.errors import SlapoError
-from slapo.graph.trace.module import TracedModule
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -40,25 +39,6 @@ def half_of(module: nn.Module) -> torch.dtype | None:
             "computes in"
         )
     return next((dtype for dtype in found if dtype in HALVES), None)
-
-
-def check_traces(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """Refuse graphs that hold for another dtype than the model is to compute in.
-
-    Raises
-    ------
-    SlapoError
-        Naming the module.
-    """
-    if dtype is None:
-        return
-    for path, child in module.named_modules():
-        traced = child.contract.dtype if isinstance(child, TracedModule) else None
-        if traced not in (None, dtype):
-            raise SlapoError(
-                f"{path or 'the model'!r} was traced with parameters of {traced}, and is to run "
-                f"with {dtype}; convert the model by model.to({dtype}) before it is traced"
-            )
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo.errors import SlapoError
-from slapo.graph.trace.state import no_results_kept
+from slapo.graph.trace.hf import no_results_kept
 from slapo.pipeline.stage import Stage
 from slapo.random import tracker_kept
 

@@ -10,16 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from slapo.graph.trace.modes import select_by_mode
-from slapo.graph.trace.region_calls import begins_region, ends_region
-from slapo.graph.trace.results import result_at
+from slapo.graph.trace.nests import KIND
+from slapo.graph.trace.nodes import switches_mode
 
 #: ``"tensor"``: may be sent between stages; ``"value"``: sizes, dtypes, flags; ``"container"``: a
 #: tuple, list, dict or output object of tensors, as modules return them.
 Kind = Literal["tensor", "value", "container"]
-
-#: Under which a recorded node tells its kind.
-META = "slapo_kind"
 
 _VALUE_METHODS = frozenset(
     {
@@ -82,7 +78,6 @@ _TUPLE_METHODS = frozenset(
 )
 _VALUE_FUNCTIONS = frozenset(
     {
-        select_by_mode,
         torch.Size,
         torch.device,
         torch.finfo,
@@ -109,15 +104,11 @@ _PLAIN = frozenset(
 
 
 def kinds_of(graph: fx.Graph) -> dict[fx.Node, Kind]:
-    """The kind of every node; recorded nodes say it themselves, of others it is inferred."""
+    """The kind of every node; captured nodes have it, of others it is inferred."""
     kinds: dict[fx.Node, Kind] = {}
     for node in graph.nodes:
-        known = (
-            None
-            if begins_region(node) or ends_region(node) or node.op == "get_attr"
-            else node.meta.get(META)
-        )
-        kinds[node] = known or _inferred(node, kinds)
+        known = None if node.op == "get_attr" else node.meta.get(KIND)
+        kinds[node] = "value" if switches_mode(node) else known or _inferred(node, kinds)
     return kinds
 
 
@@ -161,6 +152,6 @@ def _is_taken_apart(node: fx.Node) -> bool:
 
 def is_projection(node: fx.Node) -> bool:
     """``value[1]``, ``value["name"]`` or ``value.name``."""
-    if node.target in (operator.getitem, result_at):
+    if node.target is operator.getitem:
         return isinstance(node.args[1], (int, str))
     return node.target is getattr and node.args[1] not in _VALUE_ATTRIBUTES

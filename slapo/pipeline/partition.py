@@ -6,16 +6,20 @@ from typing import TypeVar
 
 from torch import fx
 
-from slapo.errors import SlapoError
-from slapo.graph.trace.module import TracedModule
+from slapo.errors import SlapoError, TraceError
+from slapo.graph.trace.module import Traced, View, trace_of
+from slapo.graph.trace.nests import OWNER
+from slapo.graph.trace.tree import Joined, join
 from slapo.hooks import has_backward_hooks, has_forward_hooks
+from slapo.logger import get_logger
 from slapo.node import Node
-from slapo.pipeline.inline import JoinedGraph, join_containers
 from slapo.pipeline.pipelined import PipelinedModule
-from slapo.pipeline.split import split_graph
-from slapo.pipeline.stage import Stage, make_stage
+from slapo.pipeline.split import StageGraph, split_graph
+from slapo.pipeline.stage import make_stage
 from slapo.weights.meta import allow_calls
-from slapo.wrapper import innermost
+from slapo.wrapper import in_mode, innermost
+
+logger = get_logger()
 
 _CUT = "cut_pipeline_stage"
 N = TypeVar("N", bound=Node)
@@ -77,21 +81,68 @@ def generate_pipeline_partition(sch: N) -> N:
         raise SlapoError("no stage is cut; call cut_pipeline_stage() on the modules that end one")
     allow_calls(sch.mod)
     root, containers = _containers_above(sch, cuts)
-    joined = join_containers(root, containers)
-    ends = [end for node in cuts for end in _ends_of(node, joined)]
-    order = {node: place for place, node in enumerate(joined.graph.nodes)}
-    ends.sort(key=order.__getitem__)
-    stages = _make_stages(root, joined, ends)
-    sch.set_module(PipelinedModule(root, stages))
+    joined = _join_both(root, containers)
+    parts = {mode: _split(root, each, cuts) for mode, each in joined.items()}
+    _check_alike(parts)
+    count = len(next(iter(parts.values())))
+    for each in joined.values():
+        vars(root).update(each.constants)
+    stages = [make_stage(k, {mode: parts[mode][k] for mode in parts}, root) for k in range(count)]
+    sch.set_module(PipelinedModule(root, stages, joined[root.training]))
     return sch
 
 
-def _make_stages(root: TracedModule, joined: JoinedGraph, ends: list[fx.Node]) -> list[Stage]:
-    parts = split_graph(joined.graph, ends, root.get_submodule)
-    return [make_stage(index, part, root, joined) for index, part in enumerate(parts)]
+def _join_both(root: Traced, containers: list[str]) -> dict[bool, Joined]:
+    """The joined graph of each mode, that of the present one first.
+
+    Raises
+    ------
+    TraceError
+        If the present mode cannot be captured; the other one is left out then.
+    """
+    trace = trace_of(root)
+
+    def joined() -> Joined:
+        found = join(root, containers, trace.inputs, trace.constants)
+        for rule in trace.rules:
+            rule.apply(View(root, found.graph, is_shown=False))
+        return found
+
+    found = {root.training: joined()}
+    other = not root.training
+    try:
+        with in_mode(root, other):
+            found[other] = joined()
+    except TraceError as error:
+        logger.info("the stages serve %s mode only: %s", _mode(not other), error)
+    return found
 
 
-def _containers_above(sch: Node, cuts: list[Node]) -> tuple[TracedModule, list[str]]:
+def _mode(training: bool) -> str:
+    return "train" if training else "eval"
+
+
+def _split(root: Traced, joined: Joined, cuts: list[Node]) -> list[StageGraph]:
+    order = {node: place for place, node in enumerate(joined.graph.nodes)}
+    ends = [end for node in cuts for end in _ends_of(node, joined.graph)]
+    ends.sort(key=order.__getitem__)
+    return split_graph(joined.graph, ends, root.get_submodule)
+
+
+def _check_alike(parts: dict[bool, list[StageGraph]]) -> None:
+    """Refuse stages that send other tensors in one mode than in the other."""
+    sent = {mode: [part.sent for part in each] for mode, each in parts.items()}
+    if len(sent) < 2 or sent[True] == sent[False]:
+        return
+    pairs = enumerate(zip(sent[True], sent[False], strict=False))
+    index, (train, evaluation) = next((k, pair) for k, pair in pairs if pair[0] != pair[1])
+    raise SlapoError(
+        f"stage {index} would send {list(train)} in train mode and {list(evaluation)} in eval "
+        "mode; cut where both are the same, such as after a layer"
+    )
+
+
+def _containers_above(sch: Node, cuts: list[Node]) -> tuple[Traced, list[str]]:
     found: dict[str, Node] = {}
     for cut in cuts:
         below: Node = cut
@@ -101,32 +152,37 @@ def _containers_above(sch: Node, cuts: list[Node]) -> tuple[TracedModule, list[s
     for node in found.values():
         _check_container(node)
     root = sch.mod
-    assert isinstance(root, TracedModule), "just checked"
+    assert isinstance(root, Traced), "just checked"
     return root, list(found)
 
 
 def _is_passed_over(node: Node, below: Node) -> bool:
     """Whether `node` is a mere namespace: what is above calls `below` directly, as OPT does."""
-    if isinstance(innermost(node.mod), TracedModule):
+    if isinstance(innermost(node.mod), Traced):
         return False
     for above in node.ancestors():
         module = innermost(above.mod)
-        if isinstance(module, TracedModule):
-            target = below.model_path[len(above.model_path) :].lstrip(".")
-            return bool(list(module.graph.find_nodes(op="call_module", target=target)))
+        if isinstance(module, Traced):
+            return trace_of(module).calls(below.model_path[len(above.model_path) :].lstrip("."))
     return False
 
 
 def _check_container(node: Node) -> None:
-    if not isinstance(innermost(node.mod), TracedModule):
+    if not isinstance(innermost(node.mod), Traced):
         raise SlapoError(
             f"a stage ends below {node.where}, which is not traced; call trace_until on the root, "
             "down to the parents of all cuts"
         )
-    if not isinstance(node.mod, TracedModule):
+    if not isinstance(node.mod, Traced):
         raise SlapoError(
             f"{node.where} is checkpointed or runs under fork_rng as a whole, and a stage ends "
             "within it; apply these to the modules below it"
+        )
+    trace = trace_of(node.mod)
+    if trace.edited is not None or (trace.rules and node.parent is not None):
+        raise SlapoError(
+            f"operations of {node.where} were rewritten, and a stage ends within it; rewrite the "
+            "modules below it instead"
         )
     if has_forward_hooks(node.mod) or has_backward_hooks(node.mod):
         raise SlapoError(
@@ -135,9 +191,13 @@ def _check_container(node: Node) -> None:
         )
 
 
-def _ends_of(cut: Node, joined: JoinedGraph) -> list[fx.Node]:
+def _ends_of(cut: Node, graph: fx.Graph) -> list[fx.Node]:
     """Where stages end: after the calls of a module that the cut names, else after every one."""
-    calls = joined.ends_of(cut.model_path)
+    path = cut.model_path
+    calls = list(graph.find_nodes(op="call_module", target=path))
+    if not calls:  # a container that the graph has entered ends with its last operation
+        inside = [n for n in graph.nodes if f"{n.meta.get(OWNER, '')}.".startswith(f"{path}.")]
+        calls = inside[-1:]
     if not calls:
         raise SlapoError(
             f"a stage ends after {cut.path!r}, which the traced model does not call; trace it "

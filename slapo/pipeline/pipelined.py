@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -9,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from slapo.errors import SlapoError
-from slapo.graph.trace.contract import (
-    bind_arguments,
-    check_arguments,
-    parameter_kinds,
-)
-from slapo.graph.trace.module import TracedModule
+from slapo.graph.trace.kinds import size_check
+from slapo.graph.trace.module import Traced, trace_of
+from slapo.graph.trace.nests import parts
+from slapo.graph.trace.tree import Joined
 from slapo.pipeline.stage import Stage, owner_at, put_tensor
 from slapo.pipeline.ties import StageTie, ties_of_stages
 from slapo.wrapper import innermost
@@ -29,18 +29,24 @@ class PipelineInputs:
         The traced model.
     names
         The inputs that any stage uses, in the order in which stage 0 takes them.
+    joined
+        The graph that was cut.
     """
 
-    def __init__(self, root: TracedModule, names: Sequence[str]) -> None:
-        placeholders = list(root.graph.find_nodes(op="placeholder"))
-        targets = {node.name: str(node.target) for node in placeholders}
+    def __init__(self, root: Traced, names: Sequence[str], joined: Joined) -> None:
+        targets = {n.name: str(n.target) for n in joined.graph.find_nodes(op="placeholder")}
         self.names = [targets[name].lstrip("*") for name in names]
-        self._kinds = parameter_kinds(root.graph)
-        self._contract = root.contract
-        self._defaults = {str(n.target): n.args[0] for n in placeholders if n.args}
-        self._label = f"pipelined {root.origin.__name__}"
-        #: whether a call is judged by the values of tensors, and not by their forms alone
-        self.sees_values: bool = root.contract.knows_tensors
+        self._signature = inspect.signature(trace_of(root).origin.forward)
+        parameters = list(self._signature.parameters.values())[1:]
+        self._signature = self._signature.replace(parameters=parameters)
+        self._label = f"pipelined {trace_of(root).origin.__name__}"
+        self._conditions = joined.sizes
+        self._split: tuple[int, tuple[str, ...]] | None = None
+        self._traced: dict[str, Any] = dict(joined.fixed)
+        if joined.sizes is not None:
+            args, kwargs = trace_of(root).inputs
+            self._split = len(args), tuple(kwargs)
+            self._traced = {k: _outline(v) for k, v in self._bound(args, kwargs).items()}
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """The tensors, in order.
@@ -48,23 +54,23 @@ class PipelineInputs:
         Raises
         ------
         SlapoError
-            If the call is outside of what the trace holds for, or an input is no tensor.
+            If the call is outside of what the stages were cut for, or an input is no tensor.
         """
-        check_arguments(
-            self._contract, bind_arguments(self._kinds, args, dict(kwargs)), self._label
-        )
-        return self.take(args, kwargs)
+        given = self._bound(args, kwargs)
+        self._check(given)
+        return self._take(given)
 
     def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """The tensors, in order, of a call that was looked at, or of many such calls together.
+        """The tensors, in order, of a call that was checked, or of many such calls together.
 
         Raises
         ------
         SlapoError
             If an input is no tensor.
         """
-        self._check_names(args, kwargs)
-        given = {**self._defaults, **bind_arguments(self._kinds, args, dict(kwargs))}
+        return self._take(self._bound(args, kwargs))
+
+    def _take(self, given: Mapping[str, Any]) -> tuple[Tensor, ...]:
         missing = [name for name in self.names if not isinstance(given.get(name), Tensor)]
         if missing:
             shown = {name: type(given[name]).__name__ for name in missing if name in given}
@@ -74,14 +80,51 @@ class PipelineInputs:
             )
         return tuple(given[name] for name in self.names)
 
-    def _check_names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        known = [name for name, stars in self._kinds if not stars]
-        stars = {stars for _, stars in self._kinds}
-        unknown = [name for name in kwargs if name not in known]
-        if unknown and "**" not in stars:
-            raise TypeError(f"{self._label}: unexpected arguments {unknown}; it takes {known}")
-        if len(args) > len(known) and "*" not in stars:
-            raise TypeError(f"{self._label}: {len(args)} positional arguments; it takes {known}")
+    def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            bound = self._signature.bind_partial(*args, **kwargs)
+        except TypeError as error:
+            taken = list(self._signature.parameters)
+            raise TypeError(f"{self._label}: {error}; it takes {taken}") from None
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def _check(self, given: Mapping[str, Any]) -> None:
+        for name, traced in self._traced.items():
+            now = _outline(given.get(name))
+            if now != traced and name != "use_cache":  # no graph makes a cache, asked or not
+                raise SlapoError(
+                    f"{self._label}: {name} is {_shown(now)}, and the stages were cut for "
+                    f"{_shown(traced)}; pass what trace_until was given as example_inputs, or "
+                    "trace with inputs like these"
+                )
+        count, names = self._split or (0, ())
+        order = list(self._signature.parameters)[:count]
+        args, kwargs = [given[name] for name in order], {name: given[name] for name in names}
+        for condition in self._conditions or ():
+            if not size_check([condition])(args, kwargs):
+                for k, name in enumerate(order):
+                    condition = condition.replace(f"args[{k}]", name)
+                condition = re.sub(r"kwargs\['(\w+)'\]", r"\1", condition)
+                raise SlapoError(
+                    f"{self._label}: the stages hold for inputs with {condition} only; pass such, "
+                    "or trace with example inputs of other sizes"
+                )
+
+
+def _outline(value: Any) -> Any:
+    """What must be as in the traced call: types of tensors, their ranks, and all constants."""
+    if isinstance(value, Tensor):
+        return (value.dtype, value.dim())
+    elements = parts(value)
+    if elements is None:
+        return value
+    return (type(value), *[(part.key, _outline(part.value)) for part in elements])
+
+
+def _shown(outline: Any) -> str:
+    is_tensor = isinstance(outline, tuple) and outline and isinstance(outline[0], torch.dtype)
+    return f"a {outline[0]} tensor of {outline[1]} dimensions" if is_tensor else repr(outline)
 
 
 class PipelinedModule(nn.Module):
@@ -98,11 +141,11 @@ class PipelinedModule(nn.Module):
         What the first stage takes.
     """
 
-    def __init__(self, root: TracedModule, stages: Sequence[Stage]) -> None:
+    def __init__(self, root: Traced, stages: Sequence[Stage], joined: Joined) -> None:
         super().__init__()
         self.training = root.training
         # In a tuple, so that it is no child. Initialisation asks the whole model how.
-        self._whole: tuple[TracedModule, ...] = (root,)
+        self._whole: tuple[Traced, ...] = (root,)
         #: original name -> (stage, name there); of what no stage uses, stage 0 takes care
         self._places = _place_names(root, stages)
         for index, stage in enumerate(stages):
@@ -110,12 +153,12 @@ class PipelinedModule(nn.Module):
         self.ties: tuple[StageTie, ...] = ties_of_stages(stages)
         #: place of a parameter -> the first name that the model has for it
         self._first_names = self._name_parameters()
-        self.inputs = PipelineInputs(root, stages[0].received)
+        self.inputs = PipelineInputs(root, stages[0].received, joined)
         self.register_state_dict_post_hook(_to_original_names)
         self.register_load_state_dict_pre_hook(_to_stage_names)
 
     @property
-    def whole(self) -> TracedModule | None:
+    def whole(self) -> Traced | None:
         """The model before the cut, which shares modules with the stages; None once forgotten."""
         return self._whole[0] if self._whole else None
 

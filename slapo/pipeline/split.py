@@ -9,10 +9,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from slapo.errors import SlapoError
-from slapo.graph.trace.names import spare_self
-from slapo.graph.trace.nodes import ModuleLookup
+from slapo.graph.trace.nodes import ModuleLookup, OpenRegions, spare_self
 from slapo.graph.trace.operator_effects import viewed_operands, written_operands
-from slapo.graph.trace.region_calls import begins_region, ends_region
 from slapo.pipeline.kinds import (
     Kind,
     is_projection,
@@ -211,29 +209,22 @@ def _assign(
     stage_of: dict[fx.Node, int] = {}
     pending = set(ends)
     stage = 0
-    regions: list[fx.Node] = []
+    regions, inside = OpenRegions(), ()
     for node in graph.nodes:
         stage_of[node] = 0 if node.op == "placeholder" else stage
         source = node.args[0] if is_projection(node) else None
         if isinstance(source, fx.Node) and kinds[source] == "container":
             stage_of[node] = stage_of[source]
-        _follow_region(node, regions)
+        inside = regions.follow(node)
         if node in pending:
-            if regions:
+            if inside:
                 raise SlapoError(
                     f"a stage cannot end after {node.target!r}: it lies inside a no_grad or "
-                    f"autocast block ({regions[-1].name}); cut before or after the block"
+                    f"autocast block ({inside[-1].name}); cut before or after the block"
                 )
             pending.remove(node)
             stage += 1
     return stage_of
-
-
-def _follow_region(node: fx.Node, open_regions: list[fx.Node]) -> None:
-    if begins_region(node):
-        open_regions.append(node)
-    elif ends_region(node):
-        open_regions.pop()
 
 
 class _StageBuilder:

@@ -2,80 +2,126 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from slapo.graph.trace.contract import CallContract
-from slapo.graph.trace.module import TracedModule
-from slapo.pipeline.inline import LIMITS, JoinedGraph
+from slapo.errors import SlapoError
+from slapo.graph.trace.module import code_of
 from slapo.pipeline.split import StageGraph
 
 
-class Stage(TracedModule):
+class Stage(fx.GraphModule):
     """One stage of a pipeline.
 
     ``forward(*tensors)`` takes the tensors named by `received` and returns the tuple of those named
     by `sent`; the last stage returns what the model returns. Parameters have the names that they
-    have in the model.
-
-    Attributes
-    ----------
-    index : int
-    received, sent : tuple of str
-    """
-
-    index: int
-    received: tuple[str, ...]
-    sent: tuple[str, ...]
-
-    @property
-    def _label(self) -> str:
-        return f"stage {self.index}"
-
-
-def make_stage(index: int, part: StageGraph, root: nn.Module, joined: JoinedGraph) -> Stage:
-    """The stage that runs `part` of the graph of `root`, with the root's own modules and tensors.
+    have in the model. There is a graph for training and one for evaluation.
 
     Parameters
     ----------
     index
         Number of the stage.
-    part
-        Its graph, with targets that are paths from `root`.
+    parts
+        Mode -> graph, with targets that are paths from the root.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Stage:
+        """An object without state; fx would make a class for each."""
+        return object.__new__(cls)
+
+    def __init__(self, index: int, parts: Mapping[bool, StageGraph]) -> None:
+        nn.Module.__init__(self)
+        part = next(iter(parts.values()))
+        self.index, self.received, self.sent = index, part.received, part.sent
+        self.__dict__["_graphs"] = {mode: each.graph for mode, each in parts.items()}
+        self.__dict__["_codes"] = {}
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph for the present mode."""
+        graphs: dict[bool, fx.Graph] = self.__dict__["_graphs"]
+        if self.training not in graphs:
+            was, now = ("eval", "train") if self.training else ("train", "eval")
+            raise SlapoError(
+                f"stage {self.index} was cut from a graph that could be captured in {was} mode "
+                f"only; call .{was}() on it, or have the forward of the model do the same in "
+                f"{now} mode"
+            )
+        return graphs[self.training]
+
+    @property
+    def _graph(self) -> fx.Graph:
+        return self.graph
+
+    @property
+    def code(self) -> str:
+        """The source of the graph."""
+        return str(self.graph.python_code("self").src)
+
+    def recompile(self) -> fx.graph.PythonCode:
+        """Generate the code anew, after a change of the graph by hand."""
+        self.__dict__["_codes"].clear()
+        return self.graph.python_code("self")
+
+    def forward(self, *tensors: Tensor) -> Any:
+        """Run the part of the model."""
+        codes = self.__dict__["_codes"]
+        if self.training not in codes:
+            codes[self.training] = code_of(self.graph)
+        return codes[self.training](self, *tensors)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
+        new = memo[id(self)] = object.__new__(type(self))
+        state = {**self.__dict__, "_codes": {}}
+        graphs = state.pop("_graphs")
+        new.__dict__.update(copy.deepcopy(state, memo))
+        new.__dict__["_graphs"] = {mode: copy.deepcopy(graph) for mode, graph in graphs.items()}
+        return new
+
+    def __copy__(self) -> Stage:
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _empty, (), {**self.__dict__, "_codes": {}}
+
+    __repr__ = nn.Module.__repr__
+
+
+def _empty() -> Stage:
+    return object.__new__(Stage)
+
+
+def make_stage(index: int, parts: Mapping[bool, StageGraph], root: nn.Module) -> Stage:
+    """The stage that runs parts of graphs of `root`, with the root's own modules and tensors.
+
+    Parameters
+    ----------
+    index
+        Number of the stage.
+    parts
+        Mode -> its graph, with targets that are paths from `root`.
     root
         The traced model; its modules are shared, not copied.
-    joined
-        Contracts and limits of the containers that the graph was joined from.
     """
-    skeleton = nn.Module()
-    skeleton.training = root.training
-    for node in part.graph.nodes:
-        if node.op == "call_module":
-            put(skeleton, str(node.target), root.get_submodule(str(node.target)))
-        elif node.op == "get_attr":
-            _put_attribute(skeleton, root, str(node.target), joined)
-    stage = Stage.from_graph(skeleton, part.graph, _contract(joined.contracts))
-    assert isinstance(stage, Stage), "from_graph makes an object of the class it is called on"
-    stage.index, stage.received, stage.sent = index, part.received, part.sent
+    stage = Stage(index, parts)
+    stage.training = root.training
+    for part in parts.values():
+        for node in part.graph.nodes:
+            if node.op == "call_module":
+                put(stage, str(node.target), root.get_submodule(str(node.target)))
+    for part in parts.values():
+        for node in part.graph.find_nodes(op="get_attr"):
+            path, _, name = str(node.target).rpartition(".")
+            owner, _ = owner_at(stage, str(node.target))
+            source = root.get_submodule(path)
+            if source is not owner:
+                put_tensor(owner, source, name)
     return stage
-
-
-def _contract(contracts: Mapping[str, CallContract]) -> CallContract:
-    """What all graphs together demand of the modules' modes and dtype."""
-    training = {c.training for c in contracts.values()} - {None}
-    dtypes = {c.dtype for c in contracts.values()} - {None}
-    inlined = [
-        f"{path}.{name}" if path else name
-        for path, contract in contracts.items()
-        for name in contract.inlined
-    ]
-    return CallContract(
-        training=training.pop() if len(training) == 1 else None,
-        dtype=dtypes.pop() if len(dtypes) == 1 else None,
-        inlined=tuple(inlined),
-    )
 
 
 def put(root: nn.Module, path: str, module: nn.Module) -> None:
@@ -97,18 +143,6 @@ def owner_at(root: nn.Module, path: str) -> tuple[nn.Module, str]:
     return root, name
 
 
-def _put_attribute(skeleton: nn.Module, root: nn.Module, target: str, joined: JoinedGraph) -> None:
-    path, _, name = target.rpartition(".")
-    owner, _ = owner_at(skeleton, target)
-    if name == LIMITS:
-        owner.__dict__[name] = joined.limits[path]
-        return
-    source = root.get_submodule(path)
-    if source is owner:
-        return
-    put_tensor(owner, source, name)
-
-
 def put_tensor(owner: nn.Module, source: nn.Module, name: str) -> None:
     """Give `owner` the attribute `name` of `source`: the same parameter, buffer or object."""
     if name in source._parameters:
@@ -119,5 +153,7 @@ def put_tensor(owner: nn.Module, source: nn.Module, name: str) -> None:
             owner._non_persistent_buffers_set.add(name)
     elif name != "training":
         value: Any = getattr(source, name)
-        assert not isinstance(value, Tensor), "tensors are parameters or buffers"
-        owner.__dict__[name] = value
+        if isinstance(value, Tensor):  # a plain attribute, or a tensor from outside the model
+            owner.register_buffer(name, value, persistent=False)
+        else:
+            owner.__dict__[name] = value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from slapo.errors import SlapoError
+from slapo.graph.trace.module import Traced, trace_of
 from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.wrapper import innermost
@@ -71,8 +72,7 @@ class CutPipelineStagePrimitive(Primitive):
                 'tracer="huggingface" for a model of Transformers, or where Python decides by '
                 "values, and then with the example_inputs= of a call"
             )
-        count = sum(1 for _ in parent.graph.find_nodes(op="call_module", target=sch.name))
-        if not count:
+        if not _calls(parent, sch.name):
             raise SlapoError(
                 f"the graph of the parent, {sch.parent.where}, does not call {sch.name!r}; trace "
                 "the parent with its children as calls (trace_until, or flatten=False)"
@@ -84,3 +84,9 @@ class CutPipelineStagePrimitive(Primitive):
             note["calls"] = (*calls, call)
         note["enabled"] = True
         return sch
+
+
+def _calls(parent: fx.GraphModule, name: str) -> bool:
+    if isinstance(parent, Traced):
+        return trace_of(parent).calls(name)
+    return bool(parent.graph.find_nodes(op="call_module", target=name))

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from slapo.errors import SlapoError
+from slapo.graph.trace.module import forget_captures
 from slapo.history import Record, caller_location, identify, spelled
 from slapo.logger import get_logger
 from slapo.node import Node
@@ -74,6 +75,7 @@ def perform(
         state.depth -= 1
     if state.depth == 0 and result is not False:  # False: it could not, and changed nothing
         node.note(record)
+        forget_captures(node.mod, *(above.mod for above in node.ancestors()))
     return node if result is None else result
 
 

@@ -8,17 +8,22 @@ from typing import Any
 from torch import fx, nn
 
 from slapo.errors import TraceError, with_nearest
-from slapo.graph.trace.call import named_constants
-from slapo.graph.trace.leaves import is_sealed, is_torch_leaf
-from slapo.graph.trace.module import TracedModule
-from slapo.graph.trace.tree import TraceResult, containers_down_to, trace_symbolic_tree
+from slapo.graph.trace.leaves import Depth, is_sealed, is_torch_leaf
+from slapo.graph.trace.module import Traced, attach, trace_of
+from slapo.graph.trace.preview import named_constants
+from slapo.graph.trace.tree import (
+    TraceResult,
+    containers_down_to,
+    trace_by_capture,
+    trace_by_preview,
+    trace_containers,
+)
 from slapo.history import warn_caller
-from slapo.hooks import move_hooks
 from slapo.logger import get_logger
 from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.utils.calls import outline
-from slapo.wrapper import innermost, replace_innermost
+from slapo.wrapper import innermost
 
 logger = get_logger()
 
@@ -108,19 +113,23 @@ class TracePrimitive(Primitive):
         module = innermost(sch.mod)
         _check_leaves(module, leaf_modules)
         concrete_args = named_constants(module, concrete_args)
-        inputs = (concrete_args, config, example_inputs)
+        depth = Depth(flatten or tracer == "dynamo", frozenset(leaf_modules))
+        shared = sch.state.shared_captures
+
+        def by_preview() -> TraceResult:
+            return trace_by_preview(module, recursive, depth, concrete_args, shared)
+
+        def by_capture() -> TraceResult:
+            inputs = _inputs(sch, concrete_args, config, example_inputs)
+            return trace_by_capture(module, inputs, recursive, depth, shared)
+
         try:
             _check_traceable(module)
-            if tracer == "pytorch":
-                result = _trace_with_proxies(sch, recursive, flatten, leaf_modules, inputs)
-            else:
-                result = _capture(sch, tracer, recursive, flatten, leaf_modules, inputs)
+            result = _first_or_second(sch, by_preview, by_capture, tracer)
         except TraceError as error:
             _warn(sch, tracer, error)
             return False
-        if flatten:
-            result.traced[""]._kept_whole = _named(module, leaf_modules)
-        _put_in_place(sch, result)
+        _attach(sch, result)
         return True
 
 
@@ -130,27 +139,24 @@ def remember_inputs(sch: Node, example_inputs: Any) -> None:
         sch.state.example_inputs = outline(example_inputs)
 
 
-#: ``concrete_args``, ``config`` and ``example_inputs``.
-_Given = tuple[Mapping[str, Any], Any, Any]
+def _inputs(sch: Node, constants: Mapping[str, Any], config: Any, given: Any) -> Any:
+    # It brings torch._dynamo: a second that only captures should take.
+    from slapo.primitives.example_inputs import find_inputs
 
-
-def _trace_with_proxies(
-    sch: Node, recursive: bool, flatten: bool, leaf_modules: Collection[str], given: _Given
-) -> TraceResult:
-    """By proxies; by a capture where proxies do not survive and there are inputs for it."""
-    module = innermost(sch.mod)
-    return _first_or_second(
-        sch,
-        lambda: trace_symbolic_tree(module, recursive, flatten, leaf_modules, given[0]),
-        lambda: _capture(sch, "huggingface", recursive, flatten, leaf_modules, given),
-    )
+    return find_inputs(sch, constants, config, given)
 
 
 def _first_or_second(
-    sch: Node, by_proxies: Callable[[], TraceResult], by_capture: Callable[[], TraceResult]
+    sch: Node,
+    by_preview: Callable[[], TraceResult],
+    by_capture: Callable[[], TraceResult],
+    tracer: str,
 ) -> TraceResult:
+    """By proxies if so asked; by a capture where proxies do not survive."""
+    if tracer != "pytorch":
+        return by_capture()
     try:
-        return by_proxies()
+        return by_preview()
     except TraceError as error:
         reason = error
     try:  # not within the other block, whose error has nothing to do with what fails here
@@ -159,21 +165,6 @@ def _first_or_second(
         raise TraceError(f"{reason}; and by a capture: {other}") from reason
     logger.info('%s was traced as by tracer="huggingface": %s', sch.where, reason)
     return result
-
-
-def _capture(
-    sch: Node,
-    tracer: str,
-    recursive: bool,
-    flatten: bool,
-    leaf_modules: Collection[str],
-    given: _Given,
-) -> TraceResult:
-    # It brings sympy and torch._dynamo: a second that only captures should take.
-    from slapo.primitives.recording import RecordingInputs, run_and_trace
-
-    inputs = RecordingInputs(sch, *given)
-    return run_and_trace(inputs, tracer, recursive, flatten, leaf_modules)
 
 
 class TraceUntilPrimitive(Primitive):
@@ -244,44 +235,28 @@ class TraceUntilPrimitive(Primitive):
         for path in wanted:
             sch[path]  # a path that does not exist is a KeyError that names the nearest
         containers = containers_down_to(wanted, lambda path: path in sch)
-        concrete_args = named_constants(innermost(sch.mod), concrete_args)
+        module = innermost(sch.mod)
+        concrete_args = named_constants(module, concrete_args)
+        shared = sch.state.shared_captures
+
+        def by_preview() -> TraceResult:
+            return trace_containers(module, containers, None, concrete_args, shared)
+
+        def by_capture() -> TraceResult:
+            inputs = _inputs(sch, concrete_args, config, example_inputs)
+            return trace_containers(module, containers, inputs, concrete_args, shared)
+
         try:
             for path in containers:
                 _check_traceable(innermost(sch[path].mod))
-            given = (concrete_args, config, example_inputs)
-            if tracer == "pytorch":
-                result = _first_or_second(
-                    sch,
-                    lambda: _symbolic_containers(sch, containers, concrete_args),
-                    lambda: _captured_containers(sch, containers, given),
-                )
-            else:
-                result = _captured_containers(sch, containers, given)
+            # A pipeline runs the joined graph: inputs, where there are any, make it exact.
+            how = tracer if example_inputs is None else TRACERS[1]
+            result = _first_or_second(sch, by_preview, by_capture, how)
         except TraceError as error:
             _warn(sch, tracer, error)
             return False
-        _put_in_place(sch, result)
+        _attach(sch, result)
         return True
-
-
-def _captured_containers(sch: Node, containers: list[str], given: _Given) -> TraceResult:
-    from slapo.primitives.recording import RecordingInputs, run_and_trace_containers
-
-    return run_and_trace_containers(RecordingInputs(sch, *given), containers)
-
-
-def _symbolic_containers(
-    sch: Node, containers: list[str], concrete_args: Mapping[str, Any] | None
-) -> TraceResult:
-    """Children that are no containers are named as leaves; those on the way are entered."""
-    chain = set(containers)
-    others = [path for path, _ in sch.named_schedules() if path and path not in chain]
-    result = trace_symbolic_tree(innermost(sch.mod), True, False, frozenset(others), concrete_args)
-    missing = [path for path in containers if path not in result.traced]
-    if missing:
-        reason = result.skipped.get(missing[0], "its parent does not call it")
-        raise TraceError(f"{missing[0]!r}: {reason}")
-    return result
 
 
 def _check_tracer(tracer: str, known: tuple[str, ...] = TRACERS) -> None:
@@ -307,26 +282,21 @@ def _check_leaves(module: nn.Module, leaf_modules: Collection[str]) -> None:
         )
 
 
-def _named(module: nn.Module, names: Collection[str]) -> frozenset[str]:
-    """Paths of the modules that are named, by path or class."""
-    return frozenset(
-        path
-        for path, each in module.named_modules()
-        if path in names or type(innermost(each)).__name__ in names
-    )
-
-
 def _check_traceable(module: nn.Module) -> None:
-    if isinstance(module, TracedModule) and module.has_limits:
-        raise _ClosedError(
-            "it is a graph already, which holds for some calls only or has several forms, and a "
-            "graph of that graph would hold for all calls in silence; trace it once, as you need it"
-        )
-    if isinstance(module, fx.GraphModule) or not is_sealed(module):
-        return
-    if is_torch_leaf(module):
+    if isinstance(module, Traced):
+        if trace_of(module).is_rewritten:
+            raise _ClosedError(
+                "its graph was rewritten, and a new trace would not have the rewrites; trace it "
+                "once, as you need it"
+            )
+    elif isinstance(module, fx.GraphModule):
+        raise _ClosedError("it is a graph already, made by torch.fx; find() works on it as it is")
+    elif is_torch_leaf(module):
         raise _ClosedError("it is a layer of torch, one call by itself; trace its parent")
-    raise _ClosedError("it is marked traceable = False; trace its parent, or the modules below it")
+    elif is_sealed(module):
+        raise _ClosedError(
+            "it is marked traceable = False; trace its parent, or the modules below it"
+        )
 
 
 def _warn(sch: Node, tracer: str, error: TraceError) -> None:
@@ -344,20 +314,13 @@ def _warn(sch: Node, tracer: str, error: TraceError) -> None:
     )
 
 
-def _put_in_place(sch: Node, result: TraceResult) -> None:
-    """Outermost first: a graph module has a table of children of its own."""
-    for path, traced in result.traced.items():
-        if path not in sch:
-            continue
-        node = sch[path]
-        old = innermost(node.mod)
-        move_hooks(old, traced)
-        node.state.take_place(old, traced)
-        outer = replace_innermost(node.mod, traced)
-        if outer is node.mod:
-            node.rebuild_children()
-        else:
-            node.set_module(outer)
+def _attach(sch: Node, result: TraceResult) -> None:
+    """Change the classes, and follow with the tree."""
+    for path, trace in result.traces.items():
+        module = innermost(sch.mod.get_submodule(path))
+        attach(module, trace)
+        if path in sch:
+            sch[path].rebuild_children()
     if result.skipped:
         path, reason = next(iter(result.skipped.items()))
         logger.info(

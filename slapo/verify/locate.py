@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from slapo.graph.trace.module import inlined_in
+from slapo.graph.trace.module import uncalled_in
 from slapo.sharding.groups import group_rank
 from slapo.sharding.slicing import ShardSpec
 from slapo.sharding.state import shards_of
@@ -82,7 +82,7 @@ def hookable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules that are called and take hooks: no compiled ones, none that a graph took in."""
     taken: set[str] = set()
     for path, module in model.named_modules():
-        taken.update(f"{path}.{name}" if path else name for name in inlined_in(innermost(module)))
+        taken.update(f"{path}.{name}" if path else name for name in uncalled_in(innermost(module)))
         if path not in taken and not isinstance(module, torch.jit.ScriptModule):
             yield path, module
 

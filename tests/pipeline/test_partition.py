@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
-from slapo.pipeline import PipelinedModule, StageTie, analyze_tie_weights
+from slapo.pipeline import PipelinedModule, Stage, StageTie, analyze_tie_weights
 from slapo.pipeline import generate_pipeline_partition as partition
 from slapo.pipeline.boundaries import ShapeProbe, describe_tensors
 from slapo.pipeline.ties import ties_of_stages
@@ -75,9 +75,9 @@ def test_stages_get_what_they_or_later_ones_need() -> None:
     assert list(sch.child) == ["submod_0", "submod_1", "submod_2"]
     assert first.received == ("ids",)
     # The ids for their sizes, which are no tensors; the mask until the last layer; one state.
-    assert first.sent == ("ids", "to", "layer_0")
+    assert first.sent == ("ids", "to", "encoder_layer_0")
     assert second.received == first.sent
-    assert second.sent == ("ids", "to", "layer_2")
+    assert second.sent == ("ids", "to", "encoder_layer_2")
     assert third.sent == ()
     names = [[n for n, _ in stage.named_parameters()] for stage in sch.mod.stages]
     assert names[1] == [f"encoder.layer.{i}.fc.{n}" for i in (1, 2) for n in ("weight", "bias")]
@@ -147,7 +147,7 @@ def test_stages_copy_and_pickle() -> None:
     sch = cut(Model(), "encoder", "encoder.layer.0")
     stage = sch.mod.stages[0]
     for twin in (copy.deepcopy(stage), pickle.loads(pickle.dumps(stage))):
-        assert type(twin).__mro__[1].__name__ == "Stage"
+        assert isinstance(twin, Stage)
         assert (twin.index, twin.received, twin.sent) == (0, stage.received, stage.sent)
         for a, b in zip(twin(ids()), stage(ids()), strict=True):
             assert torch.equal(a, b)
@@ -218,11 +218,11 @@ def test_inputs_are_bound_as_the_model_does() -> None:
     assert torch.equal(sch.mod(x, y=y), Two.forward(model, x, y))
     with pytest.raises(slapo.SlapoError, match=r"\['y'\] are missing"):
         sch.mod(x)
-    with pytest.raises(slapo.SlapoError, match="argument 'flag' is True"):
+    with pytest.raises(slapo.SlapoError, match="flag is True, and the stages were cut for False"):
         sch.mod(x, y, flag=True)
-    with pytest.raises(TypeError, match=r"unexpected arguments \['z'\]"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'z'"):
         sch.mod(x, y, z=1)
-    with pytest.raises(TypeError, match="4 positional"):
+    with pytest.raises(TypeError, match="too many positional arguments"):
         sch.mod(x, y, False, 1)
 
 

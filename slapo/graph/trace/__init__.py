@@ -1,1 +1,1 @@
-"""Modules into graphs: symbolic tracing, capture of a run, and what a graph may be called with."""
+"""Graphs of modules: what dynamo captures of a forward, and where it is shown."""

@@ -1,7 +1,7 @@
-"""One capture: torch's dynamo writes a forward down, its leaves kept as calls.
+"""One capture: dynamo writes a forward down for the arguments of one call.
 
 Dynamo interprets the bytecode of ``forward``, so what it does not understand is an error and never
-a silent constant. It runs on tensors without data, whose sizes are symbols.
+a silent constant. It runs on fake tensors, whose sizes are symbols.
 
 Technique: Ansel et al., "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode
 Transformation and Graph Compilation" (ASPLOS 2024).
@@ -11,101 +11,79 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import gc
-import itertools
-import logging
-import sys
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import FunctionType, MappingProxyType
+from types import FunctionType
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import fx, nn
-from torch._dynamo import config as dynamo_config
-from torch._dynamo import output_graph, trace_rules, utils
-from torch._dynamo.convert_frame import fullgraph_capture
-from torch._dynamo.variables import builder
+from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
-from slapo.graph.trace.adopt import Adoption
-from slapo.graph.trace.call import BoundCall
-from slapo.graph.trace.contract import CallContract
-from slapo.graph.trace.example_tensors import ExampleCall, module_device
-from slapo.graph.trace.failures import explain, told_once
-from slapo.graph.trace.generators import cuda_not_started, generators_kept
-from slapo.graph.trace.leaf_calls import LeafCalls
-from slapo.graph.trace.leaf_outputs import CapturedForm
+from slapo.graph.trace.guards import size_conditions, state_guards
+from slapo.graph.trace.import_graph import GraphImport, Path
+from slapo.graph.trace.kinds import call_key, size_check
+from slapo.graph.trace.leaf_calls import Call, LeafCalls
 from slapo.graph.trace.leaves import IsLeaf
-from slapo.graph.trace.on_meta import one_device
-from slapo.graph.trace.output_capture import hooks_installed
-from slapo.graph.trace.shape_env import CaptureShapeEnv
-from slapo.graph.trace.state import caches_off, no_results_kept
-from slapo.graph.trace.watch import Watch
-
-
-class Reached(Exception):
-    """A capture has come to the call of a leaf whose output must be known first.
-
-    Parameters
-    ----------
-    path
-        Where the leaf is.
-    args, kwargs
-        What it was called with: fake tensors.
-    """
-
-    def __init__(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__(f"{path!r} is called")
-        self.path, self.args, self.kwargs = path, args, kwargs
+from slapo.graph.trace.nests import leaves, parts, rebuild
+from slapo.graph.trace.refusals import CACHE_REFUSED, explain, refuse_effects
+from slapo.graph.trace.surroundings import surroundings
+from slapo.graph.trace.torch_private import FakeTensor, fullgraph_capture
 
 
 @dataclass
 class Capture:
-    """What a captured forward has yielded.
+    """A graph, and the calls that it holds for.
 
     Attributes
     ----------
     graph : fx.Graph
-        One placeholder per parameter of the module's forward; no fake tensors in it.
-        ``node.meta["slapo_kind"]`` says what a node's value is: "tensor", "container" (a tuple, a
-        model output) or "value" (a size, a dtype, a device, None).
-    contract : CallContract
-        What the graph may be called with.
+        One placeholder per parameter of the module's forward. ``node.meta["slapo_kind"]`` is the
+        kind of a node's value: "tensor", "container" or "value".
+    key, compile_key
+        Key of the call, and as ``torch.compile`` around it sees the call.
+    state
+        Dynamo's guards on the module and on Python's globals.
+    sizes : list of str
+        Conditions on the sizes of arguments.
     constants : dict of str to Tensor
-        Tensors from outside the module, by the name the graph has for them.
-    child_inputs : dict of str to (tuple, dict)
-        Arguments of the first call of each leaf. A leaf called several times with different Python
-        values is left out, because one graph could not serve all of its calls.
+        Tensors from outside the module, by the name that the graph has for them.
+    inputs : dict of str to (tuple, dict)
+        Arguments of the first call of each leaf, with fake tensors.
     entered : frozenset of str
         Paths of the modules below whose operations are in the graph.
-    reads_mode : bool
-        Whether the forward asked for ``module.training``. If not, the graph holds in train and in
-        eval mode.
-    form
-        The form of what the forward returns; None if it follows from more than the sizes given.
     """
 
     graph: fx.Graph
-    contract: CallContract
-    constants: dict[str, torch.Tensor] = field(default_factory=dict)
-    child_inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    key: Any
+    compile_key: Any
+    state: Any
+    sizes: list[str]
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    inputs: dict[str, Call] = field(default_factory=dict)
     entered: frozenset[str] = frozenset()
-    reads_mode: bool = True
-    form: CapturedForm | None = None
+    fits: Callable[[Any, Any], bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fits = size_check(self.sizes)
+
+    def holds(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether it serves a call of its key."""
+        frame = {"module": module, "args": args, "kwargs": kwargs}
+        return self.fits(args, kwargs) and bool(self.state.check(frame))
+
+    def holds_state(self, module: nn.Module) -> bool:
+        """Whether module and globals are as they were."""
+        return bool(self.state.check({"module": module, "args": (), "kwargs": {}}))
 
 
 def capture(
     root: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    *,
     is_leaf: IsLeaf,
-    outputs: dict[Any, Any] | None = None,
-    containers: Mapping[str, CapturedForm | None] = MappingProxyType({}),
+    any_batch: bool = False,
 ) -> Capture:
     """Write down what ``root.forward`` does with arguments like these.
 
@@ -114,22 +92,17 @@ def capture(
     root
         The module. It is not changed, and its own hooks are not captured.
     args, kwargs
-        Example inputs: tensors (real, on meta, or fake) become inputs of any size, everything else
-        is built into the graph. Sizes of 1 stay 1; take larger ones for what shall vary.
+        Arguments: tensors (real, on meta, or fake) become inputs of any size above 1, everything
+        else is built in. Gradients and autocast are as they are on.
     is_leaf
-        ``is_leaf(module, path)``: True for modules that become one call. Others are entered, their
-        hooks included.
-    outputs
-        Forms of leaves' outputs, to be shared by captures of one model.
-    containers
-        Path -> what a leaf returns that has been captured, or None for one that is to be.
+        Which modules below become one call; others are entered, their hooks included.
+    any_batch
+        Whether the graph must serve a batch of one too: sizes of 1 are sizes like others then.
 
     Raises
     ------
-    Reached
-        At the call of a leaf that is to be captured before.
     TypeError
-        If the example inputs do not fit the signature.
+        If the arguments do not fit the signature.
     TraceError
         If the forward does something that a graph cannot hold; the message names the module, the
         line and the remedy. Nothing stays changed or patched.
@@ -140,213 +113,167 @@ def capture(
     >>> captured = capture(net, (torch.ones(3, 5),), {}, is_leaf=lambda module, path: True)
     >>> [node.target for node in captured.graph.nodes]
     ['input', '0', '1', 'output']
+    >>> captured.holds(net, (torch.ones(9, 5),), {})
+    True
     """
-    call = BoundCall.of(root, args, kwargs).without_cache()
-    leaves, entered = _sort_out(root, is_leaf)
-    device = module_device(root)
-    calls = LeafCalls(root, leaves, {} if outputs is None else outputs, device, containers)
-    with ExitStack() as stack:
-        stack.enter_context(generators_kept())
-        stack.enter_context(_at_rest())
-        stack.enter_context(_collections_deferred())
-        stack.enter_context(one_device(root))
-        stack.enter_context(no_results_kept())
-        stack.enter_context(caches_off(root))
-        example = ExampleCall.of(root, call)
-        stack.enter_context(hooks_installed(root))
-        stack.enter_context(calls.standing_in())
-        notes = stack.enter_context(_configured())
+    example = _Example(root, tuple(args), dict(kwargs))
+    modules, entered = sort_out(root, is_leaf)
+    calls = LeafCalls(root, modules)
+    with contextlib.ExitStack() as stack:
+        effects = stack.enter_context(surroundings(root, any_batch))
+        frame = example.frame()
+        forward = FunctionType(_call_forward.__code__, {"__builtins__": builtins})
         try:
-            forward = FunctionType(_call_forward.__code__, {"__builtins__": builtins})
-            output = fullgraph_capture(forward, (root, example.args, example.kwargs))
-            notes.watch.check_effects()
-            adoption = Adoption(root, example, output, notes.shape_env, notes.watch, calls.accesses)
-            graph = adoption.finish()
-            adoption.check_reads(calls.changed)
+            with calls.standing_in():
+                output = fullgraph_capture(forward, frame)
+            refuse_effects(effects)
+            graph = GraphImport(root, example.arguments, example.places, output, calls, any_batch)
+            graph.run(frame)
+        except TraceError:
+            raise
         except Exception as error:
-            if calls.reached is not None:
-                raise Reached(calls.reached, *calls.inputs[calls.reached]) from None
-            if isinstance(error, TraceError):
-                raise
             raise explain(error, root) from error
-    inlined = adoption.entered(entered)
-    contract = adoption.contract()
+        # After the leaves have their classes back: guards look at them.
+        sizes, state = size_conditions(output), state_guards(output, forward, modules)
     return Capture(
-        graph,
-        contract,
-        adoption.constants,
-        calls.child_inputs,
-        inlined,
-        calls.mode_matters or adoption.reads_mode(),
-        adoption.form(),
+        graph.graph,
+        call_key(args, dict(kwargs)),
+        call_key(args, dict(kwargs), within_compile=True),
+        state,
+        sizes,
+        graph.constants,
+        calls.inputs,
+        graph.entered(entered),
     )
 
 
 def _call_forward(module: Any, args: Any, kwargs: Any) -> Any:
-    """What dynamo sees: arguments under known names, whatever decorates the forward.
+    """The frame that dynamo sees: arguments under known names, whatever decorates the forward.
 
     It is copied for each capture, as dynamo leaves names in the globals of what it captures.
     """
     return module.forward(*args, **kwargs)
 
 
-def _sort_out(root: nn.Module, is_leaf: IsLeaf) -> tuple[dict[str, nn.Module], set[str]]:
+class _Example:
+    """Arguments for a capture: tensors without a past, each once."""
+
+    def __init__(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.root, self.args, self.kwargs = root, args, kwargs
+        self.signature = inspect.signature(root.forward)
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"the example inputs do not fit {type(root).__name__}.forward: {error}; its "
+                f"parameters are {', '.join(self.signature.parameters)}"
+            ) from error
+        bound.apply_defaults()
+        if bound.arguments.get("use_cache") is True:
+            raise TraceError(CACHE_REFUSED)
+        self.given = dict(bound.arguments)
+        self.arguments: dict[str, Any] = {}
+        self.places: dict[int, Path] = {}
+        self._made: dict[int, Tensor] = {}
+
+    def frame(self) -> tuple[Any, ...]:
+        """``(module, args, kwargs)``, split as the caller did: decorated forwards look at that."""
+        given = dict(self.given)
+        if given.get("use_cache", False) is None and self._states_cache():
+            given["use_cache"] = False
+        self.arguments = {name: self._made_of(value, (name,)) for name, value in given.items()}
+        positional: list[Any] = []
+        extra: dict[str, Any] = {}
+        for parameter in self.signature.parameters.values():
+            value = self.arguments[parameter.name]
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                positional += value
+            elif parameter.kind is parameter.VAR_KEYWORD:
+                extra = value
+            elif parameter.kind is not parameter.KEYWORD_ONLY:
+                positional.append(value)
+        named = {k: extra[k] if k in extra else self.arguments[k] for k in self.kwargs}
+        return self.root, tuple(positional[: len(self.args)]), named
+
+    def _states_cache(self) -> bool:
+        names = list(self.signature.parameters)
+        return "use_cache" in self.kwargs or names.index("use_cache") < len(self.args)
+
+    def _made_of(self, value: Any, path: Path) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) not in self._made:
+                self._made[id(value)] = _without_past(value)
+                self.places[id(self._made[id(value)])] = path
+            return self._made[id(value)]
+        elements = parts(value)
+        if elements is None:
+            return int(value.node.hint) if isinstance(value, torch.SymInt) else value
+        items = [self._made_of(p.value, (*path, (p.access, p.key))) for p in elements]
+        return rebuild(value, items)
+
+
+def _without_past(value: Tensor) -> Tensor:
+    """A tensor like `value`, marked as one whose sizes may differ; a copy where it is no leaf."""
+    if type(value) not in (Tensor, nn.Parameter, FakeTensor):
+        raise TraceError(
+            f"an argument is a {type(value).__name__}, whose operations no graph shows; pass plain "
+            "tensors, or make the module a leaf"
+        )
+    sizes = [isinstance(s, torch.SymInt) for s in value.shape]
+    shape, stride = ([_number(s) for s in many] for many in (value.shape, value.stride()))
+    if type(value) is Tensor and not any(sizes):
+        new = value.detach()
+    else:
+        new = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    new.requires_grad_(value.requires_grad)
+    if not value.is_leaf:
+        new = new.clone()  # one that the forward may write to
+    for dim, size in enumerate(shape):
+        # Numbers among the sizes of a fake tensor are the model's own.
+        if sizes[dim] if any(sizes) else size > 1:
+            torch._dynamo.maybe_mark_dynamic(new, dim)
+    return new
+
+
+def _number(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
+
+
+def sort_out(root: nn.Module, is_leaf: IsLeaf) -> tuple[dict[str, nn.Module], set[str]]:
     """Modules that stay calls, and those that may be entered, by path.
 
-    What lies below a leaf is sorted too: forwards may reach past a child, as in
+    Modules below a leaf are sorted too: forwards may reach past a child, as in
     ``self.model.decoder(x)``.
     """
-    leaves: dict[str, nn.Module] = {}
+    found: dict[str, nn.Module] = {}
     entered: set[str] = set()
     seen = {id(root)}
 
-    def visit(module: nn.Module, path: str, below_leaf: bool) -> None:
+    def visit(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
             here = f"{path}.{name}" if path else name
             if id(child) in seen:
                 continue
             seen.add(id(child))
-            leaf = _is_called(child) and is_leaf(child, here)
-            if leaf:
-                leaves[here] = child
-            elif _is_called(child):
-                entered.add(here)
-                if not below_leaf:
-                    _check_enterable(child, here)
+            if _is_called(child):
+                if is_leaf(child, here):
+                    found[here] = child
+                else:
+                    entered.add(here)
             if not isinstance(child, torch.jit.ScriptModule):
-                visit(child, here, below_leaf or leaf)
+                visit(child, here)
 
-    visit(root, "", False)
-    return leaves, entered
-
-
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    visit(root, "")
+    return found, entered
 
 
 def _is_called(module: nn.Module) -> bool:
     """False for mere holders of others."""
-    forward = getattr(type(module), "forward", None)
-    return isinstance(module, torch.jit.ScriptModule) or not (
-        _is_list(module) or forward is nn.Module.forward
-    )
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    return getattr(type(module), "forward", None) is not nn.Module.forward
 
 
-def _check_enterable(module: nn.Module, path: str) -> None:
-    if module._backward_hooks or module._backward_pre_hooks:
-        raise TraceError(
-            f"{path} has backward hooks, which its inlined forward would lose; keep it a leaf "
-            "(leaf_modules=[...])"
-        )
-
-
-# --- surroundings --------------------------------------------------------------------------------
-@contextmanager
-def _at_rest() -> Iterator[None]:
-    """Modes of torch that are on outside have no part in the capture."""
-    with torch.utils._python_dispatch._disable_current_modes(), torch.enable_grad():
-        yield
-
-
-@contextmanager
-def _collections_deferred() -> Iterator[None]:
-    """Dynamo makes many objects and frees few: collecting them took a third of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@dataclass
-class _Notes:
-    """What is heard of a capture beside its graph."""
-
-    watch: Watch = field(default_factory=Watch)
-    shape_env: CaptureShapeEnv | None = None
-
-
-@contextmanager
-def _configured() -> Iterator[_Notes]:
-    """Dynamo as a capture needs it; in this thread and for the time of the block."""
-    notes = _Notes()
-
-    def shape_env(**settings: Any) -> CaptureShapeEnv:
-        notes.shape_env = CaptureShapeEnv(**settings)
-        return notes.shape_env
-
-    settings: dict[str, Any] = {
-        "replay_side_effects": False,
-        "side_effect_replay_policy": "silent",
-        "automatic_dynamic_shapes": False,
-        "assume_static_by_default": True,
-        "specialize_int": True,
-        "verbose": False,
-        "suppress_errors": False,
-        "ignore_logging_functions": _logging_functions(),
-        "allow_rnn": True,
-        # With symbols for sizes, making an entry takes as long as running the operation.
-        "fake_tensor_cache_enabled": False,
-    }
-    with ExitStack() as stack:
-        stack.enter_context(dynamo_config.patch(**settings))
-        stack.enter_context(mock.patch.object(output_graph, "ShapeEnv", shape_env))
-        stack.enter_context(_no_fixed_addresses())
-        stack.enter_context(cuda_not_started())
-        stack.enter_context(_functions_kept())
-        stack.enter_context(told_once())
-        stack.enter_context(notes.watch.watching())
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # of torch, about itself
-        # What dynamo would write of its settings: it takes a copy of them all, and that of torch
-        # 2.11 fails with a log of forty lines where functions are among them.
-        stack.enter_context(mock.patch.object(utils, "_get_dynamo_config_for_logging", _nothing))
-        stack.enter_context(utils.get_metrics_context())
-        yield notes
-
-
-@contextmanager
-def _no_fixed_addresses() -> Iterator[None]:
-    """Dynamo marks each parameter of a module as staying where it is, for graphs of CUDA."""
-    names = ("og_module_named_parameters_fn_ptr", "og_module_named_buffers_fn_ptr")
-    with ExitStack() as stack:
-        for home, name in itertools.product((builder, output_graph), names):
-            stack.enter_context(mock.patch.object(home, name, None, create=True))
-        yield
-
-
-def _nothing() -> None:
-    return None
-
-
-def _logging_functions() -> set[Any]:
-    found: set[Any] = {
-        getattr(logging.Logger, name) for name in ("debug", "info", "warning", "error")
-    }
-    hf_logging = sys.modules.get("transformers.utils.logging")
-    for name in ("warning_once", "info_once", "warning_advice"):
-        with contextlib.suppress(AttributeError):
-            found.add(getattr(hf_logging, name))
-    return found
-
-
-@contextmanager
-def _functions_kept() -> Iterator[None]:
-    """Every ``autograd.Function`` is one node, so that its own backward is kept."""
-    known = trace_rules._allowed_callable_ids
-    added = [cls for cls in set(_subclasses(torch.autograd.Function)) if id(cls) not in known]
-    for cls in added:
-        known.add(id(cls))
-    try:
-        yield
-    finally:
-        for cls in added:
-            known.remove(id(cls))
-
-
-def _subclasses(cls: Any) -> Iterator[Any]:
-    for each in cls.__subclasses__():
-        yield each
-        yield from _subclasses(each)
+def has_tensor(value: Any) -> bool:
+    """Whether there is a tensor anywhere in `value`."""
+    return any(isinstance(leaf, Tensor) for leaf in leaves(value))

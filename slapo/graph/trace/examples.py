@@ -1,4 +1,4 @@
-"""Dummy inputs for Hugging Face models, from the signature of forward and the config."""
+"""Inputs to trace a module with: made from a config, or taken from a run of the whole model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from slapo.errors import TraceError
+from slapo.graph.trace.hf import caches_off, is_pretrained, no_results_kept
+from slapo.graph.trace.nests import map_leaves
+from slapo.graph.trace.state import attributes_kept, generators_kept
+from slapo.graph.trace.surroundings import one_device, told_once
+from slapo.graph.trace.torch_private import FakeTensorMode
+
+#: Positional and keyword arguments of a call.
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 #: Sizes of the examples: odd, prime, and all different, so that none is taken for another.
 BATCH = 3
@@ -196,7 +204,7 @@ def example_inputs(
     KeyError
         If `concrete_args` names no parameter of forward.
     """
-    if not _is_pretrained_model(module):
+    if not is_pretrained(module):
         raise TraceError(
             f"no example inputs are known for a {type(module).__name__}, which is no Hugging Face "
             "PreTrainedModel; pass example_inputs="
@@ -296,7 +304,70 @@ def _open(facts: _Facts, names: list[str], concrete_args: Mapping[str, Any]) -> 
     return left
 
 
-def _is_pretrained_model(module: nn.Module) -> bool:
-    """Without importing transformers: a model of it has been defined by a loaded module of it."""
-    names = {f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__}
-    return "transformers.modeling_utils.PreTrainedModel" in names
+def with_constants(module: nn.Module, inputs: Inputs, constants: Mapping[str, Any]) -> Inputs:
+    """A call with other values for some parameters, split as before.
+
+    Raises
+    ------
+    TypeError
+        If the arguments do not fit the signature.
+    """
+    signature = inspect.signature(module.forward)
+    args, kwargs = list(inputs[0]), dict(inputs[1])
+    names = [p.name for p in signature.parameters.values() if p.kind not in _STARRED]
+    for name, value in constants.items():
+        if name in names[: len(args)]:
+            args[names.index(name)] = value
+        else:
+            kwargs[name] = value
+    return tuple(args), kwargs
+
+
+class _ReachedError(Exception):
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__("the module was called")
+        self.inputs = inputs
+
+
+def inputs_within(root: nn.Module, inputs: Inputs, module: nn.Module) -> Inputs:
+    """Run `root` on fake tensors until it calls `module`; returns the arguments of that call.
+
+    Raises
+    ------
+    TraceError
+        If the run fails, or never calls the module.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _ReachedError((args, kwargs))
+
+    def fake(value: Any) -> Any:
+        return mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+    handle = module.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
+    try:
+        with (
+            generators_kept(),
+            no_results_kept(),
+            caches_off(root),
+            told_once(),
+            one_device(root),
+            attributes_kept(root),
+        ):
+            args = tuple(map_leaves(value, fake) for value in inputs[0])
+            kwargs = {name: map_leaves(value, fake) for name, value in inputs[1].items()}
+            with mode:
+                root(*args, **kwargs)
+    except _ReachedError as reached:
+        return reached.inputs
+    except Exception as error:
+        raise TraceError(
+            f"a run of the whole model on fake tensors, to see how {type(module).__name__} is "
+            f"called, failed with {type(error).__name__}: {error}; pass example_inputs"
+        ) from error
+    finally:
+        handle.remove()
+    raise TraceError(
+        f"the model never calls this {type(module).__name__} on example inputs; pass example_inputs"
+    )

@@ -1,202 +1,55 @@
-"""What a recorded graph demands of a call: sizes, shapes and the structure of containers."""
+"""The checks under which a capture serves another call of its key.
+
+They are torch's own: the shape engine's conditions on the sizes of arguments, and dynamo's guards
+on the module and on Python's globals.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from types import FunctionType
 from typing import Any
 
-import torch
-
-from slapo.graph.trace.expressions import (
-    Formula,
-    Size,
-    evaluate,
-    follow,
-    formula_text,
-    path_text,
-)
-from slapo.graph.trace.trees import parts
+from slapo.graph.trace.torch_private import CaptureOutput, CheckFunctionManager
 
 
-@dataclass(frozen=True)
-class SizeGuard:
-    """A limit on the sizes of the inputs that a recorded graph relies on.
+def size_conditions(output: CaptureOutput) -> list[str]:
+    """The shape engine's conditions on sizes of arguments, as Python such as ``args[0].size()[1]``.
 
-    Parameters
-    ----------
-    text
-        The limit as a user would write it.
-    relation
-        The same as a formula; see :mod:`slapo.graph.trace.expressions`.
-
-    Examples
-    --------
-    >>> guard = SizeGuard.of(("<=", Size(("ids",), 1), 64))
-    >>> guard.text
-    'ids.size(1) <= 64'
-    >>> guard.holds({"ids": torch.zeros(2, 65)})
-    False
+    Static dimensions are asked too: without them, the guard of a loop over a size is dropped.
+    Offsets into a storage are not: micro-batches are slices of a batch.
     """
-
-    text: str
-    relation: Formula = field(default=True, repr=False)
-
-    @classmethod
-    def of(cls, relation: Formula) -> SizeGuard:
-        """The guard for a formula."""
-        return cls(formula_text(relation), relation)
-
-    def holds(self, bound: Mapping[str, Any]) -> bool:
-        """Whether a call fits; `bound` is parameter name -> argument of this call."""
-        try:
-            return bool(evaluate(self.relation, bound))
-        except (LookupError, TypeError, AttributeError):
-            return False  # no such tensor in this call, or one of fewer dimensions
-
-    def parameters(self) -> set[str]:
-        """Names of the parameters that the guard is about."""
-        found: set[str] = set()
-        waiting: list[Any] = [self.relation]
-        while waiting:
-            item = waiting.pop()
-            if isinstance(item, tuple):
-                waiting += item
-            elif isinstance(item, Size):
-                found.add(str(item.path[0]))
-        path: tuple[Any, ...] = getattr(self, "path", ())
-        return found | {str(path[0])} if path else found
+    graph = output.graph_capture_output.output_graph
+    fakes = [f for f in graph.shape_env.tracked_fakes or () if "_slapo" not in f.source.name]
+    (found,) = graph.shape_env.produce_guards_verbose(
+        [f.fake for f in fakes],
+        [f.source for f in fakes],
+        input_contexts=[f.symbolic_context for f in fakes],
+        ignore_static=False,
+        langs=("python",),
+    )
+    asked = (e for e in dict.fromkeys(found.exprs) if "L['module']" not in e and e.startswith("L["))
+    conditions = (e.replace("L['args']", "args").replace("L['kwargs']", "kwargs") for e in asked)
+    return [condition for condition in conditions if "storage_offset" not in condition]
 
 
-@dataclass(frozen=True)
-class UnlessNone(SizeGuard):
-    """A guard that concerns a parameter only when it is given."""
+def state_guards(output: CaptureOutput, forward: FunctionType, leaves: Collection[str]) -> Any:
+    """Dynamo's guards on the module and on Python's globals; ``.check(frame)`` asks them in C++.
 
-    parameter: str = ""
-    guard: SizeGuard = field(default_factory=lambda: SizeGuard(""))
-
-    def holds(self, bound: Mapping[str, Any]) -> bool:
-        """See :meth:`SizeGuard.holds`."""
-        return bound.get(self.parameter) is None or self.guard.holds(bound)
-
-    def parameters(self) -> set[str]:
-        """See :meth:`SizeGuard.parameters`."""
-        return self.guard.parameters()
-
-
-@dataclass(frozen=True)
-class TensorGuard(SizeGuard):
-    """A parameter is a tensor of as many dimensions as it was traced with, none of them empty.
-
-    The shape engine takes for granted that sizes are not 0, so Python code that asks
-    ``x.size(0) == 0`` leaves no trace of its question; hence an empty tensor is refused.
+    Arguments have their key. Parameters may be moved and sharded, and the modules that stay calls
+    may be replaced, so nothing is asked of these.
     """
-
-    path: tuple[Any, ...] = ()
-    rank: int = 0
-
-    @classmethod
-    def at(cls, path: tuple[Any, ...], rank: int) -> TensorGuard:
-        """The guard for the tensor at `path`."""
-        return cls(
-            f"{path_text(path)} is a non-empty tensor of {rank} dimensions", True, path, rank
-        )
-
-    def holds(self, bound: Mapping[str, Any]) -> bool:
-        """See :meth:`SizeGuard.holds`."""
-        try:
-            value = follow(bound, self.path)
-        except (LookupError, TypeError):
-            return False
-        return isinstance(value, torch.Tensor) and value.dim() == self.rank and 0 not in value.shape
+    graph = output.graph_capture_output.output_graph
+    opaque = {"L['module']" + "".join(f"._modules[{n!r}]" for n in p.split(".")) for p in leaves}
+    graph.guards.inner = type(graph.guards.inner)(g for g in graph.guards.inner if _kept(g, opaque))
+    graph.skip_guards_check = True
+    return CheckFunctionManager(forward.__code__, graph).guard_manager
 
 
-@dataclass(frozen=True)
-class DtypeGuard(SizeGuard):
-    """A tensor by whose dtype the traced code has decided has the same dtype."""
-
-    path: tuple[Any, ...] = ()
-    dtype: torch.dtype = torch.float32
-
-    @classmethod
-    def at(cls, path: tuple[Any, ...], dtype: torch.dtype) -> DtypeGuard:
-        """The guard for the tensor at `path`."""
-        return cls(f"{path_text(path)} is a tensor of {dtype}", True, path, dtype)
-
-    def holds(self, bound: Mapping[str, Any]) -> bool:
-        """See :meth:`SizeGuard.holds`."""
-        try:
-            return bool(follow(bound, self.path).dtype is self.dtype)
-        except (LookupError, TypeError, AttributeError):
-            return False
-
-
-@dataclass(frozen=True)
-class GradGuard(SizeGuard):
-    """A tensor that requires a gradient, or does not, as the traced code has asked."""
-
-    path: tuple[Any, ...] = ()
-    requires_grad: bool = False
-
-    @classmethod
-    def at(cls, path: tuple[Any, ...], requires_grad: bool) -> GradGuard:
-        """The guard for the tensor at `path`."""
-        what = "requires a gradient" if requires_grad else "requires no gradient"
-        return cls(f"{path_text(path)} {what}", True, path, requires_grad)
-
-    def holds(self, bound: Mapping[str, Any]) -> bool:
-        """See :meth:`SizeGuard.holds`."""
-        try:
-            return bool(follow(bound, self.path).requires_grad is self.requires_grad)
-        except (LookupError, TypeError, AttributeError):
-            return False
-
-
-@dataclass(frozen=True)
-class StructureGuard(SizeGuard):
-    """A container argument has the structure, and the non-tensor values, it was traced with."""
-
-    path: tuple[Any, ...] = ()
-    keys: tuple[Any, ...] = ()
-    values: tuple[tuple[Any, Any], ...] = ()
-
-    @classmethod
-    def at(cls, path: tuple[Any, ...], value: Any) -> StructureGuard:
-        """The guard for the container `value`, one level of it."""
-        elements = _entries(value) or []
-        keys = tuple(p.key for p in elements)
-        plain = tuple(
-            (p.key, p.value)
-            for p in elements
-            if parts(p.value) is None and not isinstance(p.value, torch.Tensor)
-        )
-        text = f"{path_text(path)} has the entries {list(keys)}"
-        if plain:
-            text += " with " + ", ".join(f"{key!r}: {item!r}" for key, item in plain)
-        return cls(text, True, path, keys, plain)
-
-    def holds(self, bound: Mapping[str, Any]) -> bool:
-        """See :meth:`SizeGuard.holds`."""
-        try:
-            value = follow(bound, self.path)
-            elements = _entries(value)
-        except (LookupError, TypeError):
-            return False
-        if elements is None or tuple(p.key for p in elements) != self.keys:
-            return False
-        given = {p.key: p.value for p in elements}
-        return all(_equal(given[key], item) for key, item in self.values)
-
-
-def _entries(value: Any) -> list[Any] | None:
-    """Parts of a container; a keyword argument that is None counts as not given."""
-    elements = parts(value)
-    if elements is None or not isinstance(value, dict):
-        return elements
-    return [part for part in elements if part.value is not None]
-
-
-def _equal(given: Any, traced: Any) -> bool:
-    if given is traced:
-        return True
-    return not isinstance(given, torch.Tensor) and type(given) is type(traced) and given == traced
+def _kept(guard: Any, opaque: Collection[str]) -> bool:
+    name = guard.name
+    if not name.startswith(("L['module']", "G[")) or name == "L['module']":
+        return False
+    if "_slapo" in name or "_dot_output_capturing" in name or name in opaque:
+        return False
+    return guard.create_fn_name() not in ("TENSOR_MATCH", "WEAKREF_ALIVE")

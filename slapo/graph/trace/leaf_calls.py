@@ -1,100 +1,66 @@
 """Modules that stay calls while dynamo captures the forward above them.
 
-For the time of a capture each such module is an instance of a subclass of its class whose
-``__call__`` goes to :func:`call_leaf`, a function that dynamo puts into its graph as it is. So
-dynamo never looks inside, ``isinstance`` answers as before, and the module's hooks stay its own.
-While dynamo asks what such a call returns, the module itself runs on the fake tensors; siblings
-that are equal in all that counts share one run, so a chain of 96 layers costs one layer.
+For the time of a capture such a module, a leaf, has a subclass of its class whose ``__call__`` is
+one function that dynamo puts into its graph as it is (``allow_in_graph``). Dynamo never looks
+inside, ``isinstance`` answers as before, and hooks stay the module's own. While dynamo asks for
+the result, the leaf itself runs on the fake tensors. Equal siblings with equal arguments share
+one run, so a chain of 96 layers costs one layer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
-from torch.fx.experimental.symbolic_shapes import (
-    GuardOnDataDependentSymNode,
-)
+from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
-from slapo.graph.trace.flat_outputs import access_paths, flattened, put_together
-from slapo.graph.trace.guesses import Guesses, trains
-from slapo.graph.trace.leaf_keys import has_values, ordinal_reads, state_key
-from slapo.graph.trace.leaf_outputs import CallForm, CapturedForm, OutputForm
-from slapo.graph.trace.leaf_runs import Runs, learn, settle_equal_sizes
-from slapo.graph.trace.leaves import is_torch_leaf
-from slapo.graph.trace.modes import other_mode
-from slapo.graph.trace.on_meta import data_of_its_own, on_meta, tensors_replaced
-from slapo.graph.trace.output_capture import (
-    COLLECTOR,
-    capturing_hooks,
-    inner_keys,
-    refuse_inner,
+from slapo.graph.trace.hf import COLLECTOR, collecting_hooks, collects, inner_keys, refuse_inner
+from slapo.graph.trace.nests import (
+    SYMBOLIC,
+    accesses,
+    assemble,
+    flatten,
+    map_leaves,
+    parts,
+    tensors,
 )
-from slapo.graph.trace.scripted import scripted_output
-from slapo.graph.trace.state import ModuleState
-from slapo.graph.trace.trees import SYMBOLIC, parts, tensors
-
-DATA_DEPENDENT = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    GuardOnDataDependentSymNode,
-)
-
-#: Fake kernels that refuse what the real kernels compute: grouped matmul in float32.
-_STRICTER_FAKES = frozenset({"_meta_grouped_mm_common"})
-
-
-class _DataDependentError(Exception):
-    """The sizes of an output follow from the data."""
-
+from slapo.graph.trace.state import attributes_kept
+from slapo.graph.trace.torch_private import BY_VALUE, FakeTensorMode, detect_fake_mode
 
 _ACTIVE: ContextVar[LeafCalls | None] = ContextVar("slapo_leaf_calls", default=None)
+
+#: Attributes that tell siblings apart and decide no shape.
+_ORDINALS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_id", "idx"})
+#: Fake kernels that refuse what the real ones compute: grouped products in float32.
+_STRICTER_FAKES = frozenset({"_meta_grouped_mm_common"})
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _active() -> LeafCalls:
+    active = _ACTIVE.get()
+    assert active is not None, "only a capture calls leaves this way"
+    return active
 
 
 @torch._dynamo.allow_in_graph
 def call_leaf(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Stand for the call of the module at `path`, in dynamo's graph and while it is captured."""
-    active = _ACTIVE.get()
-    assert active is not None, "only a capture calls leaves this way"
-    return active.flat_output(path, args, kwargs)
+    """Stand for the call of the module at `path` in dynamo's graph."""
+    return _active().flat_result(path, args, kwargs)
 
 
 @torch._dynamo.assume_constant_result
 def _structure_of(path: str) -> Any:
-    """How to put together what the last call of a leaf has returned."""
-    active = _ACTIVE.get()
-    assert active is not None, "only a capture calls leaves this way"
-    return active.structures[path]
+    return _active().structures[path]
 
 
-@dataclass
-class _Known:
-    """A form that has been learnt, None where each call must be run by itself.
-
-    The module is kept alive: the key of this holds addresses of what belongs to it.
-    """
-
-    form: OutputForm | None
-    module: nn.Module
-    guessed: bool = False
-
-
-@dataclass
 class LeafCalls:
     """The leaves of one capture.
 
@@ -104,55 +70,44 @@ class LeafCalls:
         The captured module.
     leaves
         Path -> module, for all modules below it that are not entered.
-    outputs
-        Forms of outputs by what decides them; share it between captures of one model.
-    device
-        Where the model is.
-    containers
-        Path -> the form of what a leaf returns that has been captured; None for one that has yet
-        to be, at whose call the capture ends: see :attr:`reached`.
     """
 
-    root: nn.Module
-    leaves: dict[str, nn.Module]
-    outputs: dict[Any, _Known] = field(default_factory=dict)
-    device: torch.device | None = None
-    containers: Mapping[str, CapturedForm | None] = field(default_factory=dict)
-    reached: str | None = None
-    inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
-    structures: dict[str, Any] = field(default_factory=dict)
-    accesses: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)
-    mode_matters: bool = False
-    changed: set[str] = field(default_factory=set)
-    _settled: dict[Any, _Known] = field(default_factory=dict)
-    _keys: dict[str, Any] = field(default_factory=dict)
-    _classes: dict[str, type[nn.Module]] = field(default_factory=dict)
-    _inconsistent: set[str] = field(default_factory=set)
-    _depth: int = 0
-    _on_data: bool = False
-
-    def __post_init__(self) -> None:
-        self._guesses = Guesses(self._run_on_data, self.device)
+    def __init__(self, root: nn.Module, leaves: dict[str, nn.Module]) -> None:
+        self.root, self.leaves = root, leaves
+        #: path -> how to assemble the last result
+        self.structures: dict[str, Any] = {}
+        #: path -> the steps to each tensor in the result
+        self.accesses: dict[str, list[tuple[Any, ...]]] = {}
+        #: path -> arguments of the first call, with fake tensors
+        self.inputs: dict[str, Call] = {}
+        #: leaves whose results were assumed to be like their first input
+        self.assumed: set[str] = set()
+        self._classes: dict[str, Any] = {}
+        self._known: dict[Any, tuple[Any, bool]] = {}
+        self._keys: dict[str, Any] = {}
+        self._depth = 0
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
         """Within the block calls of the leaves go to :func:`call_leaf`."""
-        lists = [m for m in self.root.modules() if type(m) is nn.ModuleList]
-        scripted: list[tuple[nn.Module, str]] = []
         token = _ACTIVE.set(self)
+        lists = [m for m in self.root.modules() if type(m) is nn.ModuleList]
+        scripts: list[tuple[dict[str, Any], str]] = []
         try:
             for path, module in self.leaves.items():
-                if isinstance(module, torch.jit.ScriptModule):
-                    scripted.append(self._shadow(path, module))
+                if isinstance(module, torch.jit.ScriptModule):  # whose class lies in C++
+                    holder, _, name = path.rpartition(".")
+                    scripts.append((vars(self.root.get_submodule(holder)), name))
+                    scripts[-1][0][name] = _ScriptCall(path)
                     continue
                 self._classes[path] = type(module)
-                kind: Any = type(module)
-                stand_in = _stand_in(kind, capturing_hooks(module), inner_keys(module))
                 vars(module)["_slapo_leaf"] = path
-                module.__class__ = stand_in
+                module.__class__ = _stand_in(
+                    type(module), collecting_hooks(module), inner_keys(module)
+                )
             for each in lists:
                 vars(each)["_slapo_items"] = list(each._modules.values())
-                each.__class__ = _ListStandIn
+                each.__class__ = _PlainList
             yield
         finally:
             _ACTIVE.reset(token)
@@ -162,218 +117,134 @@ class LeafCalls:
             for path, kind in self._classes.items():
                 self.leaves[path].__class__ = kind
                 vars(self.leaves[path]).pop("_slapo_leaf", None)
-            for owner, name in scripted:
-                vars(owner).pop(name, None)
-            self._classes.clear()
+            for attributes, name in scripts:
+                attributes.pop(name, None)
 
-    def _shadow(self, path: str, module: torch.jit.ScriptModule) -> tuple[nn.Module, str]:
-        """TorchScript's classes lie in C++: a function in front of the child instead."""
-        owner, _, name = path.rpartition(".")
-        holder = self.root.get_submodule(owner)
-        vars(holder)[name] = _ScriptStandIn(path)
-        return holder, name
-
-    @property
-    def child_inputs(self) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-        """First call of each leaf; those called with differing Python values are left out."""
-        return {k: v for k, v in self.inputs.items() if k not in self._inconsistent}
-
-    # --- outputs -----------------------------------------------------------------------------
-    def flat_output(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A tensor, or the tensors and sizes in what the leaf returns.
-
-        Dynamo's graphs hold nothing else; :attr:`structures` says what they are parts of.
-        """
-        if self._on_data:
-            self.structures[path] = None
-            return self._called(path, args, kwargs)
-        result = self.output(path, args, kwargs)
-        if self._depth:  # within another leaf, which is run and not captured
-            self.structures[path] = None
-            return result
+    def flat_result(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The tensors and sizes in the result of a leaf; dynamo's graphs hold nothing else."""
+        if self._depth:  # called by another leaf that runs on fake tensors
+            result = self._run(path, args, kwargs)
+            self.structures[path] = ("leaf", 0)
+            return (result,)
+        self.inputs.setdefault(path, (args, kwargs))
+        result = self._result(path, args, kwargs)
         flat: list[Any] = []
-        structure = None if isinstance(result, torch.Tensor) else flattened(result, flat)
-        self.structures[path] = structure
-        accesses = access_paths(result)
-        if self.accesses.setdefault(path, accesses) != accesses:
-            raise TraceError(f"{path!r} returns other things in one call than in another")
-        return result if structure is None else tuple(flat)
+        self.structures[path] = flatten(result, flat)
+        found = accesses(result)
+        if self.accesses.setdefault(path, found) != found:
+            raise TraceError(
+                f"{path!r} returns a result of another structure in one call than in another; "
+                "trace the modules below it instead"
+            )
+        return tuple(flat)
 
-    def output(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the leaf returns for arguments without data."""
-        module = self.leaves[path]
-        if self._depth == 0:
-            self._note(path, args, kwargs)
-        elif not _is_repeated(path):
-            return self._run(path, module, args, kwargs)
-        if path in self.containers:
-            return self._captured(path, args, kwargs)
-        known, call = self._form_of(path, module, args, kwargs)
-        if known.form is None:
-            result = self._run(path, module, args, kwargs)
-        else:
-            self.mode_matters = self.mode_matters or known.form.mode_matters
-            with torch._C.DisableTorchFunction():
-                result = known.form.make(call)
-        self._guesses.count += known.guessed
-        if self._depth == 0:
-            self._check_guesses()
-        return result
-
-    def _form_of(
-        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[_Known, CallForm]:
-        """The form of what the leaf returns, learnt if a sibling has not told it, and its sizes."""
-        if isinstance(module, torch.jit.ScriptModule):
-            return _Known(None, module), CallForm.of(args, kwargs)
-        with torch._C.DisableTorchFunction():  # a mode would see every look at a size
+    def _result(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch._C.DisableTorchFunction():
             if path not in self._keys:
-                self._keys[path] = self._module_key(path, module)
-            call = CallForm.of(args, kwargs)
-            known = self._known(path, module, call)
-        if known is None:
-            guessed = self._guesses.count
-            with ordinal_reads(module) as read:
-                runs = self._runs(path, module, call)
-                if settle_equal_sizes(runs, call):
-                    call = CallForm.of(args, kwargs)
-                known = self._known(path, module, call) or self._learn(path, module, runs, call)
-            known.guessed = known.guessed or self._guesses.count > guessed
-            if read or (known.guessed and has_values(module)):
-                known.form = None
-        return known, call
+                self._keys[path] = self._module_key(path)
+            key = (self._keys[path], _shape_key((args, kwargs)), torch.is_grad_enabled())
+        if key not in self._known:
+            self._known[key] = (self._run(path, args, kwargs), path in self.assumed)
+            return self._known[key][0]
+        result, assumed = self._known[key]
+        if assumed:
+            self.assumed.add(path)
+        with torch._C.DisableTorchFunction():
+            return map_leaves(result, _copy_of_fake)
 
-    def _captured(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        form = self.containers[path]
-        if form is None:
-            self.reached = path
-            raise TraceError(f"{path!r} has to be captured first")
-        self.mode_matters = self.mode_matters or form.form.mode_matters
-        return form.make(args, kwargs)
-
-    def _key(self, path: str, module: nn.Module, call: CallForm) -> Any:
-        return (self._keys[path], call.key, module.training)
-
-    def _known(self, path: str, module: nn.Module, call: CallForm) -> _Known | None:
-        key = self._key(path, module, call)
-        return self.outputs.get(key) or self._settled.get(key)
-
-    def _learn(self, path: str, module: nn.Module, runs: Runs, call: CallForm) -> _Known:
-        """The form of what equal calls return; None if each must be run by itself."""
-        is_stack = any(isinstance(each, nn.ModuleList) for each in module.modules())
-        form = learn(runs, call, is_stack)
-        if form is not None and not is_torch_leaf(module):
-            if self._depth == 0:
-                self._check_guesses()
-            with other_mode(module):
-                holds = self._runs(path, module, call).confirm(form, call)
-                is_true = self._depth > 0 or self._guesses.refuted() is None
-                form.mode_matters = not (holds and is_true)
-        only_here = form is not None and call.names and not form.from_meta
-        known = _Known(form, module)
-        (self._settled if only_here else self.outputs)[self._key(path, module, call)] = known
-        return known
-
-    def _runs(self, path: str, module: nn.Module, call: CallForm) -> Runs:
-        def on_fakes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return self._run(path, module, args, kwargs)
-
-        def without_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            with on_meta(module):
-                return self._run(path, module, args, kwargs)
-
-        return Runs(on_fakes, without_data, call.device or self.device)
-
-    def _check_guesses(self) -> None:
-        """Refuse what rests on a guess that data refute."""
-        found = self._guesses.refuted()
-        if found is not None:
-            raise TraceError(found)
-
-    def _run_on_data(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module = self.leaves[path]
-        state, self._on_data = ModuleState(module), True
-        try:
-            with data_of_its_own(module), torch.no_grad():
-                return self._called(path, args, kwargs)
-        finally:
-            self._on_data = False
-            self._put_back(path, state)
-
-    def _called(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module itself returns."""
-        kind: Any = self._classes.get(path, type(self.leaves[path]))
-        return kind.__call__(self.leaves[path], *args, **kwargs)
-
-    def _note(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        first = self.inputs.setdefault(path, (args, kwargs))
-        if first[0] is not args and _plain_values(first) != _plain_values((args, kwargs)):
-            self._inconsistent.add(path)
-
-    def _run(
-        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run the module itself.
-
-        A module whose shapes depend on the data (experts that pick their tokens) cannot run on
-        fake tensors; see :mod:`slapo.graph.trace.guesses`.
-        """
-        mode = detect_fake_mode()
-        guessed = self._guesses.count
-        state = ModuleState(module) if self._depth == 0 else None
+    def _run(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the leaf itself on fake tensors."""
+        module, mode = self.leaves[path], detect_fake_mode()
+        state = attributes_kept(module) if self._depth == 0 else contextlib.nullcontext()
         self._depth += 1
         try:
-            with _real_tensors_allowed(mode), _values_concealed(module, mode):
-                if isinstance(module, torch.jit.ScriptModule):
-                    given = tensors([args, kwargs])
-                    grad = any(trains(module, tensor) for tensor in given)
-                    return scripted_output(type(module).__call__, module, args, kwargs, grad)
-                result = self._called(path, args, kwargs)
-            if any(_is_data_dependent(tensor) for tensor in tensors(result)):
-                raise _DataDependentError
+            with _real_parameters_allowed(mode), _fake_counters(module, mode), state:
+                kind = self._classes.get(path, type(module))
+                result = kind.__call__(module, *args, **kwargs)
+            if any(_follows_from_values(tensor) for tensor in tensors(result)):
+                return self._assume(path, args, kwargs)
             return result
-        except TraceError:
-            raise
         except Exception as error:
-            cannot = _cannot_be_faked(error) or self._guesses.count > guessed
-            guess = self._guesses.make(path, module, args, kwargs) if cannot else None
-            if guess is None:
+            if isinstance(error, TraceError) or not _cannot_be_faked(error):
                 raise
-            return guess
+            return self._assume(path, args, kwargs)
         finally:
             self._depth -= 1
-            if state is not None:
-                self._put_back(path, state)
 
-    def _put_back(self, path: str, state: ModuleState) -> None:
-        """What the leaf notes on itself it notes when the graph calls it."""
-        for inner, name in state.changes():
-            self.changed.add(".".join(filter(None, (path, inner, name))))
-        state.restore()
+    def _assume(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Experts that pick their tokens return a tensor like their input; the graph checks it."""
+        given = tensors([args, kwargs])
+        if not given:
+            raise TraceError(f"the sizes of the result of {path!r} follow from values")
+        self.assumed.add(path)
+        result = torch.empty_like(given[0])
+        trains = torch.is_grad_enabled() and result.is_floating_point()
+        return result.requires_grad_() if trains else result
 
-    def _module_key(self, path: str, module: nn.Module) -> Any:
+    def _module_key(self, path: str) -> Any:
+        """Equal for siblings whose results have one form: classes, shapes, plain attributes."""
+        module = self.leaves[path]
         if isinstance(module, torch.jit.ScriptModule):
-            return id(module)  # its attributes lie in C++
-        prefix = f"{path}." if path else ""
-        return tuple(
-            (self._classes.get((prefix + name).rstrip("."), type(each)), state_key(each))
-            for name, each in module.named_modules()
-        )
+            return id(module)
+        found = []
+        for name, each in module.named_modules():
+            full = f"{path}.{name}" if name else path
+            held = (*each._parameters.items(), *each._buffers.items())
+            shapes = tuple(
+                (k, None if t is None else (tuple(t.shape), t.dtype, t.device, t.requires_grad))
+                for k, t in held
+            )
+            plain = tuple(
+                (k, _by_value(v))
+                for k, v in vars(each).items()
+                if k[:1] != "_" and not (type(v) is int and k in _ORDINALS)
+            )
+            hooks = [h for h in each._forward_hooks.values() if not collects(h)]
+            hooks += each._forward_pre_hooks.values()
+            found.append((self._classes.get(full, type(each)), shapes, plain, (*map(id, hooks),)))
+        return tuple(found)
 
 
-class _ScriptStandIn:
-    """In place of a TorchScript module."""
+@lru_cache(maxsize=1024)
+def _stand_in(kind: Any, hooks: tuple[Any, ...], keys: frozenset[str]) -> type[nn.Module]:
+    """The subclass of `kind` whose calls stay calls."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        flat = call_leaf(self._slapo_leaf, args, kwargs)
+        result = assemble(_structure_of(self._slapo_leaf), flat)
+        if COLLECTOR.value:
+            for hook in hooks:  # those of Transformers that collect results
+                hook(self, args, result)
+            for key in keys:
+                if key in COLLECTOR.value:
+                    refuse_inner(self._slapo_leaf, key)
+        return result
+
+    members = {"__call__": __call__, "__module__": kind.__module__}
+    if issubclass(kind, fx.GraphModule):  # of which dynamo calls this
+
+        def _call_impl(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return __call__(self, *args, **kwargs)
+            return kind._call_impl(self, *args, **kwargs)
+
+        members["_call_impl"] = _call_impl
+    made: type[nn.Module] = type(kind)(kind.__name__, (kind,), members)
+    return made
+
+
+class _ScriptCall:
+    """Stands in front of a TorchScript module."""
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = call_leaf(self.path, args, kwargs)
-        structure = _structure_of(self.path)
-        return result if structure is None else put_together(structure, result)
+        flat = call_leaf(self.path, args, kwargs)
+        return assemble(_structure_of(self.path), flat)
 
 
-class _ListStandIn(nn.ModuleList):
+class _PlainList(nn.ModuleList):
     """A ``ModuleList`` whose slices are lists: dynamo would build a module for each."""
 
     _slapo_items: list[nn.Module]
@@ -388,101 +259,81 @@ class _ListStandIn(nn.ModuleList):
         return self._slapo_items[index]
 
 
-@lru_cache(maxsize=1024)
-def _stand_in(kind: Any, hooks: tuple[Any, ...], keys: frozenset[str]) -> type[nn.Module]:
-    """The subclass of `kind` whose calls stay calls."""
-
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = call_leaf(self._slapo_leaf, args, kwargs)
-        if not isinstance(result, torch.Tensor):
-            structure = _structure_of(self._slapo_leaf)
-            result = result if structure is None else put_together(structure, result)
-        if COLLECTOR.value:
-            for hook in hooks:  # those of Transformers that collect what it returns
-                hook(self, args, result)
-            for key in keys:
-                if key in COLLECTOR.value:
-                    refuse_inner(self._slapo_leaf, key)
-        return result
-
-    def _call_impl(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """What dynamo calls of graph modules, and their own ``__call__`` does."""
-        if torch.compiler.is_dynamo_compiling():
-            return __call__(self, *args, **kwargs)
-        return kind._call_impl(self, *args, **kwargs)
-
-    members: dict[str, Any] = {
-        "__call__": __call__,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-    }
-    if issubclass(kind, fx.GraphModule):
-        members["_call_impl"] = _call_impl
-    subclass: type[nn.Module] = type(kind)(kind.__name__, (kind,), members)
-    return subclass
-
-
-def _is_repeated(path: str) -> bool:
-    """True for an element of a list of layers."""
-    return path.rpartition(".")[2].isdigit()
-
-
+# --- runs on fake tensors ------------------------------------------------------------------------
 @contextmanager
-def _real_tensors_allowed(mode: FakeTensorMode | None) -> Iterator[None]:
+def _real_parameters_allowed(mode: FakeTensorMode | None) -> Iterator[None]:
     """Parameters of a leaf are real, and meet fake inputs."""
     if mode is None:
         yield
         return
     before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     env = mode.shape_env
-    fresh = contextlib.nullcontext() if env is None else env.ignore_fresh_unbacked_symbols()
     try:
-        with fresh:
+        with contextlib.nullcontext() if env is None else env.ignore_fresh_unbacked_symbols():
             yield
     finally:
         mode.allow_non_fake_inputs = before
 
 
 @contextmanager
-def _values_concealed(module: nn.Module, mode: FakeTensorMode | None) -> Iterator[None]:
-    """Within the block tensors of one element are fake.
-
-    Others become so when they are first used. Of these, fake tensors would remember the real one,
-    and ``self.count.add_(1)`` would change it.
-    """
-
-    def concealed(tensor: torch.Tensor) -> torch.Tensor:
-        assert mode is not None, "without a mode nothing is asked"
-        if tensor.numel() > 1 or mode.is_our_fake(tensor):
-            return tensor
-        fake: torch.Tensor = mode.from_tensor(tensor, static_shapes=True)
-        return fake
-
-    with contextlib.nullcontext() if mode is None else tensors_replaced(module, concealed):
+def _fake_counters(module: nn.Module, mode: FakeTensorMode | None) -> Iterator[None]:
+    """Buffers of one element are fake: a fake made of one would write to the real one."""
+    replaced = []
+    for each in () if mode is None else module.modules():
+        for name, buffer in (
+            () if isinstance(each, torch.jit.ScriptModule) else each._buffers.items()
+        ):
+            if buffer is not None and buffer.numel() == 1 and not mode.is_our_fake(buffer):
+                replaced.append((each._buffers, name, buffer))
+                each._buffers[name] = mode.from_tensor(buffer, static_shapes=True)
+    try:
         yield
+    finally:
+        for table, name, buffer in replaced:
+            table[name] = buffer
 
 
-def _is_data_dependent(tensor: torch.Tensor) -> bool:
-    sizes: list[Any] = [size for size in tensor.shape if isinstance(size, torch.SymInt)]
-    return any(not size.node.has_hint() for size in sizes)
+def _follows_from_values(tensor: Tensor) -> bool:
+    return any(isinstance(s, torch.SymInt) and not s.node.has_hint() for s in tensor.shape)
 
 
 def _cannot_be_faked(error: Exception) -> bool:
-    if isinstance(error, (_DataDependentError, *DATA_DEPENDENT)):
-        return True
     frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code.co_name in _STRICTER_FAKES for frame, _ in frames)
+    return isinstance(error, BY_VALUE) or any(
+        frame.f_code.co_name in _STRICTER_FAKES for frame, _ in frames
+    )
 
 
-def _plain_values(value: Any) -> Any:
-    """What must be equal for two calls to be served by one graph."""
-    if isinstance(value, torch.Tensor):
-        # Numbers among the sizes are the model's own, and the graph of a child has them built in.
-        fixed = tuple(size if isinstance(size, int) else None for size in value.shape)
-        return ("tensor", fixed, value.dtype)
-    if isinstance(value, SYMBOLIC):
-        return "size"
+def _copy_of_fake(value: Any) -> Any:
+    """A fake tensor like one that a sibling has returned."""
+    if not isinstance(value, Tensor):
+        return value
+    new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    if value.requires_grad:
+        new = new.requires_grad_() if value.is_leaf else new.requires_grad_().clone()
+    return new
+
+
+# --- keys ----------------------------------------------------------------------------------------
+def _shape_key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        shape = tuple(map(_size, (*value.shape, *value.stride())))
+        return (shape, value.dtype, value.device, value.requires_grad)
     elements = parts(value)
     if elements is None:
-        return repr(value)
-    return (type(value), tuple((part.key, _plain_values(part.value)) for part in elements))
+        return _size(value) if isinstance(value, (int, *SYMBOLIC)) else repr(value)
+    return (type(value), tuple((part.key, _shape_key(part.value)) for part in elements))
+
+
+def _size(size: Any) -> Any:
+    return str(size.node.expr) if isinstance(size, SYMBOLIC) else size
+
+
+def _by_value(value: Any) -> Any:
+    """Containers by what they hold: sets such as ``pruned_heads`` differ by layer otherwise."""
+    if isinstance(value, dict):
+        return (dict, tuple((k, _by_value(v)) for k, v in value.items()))
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return (type(value), tuple(map(_by_value, value)))
+    plain = (str, int, float, bool, type(None), torch.dtype, torch.device)
+    return (type(value), value) if isinstance(value, plain) else id(value)

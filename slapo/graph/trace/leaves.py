@@ -1,16 +1,18 @@
-"""Which modules a trace enters and which stay opaque calls."""
+"""Which modules a trace enters, and which stay opaque calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from slapo.errors import TraceError
-from slapo.graph.trace.module import TracedModule
-from slapo.hooks import has_forward_hooks
+from slapo.graph.trace.hf import collects
+from slapo.hooks import MODE_ATTRIBUTE
 
+#: ``is_leaf(module, path)``: True for modules that become one call.
 IsLeaf = Callable[[nn.Module, str], bool]
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -32,60 +34,49 @@ def is_sealed(module: nn.Module) -> bool:
 
 
 def is_opaque(module: nn.Module) -> bool:
-    """True for modules that must stay one call of another's graph.
+    """True for modules that must stay one call of another's graph."""
+    return is_sealed(module) or has_foreign_hooks(module)
 
-    Beside sealed modules, that is those with hooks: a graph of the forward does not show them.
+
+def has_foreign_hooks(module: nn.Module) -> bool:
+    """Whether calling a module runs hooks that a graph of its forward would not show.
+
+    Slapo's own syncs become operations of the graph, and Transformers' collecting hooks only look.
     """
-    return is_sealed(module) or has_forward_hooks(module)
+    before = _foreign(module._forward_pre_hooks.values())
+    return before or _foreign(module._forward_hooks.values()) or _has_backward_hooks(module)
 
 
-def default_is_leaf(flatten: bool, leaf_modules: Collection[str] = ()) -> IsLeaf:
-    """The rule of :meth:`Schedule.trace`.
+def _has_backward_hooks(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def _foreign(hooks: Iterable[Callable[..., Any]]) -> bool:
+    return any(not hasattr(hook, MODE_ATTRIBUTE) and not collects(hook) for hook in hooks)
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How far a trace enters the modules below: the ``is_leaf`` of a capture.
 
     Parameters
     ----------
     flatten
-        Enter every module that is not opaque; else enter only those marked
-        ``inline_in_trace = True``.
+        Enter every module that is not opaque; else only those marked ``inline_in_trace = True``.
     leaf_modules
         Class names or paths that stay opaque in any case.
     """
-    names = frozenset(leaf_modules)
 
-    def is_leaf(module: nn.Module, path: str) -> bool:
-        if path in names or type(module).__name__ in names or is_opaque(module):
+    flatten: bool = False
+    leaf_modules: frozenset[str] = frozenset()
+
+    def __call__(self, module: nn.Module, path: str) -> bool:
+        """Whether the module at `path` stays one call."""
+        if path in self.leaf_modules or type(module).__name__ in self.leaf_modules:
             return True
-        if isinstance(module, TracedModule) and module.has_limits:
-            return True  # its graph within another would serve all calls
-        return not (flatten or getattr(module, "inline_in_trace", False))
-
-    return is_leaf
-
-
-def check_modes(root: nn.Module, entered: Collection[str]) -> None:
-    """One graph follows one flag: that of its root.
-
-    Parameters
-    ----------
-    root
-        The traced module.
-    entered
-        Paths of the modules whose operations its graph holds.
-
-    Raises
-    ------
-    TraceError
-        If one of these is in training mode and the root is not, or the other way round.
-    """
-    differing = sorted(p for p in entered if root.get_submodule(p).training != root.training)
-    if differing:
-        raise TraceError(
-            f"{differing[0]!r} would be part of the graph, and its training is "
-            f"{not root.training} while that of the traced module is {root.training}; set the "
-            "modes alike before the trace, or name it in leaf_modules"
-        )
-
-
-def depends_on_mode(graph: fx.Graph, training: bool | None) -> bool:
-    """Whether a graph that holds in mode `training` (None: in both) asks for the mode."""
-    return training is not None or bool(graph.find_nodes(op="get_attr", target="training"))
+        if is_opaque(module) or "forward" in vars(module):
+            return True
+        trace = vars(module).get("_trace")
+        if trace is not None and trace.is_rewritten:
+            return True  # entered, its own forward would take the place of its graph
+        return not (self.flatten or getattr(module, "inline_in_trace", False))

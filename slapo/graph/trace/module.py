@@ -1,578 +1,713 @@
-"""The module that stands in for a traced one: a graph, the original's state, and its limits."""
+"""The traced module: the user's own module, under a class that can run graphs.
+
+As ``fully_shard`` does, a trace changes the class of a module and nothing else: parameters,
+children, hooks, attributes and names are the same objects. The graph is there to be looked at and
+rewritten. A module without rewrites runs its own forward. One with rewrites runs what dynamo
+captures of each kind of call, with the rewrites applied to each capture.
+"""
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import torch
-from torch import fx, nn
-from torch.fx.graph_module import _forward_from_src
+from torch import Tensor, fx, nn
+from torch.fx.graph_module import _forward_from_src as function_from_source
 
-from slapo.errors import SlapoError
-from slapo.graph.trace.attributes import (
-    ABSENT,
-    Held,
-    differs,
-    is_kept,
-    is_same_tensor,
-    kind_of_module,
-    tensor_at,
-    tensors_held,
-    told,
-    value_of,
-    without_entry,
-)
-from slapo.graph.trace.classes import check_names, class_for
-from slapo.graph.trace.contract import (
-    CallContract,
-    Problem,
-    argument_problem,
-    bind_arguments,
-    call_key,
-    parameter_kinds,
-    state_problem,
-)
-from slapo.graph.trace.state import SLOTS
+from slapo.errors import SlapoError, TraceError
+from slapo.graph.trace.kinds import call_key
+from slapo.graph.trace.leaves import Depth, IsLeaf
+from slapo.graph.trace.nodes import switches_mode
 from slapo.wrapper import innermost
 
-#: What the variants of a traced module share with it.
-_LENT = (
-    *SLOTS,
-    "_non_persistent_buffers_set",
-    "training",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_is_full_backward_hook",
-)
+if TYPE_CHECKING:
+    from slapo.graph.trace.capture import Capture
+
+#: Kinds of calls of one module. Beyond it an argument most likely differs in each call.
+MAX_KINDS = 64
+
+#: Captures that siblings share: class -> (signature of the module, pristine capture).
+Shared = dict[Any, list[tuple[Any, "Capture"]]]
 
 
-class _Forward(property):
-    """What an object has as ``forward`` and a class as a function of the object, as methods are.
+@dataclass
+class View:
+    """One graph of a traced module, as matching and rewriting take it.
 
-    A property, as dynamo knows those: a descriptor of our own it would enter without end.
+    Attributes
+    ----------
+    module : nn.Module
+        The traced module.
+    graph : fx.Graph
+    is_shown : bool
+        True for the graph that the schedule sees.
     """
 
-    def __call__(self, module: TracedModule, *args: Any, **kwargs: Any) -> Any:
-        """``super().forward``, and classes that wrap the one of the class they derive from."""
-        return self.__get__(module)(*args, **kwargs)
-
-
-class TracedModule(fx.GraphModule):
-    """An ``fx.GraphModule`` that keeps all of its original and compiles only when used.
-
-    It is an object of the original's class, too: whatever that does of its own when it is
-    trained, moved, saved, loaded or set attributes of, it does on.
-
-    Four things differ from ``fx.GraphModule``:
-
-    - Parameters, buffers (persistent or not), children and plain attributes of the original all
-      stay, under the same names, used by the graph or not; so ``state_dict`` keys never change.
-    - ``recompile()`` only marks the code as stale; code is generated at the next call, or when
-      ``code`` or the signature is looked at. Rewriting N subgraphs compiles once.
-    - A call outside the limits of the trace (:class:`CallContract`) is a :class:`SlapoError`.
-    - Traced modules of one class share a class. fx makes one for each graph, and whoever sets an
-      attribute of ``nn.Module``, as each symbolic trace does, has Python visit all of them.
-    """
-
-    contract: CallContract
-    origin: type[nn.Module]
-    #: Paths of the modules whose operations are in the graphs.
-    _inlined: frozenset[str] = frozenset()
-    #: Paths that a flat trace was told to leave alone.
-    _kept_whole: frozenset[str] = frozenset()
-    _kinds: list[tuple[str, str]]
-
-    #: The class as written, which those that :func:`class_for` makes derive from.
-    _kind: ClassVar[type[TracedModule]]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> TracedModule:
-        """An object of this class, which needs no class of its own: it keeps its code itself."""
-        return object.__new__(cls)
-
-    @classmethod
-    def from_graph(
-        cls,
-        root: nn.Module,
-        graph: fx.Graph,
-        contract: CallContract,
-        constants: Mapping[str, torch.Tensor] | None = None,
-    ) -> TracedModule:
-        """The traced form of `root`; `root` itself is left as it is.
-
-        Raises
-        ------
-        TraceError
-            If `root` has a method or attribute under a name that a graph has another use for.
-        """
-        origin = kind_of_module(root)
-        if not isinstance(root, TracedModule):
-            check_names(cls, root)
-        module = _empty(cls, origin)
-        for slot in SLOTS:
-            module.__dict__[slot] = root.__dict__[slot].copy()
-        module._non_persistent_buffers_set = set(root._non_persistent_buffers_set)
-        for name, value in root.__dict__.items():
-            module.__dict__.setdefault(name, value)
-        for name, tensor in (constants or {}).items():
-            module.register_buffer(name, tensor, persistent=False)
-        module.__dict__["_held"] = tensors_held(root, constants or {})
-        module.training = root.training
-        module.contract = contract
-        module.origin = origin
-        module.graph = graph
-        return module
-
-    # --- lazy compilation --------------------------------------------------------------------
-    def recompile(self) -> fx.graph.PythonCode:
-        """Mark the generated code as out of date.
-
-        Who changes this graph alone makes it differ from those for other calls; they are dropped
-        then, and such calls refused. Rewrites change all of them: :meth:`rewritten_together`.
-        """
-        self.__dict__["_stale"] = True
-        if not self.__dict__.get("_together"):
-            self.__dict__["_variants"] = ()
-        return None  # type: ignore[return-value]
-
-    @contextmanager
-    def rewritten_together(self) -> Iterator[None]:
-        """Within the block changes of one graph are made to all graphs of the module."""
-        before = self.__dict__.get("_together", False)
-        self.__dict__["_together"] = True
-        try:
-            yield
-        finally:
-            self.__dict__["_together"] = before
-
-    def compile_now(self) -> None:
-        """Check the graph and generate its Python code.
-
-        fx would put the code into the class, and wrap ``__call__`` there to decorate errors.
-        """
-        self._graph.lint()
-        code = self._graph.python_code(root_module="self")
-        forward = _forward_from_src(code.src, code.globals)
-        signature = inspect.signature(forward)
-        self.__dict__ |= {
-            "_kinds": parameter_kinds(self._graph),
-            "_code": code.src,
-            "_lineno_map": code._lineno_map,
-            "_prologue_start": code._prologue_start,
-            "_forward": forward,
-            "_signature": signature.replace(parameters=[*signature.parameters.values()][1:]),
-            "_stale": False,
-        }
+    module: nn.Module
+    graph: fx.Graph
+    is_shown: bool = True
 
     @property
-    def is_stale(self) -> bool:
-        """True when the graph changed after its code was generated."""
-        return bool(self.__dict__["_stale"])
+    def training(self) -> bool:
+        """The mode of the module."""
+        return self.module.training
 
-    def delete_submodule(self, target: str) -> bool:
-        """Remove a module that no graph calls; a list that the code looped over has one less."""
-        removed = super().delete_submodule(target)
-        above, _, entry = target.rpartition(".")
-        if removed and above:
-            for each in self.graphs:
-                left = without_entry(each.contract.attributes, above, entry)
-                each.contract = replace(each.contract, attributes=left)
-        return removed
+    def get_submodule(self, path: str) -> nn.Module:
+        """The module that a node calls, also where a rewrite has taken it out."""
+        trace = vars(self.module).get("_trace")
+        stub = None if trace is None else trace.parked.get(path)
+        return self.module.get_submodule(path) if stub is None else stub.module
 
-    def _recompile_submodules(self) -> list[tuple[str, fx.graph.PythonCode]]:
-        return []  # children are compiled when they are used
+    def add(self, stem: str, child: nn.Module) -> str:
+        """Register `child` as ``<stem>_<k>``, with the first free k; returns the name.
+
+        For a graph that is not shown the child is a plain attribute: names and state stay.
+        """
+        k = 0
+        while f"{stem}_{k}" in self.module._modules or hasattr(self.module, f"{stem}_{k}"):
+            k += 1
+        name = f"{stem}_{k}"
+        if self.is_shown:
+            self.module.add_module(name, child)
+            if isinstance(self.module, Traced):
+                trace_of(self.module).added.append(name)
+        else:
+            vars(self.module)[name] = child
+        return name
+
+
+class Rewrite(Protocol):
+    """A change of graphs that can be made again."""
+
+    def apply(self, view: View) -> None:
+        """Change the graph; one that has no place for it is a TraceError, and stays as it was."""
+
+
+class _Stub(NamedTuple):
+    """A child that the shown graph calls no more: captures to come see its shapes."""
+
+    module: nn.Module
+    #: (module within, name) -> the tensor that was there, on meta
+    held: dict[tuple[str, str], Tensor]
+    #: its place among the children, which some forwards loop over
+    place: int
+
+
+class Trace:
+    """What belongs to a traced module besides the module: settings, graphs and rewrites.
+
+    Parameters
+    ----------
+    origin
+        The class that the module had.
+    is_leaf
+        Which modules below stay calls.
+    shown
+        The graph that the schedule sees, or a function that makes it when it is asked for.
+    entered
+        Paths of the modules below whose operations are in the graph.
+    first
+        The capture that it is of; None for a preview, which never runs.
+    inputs
+        The arguments that it was traced with, if any.
+    constants
+        Forward parameter -> constant that it was traced with.
+    called
+        Paths of the modules below that it calls, where that is known before the graph is.
+    shared
+        Captures of siblings.
+    """
+
+    def __init__(
+        self,
+        origin: type[nn.Module],
+        is_leaf: IsLeaf,
+        shown: fx.Graph | Callable[[], fx.Graph],
+        entered: frozenset[str] = frozenset(),
+        first: Capture | None = None,
+        inputs: Any = None,
+        called: frozenset[str] | None = None,
+        constants: dict[str, Any] | None = None,
+        shared: Shared | None = None,
+    ) -> None:
+        self.origin, self.is_leaf, self.entered = origin, is_leaf, entered
+        self._shown, self.inputs, self._called = shown, inputs, called
+        self.constants = constants or {}
+        self.shared: Shared = {} if shared is None else shared
+        self.rules: list[Rewrite] = []
+        self.parked: dict[str, _Stub] = {}
+        self.added: list[str] = []
+        self.first_key = None if first is None else first.key
+        self.edited: Callable[..., Any] | None = None
+        self.known: dict[Any, list[tuple[Capture, Callable[..., Any]]]] = {}
+        #: captures whose code is not generated yet
+        self.fresh: list[Capture] = [] if first is None else [first]
+        self.number: int | None = None
+
+    @property
+    def shown(self) -> fx.Graph:
+        """The graph that the schedule sees."""
+        if not isinstance(self._shown, fx.Graph):
+            self._shown = self._shown()
+        return self._shown
+
+    @shown.setter
+    def shown(self, graph: fx.Graph) -> None:
+        self._shown = graph
+
+    def calls(self, path: str) -> bool:
+        """Whether the graph calls the module at `path`."""
+        if self._called is not None and not isinstance(self._shown, fx.Graph):
+            return path in self._called
+        return bool(self.shown.find_nodes(op="call_module", target=path))
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether calls run graphs, and not the module's own forward."""
+        return bool(self.rules) or self.edited is not None
+
+    def captures(self) -> Iterator[Capture]:
+        """All captures of the module."""
+        yield from self.fresh
+        yield from (each for many in self.known.values() for each, _ in many)
+
+    def forget(self) -> None:
+        """Drop all captures: something that they have built in has changed."""
+        self.known, self.fresh = {}, []
+
+    # --- calls ---------------------------------------------------------------------------------
+    def code_for(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[..., Any]:
+        """The code of a capture that serves a call."""
+        if torch.compiler.is_dynamo_compiling():
+            return _known_code(module, args, kwargs)
+        key = call_key(args, kwargs)
+        for each, code in self.known.get(key, ()):
+            if each.holds(module, args, kwargs):
+                return code
+        return self._new_code(module, key, args, kwargs)
+
+    def _new_code(
+        self, module: nn.Module, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[..., Any]:
+        if self.edited is not None:
+            if self.first_key in (None, key):
+                return self.edited
+            raise TraceError(
+                f"the graph of {self.origin.__name__} was edited by hand, and holds for calls like "
+                "the traced one only; this call differs in an argument's kind or in the grad mode"
+            )
+        if sum(map(len, self.known.values())) >= MAX_KINDS:
+            raise TraceError(
+                f"{self.origin.__name__} was called in {MAX_KINDS} different ways, and its "
+                "rewrites need a capture for each; pass what differs in each call as a tensor"
+            )
+        each = next((c for c in self.fresh if c.key == key and c.holds(module, args, kwargs)), None)
+        if each is not None:
+            self.fresh.remove(each)
+        else:
+            each = self._capture(module, key, args, kwargs)
+            for rule in self.rules:
+                rule.apply(View(module, each.graph, is_shown=False))
+        if self.number is None:
+            self.number = next(_NUMBERS)
+            _MODULES[self.number] = module
+        vars(module).update(each.constants)
+        code = code_of(each.graph)
+        self.known.setdefault(key, []).append((each, code))
+        return code
+
+    def _capture(
+        self, module: nn.Module, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Capture:
+        with as_before(module):
+            return captured(module, args, kwargs, self.is_leaf, self.shared, key)
+
+    # --- undo ------------------------------------------------------------------------------------
+    def saved(self) -> dict[str, Any]:
+        """The state, for :meth:`restore`."""
+        shown = self._shown
+        before = copy.deepcopy(shown) if isinstance(shown, fx.Graph) else shown
+        held = {"rules": list(self.rules), "parked": dict(self.parked), "added": list(self.added)}
+        return {**self.__dict__, **held, "before": before}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Go back to a state that was saved."""
+        state = dict(saved)
+        before, shown = state.pop("before"), state["_shown"]
+        if isinstance(shown, fx.Graph) and str(shown) != str(before):
+            state["_shown"] = before
+        self.__dict__.update(state)
+        self.forget()
+
+    # --- copies --------------------------------------------------------------------------------
+    def __getstate__(self) -> dict[str, Any]:
+        # Guards stay in this process: a copy captures when it is called.
+        code = {"known": {}, "fresh": [], "shared": {}, "number": None, "inputs": None}
+        edited = None if self.edited is None else True
+        return {**self.__dict__, **code, "edited": edited, "_shown": self.shown}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.edited is not None:
+            self.edited = code_of(self.shown)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Trace:
+        new = object.__new__(Trace)
+        new.__setstate__({**self.__getstate__(), "_shown": copy.deepcopy(self.shown)})
+        new.shared, new.rules, new.inputs = self.shared, list(self.rules), self.inputs
+        new.parked, new.added = dict(self.parked), list(self.added)
+        return new
+
+
+def captured(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_leaf: IsLeaf,
+    shared: Shared,
+    key: Any = None,
+) -> Capture:
+    """A capture, that of a sibling where dynamo's guards say that it holds for this module too."""
+    from slapo.graph.trace.capture import capture  # brings torch._dynamo, which takes a second
+
+    key = call_key(args, kwargs) if key is None else key
+    family = shared.setdefault((type(module), is_leaf), [])
+    signature = _signature(module) if family else None
+    for known, each in family:
+        if each.key == key and known == signature and each.holds(module, args, kwargs):
+            return replace(each, graph=copy.deepcopy(each.graph))
+    new = capture(module, args, kwargs, is_leaf)
+    if not new.constants:  # one with tensors of its own is its module's alone
+        pristine = replace(new, graph=copy.deepcopy(new.graph))
+        family.append((signature or _signature(module), pristine))
+    return new
+
+
+def _signature(module: nn.Module) -> Any:
+    """Classes and shapes of all that is below: leaves are not among the guards."""
+    return tuple(
+        (
+            path,
+            type(each),
+            tuple(
+                (name, None if t is None else (t.shape, t.dtype, t.device, t.requires_grad))
+                for name, t in (*each._parameters.items(), *each._buffers.items())
+            ),
+            len(each._forward_hooks) + len(each._forward_pre_hooks),
+        )
+        for path, each in module.named_modules()
+    )
+
+
+# --- the class -----------------------------------------------------------------------------------
+class Traced(fx.GraphModule):
+    """Mixed into the class of a module that has been traced.
+
+    ``graph`` is the shown graph, ``code`` its source. After a change of the graph by hand,
+    ``recompile()`` makes it the code of the module.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An object without state; fx would make a class for each."""
+        return object.__new__(cls)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph that the schedule sees."""
+        return trace_of(self).shown
+
+    @graph.setter
+    def graph(self, graph: fx.Graph) -> None:
+        trace_of(self).shown = graph
+        self.recompile()
+
+    @property
+    def _graph(self) -> fx.Graph:
+        return trace_of(self).shown
 
     @property
     def code(self) -> str:
-        """The Python source generated from the graph."""
-        if self._stale:
-            self.compile_now()
-        return self._code
+        """The Python source of the shown graph."""
+        return str(self.graph.python_code("self").src)
 
-    def __str__(self) -> str:
-        """Modules and code, always those of the present graph."""
-        if self._stale:
-            self.compile_now()
-        return super().__str__()
+    def recompile(self) -> fx.graph.PythonCode:
+        """Run the shown graph, which was edited by hand, from now on."""
+        trace = trace_of(self)
+        trace.shown.lint()
+        trace.edited = code_of(trace.shown)
+        trace.forget()
+        return trace.shown.python_code("self")
 
-    # --- several graphs ----------------------------------------------------------------------
-    def set_variants(self, variants: tuple[TracedModule, ...]) -> None:
-        """Have other graphs for calls that this one does not hold for.
-
-        Parameters
-        ----------
-        variants
-            Traced forms of the same module; they live on the state of this from now on.
-        """
-        self.__dict__["_variants"] = variants
-        for variant in variants:
-            self._lend(variant)
-
-    @property
-    def graphs(self) -> tuple[TracedModule, ...]:
-        """The owners of all graphs of the module, the one that is shown first."""
-        shown: TracedModule = self.__dict__.get("_shown", self)
-        variants: tuple[TracedModule, ...] = shown.__dict__.get("_variants", ())
-        for variant in variants:
-            shown._lend(variant)
-        return (shown, *variants)
-
-    @property
-    def has_limits(self) -> bool:
-        """True where there are calls that it refuses, or serves by another of its graphs.
-
-        Its code in another graph would serve them like all others.
-        """
-        return not self.contract.is_trivial or bool(self.__dict__.get("_variants"))
-
-    def _lend(self, variant: TracedModule) -> None:
-        """Whatever has become of this module's state is the variant's too."""
-        for slot in _LENT:
-            variant.__dict__[slot] = self.__dict__[slot]
-        variant.__dict__["_shown"] = self
-
-    def _code_or_what_was_set(self) -> Callable[..., Any]:
-        """The code of the graph, always that of the present one; or what has been put in place."""
-        state = self.__dict__
-        if "forward" in state:
-            return state["forward"]
-        if state["_stale"]:
-            self.compile_now()
-        function = state["_forward"]
-
-        # Bound by hand: before torch 2.13 dynamo knows no other way that gives the same
-        # instructions when it comes here once more, with code that is no longer stale.
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return function(self, *args, **kwargs)
-
-        forward.__signature__ = state["_signature"]  # type: ignore[attr-defined]
-        return forward
-
-    def _set_forward(self, function: Callable[..., Any]) -> None:
-        self.__dict__["forward"] = function
-
-    def _delete_forward(self) -> None:
-        if "forward" not in self.__dict__:
-            raise AttributeError("forward")
-        del self.__dict__["forward"]
-
-    forward = _Forward(_code_or_what_was_set, _set_forward, _delete_forward)
-
-    # --- calls -------------------------------------------------------------------------------
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Check the call against the contract, then run hooks and the graph that serves it."""
-        state = self.__dict__
-        if "forward" in state:
-            return nn.Module.__call__(self, *args, **kwargs)
-        # Here, not in what Module.compile() has dynamo interpret. When that meets a call of a graph
-        # module, it asks for its forward first, and so for its code.
-        if not torch.compiler.is_dynamo_compiling() and state["_stale"]:
-            self.compile_now()
-        if self.contract.is_trivial and not state.get("_held"):
-            return nn.Module.__call__(self, *args, **kwargs)
-        module = self._serving(args, kwargs)
-        return nn.Module.__call__(module, *args, **kwargs)
-
-    def _serving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
-        """The owner of the graph that holds for a call."""
-        problem = self._problem(args, kwargs)
-        if problem is None or _is_traced(args, kwargs):
-            return self
-        for variant in self.__dict__.get("_variants", ()):
-            self._lend(variant)
-            found = variant._problem(args, kwargs)
-            if found is None:
-                return variant
-            problem = min(problem, found, key=lambda each: each.distance)
-        raise SlapoError(f"{self._label}: {problem.text}")
-
-    def _problem(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem | None:
-        contract = self.contract
-        problem = self._mode_problem(contract) or state_problem(contract)
-        if problem is not None:
-            return Problem(problem)
-        if self._stale:
-            self.compile_now()
-        kinds, state = self._kinds, self.__dict__
-        if torch.compiler.is_dynamo_compiling() or contract.knows_tensors:
-            return argument_problem(contract, bind_arguments(kinds, args, kwargs))
-        # In training one call is like the last. The kinds are others when the code is.
-        key = call_key(args, kwargs)
-        passed = state.get("_passed")
-        if passed is not None and passed[0] is contract and passed[1] is kinds and passed[2] == key:
-            return None
-        found = argument_problem(contract, bind_arguments(kinds, args, kwargs))
-        state["_passed"] = (contract, kinds, key) if found is None and key is not None else None
-        return found
-
-    def _mode_problem(self, contract: CallContract) -> str | None:
-        if contract.training is not None and contract.training != self.training:
-            was, now = _mode(contract.training), _mode(self.training)
-            return (
-                f"traced in {was} mode and its graph differs in {now} mode; trace it in {now} "
-                f"mode, or call .{was if was == 'eval' else 'train'}() first"
-            )
-        for path in contract.inlined:
-            flag = _training_of(self, path)
-            if flag is not None and flag != self.training:
-                return (
-                    f"{path!r} is in {_mode(flag)} mode and its operations are part of this graph, "
-                    f"which is in {_mode(self.training)} mode; set the modes alike, or trace with "
-                    "it in leaf_modules"
-                )
-        if contract.dtype is not None:
-            dtype = _first_float_dtype(self)
-            if dtype is not None and dtype != contract.dtype:
-                return (
-                    f"traced with {contract.dtype} parameters, they are now {dtype}; convert the "
-                    "model before tracing it"
-                )
-        return self._attribute_problem(contract) or self._tensor_problem()
-
-    def _attribute_problem(self, contract: CallContract) -> str | None:
-        """A graph has attributes such as the number of heads built in."""
-        at: str | None = None
-        module: nn.Module | None = None
-        shown = self.__dict__.get("_shown", self)
-        for path, name, traced in contract.attributes:
-            if path != at:
-                at, module = path, _module_at(shown, path)
-            if module is None or is_kept(module, name, traced):
-                continue
-            now = value_of(module, name)
-            if now is not ABSENT or not path:
-                place, is_now, was = told(traced, now)
-                where = f"{path}.{name}" if path else name
-                return (
-                    f"attribute {where + place!r} is {is_now}, but the graph was traced with "
-                    f"{was}; {_remedy(name)}"
-                )
-        return None
-
-    def _tensor_problem(self) -> str | None:
-        """Plain tensors are buffers of a graph that was recorded; the attributes stay as well."""
-        held: Held = self.__dict__.get("_held", {})
-        for (path, place), (constant, tensor) in held.items():
-            module = _module_at(self.__dict__.get("_shown", self), path)
-            now = tensor if module is None else tensor_at(module, place)
-            if now is tensor:
-                continue
-            buffer = self._buffers.get(constant)
-            if buffer is not None and is_same_tensor(now, buffer):
-                held[path, place] = constant, now
-                continue
-            name, *keys = place
-            where = f"{path}.{name}" if path else name
-            where += "".join(f"[{key!r}]" for key in keys)
-            return (
-                f"attribute {where!r} is another tensor, but the graph was recorded with the one "
-                "it had; set it before the trace, or make it a buffer"
-            )
-        return None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Attributes that the graph has built in cannot be set any more."""
-        self._check_built_in(name, value)
-        super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        """Nor can they be deleted."""
-        self._check_built_in(name, ABSENT)
-        super().__delattr__(name)
-
-    def _check_built_in(self, name: str, value: Any) -> None:
-        """Refuse a value that none of the graphs has; ``train`` may set one for each mode."""
-        if "contract" not in self.__dict__:
-            return
-        traced = [
-            next((t for p, n, t in each.contract.attributes if not p and n == name), value)
-            for each in self.graphs
-        ]
-        if all(differs(each, value) for each in traced):
-            place, new, was = told(traced[0], value)
-            change = "deleting it" if value is ABSENT else f"setting it to {new}"
-            raise SlapoError(
-                f"{self._label}: its graph was traced with {name}{place} = {was}, {change} "
-                f"would change nothing; {_remedy(name)}"
-            )
-
-    @property
-    def _label(self) -> str:
-        return f"traced {self.origin.__name__}"
-
-    # --- copies ------------------------------------------------------------------------------
-    def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Traced:
         new = object.__new__(type(self))
         memo[id(self)] = new
-        state = self._state_but_graph()
-        state.pop("contract")
-        new.__dict__.update(copy.deepcopy(state, memo))
-        new.__dict__["contract"] = self.contract  # immutable, and its values may not copy
-        # The graph has its own memo: fx keeps nodes in it, which are no business of the caller's.
-        with new.rewritten_together():
-            new.graph = copy.deepcopy(self._graph)
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
 
-    def __copy__(self) -> TracedModule:
-        """The same parameters and children, and graphs of its own."""
-        state = self._state_but_graph()
-        state |= {slot: state[slot].copy() for slot in SLOTS}
-        state["_variants"] = tuple(copy.copy(variant) for variant in state.get("_variants", ()))
-        return _rebuild(self._kind, state, copy.deepcopy(self._graph))
-
-    def _replicate_for_data_parallel(self) -> TracedModule:
-        """As ``nn.DataParallel`` wants it: without parameters, which it sets as attributes."""
-        replica = copy.copy(self)
-        replica.__dict__["_parameters"] = {}
-        replica.__dict__["_is_replica"] = True
-        return replica
+    def __copy__(self) -> Traced:
+        new = object.__new__(type(self))
+        tables = ("_parameters", "_buffers", "_modules")
+        new.__dict__ |= {k: v.copy() if k in tables else v for k, v in self.__dict__.items()}
+        new.__dict__["_trace"] = copy.deepcopy(trace_of(self))
+        return new
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = self._state_but_graph()
-        return _rebuild, (self._kind, state, self._graph)
+        return _restored, (trace_of(self).origin,), self.__dict__
 
-    def _state_but_graph(self) -> dict[str, Any]:
-        own = ("_graph", "_code", "_forward", "_signature", "_passed", "_shown")
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+    __repr__ = nn.Module.__repr__
+
+    def __str__(self) -> str:
+        """The modules, and the code of the shown graph."""
+        return f"{nn.Module.__repr__(self)}\n\n{self.code}"
 
 
-def compile_graphs(model: nn.Module) -> None:
-    """Generate the code of every graph now: errors show here, and torch.compile sees plain code.
+class _Eagerly:
+    """A method that runs on the original's forward, such as Transformers' ``generate``.
 
-    In a capture it would be too late: a child that is compiled is no module there, as fx checks it.
+    It calls the model with key/value caches, which no graph holds.
     """
-    for module in map(innermost, model.modules()):
-        if isinstance(module, TracedModule) and module.is_stale:
-            module.compile_now()
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: Any, owner: type) -> Any:
+        if module is None:
+            return self
+        eager = object.__new__(trace_of(module).origin)
+        object.__setattr__(eager, "__dict__", module.__dict__)
+        return getattr(eager, self.name)
+
+
+_CLASSES: WeakValueDictionary[type, type[Traced]] = WeakValueDictionary()
+
+
+def class_for(origin: type[nn.Module]) -> type[Traced]:
+    """The class of traced modules of one class, in which both ours and the original are bases.
+
+    The original comes in afterwards, so that no hook of it that waits for subclasses is run.
+    """
+    known = _CLASSES.get(origin)
+    if known is not None:
+        return known
+    own = origin.forward
+
+    @functools.wraps(own)  # trainers choose the columns of a batch by the signature
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        trace = self.__dict__["_trace"]
+        if not trace.rules and trace.edited is None:
+            return own(self, *args, **kwargs)
+        return trace.code_for(self, args, kwargs)(self, *args, **kwargs)
+
+    body: dict[str, Any] = {"__module__": origin.__module__, "forward": forward}
+    generate = getattr(origin, "generate", None)
+    if str(getattr(generate, "__module__", "")).startswith("transformers."):
+        body["generate"] = _Eagerly("generate")
+    made: Any = type(origin.__name__, (Traced,), body)
+    try:
+        made.__bases__ = (Traced, origin)
+    except TypeError as error:
+        raise TraceError(
+            f"an object of {origin.__name__} cannot have a graph: {error}; make the module a leaf"
+        ) from error
+    _CLASSES[origin] = made
+    return made
+
+
+def trace_of(module: nn.Module) -> Trace:
+    """The trace of a traced module."""
+    trace: Trace = module.__dict__["_trace"]
+    return trace
+
+
+def attach(module: nn.Module, trace: Trace) -> None:
+    """Make `module` a traced one."""
+    kind = class_for(trace.origin)
+    vars(module)["_trace"] = trace
+    module.__class__ = kind
+
+
+def detach(module: nn.Module) -> None:
+    """Give a traced module its class back."""
+    module.__class__ = vars(module).pop("_trace").origin
+
+
+def _restored(origin: type[nn.Module]) -> Traced:
+    return object.__new__(class_for(origin))
+
+
+def origin_of(module: nn.Module) -> type[nn.Module]:
+    """The class that a module has, or had before it was traced."""
+    return trace_of(module).origin if isinstance(module, Traced) else type(module)
 
 
 def inlined_in(module: nn.Module) -> frozenset[str]:
-    """Paths of the modules below one whose operations are in its graphs; nothing for no graph."""
-    return module._inlined if isinstance(module, TracedModule) else frozenset()
+    """Paths of the modules below a traced one whose operations are in its graph."""
+    return trace_of(module).entered if isinstance(module, Traced) else frozenset()
+
+
+def uncalled_in(module: nn.Module) -> frozenset[str]:
+    """Paths of the modules below that are not called: a rewritten module runs their operations."""
+    rewritten = isinstance(module, Traced) and trace_of(module).is_rewritten
+    return inlined_in(module) if rewritten else frozenset()
 
 
 def kept_whole_in(module: nn.Module) -> frozenset[str]:
-    """Paths that a flat trace was told to keep as one call each."""
-    return module._kept_whole if isinstance(module, TracedModule) else frozenset()
+    """Paths of the modules below that a flat trace was told to keep as one call each."""
+    depth = trace_of(module).is_leaf if isinstance(module, Traced) else None
+    if not isinstance(depth, Depth) or not depth.flatten or not depth.leaf_modules:
+        return frozenset()
+    return frozenset(
+        path
+        for path, each in module.named_modules()
+        if path in depth.leaf_modules or type(innermost(each)).__name__ in depth.leaf_modules
+    )
 
 
-def _empty(kind: type[TracedModule], origin: type[nn.Module]) -> TracedModule:
-    """A traced module without state, contract and operations."""
-    kind = getattr(kind, "_kind", kind)
-    module = kind(nn.Module(), fx.Graph(), kind.__name__)
-    module.__class__ = class_for(kind, origin)  # only now: fx would call the original's __init__
-    return module
+def check_traceable(module: nn.Module) -> None:
+    """Refuse an object whose calls do not reach the forward of its class.
+
+    Raises
+    ------
+    TraceError
+        If its ``forward`` was replaced on the object, as wrappers of other libraries do.
+    """
+    if "forward" in vars(module):
+        raise TraceError(
+            f"forward was set on this {type(module).__name__} itself, and a trace sees the one of "
+            "its class only; trace before the library that did so, or make the module a leaf"
+        )
 
 
-def _rebuild(kind: type[TracedModule], state: dict[str, Any], graph: fx.Graph) -> TracedModule:
-    module = _empty(kind, state["origin"])
-    module.__dict__.update(state)
-    with module.rewritten_together():
-        module.graph = graph
-    return module
+# --- code ----------------------------------------------------------------------------------------
+def code_of(graph: fx.Graph) -> Callable[..., Any]:
+    """A function ``(module, *args, **kwargs)`` that runs a graph."""
+    source = graph.python_code(root_module="self")
+    run: Callable[..., Any] = function_from_source(source.src, source.globals)
+    return _modes_restored(run) if any(map(switches_mode, graph.nodes)) else run
 
 
-def _is_traced(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a trace meets the module, of which it makes one call: that one will be checked."""
-    return any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values()))
+def _modes_restored(run: Callable[..., Any]) -> Callable[..., Any]:
+    """An error inside a region of ``no_grad`` or ``autocast`` must not leave it open."""
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        grad = torch.is_grad_enabled()
+        casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+        try:
+            return run(*args, **kwargs)
+        except BaseException:
+            torch._C._set_grad_enabled(grad)
+            for device, enabled, dtype in casts:
+                torch.set_autocast_enabled(device, enabled)
+                torch.set_autocast_dtype(device, dtype)
+            raise
+
+    return guarded
 
 
-def _remedy(attribute: str) -> str:
-    if "gradient_checkpointing" in attribute:  # of Transformers, whose layers ask for it
-        return "checkpoint its layers by sch[path].checkpoint() instead"
-    return "set it before the trace"
+_MODULES: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+_NUMBERS = itertools.count()
 
 
-def _mode(training: bool) -> str:
-    return "train" if training else "eval"
+def _known_code(module: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
+    """Within somebody's torch.compile: the code of a kind that was met before."""
+    trace = module._trace
+    for each, code in _candidates(trace.number, call_key(args, kwargs, within_compile=True)):
+        if each.fits(args, kwargs):
+            return code  # type: ignore[no-any-return]
+    raise RuntimeError(
+        "a rewritten module met a new kind of call inside torch.compile; call the model once like "
+        "this before it is compiled"
+    )
 
 
-def _module_at(module: nn.Module, path: str) -> nn.Module | None:
-    """A module at or below; None when a rewrite has removed it."""
-    found: nn.Module | None = module
-    for name in path.split(".") if path else ():
-        found = found._modules.get(name) if found is not None else None
-    return found
+def _candidates(number: int | None, key: Any) -> tuple[Any, ...]:
+    """Run while the outer dynamo traces: captures of this key whose state is as it was."""
+    module = None if number is None else _MODULES.get(number)
+    known = () if module is None else trace_of(module).known.values()
+    pairs = (pair for many in known for pair in many)
+    return tuple(p for p in pairs if p[0].compile_key == key and p[0].holds_state(module))
 
 
-def _training_of(module: nn.Module, path: str) -> bool | None:
-    found = _module_at(module, path)
-    return None if found is None else found.training
+# As by ``torch.compiler.assume_constant_result``, which would import dynamo now.
+_candidates._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _first_float_dtype(module: nn.Module) -> torch.dtype | None:
-    """Asked at every call, so without the sets and generators of ``module.parameters()``."""
-    for parameter in module._parameters.values():
-        if parameter is not None and parameter.dtype.is_floating_point:
-            return parameter.dtype
-    for child in module._modules.values():
-        dtype = None if child is None else _first_float_dtype(child)
-        if dtype is not None:
-            return dtype
-    return None
+# --- rewrites ------------------------------------------------------------------------------------
+def rewrite(module: fx.GraphModule, rule: Rewrite) -> None:
+    """Apply a rule to the shown graph, to known captures, and to every capture to come.
+
+    Raises
+    ------
+    SlapoError, ValueError
+        If the shown graph has no place for it; nothing is changed then.
+    """
+    if not isinstance(module, Traced):  # a graph module of the user's, which runs as it is
+        rule.apply(View(module, module.graph))
+        module.recompile()
+        return
+    trace = trace_of(module)
+    if trace.edited is not None:
+        raise SlapoError(
+            f"the graph of {trace.origin.__name__} was edited by hand, and a rewrite would be made "
+            "in the captures of the module instead; rewrite first, or go on by hand"
+        )
+    rule.apply(View(module, trace.shown))
+    trace.rules.append(rule)
+    kept = []
+    for each in list(trace.captures()):
+        try:
+            if each.graph is not trace.shown:
+                rule.apply(View(module, each.graph, is_shown=False))
+            kept.append(each)
+        except TraceError:  # it is told when such a call comes
+            continue
+    trace.known, trace.fresh = {}, kept
 
 
-# --- stand-ins until the new room of traces is merged ------------------------------------------
-Traced = TracedModule
-_RULES = "_slapo_rules"
+def forget_captures(*modules: nn.Module) -> None:
+    """Drop the captures of traced modules, of which something below has changed.
+
+    A capture has built in what Python read of a parameter's shape, for one. What is not changed
+    is found again among the captures that siblings share.
+    """
+    for module in map(innermost, modules):
+        if isinstance(module, Traced):
+            trace_of(module).forget()
 
 
-class View:
-    """One graph of a traced module while it is rewritten."""
+def rules_of(module: nn.Module) -> list[Rewrite]:
+    """The rewrites of a traced module, in order."""
+    return trace_of(module).rules if isinstance(module, Traced) else []
 
-    def __init__(
-        self, module: Any, graph: fx.Graph, is_shown: bool = True, training: bool | None = None
-    ) -> None:
-        self.module, self.graph, self.is_shown = module, graph, is_shown
-        self.training = module.training if training is None else training
 
-    def get_submodule(self, path: str) -> nn.Module:
-        """The child, parked ones included."""
-        parked = self.module.__dict__.get("_slapo_parked", {})
-        hidden = self.module.__dict__.get(path)
-        if isinstance(hidden, nn.Module):
-            return hidden
-        found: nn.Module = parked[path] if path in parked else self.module.get_submodule(path)
-        return found
+def park_unused(module: fx.GraphModule, targets: Iterable[str]) -> list[str]:
+    """Take children that the shown graph neither calls nor reads out of the module.
 
-    def add(self, stem: str, child: nn.Module) -> str:
-        """Register a child as ``<stem>_<k>``; out of sight for a graph that is not shown."""
-        k = 0
-        while hasattr(self.module, f"{stem}_{k}"):
-            k += 1
-        if self.is_shown:
-            self.module.add_module(f"{stem}_{k}", child)
+    Captures to come see stubs of them, with their shapes and without their memory.
+
+    Returns
+    -------
+    list of str
+        Paths of the children that were taken out.
+    """
+    if not isinstance(module, Traced):
+        unused = [target for target in dict.fromkeys(targets) if not _is_used(module.graph, target)]
+        return [target for target in unused if module.delete_submodule(target)]
+    trace, removed = trace_of(module), []
+    for target in dict.fromkeys(targets):
+        if target in trace.parked or _is_used(trace.shown, target):
+            continue
+        holder, _, name = target.rpartition(".")
+        owner = module.get_submodule(holder)
+        child = owner._modules.get(name)
+        if child is None:
+            continue
+        if target in trace.added:
+            trace.added.remove(target)
         else:
-            self.module.__dict__[f"{stem}_{k}"] = child
-        return f"{stem}_{k}"
+            trace.parked[target] = _stub_of(child, list(owner._modules).index(name))
+        del owner._modules[name]
+        removed.append(target)
+    return removed
 
 
-def rules_of(module: Any) -> list[Any]:
-    """The rewrites of a module."""
-    rules: list[Any] = module.__dict__.get(_RULES, [])
-    return rules
+def _is_used(graph: fx.Graph, target: str) -> bool:
+    inside = f"{target}."
+    return any(
+        str(n.target) == target
+        or str(n.target).startswith(inside)
+        or target.startswith(f"{n.target}.")
+        for op in ("call_module", "get_attr")
+        for n in graph.find_nodes(op=op)
+    )
 
 
-def rewrite(module: Any, rule: Any) -> None:
-    """Apply a rule and remember it."""
-    rule.apply(View(module, module.graph))
-    module.__dict__.setdefault(_RULES, []).append(rule)
-    module.recompile()
+def _stub_of(child: nn.Module, place: int) -> _Stub:
+    if isinstance(child, torch.jit.ScriptModule):
+        return _Stub(child, {}, place)
+    held: dict[tuple[str, str], Tensor] = {}
+    return _Stub(_without_tensors(child, "", held), held, place)
 
 
-def park_unused(module: Any, targets: Any) -> list[str]:
-    """Take children out that the shown graph calls no more."""
-    parked = module.__dict__.setdefault("_slapo_parked", {})
-    for target in targets:
-        parked[target] = module.get_submodule(target)
-        module.delete_submodule(target)
-    return list(targets)
+def _without_tensors(
+    module: nn.Module, path: str, held: dict[tuple[str, str], Tensor]
+) -> nn.Module:
+    new = object.__new__(origin_of(module))
+    tables = {k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()}
+    new.__dict__.update(tables)
+    for table in ("_parameters", "_buffers"):
+        for name, tensor in vars(new)[table].items():
+            if tensor is not None:
+                held[path, name] = torch.empty_like(tensor, device="meta")
+                vars(new)[table][name] = _expanded(held[path, name], tensor, tensor.dtype)
+    for name, child in new._modules.items():
+        if child is not None:
+            new._modules[name] = _without_tensors(child, f"{path}.{name}".lstrip("."), held)
+    return new
+
+
+def _expanded(shape: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+    zero = torch.zeros((), dtype=dtype, device=like.device).expand(shape.shape)
+    return nn.Parameter(zero, like.requires_grad) if isinstance(like, nn.Parameter) else zero
+
+
+@contextmanager
+def as_before(module: nn.Module) -> Iterator[None]:
+    """Within the block the modules have their classes, and the children from before rewrites."""
+    traced = [m for m in map(innermost, module.modules()) if isinstance(m, Traced)]
+    classes = [(m, type(m), vars(m).pop("forward", None)) for m in traced]
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for each in traced:
+            trace = trace_of(each)
+            tables.append((each._modules, dict(each._modules)))
+            for name in trace.added:
+                each._modules.pop(name, None)
+            for path, stub in reversed(trace.parked.items()):
+                holder, _, name = path.rpartition(".")
+                table = each.get_submodule(holder)._modules
+                tables.append((table, dict(table)))
+                _renew(stub, module)
+                behind = list(table.items())[stub.place :]
+                for key, _ in behind:
+                    del table[key]
+                table.update([(name, stub.module), *behind])
+            each.__class__ = trace.origin
+        yield
+    finally:
+        for each, kind, forward in classes:
+            each.__class__ = kind
+            if forward is not None:
+                vars(each)["forward"] = forward
+        for table, before in reversed(tables):
+            table.clear()
+            table.update(before)
+
+
+def _renew(stub: _Stub, owner: nn.Module) -> None:
+    """Give the tensors of a stub the device and the dtype that its owner has now."""
+    tensors = [*owner.parameters(), *owner.buffers()]
+    floating = next((t.dtype for t in tensors if t.is_floating_point()), None)
+    if not tensors:
+        return
+    for (path, name), shape in stub.held.items():
+        holder = stub.module.get_submodule(path)
+        table = holder._parameters if name in holder._parameters else holder._buffers
+        present: Any = table[name]
+        dtype = floating if floating is not None and shape.is_floating_point() else shape.dtype
+        if present.device != tensors[0].device or present.dtype != dtype:
+            blank = torch.zeros((), device=tensors[0].device, dtype=dtype).expand(shape.shape)
+            trains = present.requires_grad
+            table[name] = (
+                nn.Parameter(blank, trains) if isinstance(present, nn.Parameter) else blank
+            )

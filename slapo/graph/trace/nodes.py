@@ -1,12 +1,18 @@
-"""What a node of a graph names and holds."""
+"""Nodes of a graph: names, targets, and the values that they hold."""
 
 from __future__ import annotations
 
+import enum
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch._ops import OpOverload
+
+from slapo.errors import TraceError
 
 #: Gives the module for the target of a ``call_module`` node, as ``gm.get_submodule`` does.
 ModuleLookup = Callable[[str], nn.Module]
@@ -15,6 +21,49 @@ CONTAINERS = (tuple, list, dict, slice)
 """Values that are compared part by part."""
 
 Pair = tuple[Any, Any]
+
+_STARS: dict[Any, str] = {
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
+_PLAIN = (str, int, float, bool, complex, torch.dtype, torch.device, enum.Enum, type(None))
+
+# By name, as graphs loaded from a file have them.
+_BEGINS = frozenset({"_enter_autocast", "_enter_inference_mode"})
+_ENDS = frozenset({"_exit_autocast", "_exit_inference_mode"})
+
+
+@dataclass(frozen=True)
+class FunctionApply:
+    """Target of a node that calls ``function.apply``.
+
+    It has the names that generated code needs, compares by the function, pickles by reference to
+    it, and stays one node when the graph is traced symbolically.
+
+    Parameters
+    ----------
+    function
+        A subclass of ``torch.autograd.Function``.
+    constants
+        Position -> argument that generated code could not spell out, such as a process group.
+    """
+
+    function: Any
+    constants: tuple[tuple[int, Any], ...] = ()
+
+    @property
+    def __name__(self) -> str:
+        return f"{self.function.__name__}_apply"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """``function.apply(*args, **kwargs)``."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, fx.Proxy):
+                return value.tracer.create_proxy("call_function", self, args, kwargs)
+        given = list(args)
+        for position, value in self.constants:
+            given.insert(position, value)
+        return self.function.apply(*given, **kwargs)
 
 
 def called_name(node: fx.Node) -> str:
@@ -34,6 +83,41 @@ def called_name(node: fx.Node) -> str:
     return str(getattr(target, "__name__", ""))
 
 
+def switches_mode(node: fx.Node) -> bool:
+    """Whether the node begins or ends a region of ``no_grad``, ``autocast`` or inference mode."""
+    name = called_name(node) if node.op == "call_function" else ""
+    return name in ("_set_grad_enabled", *_BEGINS, *_ENDS)
+
+
+class OpenRegions:
+    """The regions of ``no_grad``, ``autocast`` or inference mode that are open at a node.
+
+    Examples
+    --------
+    >>> graph = fx.Graph()
+    >>> nodes = [graph.call_function(torch._C._set_grad_enabled, (on,)) for on in (False, True)]
+    >>> regions = OpenRegions()
+    >>> [len(regions.follow(node)) for node in nodes]
+    [1, 0]
+    """
+
+    def __init__(self) -> None:
+        self._open: list[fx.Node] = []
+
+    def follow(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """The nodes that began the regions open behind `node`; give it all nodes in order."""
+        name = called_name(node) if node.op == "call_function" else ""
+        last = self._open[-1] if self._open else None
+        if name == "_set_grad_enabled":  # back to the mode from before the innermost: its end
+            ends = last is not None and last.target is node.target and last.args != node.args
+            self._open = self._open[:-1] if ends else [*self._open, node]
+        elif name in _BEGINS:
+            self._open = [*self._open, node]
+        elif name in _ENDS:
+            self._open = self._open[:-1]
+        return tuple(self._open)
+
+
 def nodes_in(value: Any) -> list[fx.Node]:
     """The nodes in nested containers, in order.
 
@@ -49,7 +133,7 @@ def nodes_in(value: Any) -> list[fx.Node]:
 
 
 def attribute(root: nn.Module, target: str) -> Any:
-    """What a path, as a ``get_attr`` node has it, leads to."""
+    """The attribute of `root` at the path that a ``get_attr`` node names."""
     owner, _, name = target.rpartition(".")
     return getattr(root.get_submodule(owner), name)
 
@@ -65,3 +149,46 @@ def inner_pairs(one: Any, other: Any) -> list[Pair] | None:
     if not isinstance(other, slice):
         return None
     return [(getattr(one, k), getattr(other, k)) for k in ("start", "stop", "step")]
+
+
+def spare_self(graph: fx.Graph) -> fx.Graph:
+    """The empty `graph`, in which no node will be called ``self``.
+
+    Nodes are named after the modules they call, and BERT has a child ``self``: its result would
+    take the name of the first parameter of the generated forward.
+
+    Examples
+    --------
+    >>> graph = spare_self(fx.Graph())
+    >>> graph.call_module("self").name
+    'self_1'
+    """
+    graph.erase_node(graph.create_node("placeholder", "self", name="self"))
+    return graph
+
+
+def add_placeholder(graph: fx.Graph, parameter: inspect.Parameter) -> fx.Node:
+    """The placeholder of a parameter: same name, same default.
+
+    Raises
+    ------
+    TraceError
+        If the default cannot be written in generated code.
+    """
+    star, default = _STARS.get(parameter.kind, ""), parameter.default
+    if star or default is parameter.empty:
+        given: tuple[Any, ...] = ()
+    elif _is_plain(default):
+        given = (default,)
+    else:
+        raise TraceError(
+            f"the default of parameter {parameter.name!r}, {default!r}, cannot be written in a "
+            "graph; make the module a leaf"
+        )
+    return graph.create_node("placeholder", star + parameter.name, given, name=parameter.name)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)

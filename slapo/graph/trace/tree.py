@@ -1,209 +1,289 @@
-"""Trace a module and, if wanted, the modules it calls; nothing is changed here."""
+"""Trace a module and, if wanted, the modules that it calls; nothing is changed here."""
 
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
-from slapo.graph.trace.leaves import default_is_leaf, is_sealed
-from slapo.graph.trace.module import TracedModule
+from slapo.graph.trace.leaves import Depth, is_sealed
+from slapo.graph.trace.module import (
+    Shared,
+    Trace,
+    as_before,
+    captured,
+    check_traceable,
+    origin_of,
+)
 from slapo.graph.trace.nodes import nodes_in
-from slapo.graph.trace.symbolic import trace_symbolically
+from slapo.graph.trace.preview import constants_of, preview
 from slapo.wrapper import innermost
+
+if TYPE_CHECKING:
+    from slapo.graph.trace.examples import Inputs
 
 
 @dataclass
 class TraceResult:
-    """Traced forms by path from the traced module, outermost first, and what stayed as it was.
+    """Traces by path from the traced module, and why other modules stay opaque.
 
     Parameters
     ----------
-    traced
+    traces
         ``""`` for the module itself, then paths of children.
     skipped
-        Path -> why a child stays opaque.
+        Path -> reason.
     """
 
-    traced: dict[str, TracedModule] = field(default_factory=dict)
+    traces: dict[str, Trace] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
 
 
-#: Traces a child that stands at a path, from the calls of it in the graph above.
-TraceChild = Callable[[nn.Module, str, list[fx.Node]], TracedModule]
+#: Traces a child at a path, from the calls of it in the graph above.
+_TraceChild = Callable[[nn.Module, str, list[fx.Node]], Trace]
 
 
-def trace_symbolic_tree(
+def trace_by_preview(
     module: nn.Module,
     recursive: bool,
-    flatten: bool,
-    leaf_modules: Collection[str],
-    concrete_args: Mapping[str, Any] | None,
+    depth: Depth,
+    concrete_args: Mapping[str, Any],
+    shared: Shared,
 ) -> TraceResult:
-    """Trace with proxies: the module, and with `recursive` the modules it calls.
+    """Trace with proxies: the module, and with `recursive` the modules that it calls.
 
     Raises
     ------
     TraceError
         If the module itself cannot be traced. Children that cannot stay opaque.
     """
-    is_leaf = default_is_leaf(flatten, leaf_modules)
-    result = TraceResult({"": trace_symbolically(module, is_leaf, concrete_args)})
 
-    def trace_child(child: nn.Module, path: str, calls: list[fx.Node]) -> TracedModule:
-        return trace_symbolically(child, is_leaf, constants_of_calls(child, calls))
+    def trace(part: nn.Module, path: str, calls: list[fx.Node]) -> Trace:
+        constants = _constants_of(part, calls) if calls else concrete_args
+        with as_before(part):
+            graph, entered = preview(part, depth, constants)
+        given = dict(concrete_args) if part is module else {}
+        return Trace(origin_of(part), depth, graph, entered, constants=given, shared=shared)
 
-    if recursive and not flatten:
-        descend(result, module, "", result.traced[""], leaf_modules, trace_child)
+    return _descend(module, recursive and not depth.flatten, depth, trace)
+
+
+def trace_by_capture(
+    module: nn.Module, inputs: Inputs, recursive: bool, depth: Depth, shared: Shared
+) -> TraceResult:
+    """Capture the module, and with `recursive` the modules it calls, on the inputs it gave them.
+
+    Raises
+    ------
+    TraceError
+        If the module itself cannot be captured. Children that cannot stay opaque.
+    """
+    found: dict[str, Inputs] = {"": inputs}
+
+    def trace(part: nn.Module, path: str, calls: list[fx.Node]) -> Trace:
+        with as_before(part):
+            first = captured(part, *found[path], depth, shared)
+        for target, given in first.inputs.items():
+            found.setdefault(f"{path}.{target}" if path else target, given)
+        given = inputs if part is module else None
+        return Trace(
+            origin_of(part), depth, first.graph, first.entered, first, inputs=given, shared=shared
+        )
+
+    return _descend(module, recursive and not depth.flatten, depth, trace)
+
+
+def _descend(
+    module: nn.Module, recursive: bool, depth: Depth, trace_child: _TraceChild
+) -> TraceResult:
+    check_traceable(module)
+    result = TraceResult({"": trace_child(module, "", [])})
+    waiting = [("", module)] if recursive else []
+    while waiting:
+        path, above = waiting.pop()
+        for target, calls in _calls_by_target(result.traces[path].shown).items():
+            child = innermost(above.get_submodule(target))
+            full = f"{path}.{target}" if path else target
+            if not _may_enter(child, full, depth):
+                continue
+            try:
+                check_traceable(child)
+                result.traces[full] = trace_child(child, full, calls)
+            except TraceError as error:
+                result.skipped[full] = str(error)
+                continue
+            waiting.append((full, child))
     return result
 
 
-def descend(
-    result: TraceResult,
-    module: nn.Module,
-    path: str,
-    above: TracedModule,
-    leaf_modules: Collection[str],
-    trace_child: TraceChild,
-) -> None:
-    """Trace the modules that a traced module calls, each as a graph of its own, and so on."""
-    for target, calls in calls_by_target(above.graph).items():
-        child = innermost(module.get_submodule(target))
-        full = f"{path}.{target}" if path else target
-        if not may_enter(child, full, leaf_modules):
-            continue
-        try:
-            traced = trace_child(child, full, calls)
-        except TraceError as error:
-            result.skipped[full] = str(error)
-            continue
-        result.traced[full] = traced
-        drop_demanding(result, full, child, calls, above)
-        descend(result, child, full, traced, leaf_modules, trace_child)
+def _may_enter(module: nn.Module, path: str, depth: Depth) -> bool:
+    names = {path, type(module).__name__}
+    sealed = is_sealed(module) or isinstance(module, fx.GraphModule)
+    return not sealed and not names & depth.leaf_modules
 
 
-def may_enter(module: nn.Module, path: str, leaf_modules: Collection[str]) -> bool:
-    """Whether a recursive trace turns `module` into a graph of its own."""
-    name = type(module).__name__
-    return not (
-        path in leaf_modules
-        or name in leaf_modules
-        or is_sealed(module)
-        or isinstance(module, fx.GraphModule)
-    )
-
-
-def drop_demanding(
-    result: TraceResult, path: str, child: nn.Module, calls: list[fx.Node], caller: TracedModule
-) -> None:
-    """Leave a child opaque that, as a graph, would demand what its caller can do without.
-
-    Tracing a layer with a mask would otherwise make it refuse calls without, though its own graph
-    hands the mask on and holds for both. The child's own children may still become graphs.
-
-    Parameters
-    ----------
-    result
-        Has the child's graph at `path`; it is moved to what is skipped.
-    child
-        The original module.
-    calls
-        The calls of the child in the graph of `caller`.
-    caller
-        The traced form of the module above, be it used or left opaque itself.
-    """
-    signature = inspect.signature(child.forward)
-    demanded = [
-        name
-        for name, parameter in signature.parameters.items()
-        if parameter.default is None
-        and all(name in graph.contract.never_none for graph in result.traced[path].graphs)
-    ]
-    is_graph = any(traced is caller for traced in result.traced.values())
-    for call in calls if demanded else ():
-        given = _bind(signature, call).arguments
-        for name in demanded:
-            if name not in given or _may_be_none(given[name], caller, is_graph):
-                del result.traced[path]
-                result.skipped[path] = (
-                    f"its forward takes another path when {name!r} is None, and its caller allows "
-                    "both; to make it a graph for one of them, trace it by itself"
-                )
-                return
-
-
-def _may_be_none(value: Any, caller: TracedModule, is_graph: bool) -> bool:
-    """Whether an argument can be None in some call of `caller`.
-
-    A graph refuses the calls that it does not hold for. As a module it takes them all, and what it
-    computes from an optional input may then be None.
-    """
-    if not isinstance(value, fx.Node):
-        return value is None
-    refused = caller.contract.never_none if is_graph else ()
-    seen, waiting = {value}, [value]
-    while waiting:
-        node = waiting.pop()
-        if node.op == "placeholder":
-            if node.args and node.args[0] is None and node.target not in refused:
-                return True
-        # Modules and look-ups may hand None on; an operator that got None would have failed.
-        elif not is_graph or node.op == "call_module" or node.target is operator.getitem:
-            waiting += [given for given in node.all_input_nodes if given not in seen]
-            seen.update(node.all_input_nodes)
-    return False
-
-
-def calls_by_target(graph: fx.Graph) -> dict[str, list[fx.Node]]:
-    """The calls of each child in a graph."""
+def _calls_by_target(graph: fx.Graph) -> dict[str, list[fx.Node]]:
     calls: dict[str, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_module"):
         calls.setdefault(str(node.target), []).append(node)
     return calls
 
 
-def constants_of_calls(module: nn.Module, calls: list[fx.Node]) -> dict[str, Any]:
-    """Arguments that every call of `module` gives as the same constant.
+def _constants_of(module: nn.Module, calls: list[fx.Node]) -> dict[str, Any]:
+    """Arguments that the first call gives as constants."""
+    signature = inspect.signature(module.forward)
+    try:
+        bound = signature.bind(*calls[0].args, **calls[0].kwargs)
+    except TypeError as error:
+        raise TraceError(f"the call {calls[0].format_node()} does not fit: {error}") from None
+    bound.apply_defaults()
+    return {k: v for k, v in bound.arguments.items() if not nodes_in(v)}
+
+
+# --- containers ----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Containers:
+    """The depth of a joined graph: containers down to some paths are entered, all else is called.
+
+    Parameters
+    ----------
+    paths
+        The containers, each with those above it.
+    """
+
+    paths: frozenset[str]
+
+    def __call__(self, module: nn.Module, path: str) -> bool:
+        """Whether the module at `path` stays one call."""
+        return path not in self.paths
+
+
+@dataclass
+class Joined:
+    """One graph of a root and of the containers below it; targets are paths from the root.
+
+    Parameters
+    ----------
+    graph
+        The graph.
+    constants
+        Tensors from outside the model, by the name that the graph has for them.
+    sizes
+        Conditions on the sizes of its inputs; None for a preview.
+    fixed
+        Arguments that a preview has as constants.
+    """
+
+    graph: fx.Graph
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    sizes: list[str] | None = None
+    fixed: dict[str, Any] = field(default_factory=dict)
+
+
+def join(
+    root: nn.Module,
+    containers: Collection[str],
+    inputs: Inputs | None,
+    concrete_args: Mapping[str, Any] | None = None,
+) -> Joined:
+    """The graph of `root` with the containers entered, for the mode that it is in.
+
+    With `inputs` it is captured, for a batch of any size; without, it is traced with proxies.
 
     Raises
     ------
     TraceError
-        If calls differ in a constant, so that one graph cannot serve them all.
+        If the root and its containers do not fit into a graph.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> net = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2))
+    >>> [str(node.target) for node in join(net, ["", "0"], None).graph.nodes]
+    ['input', '0.0', '0.1', '1', 'output']
     """
-    signature = inspect.signature(module.forward)
-    found: list[dict[str, Any]] = []
-    for call in calls:
-        bound = _bind(signature, call)
-        bound.apply_defaults()
-        found.append({k: v for k, v in bound.arguments.items() if not nodes_in(v)})
-    if any(set(other) != set(found[0]) or not _equal(other, found[0]) for other in found[1:]):
-        raise TraceError("it is called several times with different constants")
-    return {k: v for k, v in found[0].items() if k in signature.parameters}
+    depth = Containers(frozenset(containers))
+    with as_before(root):
+        check_traceable(root)
+        if inputs is None:
+            fixed = constants_of(root, concrete_args or {})
+            return Joined(preview(root, depth, fixed)[0], fixed=fixed)
+        from slapo.graph.trace.capture import capture  # brings torch._dynamo: a second
+
+        found = capture(root, *inputs, depth, any_batch=True)
+    return Joined(found.graph, found.constants, found.sizes)
 
 
-def _bind(signature: inspect.Signature, call: fx.Node) -> inspect.BoundArguments:
-    try:
-        return signature.bind(*call.args, **call.kwargs)
-    except TypeError as error:
-        raise TraceError(f"the call {call.format_node()} does not fit: {error}") from None
+def trace_containers(
+    root: nn.Module,
+    containers: Collection[str],
+    inputs: Inputs | None,
+    concrete_args: Mapping[str, Any],
+    shared: Shared,
+) -> TraceResult:
+    """Trace the containers; their own graphs are made when somebody looks at them.
+
+    Raises
+    ------
+    TraceError
+        If the root and its containers do not fit into one graph.
+    """
+    graph = join(root, containers, inputs, concrete_args).graph
+    called = [str(node.target) for node in graph.find_nodes(op="call_module")]
+    result = TraceResult()
+    for path in containers:
+        module = innermost(root.get_submodule(path)) if path else root
+        if path and not any(target.startswith(f"{path}.") for target in called):
+            raise TraceError(f"{path!r} cannot be a graph: no module above it calls it")
+        if type(module).forward is nn.Module.forward:
+            continue  # a mere namespace, such as a list of layers
+        show = _Show(root, module, inputs, dict(concrete_args) if not path else {}, shared)
+        start = f"{path}." if path else ""
+        below = frozenset(t.removeprefix(start) for t in called if t.startswith(start))
+        inner = frozenset(c.removeprefix(start) for c in containers if c.startswith(start))
+        result.traces[path] = Trace(
+            origin_of(module),
+            Depth(),
+            show,
+            inputs=inputs,
+            constants=show.constants,
+            called=below | inner,
+            shared=shared,
+        )
+    return result
 
 
-def _equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    return all(left[k] is right[k] or bool(left[k] == right[k]) for k in left)
+@dataclass
+class _Show:
+    """Makes the graph of a container when it is asked for."""
+
+    root: nn.Module
+    module: nn.Module
+    inputs: Inputs | None
+    constants: dict[str, Any]
+    shared: Shared
+
+    def __call__(self) -> fx.Graph:
+        with as_before(self.root):
+            if self.inputs is None:
+                return preview(self.module, Depth(), self.constants)[0]
+            from slapo.graph.trace.examples import inputs_within
+
+            inputs = self.inputs
+            if self.module is not self.root:
+                inputs = inputs_within(self.root, inputs, self.module)
+            return captured(self.module, *inputs, Depth(), self.shared).graph
 
 
 def containers_down_to(paths: Collection[str], exists: Callable[[str], bool]) -> list[str]:
     """Every path on the way from the root to `paths`, the root and `paths` included, top first."""
     found: dict[str, None] = {"": None}
     for path in paths:
-        parts = path.split(".") if path else []
-        for length in range(1, len(parts) + 1):
-            prefix = ".".join(parts[:length])
-            if exists(prefix):
-                found[prefix] = None
+        names = path.split(".") if path else []
+        prefixes = (".".join(names[:length]) for length in range(1, len(names) + 1))
+        found |= dict.fromkeys(prefix for prefix in prefixes if exists(prefix))
     return sorted(found, key=lambda p: p.count(".") + bool(p))

@@ -1,0 +1,144 @@
+"""Habits of Transformers' models that a capture has to know.
+
+- They collect hidden states, attentions and router logits through hooks on their modules, which
+  they install at the first call that asks for them, under a lock that dynamo does not follow. So
+  the hooks are installed before a capture begins, and taken away again. A leaf's hooks run after
+  its call, as part of the graph; results of modules *within* a leaf are out of reach: refused.
+- Their configs ask for a key/value cache, which a graph cannot hold and training has no use for.
+- Some functions keep their results for the whole process, which must not be fake tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import nn
+
+from slapo.errors import TraceError
+
+_HOME = "transformers.utils.output_capturing"
+_FLAG = "_output_capturing_hooks_installed"
+
+
+class _Collector:
+    """Stands for a ``ContextVar``, which dynamo does not follow."""
+
+    value: Any = None
+
+    def get(self) -> Any:
+        return self.value
+
+    def set(self, value: Any) -> None:
+        self.value = value
+
+    def reset(self, token: Any) -> None:
+        self.value = None
+
+
+#: Results collected in the capture under way; empty or None where nothing is collected.
+COLLECTOR = _Collector()
+
+
+def collects(hook: Any) -> bool:
+    """Whether a hook collects results for Transformers."""
+    return getattr(hook, "__module__", "") == _HOME
+
+
+def collecting_hooks(module: nn.Module) -> tuple[Any, ...]:
+    """The hooks on `module` that collect its results."""
+    return tuple(hook for hook in module._forward_hooks.values() if collects(hook))
+
+
+def inner_keys(module: nn.Module) -> frozenset[str]:
+    """Names such as ``"router_logits"`` of what hooks on the modules within `module` collect."""
+    inner = (child for child in module.modules() if child is not module)
+    return frozenset(_key_of(hook) for child in inner for hook in collecting_hooks(child))
+
+
+def _key_of(hook: Any) -> str:
+    cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=False))
+    return str(cells["key"].cell_contents) if "key" in cells else ""
+
+
+def refuse_inner(path: str, key: str) -> None:
+    """Refuse a capture that collects results of modules within a leaf."""
+    raise TraceError(
+        f"{key} is asked for, and comes from within {path!r}, which stays a call; leave it out, "
+        "or trace with flatten=True"
+    )
+
+
+# As by ``torch.compiler.assume_constant_result``, which would import dynamo now.
+refuse_inner._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@contextmanager
+def as_captured(root: nn.Module) -> Iterator[None]:
+    """Within the block models of Transformers at or below `root` are ready for a capture."""
+    with ExitStack() as stack:
+        for block in (_hooks_installed(root), caches_off(root), no_results_kept()):
+            stack.enter_context(block)
+        yield
+
+
+@contextmanager
+def _hooks_installed(root: nn.Module) -> Iterator[None]:
+    home = sys.modules.get(_HOME)
+    if home is None:
+        yield
+        return
+    before = [(m, dict(m._forward_hooks), vars(m).get(_FLAG)) for m in root.modules()]
+    try:
+        with mock.patch.object(home, "_active_collector", COLLECTOR):
+            for module in root.modules():
+                if hasattr(module, "config") and is_pretrained(module):
+                    home.maybe_install_capturing_hooks(module)
+            yield
+    finally:
+        COLLECTOR.value = None
+        for module, hooks, flag in before:
+            if list(module._forward_hooks) != list(hooks):
+                module._forward_hooks.clear()
+                module._forward_hooks.update(hooks)
+            if flag is None:
+                vars(module).pop(_FLAG, None)
+
+
+@contextmanager
+def caches_off(root: nn.Module) -> Iterator[None]:
+    """Within the block configs below `root` ask for no key/value cache."""
+    held = (vars(module).get("config") for module in root.modules())
+    configs = {id(each): each for each in held if hasattr(each, "__dict__")}.values()
+    asking = [config for config in configs if vars(config).get("use_cache") is True]
+    for config in asking:
+        vars(config)["use_cache"] = False
+    try:
+        yield
+    finally:
+        for config in asking:
+            vars(config)["use_cache"] = True
+
+
+@contextmanager
+def no_results_kept() -> Iterator[None]:
+    """Within the block functions of Transformers that keep their results compute them each time."""
+    home = sys.modules.get("transformers.pytorch_utils")
+    if home is None:
+        yield
+        return
+    with mock.patch.object(home, "is_torchdynamo_compiling", _yes, create=True):
+        yield
+
+
+def _yes() -> bool:
+    return True
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether it is a ``PreTrainedModel``, without importing transformers."""
+    names = (f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__)
+    return "transformers.modeling_utils.PreTrainedModel" in names

@@ -1,0 +1,368 @@
+"""From dynamo's graph to one with the module's own signature, names and result."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import inspect
+import operator
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from slapo.errors import TraceError
+from slapo.graph.trace.leaf_calls import LeafCalls, call_leaf
+from slapo.graph.trace.nests import KIND, OWNER, SYMBOLIC, kind_of, parts
+from slapo.graph.trace.nodes import add_placeholder, spare_self
+from slapo.graph.trace.refusals import CACHE_REFUSED, checked
+from slapo.graph.trace.torch_private import CaptureOutput, PythonReferenceAnalysis, sympy_interp
+
+_DROPPED = frozenset({torch._C._log_api_usage_once})
+
+#: Steps from the arguments to a value in them: the parameter's name, then (access, key) pairs.
+Path = tuple[Any, ...]
+
+
+class _Number(int):
+    """Stands for a size that the captured forward returns."""
+
+
+class GraphImport:
+    """Copies dynamo's graph.
+
+    Parameters
+    ----------
+    root
+        The captured module.
+    arguments
+        Parameter of its forward -> example.
+    places
+        Id of an example tensor -> where it lies in the arguments.
+    output
+        Dynamo's.
+    calls
+        The leaves of the capture.
+    any_batch
+        Whether the graph must hold for sizes of 1 too.
+
+    Attributes
+    ----------
+    graph : fx.Graph
+    constants : dict of str to Tensor
+        Tensors from outside the module, by the name that the graph has for them.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        arguments: Mapping[str, Any],
+        places: Mapping[int, Path],
+        output: CaptureOutput,
+        calls: LeafCalls,
+        any_batch: bool,
+    ) -> None:
+        self.root, self.arguments, self.places = root, arguments, places
+        self.output, self.calls, self.any_batch = output, calls, any_batch
+        self.graph = spare_self(fx.Graph())
+        self.constants: dict[str, Tensor] = {}
+        self._names = _names_of_tensors(root)
+        self._nodes: dict[Any, fx.Node] = {}
+        self._copies: dict[fx.Node, Any] = {}
+        self._sizes: dict[Any, tuple[Path, int]] = {}
+        self._results: dict[int, Any] = {}
+
+    def run(self, frame: tuple[Any, ...]) -> fx.Graph:
+        """The graph, for a frame ``(module, args, kwargs)`` of the captured function."""
+        for name, parameter in inspect.signature(self.root.forward).parameters.items():
+            self._nodes[(name,)] = add_placeholder(self.graph, parameter)
+            self._nodes[(name,)].meta[KIND] = kind_of(self.arguments[name])
+        captured = self.output.graph_capture_output
+        backend = self.output.backend_input
+        # Dynamo's own bytecode takes the inputs out of the arguments and assembles the result.
+        run = captured.get_runtime_env().forward_callable(
+            backend.backend_id if backend is not None else "slapo_no_graph",
+            self._copy_graph,
+            extra_globals={**vars(builtins), **captured.f_globals},
+        )
+        self.graph.output(self._structure(run(*frame)))
+        _drop_unused(self.graph)
+        return self.graph
+
+    def _copy_graph(self, *inputs: Any) -> list[Any]:
+        """Called instead of the captured graph: copies it, returns stand-ins for its outputs."""
+        backend = self.output.backend_input
+        assert backend is not None, "only a graph is called"
+        nodes = list(backend.graph_module.graph.nodes)
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        for node, value in zip(placeholders, inputs, strict=True):
+            self._copies[node] = self._input(node, value)
+        for node in nodes:
+            if node.op == "output":
+                return [self._stand_in(value) for value in node.args[0]]
+            if node.op != "placeholder" and node.target not in _DROPPED:
+                self._copies[node] = self._copy(node, backend.graph_module)
+        raise AssertionError("every graph has an output")
+
+    def _input(self, node: fx.Node, value: Any) -> Any:
+        known = node.meta.get("example_value", value)
+        if not isinstance(value, Tensor):
+            if not isinstance(known, torch.SymInt):
+                raise TraceError(
+                    "the forward uses a number that is neither a constant nor a size (Python's "
+                    "random numbers are such), which a graph cannot draw; make the module a leaf"
+                )
+            return known
+        path = self.places.get(id(value))
+        for dim, size in enumerate(known.shape if path is not None else ()):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                self._sizes.setdefault(size.node.expr, (path or (), dim))
+        return value
+
+    def _stand_in(self, value: Any) -> Any:
+        known = value.meta.get("example_value") if isinstance(value, fx.Node) else None
+        stand_in: Any = torch.empty(0) if isinstance(known, Tensor) else _Number(0)
+        self._results[id(stand_in)] = (stand_in, value)
+        return stand_in
+
+    # --- nodes -------------------------------------------------------------------------------
+    def _copy(self, node: fx.Node, owner: fx.GraphModule) -> Any:
+        target: Any = node.target
+        if node.op == "get_attr":
+            return getattr(owner, str(target))  # a tensor, or the body of a refused operator
+        if target is call_leaf:
+            return self._leaf_call(node)
+        source = node.args[0] if node.args else None
+        if target is operator.getitem and getattr(source, "target", None) is call_leaf:
+            return self._taken_out(source, node.args[1])
+        if self.any_batch and getattr(target, "__name__", target) in ("squeeze", "squeeze_"):
+            _check_squeeze(node)
+        args, kwargs = self._argument(node.args), self._argument(node.kwargs)
+        target, args, kwargs = checked(target, args, kwargs)
+        new = self.graph.create_node(node.op, target, args, kwargs)
+        new.meta[KIND] = kind_of(node.meta.get("example_value"))
+        new.meta[OWNER] = _owner_of(node)
+        return new
+
+    def _leaf_call(self, node: fx.Node) -> fx.Node:
+        path, args, kwargs = node.args
+        new = self.graph.call_module(str(path), self._argument(args), self._argument(kwargs))
+        if path in self.calls.assumed:
+            new = self.graph.call_function(like_input, (new, new.all_input_nodes[0], str(path)))
+        found = self.calls.accesses[str(path)]
+        new.meta[KIND] = "tensor" if found == [()] else "container" if found else "value"
+        new.meta[OWNER] = _owner_of(node)
+        return new
+
+    def _taken_out(self, call: Any, index: Any) -> fx.Node:
+        """The node of one tensor in the result of a leaf."""
+        node: fx.Node = self._copies[call]
+        for access, key in self.calls.accesses[str(call.args[0])][index]:
+            step = (node, access, key)
+            if step not in self._nodes:
+                self._nodes[step] = self.graph.call_function(access, (node, key))
+                self._nodes[step].meta[KIND] = "container"
+            node = self._nodes[step]
+        node.meta[KIND] = "tensor"
+        return node
+
+    def _argument(self, value: Any) -> Any:
+        return fx.node.map_aggregate(value, self._element)
+
+    def _element(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            copied = self._copies[value]
+            return copied if isinstance(copied, fx.Node) else self._element(copied)
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        return self._size(value.node.expr) if isinstance(value, SYMBOLIC) else value
+
+    def _tensor(self, value: Tensor) -> fx.Node:
+        """The node of a tensor that exists before the graph runs: an input, or state."""
+        path = self.places.get(id(value))
+        if path is not None:
+            return self._at(path)
+        if id(value) not in self._nodes:
+            name = self._names.get(id(value))
+            if name is None:
+                if isinstance(value, nn.Parameter):
+                    raise TraceError(
+                        "the forward uses a parameter of a module that is no child of it; register "
+                        "that module as a child"
+                    )
+                name = self._constant(value)
+            node = self._nodes[id(value)] = self.graph.get_attr(name)
+            node.meta[KIND] = "tensor"
+        return self._nodes[id(value)]
+
+    def _constant(self, value: Tensor) -> str:
+        """A free name for a tensor from outside; captures of one module share it by name."""
+        taken, k = {**vars(self.root), **self.constants}, 0
+        while taken.get(f"_tensor_constant{k}", value) is not value:
+            k += 1
+        self.constants[f"_tensor_constant{k}"] = value
+        return f"_tensor_constant{k}"
+
+    def _at(self, path: Path) -> fx.Node:
+        if path not in self._nodes:
+            access, key = path[-1]
+            holder = self._at(path[:-1])
+            self._nodes[path] = self.graph.call_function(access, (holder, key))
+            self._nodes[path].meta[KIND] = "tensor" if path in self.places.values() else "container"
+        return self._nodes[path]
+
+    def _size(self, expression: Any) -> Any:
+        """A size: its expression over the sizes of arguments, as nodes."""
+        if expression.is_number:
+            return int(expression)
+        if expression not in self._nodes:
+            if expression.is_Symbol:
+                if expression not in self._sizes:
+                    raise TraceError(f"the size {expression} follows from no argument")
+                path, dim = self._sizes[expression]
+                node = self.graph.call_method("size", (self._at(path), dim))
+            else:  # the way torch makes its own runtime asserts
+                tracer = fx.proxy.GraphAppendingTracer(self.graph)
+                free = expression.free_symbols
+                known = {symbol: fx.Proxy(self._size(symbol), tracer) for symbol in free}
+                node = sympy_interp(PythonReferenceAnalysis, known, expression).node
+                for each in (node, *node.all_input_nodes):
+                    each.meta.setdefault(KIND, "value")
+            node.meta[KIND] = "value"
+            self._nodes[expression] = node
+        return self._nodes[expression]
+
+    # --- the result --------------------------------------------------------------------------
+    def _structure(self, value: Any) -> Any:
+        """The result, with nodes in it."""
+        if id(value) in self._results:
+            return self._element(self._results[id(value)][1])
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, torch.Size):
+            return self._shape(value)
+        elements, kind = parts(value), type(value)
+        if elements is None:
+            if kind.__name__.endswith("Cache"):
+                raise TraceError(CACHE_REFUSED)
+            return value
+        items = [(part.key, self._structure(part.value)) for part in elements]
+        if kind is dict:
+            return dict(items)
+        if isinstance(value, (tuple, list)):
+            values = [item for _, item in items]
+            if hasattr(value, "_fields"):
+                return kind(*values)
+            special = kind.__module__ == "torch.return_types"
+            return self._container(kind, (tuple(values),), {}) if special else kind(values)
+        if dataclasses.is_dataclass(value):
+            return self._container(kind, (), dict(items))
+        return self._container(kind, (dict(items),), {})
+
+    def _shape(self, value: torch.Size) -> Any:
+        """A shape in the result: dynamo reads a whole one off an input, here off the example."""
+        if any(isinstance(size, _Number) for size in value):
+            return tuple(map(self._structure, value))
+        alike = [p for p in self.places.values() if _follow(self.arguments, p).shape == value]
+        fixed = any(t.shape == value for t in (*self.root.parameters(), *self.root.buffers()))
+        if not alike:
+            return tuple(value)
+        if len(alike) > 1 or fixed:
+            raise TraceError(
+                "the forward returns the shape of one of several tensors that are alike in the "
+                "example; return tuple(x.shape), or trace with inputs of other sizes"
+            )
+        node = self.graph.call_method("size", (self._at(alike[0]),))
+        node.meta[KIND] = "value"
+        return node
+
+    def _container(self, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        node = self.graph.call_function(kind, args, kwargs)
+        node.meta[KIND] = "container"
+        return node
+
+    def entered(self, candidates: Collection[str]) -> frozenset[str]:
+        """The paths among `candidates` of modules whose operations are in the graph."""
+        backend = self.output.backend_input
+        nodes = backend.graph_module.graph.nodes if backend is not None else ()
+        stacks = (node.meta.get("nn_module_stack", {}).values() for node in nodes)
+        found = {_module_path(str(source)) for stack in stacks for source, _ in stack}
+        return frozenset(found.intersection(candidates))
+
+
+# --- helpers -------------------------------------------------------------------------------------
+def like_input(result: Any, given: Tensor, path: str) -> Any:
+    """Check a result that the graph takes to be like an input: experts that pick their tokens.
+
+    Raises
+    ------
+    TraceError
+        If its shape is another one.
+    """
+    if not isinstance(result, Tensor) or result.shape != given.shape:
+        shown = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise TraceError(
+            f"{path!r}, whose sizes follow from values, returned {shown} for an input of shape "
+            f"{tuple(given.shape)}; the graph above holds for results like the input only"
+        )
+    return result
+
+
+def _check_squeeze(node: fx.Node) -> None:
+    """Refuse a squeeze of a size that may be 1 in one call and not in another.
+
+    With sizes of 1 like all others, torch answers ``squeeze`` without a condition on the size.
+    """
+    source: Any = node.args[0]
+    shape = source.meta["example_value"].shape
+    asked = [*node.args[1:], *node.kwargs.values()]
+    dims = torch.utils._pytree.tree_leaves(asked) if asked else range(len(shape))
+    for dim in dims:
+        if isinstance(dim, int) and isinstance(shape[dim], torch.SymInt):
+            raise TraceError(
+                f"{node.format_node()} squeezes a dimension whose size depends on the batch; name "
+                "a dimension of fixed size, or use view"
+            )
+
+
+def _names_of_tensors(root: nn.Module) -> dict[int, str]:
+    """Id of a parameter, buffer or plain attribute -> its first name."""
+    plain = [
+        (f"{path}.{name}" if path else name, value)
+        for path, module in root.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    ]
+    held = [*root.named_parameters(), *root.named_buffers(), *plain]
+    return {id(tensor): name for name, tensor in reversed(held)}
+
+
+def _module_path(source: str) -> str:
+    """``L['module'].layers._slapo_items[0]._modules['fc']`` as ``layers.0.fc``."""
+    text = source.removeprefix("L['module']")
+    text = re.sub(r"\._slapo_items\[(\d+)\]", r".\1", text)
+    text = re.sub(r"\._modules\['([^']+)'\]", r".\1", text)
+    return text.lstrip(".")
+
+
+def _owner_of(node: fx.Node) -> str:
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return _module_path(str(stack[-1][0])) if stack else ""
+
+
+def _follow(arguments: Mapping[str, Any], path: Path) -> Any:
+    value = arguments[path[0]]
+    for access, key in path[1:]:
+        value = access(value, key)
+    return value
+
+
+def _drop_unused(graph: fx.Graph) -> None:
+    """Drop look-ups without users; an operation that acts or draws stays."""
+    lookups = (operator.getitem, getattr)
+    for node in reversed(graph.nodes):
+        is_lookup = node.op == "get_attr" or node.target in lookups or node.target == "size"
+        if is_lookup and not node.users:
+            graph.erase_node(node)

@@ -1,0 +1,98 @@
+"""The key of a call: all that Python can ask of its arguments, sizes above 1 aside.
+
+It is exact on purpose: a call with another key is captured anew, never refused.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo.graph.trace.nests import parts
+
+_PLAIN = (bool, int, float, str)
+_HASHABLE = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+
+
+class _Same:
+    """An object that equals itself alone; it stays alive, so its identity is not given away."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def call_key(
+    args: tuple[Any, ...], kwargs: dict[str, Any], within_compile: bool = False
+) -> tuple[Any, ...]:
+    """Everything that Python can ask of the arguments of a call, sizes above 1 aside.
+
+    Parameters
+    ----------
+    args, kwargs
+        The arguments, as the caller split them: decorated forwards look at that.
+    within_compile
+        True within somebody's ``torch.compile``, which guards on identity and autocast itself.
+
+    Examples
+    --------
+    >>> x, y = torch.ones(3, 5), torch.ones(2, 7)
+    >>> call_key((x,), {}) == call_key((y,), {}), call_key((x,), {}) == call_key((), {"input": x})
+    (True, False)
+    """
+    if within_compile:
+        return (_key(args, None), _key(kwargs, None), torch.is_grad_enabled())
+    seen: dict[int, int] = {}
+    key = (_key(args, seen), _key(kwargs, seen), torch.is_grad_enabled())
+    return (*key, torch.is_inference_mode_enabled(), _autocast(), collected_keys())
+
+
+def _autocast() -> tuple[Any, ...]:
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return tuple([torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in devices])
+
+
+def collected_keys() -> tuple[str, ...]:
+    """The outputs that a model of Transformers collects by hooks in the call under way."""
+    home = sys.modules.get("transformers.utils.output_capturing")
+    active = home._active_collector.get() if home is not None else None  # type: ignore[attr-defined]
+    return tuple(active) if active else ()
+
+
+def _key(value: Any, seen: dict[int, int] | None) -> Any:
+    if isinstance(value, Tensor):
+        alias = 0 if seen is None else seen.setdefault(id(value), len(seen))
+        small = tuple([s if s < 2 else 2 for s in value.shape])  # 0 and 1 are cases of their own
+        return (small, value.dtype, value.device, value.requires_grad, alias)
+    if value is None:
+        return None
+    kind = type(value)
+    if kind in _PLAIN:
+        return value if seen is None else (kind, value)
+    elements = parts(value)
+    if elements is not None:
+        return (kind, *[(key, _key(item, seen)) for _, key, item in elements])
+    if isinstance(value, _HASHABLE) or seen is None:
+        return value
+    return _Same(value)
+
+
+def size_check(conditions: Iterable[str]) -> Callable[[Any, Any], bool]:
+    """A function of ``(args, kwargs)`` that tells whether all conditions hold."""
+    text = " and ".join(f"({condition})" for condition in conditions) or "True"
+    check: Callable[[Any, Any], bool] = eval(  # written by torch's shape engine
+        f"lambda args, kwargs: {text}", {"math": math, "torch": torch}
+    )
+    return check

@@ -1,0 +1,133 @@
+"""A graph to look at where nobody says what a module is called with.
+
+It is torch.fx's own trace. It never runs: a module with rewrites runs captures, which are made
+when it is called. So a proxy that answers wrongly can mislead a search, and no number.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx, nn
+
+from slapo.errors import TraceError
+from slapo.graph.trace.leaves import IsLeaf
+from slapo.graph.trace.nests import OWNER
+from slapo.graph.trace.nodes import add_placeholder, spare_self
+from slapo.graph.trace.state import attributes_kept, generators_kept
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def preview(
+    module: nn.Module, is_leaf: IsLeaf, concrete_args: Mapping[str, Any] | None = None
+) -> tuple[fx.Graph, frozenset[str]]:
+    """Trace a module with proxies; returns the graph, and the paths whose operations it holds.
+
+    Parameters with a default other than None, and those in `concrete_args`, are constants of it.
+
+    Raises
+    ------
+    TraceError
+        If proxies do not survive its forward.
+
+    Examples
+    --------
+    >>> graph, _ = preview(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), lambda module, path: True)
+    >>> [node.target for node in graph.nodes]
+    ['input', '0', '1', 'output']
+    """
+    tracer = _Tracer(is_leaf, constants_of(module, concrete_args or {}))
+    with attributes_kept(module), generators_kept():
+        try:
+            graph = tracer.trace(module)
+        except TraceError:
+            raise
+        except Exception as error:  # of any code that proxies run
+            first = next(iter(str(error).strip().splitlines()), "")
+            raise TraceError(f"{type(error).__name__}: {first}") from error
+    for node in graph.nodes:
+        stack = node.meta.pop("nn_module_stack", None) or {}
+        paths = [str(path) for path, _ in stack.values()]
+        node.meta[OWNER] = paths[-1 - (node.op == "call_module")] if len(paths) > 1 else ""
+    return graph, frozenset(tracer.entered)
+
+
+def constants_of(module: nn.Module, concrete_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that a preview has as constants, and their values."""
+    parameters = inspect.signature(module.forward).parameters
+    defaults = {name: p.default for name, p in parameters.items() if p.kind not in _VARIADIC}
+    fixed = {k: v for k, v in defaults.items() if v is not None and v is not inspect._empty}
+    return {**fixed, **concrete_args}
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True  # an operation on one would run while it is traced
+
+    def __init__(self, is_leaf: IsLeaf, constants: dict[str, Any]) -> None:
+        super().__init__(autowrap_modules=())
+        self._is_leaf, self._constants = is_leaf, constants
+        self.entered: set[str] = set()
+
+    def is_leaf_module(self, module: nn.Module, path: str) -> bool:
+        """Whether a call of `module` is one node."""
+        if self._is_leaf(module, path):
+            return True
+        self.entered.add(path)
+        return False
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        """Placeholders under the names and defaults of the forward's parameters."""
+        spare_self(self.graph)
+        values: dict[str, Any] = {}
+        for name, parameter in inspect.signature(self.root.forward).parameters.items():
+            proxy = self.proxy(add_placeholder(self.graph, parameter))
+            if parameter.kind in _VARIADIC:
+                continue
+            values[name] = self._constants.get(name, proxy)
+
+        def run(*_: Any) -> Any:
+            return self.root.forward(**values)
+
+        return run, []
+
+
+def named_constants(module: nn.Module, concrete_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Constants for parameters of a forward, as scripts write them.
+
+    Entries for ``*args`` and ``**kwargs``, and those without a value, as an inspection of the
+    signature gives them, are dropped.
+
+    Raises
+    ------
+    ValueError
+        For a name that the forward does not take.
+
+    Examples
+    --------
+    >>> import inspect
+    >>> class Loose(nn.Module):
+    ...     def forward(self, x, scale=2, **kwargs):
+    ...         return x * scale
+    >>> parameters = inspect.signature(Loose().forward).parameters.values()
+    >>> named_constants(Loose(), {p.name: p.default for p in parameters})
+    {'scale': 2}
+    """
+    parameters = inspect.signature(module.forward).parameters
+    given = {k: v for k, v in (concrete_args or {}).items() if v is not inspect.Parameter.empty}
+    is_open = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    unknown = [name for name in given if name not in parameters]
+    if unknown and not is_open:
+        raise ValueError(
+            f"concrete_args names {unknown}, and {type(module).__name__}.forward takes "
+            f"{', '.join(parameters)}"
+        )
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in parameters or parameters[name].kind not in _VARIADIC
+    }

@@ -1,0 +1,200 @@
+"""What a graph cannot hold, in a user's words: the module, the line, the reason, the remedy."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import traceback
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
+
+from slapo.errors import TraceError
+from slapo.graph.trace.nodes import FunctionApply
+from slapo.graph.trace.surroundings import Effect
+from slapo.graph.trace.torch_private import BY_VALUE
+
+_REMEDY = "make the module a leaf: leaf_modules=[...] or an attribute traceable = False"
+CACHE_REFUSED = "a key/value cache cannot be part of a graph; pass use_cache=False"
+_CHECKPOINT_REFUSED = (
+    "activation checkpointing inside a traced forward would be lost; switch it off in the model "
+    "and use .checkpoint() of the schedule, or make the module a leaf"
+)
+_COLLECTIVE_REFUSED = (
+    "the forward calls the collective {}; make the module a leaf, use .sync() of the schedule, or "
+    "wrap the collective in an autograd.Function, which a graph can hold"
+)
+_DATA_REASON = (
+    "Python asks for a value that only real data can tell (an if on a tensor, .item(), nonzero, a "
+    f"boolean index); {_REMEDY}"
+)
+_RANDOM_REASON = (
+    "the forward seeds a random generator, reads its state, or draws from one outside of a tensor "
+    "operation, which a graph cannot hold; draw with torch on a tensor, or make the module a leaf"
+)
+#: What dynamo calls a question about the values of a tensor.
+_DATA_SIGNS = (
+    "Data-dependent",
+    "data-dependent",
+    "Data dependent operator",
+    "Dynamic shape operator",
+    "unbacked symint",
+    "Unsupported Tensor.item()",
+)
+_RANDOM_SIGNS = re.compile(
+    r"\b(manual_seed(_all)?|initial_seed|[gs]et_rng_state(_all)?|fork_rng)\b"
+    r"|\b(torch|random|cuda)\.seed(_all)?\(|(?<!torch\.)\brandom\.\w+\("
+)
+_TRACELESS = {
+    "register_hook": "registers a hook on a tensor",
+    "register_post_accumulate_grad_hook": "registers a hook on a tensor",
+    "backward": "runs a backward pass",
+    "share_memory_": "moves a tensor to shared memory",
+}
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
+
+
+def checked(target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """A call as the graph makes it.
+
+    Raises
+    ------
+    TraceError
+        If a graph cannot hold it.
+    """
+    origin = getattr(target, "_origin", None)
+    if getattr(origin, "__name__", "") == "produce_trampoline_autograd_apply":
+        function = target.__closure__[0].cell_contents
+        if issubclass(function, CheckpointFunction):
+            raise TraceError(_CHECKPOINT_REFUSED)
+        return FunctionApply(function), args, kwargs
+    name = str(getattr(target, "__name__", target))
+    home = getattr(target, "__module__", None) or ""
+    if name in _TRACELESS:
+        raise TraceError(f"the forward {_TRACELESS[name]}; make the module a leaf")
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        if "checkpoint" in name:
+            raise TraceError(_CHECKPOINT_REFUSED)
+        raise TraceError(f"the forward uses {name}, which a graph cannot hold; make it a leaf")
+    if "_vmap_" in name or home.startswith("torch._functorch"):
+        # An error between the two calls of a level would leave it open for the whole process.
+        raise TraceError(f"the forward uses torch.func ({name}), which is a leaf's; {_REMEDY}")
+    if home.startswith("torch.distributed") or "c10d" in str(target):
+        raise TraceError(_COLLECTIVE_REFUSED.format(name))
+    if home in ("torch.random", "torch.cuda.random") or _is_numpys(target):
+        raise TraceError(_RANDOM_REASON)
+    return target, args, kwargs
+
+
+def _is_numpys(target: Any) -> bool:
+    home = getattr(getattr(target, "f", target), "__module__", None) or ""
+    return home.startswith("torch._numpy") and home.rpartition(".")[2] == "random"
+
+
+def refuse_effects(effects: Iterable[Effect]) -> None:
+    """Refuse a forward that changes objects that existed before.
+
+    Raises
+    ------
+    TraceError
+        Naming the first that is changed.
+    """
+    for source, names in effects:
+        # Transformers' collector, which is ours here; and its heads note the kind of their labels.
+        noted = source.endswith(".config") and set(names) <= {"problem_type"}
+        if noted or source.endswith(("_active_collector", ".COLLECTOR")):
+            continue
+        owner = re.sub(r"\._modules\['([^']+)'\]", r".\1", source.removeprefix("L['module']"))
+        where = ".".join(filter(None, (owner.lstrip("."), *names[:1])))
+        raise TraceError(
+            f"the forward changes attribute {where!r}, which a graph cannot do; make "
+            f"{owner.lstrip('.') or 'the module'} a leaf"
+        )
+
+
+def explain(error: Exception, root: nn.Module) -> TraceError:
+    """The reason for a failed capture, after the module and the line where it arose."""
+    frames = list(_user_frames(error))
+    where = _module_of(frames, root)
+    place = f"{where} in {type(root).__name__}" if where else type(root).__name__
+    line = f" ({frames[0].filename}:{frames[0].lineno})" if frames else ""
+    reason = _reason(error, frames)
+    if where:
+        reason = reason.replace("leaf_modules=[...]", f"leaf_modules=[{where!r}]")
+    return TraceError(f"cannot trace {place}{line}: {reason}")
+
+
+def _reason(error: Exception, frames: list[traceback.FrameSummary]) -> str:
+    inner = next((e for e in _causes(error) if isinstance(e, TraceError)), None)
+    if inner is not None:
+        return str(inner)
+    text = str(error)
+    if frames and _RANDOM_SIGNS.search(frames[0].line or ""):
+        return _RANDOM_REASON
+    by_value = any(isinstance(each, BY_VALUE) for each in _causes(error))
+    if by_value or any(sign in text for sign in _DATA_SIGNS):
+        return _DATA_REASON
+    if text.startswith("Observed exception"):
+        where = f"at `{frames[0].line}`" if frames else "on these inputs"
+        return f"the forward itself fails, {where}"
+    if "Cache" in text:
+        return CACHE_REFUSED
+    cause = next(
+        (e for e in _causes(error) if not type(e).__module__.startswith("torch._dynamo")), None
+    )
+    if cause is not None:
+        first = next(iter(str(cause).strip().splitlines()), "")
+        return (
+            f"running it on fake tensors failed with {type(cause).__name__}: {first}; if it runs "
+            f"on real ones, {_REMEDY}"
+        )
+    return f"{_dynamos_words(text)}; {_REMEDY}"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        found = found.__cause__ or found.__context__
+
+
+def _dynamos_words(text: str) -> str:
+    """Dynamo's name for a problem and its explanation, without its advice for torch.compile."""
+    lines = [line.strip() for line in text.splitlines()]
+    name = next((line for line in lines if line), "dynamo gave up")
+    told = next((ln for ln in lines if ln.startswith("Explanation:")), "")
+    return f"{name}: {told.removeprefix('Explanation:').strip()}" if told else name
+
+
+def _user_frames(error: Exception) -> Iterator[traceback.FrameSummary]:
+    """Frames that belong neither to torch nor to this library, innermost first."""
+    for each in _causes(error):
+        real: Iterable[traceback.FrameSummary] = getattr(each, "real_stack", None) or ()
+        for stack in (real, traceback.extract_tb(each.__traceback__)):
+            for frame in reversed(list(stack)):
+                if not frame.filename.startswith(_NOT_THE_USERS):
+                    yield frame
+
+
+def _module_of(frames: list[traceback.FrameSummary], root: nn.Module) -> str:
+    """The path of the innermost module whose forward a frame is in."""
+    forwards = [(path, _lines_of(module)) for path, module in root.named_modules() if path]
+    for frame in frames:
+        for path, (filename, first, last) in forwards:
+            if frame.filename == filename and first <= (frame.lineno or 0) <= last:
+                return path
+    return ""
+
+
+def _lines_of(module: nn.Module) -> tuple[str, int, int]:
+    code: Any = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None or isinstance(module, torch.jit.ScriptModule):
+        return "", 0, -1
+    lines = [line for *_, line in code.co_lines() if line]
+    return code.co_filename, code.co_firstlineno, max(lines, default=0)

@@ -1,0 +1,226 @@
+"""The state of the process for the time of a capture; all of it is put back."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from slapo.graph.trace.hf import as_captured
+from slapo.graph.trace.state import generators_kept
+from slapo.graph.trace.torch_private import (
+    ShapeEnv,
+    builder,
+    dynamo_config,
+    dynamo_utils,
+    fake_tls,
+    modes_off,
+    output_graph,
+    shape_config,
+    trace_rules,
+)
+
+#: A change of something that existed before the forward ran: its source, and the attributes.
+Effect = tuple[str, tuple[str, ...]]
+
+
+@contextmanager
+def surroundings(root: nn.Module, any_batch: bool) -> Iterator[list[Effect]]:
+    """Dynamo as a capture needs it, in this thread and for the time of the block.
+
+    Parameters
+    ----------
+    root
+        The captured module.
+    any_batch
+        Whether sizes 0 and 1 are sizes like others, so that a graph serves a batch of one too.
+
+    Yields
+    ------
+    list
+        Changes that the forward makes to objects, filled in while it is captured.
+    """
+    settings: dict[str, Any] = {
+        "replay_side_effects": False,
+        "side_effect_replay_policy": "silent",
+        "automatic_dynamic_shapes": False,
+        "assume_static_by_default": True,
+        "specialize_int": True,
+        "verbose": False,
+        "suppress_errors": False,
+        "ignore_logging_functions": _logging_functions(),
+        "allow_rnn": True,
+        # With symbols for sizes, making an entry takes as long as running the operation.
+        "fake_tensor_cache_enabled": False,
+    }
+    effects: list[Effect] = []
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # of torch, about itself
+        enter(generators_kept())
+        enter(modes_off())
+        enter(_collections_deferred())
+        enter(_autocast_cache_off())
+        enter(one_device(root))
+        enter(as_captured(root))
+        enter(dynamo_config.patch(**settings))
+        enter(shape_config.patch(backed_size_oblivious=any_batch))
+        enter(mock.patch.object(output_graph, "ShapeEnv", _shape_env(any_batch)))
+        enter(_effects_noted(effects))
+        enter(_no_fixed_addresses())
+        enter(_functions_kept())
+        enter(told_once())
+        # What dynamo would log of its settings: it takes a copy of them all.
+        enter(mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", _nothing))
+        enter(dynamo_utils.get_metrics_context())
+        yield effects
+
+
+def _shape_env(any_batch: bool) -> Callable[..., ShapeEnv]:
+    def make(**kwargs: Any) -> ShapeEnv:
+        kwargs |= {"duck_shape": False, "specialize_zero_one": not any_batch}
+        return ShapeEnv(**kwargs)
+
+    return make
+
+
+def _nothing() -> None:
+    return None
+
+
+def _logging_functions() -> set[Any]:
+    found: set[Any] = {getattr(logging.Logger, n) for n in ("debug", "info", "warning", "error")}
+    home = sys.modules.get("transformers.utils.logging")
+    names = ("warning_once", "info_once", "warning_advice")
+    return found | {getattr(home, name) for name in names if hasattr(home, name)}
+
+
+@contextmanager
+def _collections_deferred() -> Iterator[None]:
+    """Dynamo makes many objects and frees few: collecting them took a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _autocast_cache_off() -> Iterator[None]:
+    """The cache would hand real tensors to a run on fake ones."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+@contextmanager
+def _effects_noted(effects: list[Effect]) -> Iterator[None]:
+    suffix = output_graph.OutputGraph.codegen_suffix
+
+    def codegen_suffix(graph: Any, *args: Any, **kwargs: Any) -> None:
+        found = graph.side_effects
+        for variable in found._get_modified_vars():
+            exists = type(variable.mutation_type).__name__.endswith("Existing")
+            if exists and variable.source is not None:
+                names = tuple(map(str, found.store_attr_mutations.get(variable, ())))
+                effects.append((variable.source.name, names))
+        suffix(graph, *args, **kwargs)
+
+    with mock.patch.object(output_graph.OutputGraph, "codegen_suffix", codegen_suffix):
+        yield
+
+
+@contextmanager
+def _no_fixed_addresses() -> Iterator[None]:
+    """Dynamo marks each parameter of a module as staying where it is, for graphs of CUDA."""
+    names = ("og_module_named_parameters_fn_ptr", "og_module_named_buffers_fn_ptr")
+    with ExitStack() as stack:
+        for home, name in itertools.product((builder, output_graph), names):
+            stack.enter_context(mock.patch.object(home, name, None, create=True))
+        yield
+
+
+@contextmanager
+def _functions_kept() -> Iterator[None]:
+    """Every ``autograd.Function`` is one node, so that its own backward is kept."""
+    known = trace_rules._allowed_callable_ids
+    added = [c for c in set(_subclasses(torch.autograd.Function)) if id(c) not in known]
+    for cls in added:
+        known.add(id(cls))
+    try:
+        yield
+    finally:
+        for cls in added:
+            known.remove(id(cls))
+
+
+def _subclasses(cls: Any) -> Iterator[Any]:
+    for each in cls.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+@contextmanager
+def told_once() -> Iterator[None]:
+    """Within the block torch does not log the errors of fake kernels, which it raises too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def keep(entry: logging.LogRecord) -> bool:
+        return "run meta" not in str(entry.msg)
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+
+
+@contextmanager
+def one_device(root: nn.Module) -> Iterator[None]:
+    """Where some of the model is on meta, all of it is for the time of the block.
+
+    Models made under ``init_empty_weights`` have buffers with values on the CPU, which no
+    operation could combine with the parameters.
+    """
+    if not any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers())):
+        yield
+        return
+    made: dict[int, Tensor] = {}
+    replaced = []
+    # What torch.tensor(..., device="meta") makes is no fake tensor, even among fake ones.
+    name = "allow_non_fake_inputs_override"
+    try:
+        for module in root.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            for table in (module._parameters, module._buffers):
+                for key, tensor in list(table.items()):
+                    if tensor is not None and not tensor.is_meta:
+                        replaced.append((table, key, tensor))
+                        table[key] = made.setdefault(id(tensor), _on_meta(tensor))
+        with mock.patch.object(fake_tls, name, True, create=True):
+            yield
+    finally:
+        for table, key, tensor in replaced:
+            table[key] = tensor
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty

@@ -1,0 +1,53 @@
+"""The private names of torch that this room uses, in one place.
+
+Tested on torch 2.11, 2.13 and 2.14. Each has no public counterpart: a capture of one frame with
+its guards (``torch.export`` keeps no guards, and ``torch.compile`` gives no graph to rewrite).
+"""
+
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import output_graph, trace_rules
+from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture
+from torch._dynamo.guards import CheckFunctionManager
+from torch._dynamo.variables import builder
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch._subclasses.fake_tensor import fake_tensor_tls as fake_tls
+from torch.fx.experimental import _config as shape_config
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes as modes_off
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+#: Raised on fake tensors where the sizes of a result follow from values.
+BY_VALUE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
+
+__all__ = [
+    "BY_VALUE",
+    "CaptureOutput",
+    "CheckFunctionManager",
+    "FakeTensor",
+    "FakeTensorMode",
+    "PythonReferenceAnalysis",
+    "ShapeEnv",
+    "builder",
+    "detect_fake_mode",
+    "dynamo_config",
+    "dynamo_utils",
+    "fake_tls",
+    "fullgraph_capture",
+    "modes_off",
+    "output_graph",
+    "shape_config",
+    "sympy_interp",
+    "trace_rules",
+]
