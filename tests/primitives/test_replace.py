@@ -445,14 +445,6 @@ def test_a_misfit_leaves_the_new_module_alone() -> None:
 
 
 # --- values by the names of the pattern ------------------------------------------------------
-class Bound(list[Any]):
-    """A match that says what the parameters of the pattern stand for."""
-
-    def __init__(self, match: list[Any], **bindings: Any) -> None:
-        super().__init__(match)
-        self.bindings = bindings
-
-
 class Scores(nn.Module):
     """Uses the key before the query."""
 
@@ -464,10 +456,9 @@ def scores(q: Tensor, k: Tensor, s: float) -> Tensor:
     return F.gelu(k.transpose(-1, -2) @ q * s)
 
 
-def bound_scores(sch: Any, **changed: Any) -> list[Any]:
+def bound_scores(sch: Any) -> Any:
     (match,) = sch.find(scores)
-    nodes = {node.name: node for node in sch.mod.graph.nodes}
-    return Bound(match, **{"q": nodes["q"], "k": nodes["k"], "s": 3.0, **changed})
+    return match
 
 
 Q, K = torch.randn(4, 4), torch.randn(4, 4)
@@ -580,9 +571,8 @@ def test_the_weight_of_a_module_can_be_an_argument() -> None:
     expected = model(X)
     sch = slapo.create_schedule(model)
     sch.trace()
-    nodes = list(sch.mod.graph.nodes)
-    state = ModuleState("norm", "weight")
-    match = Bound([("", node) for node in nodes[1:3]], x=nodes[0], w=state)
+    (match,) = sch.find(lambda x, w, b: F.layer_norm(x, (4,), w, b).exp())
+    assert match.bindings["w"] == ModuleState("norm", "weight")
     sch.replace(own_norm, match)
     torch.testing.assert_close(sch.mod(X), expected)
     assert list(sch.mod.state_dict()) == ["norm.weight", "norm.bias"]
@@ -605,11 +595,9 @@ def both(x: Tensor, s: float = 1.0) -> tuple[Tensor, Tensor]:
 def test_constants_of_several_matches(other: float) -> None:
     sch = slapo.create_schedule(SideBySide(other))
     sch.trace()
-    x, mul, sin, mul_1, cos, *_ = sch.mod.graph.nodes
-    matches = [
-        Bound([("", mul), ("", sin)], x=x, s=2.0),
-        Bound([("", mul_1), ("", cos)], x=x, s=other),
-    ]
+    (sine,) = sch.find(lambda x, s: torch.sin(x * s))
+    (cosine,) = sch.find(lambda x, s: torch.cos(x * s))
+    matches = [sine, cosine]
     if other == 2.0:
         sch.replace(both, matches)
         torch.testing.assert_close(sch.mod(X), SideBySide(other)(X))
@@ -621,10 +609,7 @@ def test_constants_of_several_matches(other: float) -> None:
 
 def test_fusions_take_their_inputs_in_order() -> None:
     sch = slapo.create_schedule(Scores())
-    sch.trace()
-    (match,) = sch.find(scores)
-    nodes = {node.name: node for node in sch.mod.graph.nodes}
-    sch.fuse(Bound(match, input_1=nodes["q"], input_2=nodes["k"]))
+    sch.fuse(sch.find(lambda input_1, input_2: scores(input_1, input_2, 3.0)))
     torch.testing.assert_close(sch.mod(Q, K), Scores()(Q, K))
 
 

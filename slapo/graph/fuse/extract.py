@@ -9,8 +9,7 @@ import torch.fx as fx
 from torch import nn
 
 from slapo.graph.rewrite.subgraph import HasGraph, attribute, subgraph_inputs
-from slapo.graph.trace.names import spare_self
-from slapo.graph.trace.nodes import called_name
+from slapo.graph.trace.nodes import called_name, spare_self
 
 PATHS = "_slapo_paths"
 """Attribute of an extracted module: path of a child in the original -> its path in the module."""

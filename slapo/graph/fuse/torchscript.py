@@ -21,7 +21,7 @@ from torch import nn
 from slapo.errors import SlapoError
 from slapo.graph.fuse.inductor import compile_late
 from slapo.graph.fuse.same_code import code_key
-from slapo.graph.trace.module import Traced, rules_of
+from slapo.graph.trace.module import Traced, origin_of, rules_of
 from slapo.logger import get_logger
 
 logger = get_logger()
@@ -124,7 +124,7 @@ def _as_written(module: nn.Module) -> nn.Module:
                 "operations of it were rewritten; use fuse(..., compiler=None), or match "
                 "operations outside of it"
             )
-        kind = next(base for base in kind.__bases__ if not issubclass(base, Traced))
+        kind = origin_of(module)
     plain: nn.Module = object.__new__(kind)
     plain.__dict__.update(module.__dict__, _modules=children)
     return plain

@@ -55,13 +55,13 @@ class Places:
     length : int
         Number of nodes in the graph.
     calls : tuple
-        Place, kind and target of each operation.
+        Place of each operation, and its text with places instead of names.
     rewrites, inside
         As of a :class:`Search`.
     """
 
     length: int
-    calls: tuple[tuple[int, str, str], ...]
+    calls: tuple[tuple[int, str], ...]
     rewrites: int = 0
     inside: str = ""
     total = 1
@@ -69,11 +69,19 @@ class Places:
     def run(self, graph: fx.Graph, modules: ModuleLookup) -> list[Match]:
         """Take the operations in another graph, if it is laid out in the same way."""
         nodes = list(graph.nodes)
-        same = len(nodes) == self.length and all(
-            (nodes[place].op, str(nodes[place].target)) == (op, target)
-            for place, op, target in self.calls
-        )
-        return [Match(nodes[place] for place, _, _ in self.calls)] if same else []
+        if len(nodes) != self.length or _calls_at(nodes, [at for at, _ in self.calls]) != self.calls:
+            return []
+        return [Match(nodes[at] for at, _ in self.calls)]
+
+
+def _calls_at(nodes: list[fx.Node], places: list[int]) -> tuple[tuple[int, str], ...]:
+    at: dict[fx.Node, Any] = {node: place for place, node in enumerate(nodes)}
+
+    def text(node: fx.Node) -> str:
+        arguments = fx.map_arg((node.args, dict(node.kwargs)), at.__getitem__)
+        return f"{node.op} {node.target} {arguments}"
+
+    return tuple((place, text(nodes[place])) for place in places)
 
 
 class Origin(NamedTuple):
@@ -219,20 +227,22 @@ def _search_of(module: fx.GraphModule, pattern: re.Pattern[str] | fx.Graph, tota
     return Search(pattern, len(rules_of(module)), total)
 
 
-def search_for_chain(module: fx.GraphModule, chain: list[fx.Node]) -> tuple[Search | Places, int]:
-    """A search that finds a chain which was picked by hand, and its place in the results."""
+def search_for_chain(
+    module: fx.GraphModule, chain: list[fx.Node]
+) -> tuple[Search | Places, int, Match]:
+    """A search that finds a chain which was picked by hand, its place in the results, and it."""
     try:
         pattern = _pattern_of(chain)
         matches = find_subgraphs(module.graph, module.get_submodule, pattern)
     except ValueError:
         matches = []
-    for index, match in enumerate(matches):
+    for position, match in enumerate(matches):
         if set(chain) <= set(match):
-            return _search_of(module, pattern, len(matches)), index
-    places = {node: place for place, node in enumerate(module.graph.nodes)}
-    calls = tuple((places[node], node.op, str(node.target)) for node in chain)
+            return _search_of(module, pattern, len(matches)), position, match
+    nodes = list(module.graph.nodes)
+    calls = _calls_at(nodes, [nodes.index(node) for node in chain])
     plain = _search_of(module, re.compile(""), 1)
-    return Places(len(places), calls, plain.rewrites, plain.inside), 0
+    return Places(len(nodes), calls, plain.rewrites, plain.inside), 0, Match(chain)
 
 
 def _pattern_of(chain: list[fx.Node]) -> fx.Graph:
@@ -242,7 +252,7 @@ def _pattern_of(chain: list[fx.Node]) -> fx.Graph:
     inside = set(chain)
     for value in (v for node in chain for v in node.all_input_nodes):
         if value not in inside and value not in copies:
-            copies[value] = graph.placeholder(f"input_{len(copies)}")
+            copies[value] = graph.placeholder(f"slapo_input_{len(copies)}")
     for node in chain:
         args: Any = fx.map_arg(node.args, copies.__getitem__)
         kwargs: Any = fx.map_arg(dict(node.kwargs), copies.__getitem__)
