@@ -17,8 +17,7 @@ from slapo.graph.fuse.fusion import COMPILERS
 from slapo.graph.match.pattern import call_module
 from slapo.graph.match.search import find_by_name, find_subgraphs
 from slapo.graph.rewrite.rules import Replace, carry_out
-from slapo.graph.trace.contract import CallContract
-from slapo.graph.trace.module import TracedModule
+from slapo.graph.trace.module import Trace, Traced, attach
 from tests.graph.rewrites import fuse, fusion_of
 
 BATCH, SEQ, SIZE = 3, 5, 8
@@ -367,8 +366,9 @@ class InnerIsLeaf(fx.Tracer):
         return name == "inner" or super().is_leaf_module(m, name)
 
 
-def traced(module: nn.Module, **limits: Any) -> TracedModule:
-    return TracedModule.from_graph(module, InnerIsLeaf().trace(module), CallContract(**limits))
+def traced(module: nn.Module) -> nn.Module:
+    attach(module, Trace(type(module), InnerIsLeaf().is_leaf_module, InnerIsLeaf().trace(module)))
+    return module
 
 
 @pytest.mark.parametrize("compiler", ["TorchScript", None])
@@ -380,7 +380,7 @@ def test_traced_modules_within_traced_modules(compiler):
     assert_same(gm, expected)
     assert len(fused.state_dict()) == 4
     assert type(inner).__name__ == "Inner"
-    assert isinstance(inner, TracedModule)
+    assert isinstance(inner, Traced)
     other = copy.deepcopy(gm)
     assert torch.equal(other(torch.ones(2, SIZE)), gm(torch.ones(2, SIZE)))
 
