@@ -15,6 +15,7 @@ from slapo.graph.match.search import Match, find_by_name, find_subgraphs
 from slapo.graph.match.subgraph_view import SubgraphView
 from slapo.graph.trace.module import rules_of
 from slapo.graph.trace.nodes import ModuleLookup
+from slapo.graph.trace.operator_effects import MARKS
 from slapo.wrapper import innermost
 
 T = TypeVar("T")
@@ -261,7 +262,8 @@ def _pattern_of(chain: list[fx.Node]) -> fx.Graph:
             copies[node] = graph.call_function(call_module, (exactly, *args), kwargs)
         else:
             copies[node] = graph.create_node(node.op, node.target, args, kwargs)
-            copies[node].meta[PATTERN_OF_CHAIN] = True
+            # A rewrite has given its call constants that may differ from graph to graph.
+            copies[node].meta[PATTERN_OF_CHAIN] = "open" if MARKS in node.meta else "closed"
     graph.output(tuple(copies[node] for node in chain))
     return graph
 
