@@ -154,3 +154,56 @@ def test_a_rewrite_without_a_place_is_an_error_of_that_call() -> None:
 
 def masked_twice(q: Tensor, k: Tensor, m: Tensor) -> Tensor:
     return q @ k.transpose(-1, -2) + 2 * m
+
+
+class Sometimes(nn.Module):
+    """Calls a module at a second place in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.fc(x))
+        return self.out(h) + self.fc(h) if self.training else self.out(h)
+
+
+def test_a_module_that_another_kind_of_call_still_needs() -> None:
+    model = Sometimes().eval()
+    sch = slapo.create_schedule(model)
+    sch.trace(tracer="huggingface", example_inputs=(torch.randn(2, SIZE),))
+    new = nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU())
+    sch.replace(new, sch.find(lambda x: F.gelu(slapo.call_module("fc", x))))
+    x = torch.randn(2, SIZE)
+    torch.testing.assert_close(sch.mod(x), model.out(new(x)))
+    with pytest.raises(TraceError, match=r"also uses 'fc' \(at fc_1\), which a rewrite has taken"):
+        sch.mod.train()(x)
+    torch.testing.assert_close(sch.mod.eval()(x), model.out(new(x)))
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * 2
+
+
+class Inner(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, self.training)
+
+
+def test_the_mode_of_modules_that_rewrites_have_taken_out() -> None:
+    sch = slapo.create_schedule(Whole())
+    sch.trace(flatten=True, tracer="huggingface", example_inputs=(torch.randn(2, SIZE),))
+    sch.replace(own_dropout, sch.find(lambda x, p, training: F.dropout(x, p, training)))
+    x = torch.ones(8, SIZE)
+    assert not torch.equal(sch.mod(x), 2 * x)
+    assert torch.equal(sch.mod.eval()(x), 2 * x)
+    assert not torch.equal(sch.mod.train()(x), 2 * x)
+
+
+def own_dropout(x: Tensor, p: float, training: bool) -> Tensor:
+    return F.dropout(x, p, training)
