@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import slapo
 from slapo import Schedule
 from slapo.graph.fuse import torchscript
-from slapo.graph.fuse.inductor import CompiledModule
+from slapo.graph.fuse.modules import CompiledModule
 from tests.fingerprint import fingerprint
 from tests.primitives.models import Attention, Block
 
