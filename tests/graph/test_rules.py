@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
 from slapo.graph.fuse.fusion import Fuse
-from slapo.graph.match.find import Places, find_subgraphs_in, read_pattern
+from slapo.graph.match.find import find_subgraphs_in, read_pattern
 from slapo.graph.match.pattern import call_module
 from slapo.graph.match.subgraph_view import SubgraphView
 from slapo.graph.rewrite.rules import MadePerText, Replace, carry_out, text_of
@@ -237,25 +237,40 @@ def test_nodes_picked_by_hand_are_found_again(training: bool) -> None:
     assert names == ["mul", "mul", "sub", "tanh", "sin", "cos", "add"]
 
 
-def test_nodes_that_no_pattern_finds_are_found_in_a_like_graph() -> None:
-    class Apart(nn.Module):
-        def __init__(self, swapped: bool = False) -> None:
-            super().__init__()
-            self.swapped = swapped
+class Sines(nn.Module):
+    def __init__(self, number: int = 4) -> None:
+        super().__init__()
+        self.number = number
 
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.number):
+            x = torch.sin(x)
+        return x
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_nodes_that_other_matches_would_overlap(place: int) -> None:
+    gm = traced(Sines())
+    chain = list(gm.graph.nodes)[1 + place : 3 + place]
+    carry_out(gm, Replace(gm, [chain], torch.cos))
+    graph, _ = later(gm, Sines())
+    assert str(graph) == str(gm.graph)
+    with pytest.raises(TraceError, match="2 times, and 3 times in the graph that is shown"):
+        later(gm, Sines(3))
+
+
+def test_nodes_that_share_no_value() -> None:
+    class Apart(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            x.add_(1) if self.swapped else y.add_(1)
+            y.add_(1)
             return x.relu()
 
     gm = traced(Apart())
-    chain = [n for n in gm.graph.nodes if n.op == "call_method"]  # which share no value
-    carry_out(gm, Replace(gm, [chain], torch.sub))
-    (pick,) = rules_of(gm)[0].picks
-    assert isinstance(pick[0], Places)
-    again, _ = later(gm, Apart())
-    assert str(again) == str(gm.graph)
-    with pytest.raises(TraceError, match="0 times"):
-        later(gm, Apart(swapped=True))
+    chain = [n for n in gm.graph.nodes if n.op == "call_method"]
+    before = str(gm.graph)
+    with pytest.raises(ValueError, match="parts that share no value: relu and add_"):
+        Replace(gm, [chain], torch.sub)
+    assert (str(gm.graph), rules_of(gm)) == (before, [])
 
 
 # --- fusions and checkpoints ----------------------------------------------------------------------

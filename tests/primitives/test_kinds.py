@@ -113,9 +113,7 @@ def outcome(model: nn.Module, args: tuple[Tensor, ...]) -> list[Tensor]:
 def test_every_kind_of_call(schedule: Callable[[Schedule], None], traced: str) -> None:
     model = Layer()
     reference = Layer()
-    for (_, p), (_, q) in zip(
-        model.named_parameters(), reference.named_parameters(), strict=True
-    ):
+    for (_, p), (_, q) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         q.data = p.data  # the same memory tells the parameters whose names change
     sch = slapo.create_schedule(model)
     if traced == "with inputs":

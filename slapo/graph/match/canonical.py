@@ -35,16 +35,8 @@ class ModuleState:
 class Call:
     """A call in canonical form: equal operators have equal keys, arguments go by name.
 
-    Attributes
-    ----------
-    key : hashable
-    args : dict or None
-        By parameter name, or by position where names are unknown; None if they do not fit.
-    op : Op or None
-        The operator's defaults, arguments that do not matter, and operands that swap.
-    inplace : bool
-        Whether the call writes its result into its first operand.
-    defaults : mapping
+    ``args`` is None where the arguments do not fit the operator; positions stand for names that are
+    unknown. ``inplace`` calls write their result into their first operand.
     """
 
     key: Hashable

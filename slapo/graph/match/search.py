@@ -66,11 +66,14 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def find_subgraphs(
-    graph: fx.Graph, modules: ModuleLookup, pattern: Callable[..., Any] | type | fx.Graph
+    graph: fx.Graph,
+    modules: ModuleLookup,
+    pattern: Callable[..., Any] | type | fx.Graph,
+    overlapping: bool = False,
 ) -> list[Match]:
     """Find all places where a graph computes what a pattern computes, in graph order.
 
-    Matches do not overlap. Nodes that compute sizes, as ``view`` takes them, belong to a match if
+    Matches do not overlap, unless they may. Nodes that compute sizes, as ``view`` takes them, belong to a match if
     nothing else uses them. A match may have inner values that are used outside.
 
     An argument of the pattern binds a value of the graph or a constant, but neither None nor a
@@ -117,7 +120,7 @@ def find_subgraphs(
                 f"the pattern is too long ({len(steps)} operations); find a part of it"
             ) from None
         if found is not None:
-            taken.update(found)
+            taken.update(() if overlapping else found)
             matches.append(found)
     return sorted(matches, key=lambda match: match[0])
 

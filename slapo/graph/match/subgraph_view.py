@@ -19,15 +19,12 @@ class SubgraphView(fx.GraphModule):
     So it follows when one of them is replaced there. It has no state of its own: its tables of
     parameters and children are those of the owner.
 
-    Parameters
-    ----------
-    owner
-        The traced module that the operations are part of.
-    graph
-        The operations; its inputs are those of the chain in order of first use.
-
     Attributes
     ----------
+    owner : nn.Module
+        The traced module that the operations are part of.
+    graph : torch.fx.Graph
+        The operations; its inputs are those of the chain in order of first use.
     name : str
         Path, in the owner, of the module around the view; set when it has one.
     rewritten_by : set of int

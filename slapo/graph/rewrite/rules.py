@@ -17,7 +17,7 @@ import torch.fx as fx
 from torch import nn
 
 from slapo.errors import SlapoError, TraceError
-from slapo.graph.match.find import Places, Search, search_for_chain
+from slapo.graph.match.find import Search, search_for_chain
 from slapo.graph.match.search import Match
 from slapo.graph.match.subgraph_view import SubgraphView
 from slapo.graph.rewrite.arguments import (
@@ -36,13 +36,13 @@ from slapo.history import caller_location
 from slapo.wrapper import innermost
 
 Bindings: TypeAlias = Mapping[str, Any]
-Pick: TypeAlias = tuple[Search | Places, int]
+Pick: TypeAlias = tuple[Search, int]
 """A search, and which of its matches."""
 
 _INSIDE = "slapo_subgraph_view"
 """Key of ``node.meta``: the name, in the shown graph, of the child that is called."""
 
-_found: WeakKeyDictionary[fx.Graph, dict[Search | Places, list[Match]]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[fx.Graph, dict[Search, list[Match]]] = WeakKeyDictionary()
 """Results of searches in captures that rules are being applied to, from before the rewrites."""
 
 
@@ -151,7 +151,7 @@ class Rule:
                     return part
         raise self._refusal(f"it has no {self.inside}, which the operations are in")
 
-    def _search(self, view: View) -> dict[Search | Places, list[Match]]:
+    def _search(self, view: View) -> dict[Search, list[Match]]:
         """Repeat the searches of this rule and of later ones that were made before it was done."""
         rules = rules_of(view.module)
         is_next = self.number < len(rules) and rules[self.number] is self
@@ -165,9 +165,7 @@ class Rule:
                     found[search] = search.run(part.graph, part.get_submodule)
         return found
 
-    def _pick(
-        self, search: Search | Places, position: int, found: Mapping[Search | Places, list[Match]]
-    ) -> Match:
+    def _pick(self, search: Search, position: int, found: Mapping[Search, list[Match]]) -> Match:
         matches = found[search]
         if len(matches) != search.total:
             raise self._refusal(
