@@ -126,9 +126,7 @@ class ReplacePrimitive(Primitive):
         check_hooks(subgraphs, keeps_hooks=isinstance(new, nn.Module), scripted=scripted)
         same_call = subgraphs.single_node and not isinstance(new, nn.Module)
         where = {"bindings": subgraphs.bindings, "picks": subgraphs.picks}
-        rule = Replace(
-            subgraphs.gm, subgraphs.chains, new, name, concrete_args, same_call, **where
-        )
+        rule = Replace(subgraphs.gm, subgraphs.chains, new, name, concrete_args, same_call, **where)
         described = _described(rule, subgraphs.bindings)
         rewrite_subgraphs(rule, new, subgraphs)
         if isinstance(new, nn.Module):

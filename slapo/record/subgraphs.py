@@ -118,8 +118,11 @@ def is_found(value: Any) -> bool:
     """Whether it is a match, a located node, or what a program has put together like those."""
     if isinstance(value, (Subgraph, Located)) or _is_pair(value):
         return True
-    return isinstance(value, list) and bool(value) and all(map(_is_pair, value)) and not any(
-        isinstance(each, Located) for each in value
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(map(_is_pair, value))
+        and not any(isinstance(each, Located) for each in value)
     )
 
 

@@ -42,7 +42,9 @@ def script(module: fx.GraphModule, name: str) -> nn.Module:
     tensor([2.])
     """
     if not _is_available():
-        logger.info("%s is compiled by inductor: torch %s has no TorchScript", name, torch.__version__)
+        logger.info(
+            "%s is compiled by inductor: torch %s has no TorchScript", name, torch.__version__
+        )
         return compile_late(module, name)
     code = code_key(module)
     if code is None:

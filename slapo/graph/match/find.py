@@ -213,17 +213,13 @@ def find_subgraphs_in(root: nn.Module, pattern: re.Pattern[str] | fx.Graph) -> M
     return Matches(found, lambda: why_no_call(graphs, pattern))
 
 
-def _search_of(
-    module: fx.GraphModule, pattern: re.Pattern[str] | fx.Graph, total: int
-) -> Search:
+def _search_of(module: fx.GraphModule, pattern: re.Pattern[str] | fx.Graph, total: int) -> Search:
     if isinstance(module, ChainView):
         return Search(pattern, len(rules_of(module.owner)), total, module.name)
     return Search(pattern, len(rules_of(module)), total)
 
 
-def search_for_chain(
-    module: fx.GraphModule, chain: list[fx.Node]
-) -> tuple[Search | Places, int]:
+def search_for_chain(module: fx.GraphModule, chain: list[fx.Node]) -> tuple[Search | Places, int]:
     """A search that finds a chain which was picked by hand, and its place in the results."""
     try:
         pattern = _pattern_of(chain)

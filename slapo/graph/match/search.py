@@ -191,8 +191,13 @@ class _Unification:
         """Let a wildcard stand for `value`; None is the absence of a value."""
         if value is None or value is MISSING:
             return False
-        if wanted.op == "get_attr" and PATTERN_OF_CHAIN in wanted.meta and not (
-            isinstance(value, fx.Node) and (value.op, value.target) == (wanted.op, wanted.target)
+        if (
+            wanted.op == "get_attr"
+            and PATTERN_OF_CHAIN in wanted.meta
+            and not (
+                isinstance(value, fx.Node)
+                and (value.op, value.target) == (wanted.op, wanted.target)
+            )
         ):
             return False
         self._bound[wanted] = value

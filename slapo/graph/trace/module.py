@@ -23,7 +23,7 @@ from torch.fx.graph_module import _forward_from_src as function_from_source
 
 from slapo.errors import SlapoError, TraceError
 from slapo.graph.trace.kinds import call_key
-from slapo.graph.trace.leaves import Depth, IsLeaf
+from slapo.graph.trace.leaves import Depth, IsLeaf, sync_hooks
 from slapo.graph.trace.nodes import switches_mode
 from slapo.wrapper import innermost
 
@@ -220,7 +220,6 @@ class Trace:
         if self.number is None:
             self.number = next(_NUMBERS)
             _MODULES[self.number] = module
-        vars(module).update(each.constants)
         code = code_of(each.graph)
         self.known.setdefault(key, []).append((each, code))
         return code
@@ -286,7 +285,7 @@ def captured(
         if each.key == key and known == signature and each.holds(module, args, kwargs):
             return replace(each, graph=copy.deepcopy(each.graph))
     new = capture(module, args, kwargs, is_leaf)
-    if not new.constants:  # one with tensors of its own is its module's alone
+    if not new.is_private:
         pristine = replace(new, graph=copy.deepcopy(new.graph))
         family.append((signature or _signature(module), pristine))
     return new
@@ -305,7 +304,7 @@ def _signature(module: nn.Module) -> Any:
             len(each._forward_hooks) + len(each._forward_pre_hooks),
         )
         for path, each in module.named_modules()
-    )
+    ), tuple(hook._slapo_carry for hook in sync_hooks(module))
 
 
 # --- the class -----------------------------------------------------------------------------------
@@ -316,14 +315,19 @@ class Traced(fx.GraphModule):
     ``recompile()`` makes it the code of the module.
     """
 
+    _origin: type[nn.Module]
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An object without state; fx would make a class for each."""
-        return object.__new__(cls)
+        """An object of the original's class: what is made of this class is not traced."""
+        return cls._origin(*args, **kwargs)
 
     @property
     def graph(self) -> fx.Graph:
         """The graph that the schedule sees."""
-        return trace_of(self).shown
+        shown = trace_of(self).shown
+        if shown.owning_module is None:  # fx asks it which calls may be dropped
+            shown.owning_module = self
+        return shown
 
     @graph.setter
     def graph(self, graph: fx.Graph) -> None:
@@ -407,7 +411,7 @@ def class_for(origin: type[nn.Module]) -> type[Traced]:
             return own(self, *args, **kwargs)
         return trace.code_for(self, args, kwargs)(self, *args, **kwargs)
 
-    body: dict[str, Any] = {"__module__": origin.__module__, "forward": forward}
+    body = {"__module__": origin.__module__, "forward": forward, "_origin": origin}
     generate = getattr(origin, "generate", None)
     if str(getattr(generate, "__module__", "")).startswith("transformers."):
         body["generate"] = _Eagerly("generate")
@@ -644,7 +648,10 @@ def _without_tensors(
 ) -> nn.Module:
     new = object.__new__(origin_of(module))
     tables = {k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()}
-    new.__dict__.update(tables)
+    new.__dict__.update({k: v for k, v in tables.items() if k != "_trace"})
+    for table in (k for k in tables if k.endswith("_hooks")):  # they moved, or see real calls only
+        new.__dict__[table] = type(tables[table])()
+    new.__dict__["traceable"] = False  # it was a call, and stays one
     for table in ("_parameters", "_buffers"):
         for name, tensor in vars(new)[table].items():
             if tensor is not None:

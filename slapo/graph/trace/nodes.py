@@ -66,6 +66,24 @@ class FunctionApply:
         return self.function.apply(*given, **kwargs)
 
 
+@dataclass(frozen=True, eq=False)
+class HeldTensor:
+    """Target of a node whose value is a tensor from outside the module, such as a global one.
+
+    Parameters
+    ----------
+    tensor
+        The value.
+    """
+
+    tensor: Any
+    __name__ = "held_tensor"
+
+    def __call__(self) -> Any:
+        """The tensor."""
+        return self.tensor
+
+
 def called_name(node: fx.Node) -> str:
     """Name of the function or method that a node calls, empty if it has none.
 
