@@ -18,7 +18,7 @@ from slapo.primitives.base import Primitive, find_primitive, list_primitives
 from slapo.primitives.run import perform
 from slapo.record import Part, Recipe, ScheduleRecord, revive, walk
 from slapo.record.callables import MadeBy, Named
-from slapo.record.subgraphs import Found
+from slapo.record.subgraphs import Found, searches_kept
 from slapo.schedule import Schedule, create_schedule
 from slapo.snapshot import restored_on_error
 
@@ -89,7 +89,7 @@ def replay(
     _check_numbers(loaded, sch.world_size)
     searches = _searches(loaded)
     others = []
-    with restored_on_error(sch):
+    with restored_on_error(sch), searches_kept():
         for step, each in enumerate(loaded):
             for path, part in searches.get(step, ()):
                 _search(sch, path, part, step)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from slapo.graph.match.subgraph_view import SubgraphView
 from slapo.graph.trace.module import Traced, trace_of
 from slapo.node import Node
 from slapo.sharding.state import Sharding
@@ -51,6 +52,7 @@ class _ModuleState(_Attributes):
         super().__init__(module)
         self.cls = type(module)
         self.trace = trace_of(module).saved() if isinstance(module, Traced) else None
+        self.view = copy.deepcopy(module.graph) if isinstance(module, SubgraphView) else None
         self.tensors = [
             _TensorState(t)
             for t in (*module._parameters.values(), *module._buffers.values())
@@ -64,6 +66,9 @@ class _ModuleState(_Attributes):
             tensor.restore()
         if self.trace is not None:
             trace_of(self.module).restore(self.trace)
+        view: Any = self.module
+        if self.view is not None and str(view.graph) != str(self.view):
+            view.graph = self.view
 
 
 class _TensorState:

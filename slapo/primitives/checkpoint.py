@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from slapo.graph.match.chain_view import chain_view
+from slapo.graph.match.subgraph_view import subgraph_view
 from slapo.graph.rewrite.plan import Plan
 from slapo.graph.rewrite.reorder import check_recompute
 from slapo.graph.rewrite.rules import MadePerText, Pick, carry_out
@@ -134,5 +134,5 @@ class Checkpoint(MadePerText):
         return plan
 
     def _make(self, gm: HasGraph, home: nn.Module, chain: list[fx.Node]) -> nn.Module:
-        view = chain_view(home, chain, subgraph_inputs(chain))
+        view = subgraph_view(home, chain, subgraph_inputs(chain))
         return CheckPointWrapper.around_view(view, self.order_args_fn, self.use_reentrant)

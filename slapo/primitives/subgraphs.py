@@ -91,14 +91,15 @@ def parse(sch: Node, target_ops: Any, argument: str = "target_ops") -> Subgraphs
                 f"node {node.name!r} is not in the graph (any more); call find() again after a "
                 "rewrite or trace"
             )
-    bindings = [getattr(group, "bindings", {}) for group in groups]
-    return Subgraphs(owner, gm, chains, single, bindings, [_pick(group) for group in groups])
+    picks = [_pick(group) for group in groups]
+    bindings = [group.bindings if pick else {} for group, pick in zip(groups, picks, strict=True)]
+    return Subgraphs(owner, gm, chains, single, bindings, picks)
 
 
-def _pick(group: Sequence[Any]) -> Pick | None:
+def _pick(group: Any) -> Pick | None:
     """The search behind a match, unless the user has put the nodes together."""
     if isinstance(group, Subgraph) and group.search is not None and group.is_whole():
-        return group.search, group.index
+        return group.search, group.position
     return None
 
 
@@ -106,7 +107,7 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], fx.Node)
 
 
-def _groups(sch: Node, target_ops: Any, argument: str) -> list[Sequence[tuple[str, fx.Node]]]:
+def _groups(sch: Node, target_ops: Any, argument: str) -> list[Any]:
     if _is_pair(target_ops):
         return [[target_ops]]
     if not isinstance(target_ops, (list, tuple)):

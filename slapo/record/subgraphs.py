@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import fx
 
 from slapo.errors import SlapoError
 from slapo.graph.match.find import Located, Subgraph
 from slapo.history import describe, spelled
-from slapo.node import Node, ScheduleState
+from slapo.node import Node
 from slapo.record.callables import Unnamed
 from slapo.record.kept import Decode, Part, encode, revive
 from slapo.wrapper import innermost
@@ -21,8 +22,17 @@ _BY_HAND = (
     "nodes that were picked by hand, which no search finds again; pass what find() or find_node() "
     "returned, with a pattern that can be imported"
 )
-_results: WeakKeyDictionary[ScheduleState, dict[Any, Any]] = WeakKeyDictionary()
-"""Results of searches that a replay made at the step where the recorded program made them."""
+_results: ContextVar[dict[Any, Any] | None] = ContextVar("slapo_replayed_searches", default=None)
+
+
+@contextmanager
+def searches_kept() -> Iterator[None]:
+    """Keep results of searches for the steps of a replay that use them later."""
+    token = _results.set({})
+    try:
+        yield
+    finally:
+        _results.reset(token)
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,8 @@ class Found(Part):
 
     def search(self, node: Node, step: int) -> None:
         """Search now, for the step of a replay that will use it."""
-        results = _results.setdefault(node.state, {})
+        results = _results.get()
+        assert results is not None, "only within searches_kept()"
         key = (node.path, self.verb, repr(self.pattern), step)
         if key not in results:
             results[key] = self._search(node)
@@ -84,7 +95,7 @@ class Found(Part):
         SlapoError
             If the search finds more or less than it did, or the module is not traced.
         """
-        found = _results.get(node.state, {}).pop(id(self), None)
+        found = (_results.get() or {}).pop(id(self), None)
         if found is None:
             found = self._search(node)
         if len(found) != self.total:
@@ -110,8 +121,11 @@ def keep_found(value: Any, keep: Callable[[Any], Any], node: Node) -> Part:
     origin = getattr(value, "origin", None)
     if origin is None or (isinstance(value, Subgraph) and not value.is_whole()):
         return Unnamed(describe(value), _BY_HAND)
+    pattern = keep(origin.pattern)
+    if isinstance(pattern, Unnamed):
+        return Unnamed(describe(value), f"a match of a pattern that is {pattern.why}")
     ago = len(node.state.history) - origin.steps
-    return Found(origin.verb, keep(origin.pattern), origin.index, origin.total, ago)
+    return Found(origin.verb, pattern, origin.position, origin.total, ago)
 
 
 def is_found(value: Any) -> bool:

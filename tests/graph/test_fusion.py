@@ -17,8 +17,7 @@ from slapo.graph.fuse.fusion import COMPILERS
 from slapo.graph.match.pattern import call_module
 from slapo.graph.match.search import find_by_name, find_subgraphs
 from slapo.graph.rewrite.rules import Replace, carry_out
-from slapo.graph.trace.contract import CallContract
-from slapo.graph.trace.module import TracedModule
+from slapo.graph.trace.module import Trace, Traced, attach
 from tests.graph.rewrites import fuse, fusion_of
 
 BATCH, SEQ, SIZE = 3, 5, 8
@@ -127,67 +126,30 @@ def test_plain_sequential(gm):
     ]
 
 
-def test_plain_sequential_with_read_state_and_containers():
+@pytest.mark.parametrize("compiler", ["TorchScript", None])
+def test_weights_that_a_chain_looks_up_become_arguments(compiler):
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("table", torch.arange(4.0), persistent=False)
+            self.scale = nn.Parameter(torch.full((9, 1), 2.0))
 
         def forward(self, x, n):
             y = torch.cat([x, self.table], dim=0)
-            return y[: n.size(0)].clamp(min=0).reshape((-1,))
+            return y[: n.size(0)].clamp(min=0).reshape((-1,)) * self.scale
 
     gm = fx.symbolic_trace(Model())
-    gm._non_persistent_buffers_set.add("table")
     nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
     args = torch.randn(3), torch.zeros(5)
     expected = gm(*args)
-    fused = fuse(gm, nodes, compiler=None)
+    names = list(gm.state_dict())
+    chain = nodes if compiler is None else [n for n in nodes if n.name in ("mul", "clamp", "reshape")]
+    fused = fuse(gm, chain, compiler=compiler)
     assert torch.equal(gm(*args), expected)
     assert list(fused.state_dict()) == []
-
-
-def test_plain_sequential_keeps_state_of_like_names_apart():
-    class Part(nn.Module):
-        def __init__(self, value: float, *names: str) -> None:
-            super().__init__()
-            for name in names:
-                self.register_parameter(name, nn.Parameter(torch.full((2,), value)))
-
-    class Model(Part):
-        def __init__(self) -> None:
-            super().__init__(10.0, "a_b", "a_b_1", "forward_")
-            self.a, self.a_b_0, self.register = Part(2.0, "b"), Part(3.0, "c"), Part(5.0, "buffer")
-            self.weights = nn.ParameterList([torch.full((2,), 7.0)])
-
-        def forward(self, x):
-            y = x * self.a.b + self.a_b - self.a_b_1 * self.a_b_0.c
-            return y * self.register.buffer + self.weights[0]
-
-    gm = fx.symbolic_trace(Model())
-    expected = numbers(gm, 2)
-    nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
-    fused = fuse(gm, nodes, compiler=None)
-    assert_same(gm, expected, size=2)
-    names = list(fused.state_dict())
-    assert names[:2] == ["a_b_0", "a_b"]
-    for clone in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-        assert list(clone.state_dict()) == names
-        assert torch.equal(clone(torch.ones(2)), fused(torch.ones(2)))
-
-
-def test_plain_sequential_of_a_list_of_parameters():
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    for k in ("0", "1"):
-        x = graph.call_function(torch.mul, (x, graph.create_node("get_attr", k)))
-    graph.output(x)
-    root = nn.Module()
-    root.register_parameter("0", nn.Parameter(torch.ones(2)))
-    root.register_parameter("1", nn.Parameter(torch.full((2,), 3.0)))
-    gm = fx.GraphModule(root, graph)
-    fused = fusion_of(gm, list(graph.nodes)[1:-1], compiler=None)
-    assert torch.equal(fused(torch.ones(2)), torch.full((2,), 3.0))
+    assert list(gm.state_dict()) == names
+    (call,) = gm.graph.find_nodes(op="call_module", target="FusedModule_0")
+    assert "scale" in [str(v) for v in call.args]
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -367,8 +329,9 @@ class InnerIsLeaf(fx.Tracer):
         return name == "inner" or super().is_leaf_module(m, name)
 
 
-def traced(module: nn.Module, **limits: Any) -> TracedModule:
-    return TracedModule.from_graph(module, InnerIsLeaf().trace(module), CallContract(**limits))
+def traced(module: nn.Module) -> nn.Module:
+    attach(module, Trace(type(module), InnerIsLeaf().is_leaf_module, InnerIsLeaf().trace(module)))
+    return module
 
 
 @pytest.mark.parametrize("compiler", ["TorchScript", None])
@@ -380,7 +343,7 @@ def test_traced_modules_within_traced_modules(compiler):
     assert_same(gm, expected)
     assert len(fused.state_dict()) == 4
     assert type(inner).__name__ == "Inner"
-    assert isinstance(inner, TracedModule)
+    assert isinstance(inner, Traced)
     other = copy.deepcopy(gm)
     assert torch.equal(other(torch.ones(2, SIZE)), gm(torch.ones(2, SIZE)))
 

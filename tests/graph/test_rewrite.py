@@ -451,25 +451,17 @@ def test_results_are_read_by_getitem_as_torch_fx_does(gm):
 # --- extraction ---
 
 
-def test_extract_shares_state_under_the_same_names(gm):
-    match = [n for n in gm.graph.nodes if n.name in ("fc1", "bias", "add", "gelu", "fc2", "drop")]
-    part = extract(gm, match, "Part")
-    assert set(part.state_dict()) == {"fc1.weight", "bias", "fc2.weight", "fc2.bias"}
-    assert part.bias is gm.bias
+def test_extract_shares_modules_under_the_same_names(gm):
+    match = [n for n in gm.graph.nodes if n.name in ("fc1", "add", "gelu", "fc2", "drop")]
+    part, paths = extract(gm, match, "Part")
+    assert set(part.state_dict()) == {"fc1.weight", "fc2.weight", "fc2.bias"}
     assert part.fc1 is gm.fc1
+    assert paths == {"fc1": "fc1", "fc2": "fc2", "drop": "drop"}
     assert type(part).__name__ == "Part"
     x = torch.randn(BATCH, SEQ, SIZE)
     expected = gm.fc2(F.gelu(gm.fc1(x) + gm.bias))
-    torch.testing.assert_close(part(x), expected, rtol=0, atol=0)
+    torch.testing.assert_close(part(x, gm.bias), expected, rtol=0, atol=0)
     pickle.loads(pickle.dumps(part))
-
-
-def test_extract_keeps_buffers_unsaved(gm):
-    gm._non_persistent_buffers_set.add("scale")  # as it was before fx copied it
-    match = [n for n in gm.graph.nodes if n.name in ("scale", "mul")]
-    part = extract(gm, match, "Part")
-    assert list(part.state_dict()) == []
-    assert part.scale is gm.scale
 
 
 def test_extract_nested_paths():
@@ -479,9 +471,11 @@ def test_extract_nested_paths():
 
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), nn.Linear(2, 2))
     gm = fx.GraphModule(model, Tracer().trace(model))
-    part = extract(gm, find_by_name(gm.graph, r"0\.")[0] + find_by_name(gm.graph, r"0\.1")[0], "P")
+    chain = find_by_name(gm.graph, r"0\.0")[0] + find_by_name(gm.graph, r"0\.1")[0]
+    part, paths = extract(gm, chain, "P")
     assert list(part.state_dict()) == ["0.0.weight", "0.0.bias"]
     assert part.get_submodule("0.0") is model[0][0]
+    assert paths == {"0.0": "0.0", "0.1": "1"}
 
 
 # --- cost ---

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import slapo
 from slapo import Schedule
+from slapo.graph.fuse import torchscript
+from slapo.graph.fuse.modules import CompiledModule
 from tests.fingerprint import fingerprint
 from tests.primitives.models import Attention, Block
 
@@ -233,6 +235,8 @@ def test_hooks_at_the_ends_move() -> None:
     sch["drop"].sync("fwd_post", lambda m, i, o: calls.append("post"))
     sch.fuse(sch.find(lambda x: F.dropout(slapo.call_module("fc2", x))), compiler=None)
     sch.mod(X)
+    calls.clear()  # the capture has run them, on stand-ins
+    sch.mod(X)
     assert calls == ["pre", "post"]
 
 
@@ -264,27 +268,41 @@ def unscriptable(x: Tensor, **kwargs: Any) -> Tensor:
     return x.new_tensor(list(x.flatten().tolist())).view_as(x)
 
 
-def with_variant(sch: Schedule) -> fx.GraphModule:
-    """Give the traced root a second graph over its state; operations of one name are twins."""
-    gm = sch.mod
-    other = type(gm).from_graph(gm, copy.deepcopy(gm.graph), gm.contract)
-    for graph in (gm.graph, other.graph):
-        for number, node in enumerate(graph.nodes):
-            node.meta["slapo_twin"] = number
-    gm.set_variants((other,))
-    return other
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.bias = Inner(), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.inner(x) + self.bias)
 
 
 @pytest.mark.parametrize("compiler", ["TorchScript", None])
-def test_a_fusion_is_made_in_all_graphs_of_a_module(compiler: str | None) -> None:
-    sch = slapo.create_schedule(Block())
-    sch.trace()
-    expected = sch.mod(X)
-    other = with_variant(sch)
-    sch.fuse(sch.find(lambda x: F.dropout(slapo.call_module("fc2", x))), compiler=compiler)
-    sch.fuse(sch.find(lambda x: F.gelu(slapo.call_module("fc1", x))), compiler=compiler)
-    assert list(sch.child) == ["FusedModule_0", "FusedModule_1"]
-    assert "fc" not in other.code
-    assert sch.mod.graphs == (sch.mod, other)
-    for module in (sch.mod, other):
-        torch.testing.assert_close(module(X), expected)
+def test_over_a_traced_module_with_a_forward_of_its_own(compiler: str | None) -> None:
+    sch = slapo.create_schedule(Outer())
+    reference = copy.deepcopy(sch.mod)
+    sch.trace(recursive=True)
+    sch.fuse(sch.find(lambda x, b: F.gelu(slapo.call_module("inner", x) + b)), compiler=compiler)
+    torch.testing.assert_close(sch.mod(X), reference(X))
+    sch.mod(X).sum().backward()
+    assert all(p.grad is not None for p in sch.mod.parameters())
+
+
+def test_without_torchscript_inductor_compiles(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torchscript, "_is_available", lambda: False)
+    sch = decomposed()
+    with caplog.at_level("INFO", "slapo"):
+        sch.fuse(sch.find(bias_gelu), name="BiasGeLU")
+    assert "BiasGeLU is compiled by inductor: torch" in caplog.text
+    assert isinstance(sch["BiasGeLU_0"].mod, CompiledModule)

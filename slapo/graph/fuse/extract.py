@@ -1,62 +1,78 @@
-"""Taking a subgraph out of a graph as a module of its own."""
+"""Taking a chain out of a graph as a module of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Any
 
 import torch.fx as fx
 from torch import nn
 
 from slapo.graph.rewrite.subgraph import HasGraph, subgraph_inputs
-from slapo.graph.trace.names import spare_self
-from slapo.graph.trace.nodes import attribute, called_name
-
-PATHS = "_slapo_paths"
-"""Attribute of an extracted module: path of a child in the original -> its path in the module."""
+from slapo.graph.trace.nodes import attribute, called_name, spare_self
 
 _SCALARS = (bool, int, float)
 _INTEGER_ARITHMETIC = frozenset({"add", "sub", "mul", "floordiv", "mod", "neg"})
 
 
 def extract(
-    gm: HasGraph, nodes: Collection[fx.Node], name: str, training: bool = True
-) -> fx.GraphModule:
-    """Make a module of the class `name` that computes a subgraph; the graph stays as it is.
+    gm: HasGraph, chain: Sequence[fx.Node], name: str, training: bool = True
+) -> tuple[fx.GraphModule, dict[str, str]]:
+    """Make a module of the class `name` that computes a chain; the graph stays as it is.
 
     ``gm: b = fc(x); c = f(b, y)  -->  module(x, y) = f(fc(x), y)``
 
-    Its inputs are those of the subgraph in order of first use, and it returns the last value, the
-    only one that may be used outside. Submodules, parameters and buffers are shared, not
-    copied, and have the paths that they have in `gm`. Submodules without state are the exception:
-    they go by the last part of their path, so that equal subgraphs give equal code.
+    Its inputs are those of the chain in order of first use, and it returns the last value, the only
+    one that may be used outside. Submodules are shared, not copied. Also returns path in `gm` ->
+    path in the module: the same, but for submodules without state, which go by the last part of
+    their path. So equal chains give equal code.
 
     >>> gm = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
-    >>> calls = [n for n in gm.graph.nodes if n.op == "call_module"]
-    >>> part = extract(gm, calls[:2], "Part")
-    >>> part.get_submodule("0") is gm.get_submodule("0")
-    True
+    >>> calls = list(gm.graph.find_nodes(op="call_module"))
+    >>> part, paths = extract(gm, calls[:2], "Part")
+    >>> part.get_submodule("0") is gm.get_submodule("0"), paths
+    (True, {'0': '0', '1': '1'})
     """
-    ordered = sorted(set(nodes))
-    state = _SharedState(gm, ordered)
     graph = spare_self(fx.Graph())
     copies = {
         value: graph.placeholder(f"input_{k}", python_type(value, gm))
-        for k, value in enumerate(subgraph_inputs(ordered), 1)
+        for k, value in enumerate(subgraph_inputs(chain), 1)
     }
-    for node in ordered:
-        target = state.path(node) if node.op in ("get_attr", "call_module") else node.target
-        args = fx.map_arg(node.args, copies.__getitem__)
-        kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
-        # Fresh names: equal subgraphs then give equal code, wherever they come from.
+    called = [str(node.target) for node in chain if node.op == "call_module"]
+    paths = _paths_of({path: gm.get_submodule(path) for path in called})
+    for node in chain:
+        target: Any = node.target if node.op != "call_module" else paths[str(node.target)]
+        args: Any = fx.map_arg(node.args, copies.__getitem__)
+        kwargs: Any = fx.map_arg(dict(node.kwargs), copies.__getitem__)
+        # Fresh names: equal chains then give equal code, wherever they come from.
         copies[node] = graph.create_node(node.op, target, args, kwargs, type_expr=node.type)
         copies[node].meta = dict(node.meta)
-    graph.output(copies[ordered[-1]])
-    module = fx.GraphModule(state.objects, graph, name)
-    state.restore_persistence(module)
+    graph.output(copies[chain[-1]])
+    children = {paths[path]: gm.get_submodule(path) for path in called}
+    module = fx.GraphModule(children, graph, name)
     module.training = training  # not .train(): the shared submodules keep their own mode
-    module.__dict__[PATHS] = state.paths
-    return module
+    return module, paths
+
+
+def _paths_of(modules: dict[str, nn.Module]) -> dict[str, str]:
+    """Short paths for modules without state, those that they have for others."""
+    paths: dict[str, str] = {}
+    taken = {path.split(".")[0] for path in modules}
+    for path, module in modules.items():
+        paths[path] = path
+        if "." in path and not has_state(module):
+            stem = name = path.rpartition(".")[2]
+            k = 0
+            while name in taken or hasattr(fx.GraphModule, name):
+                name, k = f"{stem}_{k}", k + 1
+            paths[path] = name
+            taken.add(name)
+    return paths
+
+
+def has_state(module: nn.Module) -> bool:
+    """Whether a module has parameters, buffers, or other state that is saved."""
+    return bool(module.state_dict()) or next(module.buffers(), None) is not None
 
 
 def python_type(node: fx.Node, gm: HasGraph) -> Any:
@@ -71,64 +87,12 @@ def python_type(node: fx.Node, gm: HasGraph) -> Any:
     if node.op == "get_attr":
         return _scalar_type(attribute(gm, str(node.target)))  # type: ignore[arg-type]
     if node.op == "call_method":
-        return _type_of_method(node)
-    if node.op == "call_function":
-        return _type_of_function(node, gm)
-    return None
+        one = node.target == "size" and len(node.args) + len(node.kwargs) == 2
+        return int if one or node.target in ("dim", "numel") else _LISTS.get(node.target)
+    return _type_of_function(node, gm) if node.op == "call_function" else None
 
 
-class _SharedState:
-    """The submodules and tensors that an extracted module shares, by their paths in it."""
-
-    def __init__(self, gm: HasGraph, nodes: list[fx.Node]) -> None:
-        self._gm = gm
-        self.paths: dict[str, str] = {}
-        targets = [str(node.target) for node in nodes if node.op in ("get_attr", "call_module")]
-        self._reserved = {target.split(".")[0] for target in targets}
-        self._not_persistent: list[str] = []
-        self.objects: dict[str, Any] = {}
-
-    def path(self, node: fx.Node) -> str:
-        """Return the path of a node's target in the new module; share what is there."""
-        target = str(node.target)
-        if target not in self.paths:
-            self.paths[target] = new = self._choose(node, target)
-            is_module = node.op == "call_module"
-            self.objects[new] = (
-                self._gm.get_submodule(target) if is_module else attribute(self._gm, target)  # type: ignore[arg-type]
-            )
-            owner, _, field = target.rpartition(".")
-            if not is_module and field in _unsaved(self._gm.get_submodule(owner)):
-                self._not_persistent.append(new)
-        return self.paths[target]
-
-    def _choose(self, node: fx.Node, target: str) -> str:
-        """Keep paths to state; shorten those of modules without."""
-        if node.op == "get_attr":
-            return target
-        if "." not in target or has_state(self._gm.get_submodule(target)):
-            return target
-        stem = target.rpartition(".")[2]
-        short, k = stem, 0
-        while short in self._reserved or hasattr(fx.GraphModule, short):
-            short, k = f"{stem}_{k}", k + 1
-        self._reserved.add(short)
-        return short
-
-    def restore_persistence(self, module: nn.Module) -> None:
-        """Keep buffers that are not saved out of the new module's state too."""
-        for path in self._not_persistent:
-            owner, _, field = path.rpartition(".")
-            _unsaved(module.get_submodule(owner)).add(field)
-
-
-def has_state(module: nn.Module) -> bool:
-    """Whether a module has parameters, buffers, or other state that is saved."""
-    return bool(module.state_dict()) or next(module.buffers(), None) is not None
-
-
-def _unsaved(module: nn.Module) -> set[str]:
-    return module._non_persistent_buffers_set
+_LISTS: dict[Any, Any] = {"size": list[int], "shape": list[int], "ndim": int}
 
 
 def _scalar_type(*values: Any) -> Any:
@@ -137,23 +101,12 @@ def _scalar_type(*values: Any) -> Any:
     return kinds.pop() if len(kinds) == 1 and kinds <= set(_SCALARS) else None
 
 
-def _type_of_method(node: fx.Node) -> Any:
-    """The type of a method's value: only sizes are known."""
-    if node.target in ("dim", "numel") or (
-        node.target == "size" and len(node.args) + len(node.kwargs) == 2
-    ):
-        return int
-    return list[int] if node.target == "size" else None
-
-
 def _type_of_function(node: fx.Node, gm: HasGraph) -> Any:
     """The type of a function's value: sizes, and arithmetic on them."""
     if node.target is getattr:
-        return {"shape": list[int], "ndim": int}.get(str(node.args[1]))
+        return _LISTS.get(node.args[1])
     name = called_name(node)
-    kinds = [
-        python_type(value, gm) if isinstance(value, fx.Node) else type(value) for value in node.args
-    ]
+    kinds = [python_type(v, gm) if isinstance(v, fx.Node) else type(v) for v in node.args]
     if name == "getitem" and kinds[0] == list[int]:
         return int if kinds[1] is int else list[int]
     return int if name in _INTEGER_ARITHMETIC and set(kinds) == {int} else None

@@ -8,11 +8,10 @@ import torch.fx as fx
 from torch import nn
 
 from slapo.errors import TraceError, with_nearest
-from slapo.graph.fuse.extract import PATHS, extract, has_state, python_type
-from slapo.graph.fuse.inductor import compile_late
-from slapo.graph.fuse.sequential import sequential_of
+from slapo.graph.fuse.extract import extract, python_type
+from slapo.graph.fuse.modules import compiled_late, sequential_of
 from slapo.graph.fuse.torchscript import script
-from slapo.graph.match.chain_view import chain_view
+from slapo.graph.match.subgraph_view import subgraph_view
 from slapo.graph.rewrite.rules import MadePerText, Pick
 from slapo.graph.rewrite.subgraph import HasGraph, subgraph_inputs
 
@@ -20,7 +19,7 @@ Compiler = Callable[[fx.GraphModule, str], nn.Module]
 
 COMPILERS: dict[str | None, Compiler] = {
     "TorchScript": script,
-    "inductor": compile_late,
+    "inductor": compiled_late,
     None: sequential_of,
 }
 """The compilers of :class:`Fuse`. Each makes a module from an extracted one."""
@@ -29,8 +28,8 @@ COMPILERS: dict[str | None, Compiler] = {
 class Fuse(MadePerText):
     """One compiled module instead of a chain of operations.
 
-    It takes the inputs of the chain in order of first use; parameters and buffers of modules in the
-    chain are the same objects as before.
+    It takes the inputs of the chain in order of first use, weights that the graph looks up among
+    them; modules that the chain calls become its children, the same objects as before.
 
     Parameters
     ----------
@@ -87,27 +86,26 @@ class Fuse(MadePerText):
                 "horizontally by a module of your own"
             )
         self.compiler, self.paths = compiler, dict[str, str]()
-        super().__init__(module, chain, name, pick)
+        calls = [node for node in chain if getattr(node, "op", "") != "get_attr"]
+        super().__init__(module, calls, name, pick if len(calls) == len(chain) else None)
 
     def __str__(self) -> str:
         return f"the fusion {self.stem} at {self.location}"
 
     def _make(self, gm: HasGraph, home: nn.Module, chain: list[fx.Node]) -> nn.Module:
         called = [str(node.target) for node in chain if node.op == "call_module"]
-        if self.children and any(has_state(gm.get_submodule(path)) for path in called):
+        if self.children and called:  # the first has them, with their state and their mode
             return self._over_first(home, chain)
-        part = extract(gm, chain, self.stem, home.training)
+        part, paths = extract(gm, chain, self.stem, home.training)
         if not self.children:
-            calls = [node for node in chain if node.op.startswith("call_")]
-            by_order = {str(node.target): str(k) for k, node in enumerate(calls)}
-            taken = by_order if self.compiler is None else part.__dict__[PATHS]
-            self.paths = {path: taken[path] for path in called}
+            by_order = {str(node.target): str(k) for k, node in enumerate(chain)}
+            self.paths = paths if self.compiler is not None else {p: by_order[p] for p in called}
         return COMPILERS[self.compiler](part, self.stem)
 
     def _over_first(self, home: nn.Module, chain: list[fx.Node]) -> nn.Module:
         """The operations one by one, over the modules that the shown fusion has taken in."""
         first = next(iter(self.children.values()))
-        view = chain_view(home, chain, subgraph_inputs(chain))
+        view = subgraph_view(home, chain, subgraph_inputs(chain))
         for node in view.graph.find_nodes(op="call_module"):
             if node.target not in self.paths:
                 raise TraceError(f"{self} has taken in no {node.target}, which is called here")

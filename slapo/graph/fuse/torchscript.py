@@ -10,23 +10,28 @@ import copy
 import functools
 import warnings
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import nn
 
 from slapo.errors import SlapoError
-from slapo.graph.fuse.inductor import compile_late
-from slapo.graph.fuse.same_code import code_key
-from slapo.graph.trace.module import Traced, rules_of
+from slapo.graph.fuse.extract import has_state
+from slapo.graph.fuse.modules import compiled_late
+from slapo.graph.rewrite.rules import text_of
+from slapo.graph.trace.module import Traced, origin_of, rules_of
 from slapo.logger import get_logger
 
 logger = get_logger()
 
 _CACHE_SIZE = 64
-_scripts: OrderedDict[tuple[str, Hashable], torch.jit.ScriptModule] = OrderedDict()
+# With the functions that a script calls: some are told by their identity.
+_scripts: OrderedDict[tuple[str, str], tuple[torch.jit.ScriptModule, Any]] = OrderedDict()
+_PLAIN = (type(None), bool, int, float, str, torch.dtype)
+_OF_ALL_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
 
 def script(module: fx.GraphModule, name: str) -> nn.Module:
@@ -37,7 +42,7 @@ def script(module: fx.GraphModule, name: str) -> nn.Module:
 
     >>> from slapo.graph.fuse.extract import extract
     >>> gm = fx.symbolic_trace(lambda x: x * 2)
-    >>> part = extract(gm, list(gm.graph.nodes)[1:2], "P")
+    >>> part, _ = extract(gm, list(gm.graph.nodes)[1:2], "P")
     >>> script(part, "P")(torch.ones(1))
     tensor([2.])
     """
@@ -45,20 +50,50 @@ def script(module: fx.GraphModule, name: str) -> nn.Module:
         logger.info(
             "%s is compiled by inductor: torch %s has no TorchScript", name, torch.__version__
         )
-        return compile_late(module, name)
-    code = code_key(module)
+        return compiled_late(module, name)
+    code = _code_key(module)
     if code is None:
         for path, child in module.named_children():  # the module itself is ours
             module._modules[path] = _as_written(child)
         return _compile(module, name)
     key = (name, code)
     if key not in _scripts:
-        _scripts[key] = _compile(module, name)
+        functions = [node.target for node in module.graph.nodes]
+        _scripts[key] = (_compile(module, name), functions)
         if len(_scripts) > _CACHE_SIZE:
             _scripts.popitem(last=False)
     _scripts.move_to_end(key)
-    # The copies are independent: each has its own training flag.
-    return copy.deepcopy(_scripts[key])
+    with _quiet():
+        return copy.deepcopy(_scripts[key][0])  # copies have a training flag each
+
+
+def _code_key(module: fx.GraphModule) -> str | None:
+    """A text of all that decides how an extracted module is compiled.
+
+    None if something in it cannot be compared, or there is state.
+
+    >>> def key(module):
+    ...     return _code_key(fx.symbolic_trace(nn.Sequential(module)))
+    >>> key(nn.Softmax(0)) == key(nn.Softmax(0)), key(nn.Softmax(0)) == key(nn.Softmax(1))
+    (True, False)
+    >>> key(nn.Linear(1, 1)) is None
+    True
+    """
+    if has_state(module):
+        return None
+    texts = [str(module.training)]
+    for path, child in module.named_modules(remove_duplicate=False):
+        if not path:
+            continue
+        own = {k: v for k, v in vars(child).items() if k not in _OF_ALL_MODULES}
+        hooks = any(vars(child).get(slot) for slot in _OF_ALL_MODULES if "hooks" in slot)
+        of_torch = type(child).__module__.startswith("torch.nn.")  # others may read anything
+        if hooks or not of_torch or not all(isinstance(v, _PLAIN) for v in own.values()):
+            return None
+        texts.append(f"{path}: {type(child).__name__} {own}")
+    calls = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+    inputs = [str(node.type) for node in module.graph.find_nodes(op="placeholder")]
+    return "\n".join([*texts, *inputs, text_of(calls)])
 
 
 @functools.cache
@@ -115,7 +150,7 @@ def _as_written(module: nn.Module) -> nn.Module:
         child is module._modules[name] for name, child in children.items()
     ):
         return module
-    kind = type(module)
+    kind: Any = type(module)
     if isinstance(module, Traced):
         if rules_of(module):
             raise SlapoError(
@@ -123,7 +158,7 @@ def _as_written(module: nn.Module) -> nn.Module:
                 "operations of it were rewritten; use fuse(..., compiler=None), or match "
                 "operations outside of it"
             )
-        kind = next(base for base in kind.__bases__ if not issubclass(base, Traced))
+        kind = origin_of(module)
     plain: nn.Module = object.__new__(kind)
     plain.__dict__.update(module.__dict__, _modules=children)
     return plain

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import fx, nn
 
-from slapo.graph.match.chain_view import ChainView
 from slapo.graph.match.diagnose import TracedGraph, why_no_call, why_no_node, why_no_subgraph
 from slapo.graph.match.pattern import PATTERN_OF_CHAIN, call_module, compile_name, trace_pattern
 from slapo.graph.match.search import Match, find_by_name, find_subgraphs
+from slapo.graph.match.subgraph_view import SubgraphView
 from slapo.graph.trace.module import rules_of
 from slapo.graph.trace.nodes import ModuleLookup
+from slapo.graph.trace.operator_effects import MARKS
 from slapo.wrapper import innermost
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ class Search:
     total : int
         How many matches it found.
     inside : str
-        The child around the :class:`.ChainView` that was searched; empty for the module's graph.
+        The child around the :class:`.SubgraphView` that was searched; empty for the module's graph.
     """
 
     pattern: fx.Graph | re.Pattern[str]
@@ -55,13 +56,13 @@ class Places:
     length : int
         Number of nodes in the graph.
     calls : tuple
-        Place, kind and target of each operation.
+        Place of each operation, and its text with places instead of names.
     rewrites, inside
         As of a :class:`Search`.
     """
 
     length: int
-    calls: tuple[tuple[int, str, str], ...]
+    calls: tuple[tuple[int, str], ...]
     rewrites: int = 0
     inside: str = ""
     total = 1
@@ -69,11 +70,19 @@ class Places:
     def run(self, graph: fx.Graph, modules: ModuleLookup) -> list[Match]:
         """Take the operations in another graph, if it is laid out in the same way."""
         nodes = list(graph.nodes)
-        same = len(nodes) == self.length and all(
-            (nodes[place].op, str(nodes[place].target)) == (op, target)
-            for place, op, target in self.calls
-        )
-        return [Match(nodes[place] for place, _, _ in self.calls)] if same else []
+        if len(nodes) != self.length or _calls_at(nodes, [at for at, _ in self.calls]) != self.calls:
+            return []
+        return [Match(nodes[at] for at, _ in self.calls)]
+
+
+def _calls_at(nodes: list[fx.Node], places: list[int]) -> tuple[tuple[int, str], ...]:
+    at: dict[fx.Node, Any] = {node: place for place, node in enumerate(nodes)}
+
+    def text(node: fx.Node) -> str:
+        arguments = fx.map_arg((node.args, dict(node.kwargs)), at.__getitem__)
+        return f"{node.op} {node.target} {arguments}"
+
+    return tuple((place, text(nodes[place])) for place in places)
 
 
 class Origin(NamedTuple):
@@ -81,7 +90,7 @@ class Origin(NamedTuple):
 
     verb: str
     pattern: Any
-    index: int
+    position: int
     total: int
     steps: int
 
@@ -95,7 +104,7 @@ class Subgraph(list[tuple[str, fx.Node]]):
         Path of the traced module.
     match
         The nodes in its graph.
-    search, index
+    search, position
         The search in that module, and the place of the match in its results.
     """
 
@@ -103,11 +112,11 @@ class Subgraph(list[tuple[str, fx.Node]]):
     origin: Origin | None = None
 
     def __init__(
-        self, path: str, match: Match, search: Search | None = None, index: int = 0
+        self, path: str, match: Match, search: Search | None = None, position: int = 0
     ) -> None:
         super().__init__((path, node) for node in match)
         self._match = match
-        self.search, self.index = search, index
+        self.search, self.position = search, position
 
     @property
     def bindings(self) -> dict[str, Any]:
@@ -214,25 +223,27 @@ def find_subgraphs_in(root: nn.Module, pattern: re.Pattern[str] | fx.Graph) -> M
 
 
 def _search_of(module: fx.GraphModule, pattern: re.Pattern[str] | fx.Graph, total: int) -> Search:
-    if isinstance(module, ChainView):
+    if isinstance(module, SubgraphView):
         return Search(pattern, len(rules_of(module.owner)), total, module.name)
     return Search(pattern, len(rules_of(module)), total)
 
 
-def search_for_chain(module: fx.GraphModule, chain: list[fx.Node]) -> tuple[Search | Places, int]:
-    """A search that finds a chain which was picked by hand, and its place in the results."""
+def search_for_chain(
+    module: fx.GraphModule, chain: list[fx.Node]
+) -> tuple[Search | Places, int, Match]:
+    """A search that finds a chain which was picked by hand, its place in the results, and it."""
     try:
         pattern = _pattern_of(chain)
         matches = find_subgraphs(module.graph, module.get_submodule, pattern)
     except ValueError:
         matches = []
-    for index, match in enumerate(matches):
+    for position, match in enumerate(matches):
         if set(chain) <= set(match):
-            return _search_of(module, pattern, len(matches)), index
-    places = {node: place for place, node in enumerate(module.graph.nodes)}
-    calls = tuple((places[node], node.op, str(node.target)) for node in chain)
+            return _search_of(module, pattern, len(matches)), position, match
+    nodes = list(module.graph.nodes)
+    calls = _calls_at(nodes, [nodes.index(node) for node in chain])
     plain = _search_of(module, re.compile(""), 1)
-    return Places(len(places), calls, plain.rewrites, plain.inside), 0
+    return Places(len(nodes), calls, plain.rewrites, plain.inside), 0, Match(chain)
 
 
 def _pattern_of(chain: list[fx.Node]) -> fx.Graph:
@@ -242,15 +253,17 @@ def _pattern_of(chain: list[fx.Node]) -> fx.Graph:
     inside = set(chain)
     for value in (v for node in chain for v in node.all_input_nodes):
         if value not in inside and value not in copies:
-            copies[value] = graph.placeholder(f"input_{len(copies)}")
+            copies[value] = graph.placeholder(f"slapo_input_{len(copies)}")
     for node in chain:
-        args, kwargs = (fx.map_arg(a, copies.__getitem__) for a in (node.args, dict(node.kwargs)))
+        args: Any = fx.map_arg(node.args, copies.__getitem__)
+        kwargs: Any = fx.map_arg(dict(node.kwargs), copies.__getitem__)
         if node.op == "call_module":
             exactly = f"{re.escape(str(node.target))}$"
             copies[node] = graph.call_function(call_module, (exactly, *args), kwargs)
         else:
             copies[node] = graph.create_node(node.op, node.target, args, kwargs)
-            copies[node].meta[PATTERN_OF_CHAIN] = True
+            # A rewrite has given its call constants that may differ from graph to graph.
+            copies[node].meta[PATTERN_OF_CHAIN] = "open" if MARKS in node.meta else "closed"
     graph.output(tuple(copies[node] for node in chain))
     return graph
 

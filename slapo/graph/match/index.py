@@ -133,7 +133,7 @@ def argument_pairs(step: Step, node: fx.Node, call: Call) -> Iterator[list[Pair]
         return
     if is_free_form(step, node):
         stated = {name: value for name, value in stated.items() if name not in step.implied}
-    elif not _rest_agrees(step, call):
+    elif not step.is_open and not _rest_agrees(step, call):
         return
     values = {name: given.get(name, call.defaults.get(str(name), MISSING)) for name in stated}
     yield _paired(stated, values)

@@ -22,7 +22,10 @@ PATTERN_TENSOR = "slapo_pattern_tensor"
 """Key of ``node.meta``: the tensor that a node of a pattern stands for."""
 
 PATTERN_OF_CHAIN = "slapo_pattern_of_chain"
-"""Key of ``node.meta`` in patterns made of a chain: settings such as dropout's may be any."""
+"""Key of ``node.meta`` in patterns made of a chain, where settings such as dropout's may be any.
+
+For a node that a rewrite has made the value is ``"open"``: constants may be any.
+"""
 
 _ACTIVE_TRACER: ContextVar[fx.Tracer | None] = ContextVar("slapo_pattern_tracer", default=None)
 

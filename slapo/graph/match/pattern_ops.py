@@ -50,6 +50,8 @@ class Step:
         Arguments that are sizes.
     implied : frozenset of str
         Arguments that the trace spells out with their defaults, though the pattern may not.
+    is_open : bool
+        Whether constants may be any.
     """
 
     node: fx.Node
@@ -58,6 +60,7 @@ class Step:
     module: nn.Module | None = None
     sizes: Mapping[str, Any] = field(default_factory=dict)
     implied: frozenset[str] = frozenset()
+    is_open: bool = False
 
 
 def pattern_steps(graph: fx.Graph) -> dict[fx.Node, Step]:
@@ -97,9 +100,12 @@ def _named_step(node: fx.Node, regex: str, args: tuple[Any, ...]) -> Step:
 
 def _function_step(node: fx.Node, call: Call) -> Step:
     """Describe the call of a function or method."""
+    given = call.args or {}
+    if node.meta.get(PATTERN_OF_CHAIN) == "open":
+        values = {name: value for name, value in given.items() if nodes_in(value)}
+        return Step(node, replace(call, args=values), is_open=True)
     if call.op is None:
         return Step(node, call)
-    given = call.args or {}
     sizes = {str(name): given[name] for name in call.op.sizes & given.keys()}
     by_default = {
         str(name)

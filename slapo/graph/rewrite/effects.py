@@ -9,10 +9,9 @@ import torch.fx as fx
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from slapo.graph.match.chain_view import ChainView
 from slapo.graph.match.dataflow import is_size
-from slapo.graph.rewrite.subgraph import HasGraph
-from slapo.graph.trace.nodes import attribute
+from slapo.graph.match.subgraph_view import SubgraphView
+from slapo.graph.rewrite.subgraph import HasGraph, attribute
 from slapo.graph.trace.operator_effects import (
     FUNCTIONS,
     MARKS,
@@ -96,7 +95,7 @@ class Effects:
         if node.op != "call_module":
             return [], []
         module = self._module(node)
-        if isinstance(module, ChainView):
+        if isinstance(module, SubgraphView):
             used, changed = Effects(module)._all_tensors()  # a view holds all and uses little
         else:
             changed = list(module.buffers())

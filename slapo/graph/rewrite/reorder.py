@@ -10,16 +10,16 @@ from slapo.graph.match.dataflow import is_size
 from slapo.graph.rewrite.effects import Effects, Root
 from slapo.graph.rewrite.subgraph import HasGraph
 from slapo.graph.trace.nodes import called_name
-from slapo.graph.trace.region_calls import begins_region, ends_region
 
-_SWITCH = frozenset({"_set_grad_enabled", "set_grad_enabled"})
+# By name, as graphs loaded from a file have them.
+_GRAD_MODE = frozenset({"_set_grad_enabled", "set_grad_enabled"})
 
 _ORDER_OF_DRAWS = (
     "both draw random numbers, and each would get those of the other; leave one of them out of the "
     "match, or match both"
 )
 
-Region = tuple[object, ...]
+Region = tuple[fx.Node, ...]
 
 
 def check_reorder(gm: HasGraph, chain: Collection[fx.Node], place: fx.Node) -> None:
@@ -181,12 +181,13 @@ def _check_regions(span: Sequence[fx.Node], inside: set[fx.Node], place: fx.Node
 
 def _follow_own(node: fx.Node, opened: set[fx.Node]) -> None:
     """Follow the regions that the chain itself begins and ends."""
-    if begins_region(node):
+    if _begins(node):
         opened.add(node)
-    elif node.args and node.args[0] in opened:
-        opened.discard(node.args[0])
-    else:
+        return
+    begun = [other for other in opened if _closes(node, other)]
+    if not begun:
         _refuse_part(node, node)
+    opened.discard(max(begun))
 
 
 def _refuse_part(switch: fx.Node, other: fx.Node) -> None:
@@ -209,20 +210,29 @@ def _regions(span: Sequence[fx.Node], inside: set[fx.Node]) -> dict[fx.Node, Reg
 
 
 def _after(node: fx.Node, here: Region) -> Region:
-    """Tell the regions after a node; one that is only left within the span counts as left."""
-    if begins_region(node):
-        return (*here, node)
-    if ends_region(node):
-        if here and node.args and here[-1] is node.args[0]:
-            return here[:-1]
-        return (*here, node)
-    if called_name(node) in _SWITCH:  # the graph does not show which mode was on before
-        return (*(mode for mode in here if isinstance(mode, fx.Node)), str(node.args[0]))
-    return here
+    """The regions after a node; one that is only left within the span counts as another one."""
+    if here and _ends(node) and _closes(node, here[-1]):
+        return here[:-1]
+    return (*here, node) if _is_switch(node) else here
+
+
+def _begins(node: fx.Node) -> bool:
+    name = called_name(node)
+    return name.startswith("_enter_") or (name in _GRAD_MODE and node.args[0] is False)
+
+
+def _ends(node: fx.Node) -> bool:
+    name = called_name(node)
+    return name.startswith("_exit_") or (name in _GRAD_MODE and node.args[0] is not False)
+
+
+def _closes(end: fx.Node, begin: fx.Node) -> bool:
+    names = (called_name(end), called_name(begin))
+    return end.args[:1] == (begin,) or (_GRAD_MODE.issuperset(names) and _begins(begin))
 
 
 def _is_switch(node: fx.Node) -> bool:
-    return begins_region(node) or ends_region(node) or called_name(node) in _SWITCH
+    return node.op == "call_function" and (_begins(node) or _ends(node))
 
 
 def _is_passive(node: fx.Node) -> bool:

@@ -16,10 +16,10 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from slapo.errors import TraceError
-from slapo.graph.match.chain_view import ChainView
+from slapo.errors import SlapoError, TraceError
 from slapo.graph.match.find import Places, Search, search_for_chain
 from slapo.graph.match.search import Match
+from slapo.graph.match.subgraph_view import SubgraphView
 from slapo.graph.rewrite.arguments import (
     Arguments,
     Callee,
@@ -39,8 +39,8 @@ Bindings: TypeAlias = Mapping[str, Any]
 Pick: TypeAlias = tuple[Search | Places, int]
 """A search, and which of its matches."""
 
-_INSIDE = "slapo_chain_view"
-"""Key of ``node.meta`` of a call of a :class:`.ChainView`: the child's name in the shown graph."""
+_INSIDE = "slapo_subgraph_view"
+"""Key of ``node.meta``: the name, in the shown graph, of the child that is called."""
 
 _found: WeakKeyDictionary[fx.Graph, dict[Search | Places, list[Match]]] = WeakKeyDictionary()
 """Results of searches in captures that rules are being applied to, from before the rewrites."""
@@ -55,7 +55,7 @@ class Rule:
     Parameters
     ----------
     module
-        A graph module, or a :class:`.ChainView` of one.
+        A graph module, or a :class:`.SubgraphView` of one.
     chains
         The operations of each match.
     bindings
@@ -77,14 +77,18 @@ class Rule:
         picks: Sequence[Pick | None] = (),
     ) -> None:
         self.location = caller_location()
-        self.inside = module.name if isinstance(module, ChainView) else ""
+        self.inside = module.name if isinstance(module, SubgraphView) else ""
         self.number = len(rules_of(home_of(module)))
-        self.plan: Plan | None = self._planned(module, chains, bindings or [{}] * len(chains))
         self.picks: list[Pick] = []
-        if isinstance(home_of(module), Traced):  # others have one graph for all calls
-            known = picks or [None] * len(chains)
-            for chain, pick in zip(self.plan.chains, known, strict=True):
-                self.picks.append(pick or search_for_chain(module, chain))
+        chains = [in_order(module.graph, chain) for chain in chains]
+        known = list(bindings) or [{}] * len(chains)
+        for k, pick in enumerate(picks or [None] * len(chains)):
+            if pick is None and isinstance(home_of(module), Traced):
+                search, position, match = search_for_chain(module, chains[k])
+                pick, known[k] = (search, position), match.bindings
+            if pick is not None:  # without a trace there is one graph for all calls
+                self.picks.append(pick)
+        self.plan: Plan | None = self._planned(module, chains, known)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "plan": None}
@@ -96,8 +100,7 @@ class Rule:
         self, gm: HasGraph, chains: Sequence[Sequence[fx.Node]], bindings: Sequence[Bindings]
     ) -> Plan:
         """Check the rewrite of one graph; ``ValueError`` if it cannot be done."""
-        chain = in_order(gm.graph, chains[0])
-        return lay_out(gm, [chain], tuple(subgraph_inputs(chain)), {})
+        return lay_out(gm, chains, tuple(subgraph_inputs(chains[0])), {})
 
     def _target(self, view: View, part: HasGraph, plan: Plan) -> Any:
         """The path of the submodule, or the function, that is called instead."""
@@ -105,7 +108,7 @@ class Rule:
 
     # --- application -------------------------------------------------------------------------
     def apply(self, view: View) -> None:
-        """Rewrite one graph. If that is not possible, the graph stays as it is.
+        """Rewrite one graph, or leave it as it is where that is not possible.
 
         Raises
         ------
@@ -116,16 +119,20 @@ class Rule:
         plan = self.plan if view.is_shown else None
         if plan is None:
             found = self._search(view)
-            if isinstance(part, ChainView) and self.number in part.rewritten_by:
+            if isinstance(part, SubgraphView) and self.number in part.rewritten_by:
                 return
-            matches = [self._pick(search, index, found) for search, index in self.picks]
-            try:
+            matches = [self._pick(search, position, found) for search, position in self.picks]
+        try:
+            if plan is None:
                 plan = self._planned(part, matches, [match.bindings for match in matches])
-            except ValueError as error:
-                raise self._refusal(str(error)) from error
-        plan.carry_out(self._target(view, part, plan))
+            target = self._target(view, part, plan)
+        except (ValueError, SlapoError) as error:
+            if view.is_shown:
+                raise
+            raise self._refusal(str(error)) from error
+        plan.carry_out(target)
         self._note(plan)
-        if isinstance(part, ChainView):
+        if isinstance(part, SubgraphView):
             part.rewritten_by.add(self.number)
             part.recompile()
         self.plan = None
@@ -133,14 +140,14 @@ class Rule:
     def _note(self, plan: Plan) -> None:
         """Keep something with the new call."""
 
-    def _part_of(self, view: View) -> View | ChainView:
+    def _part_of(self, view: View) -> View | SubgraphView:
         """What is rewritten of a view: itself, or a part that a checkpoint has moved."""
         if not self.inside:
             return view
         for node in view.graph.find_nodes(op="call_module"):
             if node.meta.get(_INSIDE, node.target) == self.inside:
                 part = innermost(view.get_submodule(str(node.target)))
-                if isinstance(part, ChainView):
+                if isinstance(part, SubgraphView):
                     return part
         raise self._refusal(f"it has no {self.inside}, which the operations are in")
 
@@ -154,12 +161,12 @@ class Rule:
                 if search in found or search.rewrites > self.number:
                     continue
                 part = rule._part_of(view)
-                if not isinstance(part, ChainView) or rule.number not in part.rewritten_by:
+                if not isinstance(part, SubgraphView) or rule.number not in part.rewritten_by:
                     found[search] = search.run(part.graph, part.get_submodule)
         return found
 
     def _pick(
-        self, search: Search | Places, index: int, found: Mapping[Search | Places, list[Match]]
+        self, search: Search | Places, position: int, found: Mapping[Search | Places, list[Match]]
     ) -> Match:
         matches = found[search]
         if len(matches) != search.total:
@@ -167,7 +174,7 @@ class Rule:
                 f"the operations that it is about are there {len(matches)} times, and "
                 f"{search.total} times in the graph that is shown"
             )
-        return matches[index]
+        return matches[position]
 
     def _refusal(self, reason: str) -> TraceError:
         return TraceError(
@@ -228,12 +235,11 @@ class Replace(Rule):
     def _planned(
         self, gm: HasGraph, chains: Sequence[Sequence[fx.Node]], bindings: Sequence[Bindings]
     ) -> Plan:
-        ordered = [in_order(gm.graph, chain) for chain in chains]
-        args, kwargs = self._arguments(gm, ordered, bindings)
-        return lay_out(gm, ordered, args, kwargs, self.several)
+        args, kwargs = self._arguments(gm, chains, bindings)
+        return lay_out(gm, chains, args, kwargs, self.several)
 
     def _arguments(
-        self, gm: HasGraph, chains: Sequence[list[fx.Node]], bindings: Sequence[Bindings]
+        self, gm: HasGraph, chains: Sequence[Sequence[fx.Node]], bindings: Sequence[Bindings]
     ) -> Arguments:
         if self.same_call:
             (node,) = chains[0]
@@ -272,7 +278,7 @@ class MadePerText(Rule):
         self.made: nn.Module | None = self._make(module, home_of(module), self.plan.chains[0])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "made": None}
+        return {**super().__getstate__(), "made": None, "children": dict(self.children)}
 
     def _make(self, gm: HasGraph, home: nn.Module, chain: list[fx.Node]) -> nn.Module:
         """Make the module of a chain of the graph of `gm`, of which `home` has the children."""
@@ -285,7 +291,7 @@ class MadePerText(Rule):
             made = self.made if self.made is not None else self._make(part, view.module, chain)
             self.children[text] = name = view.add(self.stem, made)
             self.made, inner = None, innermost(made)
-            if isinstance(inner, ChainView):
+            if isinstance(inner, SubgraphView):
                 inner.name = name
         return self.children[text]
 
@@ -328,38 +334,16 @@ def carry_out(module: fx.GraphModule, rule: Rule, keep_modules: bool = False) ->
     if plan is None:
         raise ValueError(f"{rule} was carried out already; make another rule")
     called = [str(node.target) for node in plan.nodes if node.op == "call_module"]
-    if isinstance(home, Traced):
-        rewrite(home, rule)
-    else:
-        rule.apply(_OneGraph(home))  # type: ignore[arg-type]
+    rewrite(home, rule)
     if not keep_modules:
         drop_unused(home, called)
-    if not isinstance(home, Traced):
-        home.recompile()
     assert plan.call is not None
     return plan.call
 
 
-class _OneGraph:
-    """A graph module that is no traced one, as rules see it."""
-
-    is_shown = True
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module, self.graph, self.training = module, module.graph, module.training
-        self.get_submodule = module.get_submodule
-
-    def add(self, stem: str, child: nn.Module) -> str:
-        k = 0
-        while f"{stem}_{k}" in self.module._modules or hasattr(self.module, f"{stem}_{k}"):
-            k += 1
-        self.module.add_module(f"{stem}_{k}", child)
-        return f"{stem}_{k}"
-
-
 def home_of(module: fx.GraphModule) -> Any:
     """The module that holds the children which a graph calls."""
-    return module.owner if isinstance(module, ChainView) else module
+    return module.owner if isinstance(module, SubgraphView) else module
 
 
 def text_of(chain: Sequence[fx.Node]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.fx as fx
 from torch import nn
@@ -18,6 +18,12 @@ class HasGraph(Protocol):
 
     def get_submodule(self, target: str, /) -> nn.Module:
         """The module that a ``call_module`` node calls."""
+
+
+def attribute(gm: HasGraph, target: str) -> Any:
+    """What the target of a ``get_attr`` node leads to."""
+    owner, _, name = target.rpartition(".")
+    return getattr(gm.get_submodule(owner), name)
 
 
 def subgraph_inputs(nodes: Collection[fx.Node]) -> list[fx.Node]:

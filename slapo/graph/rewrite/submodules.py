@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch.fx as fx
 from torch import nn
 
-from slapo.graph.match.chain_view import ChainView
+from slapo.graph.match.subgraph_view import SubgraphView
 from slapo.graph.trace.module import Traced, park_unused
 from slapo.wrapper import innermost
 
@@ -24,7 +24,7 @@ def drop_unused(gm: fx.GraphModule, targets: Iterable[str]) -> list[str]:
     """Remove the submodules at these paths that the module's graph does not need; returns them.
 
     A submodule stays if a node calls it, calls a module that it is part of, or calls or reads
-    something in it; nodes that a checkpoint has moved into a :class:`.ChainView` count too.
+    something in it; nodes that a checkpoint has moved into a :class:`.SubgraphView` count too.
 
     >>> gm = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     >>> drop_unused(gm, ["0", "1"])
@@ -50,11 +50,11 @@ def _graphs_of(gm: fx.GraphModule) -> list[fx.Graph]:
     return [gm.graph, *(view.graph for view in views_of(gm))]
 
 
-def views_of(gm: nn.Module) -> Iterator[ChainView]:
+def views_of(gm: nn.Module) -> Iterator[SubgraphView]:
     """Yield the views of chains of a module, which its children wrap."""
     for child in gm._modules.values():
         view = innermost(child) if child is not None else None
-        if isinstance(view, ChainView) and view.owner is gm:
+        if isinstance(view, SubgraphView) and view.owner is gm:
             yield view
 
 

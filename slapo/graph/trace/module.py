@@ -217,6 +217,7 @@ class Trace:
             each = self._capture(module, key, args, kwargs)
             for rule in self.rules:
                 rule.apply(View(module, each.graph, is_shown=False))
+            self._check_children(each.graph)
         if self.number is None:
             self.number = next(_NUMBERS)
             _MODULES[self.number] = module
@@ -229,6 +230,20 @@ class Trace:
     ) -> Capture:
         with as_before(module):
             return captured(module, args, kwargs, self.is_leaf, self.shared, key)
+
+    def _check_children(self, graph: fx.Graph) -> None:
+        """Refuse a capture that still needs a child which rewrites have taken out."""
+        nodes = (*graph.find_nodes(op="call_module"), *graph.find_nodes(op="get_attr"))
+        for node in nodes if self.parked else ():
+            path = str(node.target)
+            gone = next((p for p in self.parked if path == p or path.startswith(f"{p}.")), None)
+            if gone is not None:
+                raise TraceError(
+                    f"this kind of call of {self.origin.__name__} also uses {gone!r} (at "
+                    f"{node.name}), which a rewrite has taken out of the module: the graph that is "
+                    "shown does not use it elsewhere; leave it out of the rewrite, or trace the "
+                    "module with inputs of this kind"
+                )
 
     # --- undo ------------------------------------------------------------------------------------
     def saved(self) -> dict[str, Any]:
@@ -702,7 +717,8 @@ def as_before(module: nn.Module) -> Iterator[None]:
 
 
 def _renew(stub: _Stub, owner: nn.Module) -> None:
-    """Give the tensors of a stub the device and the dtype that its owner has now."""
+    """Give a stub the mode of its owner, and its tensors the device and the dtype of that."""
+    stub.module.train(owner.training)
     tensors = [*owner.parameters(), *owner.buffers()]
     floating = next((t.dtype for t in tensors if t.is_floating_point()), None)
     if not tensors:

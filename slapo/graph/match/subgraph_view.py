@@ -13,7 +13,7 @@ _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _CODE = "_slapo_code"
 
 
-class ChainView(fx.GraphModule):
+class SubgraphView(fx.GraphModule):
     """Runs operations of `owner`, whose children and parameters it looks up by name at each call.
 
     So it follows when one of them is replaced there. It has no state of its own: its tables of
@@ -38,7 +38,7 @@ class ChainView(fx.GraphModule):
     name: str
     rewritten_by: set[int]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> ChainView:
+    def __new__(cls, *args: Any, **kwargs: Any) -> SubgraphView:
         """Make an object of the class itself, not of a class for each graph as fx does."""
         return object.__new__(cls)
 
@@ -53,6 +53,11 @@ class ChainView(fx.GraphModule):
     def graph(self) -> fx.Graph:
         """The operations."""
         return self._graph
+
+    @graph.setter
+    def graph(self, graph: fx.Graph) -> None:
+        self.__dict__["_graph"] = graph
+        self.recompile()
 
     @property
     def code(self) -> str:
@@ -79,7 +84,7 @@ class ChainView(fx.GraphModule):
         self.__dict__.update(state)
         self.recompile()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ChainView:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SubgraphView:
         new = object.__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
@@ -90,15 +95,17 @@ class ChainView(fx.GraphModule):
         return _empty, (type(self),), self.__getstate__()
 
 
-def _empty(kind: type[ChainView]) -> ChainView:
+def _empty(kind: type[SubgraphView]) -> SubgraphView:
     return object.__new__(kind)
 
 
-def chain_view(owner: nn.Module, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> ChainView:
+def subgraph_view(
+    owner: nn.Module, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]
+) -> SubgraphView:
     """Make the view of a chain, whose nodes are in graph order."""
     graph = fx.Graph()
     copies = {value: graph.placeholder(value.name) for value in inputs}
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(copies[nodes[-1]])
-    return ChainView(owner, graph)
+    return SubgraphView(owner, graph)

@@ -1,0 +1,132 @@
+"""Modules that run a graph: compiled by inductor, or operation by operation as a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.fx as fx
+from torch import nn
+
+from slapo.graph.trace.module import code_of
+
+M = TypeVar("M", bound=nn.Module)
+
+_CODE = "_slapo_code"
+
+
+def _instance_of(base: type[M], name: str) -> M:
+    """Make an instance of a subclass that exists for its name; also how a pickle of it is read."""
+    return type(name, (base,), {"__doc__": base.__doc__, "__module__": base.__module__})()
+
+
+class _GraphRunner(nn.Module):
+    """Runs a graph over its own children; copies and pickles generate the code again."""
+
+    _slapo_graph: fx.Graph
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run the graph on the inputs of the chain, in order of first use."""
+        return self.__dict__[_CODE](self, *inputs)
+
+    def _set_graph(self, graph: fx.Graph) -> None:
+        self._slapo_graph = graph
+        self.__dict__[_CODE] = self._make_code()
+
+    def _make_code(self) -> Callable[..., Any]:
+        return code_of(self._slapo_graph)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kind = type(self)
+        return _instance_of, (kind.__bases__[0], kind.__name__), self.__getstate__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != _CODE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._set_graph(self._slapo_graph)
+
+
+class CompiledModule(_GraphRunner):
+    """Base class of the modules that a fusion by inductor makes.
+
+    ``torch.compile(module)`` would put ``_orig_mod`` into the names of all state, and
+    ``module.compile()`` is lost by a copy and cannot be pickled.
+    """
+
+    def _make_code(self) -> Callable[..., Any]:
+        compiled: Callable[..., Any] = torch.compile(super()._make_code(), backend="inductor")
+        return compiled
+
+
+class Call(nn.Module):
+    """A function, or a method of its first argument, as a module.
+
+    >>> Call("upper")("a"), Call(len)("a")
+    ('A', 1)
+    """
+
+    def __init__(self, target: Callable[..., Any] | str) -> None:
+        super().__init__()
+        self.target = target
+
+    def extra_repr(self) -> str:
+        """Show the function."""
+        if isinstance(self.target, str):
+            return f".{self.target}"
+        return getattr(self.target, "__name__", repr(self.target))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        if isinstance(self.target, str):
+            return getattr(args[0], self.target)(*args[1:], **kwargs)
+        return self.target(*args, **kwargs)
+
+
+class FusedSequential(_GraphRunner, nn.Sequential):
+    """Base class of the sequences that a fusion without compiler makes.
+
+    Unlike in other sequences, a child may use each input and each earlier result.
+    """
+
+
+def compiled_late(module: fx.GraphModule, name: str) -> CompiledModule:
+    """Make a module, of a class with this name, that inductor compiles when it is first called.
+
+    It has the submodules of the extracted `module`, under their names.
+
+    >>> compiled_late(fx.symbolic_trace(lambda x: x * 2), "Double")
+    Double()
+    """
+    compiled = _instance_of(CompiledModule, name)
+    for path, child in module._modules.items():
+        compiled.add_module(path, child)
+    compiled.training = module.training
+    compiled._set_graph(module.graph)
+    return compiled
+
+
+def sequential_of(module: fx.GraphModule, name: str) -> nn.Sequential:
+    """Turn an extracted module into a sequence of the class `name`: a child for each operation.
+
+    >>> sequential_of(fx.symbolic_trace(lambda x, y: (x + y).relu()), "AddRelu")
+    AddRelu(
+      (0): Call(add)
+      (1): Call(.relu)
+    )
+    """
+    sequence = _instance_of(FusedSequential, name)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.op.startswith("call_"):
+            target: Any = node.target
+            child = module.get_submodule(target) if node.op == "call_module" else Call(target)
+            copies[node].op, copies[node].target = "call_module", str(len(sequence))
+            sequence.add_module(str(len(sequence)), child)
+    sequence.training = module.training
+    sequence._set_graph(graph)
+    return sequence

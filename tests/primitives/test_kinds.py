@@ -1,0 +1,209 @@
+"""Rewrites hold for every kind of call: both modes, masks or none, copies, gradients."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slapo
+from slapo import Schedule
+from slapo.errors import TraceError
+
+SIZE = 4
+
+
+class Layer(nn.Module):
+    """Attention without softmax, then an MLP; a mask and the mode change what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(SIZE, SIZE) for _ in range(3))
+        self.fc1, self.fc2 = nn.Linear(SIZE, 8), nn.Linear(8, SIZE)
+        self.p = 0.5
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        scores = q @ k.transpose(-1, -2)
+        if mask is not None:
+            scores = scores + mask
+        h = F.dropout(scores @ v, self.p, self.training)
+        return self.fc2(F.gelu(self.fc1(h))) + x
+
+
+class Projections(nn.Module):
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part(x) for part in self.parts)
+
+
+def attention(scores: Tensor, value: Tensor, p: float, training: bool) -> Tensor:
+    return F.dropout(scores @ value, p, training)
+
+
+def dropped(s: Any, v: Any, p: Any, training: Any) -> Any:
+    return F.dropout(s @ v, p, training)
+
+
+def mlp(x: Any) -> Any:
+    return F.gelu(slapo.call_module("fc1", x))
+
+
+def replaced(sch: Schedule) -> None:
+    sch.replace(attention, sch.find(dropped))
+
+
+def horizontal(sch: Schedule) -> None:
+    sch.replace(Projections(sch.mod.q, sch.mod.k, sch.mod.v), sch.find("[qkv]$"), name="QKV")
+
+
+def by_hand(sch: Schedule) -> None:
+    sch.replace(torch.tanh, [[("", n) for n in sch.mod.graph.nodes if "gelu" in n.name]])
+    sch.replace(F.gelu, sch.find(lambda x: torch.tanh(x)))
+
+
+def fused(sch: Schedule) -> None:
+    sch.fuse(sch.find(lambda s, v: F.dropout(s @ v)), name="DropoutOf")
+    sch.fuse(sch.find(mlp), compiler=None, name="GeluOf")
+
+
+def checkpointed(sch: Schedule) -> None:
+    sch.checkpoint(sch.find(lambda s, v: F.dropout(s @ v)))
+    sch.checkpoint(sch.find(mlp))
+    sch.replace(nn.GELU(), sch.find(lambda x: F.gelu(x)))  # within the second checkpoint
+
+
+def everything(sch: Schedule) -> None:
+    horizontal(sch)
+    sch.checkpoint(sch.find(mlp))
+    sch.replace(nn.GELU(), sch.find(lambda x: F.gelu(x)))
+    replaced(sch)
+    sch.fuse(sch.find_node(lambda n: n.target is attention)[:1], compiler=None)
+
+
+SCHEDULES = (replaced, horizontal, by_hand, fused, checkpointed, everything)
+
+
+def calls() -> list[tuple[Tensor, ...]]:
+    torch.manual_seed(3)
+    x, mask = torch.randn(2, 3, SIZE), torch.randn(2, 3, 3)
+    return [(x,), (x, mask), (torch.randn(1, 5, SIZE),), (x, mask[:1])]
+
+
+def outcome(model: nn.Module, args: tuple[Tensor, ...]) -> list[Tensor]:
+    """Output, and gradients in an order that no name decides."""
+    x = args[0].clone().requires_grad_()
+    model.zero_grad()
+    torch.manual_seed(5)
+    out = model(x, *args[1:])
+    out.square().sum().backward()
+    grads = {p.data_ptr(): p.grad for p in model.parameters()}
+    return [out, x.grad, *(grad for _, grad in sorted(grads.items()))]
+
+
+@pytest.mark.parametrize("traced", ["with inputs", "by proxies"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_kind_of_call(schedule: Callable[[Schedule], None], traced: str) -> None:
+    model = Layer()
+    reference = Layer()
+    for (_, p), (_, q) in zip(
+        model.named_parameters(), reference.named_parameters(), strict=True
+    ):
+        q.data = p.data  # the same memory tells the parameters whose names change
+    sch = slapo.create_schedule(model)
+    if traced == "with inputs":
+        sch.trace(tracer="huggingface", example_inputs=calls()[0])
+    else:
+        sch.trace(leaf_modules=["Linear"])
+    schedule(sch)
+    names = list(sch.mod.state_dict())
+    for training in (True, False, True):
+        for args in calls():
+            expected = outcome(reference.train(training), args)
+            torch.testing.assert_close(outcome(sch.mod.train(training), args), expected)
+    assert list(sch.mod.state_dict()) == names
+    clones = [copy.deepcopy(sch.mod)]
+    if schedule is not fused:  # TorchScript pickles no modules
+        clones.append(pickle.loads(pickle.dumps(sch.mod)))
+    for clone in clones:
+        for training in (True, False):
+            torch.manual_seed(7)
+            expected = reference.train(training)(*calls()[1])
+            torch.manual_seed(7)
+            torch.testing.assert_close(clone.train(training)(*calls()[1]), expected)
+
+
+def test_a_rewrite_without_a_place_is_an_error_of_that_call() -> None:
+    sch = slapo.create_schedule(Layer())
+    x, mask = calls()[1]
+    sch.trace(tracer="huggingface", example_inputs=(x, mask))
+    sch.replace(masked_twice, sch.find(lambda q, k, m: q @ k.transpose(-1, -2) + m))
+    sch.mod(x, mask)
+    message = r"the replacement by function masked_twice at .*test_kinds.py:\d+ has no place"
+    with pytest.raises(TraceError, match=message):
+        sch.mod(x)
+    sch.mod(x, mask)
+
+
+def masked_twice(q: Tensor, k: Tensor, m: Tensor) -> Tensor:
+    return q @ k.transpose(-1, -2) + 2 * m
+
+
+class Sometimes(nn.Module):
+    """Calls a module at a second place in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.fc(x))
+        return self.out(h) + self.fc(h) if self.training else self.out(h)
+
+
+def test_a_module_that_another_kind_of_call_still_needs() -> None:
+    model = Sometimes().eval()
+    sch = slapo.create_schedule(model)
+    sch.trace(tracer="huggingface", example_inputs=(torch.randn(2, SIZE),))
+    new = nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU())
+    sch.replace(new, sch.find(lambda x: F.gelu(slapo.call_module("fc", x))))
+    x = torch.randn(2, SIZE)
+    torch.testing.assert_close(sch.mod(x), model.out(new(x)))
+    with pytest.raises(TraceError, match=r"also uses 'fc' \(at fc_1\), which a rewrite has taken"):
+        sch.mod.train()(x)
+    torch.testing.assert_close(sch.mod.eval()(x), model.out(new(x)))
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * 2
+
+
+class Inner(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, self.training)
+
+
+def test_the_mode_of_modules_that_rewrites_have_taken_out() -> None:
+    sch = slapo.create_schedule(Whole())
+    sch.trace(flatten=True, tracer="huggingface", example_inputs=(torch.randn(2, SIZE),))
+    sch.replace(own_dropout, sch.find(lambda x, p, training: F.dropout(x, p, training)))
+    x = torch.ones(8, SIZE)
+    assert not torch.equal(sch.mod(x), 2 * x)
+    assert torch.equal(sch.mod.eval()(x), 2 * x)
+    assert not torch.equal(sch.mod.train()(x), 2 * x)
+
+
+def own_dropout(x: Tensor, p: float, training: bool) -> Tensor:
+    return F.dropout(x, p, training)
