@@ -70,7 +70,10 @@ class Places:
     def run(self, graph: fx.Graph, modules: ModuleLookup) -> list[Match]:
         """Take the operations in another graph, if it is laid out in the same way."""
         nodes = list(graph.nodes)
-        if len(nodes) != self.length or _calls_at(nodes, [at for at, _ in self.calls]) != self.calls:
+        if (
+            len(nodes) != self.length
+            or _calls_at(nodes, [at for at, _ in self.calls]) != self.calls
+        ):
             return []
         return [Match(nodes[at] for at, _ in self.calls)]
 
