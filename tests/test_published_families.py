@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.testing import assert_close
 
 import slapo
-from slapo.graph.trace.trees import tensors
+from slapo.graph.trace.nests import tensors
 from tests.graph.zoo import FAMILIES, each_layer, transformers
 from tests.test_published_behaviour import TRACERS, left_over
 

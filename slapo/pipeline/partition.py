@@ -85,8 +85,6 @@ def generate_pipeline_partition(sch: N) -> N:
     parts = {mode: _split(root, each, cuts) for mode, each in joined.items()}
     _check_alike(parts)
     count = len(next(iter(parts.values())))
-    for each in joined.values():
-        vars(root).update(each.constants)
     stages = [make_stage(k, {mode: parts[mode][k] for mode in parts}, root) for k in range(count)]
     sch.set_module(PipelinedModule(root, stages, joined[root.training]))
     return sch

@@ -89,6 +89,11 @@ class SyncOp:
             self._check_axis(tensor, self.axis)
         return _row(self.name).run(self, tensor)
 
+    @property
+    def __name__(self) -> str:
+        """Its name in graphs."""
+        return "reshard" if "->" in self.name else self.name
+
     def _check_axis(self, tensor: Tensor, axis: int) -> None:
         dims = tensor.dim()
         if self.known_axis is not None and axis % dims != self.known_axis % dims:

@@ -10,12 +10,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from slapo.sharding.collectives import copy_to_group
+from slapo.sharding.groups import GroupHandle
 from slapo.sharding.guards import refuse_replicas
 from slapo.sharding.sync import SyncOp
 from slapo.wrapper import innermost
+
+#: Tensors, and what stands for them while torch.fx traces.
+_TENSORS = (Tensor, fx.Proxy)
 
 
 class SyncHook:
@@ -27,10 +31,16 @@ class SyncHook:
         Tensor -> tensor.
     mode
         As in ``Schedule.sync``.
+
+    Attributes
+    ----------
+    _slapo_carry
+        The collective that runs on each tensor: one operation of a graph, whatever is inside.
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor], mode: str) -> None:
         self.function, self._slapo_mode = function, mode
+        self._slapo_carry = function
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.function}, {self._slapo_mode!r})"
@@ -55,14 +65,14 @@ class InputHook(SyncHook):
         ]
         given, found = {**dict(zip(positions, args, strict=False)), **kwargs}, False
         for name in wanted:
-            if isinstance(given.get(name), Tensor) and (named or not found):
-                given[name], found = self.function(given[name]), True
+            if isinstance(given.get(name), _TENSORS) and (named or not found):
+                given[name], found = self._slapo_carry(given[name]), True
         if found:
             new = [given[name] for name, _ in zip(positions, args, strict=False)]
             return (*new, *args[len(new) :]), {name: given[name] for name in kwargs}
         for index, value in enumerate(args):  # of a forward that takes any number
-            if isinstance(value, Tensor) and not named:
-                return (*args[:index], self.function(value), *args[index + 1 :]), kwargs
+            if isinstance(value, _TENSORS) and not named:
+                return (*args[:index], self._slapo_carry(value), *args[index + 1 :]), kwargs
         raise TypeError(
             f"sync on {type(module).__name__}: the call has no tensor argument; put the sync on "
             "the module that takes the tensor"
@@ -78,16 +88,16 @@ class OutputHook(SyncHook):
     def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
         """Map it."""
         refuse_replicas(self.function)
-        if isinstance(output, Tensor):
-            return self.function(output)
+        if isinstance(output, _TENSORS):
+            return self._slapo_carry(output)
         if isinstance(output, Mapping):  # as Transformers' output objects are, too
             for key, value in output.items():
-                if isinstance(value, Tensor):
-                    return _with_item(output, key, self.function(value))
+                if isinstance(value, _TENSORS):
+                    return _with_item(output, key, self._slapo_carry(value))
         if isinstance(output, (tuple, list)):
             for index, value in enumerate(output):
-                if isinstance(value, Tensor):
-                    new = [*output[:index], self.function(value), *output[index + 1 :]]
+                if isinstance(value, _TENSORS):
+                    new = [*output[:index], self._slapo_carry(value), *output[index + 1 :]]
                     return type(output)(*new) if hasattr(output, "_fields") else type(output)(new)
         raise TypeError(
             f"sync on {type(module).__name__}: the output is a {type(output).__name__} without a "
@@ -104,6 +114,24 @@ def _with_item(output: Mapping[Any, Any], key: Any, value: Tensor) -> Any:
     return new
 
 
+@dataclasses.dataclass(frozen=True)
+class GradientSum:
+    """The identity, with a gradient that is summed over the group.
+
+    Parameters
+    ----------
+    group
+        Handle of the ranks.
+    """
+
+    group: GroupHandle
+    __name__ = "copy_to_group"
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Pass the tensor on, with a backward of its own if it needs a gradient."""
+        return copy_to_group(tensor, self.group.group)
+
+
 class GradientHook(SyncHook):
     """A pre-forward hook that sums gradients of inputs over the group.
 
@@ -117,6 +145,7 @@ class GradientHook(SyncHook):
 
     def __init__(self, op: SyncOp) -> None:
         super().__init__(op, "bwd_post")
+        self._slapo_carry = GradientSum(op.group)
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass them on, with a backward of their own."""
@@ -125,9 +154,7 @@ class GradientHook(SyncHook):
 
         def passed(tensor: Tensor) -> Tensor:
             if id(tensor) not in seen:  # one that is given twice is one
-                wanted = tensor.requires_grad
-                group = self.function.group.group
-                seen[id(tensor)] = copy_to_group(tensor, group) if wanted else tensor
+                seen[id(tensor)] = self._slapo_carry(tensor)
             return seen[id(tensor)]
 
         names = self.function.argument
@@ -149,7 +176,7 @@ class GradientHook(SyncHook):
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """`value` with its tensors mapped, those in containers and dataclasses too."""
-    if isinstance(value, Tensor):
+    if isinstance(value, _TENSORS):
         return function(value)
     if isinstance(value, Mapping):
         for key, item in value.items():

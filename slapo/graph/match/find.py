@@ -171,7 +171,7 @@ def traced_modules(root: nn.Module) -> Iterator[TracedGraph]:
 
 
 def read_pattern(pattern: str | Callable[..., Any] | nn.Module) -> re.Pattern[str] | fx.Graph:
-    """Compile a regular expression, or trace a pattern; ``TypeError``, ``ValueError`` if neither."""
+    """Compile a regular expression, or trace a pattern, or raise ``TypeError``, ``ValueError``."""
     return compile_name(pattern) if isinstance(pattern, str) else trace_pattern(pattern)
 
 

@@ -73,8 +73,9 @@ def find_subgraphs(
 ) -> list[Match]:
     """Find all places where a graph computes what a pattern computes, in graph order.
 
-    Matches do not overlap, unless they may. Nodes that compute sizes, as ``view`` takes them, belong to a match if
-    nothing else uses them. A match may have inner values that are used outside.
+    Matches do not overlap, unless they may. Nodes that compute sizes, as ``view`` takes them,
+    belong to a match if nothing else uses them. A match may have inner values that are used
+    outside.
 
     An argument of the pattern binds a value of the graph or a constant, but neither None nor a
     value that the match itself computes; used twice, it is the same value. Instead of a weight it

@@ -31,7 +31,7 @@ from slapo.graph.rewrite.plan import Plan, common_inputs, lay_out
 from slapo.graph.rewrite.subgraph import HasGraph, in_order, subgraph_inputs
 from slapo.graph.rewrite.submodules import check_stem, drop_unused
 from slapo.graph.trace.module import Traced, View, rewrite, rules_of
-from slapo.graph.trace.nodes import called_name
+from slapo.graph.trace.nodes import HeldModule, called_name
 from slapo.history import caller_location
 from slapo.wrapper import innermost
 
@@ -144,9 +144,11 @@ class Rule:
         """What is rewritten of a view: itself, or a part that a checkpoint has moved."""
         if not self.inside:
             return view
-        for node in view.graph.find_nodes(op="call_module"):
+        for node in view.graph.nodes:
             if node.meta.get(_INSIDE, node.target) == self.inside:
-                part = innermost(view.get_submodule(str(node.target)))
+                held = isinstance(node.target, HeldModule)
+                called = node.target.module if held else view.get_submodule(str(node.target))
+                part = innermost(called)
                 if isinstance(part, SubgraphView):
                     return part
         raise self._refusal(f"it has no {self.inside}, which the operations are in")
@@ -270,13 +272,14 @@ class MadePerText(Rule):
         self, module: fx.GraphModule, chain: Sequence[fx.Node], stem: str, pick: Pick | None = None
     ) -> None:
         check_stem(stem)
-        self.stem, self.children = stem, dict[str, str]()
+        self.stem, self.children = stem, dict[str, str | HeldModule]()
         super().__init__(module, [chain], picks=[pick])
         assert self.plan is not None
         self.made: nn.Module | None = self._make(module, home_of(module), self.plan.chains[0])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "made": None, "children": dict(self.children)}
+        shown = {text: child for text, child in self.children.items() if isinstance(child, str)}
+        return {**super().__getstate__(), "made": None, "children": shown}
 
     def _make(self, gm: HasGraph, home: nn.Module, chain: list[fx.Node]) -> nn.Module:
         """Make the module of a chain of the graph of `gm`, of which `home` has the children."""
@@ -290,7 +293,7 @@ class MadePerText(Rule):
             self.children[text] = name = view.add(self.stem, made)
             self.made, inner = None, innermost(made)
             if isinstance(inner, SubgraphView):
-                inner.name = name
+                inner.name = str(name)
         return self.children[text]
 
     def _text(self, gm: HasGraph, chain: list[fx.Node]) -> str:
@@ -371,7 +374,9 @@ def _text_of_target(node: fx.Node) -> str:
     return f"{home}.{qualified or node.target}{unique}"
 
 
-def _has(view: View, path: str) -> bool:
+def _has(view: View, path: str | HeldModule) -> bool:
+    if isinstance(path, HeldModule):
+        return True
     try:
         return bool(path) and view.get_submodule(path) is not None
     except AttributeError:

@@ -47,8 +47,8 @@ class Capture:
         Dynamo's guards on the module and on Python's globals.
     sizes : list of str
         Conditions on the sizes of arguments.
-    constants : dict of str to Tensor
-        Tensors from outside the module, by the name that the graph has for them.
+    is_private : bool
+        Whether the graph holds tensors from outside the module, which siblings may not have.
     inputs : dict of str to (tuple, dict)
         Arguments of the first call of each leaf, with fake tensors.
     entered : frozenset of str
@@ -60,7 +60,7 @@ class Capture:
     compile_key: Any
     state: Any
     sizes: list[str]
-    constants: dict[str, Tensor] = field(default_factory=dict)
+    is_private: bool = False
     inputs: dict[str, Call] = field(default_factory=dict)
     entered: frozenset[str] = frozenset()
     fits: Callable[[Any, Any], bool] = field(init=False)
@@ -126,9 +126,11 @@ def capture(
         try:
             with calls.standing_in():
                 output = fullgraph_capture(forward, frame)
-            refuse_effects(effects)
-            graph = GraphImport(root, example.arguments, example.places, output, calls, any_batch)
-            graph.run(frame)
+                refuse_effects(effects)
+                graph = GraphImport(
+                    root, example.arguments, example.places, output, calls, any_batch
+                )
+                graph.run(frame)
         except TraceError:
             raise
         except Exception as error:
@@ -141,7 +143,7 @@ def capture(
         call_key(args, dict(kwargs), within_compile=True),
         state,
         sizes,
-        graph.constants,
+        graph.holds_tensors,
         calls.inputs,
         graph.entered(entered),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import dataclasses
 import inspect
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
-from slapo.graph.trace.leaf_calls import LeafCalls, call_leaf
+from slapo.graph.trace.leaf_calls import LeafCalls, call_leaf, call_sync
 from slapo.graph.trace.nests import KIND, OWNER, SYMBOLIC, kind_of, parts
-from slapo.graph.trace.nodes import add_placeholder, spare_self
+from slapo.graph.trace.nodes import HeldTensor, add_placeholder, spare_self
 from slapo.graph.trace.refusals import CACHE_REFUSED, checked
 from slapo.graph.trace.torch_private import CaptureOutput, PythonReferenceAnalysis, sympy_interp
 
@@ -51,8 +52,8 @@ class GraphImport:
     Attributes
     ----------
     graph : fx.Graph
-    constants : dict of str to Tensor
-        Tensors from outside the module, by the name that the graph has for them.
+    holds_tensors : bool
+        Whether it holds tensors from outside the module.
     """
 
     def __init__(
@@ -67,12 +68,13 @@ class GraphImport:
         self.root, self.arguments, self.places = root, arguments, places
         self.output, self.calls, self.any_batch = output, calls, any_batch
         self.graph = spare_self(fx.Graph())
-        self.constants: dict[str, Tensor] = {}
+        self.holds_tensors = False
         self._names = _names_of_tensors(root)
         self._nodes: dict[Any, fx.Node] = {}
         self._copies: dict[fx.Node, Any] = {}
         self._sizes: dict[Any, tuple[Path, int]] = {}
         self._results: dict[int, Any] = {}
+        self._sources: dict[int, str] = {}
 
     def run(self, frame: tuple[Any, ...]) -> fx.Graph:
         """The graph, for a frame ``(module, args, kwargs)`` of the captured function."""
@@ -115,6 +117,9 @@ class GraphImport:
                     "random numbers are such), which a graph cannot draw; make the module a leaf"
                 )
             return known
+        argument = node.meta.get("grapharg")
+        if argument is not None:
+            self._sources[id(value)] = argument.source.name
         path = self.places.get(id(value))
         for dim, size in enumerate(known.shape if path is not None else ()):
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
@@ -134,6 +139,11 @@ class GraphImport:
             return getattr(owner, str(target))  # a tensor, or the body of a refused operator
         if target is call_leaf:
             return self._leaf_call(node)
+        if target is call_sync:
+            number, tensor = node.args
+            new = self.graph.call_function(self.calls.syncs[number], (self._argument(tensor),))
+            new.meta |= {KIND: "tensor", OWNER: _owner_of(node)}
+            return new
         source = node.args[0] if node.args else None
         if target is operator.getitem and getattr(source, "target", None) is call_leaf:
             return self._taken_out(source, node.args[1])
@@ -185,25 +195,29 @@ class GraphImport:
         if path is not None:
             return self._at(path)
         if id(value) not in self._nodes:
-            name = self._names.get(id(value))
-            if name is None:
-                if isinstance(value, nn.Parameter):
-                    raise TraceError(
-                        "the forward uses a parameter of a module that is no child of it; register "
-                        "that module as a child"
-                    )
-                name = self._constant(value)
-            node = self._nodes[id(value)] = self.graph.get_attr(name)
-            node.meta[KIND] = "tensor"
+            self._nodes[id(value)] = self._outside(value)
+            self._nodes[id(value)].meta[KIND] = "tensor"
         return self._nodes[id(value)]
 
-    def _constant(self, value: Tensor) -> str:
-        """A free name for a tensor from outside; captures of one module share it by name."""
-        taken, k = {**vars(self.root), **self.constants}, 0
-        while taken.get(f"_tensor_constant{k}", value) is not value:
-            k += 1
-        self.constants[f"_tensor_constant{k}"] = value
-        return f"_tensor_constant{k}"
+    def _outside(self, value: Tensor) -> fx.Node:
+        """A tensor that is no input: of the module by name, of others as it is."""
+        name = self._names.get(id(value))
+        if name is not None:
+            return self.graph.get_attr(name)
+        attribute = _attribute_of(self._sources.get(id(value), ""))
+        if attribute is not None:
+            node = self.graph.get_attr(attribute[0])
+            for access, key in attribute[1]:
+                node.meta[KIND] = "container"
+                node = self.graph.call_function(access, (node, key))
+            return node
+        if isinstance(value, nn.Parameter):
+            raise TraceError(
+                "the forward uses a parameter of a module that is no child of it; register that "
+                "module as a child"
+            )
+        self.holds_tensors = True
+        return self.graph.call_function(HeldTensor(value))
 
     def _at(self, path: Path) -> fx.Node:
         if path not in self._nodes:
@@ -337,6 +351,21 @@ def _names_of_tensors(root: nn.Module) -> dict[int, str]:
     ]
     held = [*root.named_parameters(), *root.named_buffers(), *plain]
     return {id(tensor): name for name, tensor in reversed(held)}
+
+
+def _attribute_of(source: str) -> tuple[str, list[tuple[Any, Any]]] | None:
+    """The attribute below the module that a source reads, and the steps into its value.
+
+    ``L['module']._modules['fc'].masks[0]`` is ``("fc.masks", [(operator.getitem, 0)])``.
+    """
+    match = re.fullmatch(
+        r"L\['module'\]((?:\._modules\['[^']+'\])*)\.(\w+)((?:\[[^\[\]]+\])*)", source
+    )
+    if match is None:
+        return None
+    path = ".".join([*re.findall(r"\['([^']+)'\]", match[1]), match[2]])
+    keys = [ast.literal_eval(key) for key in re.findall(r"\[([^\[\]]+)\]", match[3])]
+    return path, [(operator.getitem, key) for key in keys]
 
 
 def _module_path(source: str) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
 from slapo.graph.trace.hf import COLLECTOR, collecting_hooks, collects, inner_keys, refuse_inner
+from slapo.graph.trace.leaves import sync_hooks
 from slapo.graph.trace.nests import (
     SYMBOLIC,
     accesses,
@@ -61,6 +62,22 @@ def _structure_of(path: str) -> Any:
     return _active().structures[path]
 
 
+@torch._dynamo.allow_in_graph
+def call_sync(number: int, tensor: Tensor) -> Any:
+    """Stand for the collective of a sync in dynamo's graph."""
+    return _active().syncs[number](tensor)
+
+
+class _SyncCall:
+    """Stands for the collective in a sync's hook."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self, tensor: Tensor) -> Any:
+        return call_sync(self.number, tensor)
+
+
 class LeafCalls:
     """The leaves of one capture.
 
@@ -82,6 +99,8 @@ class LeafCalls:
         self.inputs: dict[str, Call] = {}
         #: leaves whose results were assumed to be like their first input
         self.assumed: set[str] = set()
+        #: the collectives of syncs on modules that are entered
+        self.syncs: list[Any] = []
         self._classes: dict[str, Any] = {}
         self._known: dict[Any, tuple[Any, bool]] = {}
         self._keys: dict[str, Any] = {}
@@ -93,6 +112,7 @@ class LeafCalls:
         token = _ACTIVE.set(self)
         lists = [m for m in self.root.modules() if type(m) is nn.ModuleList]
         scripts: list[tuple[dict[str, Any], str]] = []
+        hooks = sync_hooks(self.root)
         try:
             for path, module in self.leaves.items():
                 if isinstance(module, torch.jit.ScriptModule):  # whose class lies in C++
@@ -108,9 +128,14 @@ class LeafCalls:
             for each in lists:
                 vars(each)["_slapo_items"] = list(each._modules.values())
                 each.__class__ = _PlainList
+            for hook in hooks:
+                self.syncs.append(hook._slapo_carry)
+                hook._slapo_carry = _SyncCall(len(self.syncs) - 1)
             yield
         finally:
             _ACTIVE.reset(token)
+            for hook, carry in zip(hooks, self.syncs, strict=False):
+                hook._slapo_carry = carry
             for each in lists:
                 each.__class__ = nn.ModuleList
                 vars(each).pop("_slapo_items", None)

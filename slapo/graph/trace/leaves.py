@@ -38,6 +38,18 @@ def is_opaque(module: nn.Module) -> bool:
     return is_sealed(module) or has_foreign_hooks(module)
 
 
+def sync_hooks(root: nn.Module) -> list[Any]:
+    """The hooks of syncs on the modules below `root`; a graph shows their ``_slapo_carry``."""
+    found = {
+        id(hook): hook
+        for module in root.modules()
+        if module is not root
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if hasattr(hook, MODE_ATTRIBUTE)
+    }
+    return list(found.values())
+
+
 def has_foreign_hooks(module: nn.Module) -> bool:
     """Whether calling a module runs hooks that a graph of its forward would not show.
 

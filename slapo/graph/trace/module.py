@@ -23,8 +23,9 @@ from torch.fx.graph_module import _forward_from_src as function_from_source
 
 from slapo.errors import SlapoError, TraceError
 from slapo.graph.trace.kinds import call_key
-from slapo.graph.trace.leaves import Depth, IsLeaf
-from slapo.graph.trace.nodes import switches_mode
+from slapo.graph.trace.leaves import Depth, IsLeaf, sync_hooks
+from slapo.graph.trace.nests import tensors
+from slapo.graph.trace.nodes import HeldModule, switches_mode
 from slapo.wrapper import innermost
 
 if TYPE_CHECKING:
@@ -65,22 +66,20 @@ class View:
         stub = None if trace is None else trace.parked.get(path)
         return self.module.get_submodule(path) if stub is None else stub.module
 
-    def add(self, stem: str, child: nn.Module) -> str:
-        """Register `child` as ``<stem>_<k>``, with the first free k; returns the name.
+    def add(self, stem: str, child: nn.Module) -> str | HeldModule:
+        """Register `child` as ``<stem>_<k>``, with the first free k; returns the target of calls.
 
-        For a graph that is not shown the child is a plain attribute: names and state stay.
+        For a graph that is not shown the child stays out of sight: names and state do not change.
         """
+        if not self.is_shown:
+            return HeldModule(child)
         k = 0
         while f"{stem}_{k}" in self.module._modules or hasattr(self.module, f"{stem}_{k}"):
             k += 1
-        name = f"{stem}_{k}"
-        if self.is_shown:
-            self.module.add_module(name, child)
-            if isinstance(self.module, Traced):
-                trace_of(self.module).added.append(name)
-        else:
-            vars(self.module)[name] = child
-        return name
+        self.module.add_module(f"{stem}_{k}", child)
+        if isinstance(self.module, Traced):
+            trace_of(self.module).added.append(f"{stem}_{k}")
+        return f"{stem}_{k}"
 
 
 class Rewrite(Protocol):
@@ -221,7 +220,6 @@ class Trace:
         if self.number is None:
             self.number = next(_NUMBERS)
             _MODULES[self.number] = module
-        vars(module).update(each.constants)
         code = code_of(each.graph)
         self.known.setdefault(key, []).append((each, code))
         return code
@@ -229,7 +227,8 @@ class Trace:
     def _capture(
         self, module: nn.Module, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Capture:
-        with as_before(module):
+        given = tensors([args, kwargs])
+        with as_before(module, given[0].device if given else None):
             return captured(module, args, kwargs, self.is_leaf, self.shared, key)
 
     def _check_children(self, graph: fx.Graph) -> None:
@@ -278,7 +277,8 @@ class Trace:
     def __deepcopy__(self, memo: dict[int, Any]) -> Trace:
         new = object.__new__(Trace)
         new.__setstate__({**self.__getstate__(), "_shown": copy.deepcopy(self.shown)})
-        new.shared, new.rules, new.inputs = self.shared, list(self.rules), self.inputs
+        new.shared, new.inputs = self.shared, self.inputs
+        new.rules = [copy.copy(rule) for rule in self.rules]
         new.parked, new.added = dict(self.parked), list(self.added)
         return new
 
@@ -301,7 +301,7 @@ def captured(
         if each.key == key and known == signature and each.holds(module, args, kwargs):
             return replace(each, graph=copy.deepcopy(each.graph))
     new = capture(module, args, kwargs, is_leaf)
-    if not new.constants:  # one with tensors of its own is its module's alone
+    if not new.is_private:
         pristine = replace(new, graph=copy.deepcopy(new.graph))
         family.append((signature or _signature(module), pristine))
     return new
@@ -320,7 +320,7 @@ def _signature(module: nn.Module) -> Any:
             len(each._forward_hooks) + len(each._forward_pre_hooks),
         )
         for path, each in module.named_modules()
-    )
+    ), tuple(hook._slapo_carry for hook in sync_hooks(module))
 
 
 # --- the class -----------------------------------------------------------------------------------
@@ -331,14 +331,19 @@ class Traced(fx.GraphModule):
     ``recompile()`` makes it the code of the module.
     """
 
+    _origin: type[nn.Module]
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An object without state; fx would make a class for each."""
-        return object.__new__(cls)
+        """An object of the original's class: what is made of this class is not traced."""
+        return cls._origin(*args, **kwargs)
 
     @property
     def graph(self) -> fx.Graph:
         """The graph that the schedule sees."""
-        return trace_of(self).shown
+        shown = trace_of(self).shown
+        if shown.owning_module is None:  # fx asks it which calls may be dropped
+            shown.owning_module = self
+        return shown
 
     @graph.setter
     def graph(self, graph: fx.Graph) -> None:
@@ -422,7 +427,7 @@ def class_for(origin: type[nn.Module]) -> type[Traced]:
             return own(self, *args, **kwargs)
         return trace.code_for(self, args, kwargs)(self, *args, **kwargs)
 
-    body: dict[str, Any] = {"__module__": origin.__module__, "forward": forward}
+    body = {"__module__": origin.__module__, "forward": forward, "_origin": origin}
     generate = getattr(origin, "generate", None)
     if str(getattr(generate, "__module__", "")).startswith("transformers."):
         body["generate"] = _Eagerly("generate")
@@ -659,26 +664,34 @@ def _without_tensors(
 ) -> nn.Module:
     new = object.__new__(origin_of(module))
     tables = {k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()}
-    new.__dict__.update(tables)
+    new.__dict__.update({k: v for k, v in tables.items() if k != "_trace"})
+    for table in (k for k in tables if k.endswith("_hooks")):  # they moved, or see real calls only
+        new.__dict__[table] = type(tables[table])()
+    new.__dict__["traceable"] = False  # it was a call, and stays one
     for table in ("_parameters", "_buffers"):
         for name, tensor in vars(new)[table].items():
             if tensor is not None:
                 held[path, name] = torch.empty_like(tensor, device="meta")
-                vars(new)[table][name] = _expanded(held[path, name], tensor, tensor.dtype)
+                vars(new)[table][name] = _expanded(
+                    held[path, name], tensor, tensor.dtype, tensor.device
+                )
     for name, child in new._modules.items():
         if child is not None:
             new._modules[name] = _without_tensors(child, f"{path}.{name}".lstrip("."), held)
     return new
 
 
-def _expanded(shape: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
-    zero = torch.zeros((), dtype=dtype, device=like.device).expand(shape.shape)
+def _expanded(shape: Tensor, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    zero = torch.zeros((), dtype=dtype, device=device).expand(shape.shape)
     return nn.Parameter(zero, like.requires_grad) if isinstance(like, nn.Parameter) else zero
 
 
 @contextmanager
-def as_before(module: nn.Module) -> Iterator[None]:
-    """Within the block the modules have their classes, and the children from before rewrites."""
+def as_before(module: nn.Module, device: torch.device | None = None) -> Iterator[None]:
+    """Within the block the modules have their classes, and the children from before rewrites.
+
+    Stubs of children are on `device`, by default that of the module's first parameter.
+    """
     traced = [m for m in map(innermost, module.modules()) if isinstance(m, Traced)]
     classes = [(m, type(m), vars(m).pop("forward", None)) for m in traced]
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -692,7 +705,7 @@ def as_before(module: nn.Module) -> Iterator[None]:
                 holder, _, name = path.rpartition(".")
                 table = each.get_submodule(holder)._modules
                 tables.append((table, dict(table)))
-                _renew(stub, module)
+                _renew(stub, module, device)
                 behind = list(table.items())[stub.place :]
                 for key, _ in behind:
                     del table[key]
@@ -709,21 +722,16 @@ def as_before(module: nn.Module) -> Iterator[None]:
             table.update(before)
 
 
-def _renew(stub: _Stub, owner: nn.Module) -> None:
-    """Give a stub the mode of its owner, and its tensors the device and the dtype of that."""
+def _renew(stub: _Stub, owner: nn.Module, device: torch.device | None) -> None:
+    """Give a stub the mode of its owner, and its tensors the device and the dtype of now."""
     stub.module.train(owner.training)
-    tensors = [*owner.parameters(), *owner.buffers()]
-    floating = next((t.dtype for t in tensors if t.is_floating_point()), None)
-    if not tensors:
-        return
+    held = [*owner.parameters(), *owner.buffers()]
+    device = held[0].device if device is None and held else device
+    floating = next((t.dtype for t in held if t.is_floating_point()), None)
     for (path, name), shape in stub.held.items():
         holder = stub.module.get_submodule(path)
         table = holder._parameters if name in holder._parameters else holder._buffers
         present: Any = table[name]
         dtype = floating if floating is not None and shape.is_floating_point() else shape.dtype
-        if present.device != tensors[0].device or present.dtype != dtype:
-            blank = torch.zeros((), device=tensors[0].device, dtype=dtype).expand(shape.shape)
-            trains = present.requires_grad
-            table[name] = (
-                nn.Parameter(blank, trains) if isinstance(present, nn.Parameter) else blank
-            )
+        if present.device != (device or present.device) or present.dtype != dtype:
+            table[name] = _expanded(shape, present, dtype, device or present.device)

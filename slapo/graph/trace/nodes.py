@@ -66,6 +66,45 @@ class FunctionApply:
         return self.function.apply(*given, **kwargs)
 
 
+@dataclass(frozen=True, eq=False)
+class HeldTensor:
+    """Target of a node whose value is a tensor from outside the module, such as a global one.
+
+    Parameters
+    ----------
+    tensor
+        The value.
+    """
+
+    tensor: Any
+    __name__ = "held_tensor"
+
+    def __call__(self) -> Any:
+        """The tensor."""
+        return self.tensor
+
+
+@dataclass(frozen=True, eq=False)
+class HeldModule:
+    """Target of a node that calls a module which is no child, so that names and state stay.
+
+    Parameters
+    ----------
+    module
+        The module.
+    """
+
+    module: nn.Module
+
+    @property
+    def __name__(self) -> str:
+        return type(self.module).__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self.module(*args, **kwargs)
+
+
 def called_name(node: fx.Node) -> str:
     """Name of the function or method that a node calls, empty if it has none.
 

@@ -7,13 +7,15 @@ when it is called. So a proxy that answers wrongly can mislead a search, and no 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
 
 from slapo.errors import TraceError
-from slapo.graph.trace.leaves import IsLeaf
+from slapo.graph.trace.leaves import IsLeaf, sync_hooks
 from slapo.graph.trace.nests import OWNER
 from slapo.graph.trace.nodes import add_placeholder, spare_self
 from slapo.graph.trace.state import attributes_kept, generators_kept
@@ -40,7 +42,7 @@ def preview(
     ['input', '0', '1', 'output']
     """
     tracer = _Tracer(is_leaf, constants_of(module, concrete_args or {}))
-    with attributes_kept(module), generators_kept():
+    with attributes_kept(module), generators_kept(), _syncs_shown(module, tracer):
         try:
             graph = tracer.trace(module)
         except TraceError:
@@ -53,6 +55,23 @@ def preview(
         paths = [str(path) for path, _ in stack.values()]
         node.meta[OWNER] = paths[-1 - (node.op == "call_module")] if len(paths) > 1 else ""
     return graph, frozenset(tracer.entered)
+
+
+@contextmanager
+def _syncs_shown(module: nn.Module, tracer: fx.Tracer) -> Iterator[None]:
+    """Within the block the collective of a sync is one node."""
+    hooks = [(hook, hook._slapo_carry) for hook in sync_hooks(module)]
+    for hook, carry in hooks:
+        hook._slapo_carry = partial(_as_node, tracer, carry)
+    try:
+        yield
+    finally:
+        for hook, carry in hooks:
+            hook._slapo_carry = carry
+
+
+def _as_node(tracer: fx.Tracer, function: Any, value: Any) -> Any:
+    return tracer.create_proxy("call_function", function, (value,), {})
 
 
 def constants_of(module: nn.Module, concrete_args: Mapping[str, Any]) -> dict[str, Any]:

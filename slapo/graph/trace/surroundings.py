@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from slapo.graph.trace.hf import as_captured
 from slapo.graph.trace.state import generators_kept
 from slapo.graph.trace.torch_private import (
+    DeviceContext,
     ShapeEnv,
     builder,
     dynamo_config,
@@ -25,9 +26,12 @@ from slapo.graph.trace.torch_private import (
     fake_tls,
     modes_off,
     output_graph,
+    overrides,
     shape_config,
     trace_rules,
 )
+
+_CALL = nn.Module._wrapped_call_impl
 
 #: A change of something that existed before the forward ran: its source, and the attributes.
 Effect = tuple[str, tuple[str, ...]]
@@ -69,6 +73,8 @@ def surroundings(root: nn.Module, any_batch: bool) -> Iterator[list[Effect]]:
         warnings.simplefilter("ignore")  # of torch, about itself
         enter(generators_kept())
         enter(modes_off())
+        enter(_function_modes_off())
+        enter(_plain_calls())
         enter(_collections_deferred())
         enter(_autocast_cache_off())
         enter(one_device(root))
@@ -103,6 +109,34 @@ def _logging_functions() -> set[Any]:
     home = sys.modules.get("transformers.utils.logging")
     names = ("warning_once", "info_once", "warning_advice")
     return found | {getattr(home, name) for name in names if hasattr(home, name)}
+
+
+@contextmanager
+def _function_modes_off() -> Iterator[None]:
+    """Modes that watch calls of functions see the calls of a graph, and not its capture."""
+    popped = []
+    while overrides._len_torch_function_stack():
+        popped.append(overrides._pop_mode())
+    devices = [mode for mode in popped if isinstance(mode, DeviceContext)]
+    try:
+        for mode in reversed(devices):
+            overrides._push_mode(mode)
+        yield
+    finally:
+        for _ in devices:
+            overrides._pop_mode()
+        for mode in reversed(popped):
+            overrides._push_mode(mode)
+
+
+@contextmanager
+def _plain_calls() -> Iterator[None]:
+    """Tracers and checks put a function of their own in front of the calls of all modules."""
+    if nn.Module.__call__ is _CALL:  # setting it makes Python visit every class of modules
+        yield
+        return
+    with mock.patch.object(nn.Module, "__call__", _CALL):
+        yield
 
 
 @contextmanager

@@ -4,6 +4,7 @@ Tested on torch 2.11, 2.13 and 2.14. Each has no public counterpart: a capture o
 its guards (``torch.export`` keeps no guards, and ``torch.compile`` gives no graph to rewrite).
 """
 
+from torch import overrides
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import output_graph, trace_rules
 from torch._dynamo import utils as dynamo_utils
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import fake_tensor_tls as fake_tls
 from torch.fx.experimental import _config as shape_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes as modes_off
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -35,6 +37,7 @@ __all__ = [
     "BY_VALUE",
     "CaptureOutput",
     "CheckFunctionManager",
+    "DeviceContext",
     "FakeTensor",
     "FakeTensorMode",
     "PythonReferenceAnalysis",
@@ -47,6 +50,7 @@ __all__ = [
     "fullgraph_capture",
     "modes_off",
     "output_graph",
+    "overrides",
     "shape_config",
     "sympy_interp",
     "trace_rules",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from slapo.errors import TraceError
 from slapo.graph.trace.leaves import Depth, is_sealed
@@ -170,8 +170,6 @@ class Joined:
     ----------
     graph
         The graph.
-    constants
-        Tensors from outside the model, by the name that the graph has for them.
     sizes
         Conditions on the sizes of its inputs; None for a preview.
     fixed
@@ -179,7 +177,6 @@ class Joined:
     """
 
     graph: fx.Graph
-    constants: dict[str, Tensor] = field(default_factory=dict)
     sizes: list[str] | None = None
     fixed: dict[str, Any] = field(default_factory=dict)
 
@@ -215,7 +212,7 @@ def join(
         from slapo.graph.trace.capture import capture  # brings torch._dynamo: a second
 
         found = capture(root, *inputs, depth, any_batch=True)
-    return Joined(found.graph, found.constants, found.sizes)
+    return Joined(found.graph, found.sizes)
 
 
 def trace_containers(
