@@ -14,11 +14,13 @@ from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
 from slapo.graph.fuse.fusion import Fuse
+from slapo.graph.match.canonical import called_path
 from slapo.graph.match.find import find_subgraphs_in, read_pattern
 from slapo.graph.match.pattern import call_module
 from slapo.graph.match.subgraph_view import SubgraphView
 from slapo.graph.rewrite.rules import MadePerText, Replace, carry_out, text_of
 from slapo.graph.trace.module import Trace, View, attach, code_of, rules_of
+from slapo.graph.trace.nodes import HeldModule
 from slapo.op.checkpoint import CheckPointWrapper
 from slapo.primitives.checkpoint import Checkpoint
 from slapo.wrapper import innermost
@@ -109,7 +111,15 @@ def other(gm: Any, **changed: Any) -> Layer:
 
 
 def targets(graph: fx.Graph) -> list[str]:
-    return [str(n.target) for n in graph.find_nodes(op="call_module")]
+    """Paths of called modules, with a mark at those that stand for the one in the shown graph."""
+    paths = ((called_path(n), n.op == "call_function") for n in graph.nodes)
+    return [f"another {path}" if other else path for path, other in paths if path is not None]
+
+
+def hidden(graph: fx.Graph) -> nn.Module:
+    """The module that only a capture calls."""
+    (node,) = (n for n in graph.nodes if isinstance(n.target, HeldModule))
+    return node.target.module
 
 
 def scores(q: Any, k: Any, p: Any, t: Any) -> Any:
@@ -289,7 +299,7 @@ def test_a_fusion_is_compiled_for_each_text(compiler: str | None) -> None:
     for _ in range(2):
         form = other(gm, training=False)
         graph, run = later(gm, form)
-        assert targets(graph) == ["query", "key", "FusedModule_1", "out"]
+        assert targets(graph) == ["query", "key", "another FusedModule_0", "out"]
         torch.testing.assert_close(run(X, X), form(X, X))
     assert (list(gm.state_dict()), list(gm._modules)) == (names, children)
 
@@ -306,7 +316,7 @@ def test_a_fusion_that_has_taken_modules_in_shares_them_with_other_texts(
         next(fused.parameters()).mul_(3.0)
     form = other(gm, training=False)
     graph, run = later(gm, form)
-    assert targets(graph) == ["query", "FusedModule_1", "out"]
+    assert targets(graph) == ["query", "another FusedModule_0", "out"]
     torch.testing.assert_close(run(X, X), form(X, X))
 
 
@@ -325,7 +335,7 @@ def test_modules_in_fusions_of_other_texts_follow_the_mode(compiler: str | None)
     fuse(gm, match, compiler=compiler)
     form.scale = 3.0
     graph, run = later(gm, form)
-    assert targets(graph) == ["FusedModule_1"]
+    assert targets(graph) == ["another FusedModule_0"]
     assert not torch.equal(run(X, X), 3 * X)
     gm.eval()
     assert torch.equal(run(X, X), 3 * X)
@@ -338,8 +348,8 @@ def test_a_checkpoint_is_made_for_each_text() -> None:
     assert checkpoint(gm, match).target == "CheckPointWrapper_0"
     form = other(gm, training=False)
     graph, run = later(gm, form)
-    assert targets(graph) == ["query", "CheckPointWrapper_1", "out"]
-    wrapper = vars(gm)["CheckPointWrapper_1"]
+    assert targets(graph) == ["query", "another CheckPointWrapper_0", "out"]
+    wrapper = hidden(graph)
     assert isinstance(wrapper, CheckPointWrapper)
     assert isinstance(innermost(wrapper), SubgraphView)
     assert list(gm.state_dict()) == names
@@ -361,14 +371,26 @@ def test_a_rewrite_within_a_checkpoint(training: bool) -> None:
     replace(view, [match], torch.cos)
     form = other(gm, training=training)
     graph, run = later(gm, form)
-    name = "CheckPointWrapper_0" if training else "CheckPointWrapper_1"
+    name = "CheckPointWrapper_0" if training else "another CheckPointWrapper_0"
     assert targets(graph) == ["query", "key", name, "out"]
-    part = innermost(View(gm, graph, is_shown=False).get_submodule(name))
+    part = view if training else innermost(hidden(graph))
     called = [n.target.__name__ for n in part.graph.nodes if n.op == "call_function"]
     assert called == ["mul", "sub", "gelu", "dropout", "cos"]
     if not training:
         h = torch.cos(F.gelu(gm.key(X) - 2 * gm.query(X)))
         torch.testing.assert_close(run(X, X), gm.out(h) + X)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_rewrite_of_what_was_fused(training: bool) -> None:
+    """In evaluation another module stands for the fused one, under the same name."""
+    gm = traced(Layer())
+    fuse(gm, find(gm, gelu_dropout)[0], compiler=None)
+    checkpoint(gm, find(gm, lambda x, y: torch.sin(call_module("FusedModule_0", x, y)))[0])
+    replace(gm, find(gm, "CheckPointWrapper_0"), torch.add)
+    form = other(gm, training=training)
+    graph, run = later(gm, form)
+    torch.testing.assert_close(run(X, X), gm.out(gm.key(X) + 2 * gm.query(X)) + X)
 
 
 # --- rules are data ------------------------------------------------------------------------------

@@ -94,22 +94,21 @@ class Fuse(MadePerText):
 
     def _make(self, gm: HasGraph, home: nn.Module, chain: list[fx.Node]) -> nn.Module:
         called = [str(node.target) for node in chain if node.op == "call_module"]
-        if self.children and called:  # the first has them, with their state and their mode
+        if self.shown and called:  # the first has them, with their state and their mode
             return self._over_first(home, chain)
         part, paths = extract(gm, chain, self.stem, home.training)
-        if not self.children:
+        if not self.shown:
             by_order = {str(node.target): str(k) for k, node in enumerate(chain)}
             self.paths = paths if self.compiler is not None else {p: by_order[p] for p in called}
         return COMPILERS[self.compiler](part, self.stem)
 
     def _over_first(self, home: nn.Module, chain: list[fx.Node]) -> nn.Module:
         """The operations one by one, over the modules that the shown fusion has taken in."""
-        first = next(iter(self.children.values()))
         view = subgraph_view(home, chain, subgraph_inputs(chain))
         for node in view.graph.find_nodes(op="call_module"):
             if node.target not in self.paths:
                 raise TraceError(f"{self} has taken in no {node.target}, which is called here")
-            node.target = f"{first}.{self.paths[str(node.target)]}"
+            node.target = f"{self.shown}.{self.paths[str(node.target)]}"
         view.recompile()
         return view
 

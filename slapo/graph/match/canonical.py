@@ -23,6 +23,17 @@ from slapo.graph.trace.nodes import ModuleLookup
 _KEYWORD_ALIASES = {"axis": "dim", "keepdims": "keepdim", "self": "input", "size": "shape"}
 
 
+SHOWN_NAME = "slapo_shown_name"
+"""Key of ``node.meta``: the path that a called module has in the graph that is shown."""
+
+
+def called_path(node: fx.Node) -> str | None:
+    """Path of the module that a node calls, also where another one stands for it; else None."""
+    if node.op == "call_module":
+        return str(node.target)
+    return node.meta.get(SHOWN_NAME) if node.op == "call_function" else None
+
+
 @dataclass(frozen=True)
 class ModuleState:
     """A parameter of a called module, where a function would take it as an argument."""

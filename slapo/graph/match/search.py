@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from slapo.graph.match.canonical import written_operand
+from slapo.graph.match.canonical import called_path, written_operand
 from slapo.graph.match.dataflow import is_private, size_helpers
 from slapo.graph.match.index import (
     MISSING,
@@ -129,8 +129,8 @@ def find_subgraphs(
 def find_by_name(graph: fx.Graph, regex: str | re.Pattern[str]) -> list[Match]:
     """Find the calls of modules whose path matches, by :func:`re.match`: one match for each."""
     compiled = regex if isinstance(regex, re.Pattern) else compile_name(regex)
-    calls = graph.find_nodes(op="call_module")
-    return [Match([node]) for node in calls if compiled.match(str(node.target))]
+    called = ((node, called_path(node)) for node in graph.nodes)
+    return [Match([node]) for node, path in called if path is not None and compiled.match(path)]
 
 
 def furthest(

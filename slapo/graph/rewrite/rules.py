@@ -17,6 +17,7 @@ import torch.fx as fx
 from torch import nn
 
 from slapo.errors import SlapoError, TraceError
+from slapo.graph.match.canonical import SHOWN_NAME, called_path
 from slapo.graph.match.find import Search, search_for_chain
 from slapo.graph.match.search import Match
 from slapo.graph.match.subgraph_view import SubgraphView
@@ -38,9 +39,6 @@ from slapo.wrapper import innermost
 Bindings: TypeAlias = Mapping[str, Any]
 Pick: TypeAlias = tuple[Search, int]
 """A search, and which of its matches."""
-
-_INSIDE = "slapo_subgraph_view"
-"""Key of ``node.meta``: the name, in the shown graph, of the child that is called."""
 
 _found: WeakKeyDictionary[fx.Graph, dict[Search, list[Match]]] = WeakKeyDictionary()
 """Results of searches in captures that rules are being applied to, from before the rewrites."""
@@ -145,10 +143,10 @@ class Rule:
         if not self.inside:
             return view
         for node in view.graph.nodes:
-            if node.meta.get(_INSIDE, node.target) == self.inside:
-                held = isinstance(node.target, HeldModule)
-                called = node.target.module if held else view.get_submodule(str(node.target))
-                part = innermost(called)
+            if called_path(node) == self.inside:
+                target: Any = node.target
+                held = isinstance(target, HeldModule)
+                part = innermost(target.module if held else view.get_submodule(target))
                 if isinstance(part, SubgraphView):
                     return part
         raise self._refusal(f"it has no {self.inside}, which the operations are in")
@@ -272,7 +270,7 @@ class MadePerText(Rule):
         self, module: fx.GraphModule, chain: Sequence[fx.Node], stem: str, pick: Pick | None = None
     ) -> None:
         check_stem(stem)
-        self.stem, self.children = stem, dict[str, str | HeldModule]()
+        self.stem, self.shown, self.children = stem, "", dict[str, str | HeldModule]()
         super().__init__(module, [chain], picks=[pick])
         assert self.plan is not None
         self.made: nn.Module | None = self._make(module, home_of(module), self.plan.chains[0])
@@ -302,7 +300,8 @@ class MadePerText(Rule):
 
     def _note(self, plan: Plan) -> None:
         assert plan.call is not None
-        plan.call.meta[_INSIDE] = next(iter(self.children.values()))
+        self.shown = self.shown or str(plan.call.target)
+        plan.call.meta[SHOWN_NAME] = self.shown
 
 
 def carry_out(module: fx.GraphModule, rule: Rule, keep_modules: bool = False) -> fx.Node:
