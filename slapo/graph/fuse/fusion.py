@@ -33,24 +33,17 @@ class Fuse(MadePerText):
 
     Parameters
     ----------
-    module : torch.fx.GraphModule
-        The owner of the graph.
-    chain : sequence of torch.fx.Node
-        Only its last value may be used outside.
+    module, chain, pick
+        As for :class:`.rules.Rule`. Only the last value of the chain may be used outside.
     compiler : {"TorchScript", "inductor", None}
         ``"TorchScript"`` gives a ``torch.jit.ScriptModule``, ``"inductor"`` a module that
         ``torch.compile`` translates when it is first called, and None a plain ``nn.Sequential``
         that runs the operations one by one.
     name : str
         Name of the module's class, and stem of the child's name.
-    pick : tuple, optional
-        As for :class:`.rules.Rule`.
 
     Raises
     ------
-    ValueError
-        If the compiler is unknown, there are several subgraphs, the chain is not closed, or an
-        operation may not move to the place of the last one.
     SlapoError
         If the compiler cannot translate the chain.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -48,10 +48,9 @@ class Search:
     @classmethod
     def of(cls, module: fx.GraphModule, pattern: Any, total: int, **how: Any) -> Search:
         """A search that has just been made."""
-        inside, home = "", module
         if isinstance(module, SubgraphView):
-            inside, home = module.name, module.owner
-        return cls(pattern, len(rules_of(home)), total, inside, **how)
+            return cls(pattern, len(rules_of(module.owner)), total, module.name, **how)
+        return cls(pattern, len(rules_of(module)), total, **how)
 
     def run(self, graph: fx.Graph, modules: ModuleLookup) -> list[Match]:
         """Search another graph in the same way."""
@@ -188,7 +187,7 @@ def find_subgraphs_in(root: nn.Module, pattern: re.Pattern[str] | fx.Graph) -> M
     return Matches(found, lambda: why_no_call(graphs, pattern))
 
 
-def search_for_chain(module: fx.GraphModule, chain: list[fx.Node]) -> tuple[Search, int, Match]:
+def search_for_chain(module: fx.GraphModule, chain: Sequence[fx.Node]) -> tuple[Search, int, Match]:
     """A search that finds a chain which was picked by hand, its place in the results, and it.
 
     Raises
@@ -207,7 +206,7 @@ def search_for_chain(module: fx.GraphModule, chain: list[fx.Node]) -> tuple[Sear
     )
 
 
-def _pattern_of(chain: list[fx.Node]) -> fx.Graph:
+def _pattern_of(chain: Sequence[fx.Node]) -> fx.Graph:
     """A pattern of exactly these operations; their inputs are its arguments."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import fx, nn
-from torch.fx.graph_module import _forward_from_src
+
+from slapo.graph.trace.module import code_of
+from slapo.wrapper import innermost
 
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _CODE = "_slapo_code"
@@ -63,9 +65,8 @@ class SubgraphView(fx.GraphModule):
 
     def recompile(self) -> Any:
         """Follow a change of the graph."""
-        code = self._graph.python_code("self")
-        self.__dict__[_CODE] = _forward_from_src(code.src, code.globals)
-        return code
+        self.__dict__[_CODE] = code_of(self._graph)
+        return self._graph.python_code("self")
 
     def forward(self, *inputs: Any) -> Any:
         """Run the operations on the state of the owner."""
@@ -106,3 +107,9 @@ def subgraph_view(
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(copies[nodes[-1]])
     return SubgraphView(owner, graph)
+
+
+def views_of(owner: nn.Module) -> list[SubgraphView]:
+    """The views of operations of a module, which its children wrap."""
+    inner = (innermost(child) for child in owner._modules.values() if child is not None)
+    return [each for each in inner if isinstance(each, SubgraphView) and each.owner is owner]

@@ -628,11 +628,11 @@ def park_unused(module: fx.GraphModule, targets: Iterable[str]) -> list[str]:
         Paths of the children that were taken out.
     """
     if not isinstance(module, Traced):
-        unused = [target for target in dict.fromkeys(targets) if not _is_used(module.graph, target)]
+        unused = [target for target in dict.fromkeys(targets) if not is_used(module.graph, target)]
         return [target for target in unused if module.delete_submodule(target)]
     trace, removed = trace_of(module), []
     for target in dict.fromkeys(targets):
-        if target in trace.parked or _is_used(trace.shown, target):
+        if target in trace.parked or is_used(trace.shown, target):
             continue
         holder, _, name = target.rpartition(".")
         owner = module.get_submodule(holder)
@@ -649,14 +649,17 @@ def park_unused(module: fx.GraphModule, targets: Iterable[str]) -> list[str]:
     return removed
 
 
-def _is_used(graph: fx.Graph, target: str) -> bool:
+def is_used(graph: fx.Graph, target: str) -> bool:
+    """Whether a graph calls a module, one around it, or something in it, or reads from it."""
+    atoms = target.split(".")
+    around = (".".join(atoms[:length]) for length in range(1, len(atoms) + 1))
+    if any(graph.find_nodes(op="call_module", target=path, sort=False) for path in around):
+        return True
     inside = f"{target}."
     return any(
-        str(n.target) == target
-        or str(n.target).startswith(inside)
-        or target.startswith(f"{n.target}.")
-        for op in ("call_module", "get_attr")
-        for n in graph.find_nodes(op=op)
+        str(n.target) == target or str(n.target).startswith(inside)
+        for op in ("get_attr", "call_module")
+        for n in graph.find_nodes(op=op, sort=False)
     )
 
 
