@@ -367,7 +367,7 @@ def test_torchscript_does_not_compile_a_forward_whose_trace_was_rewritten():
     carry_out(inner, Replace(inner, find_by_name(inner.graph, "fc"), nn.Linear(SIZE, SIZE)))
     gm = traced(Outer(inner))
     match = find_one(gm, lambda x, b: F.gelu(call_module("inner", x) + b))
-    with pytest.raises(SlapoError, match=r"were rewritten.*compiler=None"):
+    with pytest.raises(SlapoError, match=r"was rewritten.*compiler=None"):
         fusion_of(gm, match)
 
 

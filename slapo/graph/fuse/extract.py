@@ -48,8 +48,11 @@ def extract(
         copies[node] = graph.create_node(node.op, target, args, kwargs, type_expr=node.type)
         copies[node].meta = dict(node.meta)
     graph.output(copies[chain[-1]])
-    children = {paths[path]: gm.get_submodule(path) for path in called}
-    module = fx.GraphModule(children, graph, name)
+    # In place of the children at first: fx recompiles those that are graph modules themselves, and
+    # a traced one would take that for an edit by hand.
+    module = fx.GraphModule({paths[path]: nn.Module() for path in called}, graph, name)
+    for path in called:
+        module.set_submodule(paths[path], gm.get_submodule(path))
     module.training = training  # not .train(): the shared submodules keep their own mode
     return module, paths
 

@@ -22,7 +22,7 @@ from slapo.errors import SlapoError
 from slapo.graph.fuse.extract import has_state
 from slapo.graph.fuse.modules import compiled_late
 from slapo.graph.rewrite.rules import text_of
-from slapo.graph.trace.module import Traced, origin_of, rules_of
+from slapo.graph.trace.module import Traced, origin_of, trace_of
 from slapo.logger import get_logger
 
 logger = get_logger()
@@ -152,10 +152,10 @@ def _as_written(module: nn.Module) -> nn.Module:
         return module
     kind: Any = type(module)
     if isinstance(module, Traced):
-        if rules_of(module):
+        if trace_of(module).is_rewritten:
             raise SlapoError(
                 f"TorchScript compiles the forward of {kind.__name__} as its class has it, and "
-                "operations of it were rewritten; use fuse(..., compiler=None), or match "
+                "its graph was rewritten; use fuse(..., compiler=None), or match "
                 "operations outside of it"
             )
         kind = origin_of(module)

@@ -214,8 +214,9 @@ def _show(node: fx.Node, traced: TracedGraph) -> str:
 
 def _name(step: Step) -> str:
     """An operation of a pattern as it was written."""
-    is_named = step.regex is not None
-    return f"call_module({step.regex.pattern!r})" if is_named else _name_of_key(step.call.key)
+    if step.regex is not None:
+        return f"call_module({step.regex.pattern!r})"
+    return _name_of_key(step.call.key)
 
 
 def _name_of_key(key: Any) -> str:

@@ -23,26 +23,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Search:
-    """A search in one traced module, as rewrites keep it to repeat it in other captures.
+    """A search in one traced module, as rewrites keep it to repeat it in other captures."""
 
-    Attributes
-    ----------
-    pattern : torch.fx.Graph or re.Pattern
-        A traced pattern, or a regular expression for the targets of module calls.
-    rewrites : int
-        Number of rewrites that the module had when it was searched.
-    total : int
-        Number of matches.
-    inside : str
-        The child around the :class:`.SubgraphView` that was searched; empty for the module's graph.
-    overlapping : bool
-        Whether matches may share operations.
-    """
-
+    #: a traced pattern, or a regular expression for the targets of module calls
     pattern: fx.Graph | re.Pattern[str]
+    #: number of rewrites that the module had when it was searched
     rewrites: int = 0
+    #: number of matches
     total: int = 0
+    #: child around the :class:`.SubgraphView` that was searched; empty for the module's graph
     inside: str = ""
+    #: whether matches may share operations
     overlapping: bool = False
 
     @classmethod

@@ -14,29 +14,18 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Op:
-    """An operator.
-
-    Attributes
-    ----------
-    name : str
-        Its canonical name.
-    defaults : mapping
-        Parameters that may be left out, with the value that leaving them out means.
-    free : frozenset of str
-        Parameters that are compared only if a pattern states them.
-    ignored : frozenset of str
-        Parameters that are never compared.
-    sizes : frozenset of str
-        Parameters that give sizes: compared only where both sides spell them out.
-    swap : pair of str or None
-        Two parameters whose values may change places.
-    """
+    """An operator: its canonical name, and how its arguments are compared."""
 
     name: str
+    #: parameters that may be left out, with the value that this means
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    #: compared only if a pattern states them
     free: frozenset[str] = frozenset()
+    #: never compared
     ignored: frozenset[str] = frozenset()
+    #: sizes: compared only where both sides spell them out
     sizes: frozenset[str] = frozenset()
+    #: two parameters whose values may change places
     swap: tuple[str, str] | None = None
 
 
@@ -44,7 +33,7 @@ class Op:
 class Spelling:
     """One way to write an operator: its parameters in positional order.
 
-    The last parameter may be ``*name``, which takes all remaining positional arguments.
+    The last may be ``*name``, which takes all remaining positional arguments.
     """
 
     op: Op

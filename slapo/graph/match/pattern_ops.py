@@ -35,31 +35,19 @@ WILDCARD_OPS = ("placeholder", "get_attr")
 
 @dataclass(frozen=True)
 class Step:
-    """An operation of a pattern.
-
-    Attributes
-    ----------
-    node : torch.fx.Node
-    call : Call
-        The operator with the arguments that are compared.
-    regex : re.Pattern or None
-        The path of the module, where the pattern calls one by name.
-    module : torch.nn.Module or None
-        The submodule of the pattern that is called.
-    sizes : mapping
-        Arguments that are sizes.
-    implied : frozenset of str
-        Arguments that the trace spells out with their defaults, though the pattern may not.
-    is_open : bool
-        Whether constants may be any.
-    """
+    """An operation of a pattern: its node, and the operator with the arguments to compare."""
 
     node: fx.Node
     call: Call
+    #: the path of the module, where the pattern calls one by name
     regex: re.Pattern[str] | None = None
+    #: the submodule of the pattern that is called
     module: nn.Module | None = None
+    #: arguments that are sizes
     sizes: Mapping[str, Any] = field(default_factory=dict)
+    #: arguments that the trace spells out with their defaults, though the pattern may not
     implied: frozenset[str] = frozenset()
+    #: whether constants may be any
     is_open: bool = False
 
 

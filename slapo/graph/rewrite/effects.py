@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -12,6 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from slapo.graph.match.dataflow import is_size
 from slapo.graph.match.subgraph_view import SubgraphView
 from slapo.graph.rewrite.subgraph import HasGraph, attribute
+from slapo.graph.trace.nodes import HeldModule
 from slapo.graph.trace.operator_effects import (
     FUNCTIONS,
     MARKS,
@@ -60,7 +62,7 @@ class Effects:
         """Whether a node draws random numbers, be it in training only."""
         if "draws" in node.meta.get(MARKS, ()):
             return True
-        if node.op == "call_module":
+        if _calls_module(node):
             return draws_in(self._module(node))
         if node.op not in FUNCTIONS:
             return False
@@ -92,7 +94,7 @@ class Effects:
 
     def _tensors(self, node: fx.Node) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The state that a called module uses, and what of it the module may change."""
-        if node.op != "call_module":
+        if not _calls_module(node):
             return [], []
         module = self._module(node)
         if isinstance(module, SubgraphView):
@@ -118,7 +120,13 @@ class Effects:
         return ("state", id(tensor)) if isinstance(tensor, torch.Tensor) else value
 
     def _module(self, node: fx.Node) -> nn.Module:
-        return innermost(self._gm.get_submodule(str(node.target)))
+        target: Any = node.target
+        held = isinstance(target, HeldModule)
+        return innermost(target.module if held else self._gm.get_submodule(target))
+
+
+def _calls_module(node: fx.Node) -> bool:
+    return node.op == "call_module" or isinstance(node.target, HeldModule)
 
 
 def draws_in(module: nn.Module) -> bool:
