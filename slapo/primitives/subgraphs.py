@@ -9,9 +9,9 @@ from typing import Any
 from torch import fx, nn
 
 from slapo.graph.match.find import Subgraph
+from slapo.graph.match.subgraph_view import views_of
 from slapo.graph.rewrite.plan import Plan
 from slapo.graph.rewrite.rules import Pick, home_of
-from slapo.graph.rewrite.submodules import calls_of
 from slapo.history import describe, spelled
 from slapo.hooks import (
     get_hooks,
@@ -189,7 +189,9 @@ def check_hooks_of_other_calls(subgraphs: Subgraphs, plan: Plan) -> None:
     for target in {str(node.target) for node in going if node.op == "call_module"}:
         if not has_forward_hooks(subgraphs.gm.get_submodule(target)):
             continue
-        for call in calls_of(home_of(subgraphs.gm), target):
+        home = home_of(subgraphs.gm)
+        graphs = [home.graph, *(view.graph for view in views_of(home))]
+        for call in (n for g in graphs for n in g.find_nodes(op="call_module", target=target)):
             if call not in going:
                 raise RuntimeError(
                     f"hooks of {target!r} would be lost for its other call {call.name!r}, which "

@@ -6,7 +6,7 @@ import torch
 from torch import fx, nn
 
 from slapo.errors import SlapoError
-from slapo.graph.rewrite.submodules import views_of
+from slapo.graph.match.subgraph_view import views_of
 from slapo.history import describe
 from slapo.hooks import move_hooks
 from slapo.node import Node

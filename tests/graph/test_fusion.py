@@ -143,7 +143,9 @@ def test_weights_that_a_chain_looks_up_become_arguments(compiler):
     args = torch.randn(3), torch.zeros(5)
     expected = gm(*args)
     names = list(gm.state_dict())
-    chain = nodes if compiler is None else [n for n in nodes if n.name in ("mul", "clamp", "reshape")]
+    chain = (
+        nodes if compiler is None else [n for n in nodes if n.name in ("mul", "clamp", "reshape")]
+    )
     fused = fuse(gm, chain, compiler=compiler)
     assert torch.equal(gm(*args), expected)
     assert list(fused.state_dict()) == []

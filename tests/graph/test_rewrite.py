@@ -16,7 +16,7 @@ from slapo.graph.match.pattern import call_module
 from slapo.graph.match.search import find_by_name, find_subgraphs
 from slapo.graph.rewrite.rules import Replace, carry_out
 from slapo.graph.rewrite.subgraph import check_closed, subgraph_inputs
-from slapo.graph.rewrite.submodules import drop_unused
+from slapo.graph.trace.module import park_unused
 from tests.graph.rewrites import replace_horizontal, replace_node, replace_vertical
 
 BATCH, SEQ, SIZE = 3, 5, 8
@@ -140,7 +140,7 @@ def test_shared_module_stays_until_its_last_call():
     (match,) = find(gm, lambda a, b: a + b)
     reads = [n for n in gm.graph.nodes if n.op == "get_attr"]
     replace_vertical(gm, [*reads, *match], nn.Identity())
-    assert drop_unused(gm, ["fc"]) == ["fc"]
+    assert park_unused(gm, ["fc"]) == ["fc"]
     assert not hasattr(gm, "fc")
 
 

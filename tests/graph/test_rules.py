@@ -14,11 +14,13 @@ from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
 from slapo.graph.fuse.fusion import Fuse
-from slapo.graph.match.find import Places, find_subgraphs_in, read_pattern
+from slapo.graph.match.canonical import called_path
+from slapo.graph.match.find import find_subgraphs_in, read_pattern
 from slapo.graph.match.pattern import call_module
 from slapo.graph.match.subgraph_view import SubgraphView
 from slapo.graph.rewrite.rules import MadePerText, Replace, carry_out, text_of
 from slapo.graph.trace.module import Trace, View, attach, code_of, rules_of
+from slapo.graph.trace.nodes import HeldModule
 from slapo.op.checkpoint import CheckPointWrapper
 from slapo.primitives.checkpoint import Checkpoint
 from slapo.wrapper import innermost
@@ -109,7 +111,15 @@ def other(gm: Any, **changed: Any) -> Layer:
 
 
 def targets(graph: fx.Graph) -> list[str]:
-    return [str(n.target) for n in graph.find_nodes(op="call_module")]
+    """Paths of called modules, with a mark at those that stand for the one in the shown graph."""
+    paths = ((called_path(n), n.op == "call_function") for n in graph.nodes)
+    return [f"another {path}" if other else path for path, other in paths if path is not None]
+
+
+def hidden(graph: fx.Graph) -> nn.Module:
+    """The module that only a capture calls."""
+    (node,) = (n for n in graph.nodes if isinstance(n.target, HeldModule))
+    return node.target.module
 
 
 def scores(q: Any, k: Any, p: Any, t: Any) -> Any:
@@ -237,25 +247,40 @@ def test_nodes_picked_by_hand_are_found_again(training: bool) -> None:
     assert names == ["mul", "mul", "sub", "tanh", "sin", "cos", "add"]
 
 
-def test_nodes_that_no_pattern_finds_are_found_in_a_like_graph() -> None:
-    class Apart(nn.Module):
-        def __init__(self, swapped: bool = False) -> None:
-            super().__init__()
-            self.swapped = swapped
+class Sines(nn.Module):
+    def __init__(self, number: int = 4) -> None:
+        super().__init__()
+        self.number = number
 
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.number):
+            x = torch.sin(x)
+        return x
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_nodes_that_other_matches_would_overlap(place: int) -> None:
+    gm = traced(Sines())
+    chain = list(gm.graph.nodes)[1 + place : 3 + place]
+    carry_out(gm, Replace(gm, [chain], torch.cos))
+    graph, _ = later(gm, Sines())
+    assert str(graph) == str(gm.graph)
+    with pytest.raises(TraceError, match="2 times, and 3 times in the graph that is shown"):
+        later(gm, Sines(3))
+
+
+def test_nodes_that_share_no_value() -> None:
+    class Apart(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            x.add_(1) if self.swapped else y.add_(1)
+            y.add_(1)
             return x.relu()
 
     gm = traced(Apart())
-    chain = [n for n in gm.graph.nodes if n.op == "call_method"]  # which share no value
-    carry_out(gm, Replace(gm, [chain], torch.sub))
-    (pick,) = rules_of(gm)[0].picks
-    assert isinstance(pick[0], Places)
-    again, _ = later(gm, Apart())
-    assert str(again) == str(gm.graph)
-    with pytest.raises(TraceError, match="0 times"):
-        later(gm, Apart(swapped=True))
+    chain = [n for n in gm.graph.nodes if n.op == "call_method"]
+    before = str(gm.graph)
+    with pytest.raises(ValueError, match="parts that share no value: relu and add_"):
+        Replace(gm, [chain], torch.sub)
+    assert (str(gm.graph), rules_of(gm)) == (before, [])
 
 
 # --- fusions and checkpoints ----------------------------------------------------------------------
@@ -274,7 +299,7 @@ def test_a_fusion_is_compiled_for_each_text(compiler: str | None) -> None:
     for _ in range(2):
         form = other(gm, training=False)
         graph, run = later(gm, form)
-        assert targets(graph) == ["query", "key", "FusedModule_1", "out"]
+        assert targets(graph) == ["query", "key", "another FusedModule_0", "out"]
         torch.testing.assert_close(run(X, X), form(X, X))
     assert (list(gm.state_dict()), list(gm._modules)) == (names, children)
 
@@ -291,7 +316,7 @@ def test_a_fusion_that_has_taken_modules_in_shares_them_with_other_texts(
         next(fused.parameters()).mul_(3.0)
     form = other(gm, training=False)
     graph, run = later(gm, form)
-    assert targets(graph) == ["query", "FusedModule_1", "out"]
+    assert targets(graph) == ["query", "another FusedModule_0", "out"]
     torch.testing.assert_close(run(X, X), form(X, X))
 
 
@@ -310,7 +335,7 @@ def test_modules_in_fusions_of_other_texts_follow_the_mode(compiler: str | None)
     fuse(gm, match, compiler=compiler)
     form.scale = 3.0
     graph, run = later(gm, form)
-    assert targets(graph) == ["FusedModule_1"]
+    assert targets(graph) == ["another FusedModule_0"]
     assert not torch.equal(run(X, X), 3 * X)
     gm.eval()
     assert torch.equal(run(X, X), 3 * X)
@@ -323,8 +348,8 @@ def test_a_checkpoint_is_made_for_each_text() -> None:
     assert checkpoint(gm, match).target == "CheckPointWrapper_0"
     form = other(gm, training=False)
     graph, run = later(gm, form)
-    assert targets(graph) == ["query", "CheckPointWrapper_1", "out"]
-    wrapper = vars(gm)["CheckPointWrapper_1"]
+    assert targets(graph) == ["query", "another CheckPointWrapper_0", "out"]
+    wrapper = hidden(graph)
     assert isinstance(wrapper, CheckPointWrapper)
     assert isinstance(innermost(wrapper), SubgraphView)
     assert list(gm.state_dict()) == names
@@ -346,14 +371,26 @@ def test_a_rewrite_within_a_checkpoint(training: bool) -> None:
     replace(view, [match], torch.cos)
     form = other(gm, training=training)
     graph, run = later(gm, form)
-    name = "CheckPointWrapper_0" if training else "CheckPointWrapper_1"
+    name = "CheckPointWrapper_0" if training else "another CheckPointWrapper_0"
     assert targets(graph) == ["query", "key", name, "out"]
-    part = innermost(View(gm, graph, is_shown=False).get_submodule(name))
+    part = view if training else innermost(hidden(graph))
     called = [n.target.__name__ for n in part.graph.nodes if n.op == "call_function"]
     assert called == ["mul", "sub", "gelu", "dropout", "cos"]
     if not training:
         h = torch.cos(F.gelu(gm.key(X) - 2 * gm.query(X)))
         torch.testing.assert_close(run(X, X), gm.out(h) + X)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_rewrite_of_what_was_fused(training: bool) -> None:
+    """In evaluation another module stands for the fused one, under the same name."""
+    gm = traced(Layer())
+    fuse(gm, find(gm, gelu_dropout)[0], compiler=None)
+    checkpoint(gm, find(gm, lambda x, y: torch.sin(call_module("FusedModule_0", x, y)))[0])
+    replace(gm, find(gm, "CheckPointWrapper_0"), torch.add)
+    form = other(gm, training=training)
+    _, run = later(gm, form)
+    torch.testing.assert_close(run(X, X), gm.out(gm.key(X) + 2 * gm.query(X)) + X)
 
 
 # --- rules are data ------------------------------------------------------------------------------

@@ -88,7 +88,29 @@ def everything(sch: Schedule) -> None:
     sch.fuse(sch.find_node(lambda n: n.target is attention)[:1], compiler=None)
 
 
-SCHEDULES = (replaced, horizontal, by_hand, fused, checkpointed, everything)
+def twice(sch: Schedule) -> None:
+    """Modules that one rewrite adds and another takes out again."""
+    sch.replace(nn.GELU(), sch.find(lambda x: F.gelu(x)))
+    sch.replace(nn.Sequential(sch.mod.fc1, nn.GELU()), sch.find(mlp_of_modules), name="Up")
+    sch.fuse(sch.find(lambda s, v: F.dropout(s @ v)), compiler=None)
+    sch.checkpoint(sch.find(lambda x, y: slapo.call_module("FusedModule_0", x, y)))
+    sch.replace(Attend(0.5), sch.find("CheckPointWrapper_0"))
+
+
+def mlp_of_modules(x: Any) -> Any:
+    return slapo.call_module("GELU_0", slapo.call_module("fc1", x))
+
+
+class Attend(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, scores: Tensor, value: Tensor) -> Tensor:
+        return F.dropout(scores @ value, self.p, self.training)
+
+
+SCHEDULES = (twice, replaced, horizontal, by_hand, fused, checkpointed, everything)
 
 
 def calls() -> list[tuple[Tensor, ...]]:
@@ -113,9 +135,7 @@ def outcome(model: nn.Module, args: tuple[Tensor, ...]) -> list[Tensor]:
 def test_every_kind_of_call(schedule: Callable[[Schedule], None], traced: str) -> None:
     model = Layer()
     reference = Layer()
-    for (_, p), (_, q) in zip(
-        model.named_parameters(), reference.named_parameters(), strict=True
-    ):
+    for (_, p), (_, q) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         q.data = p.data  # the same memory tells the parameters whose names change
     sch = slapo.create_schedule(model)
     if traced == "with inputs":

@@ -33,24 +33,17 @@ class Fuse(MadePerText):
 
     Parameters
     ----------
-    module : torch.fx.GraphModule
-        The owner of the graph.
-    chain : sequence of torch.fx.Node
-        Only its last value may be used outside.
+    module, chain, pick
+        As for :class:`.rules.Rule`. Only the last value of the chain may be used outside.
     compiler : {"TorchScript", "inductor", None}
         ``"TorchScript"`` gives a ``torch.jit.ScriptModule``, ``"inductor"`` a module that
         ``torch.compile`` translates when it is first called, and None a plain ``nn.Sequential``
         that runs the operations one by one.
     name : str
         Name of the module's class, and stem of the child's name.
-    pick : tuple, optional
-        As for :class:`.rules.Rule`.
 
     Raises
     ------
-    ValueError
-        If the compiler is unknown, there are several subgraphs, the chain is not closed, or an
-        operation may not move to the place of the last one.
     SlapoError
         If the compiler cannot translate the chain.
 
@@ -94,22 +87,21 @@ class Fuse(MadePerText):
 
     def _make(self, gm: HasGraph, home: nn.Module, chain: list[fx.Node]) -> nn.Module:
         called = [str(node.target) for node in chain if node.op == "call_module"]
-        if self.children and called:  # the first has them, with their state and their mode
+        if self.shown and called:  # the first has them, with their state and their mode
             return self._over_first(home, chain)
         part, paths = extract(gm, chain, self.stem, home.training)
-        if not self.children:
+        if not self.shown:
             by_order = {str(node.target): str(k) for k, node in enumerate(chain)}
             self.paths = paths if self.compiler is not None else {p: by_order[p] for p in called}
         return COMPILERS[self.compiler](part, self.stem)
 
     def _over_first(self, home: nn.Module, chain: list[fx.Node]) -> nn.Module:
         """The operations one by one, over the modules that the shown fusion has taken in."""
-        first = next(iter(self.children.values()))
         view = subgraph_view(home, chain, subgraph_inputs(chain))
         for node in view.graph.find_nodes(op="call_module"):
             if node.target not in self.paths:
                 raise TraceError(f"{self} has taken in no {node.target}, which is called here")
-            node.target = f"{first}.{self.paths[str(node.target)]}"
+            node.target = f"{self.shown}.{self.paths[str(node.target)]}"
         view.recompile()
         return view
 

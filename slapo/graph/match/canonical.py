@@ -23,6 +23,17 @@ from slapo.graph.trace.nodes import ModuleLookup
 _KEYWORD_ALIASES = {"axis": "dim", "keepdims": "keepdim", "self": "input", "size": "shape"}
 
 
+SHOWN_NAME = "slapo_shown_name"
+"""Key of ``node.meta``: the path that a called module has in the graph that is shown."""
+
+
+def called_path(node: fx.Node) -> str | None:
+    """Path of the module that a node calls, also where another one stands for it; else None."""
+    if node.op == "call_module":
+        return str(node.target)
+    return node.meta.get(SHOWN_NAME) if node.op == "call_function" else None
+
+
 @dataclass(frozen=True)
 class ModuleState:
     """A parameter of a called module, where a function would take it as an argument."""
@@ -35,16 +46,8 @@ class ModuleState:
 class Call:
     """A call in canonical form: equal operators have equal keys, arguments go by name.
 
-    Attributes
-    ----------
-    key : hashable
-    args : dict or None
-        By parameter name, or by position where names are unknown; None if they do not fit.
-    op : Op or None
-        The operator's defaults, arguments that do not matter, and operands that swap.
-    inplace : bool
-        Whether the call writes its result into its first operand.
-    defaults : mapping
+    ``args`` is None where the arguments do not fit the operator; positions stand for names that are
+    unknown. ``inplace`` calls write their result into their first operand.
     """
 
     key: Hashable

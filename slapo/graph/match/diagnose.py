@@ -47,8 +47,7 @@ def why_no_subgraph(graphs: Graphs, pattern: fx.Graph) -> str:
             "computes itself; give each value an argument of its own"
         )
     if nearest.found:
-        traced = nearest.places[0][0]
-        others = _listed(_show(node, traced) for node in nearest.in_place_of(missing))
+        others = _listed(_show(n, nearest.places[0][0]) for n in nearest.in_place_of(missing))
         summary = (
             f"{len(nearest.found)} of {number} operations of the pattern were found together, "
             f"{_found(nearest)}; {_name(missing)} was not{others and ': in its place is '}{others}"
@@ -60,7 +59,7 @@ def why_no_subgraph(graphs: Graphs, pattern: fx.Graph) -> str:
         )
     steps = sorted(nearest.steps.items(), key=lambda item: item[0])
     absent = _listed(_name(step) for node, step in steps if not nearest.occurs(node))
-    return _told(
+    return _joined(
         summary,
         _whereabouts(nearest, missing, graphs),
         [f"no graph here has {absent}"] if absent else [],
@@ -72,18 +71,25 @@ def why_no_subgraph(graphs: Graphs, pattern: fx.Graph) -> str:
 def why_no_call(graphs: Graphs, regex: re.Pattern[str]) -> str:
     """Say what the modules are called whose calls a regular expression did not match."""
     summary = f"{regex.pattern!r} matches none of the {len(_calls(graphs))} calls of modules"
-    hints = (_near_names(regex, graphs), _hidden_modules(graphs, regex), _opaque_calls(graphs))
-    return _told(summary, *hints)
+    hints = list(_near_names(regex, graphs))
+    inner = (path for path, _ in graphs[0].module.named_modules() if path and regex.match(path))
+    path = next(inner, None)
+    if path is not None:
+        hints.append(
+            f"there is a module {path!r}, but no graph calls it by that name; with "
+            ".trace(flatten=True) the graph has the calls within other modules"
+        )
+    return _joined(summary, hints, _opaque_calls(graphs))
 
 
 def why_no_node(graphs: Graphs) -> str:
     """Say how many nodes a predicate was asked about."""
     nodes = [_show(node, traced) for traced in graphs for node in traced.graph.nodes]
     summary = f"the predicate holds for none of the {len(nodes)} nodes; there are {_listed(nodes)}"
-    return _told(summary, _opaque_calls(graphs))
+    return _joined(summary, _opaque_calls(graphs))
 
 
-def _told(summary: str, *hints: Iterable[str]) -> str:
+def _joined(summary: str, *hints: Iterable[str]) -> str:
     return "\n- ".join([summary, *(hint for several in hints for hint in several)])
 
 
@@ -111,7 +117,7 @@ def _whereabouts(nearest: NearestMatch, missing: Step, graphs: Graphs) -> Iterat
 
 
 def _misfits(nearest: NearestMatch, step: Step, node: fx.Node) -> Iterator[str]:
-    """Tell constants of the pattern from other ones of a node that is the same operation."""
+    """Name constants that keep a node of the same operation from being the pattern's."""
     call = nearest.places[0][1].call(step, node)
     wanted: dict[Any, Any] = {**step.sizes, **(step.call.args or {})}
     given, names = call.args or {}, set(wanted)
@@ -162,27 +168,21 @@ def _other_spellings(missing: Step, graphs: Graphs) -> Iterator[str]:
         yield f"named alike are {_listed(near)}"
 
 
-def _operations(graphs: Graphs) -> set[str]:
-    """Names of the operations that a pattern could have."""
-    keys = {key_of(node, gm.get_submodule) for _, gm, graph in graphs for node in graph.nodes}
-    return {_name_of_key(key) for key in keys - {None}}
-
-
 def _near_names(regex: re.Pattern[str], graphs: Graphs) -> Iterator[str]:
     """Say which names of called modules a regular expression nearly matches."""
     calls = [(traced.path, str(node.target)) for traced, node in _calls(graphs)]
     targets = list(dict.fromkeys(target for _, target in calls))
-    within = [target for target in targets if regex.search(target)]
-    full = [(path, target) for path, target in calls if regex.match(f"{path}.{target}")]
+    within = next((target for target in targets if regex.search(target)), None)
+    full = next(((p, target) for p, target in calls if regex.match(f"{p}.{target}")), None)
     if not targets:
         yield "no graph here calls a module"
-    elif within:
+    elif within is not None:
         yield (
-            f"{regex.pattern!r} is within {within[0]!r}, but names are matched from their start: "
+            f"{regex.pattern!r} is within {within!r}, but names are matched from their start: "
             f"write {'.*' + regex.pattern!r}"
         )
-    elif full:
-        path, target = full[0]
+    elif full is not None:
+        path, target = full
         yield (
             f"it matches '{path}.{target}', but in the graph of {path!r} the name is {target!r}: "
             "write that, or trace the parent with .trace(flatten=True)"
@@ -192,15 +192,10 @@ def _near_names(regex: re.Pattern[str], graphs: Graphs) -> Iterator[str]:
         yield f"names of called modules are {_listed(map(repr, near))}"
 
 
-def _hidden_modules(graphs: Graphs, regex: re.Pattern[str]) -> Iterator[str]:
-    """Name a module whose path matches, but which no graph calls by it."""
-    paths = (path for path, _ in graphs[0].module.named_modules() if path and regex.match(path))
-    path = next(paths, None)
-    if path is not None:
-        yield (
-            f"there is a module {path!r}, but no graph calls it by that name; with "
-            ".trace(flatten=True) the graph has the calls within other modules"
-        )
+def _operations(graphs: Graphs) -> set[str]:
+    """Names of the operations that a pattern could have."""
+    keys = {key_of(node, gm.get_submodule) for _, gm, graph in graphs for node in graph.nodes}
+    return {_name_of_key(key) for key in keys - {None}}
 
 
 def _calls(graphs: Graphs) -> list[tuple[TracedGraph, fx.Node]]:
@@ -212,7 +207,6 @@ def _module(node: fx.Node, traced: TracedGraph) -> nn.Module:
 
 
 def _show(node: fx.Node, traced: TracedGraph) -> str:
-    """A node as users know it."""
     if node.op == "call_module":
         return f"{node.target} ({type(_module(node, traced)).__name__})"
     return f"{node.name} ({_name_of_key(key_of(node, traced.module.get_submodule)) or node.op})"
@@ -220,13 +214,11 @@ def _show(node: fx.Node, traced: TracedGraph) -> str:
 
 def _name(step: Step) -> str:
     """An operation of a pattern as it was written."""
-    if step.regex is not None:
-        return f"call_module({step.regex.pattern!r})"
-    return _name_of_key(step.call.key)
+    is_named = step.regex is not None
+    return f"call_module({step.regex.pattern!r})" if is_named else _name_of_key(step.call.key)
 
 
 def _name_of_key(key: Any) -> str:
-    """The operator's own name, see :func:`.canonical.key_of`."""
     name = key[1] if isinstance(key, tuple) else key
     return str(getattr(name, "__name__", name or ""))
 
@@ -253,8 +245,7 @@ class NearestMatch(NamedTuple):
     def missing(self) -> Step | None:
         """The first that was not found: prefer what no graph has, then what is next to the others.
 
-        None if all were, but an argument of the pattern would have to stand for two values, or for
-        one that the match computes.
+        None if only the arguments do not fit.
         """
         beside = {value for node in self.found for value in nodes_in(self.steps[node].call.args)}
 
@@ -268,18 +259,16 @@ class NearestMatch(NamedTuple):
     def in_place_of(self, missing: Step) -> list[fx.Node]:
         """What takes the values, or gives the value, that the missing operation would."""
         arguments = [self.found[v] for v in nodes_in(missing.call.args) if v in self.found]
-        users = [user for argument in arguments for user in argument.users]
-        givers = [
-            value
-            for other, node in self.found.items()
-            if missing.node in nodes_in(self.steps[other].call.args)
-            for value in node.all_input_nodes
-        ]
+        takers = (user for argument in arguments for user in argument.users)
+        beside = (
+            n for o, n in self.found.items() if missing.node in nodes_in(self.steps[o].call.args)
+        )
+        givers = (value for node in beside for value in node.all_input_nodes)
         known = set(self.found.values())
-        return [n for n in (*users, *givers) if n not in known and n.op != "output"]
+        return [n for n in (*takers, *givers) if n not in known and n.op != "output"]
 
 
-def nearest_match(graphs: Sequence[TracedGraph], steps: dict[fx.Node, Step]) -> NearestMatch:
+def nearest_match(graphs: Graphs, steps: dict[fx.Node, Step]) -> NearestMatch:
     """Find the longest part of a pattern that some graph has."""
     places = [(g, GraphIndex(g.graph, g.module.get_submodule, steps)) for g in graphs]
     best, found = places[0], dict[fx.Node, fx.Node]()
@@ -293,7 +282,7 @@ def nearest_match(graphs: Sequence[TracedGraph], steps: dict[fx.Node, Step]) -> 
 
 
 def _starts(index: GraphIndex, steps: dict[fx.Node, Step]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield operations of the pattern with nodes that they may be, the rarest first."""
+    """Operations of the pattern with nodes that they may be, the rarest first."""
     candidates = {anchor: index.candidates(step) for anchor, step in steps.items()}
     for anchor in sorted(candidates, key=lambda node: len(candidates[node])):
         yield from ((anchor, node) for node in candidates[anchor][:_STARTS_PER_OPERATION])

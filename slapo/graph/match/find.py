@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -30,62 +30,33 @@ class Search:
     pattern : torch.fx.Graph or re.Pattern
         A traced pattern, or a regular expression for the targets of module calls.
     rewrites : int
-        How many rewrites the module had had.
+        Number of rewrites that the module had when it was searched.
     total : int
-        How many matches it found.
+        Number of matches.
     inside : str
         The child around the :class:`.SubgraphView` that was searched; empty for the module's graph.
+    overlapping : bool
+        Whether matches may share operations.
     """
 
     pattern: fx.Graph | re.Pattern[str]
     rewrites: int = 0
     total: int = 0
     inside: str = ""
+    overlapping: bool = False
+
+    @classmethod
+    def of(cls, module: fx.GraphModule, pattern: Any, total: int, **how: Any) -> Search:
+        """A search that has just been made."""
+        if isinstance(module, SubgraphView):
+            return cls(pattern, len(rules_of(module.owner)), total, module.name, **how)
+        return cls(pattern, len(rules_of(module)), total, **how)
 
     def run(self, graph: fx.Graph, modules: ModuleLookup) -> list[Match]:
         """Search another graph in the same way."""
-        return matches_of(self.pattern, graph, modules)
-
-
-@dataclass(frozen=True, eq=False)
-class Places:
-    """Operations by their places in a graph, where no pattern tells them from others.
-
-    Attributes
-    ----------
-    length : int
-        Number of nodes in the graph.
-    calls : tuple
-        Place of each operation, and its text with places instead of names.
-    rewrites, inside
-        As of a :class:`Search`.
-    """
-
-    length: int
-    calls: tuple[tuple[int, str], ...]
-    rewrites: int = 0
-    inside: str = ""
-    total = 1
-
-    def run(self, graph: fx.Graph, modules: ModuleLookup) -> list[Match]:
-        """Take the operations in another graph, if it is laid out in the same way."""
-        nodes = list(graph.nodes)
-        if (
-            len(nodes) != self.length
-            or _calls_at(nodes, [at for at, _ in self.calls]) != self.calls
-        ):
-            return []
-        return [Match(nodes[at] for at, _ in self.calls)]
-
-
-def _calls_at(nodes: list[fx.Node], places: list[int]) -> tuple[tuple[int, str], ...]:
-    at: dict[fx.Node, Any] = {node: place for place, node in enumerate(nodes)}
-
-    def text(node: fx.Node) -> str:
-        arguments = fx.map_arg((node.args, dict(node.kwargs)), at.__getitem__)
-        return f"{node.op} {node.target} {arguments}"
-
-    return tuple((place, text(nodes[place])) for place in places)
+        if isinstance(self.pattern, fx.Graph):
+            return find_subgraphs(graph, modules, self.pattern, self.overlapping)
+        return find_by_name(graph, self.pattern)
 
 
 class Origin(NamedTuple):
@@ -199,17 +170,8 @@ def traced_modules(root: nn.Module) -> Iterator[TracedGraph]:
 
 
 def read_pattern(pattern: str | Callable[..., Any] | nn.Module) -> re.Pattern[str] | fx.Graph:
-    """Compile a regular expression, or trace a pattern; ``TypeError``, ``ValueError`` if neither."""
+    """Compile a regular expression, or trace a pattern, or raise ``TypeError``, ``ValueError``."""
     return compile_name(pattern) if isinstance(pattern, str) else trace_pattern(pattern)
-
-
-def matches_of(
-    pattern: re.Pattern[str] | fx.Graph, graph: fx.Graph, modules: ModuleLookup
-) -> list[Match]:
-    """Matches of what :func:`read_pattern` gave in one graph."""
-    if isinstance(pattern, fx.Graph):
-        return find_subgraphs(graph, modules, pattern)
-    return find_by_name(graph, pattern)
 
 
 def find_subgraphs_in(root: nn.Module, pattern: re.Pattern[str] | fx.Graph) -> Matches[Subgraph]:
@@ -217,39 +179,34 @@ def find_subgraphs_in(root: nn.Module, pattern: re.Pattern[str] | fx.Graph) -> M
     graphs = list(traced_modules(root))
     found = []
     for path, module, graph in graphs:
-        matches = matches_of(pattern, graph, module.get_submodule)
-        search = _search_of(module, pattern, len(matches))
+        matches = Search(pattern).run(graph, module.get_submodule)
+        search = Search.of(module, pattern, len(matches))
         found += [Subgraph(path, match, search, k) for k, match in enumerate(matches)]
     if isinstance(pattern, fx.Graph):
         return Matches(found, lambda: why_no_subgraph(graphs, pattern))
     return Matches(found, lambda: why_no_call(graphs, pattern))
 
 
-def _search_of(module: fx.GraphModule, pattern: re.Pattern[str] | fx.Graph, total: int) -> Search:
-    if isinstance(module, SubgraphView):
-        return Search(pattern, len(rules_of(module.owner)), total, module.name)
-    return Search(pattern, len(rules_of(module)), total)
+def search_for_chain(module: fx.GraphModule, chain: Sequence[fx.Node]) -> tuple[Search, int, Match]:
+    """A search that finds a chain which was picked by hand, its place in the results, and it.
 
-
-def search_for_chain(
-    module: fx.GraphModule, chain: list[fx.Node]
-) -> tuple[Search | Places, int, Match]:
-    """A search that finds a chain which was picked by hand, its place in the results, and it."""
-    try:
-        pattern = _pattern_of(chain)
-        matches = find_subgraphs(module.graph, module.get_submodule, pattern)
-    except ValueError:
-        matches = []
+    Raises
+    ------
+    ValueError
+        If the operations share no value, so that no search finds them together.
+    """
+    pattern = _pattern_of(chain)
+    matches = find_subgraphs(module.graph, module.get_submodule, pattern, overlapping=True)
     for position, match in enumerate(matches):
         if set(chain) <= set(match):
-            return _search_of(module, pattern, len(matches)), position, match
-    nodes = list(module.graph.nodes)
-    calls = _calls_at(nodes, [nodes.index(node) for node in chain])
-    plain = _search_of(module, re.compile(""), 1)
-    return Places(len(nodes), calls, plain.rewrites, plain.inside), 0, Match(chain)
+            return Search.of(module, pattern, len(matches), overlapping=True), position, match
+    raise ValueError(
+        f"no search finds {', '.join(node.name for node in chain)} again, which the rewrite of "
+        "other captures of the module needs; pass what find() returns"
+    )
 
 
-def _pattern_of(chain: list[fx.Node]) -> fx.Graph:
+def _pattern_of(chain: Sequence[fx.Node]) -> fx.Graph:
     """A pattern of exactly these operations; their inputs are its arguments."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -17,6 +17,7 @@ from slapo.graph.match.canonical import (
     ModuleState,
     bind_signature,
     call_of,
+    called_path,
     key_of,
     module_key,
     positions_and_names,
@@ -43,25 +44,23 @@ class GraphIndex:
             found = self.nodes.get(key_of(node, modules))
             if found is not None:
                 found.append(node)
-            if node.op == "call_module":
-                self._add_module_call(node, by_class)
+            if call_module in self.nodes and called_path(node) is not None:
+                self.nodes[call_module].append(node)
+            if by_class and node.op == "call_module":
+                self._add_by_class(node)
 
-    def _add_module_call(self, node: fx.Node, by_class: bool) -> None:
-        """List the call of a module under its other names."""
-        if call_module in self.nodes:
-            self.nodes[call_module].append(node)
-        if by_class:
-            key = module_key(type(self.modules(str(node.target))))
-            found = self.nodes.get(key)
-            if found is not None and (not found or found[-1] is not node):
-                found.append(node)
+    def _add_by_class(self, node: fx.Node) -> None:
+        """List the call of a module that spells an operator under its class too."""
+        found = self.nodes.get(module_key(type(self.modules(str(node.target)))))
+        if found is not None and (not found or found[-1] is not node):
+            found.append(node)
 
     def candidates(self, step: Step) -> list[fx.Node]:
         """List the nodes that may be `step`, in graph order."""
         nodes = self.nodes[step.call.key]
         if step.regex is None:
             return nodes
-        return [node for node in nodes if step.regex.match(str(node.target))]
+        return [node for node in nodes if step.regex.match(called_path(node) or "")]
 
     def rarest(self, steps: dict[fx.Node, Step]) -> tuple[fx.Node, Sequence[fx.Node]]:
         """Choose the operation that the graph has least often; stop at one that it lacks."""
@@ -78,7 +77,8 @@ class GraphIndex:
     def fits(self, step: Step, node: fx.Node) -> bool:
         """Tell whether `node` is the same operation as `step`, arguments aside."""
         if step.regex is not None:
-            return node.op == "call_module" and bool(step.regex.match(str(node.target)))
+            path = called_path(node)
+            return path is not None and bool(step.regex.match(path))
         if step.call.op is None and isinstance(step.call.key, tuple) and node.op == "call_module":
             module = self.modules(str(node.target))
             same = module_key(type(module)) == step.call.key

@@ -44,11 +44,6 @@ def call_module(name_regex: str, *args: Any, **kwargs: Any) -> Any:
     *args, **kwargs
         Arguments of the call: values of the pattern, or constants.
 
-    Returns
-    -------
-    torch.fx.Proxy
-        The value of the call, for use in the rest of the pattern.
-
     Raises
     ------
     ValueError
@@ -140,7 +135,7 @@ class _PatternTracer(fx.Tracer):
         return super().create_arg(a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Tell whether the trace stops at `m`."""
+        """Whether the trace stops at `m`."""
         return not isinstance(m, (Pattern, ModulePattern, nn.Sequential))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from slapo.graph.match.canonical import written_operand
+from slapo.graph.match.canonical import called_path, written_operand
 from slapo.graph.match.dataflow import is_private, size_helpers
 from slapo.graph.match.index import (
     MISSING,
@@ -66,12 +66,16 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def find_subgraphs(
-    graph: fx.Graph, modules: ModuleLookup, pattern: Callable[..., Any] | type | fx.Graph
+    graph: fx.Graph,
+    modules: ModuleLookup,
+    pattern: Callable[..., Any] | type | fx.Graph,
+    overlapping: bool = False,
 ) -> list[Match]:
     """Find all places where a graph computes what a pattern computes, in graph order.
 
-    Matches do not overlap. Nodes that compute sizes, as ``view`` takes them, belong to a match if
-    nothing else uses them. A match may have inner values that are used outside.
+    Matches do not overlap, unless they may. Nodes that compute sizes, as ``view`` takes them,
+    belong to a match if nothing else uses them. A match may have inner values that are used
+    outside.
 
     An argument of the pattern binds a value of the graph or a constant, but neither None nor a
     value that the match itself computes; used twice, it is the same value. Instead of a weight it
@@ -117,7 +121,7 @@ def find_subgraphs(
                 f"the pattern is too long ({len(steps)} operations); find a part of it"
             ) from None
         if found is not None:
-            taken.update(found)
+            taken.update(() if overlapping else found)
             matches.append(found)
     return sorted(matches, key=lambda match: match[0])
 
@@ -125,8 +129,8 @@ def find_subgraphs(
 def find_by_name(graph: fx.Graph, regex: str | re.Pattern[str]) -> list[Match]:
     """Find the calls of modules whose path matches, by :func:`re.match`: one match for each."""
     compiled = regex if isinstance(regex, re.Pattern) else compile_name(regex)
-    calls = graph.find_nodes(op="call_module")
-    return [Match([node]) for node in calls if compiled.match(str(node.target))]
+    called = ((node, called_path(node)) for node in graph.nodes)
+    return [Match([node]) for node, path in called if path is not None and compiled.match(path)]
 
 
 def furthest(

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import fx, nn
-from torch.fx.graph_module import _forward_from_src
+
+from slapo.graph.trace.module import code_of
+from slapo.wrapper import innermost
 
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _CODE = "_slapo_code"
@@ -19,15 +21,12 @@ class SubgraphView(fx.GraphModule):
     So it follows when one of them is replaced there. It has no state of its own: its tables of
     parameters and children are those of the owner.
 
-    Parameters
-    ----------
-    owner
-        The traced module that the operations are part of.
-    graph
-        The operations; its inputs are those of the chain in order of first use.
-
     Attributes
     ----------
+    owner : nn.Module
+        The traced module that the operations are part of.
+    graph : torch.fx.Graph
+        The operations; its inputs are those of the chain in order of first use.
     name : str
         Path, in the owner, of the module around the view; set when it has one.
     rewritten_by : set of int
@@ -66,9 +65,8 @@ class SubgraphView(fx.GraphModule):
 
     def recompile(self) -> Any:
         """Follow a change of the graph."""
-        code = self._graph.python_code("self")
-        self.__dict__[_CODE] = _forward_from_src(code.src, code.globals)
-        return code
+        self.__dict__[_CODE] = code_of(self._graph)
+        return self._graph.python_code("self")
 
     def forward(self, *inputs: Any) -> Any:
         """Run the operations on the state of the owner."""
@@ -109,3 +107,9 @@ def subgraph_view(
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(copies[nodes[-1]])
     return SubgraphView(owner, graph)
+
+
+def views_of(owner: nn.Module) -> list[SubgraphView]:
+    """The views of operations of a module, which its children wrap."""
+    inner = (innermost(child) for child in owner._modules.values() if child is not None)
+    return [each for each in inner if isinstance(each, SubgraphView) and each.owner is owner]

@@ -25,17 +25,11 @@ _REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True)
 class Callee:
-    """The parameters of a callable, without the callable itself: what a rewrite keeps of it.
+    """The parameters of a callable, without the callable itself: what a rewrite keeps of it."""
 
-    Attributes
-    ----------
-    label : str
-        Its name in messages, such as ``"module GELU"``.
-    parameters : tuple or None
-        Without ``self``; None if it has no readable signature.
-    """
-
+    #: its name in messages, such as "module GELU"
     label: str
+    #: without ``self``; None if it has no readable signature
     parameters: tuple[Parameter, ...] | None
 
     @classmethod
@@ -115,7 +109,6 @@ def plan_call(
     Parameters
     ----------
     callee : Callee
-        The parameters.
     inputs : sequence
         The values that the subgraph takes, in order of first use.
     concrete_args : mapping
@@ -125,11 +118,6 @@ def plan_call(
         the same name gets that value. The other values go to the parameters without default that
         are left, in the pattern's order and then in the order of first use. Constants and sizes
         among them are given only where parameters are left for them.
-
-    Raises
-    ------
-    ValueError
-        If they do not fit; the message names numbers, parameters and inputs.
 
     Examples
     --------

@@ -21,21 +21,8 @@ from slapo.graph.trace.operator_effects import MARKS
 class Plan:
     """A rewrite of one graph; :func:`lay_out` makes and checks it.
 
-    Attributes
-    ----------
-    graph : torch.fx.Graph
-    chains : list of lists of torch.fx.Node
-        The operations that go, in graph order; the last of each gives its value.
-    place : torch.fx.Node
-        The new call will stand before this node.
-    args, kwargs
-        Its arguments.
-    side_by_side : bool
-        Whether it gives one result for each chain.
-    effects : frozenset of str
-        What it does beside returning values.
-    call : torch.fx.Node or None
-        The new call, once it is there.
+    The last node of each chain gives its value. The new call will stand before `place`; side by
+    side it gives one result for each chain. `effects` are what it does beside returning values.
     """
 
     graph: fx.Graph
@@ -45,6 +32,7 @@ class Plan:
     kwargs: Mapping[str, Any]
     side_by_side: bool
     effects: frozenset[str]
+    #: the new call, once it is there
     call: fx.Node | None = None
 
     @property

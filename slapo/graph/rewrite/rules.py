@@ -17,9 +17,10 @@ import torch.fx as fx
 from torch import nn
 
 from slapo.errors import SlapoError, TraceError
-from slapo.graph.match.find import Places, Search, search_for_chain
+from slapo.graph.match.canonical import SHOWN_NAME, called_path
+from slapo.graph.match.find import Search, search_for_chain
 from slapo.graph.match.search import Match
-from slapo.graph.match.subgraph_view import SubgraphView
+from slapo.graph.match.subgraph_view import SubgraphView, views_of
 from slapo.graph.rewrite.arguments import (
     Arguments,
     Callee,
@@ -29,28 +30,24 @@ from slapo.graph.rewrite.arguments import (
 )
 from slapo.graph.rewrite.plan import Plan, common_inputs, lay_out
 from slapo.graph.rewrite.subgraph import HasGraph, in_order, subgraph_inputs
-from slapo.graph.rewrite.submodules import check_stem, drop_unused
-from slapo.graph.trace.module import Traced, View, rewrite, rules_of
+from slapo.graph.trace.module import Traced, View, is_used, park_unused, rewrite, rules_of
 from slapo.graph.trace.nodes import HeldModule, called_name
 from slapo.history import caller_location
 from slapo.wrapper import innermost
 
 Bindings: TypeAlias = Mapping[str, Any]
-Pick: TypeAlias = tuple[Search | Places, int]
+Pick: TypeAlias = tuple[Search, int]
 """A search, and which of its matches."""
 
-_INSIDE = "slapo_subgraph_view"
-"""Key of ``node.meta``: the name, in the shown graph, of the child that is called."""
-
-_found: WeakKeyDictionary[fx.Graph, dict[Search | Places, list[Match]]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[fx.Graph, dict[Search, list[Match]]] = WeakKeyDictionary()
 """Results of searches in captures that rules are being applied to, from before the rewrites."""
 
 
 class Rule:
     """A rewrite of the graphs of one module.
 
-    Making a rule plans it for the graph that the schedule sees, where all errors are raised;
-    nothing is changed before :func:`carry_out`.
+    To make a rule plans it for the graph that the schedule sees: all its errors are raised there,
+    and nothing is changed before :func:`carry_out`.
 
     Parameters
     ----------
@@ -145,17 +142,17 @@ class Rule:
         if not self.inside:
             return view
         for node in view.graph.nodes:
-            if node.meta.get(_INSIDE, node.target) == self.inside:
-                held = isinstance(node.target, HeldModule)
-                called = node.target.module if held else view.get_submodule(str(node.target))
-                part = innermost(called)
+            if called_path(node) == self.inside:
+                target: Any = node.target
+                held = isinstance(target, HeldModule)
+                part = innermost(target.module if held else view.get_submodule(target))
                 if isinstance(part, SubgraphView):
                     return part
         raise self._refusal(f"it has no {self.inside}, which the operations are in")
 
-    def _search(self, view: View) -> dict[Search | Places, list[Match]]:
+    def _search(self, view: View) -> dict[Search, list[Match]]:
         """Repeat the searches of this rule and of later ones that were made before it was done."""
-        rules = rules_of(view.module)
+        rules: list[Any] = rules_of(view.module)
         is_next = self.number < len(rules) and rules[self.number] is self
         found = _found.setdefault(view.graph, {})
         for rule in rules[self.number :] if is_next else [self]:
@@ -167,9 +164,7 @@ class Rule:
                     found[search] = search.run(part.graph, part.get_submodule)
         return found
 
-    def _pick(
-        self, search: Search | Places, position: int, found: Mapping[Search | Places, list[Match]]
-    ) -> Match:
+    def _pick(self, search: Search, position: int, found: Mapping[Search, list[Match]]) -> Match:
         matches = found[search]
         if len(matches) != search.total:
             raise self._refusal(
@@ -183,6 +178,13 @@ class Rule:
             f"{self} has no place in the graph of this kind of call (other inputs, or another mode,"
             f" than the graph that is shown): {reason}; call the module as it was traced, or leave "
             "the rewrite out"
+        )
+
+
+def _check_stem(name: str) -> None:
+    if not name.isidentifier():
+        raise ValueError(
+            f"name={name!r} cannot name a submodule; use letters, digits and underscores"
         )
 
 
@@ -222,7 +224,7 @@ class Replace(Rule):
         self._new: nn.Module | None = None
         self.target: Any = None
         if isinstance(new, nn.Module):
-            check_stem(self.stem)
+            _check_stem(self.stem)
             self._new = new
         else:
             self.target = _with_name(new) if isinstance(new, functools.partial) else new
@@ -273,8 +275,8 @@ class MadePerText(Rule):
     def __init__(
         self, module: fx.GraphModule, chain: Sequence[fx.Node], stem: str, pick: Pick | None = None
     ) -> None:
-        check_stem(stem)
-        self.stem, self.children = stem, dict[str, str | HeldModule]()
+        _check_stem(stem)
+        self.stem, self.shown, self.children = stem, "", dict[str, str | HeldModule]()
         super().__init__(module, [chain], picks=[pick])
         assert self.plan is not None
         self.made: nn.Module | None = self._make(module, home_of(module), self.plan.chains[0])
@@ -304,20 +306,12 @@ class MadePerText(Rule):
 
     def _note(self, plan: Plan) -> None:
         assert plan.call is not None
-        plan.call.meta[_INSIDE] = next(iter(self.children.values()))
+        self.shown = self.shown or str(plan.call.target)
+        plan.call.meta[SHOWN_NAME] = self.shown
 
 
 def carry_out(module: fx.GraphModule, rule: Rule, keep_modules: bool = False) -> fx.Node:
-    """Do a rewrite in all graphs of a module, and drop the submodules that are not needed any more.
-
-    Parameters
-    ----------
-    module
-        That of the rule.
-    rule
-        A rule that was made for it.
-    keep_modules
-        Keep submodules that are called no more.
+    """Do a rewrite in all graphs of its module, and take out the submodules without a use.
 
     Returns
     -------
@@ -339,9 +333,16 @@ def carry_out(module: fx.GraphModule, rule: Rule, keep_modules: bool = False) ->
     called = [str(node.target) for node in plan.nodes if node.op == "call_module"]
     rewrite(home, rule)
     if not keep_modules:
-        drop_unused(home, called)
+        _drop_unused(home, called)
     assert plan.call is not None
     return plan.call
+
+
+def _drop_unused(home: fx.GraphModule, targets: Sequence[str]) -> None:
+    """Take out the submodules that neither the graph nor a part moved out of it needs any more."""
+    for view in views_of(home):
+        targets = [target for target in targets if not is_used(view.graph, target)]
+    park_unused(home, targets)
 
 
 def home_of(module: fx.GraphModule) -> Any:

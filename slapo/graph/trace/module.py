@@ -63,8 +63,11 @@ class View:
     def get_submodule(self, path: str) -> nn.Module:
         """The module that a node calls, also where a rewrite has taken it out."""
         trace = vars(self.module).get("_trace")
-        stub = None if trace is None else trace.parked.get(path)
-        return self.module.get_submodule(path) if stub is None else stub.module
+        if trace is not None and path in trace.parked:
+            return trace.parked[path].module
+        if trace is not None and path in trace.dropped and path not in self.module._modules:
+            return trace.dropped[path]
+        return self.module.get_submodule(path)
 
     def add(self, stem: str, child: nn.Module) -> str | HeldModule:
         """Register `child` as ``<stem>_<k>``, with the first free k; returns the target of calls.
@@ -143,6 +146,8 @@ class Trace:
         self.rules: list[Rewrite] = []
         self.parked: dict[str, _Stub] = {}
         self.added: list[str] = []
+        #: modules that one rewrite has added and another has taken out, by name
+        self.dropped: dict[str, nn.Module] = {}
         self.first_key = None if first is None else first.key
         self.edited: Callable[..., Any] | None = None
         self.known: dict[Any, list[tuple[Capture, Callable[..., Any]]]] = {}
@@ -251,6 +256,7 @@ class Trace:
         shown = self._shown
         before = copy.deepcopy(shown) if isinstance(shown, fx.Graph) else shown
         held = {"rules": list(self.rules), "parked": dict(self.parked), "added": list(self.added)}
+        held["dropped"] = dict(self.dropped)
         return {**self.__dict__, **held, "before": before}
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -280,6 +286,7 @@ class Trace:
         new.shared, new.inputs = self.shared, self.inputs
         new.rules = [copy.copy(rule) for rule in self.rules]
         new.parked, new.added = dict(self.parked), list(self.added)
+        new.dropped = dict(self.dropped)
         return new
 
 
@@ -621,11 +628,11 @@ def park_unused(module: fx.GraphModule, targets: Iterable[str]) -> list[str]:
         Paths of the children that were taken out.
     """
     if not isinstance(module, Traced):
-        unused = [target for target in dict.fromkeys(targets) if not _is_used(module.graph, target)]
+        unused = [target for target in dict.fromkeys(targets) if not is_used(module.graph, target)]
         return [target for target in unused if module.delete_submodule(target)]
     trace, removed = trace_of(module), []
     for target in dict.fromkeys(targets):
-        if target in trace.parked or _is_used(trace.shown, target):
+        if target in trace.parked or is_used(trace.shown, target):
             continue
         holder, _, name = target.rpartition(".")
         owner = module.get_submodule(holder)
@@ -634,6 +641,7 @@ def park_unused(module: fx.GraphModule, targets: Iterable[str]) -> list[str]:
             continue
         if target in trace.added:
             trace.added.remove(target)
+            trace.dropped[target] = _stub_of(child, 0).module
         else:
             trace.parked[target] = _stub_of(child, list(owner._modules).index(name))
         del owner._modules[name]
@@ -641,14 +649,17 @@ def park_unused(module: fx.GraphModule, targets: Iterable[str]) -> list[str]:
     return removed
 
 
-def _is_used(graph: fx.Graph, target: str) -> bool:
+def is_used(graph: fx.Graph, target: str) -> bool:
+    """Whether a graph calls a module, one around it, or something in it, or reads from it."""
+    atoms = target.split(".")
+    around = (".".join(atoms[:length]) for length in range(1, len(atoms) + 1))
+    if any(graph.find_nodes(op="call_module", target=path, sort=False) for path in around):
+        return True
     inside = f"{target}."
     return any(
-        str(n.target) == target
-        or str(n.target).startswith(inside)
-        or target.startswith(f"{n.target}.")
-        for op in ("call_module", "get_attr")
-        for n in graph.find_nodes(op=op)
+        str(n.target) == target or str(n.target).startswith(inside)
+        for op in ("get_attr", "call_module")
+        for n in graph.find_nodes(op=op, sort=False)
     )
 
 
