@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 # Rules enter the registry when they are imported: also those of products and of pixels.
 from slapo.check import pixels as pixels
@@ -23,7 +21,6 @@ from slapo.check.finding import OURS, Finding, Stop
 from slapo.check.memory import through_memory
 from slapo.check.mixing import ATTENTION, attention
 from slapo.check.moves import VIEWS
-from slapo.check.paths import Paths
 from slapo.check.place import (
     MASKED,
     OWN,
@@ -41,7 +38,7 @@ from slapo.check.place import (
 from slapo.check.pointwise import is_constant, is_pointwise, of_wholes, others_whole, pointwise
 from slapo.check.raw import RAW, group_in, raw_collective
 from slapo.check.shared import followed, is_shared
-from slapo.check.sizes import ANY, Sized, Views, is_sized, sized
+from slapo.check.sizes import ANY, OperationLog, Shape
 from slapo.random import get_rng_tracker
 from slapo.sharding.groups import group_rank, group_size, share_of
 from slapo.sharding.steps import SUM_SHARED, Step
@@ -52,31 +49,22 @@ _DRAWS |= {"rand_like", "randn_like", "randint_like", "exponential", "random", "
 _DRAWS |= {"randperm", "dropout"}
 
 
-class PlaceMode(TorchDispatchMode):
-    """Give every tensor a place, and stop at the first operation that misfits.
-
-    Parameters
-    ----------
-    model
-        Whose modules are named.
-    group
-        The ranks.
-    views
-        Shapes in one process, where they are known.
-    """
+class PlaceMode(OperationLog):
+    """Give every tensor a place, and stop at the first operation that misfits."""
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup | None, views: Views | None = None
+        self, model: nn.Module, group: dist.ProcessGroup | None, alone: OperationLog
     ) -> None:
-        super().__init__()
-        self.paths = Paths(model)
+        super().__init__(model, alone.apart)
         self.group = group
         self.rank, self.ranks = group_rank(group), group_size(group)
-        self.sized: list[Sized] = []
         #: operations so far
         self.calls = 0
-        self._quiet = 0
-        self._views = views or {}
+        #: module -> shapes that its views have in one process, in order
+        self._views: dict[str, list[Shape]] = {}
+        for each in alone.operations:
+            if each.name in VIEWS:
+                self._views.setdefault(each.path, []).append(each.shapes[0])
         self._viewed: Counter[str] = Counter()
         #: memory -> tensors there that are known to be constant
         self._constants: dict[int, list[weakref.ref[Tensor]]] = {}
@@ -88,7 +76,7 @@ class PlaceMode(TorchDispatchMode):
     ) -> Any:
         """Run the operation, and say where its results lie."""
         kwargs = kwargs or {}
-        if func.namespace == "prim" or self._quiet:  # an error in the first would end the process
+        if func.namespace == "prim" or self.quiet:  # an error in the first would end the process
             return func(*args, **kwargs)
         if func.namespace in RAW:
             return self._raw(func, args, kwargs)
@@ -109,24 +97,10 @@ class PlaceMode(TorchDispatchMode):
         if name in VIEWS:
             self._compare_view(call)
         self._settle(call)
-        if is_sized(name):
-            path = self.paths.now()[0]
-            self.sized.append(sized(path, func, args, kwargs, self._whole_shape))
+        pairs = zip(tensors, places, strict=True)
+        on_one = any(place.is_slice and tensor.shape[place.dim] == 1 for tensor, place in pairs)
+        self.note(func, args, kwargs, out, self._whole_shape, on_one)
         return out
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether what runs is not looked at."""
-        return self._quiet > 0
-
-    @contextmanager
-    def unseen(self) -> Iterator[None]:
-        """What runs in the block is not looked at: who runs it says what it gives."""
-        self._quiet += 1
-        try:
-            yield
-        finally:
-            self._quiet -= 1
 
     # --- places ------------------------------------------------------------------------------
     def _settle(self, call: Call) -> None:
@@ -362,7 +336,7 @@ class PlaceMode(TorchDispatchMode):
         if shapes:
             self._find_in_one_process(call, path, shapes)
 
-    def _find_in_one_process(self, call: Call, path: str, shapes: list[tuple[int, ...]]) -> None:
+    def _find_in_one_process(self, call: Call, path: str, shapes: list[Shape]) -> None:
         """The next view there that this one can be; a module that runs again does so again.
 
         Some may be left out here, as where a head is not repeated, of which each rank has its own.
@@ -377,14 +351,14 @@ class PlaceMode(TorchDispatchMode):
                     self._viewed[path] = begun + step + 1
                     return
 
-    def _whole_shape(self, tensor: Tensor) -> tuple[int, ...]:
+    def _whole_shape(self, tensor: Tensor) -> Shape:
         place = place_of(tensor)
+        # One head that several ranks hold is repeated for the queries of each by itself.
+        is_one = place.copies > 1 and {*place.blocks_in(tensor.shape[place.dim])} == {1}
+        if place.kind == OWN or is_one:
+            return (ANY,) * tensor.ndim
         if place.is_slice:
             sizes = list(tensor.shape)
-            heads = set(place.blocks_in(sizes[place.dim]))
-            if place.copies > 1 and heads == {1}:  # one for each rank, or repeated
-                sizes[place.dim] = ANY
-                return tuple(sizes)
             sizes[place.dim] = place.whole_size(sizes[place.dim], self.ranks)
             return tuple(sizes)
         constant = {*place.uniform, *(d for d, n in enumerate(tensor.shape) if n == 1)}

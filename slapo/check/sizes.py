@@ -1,155 +1,156 @@
-"""What modules compute on: sizes that have to be those of the model in one process.
+"""What modules compute: the operations of the model in one process, on the same sizes.
 
 Half the size of a head where half the number of heads was meant fits every shape, and every slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from slapo.check.call import argument, name_of, run, tensors_in
-from slapo.check.mixing import ATTENTION, REDUCTIONS
-from slapo.check.moves import VIEWS
+from slapo.check.moves import COPIES
 from slapo.check.paths import Paths
 from slapo.check.place import PARTIAL_SUM
 from slapo.check.raw import RAW, raw_collective
-
-#: Operations whose sizes say what a module computes.
-_SIZED = {"_softmax", "_safe_softmax", "_log_softmax", "native_layer_norm", "_fused_rms_norm"}
-_SIZED |= {"native_group_norm", "bmm", "pow", *REDUCTIONS}
-
-
-#: Of which numbers are noted: bounds, factors.
-_NUMBERED = ("slice", "mul", "div")
+from slapo.history import contains
+from slapo.sharding.steps import Step
 
 #: In place of the size of a dimension along which a tensor is constant.
 ANY = -1
 
+Shape = tuple[int, ...]
+WholeShape = Callable[[Tensor], Shape]
+_BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
 
 @dataclass(frozen=True)
-class Sized:
-    """One operation of a module on tensors of these sizes, those of all ranks together."""
+class Operation:
+    """One operation of a forward pass, as far as it has to be that of one process."""
 
     path: str
     name: str
-    shapes: tuple[tuple[Any, ...], ...]
+    #: of its outputs, over all ranks
+    shapes: tuple[Shape, ...]
+    #: arguments that may be made of sizes, and the value that it reads
+    numbers: tuple[Any, ...]
+    #: whether its shapes, or what it reads, depend on values of tensors
+    by_value: bool
+    #: whether it takes a slice of size 1, for which models and torch have shorter ways
+    on_one: bool
 
-    def fits(self, other: Sized) -> bool:
-        """Whether the sizes are those of `other`."""
-        pairs = zip(self.shapes, other.shapes, strict=False)
-        return len(self.shapes) == len(other.shapes) and all(
-            len(a) == len(b) and all(m in (n, ANY) for m, n in zip(a, b, strict=True))
-            for a, b in pairs
-        )
+    def is_like(self, other: Operation) -> bool:
+        """Whether it is the same operation of the same module."""
+        return (self.path, self.name) == (other.path, other.name)
 
-
-#: Module -> shapes that its views have in one process, in order.
-Views = dict[str, list[tuple[int, ...]]]
-
-
-def is_sized(name: str) -> bool:
-    """Whether the sizes of an operation, which runs forward, are noted."""
-    forward = torch._C._current_graph_task_id() == -1
-    return forward and (name in _SIZED or name in _NUMBERED or name.startswith(ATTENTION))
+    def fits(self, other: Operation) -> bool:
+        """Whether it is `other`, on the same sizes."""
+        mine, theirs = (*self.shapes, self.numbers), (*other.shapes, other.numbers)
+        return self.is_like(other) and len(mine) == len(theirs) and all(map(_fit, mine, theirs))
 
 
-def sized(
-    path: str,
-    func: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    whole_shape: Callable[[Tensor], tuple[int, ...]],
-) -> Sized:
-    """What is noted of an operation: sizes, or else numbers that were made of sizes perhaps.
-
-    Parameters
-    ----------
-    whole_shape
-        Of a tensor, over all ranks.
-    """
-    name = name_of(func)
-    shapes: list[tuple[Any, ...]] = []
-    if name == "slice":
-        shapes.append(_bounds(func, args, kwargs, whole_shape))
-    elif name in _NUMBERED:
-        shapes.append(tuple(value for value in args[:2] if isinstance(value, (int, float))))
-    else:
-        shapes += map(whole_shape, tensors_in((args, kwargs)))
-    if name == "native_group_norm":  # how many channels a group has
-        shapes.append((args[4] // args[6],))
-    return Sized(path, name, tuple(shapes))
+def _fit(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    pairs = zip(mine, theirs, strict=False)
+    return len(mine) == len(theirs) and all(m in (n, ANY) or m != m for m, n in pairs)
 
 
-def _bounds(
-    func: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    whole_shape: Callable[[Tensor], tuple[int, ...]],
-) -> tuple[int, ...]:
-    """Where a slice begins and ends, over all ranks."""
-    tensor = args[0]
-    dim = argument(func, args, kwargs, "dim", 0) % tensor.ndim
-    size, whole = tensor.shape[dim], whole_shape(tensor)[dim]
-    start, end = (argument(func, args, kwargs, name) for name in ("start", "end"))
-    start, stop, _ = slice(start, end).indices(size)
-    if whole == ANY or size == 0:
-        return (ANY, ANY)
-    return (start * whole // size, stop * whole // size)
+class OperationLog(TorchDispatchMode):
+    """Notes the operations of a model's forward pass in one process, but in modules `apart`."""
 
-
-class SizeMode(TorchDispatchMode):
-    """Notes the sizes that a model runs on in one process."""
-
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, apart: Collection[str]) -> None:
         super().__init__()
         self.paths = Paths(model)
-        self.sized: list[Sized] = []
-        self.views: Views = {}
+        self.operations: list[Operation] = []
+        self.apart, self.quiet, self.is_complete = apart, 0, False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation, and note its sizes."""
-        name = name_of(func)
-        if is_sized(name):
-            path = self.paths.now()[0]
-            self.sized.append(sized(path, func, args, kwargs or {}, lambda t: tuple(t.shape)))
+        """Run the operation, and note it."""
+        kwargs = kwargs or {}
+        if func.namespace == "prim" or self.quiet:
+            return func(*args, **kwargs)
         if func.namespace in RAW:  # nothing is communicated
             tensors = tensors_in((args, kwargs))
-            return raw_collective(func, args, kwargs or {}, tensors, [PARTIAL_SUM] * len(tensors))
-        result = run(func, args, kwargs or {})
-        if name in VIEWS:
-            self.views.setdefault(self.paths.now()[0], []).append(tuple(result.shape))
-        return result
+            return raw_collective(func, args, kwargs, tensors, [PARTIAL_SUM] * len(tensors))
+        out = run(func, args, kwargs)
+        self.note(func, args, kwargs, out, lambda tensor: tuple(tensor.shape))
+        return out
 
-    def forget(self, paths: set[str]) -> None:
-        """What ran in these modules was not as in one process."""
-        self.sized = [each for each in self.sized if each.path not in paths]
-        self.views = {path: shapes for path, shapes in self.views.items() if path not in paths}
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What runs in the block is not looked at: who runs it says what it gives."""
+        self.quiet += 1
+        try:
+            yield
+        finally:
+            self.quiet -= 1
+
+    def run_unseen(self, step: Step, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """A step of tensor parallelism is no operation of the model."""
+        with self.unseen():
+            return function(*args, **kwargs)
+
+    def note(
+        self, func: Any, args: Any, kwargs: Any, out: Any, whole: WholeShape, on_one: bool = False
+    ) -> None:
+        """Note an operation that has run, unless it runs backward or computes nothing."""
+        path, name = self.paths.now()[0], name_of(func)
+        forward = torch._C._current_graph_task_id() == -1
+        if forward and name not in COPIES and path not in self.apart:
+            numbers = _numbers(func, args, kwargs, whole)
+            numbers += (out,) if isinstance(out, (int, float)) else ()
+            shapes = tuple(map(whole, tensors_in(out)))
+            by_value = not _BY_VALUE.isdisjoint(func.tags)
+            self.operations.append(Operation(path, name, shapes, numbers, by_value, on_one))
 
 
-def first_difference(found: list[Sized], wanted: list[Sized]) -> tuple[Sized, Sized] | None:
-    """The first operation on other sizes, in a module that runs the same ones on both sides."""
-    mine = _by_path(found)
-    for key, before in _by_path(wanted).items():
-        now = mine.get(key, [])
-        if [each.name for each in now] == [each.name for each in before]:
-            for pair in zip(now, before, strict=True):
-                if not pair[0].fits(pair[1]):
-                    return pair
+def _numbers(func: Any, args: Any, kwargs: Any, whole: WholeShape) -> tuple[Any, ...]:
+    """Where a slice begins, over all ranks; of others what is no size: factors, fractions."""
+    if name_of(func) != "slice":
+        kinds = (int, float) if torch.Tag.pointwise in func.tags else (float,)
+        return tuple(value for value in tree_leaves((args, kwargs)) if type(value) in kinds)
+    dim = argument(func, args, kwargs, "dim", 0)
+    size, size_of_all = args[0].shape[dim], whole(args[0])[dim]
+    start = slice(argument(func, args, kwargs, "start"), None).indices(size)[0]
+    return (ANY if size_of_all == ANY or not size else start * size_of_all // size,)
+
+
+Pair = tuple[Operation | None, Operation | None]
+
+
+def first_difference(
+    found: Sequence[Operation], wanted: Sequence[Operation], is_complete: bool
+) -> Pair | None:
+    """The first operation that is not that of one process, whose run may be incomplete."""
+    for pair in zip_longest(found, wanted):
+        mine, theirs = pair
+        if theirs is None and not is_complete:
+            return None
+        if mine is None or theirs is None or not mine.fits(theirs):
+            path = _excused(found, pair)
+            if path is None:
+                return pair
+            found, wanted = (
+                [o for o in log if not contains(path, o.path)] for log in (found, wanted)
+            )
+            return first_difference(found, wanted, is_complete)
     return None
 
 
-def _by_path(sized: list[Sized]) -> dict[tuple[str, str], list[Sized]]:
-    """By the module and what was noted: a slice more leaves the sizes to be compared."""
-    found: dict[tuple[str, str], list[Sized]] = {}
-    for each in sized:
-        kind = each.name if each.name in _NUMBERED else ""
-        found.setdefault((each.path, kind), []).append(each)
-    return found
+def _excused(found: Sequence[Operation], pair: Pair) -> str | None:
+    """The module whose operations may be others: they go by values, or a slice of 1 is there."""
+    here = [each for each in pair if each is not None]
+    paths = [each.path for each in here if each.by_value]
+    if len(here) == 1 or not here[0].is_like(here[1]):
+        with_one = {each.path for each in found if each.on_one}
+        paths += [each.path for each in here[::-1] if each.path in with_one]
+    return paths[0] if paths else None
