@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,7 @@ from slapo.check.place import (
     sliced,
 )
 from slapo.check.pointwise import is_constant, is_pointwise, of_wholes, others_whole, pointwise
-from slapo.check.raw import RAW, group_in, raw_collective
+from slapo.check.raw import group_in, raw_collective
 from slapo.check.shared import followed, is_shared
 from slapo.check.sizes import ANY, OperationLog, Shape
 from slapo.random import get_rng_tracker
@@ -61,25 +61,16 @@ class PlaceMode(OperationLog):
         #: operations so far
         self.calls = 0
         #: module -> shapes that its views have in one process, in order
-        self._views: dict[str, list[Shape]] = {}
+        self._views: defaultdict[str, deque[Shape]] = defaultdict(deque)
         for each in alone.operations:
-            if each.name in VIEWS:
-                self._views.setdefault(each.path, []).append(each.shapes[0])
-        self._viewed: Counter[str] = Counter()
+            self._views[each.path] += (part[2] for part in each.parts if part[0] in VIEWS)
         #: memory -> tensors there that are known to be constant
         self._constants: dict[int, list[weakref.ref[Tensor]]] = {}
         #: autograd's number of a view -> how its input lies
         self._places_of_views: dict[int, Place] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run the operation, and say where its results lie."""
-        kwargs = kwargs or {}
-        if func.namespace == "prim" or self.quiet:  # an error in the first would end the process
-            return func(*args, **kwargs)
-        if func.namespace in RAW:
-            return self._raw(func, args, kwargs)
         self.calls += 1
         tensors = tensors_in((args, kwargs))
         places = [place_of(tensor) for tensor in tensors]
@@ -284,7 +275,7 @@ class PlaceMode(OperationLog):
                 result = torch.cat([result] * times, axis).narrow(axis, 0, total).contiguous()
             return result
 
-    def _raw(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def collective(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """A collective that the model, or a hook of the user's, calls itself."""
         tensors = tensors_in((args, kwargs))
         places = [place_of(tensor) for tensor in tensors]
@@ -332,24 +323,15 @@ class PlaceMode(OperationLog):
             call.of_gradient_of = self._places_of_views.get(self.paths.number())
             return
         self._places_of_views[self.paths.number()] = call.places[0]
-        shapes = self._views.get(path)
-        if shapes:
-            self._find_in_one_process(call, path, shapes)
-
-    def _find_in_one_process(self, call: Call, path: str, shapes: list[Shape]) -> None:
-        """The next view there that this one can be; a module that runs again does so again.
-
-        Some may be left out here, as where a head is not repeated, of which each rank has its own.
-        """
-        own, begun = tuple(call.outs[0].shape), self._viewed[path]
-        for step in range(len(shapes)):
-            whole = shapes[(begun + step) % len(shapes)]
-            if len(whole) == len(own):
-                apart = [(w, o) for w, o in zip(whole, own, strict=True) if w != o]
-                if len(apart) <= 1 and all(w > o for w, o in apart):
-                    call.shape_in_one_process = whole
-                    self._viewed[path] = begun + step + 1
-                    return
+        own, shapes = tuple(call.outs[0].shape), self._views[path]
+        # Some may be left out here, as where each rank has a head of its own, not a repeated one.
+        for _ in range(len(shapes)):
+            shapes.rotate(-1)  # a module that runs again does so again
+            pairs = [*zip(shapes[-1], own, strict=False)]
+            is_longer = [whole > size for whole, size in pairs if whole != size]
+            if len(shapes[-1]) == len(own) and is_longer in ([], [True]):
+                call.shape_in_one_process = shapes[-1]
+                return
 
     def _whole_shape(self, tensor: Tensor) -> Shape:
         place = place_of(tensor)

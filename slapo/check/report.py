@@ -62,13 +62,13 @@ def explain_difference(
     while not all(contains(path, other) for other in others):
         path = path.rpartition(".")[0]
     said = (
-        f"{_where(sch, path, False)}: {_shown(found, path)} over all ranks, and "
-        f"{_shown(wanted, path)} in one process{_changed(sch, path)}"
+        f"{_where(sch, path, False)}: {_shown(found, wanted, path)} over all ranks, and "
+        f"{_shown(wanted, found, path)} in one process{_changed(sch, path)}"
     )
     words = (
-        "a size or a branch there goes by a number of the whole, or by the size of a slice: set "
-        f"the module's number to the rank's share, {spelled(path)}.set(name, whole=...), or leave "
-        "the size open by -1"
+        "a size or a branch there depends on a number of the whole model or on the size of a "
+        f"slice: set the number to this rank's share, {spelled(path)}.set(name, whole=...), or "
+        "write the size as -1"
     )
     return _error(sch, said, path, Advice(path, words=words))
 
@@ -263,13 +263,15 @@ def _module(sch: Schedule, path: str) -> nn.Module | None:
         return None
 
 
-def _shown(operation: Operation | None, path: str) -> str:
+def _shown(operation: Operation | None, other: Operation | None, path: str) -> str:
     if operation is None:
         return "nothing more runs"
+    part, _ = (other and operation.difference(other)) or (operation.parts[-1], None)
+    name, numbers, *shapes = part
     within = "" if operation.path == path else f" of {operation.path!r}"
-    given = (("works on", operation.numbers), ("gives", operation.shapes))
+    given = (("works on", numbers), ("gives", shapes))
     said = [f"{verb} {' and '.join(map(str, values))}" for verb, values in given if values]
-    return f"{operation.name}{within} {' and '.join(said)}"
+    return f"{operation.name or name}{within} {' and '.join(said)}"
 
 
 def _changed(sch: Schedule, path: str) -> str:

@@ -145,7 +145,7 @@ class _Check:
         """Follow every tensor; return the first operation that is not that of one process."""
         alone = self._run_alone()
         with states_kept(self.sch.rank), attributes_kept(self.sch.mod):
-            return first_difference(self._follow(alone), alone.operations, alone.is_complete)
+            return first_difference(self._follow(alone), alone)
 
     def _fresh_inputs(self) -> tuple[Any, Any]:
         return pytree.tree_map_only(Tensor, self.stand_ins.given, self.inputs)
@@ -165,6 +165,7 @@ class _Check:
                     rules_of_functions(mode),
                     carried_by(mode.carry_out),
                     mode.paths.followed(),
+                    mode.called,
                     mode,
                 ):
                     stack.enter_context(context)
@@ -223,6 +224,7 @@ class _Check:
                     rules_of_functions(mode),
                     carried_by(mode.run_unseen),
                     mode.paths.followed(),
+                    mode.called,
                     mode,
                 ):
                     stack.enter_context(context)

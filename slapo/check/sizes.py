@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,38 +29,58 @@ from slapo.sharding.steps import Step
 ANY = -1
 
 Shape = tuple[int, ...]
-WholeShape = Callable[[Tensor], Shape]
+#: Shape of a tensor over all ranks.
+Whole = Callable[[Tensor], Shape]
+#: What torch runs: the name, arguments that sizes may be in, and the shapes of the outputs.
+Part = tuple[Any, ...]
 _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Operation:
-    """One operation of a forward pass, as far as it has to be that of one process."""
+    """One call of a function of torch by a module, on the sizes of all ranks."""
 
     path: str
     name: str
-    #: of its outputs, over all ranks
-    shapes: tuple[Shape, ...]
-    #: arguments that may be made of sizes, and the value that it reads
-    numbers: tuple[Any, ...]
+    number: int
+    parts: list[Part] = field(default_factory=list)
     #: whether its shapes, or what it reads, depend on values of tensors
-    by_value: bool
-    #: whether it takes a slice of size 1, for which models and torch have shorter ways
-    on_one: bool
+    by_value: bool = False
+    #: whether it takes a slice of size 1, for which models have shorter ways
+    on_one: bool = False
 
     def is_like(self, other: Operation) -> bool:
-        """Whether it is the same operation of the same module."""
+        """Whether it is the same call in the same module."""
         return (self.path, self.name) == (other.path, other.name)
 
-    def fits(self, other: Operation) -> bool:
-        """Whether it is `other`, on the same sizes."""
-        mine, theirs = (*self.shapes, self.numbers), (*other.shapes, other.numbers)
-        return self.is_like(other) and len(mine) == len(theirs) and all(map(_fit, mine, theirs))
+    def difference(self, other: Operation) -> tuple[Part, Part] | None:
+        """The first parts that differ; on other strides torch may run others for the same call."""
+        names = [[name for name, *_ in each.parts] for each in (self, other)]
+        start = 0 if names[0] == names[1] and self.is_like(other) else -1
+        pairs = zip(self.parts[start:], other.parts[start:], strict=True)
+        return next((pair for pair in pairs if not (self.is_like(other) and _fit(*pair))), None)
 
 
-def _fit(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    pairs = zip(mine, theirs, strict=False)
-    return len(mine) == len(theirs) and all(m in (n, ANY) or m != m for m, n in pairs)
+def _fit(mine: Part, theirs: Part) -> bool:
+    return len(mine) == len(theirs) and all(
+        len(a) == len(b) and all(m in (n, ANY) or m != m for m, n in zip(a, b, strict=True))
+        for a, b in zip(mine[1:], theirs[1:], strict=True)
+    )
+
+
+class Calls(TorchFunctionMode):
+    """Follows which function of torch a model has called."""
+
+    number, name = 0, ""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run it."""
+        self.number, self.name = self.number + 1, getattr(func, "__name__", "")
+        out = func(*args, **(kwargs or {}))
+        self.name = ""
+        return out
 
 
 class OperationLog(TorchDispatchMode):
@@ -67,23 +88,29 @@ class OperationLog(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, apart: Collection[str]) -> None:
         super().__init__()
-        self.paths = Paths(model)
+        self.paths, self.called = Paths(model), Calls()
         self.operations: list[Operation] = []
         self.apart, self.quiet, self.is_complete = apart, 0, False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation, and note it."""
+        """Follow the operation."""
         kwargs = kwargs or {}
-        if func.namespace == "prim" or self.quiet:
+        if func.namespace == "prim" or self.quiet:  # an error in the first would end the process
             return func(*args, **kwargs)
-        if func.namespace in RAW:  # nothing is communicated
-            tensors = tensors_in((args, kwargs))
-            return raw_collective(func, args, kwargs, tensors, [PARTIAL_SUM] * len(tensors))
+        return (self.collective if func.namespace in RAW else self.operation)(func, args, kwargs)
+
+    def operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run the operation, and note it."""
         out = run(func, args, kwargs)
         self.note(func, args, kwargs, out, lambda tensor: tuple(tensor.shape))
         return out
+
+    def collective(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Nothing is communicated."""
+        tensors = tensors_in((args, kwargs))
+        return raw_collective(func, args, kwargs, tensors, [PARTIAL_SUM] * len(tensors))
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
@@ -100,20 +127,25 @@ class OperationLog(TorchDispatchMode):
             return function(*args, **kwargs)
 
     def note(
-        self, func: Any, args: Any, kwargs: Any, out: Any, whole: WholeShape, on_one: bool = False
+        self, func: Any, args: Any, kwargs: Any, out: Any, whole: Whole, on_one: bool = False
     ) -> None:
-        """Note an operation that has run, unless it runs backward or computes nothing."""
-        path, name = self.paths.now()[0], name_of(func)
+        """Note what has run, unless it runs backward or computes nothing."""
+        name, now = name_of(func), (self.paths.now()[0], self.called.name, self.called.number)
         forward = torch._C._current_graph_task_id() == -1
-        if forward and name not in COPIES and path not in self.apart:
-            numbers = _numbers(func, args, kwargs, whole)
-            numbers += (out,) if isinstance(out, (int, float)) else ()
-            shapes = tuple(map(whole, tensors_in(out)))
-            by_value = not _BY_VALUE.isdisjoint(func.tags)
-            self.operations.append(Operation(path, name, shapes, numbers, by_value, on_one))
+        if not forward or name in COPIES or now[0] in self.apart:
+            return
+        last = self.operations[-1] if self.operations else None
+        if last is None or (last.path, last.name, last.number) != now:
+            last = Operation(*now)
+            self.operations.append(last)
+        numbers = _numbers(func, args, kwargs, whole)
+        numbers += (out,) if isinstance(out, (int, float)) else ()
+        last.parts.append((name, numbers, *map(whole, tensors_in(out))))
+        last.by_value |= not _BY_VALUE.isdisjoint(func.tags)
+        last.on_one |= on_one
 
 
-def _numbers(func: Any, args: Any, kwargs: Any, whole: WholeShape) -> tuple[Any, ...]:
+def _numbers(func: Any, args: Any, kwargs: Any, whole: Whole) -> tuple[Any, ...]:
     """Where a slice begins, over all ranks; of others what is no size: factors, fractions."""
     if name_of(func) != "slice":
         kinds = (int, float) if torch.Tag.pointwise in func.tags else (float,)
@@ -127,23 +159,18 @@ def _numbers(func: Any, args: Any, kwargs: Any, whole: WholeShape) -> tuple[Any,
 Pair = tuple[Operation | None, Operation | None]
 
 
-def first_difference(
-    found: Sequence[Operation], wanted: Sequence[Operation], is_complete: bool
-) -> Pair | None:
-    """The first operation that is not that of one process, whose run may be incomplete."""
-    for pair in zip_longest(found, wanted):
-        mine, theirs = pair
-        if theirs is None and not is_complete:
+def first_difference(found: Sequence[Operation], alone: OperationLog) -> Pair | None:
+    """The first operation that is not that of one process."""
+    wanted: Sequence[Operation] = alone.operations
+    while True:
+        pairs = zip_longest(found, wanted)
+        pair = next(((a, b) for a, b in pairs if not (a and b) or a.difference(b)), None)
+        if pair is None or (pair[1] is None and not alone.is_complete):
             return None
-        if mine is None or theirs is None or not mine.fits(theirs):
-            path = _excused(found, pair)
-            if path is None:
-                return pair
-            found, wanted = (
-                [o for o in log if not contains(path, o.path)] for log in (found, wanted)
-            )
-            return first_difference(found, wanted, is_complete)
-    return None
+        path = _excused(found, pair)
+        if path is None:
+            return pair
+        found, wanted = ([o for o in log if not contains(path, o.path)] for log in (found, wanted))
 
 
 def _excused(found: Sequence[Operation], pair: Pair) -> str | None:

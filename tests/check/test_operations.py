@@ -663,15 +663,17 @@ def test_the_message_says_what_one_process_does() -> None:
             split_pair(sch[number])
         text = str(refused(sch))
         assert text.startswith(
-            "check: '1' (Base): view gives (3, 7, 4, 12) over all ranks, and view gives "
+            "check: '1' (Base): reshape gives (3, 7, 4, 12) over all ranks, and reshape gives "
             "(3, 7, 2, 24) in one process; "
         )
-        assert 'sch["1"].set(name, whole=...), or leave the size open by -1' in text
+        assert 'sch["1"].set(name, whole=...), or write the size as -1' in text
         sch = slapo.create_schedule(nn.Sequential(Base(), Base(BY_SIZE["if"])))
         for number in "01":
             split_pair(sch[number])
         text = str(refused(sch))
-        assert text.startswith("check: '1' (Base): t of '1.fc2' gives (48, 24) over all ranks, ")
+        assert text.startswith(
+            "check: '1' (Base): linear of '1.fc2' gives (3, 7, 24) over all ranks, "
+        )
         assert "and mul works on 2 and gives (3, 7, 48) in one process; " in text
 
 
@@ -741,6 +743,20 @@ def test_what_goes_by_values(ranks: int, make: Callable[[], nn.Module]) -> None:
         for number in range(len(getattr(sch.mod, "experts", ()))):
             split_pair(sch[f"experts.{number}"])
         check(sch, X)
+
+
+def test_a_copy_with_other_strides(ranks: int) -> None:
+    """A step of the schedule makes one; torch runs other operations for a layer then."""
+
+    class Cut(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[:, 1:]
+
+    sch = slapo.create_schedule(nn.Sequential(Cut(), Base(), Cut()))
+    for number in "012":
+        split_pair(sch[number])
+    sch["1"].mod.emb = nn.Identity()
+    check(sch, X)
 
 
 def test_a_cast_around_a_sum_over_several_ranks(ranks: int) -> None:
