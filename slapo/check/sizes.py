@@ -26,9 +26,9 @@ from slapo.history import contains
 from slapo.sharding.steps import Step
 
 #: In place of the size of a dimension along which a tensor is constant.
-ANY = -1
+ANY = "any"
 
-Shape = tuple[int, ...]
+Shape = tuple[Any, ...]
 #: Shape of a tensor over all ranks.
 Whole = Callable[[Tensor], Shape]
 #: What torch runs: the name, arguments that sizes may be in, and the shapes of the outputs.
@@ -54,11 +54,14 @@ class Operation:
         return (self.path, self.name) == (other.path, other.name)
 
     def difference(self, other: Operation) -> tuple[Part, Part] | None:
-        """The first parts that differ; on other strides torch may run others for the same call."""
-        names = [[name for name, *_ in each.parts] for each in (self, other)]
-        start = 0 if names[0] == names[1] and self.is_like(other) else -1
-        pairs = zip(self.parts[start:], other.parts[start:], strict=True)
-        return next((pair for pair in pairs if not (self.is_like(other) and _fit(*pair))), None)
+        """The first parts that differ; of other ones, which strides choose, the last results."""
+        mine, theirs = self.parts, other.parts
+        if not self.is_like(other):
+            return mine[-1], theirs[-1]
+        if [part[0] for part in mine] != [part[0] for part in theirs]:
+            mine, theirs = ([(part[0], (), *part[2:3])] for part in (mine[-1], theirs[-1]))
+        pairs = zip(mine, theirs, strict=True)
+        return next((pair for pair in pairs if not _fit(*pair)), None)
 
 
 def _fit(mine: Part, theirs: Part) -> bool:
