@@ -335,15 +335,19 @@ def set_random_seed(
 
 @contextmanager
 def states_kept(tp_rank: int, seed: int = 2013) -> Iterator[None]:
-    """Default states and the tracker's as they were; a tracker without a seed gets one.
+    """Python's, torch's and the tracker's states as they were; one without a seed gets one.
 
     Examples
     --------
     >>> with states_kept(tp_rank=0), get_rng_tracker().fork():
     ...     mask = torch.rand(2) < 0.1
     """
+    of_python = random.getstate()
     with torch.random.fork_rng(), tracker_kept(tp_rank, seed):
-        yield
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
 
 
 @contextmanager

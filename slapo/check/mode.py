@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 # Rules enter the registry when they are imported: also those of products and of pixels.
 from slapo.check import pixels as pixels
@@ -23,7 +21,6 @@ from slapo.check.finding import OURS, Finding, Stop
 from slapo.check.memory import through_memory
 from slapo.check.mixing import ATTENTION, attention
 from slapo.check.moves import VIEWS
-from slapo.check.paths import Paths
 from slapo.check.place import (
     MASKED,
     OWN,
@@ -39,9 +36,9 @@ from slapo.check.place import (
     sliced,
 )
 from slapo.check.pointwise import is_constant, is_pointwise, of_wholes, others_whole, pointwise
-from slapo.check.raw import RAW, group_in, raw_collective
+from slapo.check.raw import group_in, raw_collective
 from slapo.check.shared import followed, is_shared
-from slapo.check.sizes import ANY, Sized, Views, is_sized, sized
+from slapo.check.sizes import ANY, OperationLog, Shape
 from slapo.random import get_rng_tracker
 from slapo.sharding.groups import group_rank, group_size, share_of
 from slapo.sharding.steps import SUM_SHARED, Step
@@ -52,46 +49,28 @@ _DRAWS |= {"rand_like", "randn_like", "randint_like", "exponential", "random", "
 _DRAWS |= {"randperm", "dropout"}
 
 
-class PlaceMode(TorchDispatchMode):
-    """Give every tensor a place, and stop at the first operation that misfits.
-
-    Parameters
-    ----------
-    model
-        Whose modules are named.
-    group
-        The ranks.
-    views
-        Shapes in one process, where they are known.
-    """
+class PlaceMode(OperationLog):
+    """Give every tensor a place, and stop at the first operation that misfits."""
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup | None, views: Views | None = None
+        self, model: nn.Module, group: dist.ProcessGroup | None, alone: OperationLog
     ) -> None:
-        super().__init__()
-        self.paths = Paths(model)
+        super().__init__(model, alone.apart)
         self.group = group
         self.rank, self.ranks = group_rank(group), group_size(group)
-        self.sized: list[Sized] = []
         #: operations so far
         self.calls = 0
-        self._quiet = 0
-        self._views = views or {}
-        self._viewed: Counter[str] = Counter()
+        #: module -> shapes that its views have in one process, in order
+        self._views: defaultdict[str, deque[Shape]] = defaultdict(deque)
+        for each in alone.operations:
+            self._views[each.path] += (part[2] for part in each.parts if part[0] in VIEWS)
         #: memory -> tensors there that are known to be constant
         self._constants: dict[int, list[weakref.ref[Tensor]]] = {}
         #: autograd's number of a view -> how its input lies
         self._places_of_views: dict[int, Place] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run the operation, and say where its results lie."""
-        kwargs = kwargs or {}
-        if func.namespace == "prim" or self._quiet:  # an error in the first would end the process
-            return func(*args, **kwargs)
-        if func.namespace in RAW:
-            return self._raw(func, args, kwargs)
         self.calls += 1
         tensors = tensors_in((args, kwargs))
         places = [place_of(tensor) for tensor in tensors]
@@ -109,24 +88,10 @@ class PlaceMode(TorchDispatchMode):
         if name in VIEWS:
             self._compare_view(call)
         self._settle(call)
-        if is_sized(name):
-            path = self.paths.now()[0]
-            self.sized.append(sized(path, func, args, kwargs, self._whole_shape))
+        pairs = zip(tensors, places, strict=True)
+        on_one = any(place.is_slice and tensor.shape[place.dim] == 1 for tensor, place in pairs)
+        self.note(func, args, kwargs, out, self._whole_shape, on_one)
         return out
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether what runs is not looked at."""
-        return self._quiet > 0
-
-    @contextmanager
-    def unseen(self) -> Iterator[None]:
-        """What runs in the block is not looked at: who runs it says what it gives."""
-        self._quiet += 1
-        try:
-            yield
-        finally:
-            self._quiet -= 1
 
     # --- places ------------------------------------------------------------------------------
     def _settle(self, call: Call) -> None:
@@ -310,7 +275,7 @@ class PlaceMode(TorchDispatchMode):
                 result = torch.cat([result] * times, axis).narrow(axis, 0, total).contiguous()
             return result
 
-    def _raw(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def collective(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """A collective that the model, or a hook of the user's, calls itself."""
         tensors = tensors_in((args, kwargs))
         places = [place_of(tensor) for tensor in tensors]
@@ -358,33 +323,24 @@ class PlaceMode(TorchDispatchMode):
             call.of_gradient_of = self._places_of_views.get(self.paths.number())
             return
         self._places_of_views[self.paths.number()] = call.places[0]
-        shapes = self._views.get(path)
-        if shapes:
-            self._find_in_one_process(call, path, shapes)
+        own, shapes = tuple(call.outs[0].shape), self._views[path]
+        # Some may be left out here, as where each rank has a head of its own, not a repeated one.
+        for _ in range(len(shapes)):
+            shapes.rotate(-1)  # a module that runs again does so again
+            pairs = [*zip(shapes[-1], own, strict=False)]
+            is_longer = [whole > size for whole, size in pairs if whole != size]
+            if len(shapes[-1]) == len(own) and is_longer in ([], [True]):
+                call.shape_in_one_process = shapes[-1]
+                return
 
-    def _find_in_one_process(self, call: Call, path: str, shapes: list[tuple[int, ...]]) -> None:
-        """The next view there that this one can be; a module that runs again does so again.
-
-        Some may be left out here, as where a head is not repeated, of which each rank has its own.
-        """
-        own, begun = tuple(call.outs[0].shape), self._viewed[path]
-        for step in range(len(shapes)):
-            whole = shapes[(begun + step) % len(shapes)]
-            if len(whole) == len(own):
-                apart = [(w, o) for w, o in zip(whole, own, strict=True) if w != o]
-                if len(apart) <= 1 and all(w > o for w, o in apart):
-                    call.shape_in_one_process = whole
-                    self._viewed[path] = begun + step + 1
-                    return
-
-    def _whole_shape(self, tensor: Tensor) -> tuple[int, ...]:
+    def _whole_shape(self, tensor: Tensor) -> Shape:
         place = place_of(tensor)
+        # One head that several ranks hold is repeated for the queries of each by itself.
+        is_one = place.copies > 1 and {*place.blocks_in(tensor.shape[place.dim])} == {1}
+        if place.kind == OWN or is_one:
+            return (ANY,) * tensor.ndim
         if place.is_slice:
             sizes = list(tensor.shape)
-            heads = set(place.blocks_in(sizes[place.dim]))
-            if place.copies > 1 and heads == {1}:  # one for each rank, or repeated
-                sizes[place.dim] = ANY
-                return tuple(sizes)
             sizes[place.dim] = place.whole_size(sizes[place.dim], self.ranks)
             return tuple(sizes)
         constant = {*place.uniform, *(d for d, n in enumerate(tensor.shape) if n == 1)}

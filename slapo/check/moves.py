@@ -22,6 +22,8 @@ from slapo.check.place import (
 
 #: Operations after which a slice may lie along one of several dimensions.
 VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten")
+#: Operations that compute nothing.
+COPIES = ("clone", "contiguous", "detach", "alias", "_to_copy", "lift_fresh")
 #: New dimension of a slice, from its dimension, the call and the number of dimensions before.
 Where = Callable[[int, Call, int], int]
 

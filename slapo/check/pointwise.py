@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slapo.check.call import Call, rule_for
-from slapo.check.moves import REORDERS, VIEWS
+from slapo.check.moves import COPIES, REORDERS, VIEWS
 from slapo.check.place import (
     MASKED,
     MASKED_ELSEWHERE,
@@ -118,13 +118,7 @@ def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
         return frozenset({0} & rows | {1} & columns)
     if call.name == "sum":
         return _left_by_sum(call)
-    if not is_pointwise(call) and call.name not in (
-        "expand",
-        "_to_copy",
-        "clone",
-        "detach",
-        "alias",
-    ):
+    if not is_pointwise(call) and call.name not in ("expand", *COPIES):
         return frozenset()
     found = set()
     for dim, size in enumerate(out.shape):
@@ -153,16 +147,7 @@ def _left_by_sum(call: Call) -> frozenset[int]:
 
 def _stays_zero(call: Call) -> bool:
     """Of what was all zero: whether the result is."""
-    if call.name in (
-        "view",
-        "_unsafe_view",
-        "expand",
-        "clone",
-        "_to_copy",
-        "detach",
-        "alias",
-        "neg",
-    ):
+    if call.name in ("expand", "neg", *VIEWS, *COPIES):
         return call.places[0].is_zero
     if call.name in ("add", "mul"):
         scalars = [a for a in call.args[:2] if not isinstance(a, Tensor)]

@@ -11,7 +11,7 @@ from slapo.check import remedy
 from slapo.check.finding import OURS, Finding
 from slapo.check.place import Birth, Place
 from slapo.check.remedy import Remedy
-from slapo.check.sizes import Sized
+from slapo.check.sizes import Operation
 from slapo.errors import PlacementError, SlapoError
 from slapo.history import Record, applied_at, contains, listed, numberless, spelled
 from slapo.schedule import Schedule
@@ -54,14 +54,23 @@ def explain_gradient(sch: Schedule, name: str, wanted: Place, found: Place) -> P
     return _error(sch, said, path, Advice(path, remedy.annotate(path, leaf)))
 
 
-def explain_sizes(sch: Schedule, found: Sized, wanted: Sized) -> PlacementError:
-    """The error for a module that runs an operation on other sizes than in one process."""
-    path = found.path
+def explain_difference(
+    sch: Schedule, found: Operation | None, wanted: Operation | None
+) -> PlacementError:
+    """The error for an operation that is not that of one process."""
+    path, *others = [each.path for each in (found, wanted) if each is not None]
+    while not all(contains(path, other) for other in others):
+        path = path.rpartition(".")[0]
     said = (
-        f"{_where(sch, path, False)}: {found.name} works on {_sizes(found)} over all ranks, and on "
-        f"{_sizes(wanted)} in one process{_changed(sch, path)}"
+        f"{_where(sch, path, False)}: {_shown(found, wanted, path)} over all ranks, and "
+        f"{_shown(wanted, found, path)} in one process{_changed(sch, path)}"
     )
-    return _error(sch, said, path, Advice(path))
+    words = (
+        "a size or a branch there depends on a number of the whole model or on the size of a "
+        f"slice: set the number to this rank's share, {spelled(path)}.set(name, whole=...), or "
+        "write the size as -1"
+    )
+    return _error(sch, said, path, Advice(path, words=words))
 
 
 def unrunnable(sch: Schedule, error: Exception) -> SlapoError:
@@ -254,8 +263,15 @@ def _module(sch: Schedule, path: str) -> nn.Module | None:
         return None
 
 
-def _sizes(each: Sized) -> str:
-    return " and ".join(map(str, each.shapes))
+def _shown(operation: Operation | None, other: Operation | None, path: str) -> str:
+    if operation is None:
+        return "nothing more runs"
+    part, _ = (other and operation.difference(other)) or (operation.parts[-1], None)
+    name, numbers, *shapes = part
+    within = "" if operation.path == path else f" of {operation.path!r}"
+    given = (("works on", numbers), ("gives", shapes))
+    said = [f"{verb} {' and '.join(map(str, values))}" for verb, values in given if values]
+    return f"{operation.name or name}{within} {' and '.join(said)}"
 
 
 def _changed(sch: Schedule, path: str) -> str:

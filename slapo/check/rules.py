@@ -7,17 +7,16 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from slapo.check.call import RULES, Call, Rule, by_rule, tensors_in
+from slapo.check.mode import PlaceMode
 from slapo.check.place import Misfit, Place, place_of, put_place
-
-if TYPE_CHECKING:
-    from slapo.check.mode import PlaceMode
+from slapo.check.sizes import OperationLog
 
 #: On the context of a function: whether anything that it was given was not whole.
 _SAW_PARTS = "_slapo_saw_parts"
@@ -84,7 +83,7 @@ def _name(operation: Any) -> str:
 
 
 @contextmanager
-def rules_of_functions(mode: PlaceMode) -> Iterator[None]:
+def rules_of_functions(mode: OperationLog) -> Iterator[None]:
     """Functions of autograd go by their rules while the block runs, and other kernels are seen."""
     with ExitStack() as stack:
         for cls, (forward, backward) in _FUNCTIONS.items():
@@ -105,7 +104,7 @@ def _wrap(cls: type, name: str, wrapper: Callable[..., Any], stack: ExitStack) -
 
 
 def _ruled(
-    mode: PlaceMode, cls: type, name: str, rule: Rule, function: Callable[..., Any]
+    mode: OperationLog, cls: type, name: str, rule: Rule, function: Callable[..., Any]
 ) -> Callable[..., Any]:
     shown = cls.__name__ if name == "forward" else f"the backward of {cls.__name__}"
 
@@ -114,6 +113,8 @@ def _ruled(
         places = [place_of(tensor) for tensor in tensors]
         with mode.unseen():
             result = function(*args)
+        if not isinstance(mode, PlaceMode):
+            return result
         outs = tensors_in(result)
         call = Call(None, shown, args, {}, tensors, places, outs, mode.rank, mode.ranks)
         saw_parts = not all(place.is_plain for place in places)
@@ -155,7 +156,7 @@ def _mark(ctx: Any, saw_parts: bool) -> None:
         setattr(ctx, _SAW_PARTS, saw_parts)
 
 
-def _watch_kernels(mode: PlaceMode, stack: ExitStack) -> None:
+def _watch_kernels(mode: OperationLog, stack: ExitStack) -> None:
     """Kernels of Triton write into tensors without an operation of torch."""
     jit = sys.modules.get("triton.runtime.jit")
     kernel: Any = getattr(jit, "JITFunction", None)
@@ -167,7 +168,8 @@ def _watch_kernels(mode: PlaceMode, stack: ExitStack) -> None:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         places = [place_of(tensor) for tensor in tensors]
         name = getattr(self, "__name__", "a kernel of Triton")
-        if not mode.is_quiet and not all(place.is_plain for place in places):
+        is_plain = all(place.is_plain for place in places)
+        if isinstance(mode, PlaceMode) and not (mode.quiet or is_plain):
             why = (
                 "a kernel of Triton, of which nothing is known: give the function of autograd, or "
                 "the operation of torch.library, around it to slapo.register_place_rule"

@@ -17,9 +17,9 @@ from slapo.check import losses as losses
 from slapo.check.finding import Finding, Stop
 from slapo.check.mode import PlaceMode
 from slapo.check.place import Place, place_of
-from slapo.check.report import explain, explain_gradient, explain_sizes, unrunnable
+from slapo.check.report import explain, explain_difference, explain_gradient, unrunnable
 from slapo.check.rules import rules_of_functions
-from slapo.check.sizes import Sized, SizeMode, Views, first_difference
+from slapo.check.sizes import Operation, OperationLog, Pair, first_difference
 from slapo.check.stand_ins import StandIns, as_before, built_in, standing_in
 from slapo.errors import PlacementError, SlapoError
 from slapo.logger import get_logger
@@ -132,24 +132,26 @@ class _Check:
     def run(self) -> None:
         """Check it, and put everything back."""
         with ExitStack() as stack:
-            stack.enter_context(states_kept(self.sch.rank))
             if not self.sch.mod.training:  # one in train mode has its own flags
                 stack.enter_context(in_mode(self.sch.mod, True))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_eager())
-            with attributes_kept(self.sch.mod):
-                alone = self._run_alone()
-            stack.enter_context(attributes_kept(self.sch.mod))
-            found = self._follow(alone.views if alone is not None else None)
-            pair = first_difference(found, alone.sized) if alone is not None else None
+            # A first run may make what later ones find where it was kept.
+            pair = self._compare() and self._compare()
             if pair is not None:
-                raise explain_sizes(self.sch, *pair)
+                raise explain_difference(self.sch, *pair)
+
+    def _compare(self) -> Pair | None:
+        """Follow every tensor; return the first operation that is not that of one process."""
+        alone = self._run_alone()
+        with states_kept(self.sch.rank), attributes_kept(self.sch.mod):
+            return first_difference(self._follow(alone), alone)
 
     def _fresh_inputs(self) -> tuple[Any, Any]:
         return pytree.tree_map_only(Tensor, self.stand_ins.given, self.inputs)
 
-    def _follow(self, views: Views | None) -> list[Sized]:
-        sch, mode = self.sch, PlaceMode(self.sch.mod, self.sch.group, views)
+    def _follow(self, alone: OperationLog) -> list[Operation]:
+        sch, mode = self.sch, PlaceMode(self.sch.mod, self.sch.group, alone)
         gradients: dict[str, Place] = {}
         with ExitStack() as stack:
             params = stack.enter_context(standing_in(sch.mod, self.stand_ins, sch.group))
@@ -163,11 +165,13 @@ class _Check:
                     rules_of_functions(mode),
                     carried_by(mode.carry_out),
                     mode.paths.followed(),
+                    mode.called,
                     mode,
                 ):
                     stack.enter_context(context)
                 args, kwargs = self._fresh_inputs()
                 output = sch.mod(*args, **kwargs)
+                operations = [*mode.operations]
                 losses = losses_in(output) if self.loss_fn is None else [self.loss_fn(output)]
                 self._backward(losses)
             except Stop as stop:
@@ -185,7 +189,7 @@ class _Check:
                 alike = found.is_whole and wanted.dim in found.uniform
                 if not (found.same(wanted) or alike):
                     raise explain_gradient(sch, name, wanted, found)
-        return mode.sized
+        return operations
 
     def _backward(self, losses: list[Tensor]) -> None:
         for loss in losses:
@@ -199,35 +203,40 @@ class _Check:
         if wanted:
             torch.autograd.backward(wanted, [torch.ones_like(loss) for loss in wanted])
 
-    def _run_alone(self) -> SizeMode | None:
-        """The sizes that the model runs on where nothing is sharded, as far as it runs so."""
+    def _run_alone(self) -> OperationLog:
+        """The operations of the model where nothing is sharded, as far as it runs so."""
         sch = self.sch
+        # Their numbers cannot be those from before, which a trace builds into its graph.
+        mode = OperationLog(sch.mod, built_in(sch.mod, sch.state.numbers))
         if sch.world_size == 1:
-            return None
-        mode = SizeMode(sch.mod)
+            return mode
         try:
             with ExitStack() as stack:
                 for context in (
+                    states_kept(sch.rank),
+                    attributes_kept(sch.mod),
                     as_if_alone(),
                     as_before(sch.mod, sch.state.numbers),
                     standing_in(sch.mod, self.stand_ins, sch.group, whole=True),
                     # As in the run that is compared: kernels ask what needs a gradient.
                     torch.enable_grad(),
                     self.stand_ins.mode(),
+                    rules_of_functions(mode),
+                    carried_by(mode.run_unseen),
                     mode.paths.followed(),
+                    mode.called,
                     mode,
                 ):
                     stack.enter_context(context)
                 args, kwargs = self._fresh_inputs()
                 sch.mod(*args, **kwargs)
+                mode.is_complete = True
         except Exception as error:
             # As a graph does that numbers of this rank are built in: what ran before it is known.
             where = running_in(error, sch.mod) or "the beginning"
             logger.info(
                 "check: no sizes are compared from %r on, as in one process: %s", where, error
             )
-        # Their numbers cannot be those from before, which a trace builds into its graph.
-        mode.forget(built_in(sch.mod, sch.state.numbers))
         return mode
 
 

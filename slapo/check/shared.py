@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from slapo.check.call import Call, Rule, by_rule
 from slapo.check.mixing import ATTENTION
-from slapo.check.moves import VIEWS
+from slapo.check.moves import COPIES, VIEWS
 from slapo.check.place import Misfit, Place, sliced
 
 #: Linear in all of their tensors together.
@@ -19,7 +19,6 @@ _TOGETHER = ("add", "sub", "cat", "concat", "stack", "add_")
 _EACH: tuple[str, ...] = ("mul", "mm", "bmm", "mv", "sum", "neg", "_to_copy", "clone", "detach")
 _EACH += ("alias", "contiguous", "transpose", "t", "permute", "unsqueeze", "squeeze", "expand")
 _EACH += ("slice", "select", "split", "split_with_sizes", "narrow", "constant_pad_nd", *VIEWS)
-_COPIES = ("clone", "contiguous", "detach", "alias", "_to_copy")
 
 
 def is_shared(call: Call) -> bool:
@@ -78,7 +77,7 @@ def _cut_within(call: Call) -> list[Place]:
     """Copies of one slice that are cut along another dimension: joined, or summed."""
     (place,), old, new = call.places, call.tensors[0].shape, call.outs[0].shape
     dim, within = place.dim, place.within
-    if call.name in _COPIES:
+    if call.name in COPIES:
         return [place]
     if call.name == "sum" and call.dims() == {within}:
         return [replace(place, within=-1, is_part=True)]

@@ -1,155 +1,186 @@
-"""What modules compute on: sizes that have to be those of the model in one process.
+"""What modules compute: the operations of the model in one process, on the same sizes.
 
 Half the size of a head where half the number of heads was meant fits every shape, and every slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from slapo.check.call import argument, name_of, run, tensors_in
-from slapo.check.mixing import ATTENTION, REDUCTIONS
-from slapo.check.moves import VIEWS
+from slapo.check.moves import COPIES
 from slapo.check.paths import Paths
 from slapo.check.place import PARTIAL_SUM
 from slapo.check.raw import RAW, raw_collective
-
-#: Operations whose sizes say what a module computes.
-_SIZED = {"_softmax", "_safe_softmax", "_log_softmax", "native_layer_norm", "_fused_rms_norm"}
-_SIZED |= {"native_group_norm", "bmm", "pow", *REDUCTIONS}
-
-
-#: Of which numbers are noted: bounds, factors.
-_NUMBERED = ("slice", "mul", "div")
+from slapo.history import contains
+from slapo.sharding.steps import Step
 
 #: In place of the size of a dimension along which a tensor is constant.
-ANY = -1
+ANY = "any"
+
+Shape = tuple[Any, ...]
+#: Shape of a tensor over all ranks.
+Whole = Callable[[Tensor], Shape]
+#: What torch runs: the name, arguments that sizes may be in, and the shapes of the outputs.
+Part = tuple[Any, ...]
+_BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-@dataclass(frozen=True)
-class Sized:
-    """One operation of a module on tensors of these sizes, those of all ranks together."""
+@dataclass
+class Operation:
+    """One call of a function of torch by a module, on the sizes of all ranks."""
 
     path: str
     name: str
-    shapes: tuple[tuple[Any, ...], ...]
+    number: int
+    parts: list[Part] = field(default_factory=list)
+    #: whether its shapes, or what it reads, depend on values of tensors
+    by_value: bool = False
+    #: whether it takes a slice of size 1, for which models have shorter ways
+    on_one: bool = False
 
-    def fits(self, other: Sized) -> bool:
-        """Whether the sizes are those of `other`."""
-        pairs = zip(self.shapes, other.shapes, strict=False)
-        return len(self.shapes) == len(other.shapes) and all(
-            len(a) == len(b) and all(m in (n, ANY) for m, n in zip(a, b, strict=True))
-            for a, b in pairs
-        )
+    def is_like(self, other: Operation) -> bool:
+        """Whether it is the same call in the same module."""
+        return (self.path, self.name) == (other.path, other.name)
 
-
-#: Module -> shapes that its views have in one process, in order.
-Views = dict[str, list[tuple[int, ...]]]
-
-
-def is_sized(name: str) -> bool:
-    """Whether the sizes of an operation, which runs forward, are noted."""
-    forward = torch._C._current_graph_task_id() == -1
-    return forward and (name in _SIZED or name in _NUMBERED or name.startswith(ATTENTION))
-
-
-def sized(
-    path: str,
-    func: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    whole_shape: Callable[[Tensor], tuple[int, ...]],
-) -> Sized:
-    """What is noted of an operation: sizes, or else numbers that were made of sizes perhaps.
-
-    Parameters
-    ----------
-    whole_shape
-        Of a tensor, over all ranks.
-    """
-    name = name_of(func)
-    shapes: list[tuple[Any, ...]] = []
-    if name == "slice":
-        shapes.append(_bounds(func, args, kwargs, whole_shape))
-    elif name in _NUMBERED:
-        shapes.append(tuple(value for value in args[:2] if isinstance(value, (int, float))))
-    else:
-        shapes += map(whole_shape, tensors_in((args, kwargs)))
-    if name == "native_group_norm":  # how many channels a group has
-        shapes.append((args[4] // args[6],))
-    return Sized(path, name, tuple(shapes))
+    def difference(self, other: Operation) -> tuple[Part, Part] | None:
+        """The first parts that differ; of other ones, which strides choose, the last results."""
+        mine, theirs = self.parts, other.parts
+        if not self.is_like(other):
+            return mine[-1], theirs[-1]
+        if [part[0] for part in mine] != [part[0] for part in theirs]:
+            mine, theirs = ([(part[0], (), *part[2:3])] for part in (mine[-1], theirs[-1]))
+        pairs = zip(mine, theirs, strict=True)
+        return next((pair for pair in pairs if not _fit(*pair)), None)
 
 
-def _bounds(
-    func: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    whole_shape: Callable[[Tensor], tuple[int, ...]],
-) -> tuple[int, ...]:
-    """Where a slice begins and ends, over all ranks."""
-    tensor = args[0]
-    dim = argument(func, args, kwargs, "dim", 0) % tensor.ndim
-    size, whole = tensor.shape[dim], whole_shape(tensor)[dim]
-    start, end = (argument(func, args, kwargs, name) for name in ("start", "end"))
-    start, stop, _ = slice(start, end).indices(size)
-    if whole == ANY or size == 0:
-        return (ANY, ANY)
-    return (start * whole // size, stop * whole // size)
+def _fit(mine: Part, theirs: Part) -> bool:
+    return len(mine) == len(theirs) and all(
+        len(a) == len(b) and all(m in (n, ANY) or m != m for m, n in zip(a, b, strict=True))
+        for a, b in zip(mine[1:], theirs[1:], strict=True)
+    )
 
 
-class SizeMode(TorchDispatchMode):
-    """Notes the sizes that a model runs on in one process."""
+class Calls(TorchFunctionMode):
+    """Follows which function of torch a model has called."""
 
-    def __init__(self, model: nn.Module) -> None:
+    number, name = 0, ""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run it."""
+        self.number, self.name = self.number + 1, getattr(func, "__name__", "")
+        out = func(*args, **(kwargs or {}))
+        self.name = ""
+        return out
+
+
+class OperationLog(TorchDispatchMode):
+    """Notes the operations of a model's forward pass in one process, but in modules `apart`."""
+
+    def __init__(self, model: nn.Module, apart: Collection[str]) -> None:
         super().__init__()
-        self.paths = Paths(model)
-        self.sized: list[Sized] = []
-        self.views: Views = {}
+        self.paths, self.called = Paths(model), Calls()
+        self.operations: list[Operation] = []
+        self.apart, self.quiet, self.is_complete = apart, 0, False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation, and note its sizes."""
-        name = name_of(func)
-        if is_sized(name):
-            path = self.paths.now()[0]
-            self.sized.append(sized(path, func, args, kwargs or {}, lambda t: tuple(t.shape)))
-        if func.namespace in RAW:  # nothing is communicated
-            tensors = tensors_in((args, kwargs))
-            return raw_collective(func, args, kwargs or {}, tensors, [PARTIAL_SUM] * len(tensors))
-        result = run(func, args, kwargs or {})
-        if name in VIEWS:
-            self.views.setdefault(self.paths.now()[0], []).append(tuple(result.shape))
-        return result
+        """Follow the operation."""
+        kwargs = kwargs or {}
+        if func.namespace == "prim" or self.quiet:  # an error in the first would end the process
+            return func(*args, **kwargs)
+        return (self.collective if func.namespace in RAW else self.operation)(func, args, kwargs)
 
-    def forget(self, paths: set[str]) -> None:
-        """What ran in these modules was not as in one process."""
-        self.sized = [each for each in self.sized if each.path not in paths]
-        self.views = {path: shapes for path, shapes in self.views.items() if path not in paths}
+    def operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run the operation, and note it."""
+        out = run(func, args, kwargs)
+        self.note(func, args, kwargs, out, lambda tensor: tuple(tensor.shape))
+        return out
+
+    def collective(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Nothing is communicated."""
+        tensors = tensors_in((args, kwargs))
+        return raw_collective(func, args, kwargs, tensors, [PARTIAL_SUM] * len(tensors))
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What runs in the block is not looked at: who runs it says what it gives."""
+        self.quiet += 1
+        try:
+            yield
+        finally:
+            self.quiet -= 1
+
+    def run_unseen(self, step: Step, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """A step of tensor parallelism is no operation of the model."""
+        with self.unseen():
+            return function(*args, **kwargs)
+
+    def note(
+        self, func: Any, args: Any, kwargs: Any, out: Any, whole: Whole, on_one: bool = False
+    ) -> None:
+        """Note what has run, unless it runs backward or computes nothing."""
+        name, now = name_of(func), (self.paths.now()[0], self.called.name, self.called.number)
+        forward = torch._C._current_graph_task_id() == -1
+        if not forward or name in COPIES or now[0] in self.apart:
+            return
+        last = self.operations[-1] if self.operations else None
+        if last is None or (last.path, last.name, last.number) != now:
+            last = Operation(*now)
+            self.operations.append(last)
+        numbers = _numbers(func, args, kwargs, whole)
+        numbers += (out,) if isinstance(out, (int, float)) else ()
+        last.parts.append((name, numbers, *map(whole, tensors_in(out))))
+        last.by_value |= not _BY_VALUE.isdisjoint(func.tags)
+        last.on_one |= on_one
 
 
-def first_difference(found: list[Sized], wanted: list[Sized]) -> tuple[Sized, Sized] | None:
-    """The first operation on other sizes, in a module that runs the same ones on both sides."""
-    mine = _by_path(found)
-    for key, before in _by_path(wanted).items():
-        now = mine.get(key, [])
-        if [each.name for each in now] == [each.name for each in before]:
-            for pair in zip(now, before, strict=True):
-                if not pair[0].fits(pair[1]):
-                    return pair
-    return None
+def _numbers(func: Any, args: Any, kwargs: Any, whole: Whole) -> tuple[Any, ...]:
+    """Where a slice begins, over all ranks; of others what is no size: factors, fractions."""
+    if name_of(func) != "slice":
+        kinds = (int, float) if torch.Tag.pointwise in func.tags else (float,)
+        return tuple(value for value in tree_leaves((args, kwargs)) if type(value) in kinds)
+    dim = argument(func, args, kwargs, "dim", 0)
+    size, size_of_all = args[0].shape[dim], whole(args[0])[dim]
+    start = slice(argument(func, args, kwargs, "start"), None).indices(size)[0]
+    return (ANY if size_of_all == ANY or not size else start * size_of_all // size,)
 
 
-def _by_path(sized: list[Sized]) -> dict[tuple[str, str], list[Sized]]:
-    """By the module and what was noted: a slice more leaves the sizes to be compared."""
-    found: dict[tuple[str, str], list[Sized]] = {}
-    for each in sized:
-        kind = each.name if each.name in _NUMBERED else ""
-        found.setdefault((each.path, kind), []).append(each)
-    return found
+Pair = tuple[Operation | None, Operation | None]
+
+
+def first_difference(found: Sequence[Operation], alone: OperationLog) -> Pair | None:
+    """The first operation that is not that of one process."""
+    wanted: Sequence[Operation] = alone.operations
+    while True:
+        pairs = zip_longest(found, wanted)
+        pair = next(((a, b) for a, b in pairs if not (a and b) or a.difference(b)), None)
+        if pair is None or (pair[1] is None and not alone.is_complete):
+            return None
+        path = _excused(found, pair)
+        if path is None:
+            return pair
+        found, wanted = ([o for o in log if not contains(path, o.path)] for log in (found, wanted))
+
+
+def _excused(found: Sequence[Operation], pair: Pair) -> str | None:
+    """The module whose operations may be others: they go by values, or a slice of 1 is there."""
+    here = [each for each in pair if each is not None]
+    paths = [each.path for each in here if each.by_value]
+    if len(here) == 1 or not here[0].is_like(here[1]):
+        with_one = {each.path for each in found if each.on_one}
+        paths += [each.path for each in here[::-1] if each.path in with_one]
+    return paths[0] if paths else None

@@ -323,14 +323,14 @@ def _start_of(
 
 def _start_by_asking(columns: int, group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
     """The columns of the ranks before, added up where they are: nothing waits for a device."""
-    own = torch.tensor([columns], device=device)
-    return carry_out(_TELL_COLUMNS, _columns_before, own, group).squeeze(0)
+    own = torch.tensor(columns, device=device)
+    return carry_out(_TELL_COLUMNS, _columns_before, own, group)
 
 
 def _columns_before(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     sizes = [torch.empty_like(own) for _ in range(group_size(group))]
     dist.all_gather(sizes, own, group=group)
-    return torch.cat(sizes)[: group_rank(group)].sum(0, keepdim=True)
+    return torch.stack(sizes)[: group_rank(group)].sum()
 
 
 class TokenLosses(torch.autograd.Function):

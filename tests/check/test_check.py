@@ -276,6 +276,26 @@ def test_heads_that_were_not_divided(two_ranks: None) -> None:
     assert "split_size" in str(error)
 
 
+def test_a_number_that_a_model_has_in_its_code(two_ranks: None) -> None:
+    """CodeGen packs its heads in four groups, whatever the module's numbers are."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.CodeGenConfig(
+        vocab_size=51, n_embd=64, n_layer=2, n_head=8, rotary_dim=4, bos_token_id=0, eos_token_id=0
+    )
+    sch = slapo.create_schedule(transformers.CodeGenForCausalLM(config))
+    for layer in sch.select("transformer.h.*"):
+        attention = layer["attn"].sync("bwd_post", "all_reduce").fork_rng()
+        attention["qkv_proj"].shard("weight", axis=0)
+        attention["out_proj"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+        attention.set("num_attention_heads", whole=8).set("embed_dim", whole=64)
+    tokens = torch.randint(51, (3, 7))
+    error = refused(sch, {"input_ids": tokens, "labels": tokens})
+    assert error.path == "transformer.h.0.attn"
+    assert "reshape gives (3, 7, 8, 24) over all ranks, and reshape gives (3, 7, 4, 48) in" in str(
+        error
+    )
+
+
 def test_outputs_that_are_not_whole(two_ranks: None) -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(HIDDEN, 8)))
     sch["0"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ from slapo.check import PlacementError, check, rules
 from slapo.check.place import PARTIAL_SUM, sliced
 from slapo.check.world import check_at
 from slapo.sharding import reduce_from_group
+from slapo.sharding.groups import group_size
 from slapo.sharding.state import shards_of
 from tests.check.verdicts import fake_world
 from tests.distributed import run_distributed
@@ -44,7 +47,10 @@ class Base(nn.Module):
 
 
 def split(model: nn.Module, blocks: int = 1, reduces: bool = True) -> slapo.Schedule:
-    sch = slapo.create_schedule(model)
+    return split_pair(slapo.create_schedule(model), blocks, reduces)
+
+
+def split_pair(sch: slapo.Schedule, blocks: int = 1, reduces: bool = True) -> slapo.Schedule:
     sch["fc1"].shard("weight", 0, blocks=blocks).shard("bias", 0, blocks=blocks)
     sch["fc1"].sync("bwd_post", "all_reduce")
     sch["fc2"].shard("weight", 1)
@@ -594,6 +600,172 @@ def test_an_embedding_that_scales_by_its_own_width(ranks: int) -> None:
     keep = {"tensor_parallel_output_grad": False}
     sch["table"].shard("weight", 1).sync("fwd_post", "all_gather", axis=-1, **keep)
     assert "mul works on" in str(refused(sch, torch.randint(0, 9, (3, 7))))
+
+
+# --- what goes by the size of a slice ------------------------------------------------------------
+def packed(h: Tensor) -> Tensor:
+    q, k, v = h.reshape(*h.shape[:2], 2, -1).chunk(3, -1)  # in two groups, as of CodeGen in four
+    return torch.cat([q * 2, k.tanh(), v], -1).flatten(-2)
+
+
+def by_parts(h: Tensor) -> Tensor:
+    parts = h.split(INNER // 2, -1)
+    return torch.cat([part.tanh() * (number + 1) for number, part in enumerate(parts)], -1)
+
+
+def in_a_loop(h: Tensor) -> Tensor:
+    for _ in range(h.shape[-1] // 12):
+        h = torch.sin(h)
+    return h
+
+
+def expanded(h: Tensor) -> Tensor:
+    groups = h.unflatten(-1, (-1, 4)).unsqueeze(3)
+    repeated = groups.expand(-1, -1, -1, INNER // h.shape[-1], -1)
+    return repeated.cumsum(3).select(3, -1).flatten(-2)
+
+
+def in_another_order(h: Tensor) -> Tensor:
+    return h.sin().exp() if h.shape[-1] == INNER else h.exp().sin()
+
+
+#: Of a slice they compute something else than of the whole.
+BY_SIZE: dict[str, Callable[[Tensor], Tensor]] = {
+    "packed": packed,
+    "view": lambda h: h.view(*h.shape[:2], 2, -1).flip(-1).flatten(-2),
+    "reshape": lambda h: h.reshape(*h.shape[:2], 4, -1).cumsum(-1).flatten(-2),
+    "unflatten": lambda h: h.unflatten(-1, (2, -1)).roll(1, -1).flatten(-2),
+    "chunk": lambda h: torch.cat(h.view(*h.shape[:2], 4, -1).chunk(2, 3)[::-1], 3).flatten(-2),
+    "split": by_parts,
+    "expand": expanded,
+    "loop": in_a_loop,
+    "if": lambda h: h * 2 if h.shape[-1] == INNER else h,
+    "if it is small": lambda h: h * 2 if h.shape[-1] < INNER else h,
+    "either": lambda h: F.relu(h) if h.shape[-1] == INNER else F.gelu(h),
+    "order": in_another_order,
+    "summand": lambda h: h + h.shape[-1],
+    "exponent": lambda h: h.abs() ** (h.shape[-1] / INNER),
+    "bound": lambda h: h.clamp(max=h.shape[-1] / INNER - 0.5),
+}
+
+
+@pytest.mark.parametrize("name", BY_SIZE)
+def test_what_goes_by_the_size_of_a_slice(ranks: int, name: str) -> None:
+    error = refused(split(Base(BY_SIZE[name])))
+    assert error.path == ""
+    assert "in one process" in str(error)
+
+
+def test_the_message_says_what_one_process_does() -> None:
+    with fake_world():
+        sch = slapo.create_schedule(nn.Sequential(Base(), Base(BY_SIZE["packed"])))
+        for number in "01":
+            split_pair(sch[number])
+        text = str(refused(sch))
+        assert text.startswith(
+            "check: '1' (Base): reshape gives (3, 7, 4, 12) over all ranks, and reshape gives "
+            "(3, 7, 2, 24) in one process; "
+        )
+        assert 'sch["1"].set(name, whole=...), or write the size as -1' in text
+        sch = slapo.create_schedule(nn.Sequential(Base(), Base(BY_SIZE["if"])))
+        for number in "01":
+            split_pair(sch[number])
+        text = str(refused(sch))
+        assert text.startswith(
+            "check: '1' (Base): linear of '1.fc2' gives (3, 7, 24) over all ranks, "
+        )
+        assert "and mul works on 2 and gives (3, 7, 48) in one process; " in text
+
+
+def apart_by_size(rank: int, world_size: int) -> dict[str, float]:
+    torch.manual_seed(0)
+    x = torch.randn(3, 7, WIDTH).double()
+    return {name: difference(Base(each).double(), x) for name, each in BY_SIZE.items()}
+
+
+@pytest.mark.distributed
+def test_what_goes_by_the_size_of_a_slice_differs_on_processes() -> None:
+    for found in run_distributed(apart_by_size, 2):
+        assert {name: apart for name, apart in found.items() if apart < 1e-2} == {}
+
+
+@pytest.mark.parametrize("by_share", [False, True])
+def test_what_is_made_in_the_first_run_alone(ranks: int, by_share: bool) -> None:
+    """The next ones, and the ranks, find it where it was kept."""
+
+    @functools.cache
+    def table(tokens: int, columns: int) -> Tensor:
+        return torch.linspace(1, 2, tokens)[:, None].expand(tokens, columns) * 2
+
+    for _ in range(2):
+        check(split(Base(lambda h: h * table(h.shape[1], h.shape[2] if by_share else 1))), X)
+
+
+def skipped_by_a_coin(h: Tensor) -> Tensor:
+    for _ in range(6):
+        h = torch.sin(h) if torch.rand(()) > 0.5 else h
+    return h
+
+
+class Routed(Base):
+    """Each token goes through one of several layers, which one goes by values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(Base() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc2(self.fc1(x))
+        rows = x.flatten(0, 1)
+        chosen, out = self.router(rows).argmax(-1), torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            (at,) = torch.where(chosen == number)
+            if len(at):
+                out = out.index_add(0, at, expert(rows[at]))
+        return out.view_as(x)
+
+
+def skipped_by_a_coin_of_python(h: Tensor) -> Tensor:
+    for _ in range(6):
+        h = torch.sin(h) if random.random() > 0.5 else h
+    return h
+
+
+COINS = [skipped_by_a_coin, skipped_by_a_coin_of_python]
+
+
+@pytest.mark.parametrize("make", [Routed, *(functools.partial(Base, coin) for coin in COINS)])
+def test_what_goes_by_values(ranks: int, make: Callable[[], nn.Module]) -> None:
+    for seed in range(5):
+        torch.manual_seed(seed)
+        sch = split(make())
+        for number in range(len(getattr(sch.mod, "experts", ()))):
+            split_pair(sch[f"experts.{number}"])
+        check(sch, X)
+
+
+def test_a_copy_with_other_strides(ranks: int) -> None:
+    """A step of the schedule makes one; torch runs other operations for a layer then."""
+
+    class Cut(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[:, 1:]
+
+    sch = slapo.create_schedule(nn.Sequential(Cut(), Base(), Cut()))
+    for number in "012":
+        split_pair(sch[number])
+    sch["1"].mod.emb = nn.Identity()
+    check(sch, X)
+
+
+def test_a_cast_around_a_sum_over_several_ranks(ranks: int) -> None:
+    def summed(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return reduce_from_group(out.double()).float() if group_size() > 1 else out
+
+    sch = split(Base(), reduces=False)
+    sch["fc2"].sync("fwd_post", summed)
+    check(sch, X)
 
 
 RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
