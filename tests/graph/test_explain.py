@@ -125,8 +125,6 @@ def test_another_spelling():
     assert text.startswith("of the operations of the pattern, 1 in all, none was found")
     assert "no graph here has relu6" in text
     assert "named alike are relu" in text
-    text = why(graph_of(Mlp(nn.ReLU())), lambda x, w: x @ w)
-    assert "nn.Linear is F.linear(x, weight, bias) or call_module(name, x) in a pattern" in text
 
 
 def test_an_argument_for_two_values():
@@ -158,9 +156,7 @@ def test_names():
     assert "'c1' is within 'fc1', but names are matched from their start: write '.*c1'" in why(
         gm, "c1"
     )
-    assert "but in the graph of 'mlp' the name is 'fc1'" in why(gm, r"mlp\.fc1")
     text = why(gm, r"encoder\.0")
-    assert "there is a module 'encoder.0', but no graph calls it by that name" in text
     assert "the operations within encoder (Sequential) are not seen" in text
     assert "names of called modules are 'fc1'" in why(gm, lambda x: call_module("fcc1", x))
     assert "no graph here calls a module" in why(fx.symbolic_trace(lambda x: -x), "fc")

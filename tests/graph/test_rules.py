@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -391,6 +393,18 @@ def test_a_rewrite_of_what_was_fused(training: bool) -> None:
     form = other(gm, training=training)
     _, run = later(gm, form)
     torch.testing.assert_close(run(X, X), gm.out(gm.key(X) + 2 * gm.query(X)) + X)
+
+
+def test_nothing_of_a_capture_is_kept_alive() -> None:
+    gm = traced(Layer())
+    for match in find(gm, "query|key"):
+        replace(gm, [match], nn.Identity())
+    graph, _ = later(gm, other(gm))
+    assert "_slapo_found" not in vars(graph)
+    kept = weakref.ref(graph)
+    del graph, _
+    gc.collect()
+    assert kept() is None
 
 
 # --- rules are data ------------------------------------------------------------------------------

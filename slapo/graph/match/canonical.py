@@ -1,8 +1,7 @@
 """One name for each operator, whichever way a graph spells it.
 
 ``F.gelu(x)``, ``nn.GELU()(x)`` and, in today's PyTorch, ``torch._C._nn.gelu(x)`` are one operator.
-So are ``a + b``, ``torch.add(a, b)`` and ``a.add(b)``. This file holds the table of spellings and
-turns a node of a graph into a :class:`Call`: the operator's name with its arguments by name.
+So are ``a + b``, ``torch.add(a, b)`` and ``a.add(b)``.
 """
 
 from __future__ import annotations
@@ -149,7 +148,6 @@ def _spelling(node: fx.Node) -> Spelling | None:
 def _spelled(
     spelling: Spelling, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Hashable
 ) -> Call:
-    """Bind the arguments of a listed operator to its parameter names."""
     bound = _bind(spelling.params, args, kwargs)
     inplace = spelling.inplace or bool(bound and bound.get("inplace") is True)
     return Call(key, bound, spelling.op, inplace, spelling.op.defaults)

@@ -71,15 +71,7 @@ def why_no_subgraph(graphs: Graphs, pattern: fx.Graph) -> str:
 def why_no_call(graphs: Graphs, regex: re.Pattern[str]) -> str:
     """Say what the modules are called whose calls a regular expression did not match."""
     summary = f"{regex.pattern!r} matches none of the {len(_calls(graphs))} calls of modules"
-    hints = list(_near_names(regex, graphs))
-    inner = (path for path, _ in graphs[0].module.named_modules() if path and regex.match(path))
-    path = next(inner, None)
-    if path is not None:
-        hints.append(
-            f"there is a module {path!r}, but no graph calls it by that name; with "
-            ".trace(flatten=True) the graph has the calls within other modules"
-        )
-    return _joined(summary, hints, _opaque_calls(graphs))
+    return _joined(summary, _near_names(regex, graphs), _opaque_calls(graphs))
 
 
 def why_no_node(graphs: Graphs) -> str:
@@ -160,8 +152,6 @@ def _other_spellings(missing: Step, graphs: Graphs) -> Iterator[str]:
             f"the bias of {linear[0]} is added within it: .decompose() the layer before the "
             "trace, and the addition is an operation of its own"
         )
-    if missing.call.key == "matmul" and linear:
-        yield "nn.Linear is F.linear(x, weight, bias) or call_module(name, x) in a pattern"
     name = _name(missing)
     near = difflib.get_close_matches(name, _operations(graphs) - {name}, n=3, cutoff=0.6)
     if near:
@@ -170,10 +160,9 @@ def _other_spellings(missing: Step, graphs: Graphs) -> Iterator[str]:
 
 def _near_names(regex: re.Pattern[str], graphs: Graphs) -> Iterator[str]:
     """Say which names of called modules a regular expression nearly matches."""
-    calls = [(traced.path, str(node.target)) for traced, node in _calls(graphs)]
-    targets = list(dict.fromkeys(target for _, target in calls))
+    targets = list(dict.fromkeys(str(node.target) for _, node in _calls(graphs)))
     within = next((target for target in targets if regex.search(target)), None)
-    full = next(((p, target) for p, target in calls if regex.match(f"{p}.{target}")), None)
+    near = difflib.get_close_matches(regex.pattern, targets, n=3, cutoff=0.4) or targets
     if not targets:
         yield "no graph here calls a module"
     elif within is not None:
@@ -181,14 +170,7 @@ def _near_names(regex: re.Pattern[str], graphs: Graphs) -> Iterator[str]:
             f"{regex.pattern!r} is within {within!r}, but names are matched from their start: "
             f"write {'.*' + regex.pattern!r}"
         )
-    elif full is not None:
-        path, target = full
-        yield (
-            f"it matches '{path}.{target}', but in the graph of {path!r} the name is {target!r}: "
-            "write that, or trace the parent with .trace(flatten=True)"
-        )
     else:
-        near = difflib.get_close_matches(regex.pattern, targets, n=3, cutoff=0.4) or targets
         yield f"names of called modules are {_listed(map(repr, near))}"
 
 

@@ -70,14 +70,12 @@ def call_module(name_regex: str, *args: Any, **kwargs: Any) -> Any:
 class Pattern(nn.Module):
     """Base class of patterns that are written as modules.
 
-    Submodules take part by class: a submodule without parameters, such as ``nn.GELU()``, matches
-    any spelling of the same operator with the same settings; one with parameters, such as
+    Submodules take part by class: one without parameters, such as ``nn.GELU()``, matches any
+    spelling of the same operator with the same settings; one with parameters, such as
     ``nn.Linear(1, 1)``, matches every call of a module of exactly that class, whatever its sizes
-    and weights. A :class:`ModulePattern` matches by path.
-
-    A tensor that the pattern itself holds (a parameter, a buffer, an attribute) is a constant, as
-    are those that a pattern function captures: it matches a tensor of the same dtype, shape and
-    values only. What may be any tensor is an argument of ``forward``.
+    and weights. A :class:`ModulePattern` matches by path. A tensor that the pattern itself holds is
+    a constant, as are those that a pattern function captures: it matches a tensor of the same
+    dtype, shape and values only.
 
     Examples
     --------

@@ -148,9 +148,7 @@ class _Unification:
     def __init__(
         self, steps: dict[fx.Node, Step], index: GraphIndex, taken: Collection[fx.Node]
     ) -> None:
-        self._steps = steps
-        self._index = index
-        self._taken = taken
+        self._steps, self._index, self._taken = steps, index, taken
         self._bound: dict[fx.Node, Any] = {}
         self._images: set[fx.Node] = set()
         self._found: Match | None = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.fx as fx
@@ -39,8 +38,8 @@ Bindings: TypeAlias = Mapping[str, Any]
 Pick: TypeAlias = tuple[Search, int]
 """A search, and which of its matches."""
 
-_found: WeakKeyDictionary[fx.Graph, dict[Search, list[Match]]] = WeakKeyDictionary()
-"""Results of searches in captures that rules are being applied to, from before the rewrites."""
+_FOUND = "_slapo_found"
+"""Attribute of a captured graph while rules are applied to it: results of searches so far."""
 
 
 class Rule:
@@ -154,10 +153,12 @@ class Rule:
         """Repeat the searches of this rule and of later ones that were made before it was done."""
         rules: list[Any] = rules_of(view.module)
         is_next = self.number < len(rules) and rules[self.number] is self
-        found = _found.setdefault(view.graph, {})
+        found: dict[Search, list[Match]] = vars(view.graph).setdefault(_FOUND, {})
+        if rules[self.number + 1 :] == []:  # matches hold on to erased nodes
+            del vars(view.graph)[_FOUND]
         for rule in rules[self.number :] if is_next else [self]:
             for search, _ in rule.picks:
-                if search in found or search.rewrites > self.number:
+                if search in found or search.rewrites != self.number:
                     continue
                 part = rule._part_of(view)
                 if not isinstance(part, SubgraphView) or rule.number not in part.rewritten_by:
@@ -165,7 +166,9 @@ class Rule:
         return found
 
     def _pick(self, search: Search, position: int, found: Mapping[Search, list[Match]]) -> Match:
-        matches = found[search]
+        matches = found.get(search)
+        if matches is None:  # this capture has other rewrites already, and is to be made again
+            raise self._refusal("the operations were searched for before another rewrite")
         if len(matches) != search.total:
             raise self._refusal(
                 f"the operations that it is about are there {len(matches)} times, and "
