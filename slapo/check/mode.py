@@ -55,7 +55,7 @@ class PlaceMode(OperationLog):
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup | None, alone: OperationLog
     ) -> None:
-        super().__init__(model, alone.apart)
+        super().__init__(model)
         self.group = group
         self.rank, self.ranks = group_rank(group), group_size(group)
         #: operations so far

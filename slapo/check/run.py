@@ -20,7 +20,7 @@ from slapo.check.place import Place, place_of
 from slapo.check.report import explain, explain_difference, explain_gradient, unrunnable
 from slapo.check.rules import rules_of_functions
 from slapo.check.sizes import Operation, OperationLog, Pair, first_difference
-from slapo.check.stand_ins import StandIns, as_before, built_in, standing_in
+from slapo.check.stand_ins import StandIns, as_before, standing_in
 from slapo.errors import PlacementError, SlapoError
 from slapo.logger import get_logger
 from slapo.random import states_kept
@@ -206,8 +206,7 @@ class _Check:
     def _run_alone(self) -> OperationLog:
         """The operations of the model where nothing is sharded, as far as it runs so."""
         sch = self.sch
-        # Their numbers cannot be those from before, which a trace builds into its graph.
-        mode = OperationLog(sch.mod, built_in(sch.mod, sch.state.numbers))
+        mode = OperationLog(sch.mod)
         if sch.world_size == 1:
             return mode
         try:

@@ -5,7 +5,7 @@ Half the size of a head where half the number of heads was meant fits every shap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -87,13 +87,13 @@ class Calls(TorchFunctionMode):
 
 
 class OperationLog(TorchDispatchMode):
-    """Notes the operations of a model's forward pass in one process, but in modules `apart`."""
+    """Notes the operations of a model's forward pass in one process."""
 
-    def __init__(self, model: nn.Module, apart: Collection[str]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.paths, self.called = Paths(model), Calls()
         self.operations: list[Operation] = []
-        self.apart, self.quiet, self.is_complete = apart, 0, False
+        self.quiet, self.is_complete = 0, False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -135,7 +135,7 @@ class OperationLog(TorchDispatchMode):
         """Note what has run, unless it runs backward or computes nothing."""
         name, now = name_of(func), (self.paths.now()[0], self.called.name, self.called.number)
         forward = torch._C._current_graph_task_id() == -1
-        if not forward or name in COPIES or now[0] in self.apart:
+        if not forward or name in COPIES:
             return
         last = self.operations[-1] if self.operations else None
         if last is None or (last.path, last.name, last.number) != now:

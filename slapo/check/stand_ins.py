@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slapo.check.place import WHOLE, Birth, Place, put_place, share_of_whole, sliced
-from slapo.graph.trace.module import inlined_in
 from slapo.node import Numbers
 from slapo.sharding.state import sharding_of
 from slapo.sharding.tags import apply_tags, new_parameter
@@ -131,22 +130,6 @@ def _place(slot: Slot) -> Place:
     share = uneven if spec.copies == 1 else Fraction(1, spec.parts)
     birth = Birth("shard", slot.name.rpartition(".")[0])
     return replace(sliced(spec.axis, blocks, share), birth=birth, copies=spec.copies)
-
-
-def built_in(model: nn.Module, numbers: Numbers) -> set[str]:
-    """Paths of graphs that other numbers are built in than the modules had before the schedule."""
-    before = {id(module): own for ref, own in numbers if (module := ref()) is not None}
-    found = set()
-    for path, outer in model.named_modules():
-        graph = innermost(outer)
-        inside = [graph, *(graph.get_submodule(name) for name in sorted(inlined_in(graph)))]
-        if isinstance(graph, fx.GraphModule) and any(
-            vars(module).get(name) != value
-            for module in map(innermost, inside)
-            for name, value in before.get(id(module), {}).items()
-        ):
-            found.add(path)
-    return found
 
 
 @contextmanager
