@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast lint format types docs-check golden bench clean
+.PHONY: help install quickstart test test-fast test-versions lint format types docs-check golden bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,24 @@ test: $(STAMP) ## the whole suite, doctests included
 test-fast: $(STAMP) ## the suite without its slow tests
 	$(PYTEST) --doctest-modules slapo tests -m "not slow" -n $(JOBS) $(PYTEST_ARGS)
 
+# Oldest and newest versions, as torch-transformers; each pair gets a virtual environment of its own.
+ENDS := 2.11.0-5.17.0 2.14.1-5.24.0
+FAST_ROOMS := tests/graph tests/primitives tests/sharding tests/weights tests/op tests/pipeline
+
+test-versions: $(ENDS:%=test-versions-%) ## the fast tests on the oldest and the newest torch and Transformers
+
+test-versions-%: .venv-%/.slapo-installed
+	.venv-$*/bin/python -m pytest $(FAST_ROOMS) -m "not slow" -n $(JOBS) $(PYTEST_ARGS)
+
+.venv-%/.slapo-installed: pyproject.toml
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet "torch==$(word 1,$(subst -, ,$*))"
+	.venv-$*/bin/python -m pip install --quiet -e '.[hf,deepspeed,dev]' \
+	    "torch==$(word 1,$(subst -, ,$*))" "transformers==$(word 2,$(subst -, ,$*))"
+	@touch $@
+
+.PRECIOUS: .venv-%/.slapo-installed
+
 lint: $(STAMP) ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -60,5 +78,5 @@ bench: $(STAMP) ## the benchmarks; results go to benchmark/results
 	$(BIN)/python -m benchmark
 
 clean: ## remove caches and the virtual environment
-	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-* build .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
