@@ -99,16 +99,16 @@ def _processes(mark: str | None) -> int:
 
 def run_blocks(page: str, processes: int) -> Iterator[tuple[Block, str]]:
     """Run those blocks of a page that so many processes run; gives what each prints."""
-    module = types.ModuleType("page")  # captures and records import what it defines
-    with mock.patch.dict(sys.modules, {"page": module}):
-        for block in blocks_of(page):
-            if block.processes != processes:
-                continue
-            # In front of it as many empty lines as the page has: tracebacks show the right one.
-            code = compile("\n" * (block.line - 1) + block.code, page, "exec")
-            with contextlib.redirect_stdout(io.StringIO()) as printed:
-                exec(code, vars(module))
-            yield block, printed.getvalue()
+    # Captures and records import what a page defines.
+    module = sys.modules["page"] = types.ModuleType("page")
+    for block in blocks_of(page):
+        if block.processes != processes:
+            continue
+        # In front of it as many empty lines as the page has: tracebacks show the right one.
+        code = compile("\n" * (block.line - 1) + block.code, page, "exec")
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, vars(module))
+        yield block, printed.getvalue()
 
 
 def run_blocks_on_rank(rank: int, world_size: int, page: str) -> list[tuple[Block, str]]:
