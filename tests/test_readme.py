@@ -22,7 +22,6 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
