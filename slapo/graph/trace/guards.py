@@ -28,7 +28,7 @@ def size_conditions(output: CaptureOutput) -> list[str]:
         ignore_static=False,
         langs=("python",),
     )
-    asked = (e for e in dict.fromkeys(found.exprs) if "L['module']" not in e and e.startswith("L["))
+    asked = (e for e in dict.fromkeys(found.exprs) if "L['module']" not in e and "L[" in e)
     conditions = (e.replace("L['args']", "args").replace("L['kwargs']", "kwargs") for e in asked)
     return [condition for condition in conditions if "storage_offset" not in condition]
 

@@ -18,7 +18,12 @@ from slapo.graph.trace.leaf_calls import LeafCalls, call_leaf
 from slapo.graph.trace.nests import KIND, OWNER, SYMBOLIC, kind_of, parts
 from slapo.graph.trace.nodes import add_placeholder, spare_self
 from slapo.graph.trace.refusals import CACHE_REFUSED, checked
-from slapo.graph.trace.torch_private import CaptureOutput, PythonReferenceAnalysis, sympy_interp
+from slapo.graph.trace.torch_private import (
+    CaptureOutput,
+    PythonReferenceAnalysis,
+    ShapeEnv,
+    sympy_interp,
+)
 
 _DROPPED = frozenset({torch._C._log_api_usage_once})
 
@@ -81,6 +86,7 @@ class GraphImport:
             self._nodes[(name,)].meta[KIND] = kind_of(self.arguments[name])
         captured = self.output.graph_capture_output
         backend = self.output.backend_input
+        self._note_sizes(captured.output_graph.shape_env, frame)
         # Dynamo's own bytecode takes the inputs out of the arguments and assembles the result.
         run = captured.get_runtime_env().forward_callable(
             backend.backend_id if backend is not None else "slapo_no_graph",
@@ -115,11 +121,19 @@ class GraphImport:
                     "random numbers are such), which a graph cannot draw; make the module a leaf"
                 )
             return known
-        path = self.places.get(id(value))
-        for dim, size in enumerate(known.shape if path is not None else ()):
-            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                self._sizes.setdefault(size.node.expr, (path or (), dim))
         return value
+
+    def _note_sizes(self, env: ShapeEnv, frame: tuple[Any, ...]) -> None:
+        """Symbols of the sizes of arguments, also of those that the graph has no use for."""
+        names = {"L": dict(zip(("module", "args", "kwargs"), frame, strict=True))}
+        for each in env.tracked_fakes or ():
+            source = each.source.name
+            if not (isinstance(each.fake, Tensor) and source.startswith(("L['args']", "L['kwargs']"))):
+                continue
+            path = self.places.get(id(eval(source, names)))
+            for dim, size in enumerate(each.fake.shape if path is not None else ()):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                    self._sizes.setdefault(size.node.expr, (path or (), dim))
 
     def _stand_in(self, value: Any) -> Any:
         known = value.meta.get("example_value") if isinstance(value, fx.Node) else None
