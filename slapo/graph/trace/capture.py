@@ -12,7 +12,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -84,6 +84,7 @@ def capture(
     kwargs: Mapping[str, Any],
     is_leaf: IsLeaf,
     any_batch: bool = False,
+    parked: Collection[str] = (),
 ) -> Capture:
     """Write down what ``root.forward`` does with arguments like these.
 
@@ -98,6 +99,8 @@ def capture(
         Which modules below become one call; others are entered, their hooks included.
     any_batch
         Whether the graph must serve a batch of one too: sizes of 1 are sizes like others then.
+    parked
+        Paths of modules below that are there for the time of the capture only.
 
     Raises
     ------
@@ -134,7 +137,8 @@ def capture(
         except Exception as error:
             raise explain(error, root) from error
         # After the leaves have their classes back: guards look at them.
-        sizes, state = size_conditions(output), state_guards(output, forward, modules)
+        sizes = size_conditions(output)
+        state = state_guards(output, forward, modules, parked)
     return Capture(
         graph.graph,
         call_key(args, dict(kwargs)),

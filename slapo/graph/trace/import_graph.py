@@ -354,11 +354,8 @@ def _names_of_tensors(root: nn.Module) -> dict[int, str]:
 
 
 def _module_path(source: str) -> str:
-    """``L['module'].layers._slapo_items[0]._modules['fc']`` as ``layers.0.fc``."""
-    text = source.removeprefix("L['module']")
-    text = re.sub(r"\._slapo_items\[(\d+)\]", r".\1", text)
-    text = re.sub(r"\._modules\['([^']+)'\]", r".\1", text)
-    return text.lstrip(".")
+    """``L['module']._modules['layers']._modules['0'].fc`` as ``layers.0.fc``."""
+    return re.sub(r"\._modules\['([^']+)'\]", r".\1", source.removeprefix("L['module']")).lstrip(".")
 
 
 def _owner_of(node: fx.Node) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -106,14 +106,12 @@ class LeafCalls:
                     type(module), collecting_hooks(module), inner_keys(module)
                 )
             for each in lists:
-                vars(each)["_slapo_items"] = list(each._modules.values())
                 each.__class__ = _PlainList
             yield
         finally:
             _ACTIVE.reset(token)
             for each in lists:
                 each.__class__ = nn.ModuleList
-                vars(each).pop("_slapo_items", None)
             for path, kind in self._classes.items():
                 self.leaves[path].__class__ = kind
                 vars(self.leaves[path]).pop("_slapo_leaf", None)
@@ -141,7 +139,7 @@ class LeafCalls:
     def _result(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunction():
             if path not in self._keys:
-                self._keys[path] = self._module_key(path)
+                self._keys[path] = signature(self.leaves[path], path, self._classes)
             key = (self._keys[path], _shape_key((args, kwargs)), torch.is_grad_enabled())
         if key not in self._known:
             self._known[key] = (self._run(path, args, kwargs), path in self.assumed)
@@ -180,29 +178,6 @@ class LeafCalls:
         result = torch.empty_like(given[0])
         trains = torch.is_grad_enabled() and result.is_floating_point()
         return result.requires_grad_() if trains else result
-
-    def _module_key(self, path: str) -> Any:
-        """Equal for siblings whose results have one form: classes, shapes, plain attributes."""
-        module = self.leaves[path]
-        if isinstance(module, torch.jit.ScriptModule):
-            return id(module)
-        found = []
-        for name, each in module.named_modules():
-            full = f"{path}.{name}" if name else path
-            held = (*each._parameters.items(), *each._buffers.items())
-            shapes = tuple(
-                (k, None if t is None else (tuple(t.shape), t.dtype, t.device, t.requires_grad))
-                for k, t in held
-            )
-            plain = tuple(
-                (k, _by_value(v))
-                for k, v in vars(each).items()
-                if k[:1] != "_" and not (type(v) is int and k in _ORDINALS)
-            )
-            hooks = [h for h in each._forward_hooks.values() if not collects(h)]
-            hooks += each._forward_pre_hooks.values()
-            found.append((self._classes.get(full, type(each)), shapes, plain, (*map(id, hooks),)))
-        return tuple(found)
 
 
 @lru_cache(maxsize=1024)
@@ -247,16 +222,10 @@ class _ScriptCall:
 class _PlainList(nn.ModuleList):
     """A ``ModuleList`` whose slices are lists: dynamo would build a module for each."""
 
-    _slapo_items: list[nn.Module]
-
-    def __iter__(self) -> Any:
-        return iter(self._slapo_items)
-
-    def __len__(self) -> int:
-        return len(self._slapo_items)
-
     def __getitem__(self, index: Any) -> Any:
-        return self._slapo_items[index]
+        if isinstance(index, slice):
+            return list(self._modules.values())[index]
+        return super().__getitem__(index)
 
 
 # --- runs on fake tensors ------------------------------------------------------------------------
@@ -315,6 +284,43 @@ def _copy_of_fake(value: Any) -> Any:
 
 
 # --- keys ----------------------------------------------------------------------------------------
+def signature(module: nn.Module, path: str = "", classes: Mapping[str, type] | None = None) -> Any:
+    """Equal for siblings that act alike: classes, shapes, plain attributes, hooks.
+
+    Parameters
+    ----------
+    module
+        The module.
+    path
+        Its path, as `classes` has it.
+    classes
+        Path -> class, for modules that have another one for the time of a capture.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return id(module)
+    found = []
+    for name, each in module.named_modules():
+        full = f"{path}.{name}".strip(".")
+        if isinstance(each, torch.jit.ScriptModule):
+            found.append(id(each))
+            continue
+        held = (*each._parameters.items(), *each._buffers.items())
+        shapes = tuple(
+            (k, None if t is None else (tuple(t.shape), t.dtype, t.device, t.requires_grad))
+            for k, t in held
+        )
+        plain = tuple(
+            (k, _by_value(v))
+            for k, v in vars(each).items()
+            if k[:1] != "_" and not (type(v) is int and k in _ORDINALS)
+        )
+        hooks = [h for h in each._forward_hooks.values() if not collects(h)]
+        hooks += each._forward_pre_hooks.values()
+        kind = type(each) if classes is None else classes.get(full, type(each))
+        found.append((name, kind, shapes, plain, (*map(id, hooks),)))
+    return tuple(found)
+
+
 def _shape_key(value: Any) -> Any:
     if isinstance(value, Tensor):
         shape = tuple(map(_size, (*value.shape, *value.stride())))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.fx.graph_module import _forward_from_src as function_from_source
 
 from slapo.errors import SlapoError, TraceError
-from slapo.graph.trace.kinds import call_key
+from slapo.graph.trace.kinds import Tree, call_key
 from slapo.graph.trace.leaves import Depth, IsLeaf
 from slapo.graph.trace.nodes import switches_mode
 from slapo.wrapper import innermost
@@ -150,6 +150,8 @@ class Trace:
         #: captures whose code is not generated yet
         self.fresh: list[Capture] = [] if first is None else [first]
         self.number: int | None = None
+        #: what captures take for granted of the modules and tensors below
+        self.tree: Tree | None = None
 
     @property
     def shown(self) -> fx.Graph:
@@ -180,7 +182,7 @@ class Trace:
 
     def forget(self) -> None:
         """Drop all captures: something that they have built in has changed."""
-        self.known, self.fresh = {}, []
+        self.known, self.fresh, self.tree = {}, [], None
 
     # --- calls ---------------------------------------------------------------------------------
     def code_for(
@@ -189,6 +191,8 @@ class Trace:
         """The code of a capture that serves a call."""
         if torch.compiler.is_dynamo_compiling():
             return _known_code(module, args, kwargs)
+        if self.tree is not None and not self.tree.is_as_before():
+            self.forget()
         key = call_key(args, kwargs)
         for each, code in self.known.get(key, ()):
             if each.holds(module, args, kwargs):
@@ -228,8 +232,9 @@ class Trace:
     def _capture(
         self, module: nn.Module, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Capture:
+        self.tree = self.tree or Tree(module)
         with as_before(module):
-            return captured(module, args, kwargs, self.is_leaf, self.shared, key)
+            return captured(module, args, kwargs, self.is_leaf, self.shared, key, self.parked)
 
     # --- undo ------------------------------------------------------------------------------------
     def saved(self) -> dict[str, Any]:
@@ -251,7 +256,7 @@ class Trace:
     # --- copies --------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
         # Guards stay in this process: a copy captures when it is called.
-        code = {"known": {}, "fresh": [], "shared": {}, "number": None, "inputs": None}
+        code = {"known": {}, "fresh": [], "tree": None, "shared": {}, "number": None, "inputs": None}
         edited = None if self.edited is None else True
         return {**self.__dict__, **code, "edited": edited, "_shown": self.shown}
 
@@ -275,37 +280,23 @@ def captured(
     is_leaf: IsLeaf,
     shared: Shared,
     key: Any = None,
+    parked: Collection[str] = (),
 ) -> Capture:
     """A capture, that of a sibling where dynamo's guards say that it holds for this module too."""
-    from slapo.graph.trace.capture import capture  # brings torch._dynamo, which takes a second
+    # These bring torch._dynamo, which takes a second.
+    from slapo.graph.trace.capture import capture
+    from slapo.graph.trace.leaf_calls import signature
 
     key = call_key(args, kwargs) if key is None else key
-    family = shared.setdefault((type(module), is_leaf), [])
-    signature = _signature(module) if family else None
+    family = shared.setdefault((type(module), is_leaf, frozenset(parked)), [])
+    own = signature(module)
     for known, each in family:
-        if each.key == key and known == signature and each.holds(module, args, kwargs):
+        if each.key == key and known == own and each.holds(module, args, kwargs):
             return replace(each, graph=copy.deepcopy(each.graph))
-    new = capture(module, args, kwargs, is_leaf)
+    new = capture(module, args, kwargs, is_leaf, parked=parked)
     if not new.constants:  # one with tensors of its own is its module's alone
-        pristine = replace(new, graph=copy.deepcopy(new.graph))
-        family.append((signature or _signature(module), pristine))
+        family.append((own, replace(new, graph=copy.deepcopy(new.graph))))
     return new
-
-
-def _signature(module: nn.Module) -> Any:
-    """Classes and shapes of all that is below: leaves are not among the guards."""
-    return tuple(
-        (
-            path,
-            type(each),
-            tuple(
-                (name, None if t is None else (t.shape, t.dtype, t.device, t.requires_grad))
-                for name, t in (*each._parameters.items(), *each._buffers.items())
-            ),
-            len(each._forward_hooks) + len(each._forward_pre_hooks),
-        )
-        for path, each in module.named_modules()
-    )
 
 
 # --- the class -----------------------------------------------------------------------------------
@@ -431,6 +422,7 @@ def trace_of(module: nn.Module) -> Trace:
 def attach(module: nn.Module, trace: Trace) -> None:
     """Make `module` a traced one."""
     kind = class_for(trace.origin)
+    trace.tree = Tree(module) if trace.fresh else None
     vars(module)["_trace"] = trace
     module.__class__ = kind
 
@@ -533,7 +525,9 @@ def _known_code(module: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
 def _candidates(number: int | None, key: Any) -> tuple[Any, ...]:
     """Run while the outer dynamo traces: captures of this key whose state is as it was."""
     module = None if number is None else _MODULES.get(number)
-    known = () if module is None else trace_of(module).known.values()
+    trace = None if module is None else trace_of(module)
+    is_valid = trace is not None and trace.tree is not None and trace.tree.is_as_before()
+    known = trace.known.values() if trace is not None and is_valid else ()
     pairs = (pair for many in known for pair in many)
     return tuple(p for p in pairs if p[0].compile_key == key and p[0].holds_state(module))
 
@@ -618,6 +612,8 @@ def park_unused(module: fx.GraphModule, targets: Iterable[str]) -> list[str]:
             trace.parked[target] = _stub_of(child, list(owner._modules).index(name))
         del owner._modules[name]
         removed.append(target)
+    if removed:  # guards of captures may ask these
+        trace.forget()
     return removed
 
 
