@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
-from slapo.graph.trace.guards import size_conditions, state_guards
+from slapo.graph.trace.guards import is_read, size_conditions, state_guards
 from slapo.graph.trace.import_graph import GraphImport, Path
 from slapo.graph.trace.kinds import call_key, size_check
 from slapo.graph.trace.leaf_calls import Call, LeafCalls
@@ -130,6 +130,12 @@ def capture(
             with calls.standing_in():
                 output = fullgraph_capture(forward, frame)
             refuse_effects(effects)
+            for path, name in calls.left_behind:
+                if is_read(output, path, name):
+                    raise TraceError(
+                        f"{path!r} sets its attribute {name!r} when it is called, and the module "
+                        "above reads it; return it from there, or make the module above a leaf"
+                    )
             graph = GraphImport(root, example.arguments, example.places, output, calls, any_batch)
             graph.run(frame)
         except TraceError:

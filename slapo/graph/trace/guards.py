@@ -55,6 +55,13 @@ def state_guards(
     return CheckFunctionManager(forward.__code__, graph).guard_manager
 
 
+def is_read(output: CaptureOutput, path: str, name: str) -> bool:
+    """Whether the forward has asked for an attribute of the module at `path`."""
+    source = f"L['module']{_source_of(path)}.{name}"
+    guards = output.graph_capture_output.output_graph.guards.inner
+    return any(g.name == source or g.name.startswith((f"{source}.", f"{source}[")) for g in guards)
+
+
 def _source_of(path: str) -> str:
     return "".join(f"._modules[{name!r}]" for name in path.split("."))
 

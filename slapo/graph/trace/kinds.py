@@ -106,7 +106,8 @@ class Tree:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        modules = [m for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self._modules = list(root.modules())
+        modules = [m for m in self._modules if not isinstance(m, torch.jit.ScriptModule)]
         self._children = [m._modules for m in modules]
         self._tensors = [t for m in modules for t in (m._parameters, m._buffers) if t]
         self._before = self._now()
@@ -115,6 +116,10 @@ class Tree:
         children = [child for table in self._children for child in table.values()]
         tensors = (tensor for table in self._tensors for tensor in table.values())
         return children, [t if t is None else (t.dtype, t.requires_grad, t.shape) for t in tensors]
+
+    def modes(self) -> tuple[bool, ...]:
+        """Train or eval mode of each module."""
+        return tuple([module.training for module in self._modules])
 
     def is_as_before(self) -> bool:
         """Whether nothing of it has changed."""

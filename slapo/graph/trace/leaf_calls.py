@@ -82,6 +82,8 @@ class LeafCalls:
         self.inputs: dict[str, Call] = {}
         #: leaves whose results were assumed to be like their first input
         self.assumed: set[str] = set()
+        #: (path, attribute) of what leaves have set while they ran
+        self.left_behind: list[tuple[str, str]] = []
         self._classes: dict[str, Any] = {}
         self._known: dict[Any, tuple[Any, bool]] = {}
         self._keys: dict[str, Any] = {}
@@ -153,12 +155,13 @@ class LeafCalls:
     def _run(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the leaf itself on fake tensors."""
         module, mode = self.leaves[path], detect_fake_mode()
-        state = attributes_kept(module) if self._depth == 0 else contextlib.nullcontext()
+        state = attributes_kept(module) if self._depth == 0 else contextlib.nullcontext([])
         self._depth += 1
         try:
-            with _real_parameters_allowed(mode), _fake_counters(module, mode), state:
+            with _real_parameters_allowed(mode), _fake_counters(module, mode), state as changed:
                 kind = self._classes.get(path, type(module))
                 result = kind.__call__(module, *args, **kwargs)
+            self._note(path, changed)
             if any(_follows_from_values(tensor) for tensor in tensors(result)):
                 return self._assume(path, args, kwargs)
             return result
@@ -168,6 +171,12 @@ class LeafCalls:
             return self._assume(path, args, kwargs)
         finally:
             self._depth -= 1
+
+    def _note(self, path: str, changed: list[tuple[Any, str]]) -> None:
+        for owner, name in changed:
+            inner = next((p for p, m in self.leaves[path].named_modules() if m is owner), None)
+            if inner is not None:
+                self.left_behind.append((f"{path}.{inner}".rstrip("."), name))
 
     def _assume(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Experts that pick their tokens return a tensor like their input; the graph checks it."""
@@ -212,11 +221,11 @@ class _ScriptCall:
     """Stands in front of a TorchScript module."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self._slapo_leaf = path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        flat = call_leaf(self.path, args, kwargs)
-        return assemble(_structure_of(self.path), flat)
+        flat = call_leaf(self._slapo_leaf, args, kwargs)
+        return assemble(_structure_of(self._slapo_leaf), flat)
 
 
 class _PlainList(nn.ModuleList):

@@ -146,9 +146,8 @@ class Trace:
         self.added: list[str] = []
         self.first_key = None if first is None else first.key
         self.edited: Callable[..., Any] | None = None
+        #: key and modes of a call -> captures, and their code
         self.known: dict[Any, list[tuple[Capture, Callable[..., Any]]]] = {}
-        #: captures whose code is not generated yet
-        self.fresh: list[Capture] = [] if first is None else [first]
         self.number: int | None = None
         #: what captures take for granted of the modules and tensors below
         self.tree: Tree | None = None
@@ -175,14 +174,9 @@ class Trace:
         """Whether calls run graphs, and not the module's own forward."""
         return bool(self.rules) or self.edited is not None
 
-    def captures(self) -> Iterator[Capture]:
-        """All captures of the module."""
-        yield from self.fresh
-        yield from (each for many in self.known.values() for each, _ in many)
-
     def forget(self) -> None:
         """Drop all captures: something that they have built in has changed."""
-        self.known, self.fresh, self.tree = {}, [], None
+        self.known, self.tree = {}, None
 
     # --- calls ---------------------------------------------------------------------------------
     def code_for(
@@ -191,9 +185,10 @@ class Trace:
         """The code of a capture that serves a call."""
         if torch.compiler.is_dynamo_compiling():
             return _known_code(module, args, kwargs)
-        if self.tree is not None and not self.tree.is_as_before():
+        if self.tree is None or not self.tree.is_as_before():
             self.forget()
-        key = call_key(args, kwargs)
+            self.tree = Tree(module)
+        key = call_key(args, kwargs), self.tree.modes()
         for each, code in self.known.get(key, ()):
             if each.holds(module, args, kwargs):
                 return code
@@ -203,7 +198,7 @@ class Trace:
         self, module: nn.Module, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[..., Any]:
         if self.edited is not None:
-            if self.first_key in (None, key):
+            if self.first_key in (None, key[0]):
                 return self.edited
             raise TraceError(
                 f"the graph of {self.origin.__name__} was edited by hand, and holds for calls like "
@@ -214,13 +209,10 @@ class Trace:
                 f"{self.origin.__name__} was called in {MAX_KINDS} different ways, and its "
                 "rewrites need a capture for each; pass what differs in each call as a tensor"
             )
-        each = next((c for c in self.fresh if c.key == key and c.holds(module, args, kwargs)), None)
-        if each is not None:
-            self.fresh.remove(each)
-        else:
-            each = self._capture(module, key, args, kwargs)
-            for rule in self.rules:
-                rule.apply(View(module, each.graph, is_shown=False))
+        with as_before(module):
+            each = captured(module, args, kwargs, self.is_leaf, self.shared, key[0], self.parked)
+        for rule in self.rules:
+            rule.apply(View(module, each.graph, is_shown=False))
         if self.number is None:
             self.number = next(_NUMBERS)
             _MODULES[self.number] = module
@@ -228,13 +220,6 @@ class Trace:
         code = code_of(each.graph)
         self.known.setdefault(key, []).append((each, code))
         return code
-
-    def _capture(
-        self, module: nn.Module, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Capture:
-        self.tree = self.tree or Tree(module)
-        with as_before(module):
-            return captured(module, args, kwargs, self.is_leaf, self.shared, key, self.parked)
 
     # --- undo ------------------------------------------------------------------------------------
     def saved(self) -> dict[str, Any]:
@@ -256,7 +241,7 @@ class Trace:
     # --- copies --------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
         # Guards stay in this process: a copy captures when it is called.
-        code = {"known": {}, "fresh": [], "tree": None, "shared": {}, "number": None, "inputs": None}
+        code = {"known": {}, "tree": None, "shared": {}, "number": None, "inputs": None}
         edited = None if self.edited is None else True
         return {**self.__dict__, **code, "edited": edited, "_shown": self.shown}
 
@@ -422,7 +407,6 @@ def trace_of(module: nn.Module) -> Trace:
 def attach(module: nn.Module, trace: Trace) -> None:
     """Make `module` a traced one."""
     kind = class_for(trace.origin)
-    trace.tree = Tree(module) if trace.fresh else None
     vars(module)["_trace"] = trace
     module.__class__ = kind
 
@@ -526,9 +510,10 @@ def _candidates(number: int | None, key: Any) -> tuple[Any, ...]:
     """Run while the outer dynamo traces: captures of this key whose state is as it was."""
     module = None if number is None else _MODULES.get(number)
     trace = None if module is None else trace_of(module)
-    is_valid = trace is not None and trace.tree is not None and trace.tree.is_as_before()
-    known = trace.known.values() if trace is not None and is_valid else ()
-    pairs = (pair for many in known for pair in many)
+    if trace is None or trace.tree is None or not trace.tree.is_as_before():
+        return ()
+    modes = trace.tree.modes()
+    pairs = (pair for (_, known), many in trace.known.items() if known == modes for pair in many)
     return tuple(p for p in pairs if p[0].compile_key == key and p[0].holds_state(module))
 
 
@@ -538,7 +523,7 @@ _candidates._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 # --- rewrites ------------------------------------------------------------------------------------
 def rewrite(module: fx.GraphModule, rule: Rewrite) -> None:
-    """Apply a rule to the shown graph, to known captures, and to every capture to come.
+    """Apply a rule to the shown graph, and to every capture to come.
 
     Raises
     ------
@@ -557,15 +542,7 @@ def rewrite(module: fx.GraphModule, rule: Rewrite) -> None:
         )
     rule.apply(View(module, trace.shown))
     trace.rules.append(rule)
-    kept = []
-    for each in list(trace.captures()):
-        try:
-            if each.graph is not trace.shown:
-                rule.apply(View(module, each.graph, is_shown=False))
-            kept.append(each)
-        except TraceError:  # it is told when such a call comes
-            continue
-    trace.known, trace.fresh = {}, kept
+    trace.forget()
 
 
 def forget_captures(*modules: nn.Module) -> None:
