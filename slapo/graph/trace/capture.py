@@ -53,6 +53,10 @@ class Capture:
         Arguments of the first call of each leaf, with fake tensors.
     entered : frozenset of str
         Paths of the modules below whose operations are in the graph.
+    modes
+        Modes of the modules below, which decide what leaves return.
+    code
+        Function of the module and the arguments that runs the graph.
     """
 
     graph: fx.Graph
@@ -63,6 +67,8 @@ class Capture:
     constants: dict[str, Tensor] = field(default_factory=dict)
     inputs: dict[str, Call] = field(default_factory=dict)
     entered: frozenset[str] = frozenset()
+    modes: Any = None
+    code: Any = None
     fits: Callable[[Any, Any], bool] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -144,10 +144,9 @@ class Trace:
         self.rules: list[Rewrite] = []
         self.parked: dict[str, _Stub] = {}
         self.added: list[str] = []
-        self.first_key = None if first is None else first.key
+        self.first = first
         self.edited: Callable[..., Any] | None = None
-        #: key and modes of a call -> captures, and their code
-        self.known: dict[Any, list[tuple[Capture, Callable[..., Any]]]] = {}
+        self.known: list[Capture] = []
         self.number: int | None = None
         #: what captures take for granted of the modules and tensors below
         self.tree: Tree | None = None
@@ -176,7 +175,7 @@ class Trace:
 
     def forget(self) -> None:
         """Drop all captures: something that they have built in has changed."""
-        self.known, self.tree = {}, None
+        self.known, self.tree = [], None
 
     # --- calls ---------------------------------------------------------------------------------
     def code_for(
@@ -188,38 +187,46 @@ class Trace:
         if self.tree is None or not self.tree.is_as_before():
             self.forget()
             self.tree = Tree(module)
-        key = call_key(args, kwargs), self.tree.modes()
-        for each, code in self.known.get(key, ()):
-            if each.holds(module, args, kwargs):
-                return code
-        return self._new_code(module, key, args, kwargs)
+        key, modes = call_key(args, kwargs), self.tree.modes()
+        for each in self.known:
+            if each.key == key and each.modes == modes and each.holds(module, args, kwargs):
+                return each.code
+        # A compiled caller that got here must not compile this too.
+        return torch.compiler.disable(self._new_code)(module, key, modes, args, kwargs)
 
     def _new_code(
-        self, module: nn.Module, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        key: Any,
+        modes: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Callable[..., Any]:
         if self.edited is not None:
-            if self.first_key in (None, key[0]):
+            first = self.first
+            if first is None or (first.key == key and first.holds(module, args, kwargs)):
                 return self.edited
             raise TraceError(
                 f"the graph of {self.origin.__name__} was edited by hand, and holds for calls like "
-                "the traced one only; this call differs in an argument's kind or in the grad mode"
+                "the traced one only; this call differs in an argument's kind, in a size that the "
+                "code asks for, or in a mode"
             )
-        if sum(map(len, self.known.values())) >= MAX_KINDS:
+        if len(self.known) >= MAX_KINDS:
             raise TraceError(
                 f"{self.origin.__name__} was called in {MAX_KINDS} different ways, and its "
                 "rewrites need a capture for each; pass what differs in each call as a tensor"
             )
         with as_before(module):
-            each = captured(module, args, kwargs, self.is_leaf, self.shared, key[0], self.parked)
+            each = captured(module, args, kwargs, self.is_leaf, self.shared, key, self.parked)
         for rule in self.rules:
             rule.apply(View(module, each.graph, is_shown=False))
         if self.number is None:
             self.number = next(_NUMBERS)
             _MODULES[self.number] = module
         vars(module).update(each.constants)
-        code = code_of(each.graph)
-        self.known.setdefault(key, []).append((each, code))
-        return code
+        each.code, each.modes = code_of(each.graph), modes
+        self.known.append(each)
+        return each.code
 
     # --- undo ------------------------------------------------------------------------------------
     def saved(self) -> dict[str, Any]:
@@ -241,7 +248,7 @@ class Trace:
     # --- copies --------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
         # Guards stay in this process: a copy captures when it is called.
-        code = {"known": {}, "tree": None, "shared": {}, "number": None, "inputs": None}
+        code = {"known": [], "tree": None, "shared": {}, "number": None, "inputs": None, "first": None}
         edited = None if self.edited is None else True
         return {**self.__dict__, **code, "edited": edited, "_shown": self.shown}
 
@@ -254,6 +261,7 @@ class Trace:
         new = object.__new__(Trace)
         new.__setstate__({**self.__getstate__(), "_shown": copy.deepcopy(self.shown)})
         new.shared, new.rules, new.inputs = self.shared, list(self.rules), self.inputs
+        new.first = self.first
         new.parked, new.added = dict(self.parked), list(self.added)
         return new
 
@@ -319,6 +327,7 @@ class Traced(fx.GraphModule):
         """Run the shown graph, which was edited by hand, from now on."""
         trace = trace_of(self)
         trace.shown.lint()
+        vars(self).update({} if trace.first is None else trace.first.constants)
         trace.edited = code_of(trace.shown)
         trace.forget()
         return trace.shown.python_code("self")
@@ -497,24 +506,26 @@ _NUMBERS = itertools.count()
 def _known_code(module: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
     """Within somebody's torch.compile: the code of a kind that was met before."""
     trace = module._trace
-    for each, code in _candidates(trace.number, call_key(args, kwargs, within_compile=True)):
-        if each.fits(args, kwargs):
-            return code  # type: ignore[no-any-return]
+    # Read here, so that the outer dynamo asks for them too.
+    modes = () if trace.tree is None else trace.tree.modes()
+    key = call_key(args, kwargs, within_compile=True)
+    for index in _candidates(trace.number, key, modes):
+        if trace.known[index].fits(args, kwargs):
+            return trace.known[index].code  # type: ignore[no-any-return]
     raise RuntimeError(
         "a rewritten module met a new kind of call inside torch.compile; call the model once like "
         "this before it is compiled"
     )
 
 
-def _candidates(number: int | None, key: Any) -> tuple[Any, ...]:
+def _candidates(number: int | None, key: Any, modes: Any) -> tuple[int, ...]:
     """Run while the outer dynamo traces: captures of this key whose state is as it was."""
     module = None if number is None else _MODULES.get(number)
     trace = None if module is None else trace_of(module)
-    if trace is None or trace.tree is None or not trace.tree.is_as_before():
+    if module is None or trace is None or trace.tree is None or not trace.tree.is_as_before():
         return ()
-    modes = trace.tree.modes()
-    pairs = (pair for (_, known), many in trace.known.items() if known == modes for pair in many)
-    return tuple(p for p in pairs if p[0].compile_key == key and p[0].holds_state(module))
+    found = [e.compile_key == key and e.modes == modes and e.holds_state(module) for e in trace.known]
+    return tuple(index for index, holds in enumerate(found) if holds)
 
 
 # As by ``torch.compiler.assume_constant_result``, which would import dynamo now.
