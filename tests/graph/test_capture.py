@@ -6,6 +6,7 @@ import copy
 import functools
 import operator
 import random
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -686,6 +687,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "forks": (forks, RANDOM),
     "sets the state": (sets_state, RANDOM),
     "reads the seed": (lambda self, x: x * (torch.initial_seed() % 7), RANDOM),
+    "a clock": (lambda self, x: x * time.perf_counter(), "perf_counter"),
     "draws": (lambda self, x: x * random.random(), RANDOM),
     "chooses": (lambda self, x: x if random.choice([True, False]) else x * 2, RANDOM),
     "draws of its own": (lambda self, x: x * OWN.random(), RANDOM),
