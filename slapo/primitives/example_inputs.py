@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from slapo.errors import TraceError
 from slapo.graph.trace.capture import capture
@@ -46,6 +47,8 @@ def find_inputs(
     if given is not None:
         args, kwargs = as_call(given)
         refuse_batch(module, args)
+        if any(tensor.is_meta for tensor in module.parameters()):
+            args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
         return args, {**kwargs, **constants}
     if hasattr(module, "main_input_name") and (config or hasattr(module, "config")):
         named = example_inputs(module, dict(constants) or None, config)

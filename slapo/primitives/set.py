@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from slapo.errors import SlapoError
+from slapo.graph.trace.module import Traced, origin_of
 from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called
@@ -78,7 +79,7 @@ class SetPrimitive(Primitive):
         """Check against what is there, and set."""
         value = _one_of(name, value, whole, sch.world_size)
         module = innermost(sch.mod)
-        if isinstance(module, fx.GraphModule):
+        if isinstance(module, fx.GraphModule) and not isinstance(module, Traced):
             raise SlapoError(
                 f"{type(module).__name__} was traced with {name!r} built into its graph; set it "
                 "before the trace"
@@ -126,7 +127,7 @@ def check_attribute(module: nn.Module, name: str, value: Any) -> None:
         raise TypeError(
             f"{name!r} of {kind} is, or would be, a tensor or a module; use replace or shard"
         )
-    if callable(old) or not (plain or name in _class_constants(type(module))):
+    if callable(old) or not (plain or name in _class_constants(origin_of(module))):
         raise TypeError(f"{name!r} of {kind} is no plain attribute, but {old!r}; set what it reads")
     if isinstance(old, (bool, int, float, str, tuple, list)) and type(value) is not type(old):
         raise TypeError(

@@ -1,20 +1,16 @@
-"""The capture: graphs equal eager at other sizes; what they cannot hold is refused.
-
-Tolerances: both sides run the same float32 kernels on the same numbers. Gradients that several
-paths add up may be summed in another order, which costs a few units in the last place.
-"""
+"""Captures: whatever the call, a rewritten module computes what the plain one does."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import functools
 import operator
-import pickle
 import random
-import re
-from collections.abc import Callable
+import time
+from collections.abc import Mapping
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,526 +19,407 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import slapo
-from slapo.errors import SlapoError, TraceError
-from slapo.graph.trace.capture import Capture, capture
-from slapo.graph.trace.examples import example_inputs
-from slapo.graph.trace.module import TracedModule
-from slapo.graph.trace.trees import leaves, tensors
-from tests.graph.zoo import FAMILIES, checkpoint_layers, each_layer
+from slapo.errors import TraceError
+from tests.graph.served import assert_alike, make, number_of_captures, rewritten, trace
 
-SIZES = ((2, 21), (5, 7), (1, 9), (4, 4))
+TRACERS = pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
 
 
-def nothing_is_leaf(module: nn.Module, path: str) -> bool:
-    return False
+def ones(*shape: int) -> Tensor:
+    return torch.ones(shape)
 
 
-def all_are_leaves(module: nn.Module, path: str) -> bool:
-    return True
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape)
 
 
-def torch_is_leaf(module: nn.Module, path: str) -> bool:
-    """Flatten: everything is entered but the layers of torch."""
-    home = type(module).__module__
-    return home.startswith("torch.nn.") and not isinstance(module, (nn.Sequential, nn.ModuleList))
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(64.0), persistent=False)
 
-
-def trace(
-    module: nn.Module, *args: Any, is_leaf: Any = torch_is_leaf, **kwargs: Any
-) -> TracedModule:
-    recorded = capture(module, args, kwargs, is_leaf=is_leaf)
-    return as_module(module, recorded)
-
-
-def as_module(module: nn.Module, recorded: Capture) -> TracedModule:
-    return TracedModule.from_graph(module, recorded.graph, recorded.contract, recorded.constants)
-
-
-def make(forward: Callable[..., Any], **children: nn.Module) -> nn.Module:
-    """A module with this forward (its first argument is the module) and these children."""
-
-    class Made(nn.Module):
-        pass
-
-    Made.forward = forward  # type: ignore[method-assign]
-    module = Made()
-    for name, child in children.items():
-        module.add_module(name, child)
-    return module.eval()
-
-
-def gradients(module: nn.Module) -> dict[str, Tensor]:
-    return {k: p.grad.clone() for k, p in module.named_parameters() if p.grad is not None}
-
-
-def assert_equal_runs(module: nn.Module, traced: nn.Module, inputs: dict[str, Any]) -> None:
-    """Same output types, same outputs, same gradients of parameters and inputs."""
-    results = []
-    for runner in (module, traced):
-        module.zero_grad()
-        given = {k: _own(v) for k, v in inputs.items()}
-        torch.manual_seed(0)
-        result = runner(**given)
-        floats = [t for t in leaves(result) if isinstance(t, Tensor) and t.requires_grad]
-        if floats:
-            sum(t.float().pow(2).mean() for t in floats).backward()
-        grads = [t.grad for v in given.values() for t in leaves(v) if isinstance(t, Tensor)]
-        results.append((result, gradients(module), grads))
-    (expected, expected_grads, expected_inputs), (got, got_grads, got_inputs) = results
-    assert type(got) is type(expected)
-    torch.testing.assert_close(tensors(got), tensors(expected), rtol=1e-6, atol=1e-6)
-    assert got_grads.keys() == expected_grads.keys()
-    scale = max([1.0, *(float(g.abs().max()) for g in expected_grads.values())])
-    torch.testing.assert_close(got_grads, expected_grads, rtol=1e-5, atol=1e-6 * scale)
-    torch.testing.assert_close(got_inputs, expected_inputs, rtol=1e-5, atol=1e-6 * scale)
-
-
-def _own(value: Any) -> Any:
-    """A copy whose tensors gather their own gradients."""
-    if isinstance(value, Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    if isinstance(value, tuple):
-        return tuple(map(_own, value))
-    return value
-
-
-# --- models of Transformers ----------------------------------------------------------------------
-def layer_inputs(model: nn.Module, path: str, inputs: dict[str, Tensor]) -> dict[str, Any]:
-    """What a layer is called with, by parameter name; floating inputs require gradients."""
-    found: list[tuple[Any, Any]] = []
-    layer = model.get_submodule(path)
-    hook = layer.register_forward_pre_hook(
-        lambda _, args, kwargs: found.append((args, kwargs)), with_kwargs=True
-    )
-    with torch.no_grad():
-        model(**inputs, **({"use_cache": False} if hasattr(model.config, "use_cache") else {}))
-    hook.remove()
-    args, kwargs = found[0]
-    names = list(_parameters(layer))
-    bound = {**dict(zip(names, args, strict=False)), **kwargs}
-    bound = {k: v for k, v in bound.items() if v is not None}
-    for value in bound.values():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            value.requires_grad_()
-    return bound
-
-
-def _parameters(module: nn.Module) -> Any:
-    import inspect
-
-    return inspect.signature(module.forward).parameters
-
-
-FLAT = [name for name in FAMILIES if name not in ("bert_classifier", "gpt2_classifier", "mixtral")]
-
-
-@pytest.mark.parametrize("name", FLAT)
-def test_flat_layer_equals_eager_at_other_sizes(name: str) -> None:
-    family = FAMILIES[name]
-    model = family.build()
-    path, layer = list(each_layer(model, family))[-1]
-    traced = trace(layer, **layer_inputs(model, path, family.inputs(3, 13, False)))
-    assert any(node.op == "call_module" for node in traced.graph.nodes)
-    for batch, length in SIZES[:3]:
-        if batch == 1 and _has_size_one_guard(traced):
-            continue
-        assert_equal_runs(
-            layer, traced, layer_inputs(model, path, family.inputs(batch, length, False))
-        )
-
-
-def _has_size_one_guard(traced: TracedModule) -> bool:
-    return any("> 1" in guard.text for guard in traced.contract.size_guards)
-
-
-def test_mixture_of_experts_is_traced_through_data_dependent_experts() -> None:
-    family = FAMILIES["mixtral"]
-    model = family.build()
-    path, layer = next(iter(each_layer(model, family)))
-    inputs = layer_inputs(model, path, family.inputs(3, 13, False))
-    traced = trace(layer, is_leaf=lambda m, p: torch_is_leaf(m, p) or p == "mlp", **inputs)
-    assert_equal_runs(layer, traced, layer_inputs(model, path, family.inputs(2, 7, False)))
-
-
-def test_train_mode_draws_the_same_random_numbers() -> None:
-    family = FAMILIES["bert"]
-    model = family.build(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.2).train()
-    traced = trace(model, **family.inputs(3, 13, True))
-    assert_equal_runs(model, traced.train(), family.inputs(2, 7, True))
-
-
-def test_model_on_meta_is_traced_and_its_graph_runs_on_weights() -> None:
-    family = FAMILIES["llama"]
-    model = family.build()
-    with torch.device("meta"):
-        empty = family.build()
-    recorded = capture(empty, (), family.inputs(3, 13, False), is_leaf=family.is_leaf)
-    assert_equal_runs(model, as_module(model, recorded), family.inputs(2, 7, False))
-
-
-def test_use_cache_is_switched_off_and_its_default_is_accepted() -> None:
-    family = FAMILIES["llama"]
-    model = family.build()
-    assert model.config.use_cache
-    inputs = family.inputs(3, 13, False)
-    traced = trace(model, is_leaf=family.is_leaf, **inputs)
-    assert "use_cache" not in traced.contract.concrete
-    assert traced(**inputs).past_key_values is None
-    assert traced(**inputs, use_cache=False).past_key_values is None
-    with pytest.raises(TraceError, match="pass use_cache=False"):
-        trace(model, is_leaf=family.is_leaf, **inputs, use_cache=True)
-
-
-def test_contract_names_what_the_graph_has_built_in() -> None:
-    family = FAMILIES["llama"]
-    model = family.build()
-    inputs = family.inputs(3, 13, False)
-    recorded = capture(model, (), inputs, is_leaf=family.is_leaf)
-    contract = recorded.contract
-    assert contract.concrete == {
-        "position_ids": None,
-        "past_key_values": None,
-        "inputs_embeds": None,
-        "labels": None,
-        "logits_to_keep": 0,
-        "kwargs": {},
-    }
-    assert contract.never_none == {"input_ids", "attention_mask"}
-    assert (contract.training, contract.dtype) == (None, None)
-    traced = as_module(model, recorded)
-    with pytest.raises(SlapoError, match="labels"):
-        traced(**inputs, labels=inputs["input_ids"])
-    with pytest.raises(SlapoError, match="attention_mask"):
-        traced(inputs["input_ids"])
-    with pytest.raises(SlapoError, match="kwargs"):
-        traced(**inputs, output_attentions=True)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "bert_classifier", "gemma3"])
-def test_two_recordings_have_the_same_nodes(name: str) -> None:
-    family = FAMILIES[name]
-    model = family.build()
-    inputs = family.inputs(3, 13, True)
-    first = capture(model, (), inputs, is_leaf=family.is_leaf)
-    again = capture(model, (), inputs, is_leaf=family.is_leaf)
-    assert str(first.graph) == str(again.graph)
-    assert first.contract == again.contract
-    assert getattr(model.config, "problem_type", None) is None
-
-
-def test_children_are_recorded_from_their_fake_inputs() -> None:
-    family = FAMILIES["llama"]
-    model = family.build()
-    recorded = capture(model, (), family.inputs(3, 13, False), is_leaf=family.is_leaf)
-    path = "model.layers.0"
-    args, kwargs = recorded.child_inputs[path]
-    layer = model.get_submodule(path)
-    child = capture(layer, args, kwargs, is_leaf=torch_is_leaf)
-    inputs = layer_inputs(model, path, family.inputs(2, 7, False))
-    assert_equal_runs(layer, as_module(layer, child), inputs)
-
-
-def test_graph_holds_no_fake_tensor_and_can_be_copied() -> None:
-    family = FAMILIES["gpt2"]
-    model = family.build()
-    recorded = capture(model, (), family.inputs(3, 13, False), is_leaf=family.is_leaf)
-    traced = as_module(model, recorded)
-    inputs = family.inputs(2, 7, False)
-    expected = traced(**inputs).logits
-    for twin in (copy.deepcopy(traced), pickle.loads(pickle.dumps(traced))):
-        assert torch.equal(twin(**inputs).logits, expected)
-        with pytest.raises(SlapoError, match="size"):
-            twin(inputs["input_ids"], attention_mask=torch.ones(5, 7, dtype=torch.long))
-
-
-def test_long_chain_runs_one_layer_only() -> None:
-    family = FAMILIES["gpt2"]
-    model = family.build(n_layer=96)
-    runs: list[nn.Module] = []
-
-    def note(module: nn.Module, args: Any) -> None:
-        runs.append(module)
-
-    for _, layer in each_layer(model, family):
-        layer.register_forward_pre_hook(note)
-    recorded = capture(model, (), family.inputs(3, 13, False), is_leaf=family.is_leaf)
-    assert sum(node.op == "call_module" for node in recorded.graph.nodes) >= 96
-    assert len(set(runs)) <= 2  # the first layer's input differs from the others' in its symbols
-    assert len(runs) <= 16  # at several sizes, to see how its output follows them
-
-
-# --- example inputs ------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", FAMILIES)
-def test_example_inputs_run_through_the_model(name: str) -> None:
-    family = FAMILIES[name]
-    model = family.build()
-    inputs = example_inputs(model)
-    text = "input_ids" in inputs
-    assert ("attention_mask" in inputs) == text
-    assert ("decoder_input_ids" in inputs) == (name == "t5")
-    model(**inputs)
-
-
-def test_example_inputs_follow_concrete_args() -> None:
-    model = FAMILIES["bert_classifier"].build()
-    names = ("input_ids", "attention_mask", "token_type_ids", "labels")
-    others = {p: None for p in _parameters(model) if p not in names}
-    inputs = example_inputs(model, others)
-    assert {k: tuple(v.shape) for k, v in inputs.items()} == {
-        "input_ids": (3, 13),
-        "attention_mask": (3, 13),
-        "token_type_ids": (3, 13),
-        "labels": (3,),
-    }
-    model(**inputs)
-    with pytest.raises(KeyError, match="inputs_ids"):
-        example_inputs(model, {"inputs_ids": None})
-
-
-def test_example_inputs_need_a_transformers_model() -> None:
-    with pytest.raises(TraceError, match="pass example_inputs="):
-        example_inputs(nn.Linear(2, 2))
+    def forward(self, ids: Tensor) -> Tensor:
+        return ids + self.table[: ids.size(1)]
 
 
 # --- sizes ---------------------------------------------------------------------------------------
-def test_padding_does_not_pin_sizes() -> None:
-    traced = trace(make(lambda self, x: F.pad(x, (1, 2))), torch.ones(3, 5))
-    assert traced(torch.ones(4, 7)).shape == (4, 10)
+def arithmetic(self: Any, x: Tensor) -> Tensor:
+    return x.new_ones(x.shape[0] // 2 + 1, x.numel() - 1, max(x.size(1) - 2, 1)) / x.size(1)
 
 
-def test_equal_example_sizes_are_not_taken_for_one() -> None:
-    module = make(lambda self, x: self.conv(x).flatten(1), conv=nn.Conv2d(3, 3, 3))
-    traced = trace(module, torch.ones(3, 3, 5, 5))
-    assert_equal_runs(module, traced, {"x": torch.randn(4, 3, 7, 6)})
+def by_rank(self: Any, x: Tensor) -> Tensor:
+    y = self.fc(x).squeeze(1)
+    return y if y.dim() == 3 else y * 2
 
 
-def test_equality_of_two_sizes_in_the_example_is_a_guard_if_asked_for() -> None:
-    traced = trace(make(lambda self, x: x * 2 if x.size(0) == x.size(1) else x), torch.ones(3, 3))
-    assert torch.equal(traced(torch.ones(4, 4)), torch.full((4, 4), 2.0))
-    with pytest.raises(SlapoError, match=re.escape("x.size(0) == x.size(1)")):
-        traced(torch.ones(4, 5))
+def by_rank_of_all(self: Any, x: Tensor) -> Tensor:
+    y = self.fc(x).squeeze()
+    return y.unsqueeze(1) if y.ndim == 2 else y * 3
 
 
-def test_size_arithmetic_is_part_of_the_graph() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return x.new_ones(x.shape[0] // 2 + 1, x.numel() - 1, max(x.size(1) - 2, 1))
-
-    traced = trace(make(forward), torch.ones(5, 7))
-    assert traced(torch.ones(4, 3)).shape == (3, 11, 1)
+def by_length_of_shape(self: Any, x: Tensor) -> Tensor:
+    y = torch.squeeze(self.fc(x), (0, 1))
+    return y.permute(0, 2, 1) if len(y.shape) == 3 else y
 
 
-def test_a_branch_on_a_size_is_a_guard() -> None:
-    traced = trace(make(lambda self, x: x * 2 if x.size(0) > 4 else -x), torch.ones(5, 7))
-    assert torch.equal(traced(torch.ones(6, 2)), torch.full((6, 2), 2.0))
-    assert [g.text for g in traced.contract.size_guards][1:] == ["x.size(0) > 4"]
-    with pytest.raises(SlapoError, match=re.escape("x.size(0) > 4")):
-        traced(torch.ones(3, 7))
+def mask_or_bias(self: Any, x: Tensor) -> Tensor:
+    return x.new_zeros(self.pool(x[None]).size(-1) * 2)
 
 
-@pytest.mark.parametrize("size", [0, 1])
-def test_branches_on_sizes_zero_and_one_are_not_forgotten(size: int) -> None:
-    traced = trace(make(lambda self, x: -x if x.size(1) == size else x), torch.ones(3, 5))
-    with pytest.raises(SlapoError, match=r"size|empty"):
-        traced(torch.ones(3, size))
+SIZES: dict[str, tuple[Any, dict[str, nn.Module], list[tuple[int, ...]]]] = {
+    "padding": (lambda self, x: F.pad(x, (1, 2)), {}, [(3, 5), (4, 7), (1, 1)]),
+    "equal in the example": (
+        lambda self, x: self.conv(x).flatten(1),
+        {"conv": nn.Conv2d(3, 3, 3)},
+        [(3, 3, 5, 5), (4, 3, 7, 6), (1, 3, 4, 4)],
+    ),
+    "asked to be equal": (
+        lambda self, x: x * 2 if x.size(0) == x.size(1) else x,
+        {},
+        [(3, 3), (4, 4), (4, 5), (1, 1), (0, 0)],
+    ),
+    "arithmetic": (arithmetic, {}, [(5, 7), (4, 3), (1, 2)]),
+    "a branch": (
+        lambda self, x: x * 2 if x.size(0) > 4 else -x,
+        {},
+        [(5, 7), (6, 2), (3, 7), (1, 1), (0, 2)],
+    ),
+    "zero": (lambda self, x: -x if x.size(1) == 0 else x, {}, [(3, 5), (3, 0), (3, 1)]),
+    "one": (lambda self, x: -x if x.size(1) == 1 else x, {}, [(3, 5), (3, 1), (1, 1), (3, 0)]),
+    "a loop": (
+        lambda self, x: sum(x[i] * i for i in range(x.size(0))),
+        {},
+        [(3, 5), (3, 7), (4, 5), (1, 2)],
+    ),
+    "a key": (lambda self, x: x * {3: 2.0}.get(x.size(0), 1.0), {}, [(3, 4), (4, 4), (1, 4)]),
+    "in a set": (lambda self, x: x * 2 if x.size(0) in {3, 5} else x, {}, [(3, 4), (5, 4), (4, 4)]),
+    "a type": (lambda self, x: x * 2 if isinstance(x.shape[0], int) else x, {}, [(3, 4), (5, 4)]),
+    "squeezed": (by_rank, {"fc": nn.Linear(8, 8)}, [(2, 5, 8), (2, 1, 8), (1, 5, 8), (1, 1, 8)]),
+    "all squeezed": (
+        by_rank_of_all,
+        {"fc": nn.Linear(8, 8)},
+        [(2, 5, 8), (2, 1, 8), (1, 5, 8), (1, 1, 8)],
+    ),
+    "two squeezed": (
+        by_length_of_shape,
+        {"fc": nn.Linear(8, 8)},
+        [(2, 5, 8), (1, 5, 8), (1, 1, 8), (2, 1, 8)],
+    ),
+    "large steps": (mask_or_bias, {"pool": nn.AvgPool1d(16)}, [(3, 20), (3, 100), (1, 16)]),
+    "rank": (lambda self, x: x.sum(-1) if x.dim() == 2 else x, {}, [(3, 5), (3,), (2, 3, 4), ()]),
+}
 
 
-def test_a_size_of_one_in_the_example_stays_one() -> None:
-    traced = trace(make(lambda self, x, y: x + y), torch.ones(1, 5), torch.ones(3, 5))
-    assert traced(torch.ones(1, 7), torch.ones(4, 7)).shape == (4, 7)
-    with pytest.raises(SlapoError, match=re.escape("x.size(0) == 1")):
-        traced(torch.ones(2, 7), torch.ones(2, 7))
+@pytest.mark.parametrize("name", SIZES)
+def test_calls_of_any_size_are_served(name: str) -> None:
+    forward, children, (example, *others) = SIZES[name]
+    plain = make(forward, **children)
+    module = rewritten(copy.deepcopy(plain), randn(*example))
+    for shape in (example, *others, example):
+        assert_alike(module, plain, randn(*shape))
 
 
-def test_a_loop_over_a_size_pins_it() -> None:
-    traced = trace(make(lambda self, x: sum(x[i] for i in range(x.size(0)))), torch.ones(3, 5))
-    assert torch.equal(traced(torch.ones(3, 7)), torch.full((7,), 3.0))
-    with pytest.raises(SlapoError, match=re.escape("x.size(0) == 3")):
-        traced(torch.ones(4, 5))
+def test_one_capture_serves_all_sizes_that_no_code_asks_about() -> None:
+    plain = make(lambda self, x: self.fc(x).flatten(0, 1), fc=nn.Linear(5, 5))
+    module = rewritten(copy.deepcopy(plain), randn(3, 4, 5))
+    for batch, length in ((2, 7), (5, 3), (8, 8)):
+        assert_alike(module, plain, randn(batch, length, 5))
+    assert number_of_captures(module) == 1
+    assert_alike(module, plain, randn(1, 7, 5))
+    assert number_of_captures(module) == 2
 
 
-def test_a_slice_of_a_table_limits_the_length() -> None:
-    class Positions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("table", torch.arange(64.0), persistent=False)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return ids + self.table[: ids.size(1)]
-
-    traced = trace(Positions(), torch.ones(3, 13))
-    assert "ids.size(1) <= 64" in [guard.text for guard in traced.contract.size_guards]
-    assert traced(torch.ones(2, 64)).shape == (2, 64)
-    with pytest.raises(SlapoError, match=re.escape("ids.size(1) <= 64")):
-        traced(torch.ones(2, 65))
+def test_a_size_beyond_a_table_fails_as_in_the_plain_module() -> None:
+    module = rewritten(Positions(), ones(3, 13))
+    assert_alike(module, Positions(), ones(2, 64))
+    with pytest.raises(RuntimeError, match=r"size|expand"):
+        module(ones(2, 65))
 
 
-def test_fixed_sizes_of_parameters_are_left_to_the_operations() -> None:
-    """A layer whose weight is sharded after the trace gets narrower inputs."""
-    layer = nn.Linear(6, 4)
-    traced = trace(
-        make(lambda self, x: F.linear(x, self.linear.weight), linear=layer), torch.ones(3, 6)
-    )
-    layer.weight = nn.Parameter(torch.ones(4, 2))
-    assert traced(torch.ones(5, 2)).shape == (5, 4)
-    with pytest.raises(SlapoError, match=re.escape("x.size(1) > 1")):
-        traced(torch.ones(5, 1))
+# --- arguments -----------------------------------------------------------------------------------
+def signature(self: Any, x: Tensor, scale: float = 2.0, *more: Tensor, flag: bool = True, **k: Any):
+    out = x * scale + k.get("bias", 0) + sum(more)
+    return {"out": out if flag else -out, "pair": (x, None), "scale": scale}
 
 
-def test_guards_are_plain_data() -> None:
-    traced = trace(make(lambda self, x: x * 2 if x.size(0) > 4 else -x), torch.ones(5, 7))
-    guards = traced.contract.size_guards
-    assert pickle.loads(pickle.dumps(guards)) == guards
-    assert all(guard.holds({"x": torch.ones(5, 2)}) for guard in guards)
-    assert not any(guard.holds({}) or guard.holds({"x": None}) for guard in guards[:1])
+def nested(self: Any, x: Tensor, rope: tuple[Any, ...]) -> Tensor:
+    return x * rope[0] + rope[1]["shift"] * rope[1].get("factor", 3)
 
 
-def test_rank_and_kind_of_dtype_are_guarded_where_they_matter() -> None:
-    def forward(self: Any, x: Tensor, mask: Tensor) -> Tensor:
-        return x.masked_fill(mask, 0.0) if mask.dtype == torch.bool else x + mask
-
-    traced = trace(make(forward), torch.ones(3, 5), torch.ones(3, 5))
-    assert torch.equal(traced(torch.ones(2, 2), torch.ones(2, 2)), torch.full((2, 2), 2.0))
-    with pytest.raises(SlapoError, match=r"mask is a tensor of torch\.float32"):
-        traced(torch.ones(3, 5), torch.ones(3, 5, dtype=torch.bool))
-    with pytest.raises(SlapoError, match="mask is a non-empty tensor of 2 dimensions"):
-        traced(torch.ones(3, 5), torch.ones(5))
+def optional(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    y = self.fc(x)
+    return F.gelu(torch.tanh(y + mask)) if mask is not None else F.gelu(torch.sigmoid(y * 2))
 
 
-# --- signatures and structures -------------------------------------------------------------------
-def test_placeholders_follow_the_signature() -> None:
-    def forward(
-        self: Any, x: Tensor, scale: float = 2.0, *, flag: bool = True, **kwargs: Any
-    ) -> Any:
-        out = x * scale + kwargs["bias"]
-        return {"out": out if flag else -out, "pair": (x, None)}
-
-    traced = trace(make(forward), torch.ones(3, 5), bias=torch.ones(5))
-    nodes = [n for n in traced.graph.nodes if n.op == "placeholder"]
-    assert [(n.target, n.args) for n in nodes] == [
-        ("x", ()),
-        ("scale", (2.0,)),
-        ("flag", (True,)),
-        ("**kwargs", ()),
-    ]
-    result = traced(torch.ones(2, 7), bias=torch.ones(7))
-    assert torch.equal(result["out"], torch.full((2, 7), 3.0))
-    assert result["pair"][1] is None
-    with pytest.raises(SlapoError, match="scale"):
-        traced(torch.ones(2, 7), 3.0, bias=torch.ones(7))
-    with pytest.raises(SlapoError, match="kwargs"):
-        traced(torch.ones(2, 7), bias=torch.ones(7), more=1)
+def by_dtype(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return x.masked_fill(mask, 0.0) if mask.dtype == torch.bool else x + mask
 
 
-def test_positional_and_keyword_arguments_reach_forward_as_given() -> None:
+def scales_images(self: Any, x: Tensor) -> Tensor:
+    return x if x.is_floating_point() else x.float() / 255
+
+
+def takes_real(self: Any, x: Tensor) -> Tensor:
+    return x.real if torch.is_complex(x) else x
+
+
+def chooses(self: Any, x: Tensor, kind: Any = 1, *rest: Tensor, **more: Any) -> Tensor:
+    if x.requires_grad or x.dtype == torch.float64 or kind is True or rest:
+        return x * 3
+    return x * more["pair"][0] * kind
+
+
+def broadcast(self: Any, x: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+    y = self.fc(x).view(x.size(0), x.size(1), 2, 4) * positions.unsqueeze(2)
+    y = y.reshape(x.size(0), x.size(1), -1)
+    y = y + 1 if positions.size(0) > 1 else y
+    return y if mask is None else y * mask
+
+
+def asks(question: Any) -> Any:
+    return lambda self, x: x * 2 if question(x) else x
+
+
+def match(self: Any, x: Tensor) -> Tensor:
+    match x:
+        case Tensor():
+            return x * 2
+    return x
+
+
+def by_trying(self: Any, x: Tensor) -> Tensor:
+    try:
+        return x.nested  # type: ignore[attr-defined, no-any-return]
+    except AttributeError:
+        return x * 2
+
+
+X, MASK = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)), torch.ones(3, 4)
+WIDE = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
+PAIR = (torch.ones(4), torch.ones(2))
+FC = {"fc": nn.Linear(4, 4)}
+
+#: What a module does, its children, and calls: the first is the example.
+CALLS: dict[str, tuple[Any, dict[str, nn.Module], list[Any]]] = {
+    "signature": (
+        signature,
+        {},
+        [
+            ((X,), {"bias": ones(4)}),
+            ((X,), {}),
+            ((X, 3.0), {}),
+            ((X,), {"scale": 3.0}),
+            ((X, 2.0, X, X), {}),
+            ((X,), {"flag": False}),
+            ((X,), {"bias": X, "more": 1}),
+        ],
+    ),
+    "nested": (
+        nested,
+        {},
+        [
+            ((X, (X, {"shift": X, "factor": 2})), {}),
+            ((X, (X, {"shift": X, "factor": 3})), {}),
+            ((X, (X, {"shift": X})), {}),
+            ((X, [X, {"shift": X}, X]), {}),
+        ],
+    ),
+    "optional": (optional, FC, [((X, X), {}), ((X,), {}), ((X, None), {}), ((X,), {"mask": X})]),
+    "dtypes": (by_dtype, {}, [((X, MASK), {}), ((X, MASK.bool()), {}), ((X, ones(4)), {})]),
+    "images": (scales_images, {}, [((X,), {}), ((ones(2, 5).to(torch.uint8),), {})]),
+    "complex": (takes_real, {}, [((X,), {}), ((ones(2, 5).to(torch.complex64),), {})]),
+    "kinds": (
+        chooses,
+        {},
+        [
+            ((X,), {"pair": PAIR}),
+            ((X.double(),), {"pair": PAIR}),
+            ((X.clone().requires_grad_(),), {"pair": PAIR}),
+            ((X[0],), {"pair": PAIR}),
+            ((X, True), {"pair": PAIR}),
+            ((X, 1), {"pair": PAIR}),
+            ((X, 1, X), {"pair": PAIR}),
+            ((X,), {"pair": (*PAIR, X)}),
+            ((X,), {"pair": PAIR, "third": X}),
+        ],
+    ),
+    "broadcast": (
+        broadcast,
+        {"fc": nn.Linear(8, 8)},
+        [
+            ((WIDE, randn(1, 5, 4)), {}),
+            ((WIDE, randn(3, 5, 4)), {}),
+            ((WIDE[:1], randn(1, 5, 4)), {}),
+            ((WIDE, randn(3, 5, 4), ones(3, 5, 1)), {}),
+            ((WIDE, randn(1, 5, 4), ones(3, 5, 1)), {}),
+        ],
+    ),
+    "the same object": (
+        lambda self, x, y: x * 2 if x is y else x + y,
+        {},
+        [((X, MASK), {}), ((X, X), {}), ((X, X.clone()), {})],
+    ),
+    "contiguous": (asks(Tensor.is_contiguous), {}, [((X,), {}), ((X.T,), {}), ((X[:, :2],), {})]),
+    "a stride": (
+        asks(lambda x: x.stride(0) == x.size(1)),
+        {},
+        [((X,), {}), ((X.T,), {}), ((X[:, :2],), {})],
+    ),
+    "strides": (asks(lambda x: x.stride() == (x.size(1), 1)), {}, [((X,), {}), ((X.T,), {})]),
+    "isinstance": (asks(lambda x: isinstance(x, Tensor)), {}, [((X,), {}), ((3,), {})]),
+    "is_tensor": (asks(torch.is_tensor), {}, [((X,), {}), ((3,), {})]),
+    "a parameter": (asks(lambda x: isinstance(x.T, nn.Parameter)), {}, [((X,), {})]),
+    "a mapping": (asks(lambda x: isinstance(x, Mapping)), {}, [((X,), {})]),
+    "a class": (asks(lambda x: x.__class__ is Tensor), {}, [((X,), {})]),
+    "hasattr": (asks(lambda x: hasattr(x, "nested")), {}, [((X,), {})]),
+    "hasattr of tensors": (asks(lambda x: hasattr(x, "shape")), {}, [((X,), {})]),
+    "getattr": (lambda self, x: x * getattr(x, "factor", 2), {}, [((X,), {})]),
+    "match": (match, {}, [((X,), {}), ((3,), {})]),
+    "trying": (by_trying, {}, [((X,), {})]),
+    "no grad": (asks(lambda x: x.grad is None), {}, [((X,), {})]),
+    "a list": (lambda self, xs: sum(xs) * len(xs), {}, [(([X, X],), {}), (([X, X, X],), {})]),
+    "any number": (lambda self, *xs: self.fc(sum(xs)), FC, [((X, X), {}), ((X,), {})]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_any_kind_are_served(name: str) -> None:
+    forward, children, calls = CALLS[name]
+    plain = make(forward, **children)
+    (args, kwargs), *_ = calls
+    parameters = list(plain.forward.__code__.co_varnames[1:])
+    given = args if not kwargs else {**dict(zip(parameters, args, strict=False)), **kwargs}
+    module = rewritten(copy.deepcopy(plain), given=given)
+    for args, kwargs in (*calls, calls[0]):
+        assert_alike(module, plain, *args, **kwargs)
+
+
+def test_arguments_reach_a_decorated_forward_as_they_were_given() -> None:
     def decorated(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return args[0] * len(args) + kwargs["y"]
+        return args[0] * len(args) + kwargs.get("y", 3)
 
-    module = make(lambda self, x, y, z=None: x + y)
-    inner = type(module).forward
-    decorated.__wrapped__ = inner  # type: ignore[attr-defined]
-    type(module).forward = decorated  # type: ignore[method-assign]
-    traced = trace(module, torch.ones(3, 5), y=torch.ones(3, 5))
-    assert torch.equal(traced(torch.ones(2, 2), y=torch.ones(2, 2)), torch.full((2, 2), 2.0))
-
-
-def test_containers_of_tensors_are_arguments() -> None:
-    def forward(self: Any, x: Tensor, rope: tuple[Tensor, Any]) -> Tensor:
-        return x * rope[0] + rope[1]["shift"] * rope[1]["factor"]
-
-    rope = (torch.ones(5), {"shift": torch.ones(5), "factor": 2})
-    traced = trace(make(forward), torch.ones(3, 5), rope)
-    new = (torch.ones(7), {"shift": torch.ones(7), "factor": 2})
-    assert torch.equal(traced(torch.ones(2, 7), new), torch.full((2, 7), 3.0))
-    for wrong in ((torch.ones(7), {"shift": torch.ones(7), "factor": 3}), (torch.ones(7),)):
-        with pytest.raises(SlapoError, match="rope"):
-            traced(torch.ones(2, 7), wrong)
+    decorated.__wrapped__ = lambda self, x, y, z=None: x + y  # type: ignore[attr-defined]
+    plain = make(decorated)
+    module = rewritten(copy.deepcopy(plain), X, X)
+    for args, kwargs in (((X,), {"y": X}), ((X, X), {})):
+        assert_alike(module, plain, *args, **kwargs)
 
 
-def test_child_called_self_and_nested_outputs() -> None:
-    lstm = nn.LSTM(5, 4)
-    module = make(lambda s, x: s.self(x[None])[1][0], self=lstm)
-    traced = trace(module, torch.ones(3, 5))
-    assert_equal_runs(module, traced, {"x": torch.randn(2, 5)})
+# --- the state of the process and of the module --------------------------------------------------
+def casts(self: Any, x: Tensor) -> Tensor:
+    y = self.fc(x)
+    return y.float().pow(2).mean(-1, keepdim=True).to(y.dtype) * y
 
 
-# --- what a node stands for ----------------------------------------------------------------------
-def test_what_returns_its_input_keeps_a_node_of_its_own() -> None:
-    module = make(lambda self, x: (x.contiguous(), self.drop(x), x), drop=nn.Dropout(0.5))
-    traced = trace(module, torch.ones(3, 5))
-    (outputs,) = traced.graph.output_node().args
-    assert [node.op for node in outputs] == ["call_method", "call_module", "placeholder"]
-    assert all(node.args[0].op == "placeholder" for node in outputs[:2])
+def decides_by_dtype(self: Any, x: Tensor) -> Tensor:
+    y = self.fc(x)
+    return y.float() if y.dtype == torch.bfloat16 else y * 2
 
 
-def test_operators_have_the_spelling_of_symbolic_traces() -> None:
+def no_grad_within(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = self.fc(x)
+    return y + self.fc(x)
+
+
+def autocast_within(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = self.fc(x)
+    return y, self.fc(x)
+
+
+def asks_for_grad(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.fc(x)
+    return y if torch.is_grad_enabled() else -y
+
+
+def enables_grad(self: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return self.fc(x)  # type: ignore[no-any-return]
+
+
+def sets_grad(self: Any, x: Tensor) -> Tensor:
+    with torch.set_grad_enabled(self.training):
+        return self.fc(x)  # type: ignore[no-any-return]
+
+
+def inference(self: Any, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        y = self.fc(x)
+    return y * 2
+
+
+def flag_of_dropout(self: Any, x: Tensor) -> Tensor:
+    y = F.dropout(self.fc(x), 0.3 if self.training else 0.1, self.training)
+    return F.dropout(y, 1.0, self.drop.training) * (2 if self.drop.training else 1)
+
+
+def branches(self: Any, x: Tensor) -> Tensor:
+    return self.fc(x).relu() if self.training else self.fc(x) * 2
+
+
+def attention(self: Any, x: Tensor) -> Tensor:
+    y = self.fc(x)
+    return F.scaled_dot_product_attention(y, y, y, dropout_p=0.5 if self.training else 0.0)
+
+
+STATES = (casts, decides_by_dtype, no_grad_within, autocast_within, asks_for_grad, enables_grad)
+MODES = (sets_grad, inference, flag_of_dropout, branches, attention)
+
+
+@pytest.mark.parametrize("forward", [*STATES, *MODES])
+def test_modes_and_regions_are_served(forward: Any) -> None:
+    plain = make(forward, fc=nn.Linear(4, 4), drop=nn.Dropout(0.5))
+    module = rewritten(copy.deepcopy(plain), X)
+    for training in (True, False, True):
+        plain.train(training), module.train(training)
+        assert_alike(module, plain, X)
+        with torch.no_grad():
+            assert_alike(module, plain, X)
+            assert not torch.is_grad_enabled()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_alike(module, plain, X)
+        if forward is not inference:
+            with torch.inference_mode():
+                assert torch.equal(*(_seeded(each, X)[-1] for each in (module, plain)))
+        plain.drop.train(not training), module.drop.train(not training)
+        assert_alike(module, plain, X)
+    assert_alike(module.double(), plain.double(), X.double())
+
+
+def _seeded(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    output = module(x)
+    return output if isinstance(output, tuple) else (output,)
+
+
+class Fails(nn.Module):
+    traceable = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_meta or isinstance(x, torch._subclasses.FakeTensor):
+            return x
+        raise ValueError("no such data")
+
+
+@pytest.mark.parametrize("region", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_an_error_within_a_region_leaves_no_mode_behind(region: Any) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
-        return -(2 - x) @ x.T / 2 + x.relu()[:, :1]
+        with region():
+            return self.fails(self.fc(x))  # type: ignore[no-any-return]
 
-    traced = trace(make(forward), torch.ones(3, 5))
-    targets = [n.target for n in traced.graph.nodes if n.op.startswith("call")]
-    expected = [
-        operator.sub,
-        operator.neg,
-        getattr,
-        operator.matmul,
-        operator.truediv,
-        "relu",
-        operator.getitem,
-        operator.add,
-    ]
-    assert targets == expected
-    x = torch.randn(4, 6)
-    assert torch.equal(traced(x), make(forward)(x))
+    module = rewritten(make(forward, fc=nn.Linear(4, 4), fails=Fails()), X)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="no such data"):
+            module(X)
+        assert torch.is_grad_enabled()
+        assert not torch.is_autocast_enabled("cpu")
 
 
-def test_buffers_of_one_element_are_not_read_by_python() -> None:
-    class Switched(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("scale", torch.tensor(2.0))
-            self.ask = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            return -x if self.ask and self.scale > 0 else x * self.scale
-
-    module = Switched()
-    traced = trace(module, torch.ones(3, 5))
-    traced.scale.fill_(3.0)
-    assert torch.equal(traced(torch.ones(2, 2)), torch.full((2, 2), 3.0))
-    module.ask = True
-    with pytest.raises(TraceError, match="only real data can tell"):
-        trace(module, torch.ones(3, 5))
-
-
-def test_writes_in_place_stay_and_stay_in_order() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        y = torch.zeros_like(x)
-        y[..., 1:] = x[..., :-1]
-        y.mul_(2)
-        view = y[0]
-        view.add_(1)
-        F.relu_(y)
-        y += 1
-        torch.add(y, 1, out=y)
-        return y.masked_fill_(y > 4, 0.0)
-
-    module = make(forward)
-    traced = trace(module, torch.randn(3, 5))
-    x = torch.randn(4, 7)
-    assert torch.equal(traced(x), module(x))
-
-
-def test_unused_random_numbers_are_still_drawn() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        torch.rand_like(x)
-        return x + torch.rand(3)
-
-    module = make(forward)
-    traced = trace(module, torch.ones(5, 3))
-    assert_equal_runs(module, traced, {"x": torch.ones(2, 3)})
-
-
+# --- what an operation does ----------------------------------------------------------------------
 class Tripled(torch.autograd.Function):
+    """Its backward is not that of its forward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x * 2
@@ -552,80 +429,107 @@ class Tripled(torch.autograd.Function):
         return grad * 3
 
 
-def test_autograd_function_keeps_its_backward() -> None:
-    traced = trace(make(lambda self, x: Tripled.apply(x) + 1), torch.ones(3, 5))
-    for twin in (traced, copy.deepcopy(traced), pickle.loads(pickle.dumps(_standalone(traced)))):
-        x = torch.ones(2, 2, requires_grad=True)
-        twin(x).sum().backward()
-        assert torch.equal(x.grad, torch.full((2, 2), 3.0))
+def writes_in_place(self: Any, x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[..., 1:] = x[..., :-1]
+    y.mul_(2)
+    view = y[0]
+    view.add_(1)
+    F.relu_(y)
+    y += 1
+    torch.add(y, 1, out=y)
+    return y.masked_fill_(y > 4, 0.0)
 
 
-def _standalone(traced: TracedModule) -> TracedModule:
-    """The same, of an importable class, so that it can be pickled."""
-    return TracedModule.from_graph(nn.Identity(), traced.graph, traced.contract)
+def draws_unused(self: Any, x: Tensor) -> Tensor:
+    torch.rand_like(x)
+    return x + torch.rand(4)
 
 
-def test_no_grad_regions_follow_the_caller() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            y = self.fc(x)
-        return y + self.fc(x)
-
-    module = make(forward, fc=nn.Linear(5, 5))
-    traced = trace(module, torch.ones(3, 5))
-    assert_equal_runs(module, traced, {"x": torch.randn(2, 5)})
-    with torch.no_grad():
-        assert not traced(torch.ones(2, 5)).requires_grad
-        assert not torch.is_grad_enabled()
-    assert torch.is_grad_enabled()
+def operators(self: Any, x: Tensor) -> Tensor:
+    return -(2 - x) @ x.T / 2 + x.relu()[:, :1]
 
 
-def test_autocast_regions_are_kept() -> None:
-    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = self.fc(x)
-        return y, self.fc(x)
-
-    module = make(forward, fc=nn.Linear(5, 5))
-    low, full = trace(module, torch.ones(3, 5))(torch.ones(2, 5))
-    assert (low.dtype, full.dtype) == (torch.bfloat16, torch.float32)
+def calls_torch(self: Any, x: Tensor) -> Tensor:
+    y = F.dropout(torch.cat([x, x]), p=0.0, training=False)
+    y = F.pad(y, (0, 1)).view(x.shape[0], -1).clamp(min=0.5)
+    y = y + torch.zeros((x.shape[0], 1)) + torch.full((x.size(0), 1), 2.0)
+    return F.layer_norm(y, (10,))[..., : x.size(1)] * torch.arange(x.size(1))
 
 
-def test_modules_made_in_forward_are_traced_through() -> None:
-    module = make(lambda self, x, y: nn.CrossEntropyLoss()(self.fc(x), y), fc=nn.Linear(5, 4))
-    traced = trace(module, torch.ones(3, 5), torch.zeros(3, dtype=torch.long))
-    inputs = {"x": torch.randn(7, 5), "y": torch.randint(0, 4, (7,))}
-    assert_equal_runs(module, traced, inputs)
+OUTSIDE = torch.arange(4.0)
+HEADS = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+
+#: What a module does with one tensor of shape (n, 4), and its children.
+DOES: dict[str, tuple[Any, dict[str, nn.Module]]] = {
+    "in place": (writes_in_place, {}),
+    "to its input": (lambda self, x: x.mul_(2) + 1, {}),
+    "unused numbers": (draws_unused, {}),
+    "operators": (operators, {}),
+    "functions": (calls_torch, {}),
+    "own backward": (lambda self, x: Tripled.apply(self.fc(x)) + 1, FC),
+    "values of data": (lambda self, x: x * x.max().item(), {}),
+    "a choice of rows": (lambda self, x: x[x > 0].relu(), {}),
+    "batch norm": (lambda self, x: self.norm(x), {"norm": nn.BatchNorm1d(4)}),
+    "instance of a loss": (lambda self, x: nn.MSELoss()(self.fc(x), x), FC),
+    "outside": (
+        lambda self, x: x * OUTSIDE + torch.ones(x.size(1), device=x.device) + torch.tensor([2.0]),
+        {},
+    ),
+    "named results": (lambda self, x: x.max(-1), {}),
+    "its input": (lambda self, x: (x.contiguous(), self.drop(x), x), {"drop": nn.Dropout(0.5)}),
+    "a child called self": (lambda s, x: s.self(x[None])[1][0], {"self": nn.LSTM(4, 3)}),
+    "a list of children": (lambda s, x: [f(x) for f in s.heads], {"heads": nn.ModuleList(HEADS.values())}),
+    "a slice of children": (
+        lambda s, x: sum(f(x) for f in s.heads[1:]),
+        {"heads": nn.ModuleList(copy.deepcopy(list(HEADS.values())))},
+    ),
+    "a dict of children": (
+        lambda s, x: {k: f(x) for k, f in s.heads.items()},
+        {"heads": nn.ModuleDict(copy.deepcopy(HEADS))},
+    ),
+    "a size": (lambda self, x: (x, x.size(0), tuple(x.shape)), {}),
+    "a shape": (lambda self, x: (x * 2, x.shape), {}),
+    "nothing": (lambda self, x: None, {}),
+    "a constant": (lambda self, x: (x, 3, "word", None), {}),
+    "attention": (
+        lambda self, x: self.attention(x, x, x, need_weights=False),
+        {"attention": nn.MultiheadAttention(4, 2)},
+    ),
+}
 
 
-def test_tied_parameters_go_by_their_first_name() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return F.linear(F.linear(x, self.b.weight), self.a.weight)
-
-    a, b = nn.Linear(5, 5), nn.Linear(5, 5)
-    b.weight = a.weight
-    traced = trace(make(forward, a=a, b=b), torch.ones(3, 5))
-    assert [n.target for n in traced.graph.nodes if n.op == "get_attr"] == ["a.weight"]
-
-
-def test_constants_from_outside_are_kept_and_devices_are_followed() -> None:
-    outside = torch.arange(5.0)
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return x * outside + torch.ones(x.size(1), device=x.device) + torch.tensor([2.0])
-
-    module = make(forward)
-    recorded = capture(module, (torch.ones(3, 5),), {}, is_leaf=torch_is_leaf)
-    assert [t is outside for t in recorded.constants.values()] == [True]
-    x = torch.randn(2, 5)
-    assert torch.equal(as_module(module, recorded)(x), module(x))
-    assert "device(type" not in as_module(module, recorded).code
+@pytest.mark.parametrize("name", DOES)
+def test_what_a_module_does_its_captures_do(name: str) -> None:
+    forward, children = DOES[name]
+    plain = make(forward, **children)
+    module = rewritten(copy.deepcopy(plain), X)
+    for training in (True, False):
+        plain.train(training), module.train(training)
+        for rows in (3, 2, 7):
+            assert_alike(module, plain, randn(rows, 4), rtol=1e-6)
+        again = copy.deepcopy(module), copy.deepcopy(plain)
+        assert_alike(*again, randn(2, 4), rtol=1e-6)
 
 
-def test_parameters_of_other_modules_are_refused() -> None:
-    other = nn.Linear(5, 5)
-    with pytest.raises(TraceError, match="no parameter of it"):
-        trace(make(lambda self, x: x @ other.weight), torch.ones(3, 5))
+def test_operators_have_the_spelling_of_symbolic_traces() -> None:
+    graph = trace(make(operators), X).graph
+    targets = [n.target for n in graph.nodes if n.op.startswith("call")]
+    before = [operator.sub, operator.neg, getattr, operator.matmul, operator.truediv]
+    assert targets == [*before, "relu", operator.getitem, operator.add]
+
+
+def test_results_that_are_their_input_have_nodes_of_their_own() -> None:
+    graph = trace(make(*DOES["its input"][:1], **DOES["its input"][1]), X).graph
+    (outputs,) = graph.output_node().args
+    assert [node.op for node in outputs] == ["call_method", "call_module", "placeholder"]
+
+
+def test_placeholders_follow_the_signature() -> None:
+    graph = trace(make(signature), given={"x": X, "bias": X}).graph
+    given = [(n.target, n.args) for n in graph.find_nodes(op="placeholder")]
+    assert given[:3] == [("x", ()), ("scale", (2.0,)), ("*more", ())]
+    assert given[3:] == [("flag", (True,)), ("**k", ())]
 
 
 def test_each_node_tells_what_its_value_is() -> None:
@@ -636,209 +540,168 @@ def test_each_node_tells_what_its_value_is() -> None:
         y = left.new_ones(x.size(0) // 2, device=x.device) + pair[0].sum() + self.fc.weight.sum()
         return {"y": F.dropout(y, 0.5, self.training), "lstm": self.lstm(x)}
 
-    module = make(forward, nothing=make(lambda self, x: None), lstm=nn.LSTM(5, 4))
-    module.fc = nn.Linear(5, 5)
-    sch = slapo.create_schedule(module)
-    given = (torch.ones(4, 5), (torch.ones(3), None))
-    assert sch.trace(tracer="huggingface", recursive=False, example_inputs=given)
-    twins = (copy.deepcopy(sch.mod.graph), pickle.loads(pickle.dumps(_standalone(sch.mod))).graph)
-    for graph in (sch.mod.graph, *twins):
-        kinds = {node.name: node.meta["slapo_kind"] for node in graph.nodes}
+    nothing = make(lambda self, x: None)
+    module = make(forward, nothing=nothing, lstm=nn.LSTM(4, 3), fc=nn.Linear(4, 4))
+    module = trace(module, X[:2], (ones(3), None), flatten=False, recursive=False)
+    for graph in (module.graph, copy.deepcopy(module.graph)):
+        kinds = {node.name: node.meta["slapo_kind"] for node in graph.find_nodes(op="call_module")}
+        assert kinds == {"nothing": "value", "lstm": "container"}
+        kinds = {node.name: node.meta.get("slapo_kind") for node in graph.nodes}
         of = {k: {n for n, kind in kinds.items() if kind == k} for k in set(kinds.values())}
-        assert of["container"] == {"pair", "kwargs", "chunk", "lstm", "getitem_3", "output"}
-        values = {"scale", "nothing", "size", "floordiv", "getattr_1", "training"}
-        assert of["value"] == values | {"enter_grad_mode", "leave_grad_mode"}
-        assert set(of) == {"container", "value", "tensor"}
         assert {"x", "fc_weight", "dropout", "getitem", "new_ones"} <= of["tensor"]
+        assert {"pair", "kwargs", "chunk", "lstm"} <= of["container"]
+        assert {"scale", "nothing", "size", "floordiv"} <= of["value"]
 
 
-# --- leaves --------------------------------------------------------------------------------------
-def test_siblings_with_other_attributes_do_not_share_outputs() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.second(x).view(x.size(0), -1) if self.second(x).size(2) == 4 else x
-
-    module = make(forward, first=nn.MaxPool2d(2), second=nn.MaxPool2d(3))
-    traced = trace(module, torch.ones(3, 2, 24, 24))
-    x = torch.randn(2, 2, 24, 24)
-    assert torch.equal(traced(x), module(x))
+def test_tied_parameters_go_by_their_first_name() -> None:
+    a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+    b.weight = a.weight
+    plain = make(lambda self, x: F.linear(F.linear(x, self.b.weight), self.a.weight), a=a, b=b)
+    module = rewritten(copy.deepcopy(plain), X)
+    assert [n.target for n in module.graph.find_nodes(op="get_attr")] == ["a.weight"]
+    assert_alike(module, plain, randn(2, 4))
 
 
-def test_child_called_with_other_python_values_has_no_single_input() -> None:
-    scaled = make(lambda self, x, factor: x * factor)
-    module = make(
-        lambda self, x: self.a(x, 2) + self.a(x, 3) + self.b(x, 2), a=scaled, b=nn.Identity()
-    )
-    module.b = make(lambda self, x, factor: x * factor)
-    recorded = capture(module, (torch.ones(3, 5),), {}, is_leaf=all_are_leaves)
-    assert set(recorded.child_inputs) == {"b"}
-    assert torch.equal(as_module(module, recorded)(torch.ones(2)[None]), torch.full((1, 2), 7.0))
+def test_a_shape_of_one_of_several_inputs_alike_is_refused() -> None:
+    def forward(self: Any, x: Tensor, y: Tensor) -> Any:
+        return x + y.sum(), y.shape
 
-
-def test_data_dependent_leaf_is_taken_to_return_a_tensor_like_its_input() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for row in (x.sum(-1) > 0).nonzero()[:, 0].tolist():
-            out[row] = x[row]
-        return out
-
-    experts = make(forward)
-    module = make(lambda self, x: self.experts(x).view(x.size(0), -1), experts=experts)
-    traced = trace(module, torch.randn(3, 5), is_leaf=all_are_leaves)
-    x = torch.randn(4, 7)
-    assert torch.equal(traced(x), module(x))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_scripted_modules_are_leaves() -> None:
-    fused = torch.jit.script(nn.Sequential(nn.Linear(5, 6), nn.GELU()))
-    module = make(lambda self, x: self.fused(x).view(x.size(0) * x.size(1), -1), fused=fused)
-    traced = trace(module, torch.ones(3, 4, 5), is_leaf=all_are_leaves)
-    assert_equal_runs(module, traced, {"x": torch.randn(2, 7, 5)})
+    with pytest.warns(UserWarning, match=r"one of several tensors.*tuple\(x.shape\)"):
+        assert not slapo.create_schedule(make(forward)).trace(
+            tracer="huggingface", example_inputs=(X, X.clone())
+        )
+    module = rewritten(make(forward), X, X[:2])
+    assert module(ones(3, 3), ones(3, 7))[1] == (3, 7)
 
 
 # --- refusals ------------------------------------------------------------------------------------
-def test_a_branch_on_data_names_module_line_and_remedy() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return x if x.sum() > 0 else -x
-
-    outer = make(lambda self, x: self.child(x), child=make(forward))
-    line = forward.__code__.co_firstlineno + 1
-    with pytest.raises(TraceError, match="leaf_modules") as caught:
-        trace(outer, torch.ones(3, 5))
-    assert "cannot trace child" in str(caught.value)
-    assert f"test_capture.py:{line}" in str(caught.value)
+class Config:
+    steps = 0
 
 
-def _item(self: Any, x: Tensor) -> Tensor:
-    return x * x.max().item()
+CALLED = {"times": 0}
+OWN = random.Random(3)
 
 
-def _boolean_index(self: Any, x: Tensor) -> Tensor:
-    return x[x > 0].relu()
+def counts_globally(self: Any, x: Tensor) -> Tensor:
+    CALLED["times"] += 1
+    return x * 2
 
 
-def _reentrant_checkpoint(self: Any, x: Tensor) -> Tensor:
-    return checkpoint(torch.relu, x, use_reentrant=True)
+def counts(self: Any, x: Tensor) -> Tensor:
+    self.calls += 1
+    return x * 2
 
 
-def _checkpoint(self: Any, x: Tensor) -> Tensor:
-    return checkpoint(torch.relu, x, use_reentrant=False)
+def stores(self: Any, x: Tensor) -> Tensor:
+    self.last = x * 2
+    return self.last + 1  # type: ignore[no-any-return]
 
 
-def _tensor_hook(self: Any, x: Tensor) -> Tensor:
+def appends(self: Any, x: Tensor) -> Tensor:
+    self.seen.append(x.sum())
+    return x * 2
+
+
+def counts_on_config(self: Any, x: Tensor) -> Tensor:
+    self.config.steps += 1
+    return x * self.config.steps
+
+
+def registers_hook(self: Any, x: Tensor) -> Tensor:
     y = x * 2
     y.register_hook(lambda grad: grad)
     return y
 
 
-def _sets_data(self: Any, x: Tensor) -> Tensor:
+def sets_data(self: Any, x: Tensor) -> Tensor:
     y = x * 2
     y.data = x
     return y
 
 
-def _stores_tensor(self: Any, x: Tensor) -> Tensor:
-    self.seen = x * 2
-    return self.seen + 1
-
-
-def _vmap(self: Any, x: Tensor) -> Tensor:
-    return torch.vmap(lambda row: row * 2)(x)
-
-
-def _draws(self: Any, x: Tensor) -> Tensor:
-    return x * random.random()
-
-
-def _counts(self: Any, x: Tensor) -> Tensor:
-    self.calls += 1
-    return x * 2
-
-
-def _appends(self: Any, x: Tensor) -> Tensor:
-    self.seen.append(x.sum())
-    return x * 2
-
-
-CALLS = {"calls": 0}
-
-
-def _counts_globally(self: Any, x: Tensor) -> Tensor:
-    CALLS["calls"] += 1
-    return x * 2
-
-
-def _function_argument(self: Any, x: Tensor) -> Tensor:
-    return self.child(x, torch.relu)
-
-
-def _fails(self: Any, x: Tensor) -> Tensor:
+def raises(self: Any, x: Tensor) -> Tensor:
     raise ValueError("bad shape")
 
 
-@pytest.mark.parametrize(
-    ("forward", "message"),
-    [
-        (_reentrant_checkpoint, "checkpointing inside a traced forward"),
-        (_checkpoint, "checkpointing inside a traced forward"),
-        (_tensor_hook, "registers a hook"),
-        (_sets_data, "tensor data attribute"),
-        (_stores_tensor, "attribute 'seen'"),
-        (_draws, "random numbers of Python"),
-        (_counts, "attribute 'calls'"),
-        (_appends, "the module.seen"),
-        (_counts_globally, "CALLS"),
-        (_function_argument, "argument of type"),
-        (_fails, "fails, at .*bad shape"),
-    ],
-)
-def test_refusals_say_why_and_leave_nothing_behind(forward: Any, message: str) -> None:
-    module = make(forward, child=make(lambda self, x, f: f(x)))
-    module.calls, module.seen = 0, []
-    before = (
-        nn.Module.__call__,
-        torch.autograd.Function.__dict__["apply"],
-        torch.autocast.__enter__,
-    )
-    state = dict(vars(module))
-    with pytest.raises(TraceError, match=message):
-        capture(module, (torch.ones(3, 5),), {}, is_leaf=all_are_leaves)
-    after = (
-        nn.Module.__call__,
-        torch.autograd.Function.__dict__["apply"],
-        torch.autocast.__enter__,
-    )
-    assert after == before
-    assert vars(module) == state
-    assert (module.calls, module.seen, CALLS["calls"]) == (0, [], 0)
-    assert torch.is_grad_enabled()
-    assert not torch.overrides._get_current_function_mode_stack()
+def reduces(self: Any, x: Tensor) -> Tensor:
+    y = x * 2
+    dist.all_reduce(y)
+    return y
 
 
-def test_cache_objects_are_refused() -> None:
-    transformers = pytest.importorskip("transformers")
-
+def seeds_and_draws(seed: Any) -> Any:
     def forward(self: Any, x: Tensor) -> Tensor:
-        return self.child(x, transformers.DynamicCache())
+        seed()
+        return x + torch.rand_like(x)
 
-    with pytest.raises(TraceError, match="pass use_cache=False"):
-        trace(
-            make(forward, child=make(lambda self, x, c: x)),
-            torch.ones(3, 5),
-            is_leaf=all_are_leaves,
-        )
+    return forward
 
 
-def test_checkpointed_layers_of_transformers_are_leaves_or_refused() -> None:
-    family = FAMILIES["llama"]
-    model = family.build().train()
-    checkpoint_layers(model)
-    inputs = family.inputs(3, 13, True)
-    traced = trace(model, is_leaf=family.is_leaf, **inputs, use_cache=False).train()
-    assert_equal_runs(model, traced, family.inputs(2, 7, True))
-    with pytest.raises(TraceError, match="switch it off in the model"):
-        trace(model, **inputs)
+def forks(self: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        noise = torch.rand_like(x)
+    return x + noise
+
+
+def sets_state(self: Any, x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    noise = torch.rand_like(x)
+    torch.set_rng_state(state)
+    return x + noise
+
+
+FOREIGN = nn.Linear(4, 4)
+RANDOM = "random generator|random number|Python's random|OWN"
+EFFECT = "changes attribute '{}', which a graph cannot do"
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a size as a word": (lambda self, x: x * {"3": 2.0}.get(str(x.size(0)), 1.0), "str"),
+    "an offset": (asks(lambda x: x.storage_offset() == 0), "non-Tensor"),
+    "a branch on data": (asks(lambda x: x.sum() > 0), "only real data can tell"),
+    "a parameter of another": (lambda self, x: x @ FOREIGN.weight, "no child of it"),
+    "a checkpoint": (
+        lambda self, x: checkpoint(torch.relu, x, use_reentrant=False),
+        "checkpointing inside a traced forward",
+    ),
+    "a reentrant checkpoint": (
+        lambda self, x: checkpoint(torch.relu, x, use_reentrant=True),
+        "checkpointing inside a traced forward",
+    ),
+    "vmap": (lambda self, x: torch.vmap(lambda row: row * 2)(x), "torch.func"),
+    "a hook": (registers_hook, "registers a hook"),
+    "data": (sets_data, "data"),
+    "a number": (counts, EFFECT.format("calls")),
+    "a tensor": (stores, EFFECT.format("last")),
+    "a list": (appends, EFFECT.format("seen")),
+    "a config": (counts_on_config, EFFECT.format("config.steps")),
+    "a global": (counts_globally, "CALLED"),
+    "an error": (raises, "the forward itself fails, at .*bad shape"),
+    "a collective": (reduces, "collective"),
+    "seeds": (seeds_and_draws(lambda: torch.manual_seed(0)), RANDOM),
+    "seeds cuda": (seeds_and_draws(lambda: torch.cuda.manual_seed_all(0)), RANDOM),
+    "seeds anew": (seeds_and_draws(lambda: torch.seed()), RANDOM),  # noqa: PLW0108
+    "seeds a generator": (seeds_and_draws(lambda: torch.default_generator.manual_seed(1)), RANDOM),
+    "seeds Python": (seeds_and_draws(lambda: random.seed(0)), RANDOM),
+    "seeds numpy": (seeds_and_draws(lambda: numpy.random.seed(0)), RANDOM),
+    "forks": (forks, RANDOM),
+    "sets the state": (sets_state, RANDOM),
+    "reads the seed": (lambda self, x: x * (torch.initial_seed() % 7), RANDOM),
+    "a clock": (lambda self, x: x * time.perf_counter(), "perf_counter"),
+    "draws": (lambda self, x: x * random.random(), RANDOM),
+    "chooses": (lambda self, x: x if random.choice([True, False]) else x * 2, RANDOM),
+    "draws of its own": (lambda self, x: x * OWN.random(), RANDOM),
+    "draws of numpy": (lambda self, x: x * float(numpy.random.rand()), RANDOM),
+}
+
+
+def state_of_the_process() -> list[Any]:
+    numbers = torch.get_rng_state().tolist(), random.getstate(), OWN.getstate()
+    rules = torch._dynamo.trace_rules._allowed_callable_ids
+    patched = nn.Module.__call__, vars(torch.autograd.Function)["apply"], torch.autocast.__enter__
+    switches = torch.is_grad_enabled(), torch.is_autocast_cache_enabled(), dict(CALLED)
+    drawn = str(numpy.random.get_state(legacy=False))
+    return [*numbers, drawn, set(rules()), *patched, *switches, set(globals())]
 
 
 @pytest.fixture
@@ -849,147 +712,73 @@ def process_group() -> Any:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_collectives_that_would_vanish_are_refused() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        y = x * 2
-        dist.all_reduce(y)
-        return y
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_say_why_and_leave_nothing_behind(name: str) -> None:
+    forward, message = REFUSED[name]
+    module: Any = make(forward)
+    module.calls, module.seen, module.config = 0, [], Config()
+    sch = slapo.create_schedule(module)
+    attributes, before = dict(vars(module)), state_of_the_process()
+    with pytest.warns(UserWarning, match=message):
+        assert not sch.trace(tracer="huggingface", example_inputs=X)
+    assert state_of_the_process() == before
+    assert (vars(module), type(module).__name__) == (attributes, "Made")
+    assert (module.calls, module.seen, module.config.steps) == (0, [], 0)
+    assert not torch.overrides._get_current_function_mode_stack()
 
-    with pytest.raises(TraceError, match="collective"):
-        trace(make(forward), torch.ones(3, 5))
+
+def test_a_refusal_names_module_line_and_remedy() -> None:
+    inner = make(asks(lambda x: x.sum() > 0))
+    outer = make(lambda self, x: self.child(x), child=make(lambda s, x: s.inner(x), inner=inner))
+    with pytest.warns(UserWarning, match=r"cannot trace child.inner in Made \(.*test_capture.py:\d+"):
+        assert not slapo.create_schedule(outer).trace(
+            tracer="huggingface", flatten=True, example_inputs=X
+        )
+    assert slapo.create_schedule(outer).trace(
+        tracer="huggingface", flatten=True, example_inputs=X, leaf_modules=["child.inner"]
+    )
+
+
+@pytest.mark.parametrize("ask", [lambda x: x.sum() > 0, lambda x: x.storage_offset() == 0])
+def test_a_refusal_at_a_later_call_is_an_error_of_that_call(ask: Any) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return x * 2 if self.training or ask(x) else x
+
+    module = rewritten(make(forward), X)
+    assert torch.equal(module(X), X * 2)
+    with pytest.raises(TraceError, match=r"cannot trace Made \(.*test_capture.py:\d+\)"):
+        module.eval()(X)
+    assert torch.equal(module.train()(X), X * 2)
 
 
 def test_inputs_that_do_not_fit_are_a_type_error() -> None:
+    sch = slapo.create_schedule(make(lambda self, x: x))
     with pytest.raises(TypeError, match="parameters are x"):
-        capture(make(lambda self, x: x), (), {"y": 1}, is_leaf=all_are_leaves)
+        sch.trace(tracer="huggingface", example_inputs={"y": 1})
+    module = rewritten(make(lambda self, x: x), X)
+    with pytest.raises(TypeError, match="'y'|parameters are x"):
+        module(y=X)
 
 
-# --- hooks, state, nesting -----------------------------------------------------------------------
-def test_hooks_run_once_wherever_they_are() -> None:
-    module = make(
-        lambda self, x: self.entered(self.leaf(x)), entered=nn.Sequential(nn.ReLU()), leaf=nn.ReLU()
-    )
-    for part in (module, module.entered, module.leaf):
-        part.register_forward_hook(lambda _, args, out: out * 2 + 1)
-    x = torch.randn(3, 5)
-    expected = module(x)
-    traced = trace(module, torch.ones(3, 5))
-    # The root's own hook is not in the graph; it moves to the module that takes the root's place.
-    assert torch.equal(traced(x) * 2 + 1, expected)
-
-
-def test_backward_hooks_of_entered_modules_are_refused() -> None:
-    module = make(lambda self, x: self.entered(x), entered=nn.Sequential(nn.ReLU()))
-    module.entered.register_full_backward_hook(lambda *_: None)
-    with pytest.raises(TraceError, match="entered has backward hooks"):
-        trace(module, torch.ones(3, 5))
-
-
-def test_the_module_is_unchanged() -> None:
-    module = make(lambda self, x: self.norm(x), norm=nn.BatchNorm1d(5)).train()
-    before = {k: v.clone() for k, v in module.state_dict().items()}
-    kinds = [type(child) for child in module.modules()]
-    tensors = [*module.parameters(), *module.buffers()]
-    noted = [dict(vars(tensor)) for tensor in tensors]
-    capture(module, (torch.ones(3, 5),), {}, is_leaf=all_are_leaves)
-    assert [type(child) for child in module.modules()] == kinds
-    assert all(child.training for child in module.modules())
-    assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
-    assert [vars(tensor) for tensor in tensors] == noted
-
-
-def test_nothing_of_the_process_changes() -> None:
-    """Neither what others have compiled, nor dynamo's rules, nor the hooks of Transformers."""
+def test_a_trace_leaves_compiled_code_and_tensors_alone() -> None:
     compiled = torch.compile(lambda x: x * 2, backend="eager")
     compiled(torch.ones(2))
     counters = torch._dynamo.utils.counters["frames"]["total"]
-    rules = torch._dynamo.trace_rules._allowed_callable_ids
-    allowed = set(rules())
-    family = FAMILIES["llama"]
-    model = family.build()
-    inputs = family.inputs(3, 13, False)
-    names = set(globals())
-    for arguments in ({"output_hidden_states": True}, {"output_attentions": "no"}):
-        with contextlib.suppress(TraceError):
-            capture(model, (), {**inputs, **arguments}, is_leaf=family.is_leaf)
-        hidden = model(**inputs, output_hidden_states=True).hidden_states
-        assert len(hidden) == 3
-    assert set(rules()) == allowed
+    module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    tensors = [*module.parameters(), *module.buffers()]
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+    noted = [dict(vars(tensor)) for tensor in tensors]
+    rewritten(module, X)
+    assert [vars(tensor) for tensor in tensors] == noted
+    assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
+    module(X)
+    assert [vars(tensor) for tensor in tensors] == noted
     compiled(torch.ones(2))
     assert torch._dynamo.utils.counters["frames"]["total"] == counters
-    assert set(globals()) == names
 
 
-def test_hidden_states_are_collected_by_the_graph() -> None:
-    family = FAMILIES["llama"]
-    model = family.build()
-    inputs = family.inputs(3, 13, False)
-    traced = trace(model, is_leaf=family.is_leaf, **inputs, output_hidden_states=True)
-    other = family.inputs(2, 7, False)
-    got = traced(**other, output_hidden_states=True).hidden_states
-    expected = model(**other, output_hidden_states=True).hidden_states
-    assert len(got) == len(expected)
-    for one, two in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, two)
-
-
-def test_values_of_data_are_part_of_the_graph() -> None:
-    """A number taken from a tensor, or a choice of its rows, is computed anew in each call."""
-    for forward in (_item, _boolean_index, _vmap):
-        module = make(forward)
-        traced = trace(module, torch.randn(3, 5))
-        x = torch.randn(4, 7)
-        assert torch.equal(traced(x), module(x))
-
-
-def test_dtypes_follow_autocast_unless_python_decides_by_them() -> None:
-    def follows(self: Any, x: Tensor) -> Tensor:
-        y = self.fc(x)
-        return y.float().pow(2).mean(-1, keepdim=True).to(y.dtype) * y
-
-    def decides(self: Any, x: Tensor) -> Tensor:
-        y = self.fc(x)
-        return y.float() if y.dtype == torch.bfloat16 else y * 2
-
-    module = make(follows, fc=nn.Linear(5, 5))
-    traced = trace(module, torch.ones(3, 5))
-    x = torch.randn(4, 5)
-    with torch.autocast("cpu", torch.bfloat16):
-        got, expected = traced(x), module(x)
-    assert got.dtype == expected.dtype == torch.bfloat16
-    assert torch.equal(got, expected)
-    module = make(decides, fc=nn.Linear(5, 5))
-    traced = trace(module, torch.ones(3, 5))
-    assert torch.equal(traced(x), module(x))
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(SlapoError, match="autocast"):
-        traced(x)
-
-
-def test_traced_modules_can_be_recorded_again() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return x.view(x.size(0) * x.size(1)) + 1 if x.size(0) < 9 else x
-
-    traced = trace(make(forward), torch.ones(3, 5))
-    again = trace(traced, torch.ones(3, 5))
-    parent = make(lambda self, x: self.child(x) * 2, child=traced)
-    for is_leaf in (nothing_is_leaf, all_are_leaves):
-        outer = trace(parent, torch.ones(3, 5), is_leaf=is_leaf)
-        assert outer(torch.ones(2, 7)).shape == (14,)
-    assert again(torch.ones(2, 7)).shape == (14,)
-
-
-def test_traced_modules_can_be_compiled_whole() -> None:
-    traced = trace(make(lambda self, x: x * 2 if x.size(0) < 9 else x), torch.ones(3, 5))
-    traced(torch.ones(2, 7))  # generates the code
-    torch._dynamo.reset()
-    compiled = torch.compile(traced, backend="eager", fullgraph=True, dynamic=True)
-    assert torch.equal(compiled(torch.ones(2, 7)), torch.full((2, 7), 2.0))
-    torch._dynamo.reset()
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_failure_beside_a_scripted_module_is_explained() -> None:
-    fused = torch.jit.script(nn.Linear(5, 6))
-    module = make(lambda self, x: self.fused(x) if x.sum() > 0 else x, fused=fused)
-    with pytest.raises(TraceError, match="only real data can tell"):
-        trace(module, torch.ones(3, 5), is_leaf=all_are_leaves)
+def test_a_capture_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a device that this process has not used."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was started"))
+    trace(nn.Sequential(nn.Linear(4, 4)), X)

@@ -1,13 +1,12 @@
-"""TracedModule: state, laziness, contract, copies; and the two symbolic-trace merges."""
+"""The traced module: class, state, copies, graphs edited by hand, rules, torch.compile."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import gc
 import inspect
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,12 +16,12 @@ import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 
 import slapo
-from slapo.graph.trace.leaves import default_is_leaf
-from slapo.graph.trace.module import TracedModule
-from slapo.graph.trace.symbolic import trace_symbolically
+from slapo.graph.trace.module import MAX_KINDS, Traced, View, rewrite, rules_of, trace_of
+from tests.graph.served import Nothing, assert_alike, make, number_of_captures, rewritten, trace
 from tests.primitives.models import Stack, Tied
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+TRACERS = pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
 
 
 class Modal(nn.Module):
@@ -49,462 +48,465 @@ class Modal(nn.Module):
         return F.linear(y, self.fc.weight, extra) * scale + self.shift
 
 
-def traced(module: nn.Module, **concrete: object) -> TracedModule:
-    return trace_symbolically(module, default_is_leaf(False), concrete)
+class Frozen(nn.Module):
+    """Does something of its own at most of what is done to modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bn, self.seen = nn.Linear(4, 4), nn.BatchNorm1d(4), 0
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self.bn.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.fc(x))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**super().state_dict(*args, **kwargs), "more": torch.ones(1)}
+
+    def get_extra_state(self) -> int:
+        return self.seen
+
+    def set_extra_state(self, state: int) -> None:
+        self.seen = state
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        if prefix + "old.weight" in state:
+            state[prefix + "fc.weight"] = state.pop(prefix + "old.weight")
+        super()._load_from_state_dict(state, prefix, *args)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            if not name.startswith("bn"):
+                yield name, parameter
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> Frozen:
+        self.seen += 1
+        return super()._apply(fn, *args)
+
+    def extra_repr(self) -> str:
+        return "frozen"
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return self.fc
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter([self.fc, self.bn])
+
+    def __contains__(self, value: object) -> bool:
+        return value == 3
 
 
-def test_all_state_stays_under_its_names() -> None:
+def traced(module: nn.Module, tracer: str = "huggingface", **options: Any) -> Any:
+    given = None if tracer == "pytorch" else X
+    return trace(module, given=given, tracer=tracer, **{"flatten": False, **options})
+
+
+# --- the class -----------------------------------------------------------------------------------
+@TRACERS
+def test_it_is_the_users_own_module_of_the_users_own_class(tracer: str) -> None:
     module = Modal()
-    gm = traced(module)
-    assert list(gm.state_dict()) == list(module.state_dict())
-    assert gm.unused is module.unused
-    assert gm.fc.weight is module.fc.weight
+    children, state = dict(module.named_modules()), dict(module.named_parameters())
+    gm = traced(module, tracer)
+    assert gm is module
+    assert isinstance(gm, Modal)
+    assert isinstance(gm, fx.GraphModule)
+    assert type(gm).__name__ == "Modal"
+    assert dict(gm.named_modules()) == children
+    assert all(p is state[n] for n, p in gm.named_parameters())
     assert "shift" in gm._non_persistent_buffers_set
-    tied = traced(Tied())
-    assert tied.head.weight is tied.emb.weight
-
-
-def test_attributes_methods_and_properties_of_the_original_work() -> None:
-    gm = traced(Modal())
     assert (gm.limit, gm.twice(), gm.size) == (3, 6, 4)
     with pytest.raises(AttributeError, match="nothing"):
         _ = gm.nothing
-
-
-def test_the_signature_is_the_original_ones() -> None:
-    parameters = inspect.signature(traced(Modal()).forward).parameters
+    parameters = inspect.signature(gm.forward).parameters
     assert list(parameters) == ["x", "mask", "scale", "extra", "kw"]
     assert parameters["scale"].default == 2.0
     assert parameters["kw"].kind is inspect.Parameter.VAR_KEYWORD
 
 
-@pytest.mark.parametrize("start", [True, False])
-def test_one_graph_follows_train_and_eval(start: bool) -> None:
-    module = Modal().train(start)
-    gm = traced(module)
-    assert gm.contract.training is None
-    for mode in (True, False, True):
-        module.train(mode)
-        gm.train(mode)
-        torch.manual_seed(3)
-        expected = module(X, X)
-        torch.manual_seed(3)
-        assert torch.equal(gm(X, X), expected)
-    assert not torch.equal(gm.train()(X, X), gm.eval()(X, X))
+@TRACERS
+def test_methods_that_a_class_overrides_stay_its_own(tracer: str) -> None:
+    gm, ref = traced(Frozen(), tracer), Frozen()
+    assert gm.train() is gm
+    assert (gm.training, gm.bn.training) == (True, False)
+    assert list(gm.state_dict()) == list(ref.state_dict())
+    assert [n for n, _ in gm.named_parameters()] == [n for n, _ in ref.named_parameters()]
+    seen = gm.seen
+    assert gm.double() is gm
+    assert gm.float().seen == seen + 2
+    assert (len(gm), gm[0], list(gm), 3 in gm) == (7, gm.fc, [gm.fc, gm.bn], True)
+    assert "frozen" in repr(gm)
+    outer = traced(nn.Sequential(Frozen()), tracer)
+    assert isinstance(outer[0], Traced)
+    assert not outer.train()[0].bn.training
 
 
-@pytest.mark.parametrize("start", [True, False])
-def test_modes_of_different_structure_have_a_graph_each(start: bool) -> None:
-    class Branches(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.exp() if self.training else x
-
-    module = Branches().train(start)
-    gm = traced(module)
-    for mode in (True, False):
-        assert torch.equal(gm.train(mode)(X), module.train(mode)(X))
-
-
-@pytest.mark.parametrize("start", [True, False])
-def test_a_forward_that_one_mode_allows_holds_for_that_mode(start: bool) -> None:
-    """The mode it was traced in, which is the mode it says."""
-
-    class OnlyOne(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training is not start and x.sum() > 0:
-                return x
-            return x * 2
-
-    gm = traced(OnlyOne().train(start))
-    assert torch.equal(gm.train(start)(X), X * 2)
-    was, now = ("train", "eval") if start else ("eval", "train")
-    with pytest.raises(slapo.SlapoError, match=f"traced in {was} mode .* {now} mode"):
-        gm.train(not start)(X)
+@TRACERS
+def test_state_is_loaded_as_the_class_does_it(tracer: str) -> None:
+    gm, ref = traced(Frozen().train(), tracer), Frozen()
+    rewrite(gm, Nothing())
+    ref.seen = 5
+    state = ref.state_dict()
+    del state["more"]
+    state["old.weight"] = state.pop("fc.weight")
+    gm.load_state_dict(state)
+    assert gm.seen == 5
+    assert_alike(gm.train(), ref.train(), X)
 
 
-def test_a_trace_leaves_modes_and_the_module_alone() -> None:
-    module = Stack(2)
-    module.layers[0].drop.eval()
-    before = [m.training for m in module.modules()]
-    assert slapo.create_schedule(module).trace()
-    assert [m.training for m in module.modules()] == before
+class Called(nn.Module):
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs", "message"),
-    [
-        ((X, X, 3.0), {}, r"'scale' is 3\.0, .* traced with 2\.0"),
-        ((X, X), {"flag": 1}, r"\{'flag': 1\}"),
-    ],
-)
-def test_calls_outside_the_contract_are_refused(
-    args: tuple[object, ...], kwargs: dict[str, object], message: str
-) -> None:
-    with pytest.raises(slapo.SlapoError, match=message):
-        traced(Modal())(*args, **kwargs)
+class Lossy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() * 2
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self(x).sum()
 
 
-def test_what_is_handed_on_may_be_none_or_not() -> None:
-    gm, bias = traced(Modal()).eval(), torch.ones(4)
-    assert torch.allclose(gm(X, X, extra=bias), gm(X, X) + 2 * bias)
-    assert torch.equal(gm(X, X, flag=None), gm(X, X))
+@TRACERS
+def test_methods_that_call_the_module_run_its_rewritten_graph(tracer: str) -> None:
+    sch = slapo.create_schedule(Lossy())
+    assert sch.trace(tracer=tracer, example_inputs=None if tracer == "pytorch" else X)
+    sch.replace(nn.Identity(), sch.find(lambda x: x.relu()))
+    assert torch.allclose(sch.mod.loss(X), (X * 2).sum())
+    assert_alike(rewritten(Called(), X), Called(), X)
 
 
-@pytest.mark.parametrize("mode", [True, False])
-def test_what_is_branched_on_may_be_none_or_not(mode: bool) -> None:
-    """Each kind of call has its graph, and all follow the mode and the state of the module."""
-    module = Modal().train(mode)
-    gm = traced(module)
-    assert len(gm.graphs) == 2
-    for args in ((X, X), (X,), (X, None)):
-        module.fc.weight.data.mul_(0.9)
-        torch.manual_seed(3)
-        expected = module(*args)
-        torch.manual_seed(3)
-        assert torch.equal(gm(*args), expected)
-    with pytest.raises(slapo.SlapoError, match="'scale'"):
-        gm(X, scale=3.0)
+def test_a_module_without_rewrites_runs_its_own_forward() -> None:
+    """Whatever the call, and whatever a capture could not hold."""
+
+    class Odd(nn.Module):
+        def forward(self, x: Tensor, kind: Any = None) -> Tensor:
+            return x * len(str(kind)) if x.sum() > 0 or kind else x
+
+    gm, plain = traced(make(lambda s, x, kind=None: Odd()(x, kind) if kind else x * 2)), Odd()
+    assert torch.equal(gm(X, {"any": object}), plain(X, {"any": object}))
+    assert number_of_captures(gm) == 0
 
 
-def test_hooks_run_whichever_graph_serves_the_call() -> None:
-    gm = traced(Modal()).eval()
-    expected = gm(X), gm(X, X)
-    handle = gm.register_forward_hook(lambda module, args, output: output + 1)
-    assert torch.equal(gm(X), expected[0] + 1)
-    assert torch.equal(gm(X, X), expected[1] + 1)
-    handle.remove()
-    assert torch.equal(gm(X), expected[0])
+def test_a_forward_that_was_set_on_the_object_acts() -> None:
+    gm = rewritten(Modal(), X)
+    gm.forward = lambda x: x * 100
+    for training in (True, False):
+        assert torch.equal(gm.train(training)(X), X * 100)
+    del gm.forward
+    assert_alike(gm, copy.deepcopy(gm), X)
+    module = Modal()
+    module.forward = lambda x: x * 100  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="forward was set on this Modal itself"):
+        assert not slapo.create_schedule(module).trace()
 
 
-def test_a_graph_edited_by_hand_serves_its_own_calls_only() -> None:
-    gm = traced(Modal()).eval()
-    gm(X)
-    node = next(n for n in gm.graph.nodes if n.name == "fc")
-    node.replace_all_uses_with(next(n for n in gm.graph.nodes if n.name == "x"))
-    gm.graph.erase_node(node)
-    gm.recompile()
-    gm(X, X)
-    with pytest.raises(slapo.SlapoError, match="'mask' is None"):
-        gm(X)
+@TRACERS
+def test_traced_modules_of_one_class_share_one(tracer: str) -> None:
+    """Python visits all subclasses of nn.Module in each trace by proxies: they may not grow."""
+    one, other = traced(Modal(), tracer), traced(Modal(), tracer)
+    copies = [copy.deepcopy(one), copy.copy(one), pickle.loads(pickle.dumps(one))]
+    assert {type(each) for each in (other, *copies)} == {type(one)}
+    before = set(Traced.__subclasses__())
+    traced(Modal(), tracer)
+    assert set(Traced.__subclasses__()) <= before
 
 
-def test_an_attribute_that_the_graph_has_built_in_cannot_be_set() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.factor, self.note = 3, "a"
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.factor
-
-    gm = traced(Scaled())
-    with pytest.raises(slapo.SlapoError, match="factor = 3"):
-        gm.factor = 4
-    gm.factor, gm.note = 3, "b"
-    assert (torch.equal(gm(X), X * 3), gm.note) == (True, "b")
-    outer = trace_symbolically(nn.Sequential(Scaled()), default_is_leaf(True), {})
-    outer.get_submodule("0").factor = 4
-    with pytest.raises(slapo.SlapoError, match=r"'0.factor' is 4"):
-        outer(X)
+def test_hooks_run_around_the_graph() -> None:
+    gm, plain = rewritten(Modal(), X), Modal()
+    plain.load_state_dict(gm.state_dict())
+    for each in (gm, plain):
+        each.register_forward_hook(lambda module, args, output: output + 1)
+        each.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
+    for args in ((X,), (X, X)):
+        assert_alike(gm, plain, *args)
 
 
-def test_what_is_printed_is_the_present_graph() -> None:
-    gm = traced(Modal())
-    assert "self.fc" in str(gm)
-    node = next(n for n in gm.graph.nodes if n.name == "fc")
-    with gm.graph.inserting_after(node):
-        gm.graph.call_function(torch.relu, (node,))
-    gm.recompile()
-    assert "torch.relu" in str(gm)
+# --- copies --------------------------------------------------------------------------------------
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "replica": lambda module: module._replicate_for_data_parallel(),
+}
 
 
-def test_a_constant_argument_is_traced_in_and_checked() -> None:
-    gm = traced(Modal(), mask=None).eval()
-    gm(X)
-    with pytest.raises(slapo.SlapoError, match="'mask' is a tensor of shape"):
-        gm(X, X)
-    with pytest.raises(ValueError, match=r"\['masks'\].*parameters are"):
-        traced(Modal(), masks=None)
+@pytest.mark.parametrize("how", COPIES)
+@TRACERS
+def test_copies_compute_the_same_and_are_independent(how: str, tracer: str) -> None:
+    plain = Modal()
+    gm = copy.deepcopy(plain)
+    gm = rewritten(gm, given=None if tracer == "pytorch" else X, tracer=tracer)
+    assert_alike(gm, plain, X)
+    other = COPIES[how](gm)
+    assert isinstance(other, Modal)
+    assert isinstance(other, Traced)
+    assert len(rules_of(other)) == 1
+    if how != "replica":
+        assert (other.fc.weight is gm.fc.weight) == (how == "copy")
+        for args in ((X,), (X, X), (X, None, 3.0), (X[:1],)):
+            assert_alike(other, plain, *args)
+    assert not other.eval().fc.training
+    with torch.no_grad():
+        assert torch.equal(other(X), plain.eval()(X))
+    assert gm.training
+    assert_alike(gm, plain.train(), X)
+    other.graph.erase_node(list(other.graph.nodes)[-1])
+    assert len(other.graph.nodes) == len(gm.graph.nodes) - 1
 
 
-def test_code_is_generated_once_however_often_the_graph_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gm = traced(Modal())
-    compiled = []
-    original = TracedModule.compile_now
-    monkeypatch.setattr(
-        TracedModule, "compile_now", lambda self: (compiled.append(1), original(self))[1]
-    )
-    for _ in range(3):
-        node = next(n for n in gm.graph.nodes if n.name == "fc")
-        with gm.graph.inserting_after(node):
-            gm.graph.call_function(torch.relu, (node,))
-        gm.recompile()
-        assert gm.is_stale
-    assert not compiled
-    gm(X, X)
-    gm(X, X)
-    assert len(compiled) == 1
-    assert gm.code.count("torch.relu") == 3
+class AddTanh(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
 
 
-def test_copies_and_pickles_compute_the_same_and_are_independent() -> None:
-    module = Modal().eval()
-    gm = traced(module)
-    for other in (copy.deepcopy(gm), pickle.loads(pickle.dumps(gm))):
-        assert isinstance(other, TracedModule)
-        assert torch.equal(other(X, X), gm(X, X))
-        assert other.fc.weight is not gm.fc.weight
-        assert other.contract == gm.contract
-        assert torch.equal(other(X), gm(X))
-        other.graph.erase_node(list(other.graph.nodes)[-1])
-        assert len(other.graph.nodes) == len(gm.graph.nodes) - 1
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_keep_real_rewrites(how: str) -> None:
+    model = Stack(2)
+    plain = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    assert sch["layers.0"].trace(tracer="huggingface", example_inputs=X)
+    sch["layers.0"].replace(AddTanh(), sch["layers.0"].find(lambda x: F.gelu(x)))
+    expected = model(X)
+    assert not torch.equal(expected, plain(X))
+    other = COPIES[how](model)
+    assert torch.equal(other(X), expected)
+    assert torch.equal(other.eval()(X[:1]), model.eval()(X[:1]))
+    assert len(pickle.dumps(model)) < 60_000
+
+
+def test_copies_of_a_class_of_its_own() -> None:
+    gm = rewritten(Frozen(), X)
+    for other in (copy.deepcopy(gm), pickle.loads(pickle.dumps(gm)), copy.deepcopy(gm.eval())):
+        assert isinstance(other, Frozen)
+        assert not other.train().bn.training
+        assert isinstance(copy.deepcopy(other), Frozen)
+        assert torch.equal(other(X), gm.train()(X))
 
 
 def test_a_deep_copy_keeps_ties_with_the_rest_of_a_model() -> None:
-    sch = slapo.create_schedule(Tied())
-    sch.trace()
-    model = copy.deepcopy(sch.mod)
+    tokens = torch.randint(0, 8, (3, 5))
+    model = rewritten(Tied(), tokens, flatten=False)
+    model = copy.deepcopy(model)
     assert model.head.weight is model.emb.weight
+    assert_alike(model, copy.deepcopy(model), tokens)
 
 
-def test_it_compiles_as_a_whole() -> None:
-    sch = slapo.create_schedule(Stack(2))
-    sch.trace()
-    model, _ = slapo.build(sch)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert torch.allclose(compiled(X), model(X))
+# --- graphs edited by hand -----------------------------------------------------------------------
+def negate(gm: Any) -> None:
+    output = gm.graph.output_node()
+    with gm.graph.inserting_before(output):
+        output.args = (gm.graph.call_function(torch.neg, (output.args[0],)),)
+    gm.recompile()
 
 
-class ByMode(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        return self.fc(x).relu() if self.training else self.fc(x) * scale
-
-
-class Breaks(nn.Module):
-    """A leaf that dynamo cannot have in one graph."""
-
-    traceable = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return x + 1
-
-
-class Broken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.leaf = nn.Linear(4, 4), Breaks()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.leaf(self.fc(x)).relu()
+@TRACERS
+def test_a_graph_edited_by_hand_runs_for_calls_of_its_kind(tracer: str) -> None:
+    gm = traced(Modal().eval(), tracer)
+    plain = copy.deepcopy(gm)
+    negate(gm)
+    assert "torch.neg" in gm.code
+    assert "torch.neg" in str(gm)
+    x = torch.randn(2, 4)
+    if tracer == "huggingface":
+        assert torch.equal(gm(x), -plain(x))
+        for args in ((x, x), (x, None, 3.0), (x.double(),)):
+            with pytest.raises(slapo.SlapoError, match="was edited by hand, and holds for calls"):
+                gm(*args)
+    else:
+        assert torch.equal(gm(x, x), -plain(x, x))
+    for other in (copy.deepcopy(gm), pickle.loads(pickle.dumps(gm))):
+        call = (x,) if tracer == "huggingface" else (x, x)
+        assert torch.equal(other(*call), -plain(*call))
+    with pytest.raises(slapo.SlapoError, match="was edited by hand"):
+        rewrite(gm, Nothing())
 
 
-class Layered(nn.Module):
-    def __init__(self, layer: type[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([layer() for _ in range(2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def compile_each(model: Any) -> Any:
-    for layer in model.layers:
-        layer.compile(backend="eager")
-    return model
+def test_a_graph_edited_by_hand_may_be_edited_again_and_set() -> None:
+    gm = traced(Stack(1), flatten=True)
+    plain = copy.deepcopy(gm)
+    negate(gm)
+    negate(gm)
+    assert torch.equal(gm(X), plain(X))
+    assert gm.code.count("torch.neg") == 2
+    gm.graph = copy.deepcopy(plain.graph)
+    assert torch.equal(gm(X), plain(X))
+    negate(gm)
+    assert torch.equal(gm(X), -plain(X))
 
 
-def compile_in_place(model: Any) -> Any:
-    model.compile(backend="eager")
-    return model
+def test_a_graph_with_tensors_from_elsewhere_may_be_edited_by_hand() -> None:
+    twice = torch.full((4,), 2.0)
+    gm = trace(make(lambda self, x: x * twice), X)
+    negate(gm)
+    assert torch.equal(gm(X), X * -2)
 
 
-def compile_apart(model: Any) -> Any:
-    for index in range(2):
-        model.layers[index] = torch.compile(model.layers[index], backend="eager")
-    return model
+def test_an_edited_graph_in_which_a_mode_is_built_in_is_refused_in_the_other() -> None:
+    gm = traced(Modal().train())
+    negate(gm)
+    gm(X)
+    with pytest.raises(slapo.SlapoError, match="was edited by hand"):
+        gm.eval()(X)
 
 
-def compile_hooked(model: Any) -> Any:
-    model.layers[0].register_forward_hook(lambda *_: torch._dynamo.graph_break())
-    return torch.compile(model, backend="eager")
+# --- rules ---------------------------------------------------------------------------------------
+def test_a_rule_without_a_place_is_an_error_of_the_call_and_of_no_other() -> None:
+    def forward(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return torch.tanh(x) if mask is None else torch.sigmoid(x) + mask
+
+    sch = slapo.create_schedule(make(forward))
+    assert sch.trace(tracer="huggingface", example_inputs=X)
+    sch.replace(AddTanh(), sch.find(lambda x: torch.tanh(x)))
+    assert torch.equal(sch.mod(X), torch.tanh(X))
+    for _ in range(2):
+        with pytest.raises(slapo.TraceError, match="has no place in the graph of this kind of call"):
+            sch.mod(X, X)
+    assert torch.equal(sch.mod(X), torch.tanh(X))
 
 
-@torch.no_grad()  # dynamo warns of gradients that it asks for behind a break
-@pytest.mark.parametrize("layer", [ByMode, Broken])
-@pytest.mark.parametrize("called", [False, True])
-@pytest.mark.parametrize(
-    "compiled", [compile_each, compile_in_place, compile_apart, compile_hooked]
-)
-def test_dynamo_meets_traced_layers_in_any_way(
-    compiled: Callable[[Any], Any], called: bool, layer: type[nn.Module]
-) -> None:
-    torch._dynamo.reset()
-    model = Layered(layer)
-    expected = copy.deepcopy(model)
+def test_the_number_of_kinds_is_limited() -> None:
+    module = rewritten(make(lambda self, x, k=0: x * k), X)
+    for k in range(MAX_KINDS):
+        module(X, k)
+    with pytest.raises(slapo.TraceError, match=f"{MAX_KINDS} different ways.*as a tensor"):
+        module(X, -1)
+    assert torch.equal(module(X, 3), X * 3)
+
+
+class Fails(slapo.Primitive):
+    """Rewrites and traces, and fails then."""
+
+    @staticmethod
+    def name() -> str:
+        return "rewrites_and_fails"
+
+    @staticmethod
+    def apply(sch: Any) -> None:
+        sch["layers.0"].replace(AddTanh(), sch["layers.0"].find(lambda x: F.gelu(x)))
+        assert sch["layers.1"].trace(tracer="huggingface", example_inputs=X)
+        raise RuntimeError("at last")
+
+
+@pytest.fixture
+def failing() -> Iterator[None]:
+    from slapo.primitives import base
+
+    slapo.register_primitive()(Fails)
+    yield
+    del base._REGISTRY["rewrites_and_fails"]
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["no rule", "a rule"])
+def test_what_a_failing_primitive_rewrote_is_undone(first: bool, failing: None) -> None:
+    model = Stack(2)
+    plain = copy.deepcopy(model)
     sch = slapo.create_schedule(model)
+    assert sch["layers.0"].trace(tracer="huggingface", example_inputs=X)
+    if first:
+        rewrite(model.layers[0], Nothing())
+        assert_alike(model, plain, X)
+    before = str(model.layers[0].graph), list(dict(model.named_modules()))
+    with pytest.raises(RuntimeError, match="at last"):
+        sch.rewrites_and_fails()
+    assert (str(model.layers[0].graph), list(dict(model.named_modules()))) == before
+    assert len(rules_of(model.layers[0])) == first
+    assert not isinstance(model.layers[1], Traced)
+    for x in (X, X[:1]):
+        assert_alike(model, plain, x)
+    sch["layers.0"].replace(AddTanh(), sch["layers.0"].find(lambda x: F.gelu(x)))
+    assert not torch.equal(model(X), plain(X))
+
+
+def test_a_rule_that_fails_at_the_shown_graph_changes_nothing() -> None:
+    class Refuses:
+        def apply(self, view: View) -> None:
+            raise ValueError("no place")
+
+    gm = traced(Stack(1), flatten=True)
+    with pytest.raises(ValueError, match="no place"):
+        rewrite(gm, Refuses())
+    assert rules_of(gm) == []
+    assert not trace_of(gm).is_rewritten
+
+
+# --- torch.compile -------------------------------------------------------------------------------
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_it_compiles_as_a_whole(backend: str, flatten: bool) -> None:
+    plain = Stack(2)
+    module = rewritten(copy.deepcopy(plain), X, flatten=flatten)
+    module(X), module(X[:2])
+    compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=True)
+    for x in (X, X[:2], torch.randn(7, 4)):
+        torch.testing.assert_close(compiled(x), plain(x))
+    plain.double(), module.double()
+    module(X.double())
+    torch.testing.assert_close(compiled(X.double()), plain(X.double()))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_new_kind_of_call_inside_torch_compile_says_what_to_do() -> None:
+    plain = make(lambda s, x: x * 2 if s.training or x.size(0) < 9 else -x)
+    module = rewritten(copy.deepcopy(plain), X)
+    compiled = torch.compile(module, backend="eager", fullgraph=True, dynamic=True)
+    with pytest.raises(Exception, match="call the model once like this before it is compiled"):
+        compiled(X)
+    module(X)
+    assert torch.equal(compiled(X), X * 2)
+    module.eval(), plain.eval()
+    with pytest.raises(Exception, match="call the model once like this before it is compiled"):
+        compiled(X)
+    for x in (X, torch.ones(12, 4)):
+        module(x)
+        assert torch.equal(compiled(x), plain(x))
+    module.train().register_buffer("shift", torch.ones(4))
+    module(X)
+    assert torch.equal(compiled(X), X * 2)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@torch.no_grad()  # dynamo warns of gradients that it asks for behind a break
+@pytest.mark.parametrize("way", ["each", "in place", "apart", "hooked"])
+def test_dynamo_meets_rewritten_layers_in_any_way(way: str) -> None:
+    plain = Stack(2)
+    model: Any = copy.deepcopy(plain)
     for index in range(2):
-        sch[f"layers.{index}"].trace()
-    if called:
-        model(X)
-    one = model.layers[0]
-    run = compiled(model)
-    torch.testing.assert_close(run(X), expected(X))
-    one.recompile()
-    torch.testing.assert_close(run(X), expected(X))
-    # What is edited after that acts.
-    (output,) = (node for node in one.graph.nodes if node.op == "output")
-    with one.rewritten_together(), one.graph.inserting_before(output):
-        output.args = (one.graph.call_function(torch.neg, (output.args[0],)),)
-        one.recompile()
-    torch.testing.assert_close(run(X), expected.layers[1](-expected.layers[0](X)))
+        rewritten(model.layers[index], X)
+    model(X)
+    run = model
+    if way == "each":
+        for layer in model.layers:
+            layer.compile(backend="eager")
+    elif way == "in place":
+        model.compile(backend="eager")
+    elif way == "apart":
+        for index in range(2):
+            model.layers[index] = torch.compile(model.layers[index], backend="eager")
+    else:
+        model.layers[0].register_forward_hook(lambda *_: torch._dynamo.graph_break())
+        run = torch.compile(model, backend="eager")
+    torch.testing.assert_close(run(X), plain(X))
+    torch.testing.assert_close(run.eval()(X[:2]), plain.eval()(X[:2]))
 
 
-class _Decides(nn.Module):
-    """Takes another path in float64; what it decides by is no input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.fc(x)
-        return y * 2 if y.dtype == torch.float64 else y
-
-
-def test_a_graph_follows_the_dtype_of_parameters() -> None:
-    sch = slapo.create_schedule(Stack(1))
-    expected = copy.deepcopy(sch.mod).double()
-    sch.trace(tracer="huggingface", flatten=True, example_inputs=torch.randn(3, 4))
-    sch.mod.double()
-    assert torch.equal(sch.mod(X.double()), expected(X.double()))
-
-
-def test_a_graph_that_python_chose_by_dtype_holds_for_that_dtype() -> None:
-    sch = slapo.create_schedule(_Decides())
-    sch.trace(tracer="huggingface", flatten=True, example_inputs=torch.randn(3, 4))
-    sch.mod.double()
-    with pytest.raises(slapo.SlapoError, match=r"float32 parameters, they are now torch.float64"):
-        sch.mod(X.double())
-
-
-# --- copies of a module with several graphs ------------------------------------------------------
-@pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
-def test_copies_keep_graphs_and_limits(tracer: str) -> None:
-    x = torch.randn(3, 4)
-    sch = slapo.create_schedule(ByMode())
-    assert sch.trace(tracer=tracer, example_inputs=x)
-    module = sch.mod.eval()
-    copies = [copy.copy(module), module._replicate_for_data_parallel()]
-    for other in copies:
-        assert torch.equal(other(x), module(x))
-        assert torch.equal(other.train()(x), module.fc(x).relu())
-        assert not module.training
-        with pytest.raises(slapo.SlapoError, match="scale"):
-            other(x, scale=2.0)
-    assert copies[0].fc is module.fc
-
-
-def _graph_classes() -> set[type]:
-    return {*fx.GraphModule.__subclasses__(), *TracedModule.__subclasses__()}
-
-
-@pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
-def test_traced_modules_of_one_class_share_one(tracer: str) -> None:
-    """Python visits all subclasses of nn.Module in each trace by proxies: they may not grow."""
-    x = torch.randn(3, 4)
-
-    def trace(module: nn.Module) -> Any:
-        sch = slapo.create_schedule(module)
-        assert sch.trace(tracer=tracer, flatten=True, example_inputs=x)
-        return sch.mod
-
-    one, other = trace(ByMode()), trace(ByMode())
-    before = _graph_classes()
-    third = trace(ByMode())
-    rebuilt = [copy.deepcopy(one), copy.copy(one), pickle.loads(pickle.dumps(one))]
-    assert torch.equal(third(x), third.fc(x).relu())
-    gc.collect()
-    assert _graph_classes() <= before
-    assert {type(each) for each in (one, other, third, *rebuilt)} == {type(one)}
-    # Each has a code of its own all the same.
-    expected = other(x)
-    (output,) = (node for node in one.graph.nodes if node.op == "output")
-    with one.graph.inserting_before(output):
-        output.args = (one.graph.call_function(torch.neg, (output.args[0],)),)
-    one.recompile()
-    assert torch.equal(one(x), -one.fc(x).relu())
-    assert torch.equal(other(x), expected)
-    assert torch.equal(type(one).forward(other, x), expected)
-    assert "neg" in one.code
-    assert "neg" not in other.code
-
-
-def test_checkpointing_by_transformers_is_refused_with_what_to_do() -> None:
-    transformers = pytest.importorskip("transformers")
-    from tests.graph.zoo import checkpoint_layers
-
-    config = transformers.BertConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2)
-    sch = slapo.create_schedule(transformers.BertModel(config))
-    assert sch["encoder.layer.0"].trace(tracer="huggingface", flatten=True)
-    with pytest.raises(slapo.SlapoError, match=r"by sch\[path\]\.checkpoint\(\) instead"):
-        checkpoint_layers(sch.mod)
-
-
-class Chooses(nn.Module):
-    def forward(self, x: Tensor, kind: Any = 1, *rest: Tensor, **more: Any) -> Tensor:
-        if x.requires_grad or x.dtype == torch.float64 or kind is True or rest:
-            return x * 3
-        return x * more["pair"][0] * kind
-
-
-def test_a_call_like_the_last_is_let_through_and_no_other() -> None:
-    sch = slapo.create_schedule(Chooses())
-    x, pair = torch.ones(3, 4), (torch.ones(4), torch.ones(2))
-    assert sch.trace(tracer="huggingface", example_inputs={"x": x, "pair": pair})
-    module: Any = sch.mod
-    others: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-        ((x.double(),), {"pair": pair}),
-        ((x.clone().requires_grad_(),), {"pair": pair}),
-        ((x[0],), {"pair": pair}),
-        ((x, True), {"pair": pair}),
-        ((x, 1, x), {"pair": pair}),
-        ((x,), {"pair": (*pair, x)}),
-        ((x,), {"pair": pair, "third": x}),
-    ]
-    for args, kwargs in others:
-        for _ in range(2):
-            assert torch.equal(module(x, pair=pair), x)
-        with pytest.raises(slapo.SlapoError):
-            module(*args, **kwargs)
-        with pytest.raises(slapo.SlapoError):
-            module(*args, **kwargs)
-
-
-class Weighs(nn.Module):
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return x * 2 if mask is not None and mask.sum() > 0 else x
-
-
-def test_a_tensor_that_was_a_constant_is_that_tensor_alone() -> None:
-    """Another one with its shape is not like it: the code has read the values."""
-    x, mask = torch.ones(3, 4), torch.ones(3, 4)
-    sch = slapo.create_schedule(Weighs())
-    assert sch.trace(concrete_args={"mask": mask})
-    module: Any = sch.mod
-    assert torch.equal(module(x, mask), x * 2)
-    with pytest.raises(slapo.SlapoError, match="argument 'mask' is a tensor"):
-        module(x, torch.zeros(3, 4))
-
-
+# --- checkpoints of the model itself -------------------------------------------------------------
 class GradientCheckpointingLayer(nn.Module):
     """As that of Transformers before 5.23, in which a layer checkpoints its own calls."""
 
@@ -524,46 +526,24 @@ class GradientCheckpointingLayer(nn.Module):
         return self.fc(x).relu()
 
 
-@pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
-def test_a_layer_that_could_checkpoint_itself_is_traced(tracer: str) -> None:
-    x = torch.randn(3, 4)
-    layer = GradientCheckpointingLayer()
-    expected = layer(x)
-    sch = slapo.create_schedule(layer)
-    assert sch.trace(tracer=tracer, example_inputs=x)
-    module: Any = sch.mod
-    torch.testing.assert_close(module(x), expected)
-    module.gradient_checkpointing = False
-    with pytest.raises(slapo.SlapoError, match=r"by sch\[path\]\.checkpoint\(\) instead"):
-        module.gradient_checkpointing = True
-        module(x)
+@TRACERS
+def test_a_layer_that_checkpoints_itself_does_so_around_its_graph(tracer: str) -> None:
+    plain = GradientCheckpointingLayer()
+    module = rewritten(
+        copy.deepcopy(plain), given=None if tracer == "pytorch" else X, tracer=tracer
+    )
+    assert_alike(module, plain, X)
+    module.gradient_checkpointing = plain.gradient_checkpointing = True
+    assert_alike(module, plain, X)
 
 
-@pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
-def test_a_layer_that_checkpoints_itself_is_refused(tracer: str) -> None:
-    layer = GradientCheckpointingLayer()
-    layer.gradient_checkpointing = True
-    sch = slapo.create_schedule(layer)
-    with pytest.warns(UserWarning, match="defines '__call__'"):
-        assert not sch.trace(tracer=tracer, example_inputs=torch.randn(3, 4))
-
-
-def test_the_signature_of_the_forward_is_that_of_the_graph() -> None:
-    """Trainers read there which columns of a data set the model takes."""
-    sch = slapo.create_schedule(ByMode())
-    assert sch.trace(tracer="huggingface", example_inputs=torch.randn(3, 4))
-    assert list(inspect.signature(sch.mod.forward).parameters) == ["x", "scale"]
-    assert inspect.signature(sch.mod.forward).parameters["scale"].default == 1.0
-
-
-@pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
-def test_a_forward_that_is_set_acts(tracer: str) -> None:
-    x = torch.randn(3, 4)
-    sch = slapo.create_schedule(ByMode())
-    assert sch.trace(tracer=tracer, example_inputs=x)
-    module: Any = sch.mod
-    module.forward = lambda x: x * 100
-    for training in (True, False):
-        assert torch.equal(module.train(training)(x), x * 100)
-    del module.forward
-    assert torch.equal(module.eval()(x), module.fc(x))
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_first_call_inside_a_checkpoint(reentrant: bool) -> None:
+    plain = Stack(1)
+    module = rewritten(copy.deepcopy(plain), X)
+    results = []
+    for each in (module, plain):
+        x = X.clone().requires_grad_()
+        torch.utils.checkpoint.checkpoint(each, x, use_reentrant=reentrant).pow(2).sum().backward()
+        results.append((x.grad, [p.grad for p in each.parameters()]))
+    torch.testing.assert_close(*results)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
-from slapo.graph.trace.guards import size_conditions, state_guards
+from slapo.graph.trace.guards import is_read, size_conditions, state_guards
 from slapo.graph.trace.import_graph import GraphImport, Path
 from slapo.graph.trace.kinds import call_key, size_check
 from slapo.graph.trace.leaf_calls import Call, LeafCalls
@@ -47,12 +47,14 @@ class Capture:
         Dynamo's guards on the module and on Python's globals.
     sizes : list of str
         Conditions on the sizes of arguments.
-    is_private : bool
-        Whether the graph holds tensors from outside the module, which siblings may not have.
     inputs : dict of str to (tuple, dict)
         Arguments of the first call of each leaf, with fake tensors.
     entered : frozenset of str
         Paths of the modules below whose operations are in the graph.
+    modes
+        Modes of the modules below, which decide what leaves return.
+    code
+        Function of the module and the arguments that runs the graph.
     """
 
     graph: fx.Graph
@@ -60,9 +62,10 @@ class Capture:
     compile_key: Any
     state: Any
     sizes: list[str]
-    is_private: bool = False
     inputs: dict[str, Call] = field(default_factory=dict)
     entered: frozenset[str] = frozenset()
+    modes: Any = None
+    code: Any = None
     fits: Callable[[Any, Any], bool] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,6 +87,7 @@ def capture(
     kwargs: Mapping[str, Any],
     is_leaf: IsLeaf,
     any_batch: bool = False,
+    parked: Collection[str] = (),
 ) -> Capture:
     """Write down what ``root.forward`` does with arguments like these.
 
@@ -98,6 +102,8 @@ def capture(
         Which modules below become one call; others are entered, their hooks included.
     any_batch
         Whether the graph must serve a batch of one too: sizes of 1 are sizes like others then.
+    parked
+        Paths of modules below that are there for the time of the capture only.
 
     Raises
     ------
@@ -127,6 +133,13 @@ def capture(
             with calls.standing_in():
                 output = fullgraph_capture(forward, frame)
                 refuse_effects(effects)
+                for path, name in calls.left_behind:
+                    if is_read(output, path, name):
+                        raise TraceError(
+                            f"{path!r} sets its attribute {name!r} when it is called, and the "
+                            "module above reads it; return it from there, or make the module above "
+                            "a leaf"
+                        )
                 graph = GraphImport(
                     root, example.arguments, example.places, output, calls, any_batch
                 )
@@ -136,14 +149,14 @@ def capture(
         except Exception as error:
             raise explain(error, root) from error
         # After the leaves have their classes back: guards look at them.
-        sizes, state = size_conditions(output), state_guards(output, forward, modules)
+        sizes = size_conditions(output)
+        state = state_guards(output, forward, modules, parked)
     return Capture(
         graph.graph,
         call_key(args, dict(kwargs)),
         call_key(args, dict(kwargs), within_compile=True),
         state,
         sizes,
-        graph.holds_tensors,
         calls.inputs,
         graph.entered(entered),
     )

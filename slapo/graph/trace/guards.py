@@ -6,11 +6,16 @@ on the module and on Python's globals.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from types import FunctionType
 from typing import Any
 
-from slapo.graph.trace.torch_private import CaptureOutput, CheckFunctionManager
+from slapo.graph.trace.torch_private import CaptureOutput, CheckFunctionManager, GuardBuilder
+
+#: Sources of parameters and buffers, and of other attributes of modules, which graphs read by name.
+_IN_MODULE = re.compile(r"\.(_parameters|_buffers)\[[^\]]+\]$")
+_PLAIN = re.compile(r"L\['module'\](\._modules\['[^']+'\])*\.\w+")
 
 
 def size_conditions(output: CaptureOutput) -> list[str]:
@@ -28,28 +33,51 @@ def size_conditions(output: CaptureOutput) -> list[str]:
         ignore_static=False,
         langs=("python",),
     )
-    asked = (e for e in dict.fromkeys(found.exprs) if "L['module']" not in e and e.startswith("L["))
+    asked = (e for e in dict.fromkeys(found.exprs) if "L['module']" not in e and "L[" in e)
     conditions = (e.replace("L['args']", "args").replace("L['kwargs']", "kwargs") for e in asked)
     return [condition for condition in conditions if "storage_offset" not in condition]
 
 
-def state_guards(output: CaptureOutput, forward: FunctionType, leaves: Collection[str]) -> Any:
+def state_guards(
+    output: CaptureOutput, forward: FunctionType, leaves: Collection[str], parked: Collection[str]
+) -> Any:
     """Dynamo's guards on the module and on Python's globals; ``.check(frame)`` asks them in C++.
 
-    Arguments have their key. Parameters may be moved and sharded, and the modules that stay calls
-    may be replaced, so nothing is asked of these.
+    Arguments have their key, and tensors of modules are watched by :class:`.Tree`. Nothing is asked
+    of the class of modules that stay calls, which may be replaced, and of those in `parked`, which
+    rewrites take out. Tensors from elsewhere are part of the graph: these must be the same objects.
     """
     graph = output.graph_capture_output.output_graph
-    opaque = {"L['module']" + "".join(f"._modules[{n!r}]" for n in p.split(".")) for p in leaves}
-    graph.guards.inner = type(graph.guards.inner)(g for g in graph.guards.inner if _kept(g, opaque))
+    opaque, gone = ({f"L['module']{_source_of(p)}" for p in each} for each in (leaves, parked))
+    kept = [g for g in graph.guards.inner if _kept(g, opaque, tuple(gone))]
+    graph.guards.inner = type(graph.guards.inner)(map(_exact, kept))
     graph.skip_guards_check = True
     return CheckFunctionManager(forward.__code__, graph).guard_manager
 
 
-def _kept(guard: Any, opaque: Collection[str]) -> bool:
+def is_read(output: CaptureOutput, path: str, name: str) -> bool:
+    """Whether the forward has asked for an attribute of the module at `path`."""
+    source = f"L['module']{_source_of(path)}.{name}"
+    guards = output.graph_capture_output.output_graph.guards.inner
+    return any(g.name == source or g.name.startswith((f"{source}.", f"{source}[")) for g in guards)
+
+
+def _source_of(path: str) -> str:
+    return "".join(f"._modules[{name!r}]" for name in path.split("."))
+
+
+def _kept(guard: Any, opaque: Collection[str], gone: tuple[str, ...]) -> bool:
     name = guard.name
     if not name.startswith(("L['module']", "G[")) or name == "L['module']":
         return False
     if "_slapo" in name or "_dot_output_capturing" in name or name in opaque:
         return False
-    return guard.create_fn_name() not in ("TENSOR_MATCH", "WEAKREF_ALIVE")
+    if guard.create_fn_name() == "WEAKREF_ALIVE" or (gone and name.startswith(gone)):
+        return False
+    return guard.create_fn_name() != "TENSOR_MATCH" or not _IN_MODULE.search(name)
+
+
+def _exact(guard: Any) -> Any:
+    """A tensor in a list, a closure or a global is a constant of the graph."""
+    is_constant = guard.create_fn_name() == "TENSOR_MATCH" and not _PLAIN.fullmatch(guard.name)
+    return guard.originating_source.make_guard(GuardBuilder.ID_MATCH) if is_constant else guard

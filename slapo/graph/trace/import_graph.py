@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
 import dataclasses
 import inspect
@@ -19,7 +18,12 @@ from slapo.graph.trace.leaf_calls import LeafCalls, call_leaf, call_sync
 from slapo.graph.trace.nests import KIND, OWNER, SYMBOLIC, kind_of, parts
 from slapo.graph.trace.nodes import HeldTensor, add_placeholder, spare_self
 from slapo.graph.trace.refusals import CACHE_REFUSED, checked
-from slapo.graph.trace.torch_private import CaptureOutput, PythonReferenceAnalysis, sympy_interp
+from slapo.graph.trace.torch_private import (
+    CaptureOutput,
+    PythonReferenceAnalysis,
+    ShapeEnv,
+    sympy_interp,
+)
 
 _DROPPED = frozenset({torch._C._log_api_usage_once})
 
@@ -52,8 +56,6 @@ class GraphImport:
     Attributes
     ----------
     graph : fx.Graph
-    holds_tensors : bool
-        Whether it holds tensors from outside the module.
     """
 
     def __init__(
@@ -68,13 +70,11 @@ class GraphImport:
         self.root, self.arguments, self.places = root, arguments, places
         self.output, self.calls, self.any_batch = output, calls, any_batch
         self.graph = spare_self(fx.Graph())
-        self.holds_tensors = False
         self._names = _names_of_tensors(root)
         self._nodes: dict[Any, fx.Node] = {}
         self._copies: dict[fx.Node, Any] = {}
         self._sizes: dict[Any, tuple[Path, int]] = {}
         self._results: dict[int, Any] = {}
-        self._sources: dict[int, str] = {}
 
     def run(self, frame: tuple[Any, ...]) -> fx.Graph:
         """The graph, for a frame ``(module, args, kwargs)`` of the captured function."""
@@ -83,6 +83,7 @@ class GraphImport:
             self._nodes[(name,)].meta[KIND] = kind_of(self.arguments[name])
         captured = self.output.graph_capture_output
         backend = self.output.backend_input
+        self._note_sizes(captured.output_graph.shape_env, frame)
         # Dynamo's own bytecode takes the inputs out of the arguments and assembles the result.
         run = captured.get_runtime_env().forward_callable(
             backend.backend_id if backend is not None else "slapo_no_graph",
@@ -117,14 +118,21 @@ class GraphImport:
                     "random numbers are such), which a graph cannot draw; make the module a leaf"
                 )
             return known
-        argument = node.meta.get("grapharg")
-        if argument is not None:
-            self._sources[id(value)] = argument.source.name
-        path = self.places.get(id(value))
-        for dim, size in enumerate(known.shape if path is not None else ()):
-            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                self._sizes.setdefault(size.node.expr, (path or (), dim))
         return value
+
+    def _note_sizes(self, env: ShapeEnv, frame: tuple[Any, ...]) -> None:
+        """Symbols of the sizes of arguments, also of those that the graph has no use for."""
+        names = {"L": dict(zip(("module", "args", "kwargs"), frame, strict=True))}
+        for each in env.tracked_fakes or ():
+            source = each.source.name
+            if not (
+                isinstance(each.fake, Tensor) and source.startswith(("L['args']", "L['kwargs']"))
+            ):
+                continue
+            path = self.places.get(id(eval(source, names)))
+            for dim, size in enumerate(each.fake.shape if path is not None else ()):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                    self._sizes.setdefault(size.node.expr, (path or (), dim))
 
     def _stand_in(self, value: Any) -> Any:
         known = value.meta.get("example_value") if isinstance(value, fx.Node) else None
@@ -204,19 +212,11 @@ class GraphImport:
         name = self._names.get(id(value))
         if name is not None:
             return self.graph.get_attr(name)
-        attribute = _attribute_of(self._sources.get(id(value), ""))
-        if attribute is not None:
-            node = self.graph.get_attr(attribute[0])
-            for access, key in attribute[1]:
-                node.meta[KIND] = "container"
-                node = self.graph.call_function(access, (node, key))
-            return node
         if isinstance(value, nn.Parameter):
             raise TraceError(
                 "the forward uses a parameter of a module that is no child of it; register that "
                 "module as a child"
             )
-        self.holds_tensors = True
         return self.graph.call_function(HeldTensor(value))
 
     def _at(self, path: Path) -> fx.Node:
@@ -353,27 +353,11 @@ def _names_of_tensors(root: nn.Module) -> dict[int, str]:
     return {id(tensor): name for name, tensor in reversed(held)}
 
 
-def _attribute_of(source: str) -> tuple[str, list[tuple[Any, Any]]] | None:
-    """The attribute below the module that a source reads, and the steps into its value.
-
-    ``L['module']._modules['fc'].masks[0]`` is ``("fc.masks", [(operator.getitem, 0)])``.
-    """
-    match = re.fullmatch(
-        r"L\['module'\]((?:\._modules\['[^']+'\])*)\.(\w+)((?:\[[^\[\]]+\])*)", source
-    )
-    if match is None:
-        return None
-    path = ".".join([*re.findall(r"\['([^']+)'\]", match[1]), match[2]])
-    keys = [ast.literal_eval(key) for key in re.findall(r"\[([^\[\]]+)\]", match[3])]
-    return path, [(operator.getitem, key) for key in keys]
-
-
 def _module_path(source: str) -> str:
-    """``L['module'].layers._slapo_items[0]._modules['fc']`` as ``layers.0.fc``."""
-    text = source.removeprefix("L['module']")
-    text = re.sub(r"\._slapo_items\[(\d+)\]", r".\1", text)
-    text = re.sub(r"\._modules\['([^']+)'\]", r".\1", text)
-    return text.lstrip(".")
+    """``L['module']._modules['layers']._modules['0'].fc`` as ``layers.0.fc``."""
+    return re.sub(r"\._modules\['([^']+)'\]", r".\1", source.removeprefix("L['module']")).lstrip(
+        "."
+    )
 
 
 def _owner_of(node: fx.Node) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slapo.graph.trace.nests import parts
 
@@ -96,3 +96,31 @@ def size_check(conditions: Iterable[str]) -> Callable[[Any, Any], bool]:
         f"lambda args, kwargs: {text}", {"math": math, "torch": torch}
     )
     return check
+
+
+class Tree:
+    """The modules below one, and of their tensors all that Python may have read at a capture.
+
+    Dynamo sees no tensor of the modules that stay calls, though what these return follows from
+    them. Values may change.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._modules = list(root.modules())
+        modules = [m for m in self._modules if not isinstance(m, torch.jit.ScriptModule)]
+        self._children = [m._modules for m in modules]
+        self._tensors = [t for m in modules for t in (m._parameters, m._buffers) if t]
+        self._before = self._now()
+
+    def _now(self) -> Any:
+        children = [child for table in self._children for child in table.values()]
+        tensors = (tensor for table in self._tensors for tensor in table.values())
+        return children, [t if t is None else (t.dtype, t.requires_grad, t.shape) for t in tensors]
+
+    def modes(self) -> tuple[bool, ...]:
+        """Train or eval mode of each module."""
+        return tuple([module.training for module in self._modules])
+
+    def is_as_before(self) -> bool:
+        """Whether nothing of it has changed."""
+        return bool(self._now() == self._before)

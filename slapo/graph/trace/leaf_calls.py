@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -34,6 +34,7 @@ from slapo.graph.trace.nests import (
 )
 from slapo.graph.trace.state import attributes_kept
 from slapo.graph.trace.torch_private import BY_VALUE, FakeTensorMode, detect_fake_mode
+from slapo.hooks import MODE_ATTRIBUTE
 
 _ACTIVE: ContextVar[LeafCalls | None] = ContextVar("slapo_leaf_calls", default=None)
 
@@ -101,6 +102,8 @@ class LeafCalls:
         self.assumed: set[str] = set()
         #: the collectives of syncs on modules that are entered
         self.syncs: list[Any] = []
+        #: (path, attribute) of what leaves have set while they ran
+        self.left_behind: list[tuple[str, str]] = []
         self._classes: dict[str, Any] = {}
         self._known: dict[Any, tuple[Any, bool]] = {}
         self._keys: dict[str, Any] = {}
@@ -126,7 +129,6 @@ class LeafCalls:
                     type(module), collecting_hooks(module), inner_keys(module)
                 )
             for each in lists:
-                vars(each)["_slapo_items"] = list(each._modules.values())
                 each.__class__ = _PlainList
             for hook in hooks:
                 self.syncs.append(hook._slapo_carry)
@@ -138,7 +140,6 @@ class LeafCalls:
                 hook._slapo_carry = carry
             for each in lists:
                 each.__class__ = nn.ModuleList
-                vars(each).pop("_slapo_items", None)
             for path, kind in self._classes.items():
                 self.leaves[path].__class__ = kind
                 vars(self.leaves[path]).pop("_slapo_leaf", None)
@@ -166,7 +167,7 @@ class LeafCalls:
     def _result(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunction():
             if path not in self._keys:
-                self._keys[path] = self._module_key(path)
+                self._keys[path] = signature(self.leaves[path], path, self._classes)
             key = (self._keys[path], _shape_key((args, kwargs)), torch.is_grad_enabled())
         if key not in self._known:
             self._known[key] = (self._run(path, args, kwargs), path in self.assumed)
@@ -180,12 +181,13 @@ class LeafCalls:
     def _run(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the leaf itself on fake tensors."""
         module, mode = self.leaves[path], detect_fake_mode()
-        state = attributes_kept(module) if self._depth == 0 else contextlib.nullcontext()
+        state = attributes_kept(module) if self._depth == 0 else contextlib.nullcontext([])
         self._depth += 1
         try:
-            with _real_parameters_allowed(mode), _fake_counters(module, mode), state:
+            with _real_parameters_allowed(mode), _fake_counters(module, mode), state as changed:
                 kind = self._classes.get(path, type(module))
                 result = kind.__call__(module, *args, **kwargs)
+            self._note(path, changed)
             if any(_follows_from_values(tensor) for tensor in tensors(result)):
                 return self._assume(path, args, kwargs)
             return result
@@ -196,6 +198,12 @@ class LeafCalls:
         finally:
             self._depth -= 1
 
+    def _note(self, path: str, changed: list[tuple[Any, str]]) -> None:
+        for owner, name in changed:
+            inner = next((p for p, m in self.leaves[path].named_modules() if m is owner), None)
+            if inner is not None:
+                self.left_behind.append((f"{path}.{inner}".rstrip("."), name))
+
     def _assume(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Experts that pick their tokens return a tensor like their input; the graph checks it."""
         given = tensors([args, kwargs])
@@ -205,29 +213,6 @@ class LeafCalls:
         result = torch.empty_like(given[0])
         trains = torch.is_grad_enabled() and result.is_floating_point()
         return result.requires_grad_() if trains else result
-
-    def _module_key(self, path: str) -> Any:
-        """Equal for siblings whose results have one form: classes, shapes, plain attributes."""
-        module = self.leaves[path]
-        if isinstance(module, torch.jit.ScriptModule):
-            return id(module)
-        found = []
-        for name, each in module.named_modules():
-            full = f"{path}.{name}" if name else path
-            held = (*each._parameters.items(), *each._buffers.items())
-            shapes = tuple(
-                (k, None if t is None else (tuple(t.shape), t.dtype, t.device, t.requires_grad))
-                for k, t in held
-            )
-            plain = tuple(
-                (k, _by_value(v))
-                for k, v in vars(each).items()
-                if k[:1] != "_" and not (type(v) is int and k in _ORDINALS)
-            )
-            hooks = [h for h in each._forward_hooks.values() if not collects(h)]
-            hooks += each._forward_pre_hooks.values()
-            found.append((self._classes.get(full, type(each)), shapes, plain, (*map(id, hooks),)))
-        return tuple(found)
 
 
 @lru_cache(maxsize=1024)
@@ -262,26 +247,20 @@ class _ScriptCall:
     """Stands in front of a TorchScript module."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self._slapo_leaf = path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        flat = call_leaf(self.path, args, kwargs)
-        return assemble(_structure_of(self.path), flat)
+        flat = call_leaf(self._slapo_leaf, args, kwargs)
+        return assemble(_structure_of(self._slapo_leaf), flat)
 
 
 class _PlainList(nn.ModuleList):
     """A ``ModuleList`` whose slices are lists: dynamo would build a module for each."""
 
-    _slapo_items: list[nn.Module]
-
-    def __iter__(self) -> Any:
-        return iter(self._slapo_items)
-
-    def __len__(self) -> int:
-        return len(self._slapo_items)
-
     def __getitem__(self, index: Any) -> Any:
-        return self._slapo_items[index]
+        if isinstance(index, slice):
+            return list(self._modules.values())[index]
+        return super().__getitem__(index)
 
 
 # --- runs on fake tensors ------------------------------------------------------------------------
@@ -340,6 +319,45 @@ def _copy_of_fake(value: Any) -> Any:
 
 
 # --- keys ----------------------------------------------------------------------------------------
+def signature(module: nn.Module, path: str = "", classes: Mapping[str, type] | None = None) -> Any:
+    """Equal for siblings that act alike: classes, shapes, plain attributes, hooks.
+
+    Parameters
+    ----------
+    module
+        The module.
+    path
+        Its path, as `classes` has it.
+    classes
+        Path -> class, for modules that have another one for the time of a capture.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return id(module)
+    found = []
+    for name, each in module.named_modules():
+        full = f"{path}.{name}".strip(".")
+        if isinstance(each, torch.jit.ScriptModule):
+            found.append(id(each))
+            continue
+        held = (*each._parameters.items(), *each._buffers.items())
+        shapes = tuple(
+            (k, None if t is None else (tuple(t.shape), t.dtype, t.device, t.requires_grad))
+            for k, t in held
+        )
+        plain = tuple(
+            (k, _by_value(v))
+            for k, v in vars(each).items()
+            if k[:1] != "_" and not (type(v) is int and k in _ORDINALS)
+        )
+        hooks = [h for h in each._forward_hooks.values() if not collects(h)]
+        hooks += each._forward_pre_hooks.values()
+        kind = type(each) if classes is None else classes.get(full, type(each))
+        # Syncs of siblings are equal objects, hooks of users are what they are.
+        acts = tuple(h.function if hasattr(h, MODE_ATTRIBUTE) else id(h) for h in hooks)
+        found.append((name, kind, shapes, plain, acts))
+    return tuple(found)
+
+
 def _shape_key(value: Any) -> Any:
     if isinstance(value, Tensor):
         shape = tuple(map(_size, (*value.shape, *value.stride())))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -22,8 +22,8 @@ from torch import Tensor, fx, nn
 from torch.fx.graph_module import _forward_from_src as function_from_source
 
 from slapo.errors import SlapoError, TraceError
-from slapo.graph.trace.kinds import call_key
-from slapo.graph.trace.leaves import Depth, IsLeaf, sync_hooks
+from slapo.graph.trace.kinds import Tree, call_key
+from slapo.graph.trace.leaves import Depth, IsLeaf
 from slapo.graph.trace.nests import tensors
 from slapo.graph.trace.nodes import HeldModule, switches_mode
 from slapo.wrapper import innermost
@@ -148,12 +148,12 @@ class Trace:
         self.added: list[str] = []
         #: modules that one rewrite has added and another has taken out, by name
         self.dropped: dict[str, nn.Module] = {}
-        self.first_key = None if first is None else first.key
+        self.first = first
         self.edited: Callable[..., Any] | None = None
-        self.known: dict[Any, list[tuple[Capture, Callable[..., Any]]]] = {}
-        #: captures whose code is not generated yet
-        self.fresh: list[Capture] = [] if first is None else [first]
+        self.known: list[Capture] = []
         self.number: int | None = None
+        #: what captures take for granted of the modules and tensors below
+        self.tree: Tree | None = None
 
     @property
     def shown(self) -> fx.Graph:
@@ -177,14 +177,9 @@ class Trace:
         """Whether calls run graphs, and not the module's own forward."""
         return bool(self.rules) or self.edited is not None
 
-    def captures(self) -> Iterator[Capture]:
-        """All captures of the module."""
-        yield from self.fresh
-        yield from (each for many in self.known.values() for each, _ in many)
-
     def forget(self) -> None:
         """Drop all captures: something that they have built in has changed."""
-        self.known, self.fresh = {}, []
+        self.known, self.tree = [], None
 
     # --- calls ---------------------------------------------------------------------------------
     def code_for(
@@ -193,48 +188,50 @@ class Trace:
         """The code of a capture that serves a call."""
         if torch.compiler.is_dynamo_compiling():
             return _known_code(module, args, kwargs)
-        key = call_key(args, kwargs)
-        for each, code in self.known.get(key, ()):
-            if each.holds(module, args, kwargs):
-                return code
-        return self._new_code(module, key, args, kwargs)
+        if self.tree is None or not self.tree.is_as_before():
+            self.forget()
+            self.tree = Tree(module)
+        key, modes = call_key(args, kwargs), self.tree.modes()
+        for each in self.known:
+            if each.key == key and each.modes == modes and each.holds(module, args, kwargs):
+                return each.code
+        # A compiled caller that got here must not compile this too.
+        return torch.compiler.disable(self._new_code)(module, key, modes, args, kwargs)
 
     def _new_code(
-        self, module: nn.Module, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        key: Any,
+        modes: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Callable[..., Any]:
         if self.edited is not None:
-            if self.first_key in (None, key):
+            first = self.first
+            if first is None or (first.key == key and first.holds(module, args, kwargs)):
                 return self.edited
             raise TraceError(
                 f"the graph of {self.origin.__name__} was edited by hand, and holds for calls like "
-                "the traced one only; this call differs in an argument's kind or in the grad mode"
+                "the traced one only; this call differs in an argument's kind, in a size that the "
+                "code asks for, or in a mode"
             )
-        if sum(map(len, self.known.values())) >= MAX_KINDS:
+        if len(self.known) >= MAX_KINDS:
             raise TraceError(
                 f"{self.origin.__name__} was called in {MAX_KINDS} different ways, and its "
                 "rewrites need a capture for each; pass what differs in each call as a tensor"
             )
-        each = next((c for c in self.fresh if c.key == key and c.holds(module, args, kwargs)), None)
-        if each is not None:
-            self.fresh.remove(each)
-        else:
-            each = self._capture(module, key, args, kwargs)
-            for rule in self.rules:
-                rule.apply(View(module, each.graph, is_shown=False))
-            self._check_children(each.graph)
+        given = tensors([args, kwargs])
+        with as_before(module, given[0].device if given else None):
+            each = captured(module, args, kwargs, self.is_leaf, self.shared, key, self.parked)
+        for rule in self.rules:
+            rule.apply(View(module, each.graph, is_shown=False))
+        self._check_children(each.graph)
         if self.number is None:
             self.number = next(_NUMBERS)
             _MODULES[self.number] = module
-        code = code_of(each.graph)
-        self.known.setdefault(key, []).append((each, code))
-        return code
-
-    def _capture(
-        self, module: nn.Module, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Capture:
-        given = tensors([args, kwargs])
-        with as_before(module, given[0].device if given else None):
-            return captured(module, args, kwargs, self.is_leaf, self.shared, key)
+        each.code, each.modes = code_of(each.graph), modes
+        self.known.append(each)
+        return each.code
 
     def _check_children(self, graph: fx.Graph) -> None:
         """Refuse a capture that still needs a child which rewrites have taken out."""
@@ -271,7 +268,14 @@ class Trace:
     # --- copies --------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
         # Guards stay in this process: a copy captures when it is called.
-        code = {"known": {}, "fresh": [], "shared": {}, "number": None, "inputs": None}
+        code = {
+            "known": [],
+            "tree": None,
+            "shared": {},
+            "number": None,
+            "inputs": None,
+            "first": None,
+        }
         edited = None if self.edited is None else True
         return {**self.__dict__, **code, "edited": edited, "_shown": self.shown}
 
@@ -283,7 +287,7 @@ class Trace:
     def __deepcopy__(self, memo: dict[int, Any]) -> Trace:
         new = object.__new__(Trace)
         new.__setstate__({**self.__getstate__(), "_shown": copy.deepcopy(self.shown)})
-        new.shared, new.inputs = self.shared, self.inputs
+        new.shared, new.inputs, new.first = self.shared, self.inputs, self.first
         new.rules = [copy.copy(rule) for rule in self.rules]
         new.parked, new.added = dict(self.parked), list(self.added)
         new.dropped = dict(self.dropped)
@@ -297,37 +301,22 @@ def captured(
     is_leaf: IsLeaf,
     shared: Shared,
     key: Any = None,
+    parked: Collection[str] = (),
 ) -> Capture:
     """A capture, that of a sibling where dynamo's guards say that it holds for this module too."""
-    from slapo.graph.trace.capture import capture  # brings torch._dynamo, which takes a second
+    # These bring torch._dynamo, which takes a second.
+    from slapo.graph.trace.capture import capture
+    from slapo.graph.trace.leaf_calls import signature
 
     key = call_key(args, kwargs) if key is None else key
-    family = shared.setdefault((type(module), is_leaf), [])
-    signature = _signature(module) if family else None
+    family = shared.setdefault((type(module), is_leaf, frozenset(parked)), [])
+    own = signature(module)
     for known, each in family:
-        if each.key == key and known == signature and each.holds(module, args, kwargs):
+        if each.key == key and known == own and each.holds(module, args, kwargs):
             return replace(each, graph=copy.deepcopy(each.graph))
-    new = capture(module, args, kwargs, is_leaf)
-    if not new.is_private:
-        pristine = replace(new, graph=copy.deepcopy(new.graph))
-        family.append((signature or _signature(module), pristine))
+    new = capture(module, args, kwargs, is_leaf, parked=parked)
+    family.append((own, replace(new, graph=copy.deepcopy(new.graph))))
     return new
-
-
-def _signature(module: nn.Module) -> Any:
-    """Classes and shapes of all that is below: leaves are not among the guards."""
-    return tuple(
-        (
-            path,
-            type(each),
-            tuple(
-                (name, None if t is None else (t.shape, t.dtype, t.device, t.requires_grad))
-                for name, t in (*each._parameters.items(), *each._buffers.items())
-            ),
-            len(each._forward_hooks) + len(each._forward_pre_hooks),
-        )
-        for path, each in module.named_modules()
-    ), tuple(hook._slapo_carry for hook in sync_hooks(module))
 
 
 # --- the class -----------------------------------------------------------------------------------
@@ -370,6 +359,7 @@ class Traced(fx.GraphModule):
         """Run the shown graph, which was edited by hand, from now on."""
         trace = trace_of(self)
         trace.shown.lint()
+        vars(self).update({} if trace.first is None else trace.first.constants)
         trace.edited = code_of(trace.shown)
         trace.forget()
         return trace.shown.python_code("self")
@@ -548,21 +538,28 @@ _NUMBERS = itertools.count()
 def _known_code(module: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
     """Within somebody's torch.compile: the code of a kind that was met before."""
     trace = module._trace
-    for each, code in _candidates(trace.number, call_key(args, kwargs, within_compile=True)):
-        if each.fits(args, kwargs):
-            return code  # type: ignore[no-any-return]
+    # Read here, so that the outer dynamo asks for them too.
+    modes = () if trace.tree is None else trace.tree.modes()
+    key = call_key(args, kwargs, within_compile=True)
+    for index in _candidates(trace.number, key, modes):
+        if trace.known[index].fits(args, kwargs):
+            return trace.known[index].code  # type: ignore[no-any-return]
     raise RuntimeError(
         "a rewritten module met a new kind of call inside torch.compile; call the model once like "
         "this before it is compiled"
     )
 
 
-def _candidates(number: int | None, key: Any) -> tuple[Any, ...]:
+def _candidates(number: int | None, key: Any, modes: Any) -> tuple[int, ...]:
     """Run while the outer dynamo traces: captures of this key whose state is as it was."""
     module = None if number is None else _MODULES.get(number)
-    known = () if module is None else trace_of(module).known.values()
-    pairs = (pair for many in known for pair in many)
-    return tuple(p for p in pairs if p[0].compile_key == key and p[0].holds_state(module))
+    trace = None if module is None else trace_of(module)
+    if module is None or trace is None or trace.tree is None or not trace.tree.is_as_before():
+        return ()
+    found = [
+        e.compile_key == key and e.modes == modes and e.holds_state(module) for e in trace.known
+    ]
+    return tuple(index for index, holds in enumerate(found) if holds)
 
 
 # As by ``torch.compiler.assume_constant_result``, which would import dynamo now.
@@ -571,7 +568,7 @@ _candidates._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 # --- rewrites ------------------------------------------------------------------------------------
 def rewrite(module: fx.GraphModule, rule: Rewrite) -> None:
-    """Apply a rule to the shown graph, to known captures, and to every capture to come.
+    """Apply a rule to the shown graph, and to every capture to come.
 
     Raises
     ------
@@ -590,15 +587,7 @@ def rewrite(module: fx.GraphModule, rule: Rewrite) -> None:
         )
     rule.apply(View(module, trace.shown))
     trace.rules.append(rule)
-    kept = []
-    for each in list(trace.captures()):
-        try:
-            if each.graph is not trace.shown:
-                rule.apply(View(module, each.graph, is_shown=False))
-            kept.append(each)
-        except TraceError:  # it is told when such a call comes
-            continue
-    trace.known, trace.fresh = {}, kept
+    trace.forget()
 
 
 def forget_captures(*modules: nn.Module) -> None:
@@ -646,6 +635,8 @@ def park_unused(module: fx.GraphModule, targets: Iterable[str]) -> list[str]:
             trace.parked[target] = _stub_of(child, list(owner._modules).index(name))
         del owner._modules[name]
         removed.append(target)
+    if removed:  # guards of captures may ask these
+        trace.forget()
     return removed
 
 

@@ -193,8 +193,10 @@ def _module_of(frames: list[traceback.FrameSummary], root: nn.Module) -> str:
 
 
 def _lines_of(module: nn.Module) -> tuple[str, int, int]:
+    if isinstance(module, torch.jit.ScriptModule):
+        return "", 0, -1
     code: Any = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    if code is None or isinstance(module, torch.jit.ScriptModule):
+    if code is None:
         return "", 0, -1
     lines = [line for *_, line in code.co_lines() if line]
     return code.co_filename, code.co_firstlineno, max(lines, default=0)

@@ -43,30 +43,40 @@ def _no_state(device: Any = "cuda") -> None:
 
 
 @contextmanager
-def attributes_kept(root: nn.Module) -> Iterator[None]:
+def attributes_kept(root: nn.Module) -> Iterator[list[tuple[Any, str]]]:
     """After the block the modules under `root` have the attributes that they had before.
 
     A forward may store things on its module, and on its config; a run on fake tensors would leave
     fake tensors there.
+
+    Yields
+    ------
+    list of (object, str)
+        Owners and names of attributes that were set or filled, added when the block ends.
     """
     owners = [m for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
     configs = (vars(m).get("config") for m in owners)
     objects = {id(o): o for o in (*owners, *configs) if hasattr(o, "__dict__")}.values()
-    before = [(vars(o), dict(vars(o))) for o in objects]
-    tables = [t for state, _ in before for t in state.values() if isinstance(t, (dict, list, set))]
-    contents = [(table, table.copy()) for table in tables if table]
-    empty = [table for table in tables if not table]
+    before = [(o, vars(o), dict(vars(o))) for o in objects]
+    tables = [
+        (o, name, table, table.copy())
+        for o, _, state in before
+        for name, table in state.items()
+        if isinstance(table, (dict, list, set))
+    ]
+    changed: list[tuple[Any, str]] = []
     try:
-        yield
+        yield changed
     finally:
-        for state, was in before:
+        for owner, state, was in before:
             if len(state) != len(was) or any(state.get(k) is not v for k, v in was.items()):
+                names = {*state, *was}
+                changed += [(owner, k) for k in names if state.get(k) is not was.get(k)]
                 state.clear()
                 state.update(was)
-        for table in empty:
-            table.clear()
-        for table, content in contents:
+        for owner, name, table, content in tables:
             if not _same_items(table, content):
+                changed.append((owner, name))
                 table.clear()
                 table.extend(content) if isinstance(table, list) else table.update(content)
 

@@ -63,6 +63,7 @@ def surroundings(root: nn.Module, any_batch: bool) -> Iterator[list[Effect]]:
         "suppress_errors": False,
         "ignore_logging_functions": _logging_functions(),
         "allow_rnn": True,
+        "skip_nnmodule_hook_guards": False,  # hooks of entered modules are part of the graph
         # With symbols for sizes, making an entry takes as long as running the operation.
         "fake_tensor_cache_enabled": False,
     }

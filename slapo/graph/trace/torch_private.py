@@ -9,7 +9,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import output_graph, trace_rules
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture
-from torch._dynamo.guards import CheckFunctionManager
+from torch._dynamo.guards import CheckFunctionManager, GuardBuilder
 from torch._dynamo.variables import builder
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
@@ -40,6 +40,7 @@ __all__ = [
     "DeviceContext",
     "FakeTensor",
     "FakeTensorMode",
+    "GuardBuilder",
     "PythonReferenceAnalysis",
     "ShapeEnv",
     "builder",

@@ -1,0 +1,245 @@
+"""Primitives below a traced and rewritten module act at its next call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slapo
+from slapo.graph.trace.module import rewrite, trace_of
+from tests.graph.served import Nothing, assert_alike, number_of_captures
+
+IDS = torch.randint(0, 12, (3, 5), generator=torch.Generator().manual_seed(0))
+
+
+class Inner(nn.Module):
+    """Python reads shapes, classes, biases and attributes of its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(8, 16), nn.Linear(16, 8), nn.GELU()
+        self.scale = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.up(x)) / self.up.weight.shape[0] * y_factor(self.act)
+        y = y.view(y.size(0), y.size(1), 2, -1).flatten(2)
+        y = y + 1 if self.up.bias is None else y
+        return self.down(y) * self.scale * y.shape[-1]
+
+
+def y_factor(act: nn.Module) -> int:
+    return 2 if isinstance(act, nn.GELU) else 3
+
+
+class Outer(nn.Module):
+    """A traced root, a layer in a list, and a head that is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.layers = nn.Embedding(12, 8), nn.ModuleList([Inner(), Inner()])
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.emb(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        y = self.head(x)
+        return y / y.shape[-1] + self.head.weight.shape[0]
+
+
+class Gelu(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x)
+
+
+def replace_child(sch: Any) -> None:
+    sch["layers.0.act"].replace(nn.ReLU())
+
+
+def replace_layer(sch: Any) -> None:
+    sch["layers.1"].replace(nn.Linear(8, 8))
+
+
+def set_attribute(sch: Any) -> None:
+    sch["layers.1"].set("scale", 5.0)
+
+
+def shard(sch: Any) -> None:
+    """A half of the columns in each process: here the first, whose sums are not reduced."""
+    sch["layers.0.up"].shard("weight", axis=0)
+    sch["layers.0.up"].shard("bias", axis=0)
+    sch["layers.0.down"].shard("weight", axis=1)
+
+
+def shard_tied(sch: Any) -> None:
+    sch["emb"].shard("weight", axis=0)
+
+
+def sync(sch: Any) -> None:
+    sch["layers.0"].sync("fwd_post", sync_op_or_fn=lambda module, args, output: output * 3)
+
+
+def checkpoint(sch: Any) -> None:
+    sch["layers.1"].checkpoint()
+
+
+PRIMITIVES = (replace_child, replace_layer, set_attribute, sync, checkpoint)
+
+
+def schedule(model: nn.Module, traced: list[str], **options: Any) -> Any:
+    sch = slapo.create_schedule(model)
+    for path in traced:
+        example = IDS if not path else torch.randn(3, 5, 8)
+        assert sch[path].trace(tracer="huggingface", example_inputs=example, **options)
+        rewrite(sch[path].mod, Nothing())
+    return sch
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["before the first call", "between calls"])
+@pytest.mark.parametrize("primitive", PRIMITIVES)
+@pytest.mark.parametrize(
+    ("traced", "recursive"),
+    [([""], True), ([""], False), (["layers.0", ""], False)],
+    ids=["recursive", "the root", "the root and a layer"],
+)
+def test_a_primitive_below_acts_at_the_next_call(
+    traced: list[str], recursive: bool, primitive: Callable[[Any], None], called: bool
+) -> None:
+    model = Outer()
+    plain = copy.deepcopy(model)
+    sch = schedule(model, traced, recursive=recursive)
+    other = slapo.create_schedule(plain)
+    if called:
+        assert_alike(model, plain, IDS)
+    torch.manual_seed(0)
+    primitive(sch)
+    torch.manual_seed(0)
+    primitive(other)
+    plain.load_state_dict(model.state_dict())
+    for batch in (IDS, IDS[:2]):
+        assert_alike(sch.mod, other.mod, batch, rtol=1e-6)
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["before the first call", "between calls"])
+@pytest.mark.parametrize("primitive", [shard, shard_tied])
+@pytest.mark.parametrize("flatten", [False, True], ids=["leaves", "flat"])
+def test_a_shard_below_acts_at_the_next_call(
+    flatten: bool, primitive: Callable[[Any], None], called: bool, two_ranks: None
+) -> None:
+    model = Outer()
+    plain = copy.deepcopy(model)
+    sch = schedule(model, [""], recursive=False, flatten=flatten)
+    other = slapo.create_schedule(plain)
+    if called:
+        assert_alike(model, plain, IDS)
+    primitive(sch), primitive(other)
+    ids = IDS % 6
+    assert_alike(sch.mod, other.mod, ids, rtol=1e-6)
+    assert model.head.weight.shape[0] == (6 if primitive is shard_tied else 12)
+
+
+@pytest.fixture
+def two_ranks() -> Any:
+    """A group of two processes, of which this one runs alone."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def test_primitives_elsewhere_keep_captures_of_siblings_alive() -> None:
+    model = Outer()
+    sch = schedule(model, ["layers.0", "layers.1"], flatten=True)
+    model(IDS)
+    sch["layers.0"].set("scale", 5.0)
+    assert number_of_captures(model.layers[0]) == 0
+    assert number_of_captures(model.layers[1]) == 1
+
+
+def test_siblings_share_what_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slapo.graph.trace import capture
+
+    made = []
+    original = capture.capture
+    monkeypatch.setattr(capture, "capture", lambda *a, **k: (made.append(1), original(*a, **k))[1])
+    model = Outer()
+    schedule(model, ["layers.0", "layers.1"], flatten=True)
+    assert len(made) == 1
+    model(IDS)
+    model(IDS[:1])
+    model.eval()(IDS)
+    expected = len(made)
+    assert expected <= 4  # a hidden state that requires gradients, a batch of one
+    model.layers[1].scale = 3.0
+    model(IDS)
+    assert len(made) == expected + 1
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., : self.width]
+
+
+def test_siblings_whose_leaves_differ_share_nothing() -> None:
+    class Holds(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.wide = Wide(width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.wide(x)
+            return y.sum(-1) / y.shape[-1]
+
+    model = nn.Sequential(Holds(2), nn.Identity())
+    model[1] = Holds(6)
+    sch = slapo.create_schedule(model)
+    x = torch.randn(3, 8)
+    for path in ("0", "1"):
+        assert sch[path].trace(tracer="huggingface", recursive=False, example_inputs=x)
+        plain = copy.deepcopy(model.get_submodule(path))
+        rewrite(sch[path].mod, Nothing())
+        assert torch.equal(sch[path].mod(x), Holds(plain.wide.width)(x))
+
+
+# --- rules at work -------------------------------------------------------------------------------
+def test_a_replacement_and_then_a_shard_of_what_it_left() -> None:
+    model = Outer()
+    plain = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    layer = sch["layers.0"]
+    assert layer.trace(tracer="huggingface", flatten=True, example_inputs=torch.randn(3, 5, 8))
+    layer.replace(Gelu(), layer.find(r"act"))
+    for each in (IDS, IDS[:1]):
+        assert_alike(model, plain, each)
+    assert "act" not in dict(model.layers[0].named_children())
+    sch["layers.0.up"].replace(nn.Linear(8, 16, bias=False))
+    plain.layers[0].up = copy.deepcopy(model.layers[0].up)
+    assert_alike(model, plain, IDS)
+
+
+def test_what_python_reads_of_a_child_that_a_rewrite_took_out() -> None:
+    """The child is seen in captures to come, and asked nothing at calls."""
+    model = Outer()
+    plain = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    layer = sch["layers.0"]
+    assert layer.trace(tracer="huggingface", flatten=True, example_inputs=torch.randn(3, 5, 8))
+    up = copy.deepcopy(model.layers[0].up)
+    layer.replace(up, layer.find(r"up"))
+    for batch in (IDS, IDS[:2], IDS):
+        assert torch.equal(model(batch), plain(batch))
+    assert number_of_captures(model.layers[0]) == 1
+    assert trace_of(model.layers[0]).parked.keys() == {"up"}
