@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slapo.utils.scripting import script
+
 Activation = Callable[[Tensor], Tensor]
 
 
@@ -166,4 +168,4 @@ def is_new_gelu(act: Activation) -> bool:
 @functools.cache
 def scripted(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The function by TorchScript; kept here, as modules that hold one cannot be copied."""
-    return cast(Callable[..., Tensor], torch.jit.script(function))
+    return cast(Callable[..., Tensor], script(function))

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from slapo.graph.trace.trees import tensors
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import slapo
 from slapo.graph.trace.module import TracedModule
-from slapo.graph.trace.trees import tensors
 from tests.graph.zoo import FAMILIES, Family, each_layer, transformers
 
 SIZES = ((2, 21), (5, 7), (1, 9))

@@ -264,7 +264,7 @@ def test_modes_of_children_survive_the_cache(gm):
     ("modules", "n_scripts"),
     [
         ([nn.Softmax(dim=1), nn.Softmax(dim=1)], 1),
-        ([nn.Softmax(dim=1), nn.Softmax(dim=True)], 2),
+        ([nn.Softmax(dim=1), nn.Softmax(dim=-1)], 2),
         ([nn.Hardtanh(0.0, 1.0), nn.Hardtanh(-0.0, 1.0)], 2),
         ([nn.GELU().eval(), nn.GELU()], 2),
     ],

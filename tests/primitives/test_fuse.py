@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import slapo
 from slapo import Schedule
-from slapo.graph.fuse import torchscript
 from slapo.graph.fuse.modules import CompiledModule
+from slapo.utils import scripting
 from tests.fingerprint import fingerprint
 from tests.primitives.models import Attention, Block
 
@@ -300,7 +300,7 @@ def test_over_a_traced_module_with_a_forward_of_its_own(compiler: str | None) ->
 def test_without_torchscript_inductor_compiles(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torchscript, "_is_available", lambda: False)
+    monkeypatch.setattr(scripting, "has_scripts", lambda: False)
     sch = decomposed()
     with caplog.at_level("INFO", "slapo"):
         sch.fuse(sch.find(bias_gelu), name="BiasGeLU")

@@ -1,17 +1,12 @@
 """The TorchScript compiler behind one function: caching, and errors that can be read.
 
-TorchScript is deprecated since torch 2.14. Its warnings are silenced here, and only here. Where it
-is missing, or this version of Python or torch refuses it, inductor compiles instead.
+Where this version of torch has no TorchScript any more, inductor compiles instead.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +19,7 @@ from slapo.graph.fuse.modules import compiled_late
 from slapo.graph.rewrite.rules import text_of
 from slapo.graph.trace.module import Traced, origin_of, trace_of
 from slapo.logger import get_logger
+from slapo.utils import scripting
 
 logger = get_logger()
 
@@ -46,7 +42,7 @@ def script(module: fx.GraphModule, name: str) -> nn.Module:
     >>> script(part, "P")(torch.ones(1))
     tensor([2.])
     """
-    if not _is_available():
+    if not scripting.has_scripts():
         logger.info(
             "%s is compiled by inductor: torch %s has no TorchScript", name, torch.__version__
         )
@@ -63,7 +59,7 @@ def script(module: fx.GraphModule, name: str) -> nn.Module:
         if len(_scripts) > _CACHE_SIZE:
             _scripts.popitem(last=False)
     _scripts.move_to_end(key)
-    with _quiet():
+    with scripting.quiet():
         return copy.deepcopy(_scripts[key][0])  # copies have a training flag each
 
 
@@ -96,31 +92,10 @@ def _code_key(module: fx.GraphModule) -> str | None:
     return "\n".join([*texts, *inputs, text_of(calls)])
 
 
-@functools.cache
-def _is_available() -> bool:
-    """Whether this version of torch compiles anything by TorchScript."""
-    try:
-        with _quiet():
-            torch.jit.script(nn.Identity())
-    except Exception:  # whatever a version raises that does not have it any more
-        return False
-    return True
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r".*torch\.jit")
-        # It stumbles over an annotation within fx.GraphModule itself.
-        warnings.filterwarnings("ignore", "The TorchScript type system doesn't", UserWarning)
-        yield
-
-
 def _compile(module: fx.GraphModule, name: str) -> torch.jit.ScriptModule:
     """Run the TorchScript compiler; its complaints become one readable error."""
     try:
-        with _quiet():
-            return torch.jit.script(module)
+        return scripting.script(module)
     except Exception as error:  # TorchScript raises many kinds, bare RuntimeErrors among them
         raise SlapoError(
             f"TorchScript cannot compile {name!r}: {_reason(error)}; use "

@@ -49,7 +49,8 @@ def state_guards(
     """
     graph = output.graph_capture_output.output_graph
     opaque, gone = ({f"L['module']{_source_of(p)}" for p in each} for each in (leaves, parked))
-    kept = [g for g in graph.guards.inner if _kept(g, opaque, tuple(gone))]
+    scope = {"G": forward.__globals__}
+    kept = [g for g in graph.guards.inner if _kept(g, opaque, tuple(gone)) and _is_there(g, scope)]
     graph.guards.inner = type(graph.guards.inner)(map(_exact, kept))
     graph.skip_guards_check = True
     return CheckFunctionManager(forward.__code__, graph).guard_manager
@@ -75,6 +76,16 @@ def _kept(guard: Any, opaque: Collection[str], gone: tuple[str, ...]) -> bool:
     if guard.create_fn_name() == "WEAKREF_ALIVE" or (gone and name.startswith(gone)):
         return False
     return guard.create_fn_name() != "TENSOR_MATCH" or not _IN_MODULE.search(name)
+
+
+def _is_there(guard: Any, scope: dict[str, Any]) -> bool:
+    """False for a global that is not in the module of its name, as in code that ``exec`` runs."""
+    try:
+        return not guard.name.startswith("G[") or bool([eval(guard.name, scope)])
+    except (AttributeError, KeyError):
+        return False
+    except Exception:  # a source that only dynamo can read
+        return True
 
 
 def _exact(guard: Any) -> Any:

@@ -359,7 +359,6 @@ class Traced(fx.GraphModule):
         """Run the shown graph, which was edited by hand, from now on."""
         trace = trace_of(self)
         trace.shown.lint()
-        vars(self).update({} if trace.first is None else trace.first.constants)
         trace.edited = code_of(trace.shown)
         trace.forget()
         return trace.shown.python_code("self")
