@@ -7,9 +7,10 @@ from typing import TypeVar
 from torch import fx
 
 from slapo.errors import SlapoError, TraceError
-from slapo.graph.trace.module import Traced, View, trace_of
+from slapo.graph.trace.module import Traced, trace_of
 from slapo.graph.trace.nests import OWNER
 from slapo.graph.trace.tree import Joined, join
+from slapo.graph.trace.views import View
 from slapo.hooks import has_backward_hooks, has_forward_hooks
 from slapo.logger import get_logger
 from slapo.node import Node

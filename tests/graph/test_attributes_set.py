@@ -55,6 +55,8 @@ class Settled(nn.Module):
         self.scales = nn.ParameterList([nn.Parameter(torch.ones(8))])
         self.register_buffer("shift", None)
         self.register_parameter("gain", None)
+        # An exact product: the order of sums may differ with the alignment of memory.
+        nn.init.eye_(self.fc.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         config: Any = self.config

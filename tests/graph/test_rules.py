@@ -21,8 +21,9 @@ from slapo.graph.match.find import find_subgraphs_in, read_pattern
 from slapo.graph.match.pattern import call_module
 from slapo.graph.match.subgraph_view import SubgraphView
 from slapo.graph.rewrite.rules import MadePerText, Replace, carry_out, text_of
-from slapo.graph.trace.module import Trace, View, attach, code_of, rules_of
+from slapo.graph.trace.module import Trace, attach, code_of, rules_of
 from slapo.graph.trace.nodes import HeldModule
+from slapo.graph.trace.views import View
 from slapo.op.checkpoint import CheckPointWrapper
 from slapo.primitives.checkpoint import Checkpoint
 from slapo.wrapper import innermost

@@ -29,8 +29,9 @@ from slapo.graph.rewrite.arguments import (
 )
 from slapo.graph.rewrite.plan import Plan, common_inputs, lay_out
 from slapo.graph.rewrite.subgraph import HasGraph, in_order, subgraph_inputs
-from slapo.graph.trace.module import Traced, View, is_used, park_unused, rewrite, rules_of
+from slapo.graph.trace.module import Traced, rewrite, rules_of
 from slapo.graph.trace.nodes import HeldModule, called_name
+from slapo.graph.trace.views import View, is_used, park_unused
 from slapo.history import caller_location
 from slapo.wrapper import innermost
 

@@ -11,21 +11,21 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.fx.graph_module import _forward_from_src as function_from_source
 
 from slapo.errors import SlapoError, TraceError
 from slapo.graph.trace.kinds import Tree, call_key
 from slapo.graph.trace.leaves import Depth, IsLeaf
 from slapo.graph.trace.nests import tensors
-from slapo.graph.trace.nodes import HeldModule, switches_mode
+from slapo.graph.trace.nodes import switches_mode
+from slapo.graph.trace.views import Rewrite, Stub, View, as_before
 from slapo.wrapper import innermost
 
 if TYPE_CHECKING:
@@ -36,70 +36,6 @@ MAX_KINDS = 64
 
 #: Captures that siblings share: class -> (signature of the module, pristine capture).
 Shared = dict[Any, list[tuple[Any, "Capture"]]]
-
-
-@dataclass
-class View:
-    """One graph of a traced module, as matching and rewriting take it.
-
-    Attributes
-    ----------
-    module : nn.Module
-        The traced module.
-    graph : fx.Graph
-    is_shown : bool
-        True for the graph that the schedule sees.
-    """
-
-    module: nn.Module
-    graph: fx.Graph
-    is_shown: bool = True
-
-    @property
-    def training(self) -> bool:
-        """The mode of the module."""
-        return self.module.training
-
-    def get_submodule(self, path: str) -> nn.Module:
-        """The module that a node calls, also where a rewrite has taken it out."""
-        trace = vars(self.module).get("_trace")
-        if trace is not None and path in trace.parked:
-            return trace.parked[path].module
-        if trace is not None and path in trace.dropped and path not in self.module._modules:
-            return trace.dropped[path]
-        return self.module.get_submodule(path)
-
-    def add(self, stem: str, child: nn.Module) -> str | HeldModule:
-        """Register `child` as ``<stem>_<k>``, with the first free k; returns the target of calls.
-
-        For a graph that is not shown the child stays out of sight: names and state do not change.
-        """
-        if not self.is_shown:
-            return HeldModule(child)
-        k = 0
-        while f"{stem}_{k}" in self.module._modules or hasattr(self.module, f"{stem}_{k}"):
-            k += 1
-        self.module.add_module(f"{stem}_{k}", child)
-        if isinstance(self.module, Traced):
-            trace_of(self.module).added.append(f"{stem}_{k}")
-        return f"{stem}_{k}"
-
-
-class Rewrite(Protocol):
-    """A change of graphs that can be made again."""
-
-    def apply(self, view: View) -> None:
-        """Change the graph; one that has no place for it is a TraceError, and stays as it was."""
-
-
-class _Stub(NamedTuple):
-    """A child that the shown graph calls no more: captures to come see its shapes."""
-
-    module: nn.Module
-    #: (module within, name) -> the tensor that was there, on meta
-    held: dict[tuple[str, str], Tensor]
-    #: its place among the children, which some forwards loop over
-    place: int
 
 
 class Trace:
@@ -144,12 +80,14 @@ class Trace:
         self.constants = constants or {}
         self.shared: Shared = {} if shared is None else shared
         self.rules: list[Rewrite] = []
-        self.parked: dict[str, _Stub] = {}
+        self.parked: dict[str, Stub] = {}
         self.added: list[str] = []
         #: modules that one rewrite has added and another has taken out, by name
         self.dropped: dict[str, nn.Module] = {}
         self.first = first
         self.edited: Callable[..., Any] | None = None
+        #: the nodes of the shown graph when it was last handed out
+        self.seen: list[Any] | None = None
         self.known: list[Capture] = []
         self.number: int | None = None
         #: what captures take for granted of the modules and tensors below
@@ -268,14 +206,8 @@ class Trace:
     # --- copies --------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
         # Guards stay in this process: a copy captures when it is called.
-        code = {
-            "known": [],
-            "tree": None,
-            "shared": {},
-            "number": None,
-            "inputs": None,
-            "first": None,
-        }
+        own = ("tree", "number", "inputs", "first", "seen")
+        code = {"known": [], "shared": {}, **dict.fromkeys(own)}
         edited = None if self.edited is None else True
         return {**self.__dict__, **code, "edited": edited, "_shown": self.shown}
 
@@ -336,14 +268,16 @@ class Traced(fx.GraphModule):
     @property
     def graph(self) -> fx.Graph:
         """The graph that the schedule sees."""
-        shown = trace_of(self).shown
-        if shown.owning_module is None:  # fx asks it which calls may be dropped
-            shown.owning_module = self
-        return shown
+        trace = trace_of(self)
+        if trace.shown.owning_module is None:  # fx asks it which calls may be dropped
+            trace.shown.owning_module = self
+        if trace.seen is None:
+            trace.seen = _nodes_of(trace.shown)
+        return trace.shown
 
     @graph.setter
     def graph(self, graph: fx.Graph) -> None:
-        trace_of(self).shown = graph
+        trace_of(self).shown, trace_of(self).seen = graph, []
         self.recompile()
 
     @property
@@ -356,11 +290,12 @@ class Traced(fx.GraphModule):
         return str(self.graph.python_code("self").src)
 
     def recompile(self) -> fx.graph.PythonCode:
-        """Run the shown graph, which was edited by hand, from now on."""
+        """Run the shown graph from now on, if it was edited by hand: fx calls this on its own."""
         trace = trace_of(self)
-        trace.shown.lint()
-        trace.edited = code_of(trace.shown)
-        trace.forget()
+        if trace.seen is not None and trace.seen != _nodes_of(trace.shown):
+            trace.shown.lint()
+            trace.edited = code_of(trace.shown)
+            trace.forget()
         return trace.shown.python_code("self")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Traced:
@@ -384,6 +319,10 @@ class Traced(fx.GraphModule):
     def __str__(self) -> str:
         """The modules, and the code of the shown graph."""
         return f"{nn.Module.__repr__(self)}\n\n{self.code}"
+
+
+def _nodes_of(graph: fx.Graph) -> list[Any]:
+    return [(node, node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
 
 
 class _Eagerly:
@@ -449,11 +388,6 @@ def attach(module: nn.Module, trace: Trace) -> None:
     kind = class_for(trace.origin)
     vars(module)["_trace"] = trace
     module.__class__ = kind
-
-
-def detach(module: nn.Module) -> None:
-    """Give a traced module its class back."""
-    module.__class__ = vars(module).pop("_trace").origin
 
 
 def _restored(origin: type[nn.Module]) -> Traced:
@@ -586,6 +520,7 @@ def rewrite(module: fx.GraphModule, rule: Rewrite) -> None:
         )
     rule.apply(View(module, trace.shown))
     trace.rules.append(rule)
+    trace.seen = None if trace.seen is None else _nodes_of(trace.shown)
     trace.forget()
 
 
@@ -603,136 +538,3 @@ def forget_captures(*modules: nn.Module) -> None:
 def rules_of(module: nn.Module) -> list[Rewrite]:
     """The rewrites of a traced module, in order."""
     return trace_of(module).rules if isinstance(module, Traced) else []
-
-
-def park_unused(module: fx.GraphModule, targets: Iterable[str]) -> list[str]:
-    """Take children that the shown graph neither calls nor reads out of the module.
-
-    Captures to come see stubs of them, with their shapes and without their memory.
-
-    Returns
-    -------
-    list of str
-        Paths of the children that were taken out.
-    """
-    if not isinstance(module, Traced):
-        unused = [target for target in dict.fromkeys(targets) if not is_used(module.graph, target)]
-        return [target for target in unused if module.delete_submodule(target)]
-    trace, removed = trace_of(module), []
-    for target in dict.fromkeys(targets):
-        if target in trace.parked or is_used(trace.shown, target):
-            continue
-        holder, _, name = target.rpartition(".")
-        owner = module.get_submodule(holder)
-        child = owner._modules.get(name)
-        if child is None:
-            continue
-        if target in trace.added:
-            trace.added.remove(target)
-            trace.dropped[target] = _stub_of(child, 0).module
-        else:
-            trace.parked[target] = _stub_of(child, list(owner._modules).index(name))
-        del owner._modules[name]
-        removed.append(target)
-    if removed:  # guards of captures may ask these
-        trace.forget()
-    return removed
-
-
-def is_used(graph: fx.Graph, target: str) -> bool:
-    """Whether a graph calls a module, one around it, or something in it, or reads from it."""
-    atoms = target.split(".")
-    around = (".".join(atoms[:length]) for length in range(1, len(atoms) + 1))
-    if any(graph.find_nodes(op="call_module", target=path, sort=False) for path in around):
-        return True
-    inside = f"{target}."
-    return any(
-        str(n.target) == target or str(n.target).startswith(inside)
-        for op in ("get_attr", "call_module")
-        for n in graph.find_nodes(op=op, sort=False)
-    )
-
-
-def _stub_of(child: nn.Module, place: int) -> _Stub:
-    if isinstance(child, torch.jit.ScriptModule):
-        return _Stub(child, {}, place)
-    held: dict[tuple[str, str], Tensor] = {}
-    return _Stub(_without_tensors(child, "", held), held, place)
-
-
-def _without_tensors(
-    module: nn.Module, path: str, held: dict[tuple[str, str], Tensor]
-) -> nn.Module:
-    new = object.__new__(origin_of(module))
-    tables = {k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()}
-    new.__dict__.update({k: v for k, v in tables.items() if k != "_trace"})
-    for table in (k for k in tables if k.endswith("_hooks")):  # they moved, or see real calls only
-        new.__dict__[table] = type(tables[table])()
-    new.__dict__["traceable"] = False  # it was a call, and stays one
-    for table in ("_parameters", "_buffers"):
-        for name, tensor in vars(new)[table].items():
-            if tensor is not None:
-                held[path, name] = torch.empty_like(tensor, device="meta")
-                vars(new)[table][name] = _expanded(
-                    held[path, name], tensor, tensor.dtype, tensor.device
-                )
-    for name, child in new._modules.items():
-        if child is not None:
-            new._modules[name] = _without_tensors(child, f"{path}.{name}".lstrip("."), held)
-    return new
-
-
-def _expanded(shape: Tensor, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    zero = torch.zeros((), dtype=dtype, device=device).expand(shape.shape)
-    return nn.Parameter(zero, like.requires_grad) if isinstance(like, nn.Parameter) else zero
-
-
-@contextmanager
-def as_before(module: nn.Module, device: torch.device | None = None) -> Iterator[None]:
-    """Within the block the modules have their classes, and the children from before rewrites.
-
-    Stubs of children are on `device`, by default that of the module's first parameter.
-    """
-    traced = [m for m in map(innermost, module.modules()) if isinstance(m, Traced)]
-    classes = [(m, type(m), vars(m).pop("forward", None)) for m in traced]
-    tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    try:
-        for each in traced:
-            trace = trace_of(each)
-            tables.append((each._modules, dict(each._modules)))
-            for name in trace.added:
-                each._modules.pop(name, None)
-            for path, stub in reversed(trace.parked.items()):
-                holder, _, name = path.rpartition(".")
-                table = each.get_submodule(holder)._modules
-                tables.append((table, dict(table)))
-                _renew(stub, module, device)
-                behind = list(table.items())[stub.place :]
-                for key, _ in behind:
-                    del table[key]
-                table.update([(name, stub.module), *behind])
-            each.__class__ = trace.origin
-        yield
-    finally:
-        for each, kind, forward in classes:
-            each.__class__ = kind
-            if forward is not None:
-                vars(each)["forward"] = forward
-        for table, before in reversed(tables):
-            table.clear()
-            table.update(before)
-
-
-def _renew(stub: _Stub, owner: nn.Module, device: torch.device | None) -> None:
-    """Give a stub the mode of its owner, and its tensors the device and the dtype of now."""
-    stub.module.train(owner.training)
-    held = [*owner.parameters(), *owner.buffers()]
-    device = held[0].device if device is None and held else device
-    floating = next((t.dtype for t in held if t.is_floating_point()), None)
-    for (path, name), shape in stub.held.items():
-        holder = stub.module.get_submodule(path)
-        table = holder._parameters if name in holder._parameters else holder._buffers
-        present: Any = table[name]
-        dtype = floating if floating is not None and shape.is_floating_point() else shape.dtype
-        if present.device != (device or present.device) or present.dtype != dtype:
-            table[name] = _expanded(shape, present, dtype, device or present.device)

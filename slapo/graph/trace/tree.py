@@ -14,13 +14,13 @@ from slapo.graph.trace.leaves import Depth, is_sealed
 from slapo.graph.trace.module import (
     Shared,
     Trace,
-    as_before,
     captured,
     check_traceable,
     origin_of,
 )
 from slapo.graph.trace.nodes import nodes_in
 from slapo.graph.trace.preview import constants_of, preview
+from slapo.graph.trace.views import as_before
 from slapo.wrapper import innermost
 
 if TYPE_CHECKING:

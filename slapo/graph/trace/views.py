@@ -1,0 +1,203 @@
+"""Graphs while they are rewritten, and the children that rewrites add and take out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+
+from slapo.graph.trace.nodes import HeldModule
+from slapo.wrapper import innermost
+
+
+@dataclass
+class View:
+    """One graph of a traced module, as matching and rewriting take it.
+
+    Parameters
+    ----------
+    module
+        The traced module.
+    graph
+        The graph.
+    is_shown
+        True for the graph that the schedule sees.
+    """
+
+    module: nn.Module
+    graph: fx.Graph
+    is_shown: bool = True
+
+    @property
+    def training(self) -> bool:
+        """The mode of the module."""
+        return self.module.training
+
+    def get_submodule(self, path: str) -> nn.Module:
+        """The module that a node calls, also where a rewrite has taken it out."""
+        trace = vars(self.module).get("_trace")
+        if trace is not None and path in trace.parked:
+            return trace.parked[path].module
+        if trace is not None and path in trace.dropped and path not in self.module._modules:
+            return trace.dropped[path]
+        return self.module.get_submodule(path)
+
+    def add(self, stem: str, child: nn.Module) -> str | HeldModule:
+        """Register `child` as ``<stem>_<k>``, with the first free k; returns the target of calls.
+
+        For a graph that is not shown the child stays out of sight: names and state do not change.
+        """
+        if not self.is_shown:
+            return HeldModule(child)
+        k = 0
+        while f"{stem}_{k}" in self.module._modules or hasattr(self.module, f"{stem}_{k}"):
+            k += 1
+        self.module.add_module(f"{stem}_{k}", child)
+        if "_trace" in vars(self.module):
+            vars(self.module)["_trace"].added.append(f"{stem}_{k}")
+        return f"{stem}_{k}"
+
+
+class Rewrite(Protocol):
+    """A change of graphs that can be made again."""
+
+    def apply(self, view: View) -> None:
+        """Change the graph; one that has no place for it is a TraceError, and stays as it was."""
+
+
+class Stub(NamedTuple):
+    """A child that the shown graph calls no more; captures to come see its shapes."""
+
+    module: nn.Module
+    #: its place among the children, which some forwards loop over
+    place: int
+
+
+def park_unused(module: fx.GraphModule, targets: Iterable[str]) -> list[str]:
+    """Take children that the shown graph neither calls nor reads out of the module.
+
+    Captures to come see stubs of them, with their shapes and without their memory. Returns the
+    paths that were taken out.
+    """
+    if "_trace" not in vars(module):  # a graph module of the user's
+        unused = [target for target in dict.fromkeys(targets) if not is_used(module.graph, target)]
+        return [target for target in unused if module.delete_submodule(target)]
+    trace, removed = vars(module)["_trace"], []
+    for target in dict.fromkeys(targets):
+        if target in trace.parked or is_used(trace.shown, target):
+            continue
+        holder, _, name = target.rpartition(".")
+        owner = module.get_submodule(holder)
+        child = owner._modules.get(name)
+        if child is None:
+            continue
+        if target in trace.added:
+            trace.added.remove(target)
+            trace.dropped[target] = _without_tensors(child)
+        else:
+            trace.parked[target] = Stub(_without_tensors(child), list(owner._modules).index(name))
+        del owner._modules[name]
+        removed.append(target)
+    if removed:  # guards of captures may ask these
+        trace.forget()
+    return removed
+
+
+def is_used(graph: fx.Graph, target: str) -> bool:
+    """Whether a graph calls a module, one around it, or something in it, or reads from it."""
+    atoms = target.split(".")
+    around = (".".join(atoms[:length]) for length in range(1, len(atoms) + 1))
+    if any(graph.find_nodes(op="call_module", target=path, sort=False) for path in around):
+        return True
+    inside = f"{target}."
+    return any(
+        str(n.target) == target or str(n.target).startswith(inside)
+        for op in ("get_attr", "call_module")
+        for n in graph.find_nodes(op=op, sort=False)
+    )
+
+
+def _without_tensors(module: nn.Module) -> nn.Module:
+    if isinstance(module, torch.jit.ScriptModule):
+        return module
+    trace = vars(module).get("_trace")
+    new: nn.Module = object.__new__(type(module) if trace is None else trace.origin)
+    state = {k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()}
+    state.pop("_trace", None)
+    for name in (name for name in state if name.endswith("_hooks")):  # they see real calls only
+        state[name] = type(state[name])()
+    state["traceable"] = False  # it was a call, and stays one
+    new.__dict__.update(state)
+    for table in (new._parameters, new._buffers):
+        for name, tensor in table.items():
+            if tensor is not None:
+                table[name] = _blank(tensor, tensor.dtype, tensor.device)
+    for name, child in new._modules.items():
+        if child is not None:
+            new._modules[name] = _without_tensors(child)
+    return new
+
+
+def _blank(like: Tensor, dtype: torch.dtype, device: torch.device) -> Any:
+    """Zeros of the shape of a tensor, in the memory of one."""
+    zeros = torch.zeros((), dtype=dtype, device=device).expand(like.shape)
+    return nn.Parameter(zeros, like.requires_grad) if isinstance(like, nn.Parameter) else zeros
+
+
+@contextmanager
+def as_before(module: nn.Module, device: torch.device | None = None) -> Iterator[None]:
+    """Within the block the modules have their classes, and the children from before rewrites.
+
+    Stubs of children are on `device`, by default that of the module's first parameter.
+    """
+    traced = [m for m in map(innermost, module.modules()) if "_trace" in vars(m)]
+    classes = [(m, type(m), vars(m).pop("forward", None)) for m in traced]
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for each in traced:
+            trace = vars(each)["_trace"]
+            tables.append((each._modules, dict(each._modules)))
+            for name in trace.added:
+                each._modules.pop(name, None)
+            for path, stub in reversed(trace.parked.items()):
+                holder, _, name = path.rpartition(".")
+                table = each.get_submodule(holder)._modules
+                tables.append((table, dict(table)))
+                _renew(stub.module, module, device)
+                behind = list(table.items())[stub.place :]
+                for key, _ in behind:
+                    del table[key]
+                table.update([(name, stub.module), *behind])
+            each.__class__ = trace.origin
+        yield
+    finally:
+        for each, kind, forward in classes:
+            each.__class__ = kind
+            if forward is not None:
+                vars(each)["forward"] = forward
+        for table, before in reversed(tables):
+            table.clear()
+            table.update(before)
+
+
+def _renew(stub: nn.Module, owner: nn.Module, device: torch.device | None) -> None:
+    """Give a stub the mode of its owner, and its tensors the device and the dtype of now."""
+    stub.train(owner.training)
+    held = [*owner.parameters(), *owner.buffers()]
+    device = held[0].device if device is None and held else device
+    floating = next((t.dtype for t in held if t.is_floating_point()), None)
+    for module in stub.modules():
+        tables = () if isinstance(module, torch.jit.ScriptModule) else _tables(module)
+        for table, name, tensor in tables:
+            dtype = (floating or tensor.dtype) if tensor.is_floating_point() else tensor.dtype
+            if (tensor.dtype, tensor.device) != (dtype, device or tensor.device):
+                table[name] = _blank(tensor, dtype, device or tensor.device)
+
+
+def _tables(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
+    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    return [(table, k, t) for table in tables for k, t in table.items() if t is not None]
