@@ -67,7 +67,9 @@ def assert_alike(
         else:
             assert (type(one), one) == (type(other), other)
     torch.testing.assert_close(ours, theirs, rtol=10 * rtol, atol=10 * rtol, equal_nan=True)
-    assert not isinstance(module, Traced) or not trace_of(module).rules or number_of_captures(module)
+    assert (
+        not isinstance(module, Traced) or not trace_of(module).rules or number_of_captures(module)
+    )
     return output
 
 

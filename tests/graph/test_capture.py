@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import operator
 import random
 import time
@@ -479,7 +478,10 @@ DOES: dict[str, tuple[Any, dict[str, nn.Module]]] = {
     "named results": (lambda self, x: x.max(-1), {}),
     "its input": (lambda self, x: (x.contiguous(), self.drop(x), x), {"drop": nn.Dropout(0.5)}),
     "a child called self": (lambda s, x: s.self(x[None])[1][0], {"self": nn.LSTM(4, 3)}),
-    "a list of children": (lambda s, x: [f(x) for f in s.heads], {"heads": nn.ModuleList(HEADS.values())}),
+    "a list of children": (
+        lambda s, x: [f(x) for f in s.heads],
+        {"heads": nn.ModuleList(HEADS.values())},
+    ),
     "a slice of children": (
         lambda s, x: sum(f(x) for f in s.heads[1:]),
         {"heads": nn.ModuleList(copy.deepcopy(list(HEADS.values())))},
@@ -680,7 +682,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a collective": (reduces, "collective"),
     "seeds": (seeds_and_draws(lambda: torch.manual_seed(0)), RANDOM),
     "seeds cuda": (seeds_and_draws(lambda: torch.cuda.manual_seed_all(0)), RANDOM),
-    "seeds anew": (seeds_and_draws(lambda: torch.seed()), RANDOM),  # noqa: PLW0108
+    "seeds anew": (seeds_and_draws(lambda: torch.seed()), RANDOM),
     "seeds a generator": (seeds_and_draws(lambda: torch.default_generator.manual_seed(1)), RANDOM),
     "seeds Python": (seeds_and_draws(lambda: random.seed(0)), RANDOM),
     "seeds numpy": (seeds_and_draws(lambda: numpy.random.seed(0)), RANDOM),
@@ -730,7 +732,9 @@ def test_refusals_say_why_and_leave_nothing_behind(name: str) -> None:
 def test_a_refusal_names_module_line_and_remedy() -> None:
     inner = make(asks(lambda x: x.sum() > 0))
     outer = make(lambda self, x: self.child(x), child=make(lambda s, x: s.inner(x), inner=inner))
-    with pytest.warns(UserWarning, match=r"cannot trace child.inner in Made \(.*test_capture.py:\d+"):
+    with pytest.warns(
+        UserWarning, match=r"cannot trace child\.inner in Made \(.*test_capture.py:\d+"
+    ):
         assert not slapo.create_schedule(outer).trace(
             tracer="huggingface", flatten=True, example_inputs=X
         )
@@ -756,7 +760,7 @@ def test_inputs_that_do_not_fit_are_a_type_error() -> None:
     with pytest.raises(TypeError, match="parameters are x"):
         sch.trace(tracer="huggingface", example_inputs={"y": 1})
     module = rewritten(make(lambda self, x: x), X)
-    with pytest.raises(TypeError, match="'y'|parameters are x"):
+    with pytest.raises(TypeError, match=r"'y'|parameters are x"):
         module(y=X)
 
 

@@ -31,8 +31,7 @@ class Child(nn.Module):
 
 def above(child: nn.Module) -> nn.Module:
     """Asks for a size of what the child returns."""
-    module = make(lambda s, x: divided(s.child(s.emb(x))), child=child, emb=nn.Linear(4, 8))
-    return module
+    return make(lambda s, x: divided(s.child(s.emb(x))), child=child, emb=nn.Linear(4, 8))
 
 
 def divided(y: Tensor) -> Tensor:
@@ -312,7 +311,9 @@ def test_what_a_leaf_does_to_generators_is_undone() -> None:
 
 
 def test_hooks_of_leaves_and_entered_modules_run_once() -> None:
-    plain = make(lambda s, x: s.entered(s.leaf(x)), entered=nn.Sequential(nn.ReLU()), leaf=nn.ReLU())
+    plain = make(
+        lambda s, x: s.entered(s.leaf(x)), entered=nn.Sequential(nn.ReLU()), leaf=nn.ReLU()
+    )
     for part in (plain, plain.entered, plain.leaf):
         part.register_forward_hook(lambda _, args, out: out * 2 + 1)
     module = rewritten(copy.deepcopy(plain), torch.ones(3, 5))

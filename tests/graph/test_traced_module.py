@@ -368,7 +368,9 @@ def test_a_rule_without_a_place_is_an_error_of_the_call_and_of_no_other() -> Non
     sch.replace(AddTanh(), sch.find(lambda x: torch.tanh(x)))
     assert torch.equal(sch.mod(X), torch.tanh(X))
     for _ in range(2):
-        with pytest.raises(slapo.TraceError, match="has no place in the graph of this kind of call"):
+        with pytest.raises(
+            slapo.TraceError, match="has no place in the graph of this kind of call"
+        ):
             sch.mod(X, X)
     assert torch.equal(sch.mod(X), torch.tanh(X))
 

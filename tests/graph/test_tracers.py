@@ -133,7 +133,7 @@ def test_a_trace_leaves_no_change_that_a_forward_makes(kind: str, tracer: str) -
     assert (module.n, module.cache, hasattr(module, "last")) == (0, [0], False)
     if done:  # without rewrites the forward does what it did; with them a call is refused
         rewrite(module, Nothing())
-        with pytest.raises(slapo.TraceError, match="cannot trace|changes attribute"):
+        with pytest.raises(slapo.TraceError, match=r"cannot trace|changes attribute"):
             module(X)
 
 

@@ -128,7 +128,9 @@ class GraphImport:
         names = {"L": dict(zip(("module", "args", "kwargs"), frame, strict=True))}
         for each in env.tracked_fakes or ():
             source = each.source.name
-            if not (isinstance(each.fake, Tensor) and source.startswith(("L['args']", "L['kwargs']"))):
+            if not (
+                isinstance(each.fake, Tensor) and source.startswith(("L['args']", "L['kwargs']"))
+            ):
                 continue
             path = self.places.get(id(eval(source, names)))
             for dim, size in enumerate(each.fake.shape if path is not None else ()):
@@ -355,7 +357,9 @@ def _names_of_tensors(root: nn.Module) -> dict[int, str]:
 
 def _module_path(source: str) -> str:
     """``L['module']._modules['layers']._modules['0'].fc`` as ``layers.0.fc``."""
-    return re.sub(r"\._modules\['([^']+)'\]", r".\1", source.removeprefix("L['module']")).lstrip(".")
+    return re.sub(r"\._modules\['([^']+)'\]", r".\1", source.removeprefix("L['module']")).lstrip(
+        "."
+    )
 
 
 def _owner_of(node: fx.Node) -> str:

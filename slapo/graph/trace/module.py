@@ -24,7 +24,7 @@ from torch.fx.graph_module import _forward_from_src as function_from_source
 from slapo.errors import SlapoError, TraceError
 from slapo.graph.trace.kinds import Tree, call_key
 from slapo.graph.trace.leaves import Depth, IsLeaf
-from slapo.graph.trace.nodes import switches_mode
+from slapo.graph.trace.nodes import graph_of, rows_of, switches_mode
 from slapo.wrapper import innermost
 
 if TYPE_CHECKING:
@@ -247,23 +247,27 @@ class Trace:
 
     # --- copies --------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
-        # Guards stay in this process: a copy captures when it is called.
-        code = {"known": [], "tree": None, "shared": {}, "number": None, "inputs": None, "first": None}
         edited = None if self.edited is None else True
-        return {**self.__dict__, **code, "edited": edited, "_shown": self.shown}
+        state = {"shared": {}, "first": None, "inputs": None, "edited": edited}
+        return {**self._copied(), **state, "_shown": rows_of(self.shown)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self.edited is not None:
-            self.edited = code_of(self.shown)
+        self.__dict__.update({**state, "_shown": graph_of(state["_shown"])})
+        self._recompile()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trace:
         new = object.__new__(Trace)
-        new.__setstate__({**self.__getstate__(), "_shown": copy.deepcopy(self.shown)})
-        new.shared, new.rules, new.inputs = self.shared, list(self.rules), self.inputs
-        new.first = self.first
-        new.parked, new.added = dict(self.parked), list(self.added)
+        held = {"rules": list(self.rules), "parked": dict(self.parked), "added": list(self.added)}
+        new.__dict__.update({**self._copied(), **held, "_shown": copy.deepcopy(self.shown)})
+        new._recompile()
         return new
+
+    def _copied(self) -> dict[str, Any]:
+        """What a copy has too: guards stay with the module, which captures when it is called."""
+        return {**self.__dict__, "known": [], "tree": None, "number": None}
+
+    def _recompile(self) -> None:
+        self.edited = None if self.edited is None else code_of(self.shown)
 
 
 def captured(
@@ -315,7 +319,7 @@ class Traced(fx.GraphModule):
         self.recompile()
 
     @property
-    def _graph(self) -> fx.Graph:
+    def _graph(self) -> fx.Graph:  # type: ignore[override]
         return trace_of(self).shown
 
     @property
@@ -511,7 +515,7 @@ def _known_code(module: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
     key = call_key(args, kwargs, within_compile=True)
     for index in _candidates(trace.number, key, modes):
         if trace.known[index].fits(args, kwargs):
-            return trace.known[index].code  # type: ignore[no-any-return]
+            return trace.known[index].code
     raise RuntimeError(
         "a rewritten module met a new kind of call inside torch.compile; call the model once like "
         "this before it is compiled"
@@ -524,7 +528,9 @@ def _candidates(number: int | None, key: Any, modes: Any) -> tuple[int, ...]:
     trace = None if module is None else trace_of(module)
     if module is None or trace is None or trace.tree is None or not trace.tree.is_as_before():
         return ()
-    found = [e.compile_key == key and e.modes == modes and e.holds_state(module) for e in trace.known]
+    found = [
+        e.compile_key == key and e.modes == modes and e.holds_state(module) for e in trace.known
+    ]
     return tuple(index for index, holds in enumerate(found) if holds)
 
 
@@ -626,7 +632,7 @@ def _stub_of(child: nn.Module, place: int) -> _Stub:
 def _without_tensors(
     module: nn.Module, path: str, held: dict[tuple[str, str], Tensor]
 ) -> nn.Module:
-    new = object.__new__(origin_of(module))
+    new: nn.Module = object.__new__(origin_of(module))
     tables = {k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()}
     new.__dict__.update(tables)
     for table in ("_parameters", "_buffers"):
@@ -666,7 +672,7 @@ def as_before(module: nn.Module) -> Iterator[None]:
                 for key, _ in behind:
                     del table[key]
                 table.update([(name, stub.module), *behind])
-            each.__class__ = trace.origin
+            each.__class__ = trace.origin  # type: ignore[assignment]
         yield
     finally:
         for each, kind, forward in classes:
@@ -686,7 +692,8 @@ def _renew(stub: _Stub, owner: nn.Module) -> None:
         return
     for (path, name), shape in stub.held.items():
         holder = stub.module.get_submodule(path)
-        table = holder._parameters if name in holder._parameters else holder._buffers
+        tables: Any = (holder._parameters, holder._buffers)
+        table = tables[name not in holder._parameters]
         present: Any = table[name]
         dtype = floating if floating is not None and shape.is_floating_point() else shape.dtype
         if present.device != tensors[0].device or present.dtype != dtype:
