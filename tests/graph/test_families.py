@@ -30,9 +30,10 @@ from tests.graph.zoo import FAMILIES, checkpoint_layers, each_layer, transformer
 #: Families whose layers are those of another one.
 HEADS = ("bert_classifier", "gpt2_classifier")
 #: Run in each test run; the others are slow because they are many.
-QUICK = ("bert", "gpt2", "llama", "t5")
+QUICK = ("bert", "llama", "t5")
+SLOW = pytest.mark.slow
 NAMES = [
-    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+    pytest.param(name, marks=[] if name in QUICK else [SLOW])
     for name in [*(each for each in FAMILIES if each not in HEADS), *MORE]
 ]
 
@@ -124,7 +125,7 @@ def test_a_rewritten_flat_layer_equals_the_plain_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("how", [{"recursive": False}, {}], ids=["leaves", "recursive"])
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", ["llama", *[pytest.param(n, marks=SLOW) for n in ("gpt2", "t5")]])
 def test_a_rewritten_layer_equals_the_plain_one(name: str, how: dict[str, Any]) -> None:
     model: Any = FAMILIES[name].build()
     plain = copy.deepcopy(model)
@@ -140,7 +141,9 @@ def test_a_rewritten_layer_equals_the_plain_one(name: str, how: dict[str, Any]) 
         assert_like_plain(model, plain, inputs_of(name, batch, length, mask))
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["llama", *[pytest.param(n, marks=SLOW) for n in ("bert", "gpt2")]]
+)
 def test_all_layers_rewritten_share_their_captures(name: str) -> None:
     family = FAMILIES[name]
     model: Any = family.build(**{"num_hidden_layers" if name != "gpt2" else "n_layer": 4})
@@ -169,7 +172,9 @@ def rewritten_root(name: str, flatten: bool = True, **changes: Any) -> tuple[Any
 
 
 @pytest.mark.parametrize("flatten", [True, False], ids=["flat", "leaves"])
-@pytest.mark.parametrize("name", ["bert", pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["bert", *[pytest.param(n, marks=SLOW) for n in ("llama", "gpt2")]]
+)
 def test_a_rewritten_root_equals_the_plain_model(name: str, flatten: bool) -> None:
     """In low precision, under autocast, with dropout, and with labels, which no trace was given."""
     drops = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2}
@@ -195,11 +200,9 @@ COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits"
 
 
 COLLECTING = [
-    pytest.param(
-        name, flag, how, marks=[] if name == "llama" or how != "flat" else [pytest.mark.slow]
-    )
+    pytest.param(name, flag, how, marks=[] if name in ("llama", "mixtral") else [SLOW])
     for name in ("llama", "bert", "gpt2", "t5", "mixtral")
-    for flag in COLLECTED[: 3 if name == "mixtral" else 2]
+    for flag in (COLLECTED[2:] if name == "mixtral" else COLLECTED[:2])
     for how in ("flat", "leaves", "layer")
 ]
 

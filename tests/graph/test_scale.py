@@ -172,10 +172,14 @@ def test_a_long_chain_runs_one_layer_only() -> None:
     family = FAMILIES["gpt2"]
     model = family.build(n_layer=24)
     runs: list[nn.Module] = []
+
+    def note(module: nn.Module, args: object) -> None:
+        runs.append(module)
+
     for _, layer in each_layer(model, family):
-        layer.register_forward_pre_hook(lambda module, args: runs.append(module))
+        layer.register_forward_pre_hook(note)
     sch = slapo.create_schedule(model)
     given = family.inputs(3, 13, False)
     assert sch.trace_until("transformer", tracer="huggingface", example_inputs=given)
-    assert len(runs) <= 24
+    assert len(runs) <= 4
     assert len(set(runs)) <= 2  # the first layer's input differs from the others'

@@ -248,7 +248,7 @@ class Trace:
     # --- copies --------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
         edited = None if self.edited is None else True
-        state = {"shared": {}, "first": None, "inputs": None, "edited": edited}
+        state: dict[str, Any] = {"shared": {}, "first": None, "inputs": None, "edited": edited}
         return {**self._copied(), **state, "_shown": rows_of(self.shown)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

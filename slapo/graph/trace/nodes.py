@@ -214,7 +214,7 @@ def rows_of(graph: fx.Graph) -> list[tuple[Any, ...]]:
     >>> str(graph_of(rows_of(graph))) == str(graph)
     True
     """
-    rows = {node: _Reference(row) for row, node in enumerate(graph.nodes)}
+    rows: Any = {node: _Reference(row) for row, node in enumerate(graph.nodes)}
     return [
         (
             node.op,
@@ -236,8 +236,8 @@ def graph_of(rows: list[tuple[Any, ...]]) -> fx.Graph:
     def restored(value: Any) -> Any:
         return nodes[value.row] if isinstance(value, _Reference) else value
 
-    for op, target, args, kwargs, name, meta in rows:
-        target = pydoc.locate(target.name) if isinstance(target, _Name) else target
+    for op, saved, args, kwargs, name, meta in rows:
+        target: Any = pydoc.locate(saved.name) if isinstance(saved, _Name) else saved
         args, kwargs = (fx.node.map_aggregate(each, restored) for each in (args, kwargs))
         nodes.append(graph.create_node(op, target, args, kwargs, name))
         nodes[-1].meta.update(meta)
