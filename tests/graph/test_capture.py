@@ -733,7 +733,7 @@ def test_a_refusal_names_module_line_and_remedy() -> None:
     inner = make(asks(lambda x: x.sum() > 0))
     outer = make(lambda self, x: self.child(x), child=make(lambda s, x: s.inner(x), inner=inner))
     with pytest.warns(
-        UserWarning, match=r"cannot trace child.inner in Made \(.*test_capture.py:\d+"
+        UserWarning, match=r"cannot trace child\.inner in Made \(.*test_capture.py:\d+"
     ):
         assert not slapo.create_schedule(outer).trace(
             tracer="huggingface", flatten=True, example_inputs=X

@@ -31,8 +31,7 @@ class Child(nn.Module):
 
 def above(child: nn.Module) -> nn.Module:
     """Asks for a size of what the child returns."""
-    module = make(lambda s, x: divided(s.child(s.emb(x))), child=child, emb=nn.Linear(4, 8))
-    return module
+    return make(lambda s, x: divided(s.child(s.emb(x))), child=child, emb=nn.Linear(4, 8))
 
 
 def divided(y: Tensor) -> Tensor:

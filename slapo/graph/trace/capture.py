@@ -22,8 +22,9 @@ from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
 from slapo.graph.trace.guards import is_read, size_conditions, state_guards
+from slapo.graph.trace.hf import refuse_collected
 from slapo.graph.trace.import_graph import GraphImport, Path
-from slapo.graph.trace.kinds import call_key, size_check
+from slapo.graph.trace.kinds import call_key, collected_keys, size_check
 from slapo.graph.trace.leaf_calls import Call, LeafCalls
 from slapo.graph.trace.leaves import IsLeaf
 from slapo.graph.trace.nests import leaves, parts, rebuild
@@ -124,6 +125,7 @@ def capture(
     """
     example = _Example(root, tuple(args), dict(kwargs))
     modules, entered = sort_out(root, is_leaf)
+    refuse_collected(root, entered, collected_keys())
     calls = LeafCalls(root, modules)
     with contextlib.ExitStack() as stack:
         effects = stack.enter_context(surroundings(root, any_batch))

@@ -52,6 +52,8 @@ def state_guards(
     scope = {"G": forward.__globals__}
     kept = [g for g in graph.guards.inner if _kept(g, opaque, tuple(gone)) and _is_there(g, scope)]
     graph.guards.inner = type(graph.guards.inner)(map(_exact, kept))
+    ordered = graph.guard_on_key_order
+    graph.guard_on_key_order = type(ordered)(s for s in ordered if _is_asked(s.name, tuple(gone)))
     graph.skip_guards_check = True
     return CheckFunctionManager(forward.__code__, graph).guard_manager
 
@@ -67,13 +69,16 @@ def _source_of(path: str) -> str:
     return "".join(f"._modules[{name!r}]" for name in path.split("."))
 
 
-def _kept(guard: Any, opaque: Collection[str], gone: tuple[str, ...]) -> bool:
-    name = guard.name
+def _is_asked(name: str, gone: tuple[str, ...]) -> bool:
     if not name.startswith(("L['module']", "G[")) or name == "L['module']":
         return False
-    if "_slapo" in name or "_dot_output_capturing" in name or name in opaque:
-        return False
-    if guard.create_fn_name() == "WEAKREF_ALIVE" or (gone and name.startswith(gone)):
+    ours = "_slapo" in name or "_dot_output_capturing" in name
+    return not ours and not (gone and name.startswith(gone))
+
+
+def _kept(guard: Any, opaque: Collection[str], gone: tuple[str, ...]) -> bool:
+    name = guard.name
+    if not _is_asked(name, gone) or name in opaque or guard.create_fn_name() == "WEAKREF_ALIVE":
         return False
     return guard.create_fn_name() != "TENSOR_MATCH" or not _IN_MODULE.search(name)
 

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -62,6 +62,24 @@ def inner_keys(module: nn.Module) -> frozenset[str]:
 def _key_of(hook: Any) -> str:
     cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=False))
     return str(cells["key"].cell_contents) if "key" in cells else ""
+
+
+def refuse_collected(root: nn.Module, entered: Iterable[str], keys: Collection[str]) -> None:
+    """Refuse a capture in a call of a model that collects results of modules that are entered.
+
+    Raises
+    ------
+    TraceError
+        Naming the first.
+    """
+    for path in entered if keys else ():
+        for hook in collecting_hooks(root.get_submodule(path)):
+            if _key_of(hook) in keys:
+                raise TraceError(
+                    f"{_key_of(hook)} is asked for, and comes from {path!r}, whose operations are "
+                    f"part of the graph of {type(root).__name__}; leave it out, or trace with "
+                    f"leaf_modules=[{path!r}]"
+                )
 
 
 def refuse_inner(path: str, key: str) -> None:

@@ -67,7 +67,7 @@ def _autocast() -> tuple[Any, ...]:
 def collected_keys() -> tuple[str, ...]:
     """The outputs that a model of Transformers collects by hooks in the call under way."""
     home = sys.modules.get("transformers.utils.output_capturing")
-    active = home._active_collector.get() if home is not None else None  # type: ignore[attr-defined]
+    active = home._active_collector.get() if home is not None else None
     return tuple(active) if active else ()
 
 

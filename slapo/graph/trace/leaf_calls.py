@@ -125,9 +125,8 @@ class LeafCalls:
                     continue
                 self._classes[path] = type(module)
                 vars(module)["_slapo_leaf"] = path
-                module.__class__ = _stand_in(
-                    type(module), collecting_hooks(module), inner_keys(module)
-                )
+                kind: Any = type(module)
+                module.__class__ = _stand_in(kind, collecting_hooks(module), inner_keys(module))
             for each in lists:
                 each.__class__ = _PlainList
             for hook in hooks:
@@ -181,7 +180,7 @@ class LeafCalls:
     def _run(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the leaf itself on fake tensors."""
         module, mode = self.leaves[path], detect_fake_mode()
-        state = attributes_kept(module) if self._depth == 0 else contextlib.nullcontext([])
+        state: Any = attributes_kept(module) if self._depth == 0 else contextlib.nullcontext([])
         self._depth += 1
         try:
             with _real_parameters_allowed(mode), _fake_counters(module, mode), state as changed:
@@ -222,7 +221,7 @@ def _stand_in(kind: Any, hooks: tuple[Any, ...], keys: frozenset[str]) -> type[n
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         flat = call_leaf(self._slapo_leaf, args, kwargs)
         result = assemble(_structure_of(self._slapo_leaf), flat)
-        if COLLECTOR.value:
+        if COLLECTOR.value and torch.compiler.is_dynamo_compiling():  # not within another leaf
             for hook in hooks:  # those of Transformers that collect results
                 hook(self, args, result)
             for key in keys:
@@ -283,11 +282,11 @@ def _real_parameters_allowed(mode: FakeTensorMode | None) -> Iterator[None]:
 def _fake_counters(module: nn.Module, mode: FakeTensorMode | None) -> Iterator[None]:
     """Buffers of one element are fake: a fake made of one would write to the real one."""
     replaced = []
-    for each in () if mode is None else module.modules():
+    for each in module.modules():
         for name, buffer in (
             () if isinstance(each, torch.jit.ScriptModule) else each._buffers.items()
         ):
-            if buffer is not None and buffer.numel() == 1 and not mode.is_our_fake(buffer):
+            if mode and buffer is not None and buffer.numel() == 1 and not mode.is_our_fake(buffer):
                 replaced.append((each._buffers, name, buffer))
                 each._buffers[name] = mode.from_tensor(buffer, static_shapes=True)
     try:
@@ -333,7 +332,7 @@ def signature(module: nn.Module, path: str = "", classes: Mapping[str, type] | N
     """
     if isinstance(module, torch.jit.ScriptModule):
         return id(module)
-    found = []
+    found: list[Any] = []
     for name, each in module.named_modules():
         full = f"{path}.{name}".strip(".")
         if isinstance(each, torch.jit.ScriptModule):

@@ -24,7 +24,7 @@ from slapo.errors import SlapoError, TraceError
 from slapo.graph.trace.kinds import Tree, call_key
 from slapo.graph.trace.leaves import Depth, IsLeaf
 from slapo.graph.trace.nests import tensors
-from slapo.graph.trace.nodes import switches_mode
+from slapo.graph.trace.nodes import graph_of, rows_of, switches_mode
 from slapo.graph.trace.views import Rewrite, Stub, View, as_before
 from slapo.wrapper import innermost
 
@@ -205,25 +205,28 @@ class Trace:
 
     # --- copies --------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
-        # Guards stay in this process: a copy captures when it is called.
-        own = ("tree", "number", "inputs", "first", "seen")
-        code = {"known": [], "shared": {}, **dict.fromkeys(own)}
         edited = None if self.edited is None else True
-        return {**self.__dict__, **code, "edited": edited, "_shown": self.shown}
+        state: dict[str, Any] = {"shared": {}, "first": None, "inputs": None, "edited": edited}
+        return {**self._copied(), **state, "_shown": rows_of(self.shown)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self.edited is not None:
-            self.edited = code_of(self.shown)
+        self.__dict__.update({**state, "_shown": graph_of(state["_shown"])})
+        self._recompile()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trace:
         new = object.__new__(Trace)
-        new.__setstate__({**self.__getstate__(), "_shown": copy.deepcopy(self.shown)})
-        new.shared, new.inputs, new.first = self.shared, self.inputs, self.first
-        new.rules = [copy.copy(rule) for rule in self.rules]
-        new.parked, new.added = dict(self.parked), list(self.added)
-        new.dropped = dict(self.dropped)
+        held = {"rules": [copy.copy(rule) for rule in self.rules], "parked": dict(self.parked)}
+        held |= {"added": list(self.added), "dropped": dict(self.dropped)}
+        new.__dict__.update({**self._copied(), **held, "_shown": copy.deepcopy(self.shown)})
+        new._recompile()
         return new
+
+    def _copied(self) -> dict[str, Any]:
+        """What a copy has too: guards stay with the module, which captures when it is called."""
+        return {**self.__dict__, "known": [], "tree": None, "number": None, "seen": None}
+
+    def _recompile(self) -> None:
+        self.edited = None if self.edited is None else code_of(self.shown)
 
 
 def captured(
@@ -281,7 +284,7 @@ class Traced(fx.GraphModule):
         self.recompile()
 
     @property
-    def _graph(self) -> fx.Graph:
+    def _graph(self) -> fx.Graph:  # type: ignore[override]
         return trace_of(self).shown
 
     @property
@@ -476,7 +479,7 @@ def _known_code(module: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
     key = call_key(args, kwargs, within_compile=True)
     for index in _candidates(trace.number, key, modes):
         if trace.known[index].fits(args, kwargs):
-            return trace.known[index].code  # type: ignore[no-any-return]
+            return trace.known[index].code
     raise RuntimeError(
         "a rewritten module met a new kind of call inside torch.compile; call the model once like "
         "this before it is compiled"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import pydoc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -231,3 +232,66 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
     return isinstance(value, _PLAIN)
+
+
+# --- pickles -------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Reference:
+    """Stands for the node in a row."""
+
+    row: int
+
+
+def rows_of(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    """A graph as data that can be pickled: nodes refer to each other, too deep for a long graph.
+
+    Examples
+    --------
+    >>> graph = fx.Graph()
+    >>> graph.output(graph.call_function(torch.relu, (graph.placeholder("x"),))).name
+    'output'
+    >>> str(graph_of(rows_of(graph))) == str(graph)
+    True
+    """
+    rows: Any = {node: _Reference(row) for row, node in enumerate(graph.nodes)}
+    return [
+        (
+            node.op,
+            _name_of(node.target),
+            fx.map_arg(node.args, rows.__getitem__),
+            fx.map_arg(node.kwargs, rows.__getitem__),
+            node.name,
+            {key: value for key, value in node.meta.items() if key.startswith("slapo")},
+        )
+        for node in graph.nodes
+    ]
+
+
+def graph_of(rows: list[tuple[Any, ...]]) -> fx.Graph:
+    """The graph of such rows."""
+    graph = spare_self(fx.Graph())
+    nodes: list[fx.Node] = []
+
+    def restored(value: Any) -> Any:
+        return nodes[value.row] if isinstance(value, _Reference) else value
+
+    for op, saved, args, kwargs, name, meta in rows:
+        target: Any = pydoc.locate(saved.name) if isinstance(saved, _Name) else saved
+        args, kwargs = (fx.node.map_aggregate(each, restored) for each in (args, kwargs))
+        nodes.append(graph.create_node(op, target, args, kwargs, name))
+        nodes[-1].meta.update(meta)
+    return graph
+
+
+@dataclass(frozen=True)
+class _Name:
+    """Stands for a function of torch, some of which cannot be pickled."""
+
+    name: str
+
+
+def _name_of(target: Any) -> Any:
+    home, name = getattr(target, "__module__", None) or "", getattr(target, "__name__", "")
+    path = f"{home.replace('torch._ops', 'torch.ops')}.{name}"
+    is_torchs = home.startswith("torch") and callable(target)
+    return _Name(path) if is_torchs and pydoc.locate(path) is target else target

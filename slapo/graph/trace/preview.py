@@ -86,7 +86,7 @@ class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # an operation on one would run while it is traced
 
     def __init__(self, is_leaf: IsLeaf, constants: dict[str, Any]) -> None:
-        super().__init__(autowrap_modules=())
+        super().__init__(autowrap_modules=())  # type: ignore[arg-type]
         self._is_leaf, self._constants = is_leaf, constants
         self.entered: set[str] = set()
 

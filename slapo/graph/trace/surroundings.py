@@ -81,7 +81,7 @@ def surroundings(root: nn.Module, any_batch: bool) -> Iterator[list[Effect]]:
         enter(one_device(root))
         enter(as_captured(root))
         enter(dynamo_config.patch(**settings))
-        enter(shape_config.patch(backed_size_oblivious=any_batch))
+        enter(shape_config.patch(backed_size_oblivious=any_batch))  # type: ignore[attr-defined]
         enter(mock.patch.object(output_graph, "ShapeEnv", _shape_env(any_batch)))
         enter(_effects_noted(effects))
         enter(_no_fixed_addresses())
@@ -236,14 +236,15 @@ def one_device(root: nn.Module) -> Iterator[None]:
         yield
         return
     made: dict[int, Tensor] = {}
-    replaced = []
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     # What torch.tensor(..., device="meta") makes is no fake tensor, even among fake ones.
     name = "allow_non_fake_inputs_override"
     try:
         for module in root.modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue
-            for table in (module._parameters, module._buffers):
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
                 for key, tensor in list(table.items()):
                     if tensor is not None and not tensor.is_meta:
                         replaced.append((table, key, tensor))

@@ -89,9 +89,9 @@ def trace_by_capture(
             first = captured(part, *found[path], depth, shared)
         for target, given in first.inputs.items():
             found.setdefault(f"{path}.{target}" if path else target, given)
-        given = inputs if part is module else None
+        outer = inputs if part is module else None
         return Trace(
-            origin_of(part), depth, first.graph, first.entered, first, inputs=given, shared=shared
+            origin_of(part), depth, first.graph, first.entered, first, inputs=outer, shared=shared
         )
 
     return _descend(module, recursive and not depth.flatten, depth, trace)
