@@ -50,13 +50,11 @@ class Settled(nn.Module):
         self.masks, self.kept = [torch.ones(8)], {"shift": torch.ones(8)}
         self.names, self.inner = {"a", "b"}, Config()
         self.weights, self.other = torch.full((8,), 2.0), torch.ones(8)
-        self.layers, self.chain = nn.ModuleList([nn.Tanh(), Twice()]), nn.Sequential(Twice())
+        self.layers, self.chain = nn.ModuleList([nn.Softsign(), Twice()]), nn.Sequential(Twice())
         self.choice = nn.ModuleDict({"a": Twice()})
         self.scales = nn.ParameterList([nn.Parameter(torch.ones(8))])
         self.register_buffer("shift", None)
         self.register_parameter("gain", None)
-        # An exact product: the order of sums may differ with the alignment of memory.
-        nn.init.eye_(self.fc.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         config: Any = self.config

@@ -70,7 +70,7 @@ def _source_of(path: str) -> str:
 
 
 def _is_asked(name: str, gone: tuple[str, ...]) -> bool:
-    if not name.startswith(("L['module']", "G[")) or name == "L['module']":
+    if not name.startswith(("L['module']", "G[")):
         return False
     ours = "_slapo" in name or "_dot_output_capturing" in name
     return not ours and not (gone and name.startswith(gone))
@@ -78,8 +78,11 @@ def _is_asked(name: str, gone: tuple[str, ...]) -> bool:
 
 def _kept(guard: Any, opaque: Collection[str], gone: tuple[str, ...]) -> bool:
     name = guard.name
-    if not _is_asked(name, gone) or name in opaque or guard.create_fn_name() == "WEAKREF_ALIVE":
+    if not _is_asked(name, gone) or guard.create_fn_name() == "WEAKREF_ALIVE":
         return False
+    if name == "L['module']" or name in opaque:  # of any class, but with the attributes they have
+        attribute = (getattr(guard.create_fn, "keywords", None) or {}).get("attr", "forward")
+        return attribute not in ("__call__", "forward")
     return guard.create_fn_name() != "TENSOR_MATCH" or not _IN_MODULE.search(name)
 
 
