@@ -37,6 +37,7 @@ class GraphIndex:
         self.modules = modules
         self._calls: dict[tuple[fx.Node, bool], Call] = {}
         self.nodes: dict[Key, list[fx.Node]] = {step.call.key: [] for step in steps.values()}
+        self._has_class = any(isinstance(key, type) for key in self.nodes)
         for node in graph.nodes:
             for key in self._keys(node) & self.nodes.keys():
                 self.nodes[key].append(node)
@@ -46,7 +47,7 @@ class GraphIndex:
         keys = {key_of(node, self.modules)}
         if called_path(node) is not None:
             keys.add(call_module)
-        if node.op == "call_module":
+        if self._has_class and node.op == "call_module":
             keys.add(type(self.modules(str(node.target))))
         return keys
 
