@@ -7,8 +7,8 @@ So are ``a + b``, ``torch.add(a, b)`` and ``a.add(b)``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -16,11 +16,16 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from slapo.graph.match.operators import FUNCTIONS, METHODS, MODULES, ModuleSpelling, Op, Spelling
+from slapo.graph.match.operators import FUNCTIONS, METHODS, MODULES, Op, Spelling
 from slapo.graph.trace.nodes import ModuleLookup
+
+Key = Any
+"""Name of an operator: a string, a class of modules, or a pair for what is not in the table."""
 
 _KEYWORD_ALIASES = {"axis": "dim", "keepdims": "keepdim", "self": "input", "size": "shape"}
 
+MISSING = object()
+"""The value of an argument that a call neither states nor has a default for."""
 
 SHOWN_NAME = "slapo_shown_name"
 """Key of ``node.meta``: the path that a called module has in the graph that is shown."""
@@ -49,108 +54,79 @@ class Call:
     unknown. ``inplace`` calls write their result into their first operand.
     """
 
-    key: Hashable
+    key: Key
     args: Mapping[str | int, Any] | None
     op: Op | None = None
     inplace: bool = False
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def default(self, name: str | int) -> Any:
+        """The value that an argument has where a call leaves it out."""
+        return self.op.defaults.get(str(name), MISSING) if self.op else MISSING
+
+    def value(self, name: str | int) -> Any:
+        """The value of an argument, stated or not."""
+        return (self.args or {}).get(name, self.default(name))
+
+    @property
+    def unstated(self) -> frozenset[str]:
+        """Arguments that are not compared with a pattern that leaves them out."""
+        return self.op.free | self.op.ignored | self.op.sizes if self.op else frozenset()
 
 
-def key_of(node: fx.Node, modules: ModuleLookup) -> Hashable:
+def key_of(node: fx.Node, modules: ModuleLookup) -> Key:
     """Name the operator of a node, the same for all its spellings; None for what is no call."""
-    if node.op == "call_function":
-        if node.target is getattr and node.args[1:] == ("shape",):
-            return "size"
-        return _function_key(node.target)
-    if node.op == "call_method":
-        return _method_key(node)
-    if node.op == "call_module":
-        kind = type(modules(str(node.target)))
-        spelling = MODULES.get(kind)
-        return spelling.op.name if spelling else module_key(kind)
-    return None
-
-
-def module_key(kind: type[nn.Module]) -> Hashable:
-    """Name the call of a module class that is no spelling of an operator."""
-    return ("module", kind)
+    return _identify(node, modules)[0]
 
 
 def call_of(node: fx.Node, modules: ModuleLookup) -> Call:
-    """Bring the call of a node into canonical form.
-
-    >>> graph = fx.symbolic_trace(lambda x, y: x.add(y)).graph
-    >>> node = next(n for n in graph.nodes if n.op == "call_method")
-    >>> call = call_of(node, lambda target: nn.Module())
-    >>> call.key, dict(call.args)
-    ('add', {'input': x, 'other': y})
-    """
-    if node.op == "call_module":
-        return _module_call(node, modules(str(node.target)))
-    key = key_of(node, modules)
-    if node.target is getattr and key == "size":
-        return _spelled(METHODS["size"], node.args[:1], {}, key)
-    spelling = _spelling(node)
-    if spelling is not None and key == spelling.op.name:
-        return _spelled(spelling, node.args, node.kwargs, key)
-    return _unlisted_call(node, key)
-
-
-def written_operand(call: Call) -> Any:
-    """Return the value that an in-place call overwrites, or None."""
-    return call.args.get("input") if call.inplace and call.args else None
-
-
-@lru_cache(maxsize=4096)
-def _function_spelling(target: Any) -> Spelling | None:
-    """Look a function up; methods of ``torch.Tensor`` count as the method."""
-    found = FUNCTIONS.get(target)
-    if found is None and _is_attribute_of(torch.Tensor, target):
-        found = METHODS.get(target.__name__)
-    return found
-
-
-@lru_cache(maxsize=4096)
-def _function_key(target: Any) -> Hashable:
-    """Name a function. An unlisted ``torch.f`` shares its name with the method ``x.f``."""
-    spelling = _function_spelling(target)
-    if spelling is not None:
-        return spelling.op.name
-    if _is_attribute_of(torch, target) or _is_attribute_of(torch.Tensor, target):
-        return ("torch", target.__name__)
-    return ("function", target)
-
-
-def _is_attribute_of(owner: Any, target: Any) -> bool:
-    """Tell whether `target` is what `owner` knows under the target's own name."""
-    name = getattr(target, "__name__", None)
-    return isinstance(name, str) and getattr(owner, name, None) is target
-
-
-def _method_key(node: fx.Node) -> Hashable:
-    """Name a method call."""
-    spelling = METHODS.get(str(node.target))
+    """Bring the call of a node into canonical form."""
+    key, spelling = _identify(node, modules)
     if spelling is None:
-        return ("torch", node.target)
-    # x.view(torch.int32) reads the same bytes as another type: not a change of shape.
-    if node.target == "view" and len(node.args) == 2 and isinstance(node.args[1], torch.dtype):
-        return ("torch", "view.dtype")
-    return spelling.op.name
+        return Call(key, _unlisted_arguments(node, modules))
+    if node.op == "call_module":
+        module = modules(str(node.target))
+        bound = _bind(("input",), node.args, node.kwargs)
+        if bound is not None:
+            bound |= _settings(spelling.params, module, str(node.target))
+        inplace = getattr(module, "inplace", False) is True
+    else:
+        args = node.args[:1] if node.target is getattr else node.args
+        bound = _bind(spelling.params, args, node.kwargs)
+        inplace = spelling.inplace or bool(bound and bound.get("inplace") is True)
+    return Call(key, bound, spelling.op, inplace)
 
 
-def _spelling(node: fx.Node) -> Spelling | None:
-    """Look up how a function or method node spells its operator."""
+_Named = tuple[Key, Spelling | None]
+
+
+def _identify(node: fx.Node, modules: ModuleLookup) -> _Named:
+    """The key of a node's operator, and how the node spells it."""
+    if node.op == "call_function":
+        is_shape = node.target is getattr and node.args[1:] == ("shape",)
+        return ("size", METHODS["size"]) if is_shape else _identify_function(node.target)
     if node.op == "call_method":
-        return METHODS.get(str(node.target))
-    return _function_spelling(node.target)
+        # x.view(torch.int32) reads the same bytes as another type: not a change of shape.
+        if node.target == "view" and len(node.args) == 2 and isinstance(node.args[1], torch.dtype):
+            return ("torch", "view.dtype"), None
+        return _named(METHODS.get(str(node.target)), ("torch", node.target))
+    if node.op == "call_module":
+        kind = type(modules(str(node.target)))
+        return _named(MODULES.get(kind), kind)
+    return None, None
 
 
-def _spelled(
-    spelling: Spelling, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Hashable
-) -> Call:
-    bound = _bind(spelling.params, args, kwargs)
-    inplace = spelling.inplace or bool(bound and bound.get("inplace") is True)
-    return Call(key, bound, spelling.op, inplace, spelling.op.defaults)
+def _named(spelling: Spelling | None, otherwise: Key) -> _Named:
+    return (spelling.op.name if spelling else otherwise), spelling
+
+
+@lru_cache(maxsize=4096)
+def _identify_function(target: Any) -> _Named:
+    """Look a function up. An unlisted ``torch.f`` shares its name with the method ``x.f``."""
+    name = str(getattr(target, "__name__", ""))
+    is_method = getattr(torch.Tensor, name, None) is target
+    in_torch = is_method or getattr(torch, name, None) is target
+    spelling = FUNCTIONS.get(target) or (METHODS.get(name) if is_method else None)
+    return _named(spelling, ("torch", name) if in_torch else ("function", target))
 
 
 def _bind(
@@ -182,38 +158,25 @@ def _varargs(values: list[Any]) -> Any:
     return tuple(values)
 
 
-def _module_call(node: fx.Node, module: nn.Module) -> Call:
-    """Bring the call of a module into canonical form."""
-    spelling = MODULES.get(type(module))
-    if spelling is None:
-        bound = bind_signature(module.forward, node.args, node.kwargs)
-        return Call(module_key(type(module)), bound)
-    bound = _bind(("input",), node.args, node.kwargs)
-    if bound is not None:
-        bound |= _settings(spelling, module, str(node.target))
-    inplace = getattr(module, "inplace", False) is True
-    return Call(spelling.op.name, bound, spelling.op, inplace, spelling.op.defaults)
-
-
-def _settings(spelling: ModuleSpelling, module: nn.Module, target: str) -> dict[str | int, Any]:
+def _settings(names: tuple[str, ...], module: nn.Module, target: str) -> dict[str | int, Any]:
     """Read what a function would take as arguments from the attributes of a module."""
-    settings: dict[str | int, Any] = {}
-    for name in spelling.attributes:
-        value = getattr(module, name)
-        is_state = name in module._parameters and value is not None
-        settings[name] = ModuleState(target, name) if is_state else value
+    settings: dict[str | int, Any] = {name: getattr(module, name) for name in names}
+    for name, value in settings.items():
+        if name in module._parameters and value is not None:
+            settings[name] = ModuleState(target, str(name))
     return settings
 
 
-def _unlisted_call(node: fx.Node, key: Hashable) -> Call:
-    """Describe the call of an operator outside the table, by signature if it has one."""
-    args = tuple(node.args)
+def _unlisted_arguments(node: fx.Node, modules: ModuleLookup) -> dict[str | int, Any] | None:
+    """Bind the arguments of an operator outside the table, by signature if it has one."""
+    if node.op == "call_module":
+        return bind_signature(modules(str(node.target)).forward, node.args, node.kwargs)
     if node.op == "call_function" and inspect.isfunction(node.target):
-        return Call(key, bind_signature(node.target, args, node.kwargs))
-    bound: dict[str | int, Any] = dict(enumerate(args))
-    for name, value in node.kwargs.items():
-        bound[0 if name == "input" and not args else name] = value
-    return Call(key, bound)
+        return bind_signature(node.target, node.args, node.kwargs)
+    args, kwargs = list(node.args), dict(node.kwargs)
+    if not args and "input" in kwargs:
+        args = [kwargs.pop("input")]
+    return positions_and_names(args, kwargs)
 
 
 def bind_signature(
@@ -232,8 +195,7 @@ def bind_signature(
     return positions_and_names((), bound.arguments)
 
 
-def positions_and_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str | int, Any]:
+def positions_and_names(args: Sequence[Any], kwargs: Mapping[Any, Any]) -> dict[str | int, Any]:
     """Put the arguments of a call into one dictionary, the positional ones by position."""
     given: dict[str | int, Any] = dict(enumerate(args))
-    given.update(kwargs)
-    return given
+    return given | dict(kwargs)

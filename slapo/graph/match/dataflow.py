@@ -24,15 +24,12 @@ def is_private(value: Any, modules: ModuleLookup) -> bool:
 
     Inputs and parameters are always seen; a view is as private as the value it views.
     """
-    pending = [value]
-    while pending:
-        value = pending.pop()
-        if not isinstance(value, fx.Node) or value.op in ("placeholder", "get_attr"):
-            return False
-        if len(value.users) != 1:
-            return False
-        pending.extend(viewed_operands(value, modules))
-    return True
+    return (
+        isinstance(value, fx.Node)
+        and value.op not in ("placeholder", "get_attr")
+        and len(value.users) == 1
+        and all(is_private(viewed, modules) for viewed in viewed_operands(value, modules))
+    )
 
 
 def size_helpers(matched: Collection[fx.Node], inputs: Collection[fx.Node]) -> set[fx.Node]:

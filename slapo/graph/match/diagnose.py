@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch.fx as fx
 from torch import nn
 
-from slapo.graph.match.canonical import key_of
-from slapo.graph.match.index import MISSING, GraphIndex, is_free_form, sizes_agree
+from slapo.graph.match.canonical import MISSING, key_of
+from slapo.graph.match.index import GraphIndex, is_free_form, sizes_agree
 from slapo.graph.match.pattern_ops import Step, pattern_steps
 from slapo.graph.match.search import furthest
 from slapo.graph.match.values import same_value
@@ -57,32 +57,29 @@ def why_no_subgraph(graphs: Graphs, pattern: fx.Graph) -> str:
         summary = (
             f"of the operations of the pattern, {number} in all, none was found; there are {there}"
         )
-    steps = sorted(nearest.steps.items(), key=lambda item: item[0])
-    absent = _listed(_name(step) for node, step in steps if not nearest.occurs(node))
-    return _joined(
-        summary,
-        _whereabouts(nearest, missing, graphs),
-        [f"no graph here has {absent}"] if absent else [],
-        _other_spellings(missing, graphs),
-        _opaque_calls(graphs),
+    absent = _listed(
+        _name(nearest.steps[n]) for n in sorted(nearest.steps) if not nearest.occurs(n)
     )
+    hints = [*_whereabouts(nearest, missing, graphs)]
+    hints += [f"no graph here has {absent}"] if absent else []
+    return _joined(summary, *hints, *_other_spellings(missing, graphs), *_opaque_calls(graphs))
 
 
 def why_no_call(graphs: Graphs, regex: re.Pattern[str]) -> str:
     """Say what the modules are called whose calls a regular expression did not match."""
     summary = f"{regex.pattern!r} matches none of the {len(_calls(graphs))} calls of modules"
-    return _joined(summary, _near_names(regex, graphs), _opaque_calls(graphs))
+    return _joined(summary, _near_names(regex, graphs), *_opaque_calls(graphs))
 
 
 def why_no_node(graphs: Graphs) -> str:
     """Say how many nodes a predicate was asked about."""
     nodes = [_show(node, traced) for traced in graphs for node in traced.graph.nodes]
     summary = f"the predicate holds for none of the {len(nodes)} nodes; there are {_listed(nodes)}"
-    return _joined(summary, _opaque_calls(graphs))
+    return _joined(summary, *_opaque_calls(graphs))
 
 
-def _joined(summary: str, *hints: Iterable[str]) -> str:
-    return "\n- ".join([summary, *(hint for several in hints for hint in several)])
+def _joined(*lines: str) -> str:
+    return "\n- ".join(lines)
 
 
 def _found(nearest: NearestMatch) -> str:
@@ -105,21 +102,20 @@ def _whereabouts(nearest: NearestMatch, missing: Step, graphs: Graphs) -> Iterat
             "graph: trace the common parent with .trace(flatten=True)"
         )
     elif missing.regex is not None:
-        yield from _near_names(missing.regex, graphs)
+        yield _near_names(missing.regex, graphs)
 
 
 def _misfits(nearest: NearestMatch, step: Step, node: fx.Node) -> Iterator[str]:
     """Name constants that keep a node of the same operation from being the pattern's."""
     call = nearest.places[0][1].call(step, node)
     wanted: dict[Any, Any] = {**step.sizes, **(step.call.args or {})}
-    given, names = call.args or {}, set(wanted)
+    names = set(wanted)
     if is_free_form(step, node):
         names -= {*step.implied, *step.sizes}
     elif step.regex is None:
-        names |= given.keys() - (call.op.free | call.op.ignored | call.op.sizes if call.op else ())
+        names |= (call.args or {}).keys() - call.unstated
     for name in sorted(names, key=str):
-        one = wanted.get(name, step.call.defaults.get(str(name), MISSING))
-        other = given.get(name, call.defaults.get(str(name), MISSING))
+        one, other = wanted.get(name, step.call.default(name)), call.value(name)
         same = sizes_agree if name in step.sizes else same_value
         if MISSING not in (one, other) and not nodes_in((one, other)) and not same(one, other):
             yield f"{node.name} has {name}={other!r}, the pattern {one!r}"
@@ -127,26 +123,26 @@ def _misfits(nearest: NearestMatch, step: Step, node: fx.Node) -> Iterator[str]:
 
 def _opaque_calls(graphs: Graphs) -> Iterator[str]:
     """List calls that hide the operations of a module."""
-    closed: list[str] = []
-    sealed: list[str] = []
+    names: dict[bool, list[str]] = {False: [], True: []}
     for traced, node in _calls(graphs):
         inner = _module(node, traced)
         if not isinstance(inner, fx.GraphModule) and not is_torch_leaf(inner):
             is_sealed = is_opaque(traced.module.get_submodule(str(node.target)))
-            (sealed if is_sealed else closed).append(_show(node, traced))
-    if closed:
+            names[is_sealed].append(_show(node, traced))
+    if names[False]:
         yield (
-            f"the operations within {_listed(closed)} are not seen; .trace(flatten=True) before "
-            "the search makes them part of the graph"
+            f"the operations within {_listed(names[False])} are not seen; .trace(flatten=True) "
+            "before the search makes them part of the graph"
         )
-    if sealed:
-        yield f"{_listed(sealed)} stay closed: they have hooks or wrappers, or traceable = False"
+    if names[True]:
+        yield (
+            f"{_listed(names[True])} stay closed: they have hooks or wrappers, or traceable = False"
+        )
 
 
 def _other_spellings(missing: Step, graphs: Graphs) -> Iterator[str]:
     """Name operations that a missing one may be hidden in, or be called by."""
-    calls = _calls(graphs)
-    linear = [_show(n, traced) for traced, n in calls if isinstance(_module(n, traced), nn.Linear)]
+    linear = [_show(n, at) for at, n in _calls(graphs) if isinstance(_module(n, at), nn.Linear)]
     if missing.call.key == "add" and linear:
         yield (
             f"the bias of {linear[0]} is added within it: .decompose() the layer before the "
@@ -158,20 +154,18 @@ def _other_spellings(missing: Step, graphs: Graphs) -> Iterator[str]:
         yield f"named alike are {_listed(near)}"
 
 
-def _near_names(regex: re.Pattern[str], graphs: Graphs) -> Iterator[str]:
+def _near_names(regex: re.Pattern[str], graphs: Graphs) -> str:
     """Say which names of called modules a regular expression nearly matches."""
     targets = list(dict.fromkeys(str(node.target) for _, node in _calls(graphs)))
-    within = next((target for target in targets if regex.search(target)), None)
-    near = difflib.get_close_matches(regex.pattern, targets, n=3, cutoff=0.4) or targets
     if not targets:
-        yield "no graph here calls a module"
-    elif within is not None:
-        yield (
-            f"{regex.pattern!r} is within {within!r}, but names are matched from their start: "
+        return "no graph here calls a module"
+    for target in filter(regex.search, targets):
+        return (
+            f"{regex.pattern!r} is within {target!r}, but names are matched from their start: "
             f"write {'.*' + regex.pattern!r}"
         )
-    else:
-        yield f"names of called modules are {_listed(map(repr, near))}"
+    near = difflib.get_close_matches(regex.pattern, targets, n=3, cutoff=0.4) or targets
+    return f"names of called modules are {_listed(map(repr, near))}"
 
 
 def _operations(graphs: Graphs) -> set[str]:
@@ -196,9 +190,7 @@ def _show(node: fx.Node, traced: TracedGraph) -> str:
 
 def _name(step: Step) -> str:
     """An operation of a pattern as it was written."""
-    if step.regex is not None:
-        return f"call_module({step.regex.pattern!r})"
-    return _name_of_key(step.call.key)
+    return f"call_module({step.regex.pattern!r})" if step.regex else _name_of_key(step.call.key)
 
 
 def _name_of_key(key: Any) -> str:
@@ -226,14 +218,14 @@ class NearestMatch(NamedTuple):
 
     @property
     def missing(self) -> Step | None:
-        """The first that was not found: prefer what no graph has, then what is next to the others.
+        """The first that was not found; None if only the arguments do not fit.
 
-        None if only the arguments do not fit.
+        Prefer what no graph has, then what is next to the others.
         """
         beside = {value for node in self.found for value in nodes_in(self.steps[node].call.args)}
 
         def order(node: fx.Node) -> tuple[bool, bool, fx.Node]:
-            takes = any(value in self.found for value in nodes_in(self.steps[node].call.args))
+            takes = self.found.keys() & set(nodes_in(self.steps[node].call.args))
             return bool(self.occurs(node)), not (takes or node in beside), node
 
         missing = [node for node in self.steps if node not in self.found]
@@ -241,31 +233,29 @@ class NearestMatch(NamedTuple):
 
     def in_place_of(self, missing: Step) -> list[fx.Node]:
         """What takes the values, or gives the value, that the missing operation would."""
-        arguments = [self.found[v] for v in nodes_in(missing.call.args) if v in self.found]
-        takers = (user for argument in arguments for user in argument.users)
-        beside = (
-            n for o, n in self.found.items() if missing.node in nodes_in(self.steps[o].call.args)
-        )
-        givers = (value for node in beside for value in node.all_input_nodes)
+        operands = nodes_in(missing.call.args)
+        nearby: list[fx.Node] = []
+        for operand in operands:
+            nearby += self.found[operand].users if operand in self.found else ()
+        for node, match in self.found.items():
+            if missing.node in nodes_in(self.steps[node].call.args):
+                nearby += match.all_input_nodes
         known = set(self.found.values())
-        return [n for n in (*takers, *givers) if n not in known and n.op != "output"]
+        return [node for node in nearby if node not in known and node.op != "output"]
 
 
 def nearest_match(graphs: Graphs, steps: dict[fx.Node, Step]) -> NearestMatch:
-    """Find the longest part of a pattern that some graph has."""
+    """Find the longest part of a pattern that some graph has, from the rarest operation on."""
     places = [(g, GraphIndex(g.graph, g.module.get_submodule, steps)) for g in graphs]
+    starts = []
+    for place in places:
+        candidates = {anchor: place[1].candidates(step) for anchor, step in steps.items()}
+        for anchor in sorted(candidates, key=lambda node: len(candidates[node])):
+            starts += [(place, anchor, node) for node in candidates[anchor][:_STARTS_PER_OPERATION]]
     best, found = places[0], dict[fx.Node, fx.Node]()
-    starts = [(place, *start) for place in places for start in _starts(place[1], steps)]
     for place, anchor, node in starts[:_STARTS]:
         reached = furthest(steps, place[1], anchor, node)
         if len(reached) > len(found):
             best, found = place, reached
     places.sort(key=lambda place: place is not best)
     return NearestMatch(steps, places, {node: found[node] for node in sorted(found)})
-
-
-def _starts(index: GraphIndex, steps: dict[fx.Node, Step]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Operations of the pattern with nodes that they may be, the rarest first."""
-    candidates = {anchor: index.candidates(step) for anchor, step in steps.items()}
-    for anchor in sorted(candidates, key=lambda node: len(candidates[node])):
-        yield from ((anchor, node) for node in candidates[anchor][:_STARTS_PER_OPERATION])

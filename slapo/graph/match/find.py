@@ -61,19 +61,9 @@ class Origin(NamedTuple):
 
 
 class Subgraph(list[tuple[str, fx.Node]]):
-    """A match: a list of ``(parent_path, node)`` pairs in graph order.
+    """A match: a list of ``(parent_path, node)`` pairs in graph order."""
 
-    Parameters
-    ----------
-    path
-        Path of the traced module.
-    match
-        The nodes in its graph.
-    search, position
-        The search in that module, and the place of the match in its results.
-    """
-
-    #: Set by ``Schedule.find``, for records.
+    #: set by ``Schedule.find``, for records
     origin: Origin | None = None
 
     def __init__(
@@ -102,15 +92,8 @@ class Located(tuple[str, fx.Node]):
 class Matches(list[T]):
     """The results of a search. Where there are none, ``why`` explains it.
 
-    Parameters
-    ----------
-    found
-        Subgraphs or nodes.
-    explain
-        Gives the reason; called when it is asked for, at most once.
+    `explain` gives the reason; it is called when that is asked for, at most once.
 
-    Examples
-    --------
     >>> Matches([], lambda: "no call of a module matches 'fc'")
     [] (no call of a module matches 'fc')
     """
@@ -151,11 +134,10 @@ def traced_modules(root: nn.Module) -> Iterator[TracedGraph]:
     module = innermost(root)
     if not isinstance(module, fx.GraphModule):
         return
-    yield TracedGraph("", module, module.graph)
-    seen = {id(module)}
+    seen: set[int] = set()
     for name, child in module.named_modules():
         inner = innermost(child)
-        if name and isinstance(inner, fx.GraphModule) and id(inner) not in seen:
+        if isinstance(inner, fx.GraphModule) and id(inner) not in seen:
             seen.add(id(inner))
             yield TracedGraph(name, inner, inner.graph)
 
@@ -181,10 +163,7 @@ def find_subgraphs_in(root: nn.Module, pattern: re.Pattern[str] | fx.Graph) -> M
 def search_for_chain(module: fx.GraphModule, chain: Sequence[fx.Node]) -> tuple[Search, int, Match]:
     """A search that finds a chain which was picked by hand, its place in the results, and it.
 
-    Raises
-    ------
-    ValueError
-        If the operations share no value, so that no search finds them together.
+    Operations that share no value are found by no search: a ``ValueError``.
     """
     pattern = _pattern_of(chain)
     matches = find_subgraphs(module.graph, module.get_submodule, pattern, overlapping=True)
@@ -201,9 +180,8 @@ def _pattern_of(chain: Sequence[fx.Node]) -> fx.Graph:
     """A pattern of exactly these operations; their inputs are its arguments."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    inside = set(chain)
     for value in (v for node in chain for v in node.all_input_nodes):
-        if value not in inside and value not in copies:
+        if value not in chain and value not in copies:
             copies[value] = graph.placeholder(f"slapo_input_{len(copies)}")
     for node in chain:
         args: Any = fx.map_arg(node.args, copies.__getitem__)
@@ -237,9 +215,9 @@ def find_nodes(
     root: nn.Module, question: re.Pattern[str] | Callable[[fx.Node], bool]
 ) -> Matches[Located]:
     """Nodes that answer to what :func:`read_question` gave, in every graph at or below `root`."""
-    graphs = list(traced_modules(root))
     if isinstance(question, re.Pattern):
         calls = find_subgraphs_in(root, question)
         return Matches((Located(pair) for call in calls for pair in call), lambda: calls.why)
+    graphs = list(traced_modules(root))
     nodes = ((path, node) for path, _, graph in graphs for node in graph.nodes if question(node))
     return Matches(map(Located, nodes), lambda: why_no_node(graphs))

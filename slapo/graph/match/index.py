@@ -6,20 +6,21 @@ Sizes, as ``view``, ``expand`` and norms take them, are spelled differently by e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from slapo.graph.match.canonical import (
+    MISSING,
     Call,
+    Key,
     ModuleState,
     bind_signature,
     call_of,
     called_path,
     key_of,
-    module_key,
     positions_and_names,
 )
 from slapo.graph.match.dataflow import is_size
@@ -28,9 +29,6 @@ from slapo.graph.match.pattern_ops import Step
 from slapo.graph.match.values import same_settings, same_value
 from slapo.graph.trace.nodes import ModuleLookup, Pair
 
-MISSING = object()
-"""The value of an argument that a call neither states nor has a default for."""
-
 
 class GraphIndex:
     """The nodes of a graph by the operations of one pattern."""
@@ -38,22 +36,20 @@ class GraphIndex:
     def __init__(self, graph: fx.Graph, modules: ModuleLookup, steps: dict[fx.Node, Step]) -> None:
         self.modules = modules
         self._calls: dict[tuple[fx.Node, bool], Call] = {}
-        self.nodes: dict[Hashable, list[fx.Node]] = {step.call.key: [] for step in steps.values()}
-        by_class = any(isinstance(key, tuple) and key[0] == "module" for key in self.nodes)
+        self.nodes: dict[Key, list[fx.Node]] = {step.call.key: [] for step in steps.values()}
+        self._has_class = any(isinstance(key, type) for key in self.nodes)
         for node in graph.nodes:
-            found = self.nodes.get(key_of(node, modules))
-            if found is not None:
-                found.append(node)
-            if call_module in self.nodes and called_path(node) is not None:
-                self.nodes[call_module].append(node)
-            if by_class and node.op == "call_module":
-                self._add_by_class(node)
+            for key in self._keys(node) & self.nodes.keys():
+                self.nodes[key].append(node)
 
-    def _add_by_class(self, node: fx.Node) -> None:
-        """List the call of a module that spells an operator under its class too."""
-        found = self.nodes.get(module_key(type(self.modules(str(node.target)))))
-        if found is not None and (not found or found[-1] is not node):
-            found.append(node)
+    def _keys(self, node: fx.Node) -> set[Key]:
+        """The operator of a node, and the other ways that a pattern names the call of a module."""
+        keys = {key_of(node, self.modules)}
+        if called_path(node) is not None:
+            keys.add(call_module)
+        if self._has_class and node.op == "call_module":
+            keys.add(type(self.modules(str(node.target))))
+        return keys
 
     def candidates(self, step: Step) -> list[fx.Node]:
         """List the nodes that may be `step`, in graph order."""
@@ -63,26 +59,18 @@ class GraphIndex:
         return [node for node in nodes if step.regex.match(called_path(node) or "")]
 
     def rarest(self, steps: dict[fx.Node, Step]) -> tuple[fx.Node, Sequence[fx.Node]]:
-        """Choose the operation that the graph has least often; stop at one that it lacks."""
-        best: tuple[fx.Node, Sequence[fx.Node]] | None = None
-        for node, step in steps.items():
-            candidates = self.candidates(step)
-            if best is None or len(candidates) < len(best[1]):
-                best = (node, candidates)
-            if not candidates:
-                break
-        assert best is not None, "a pattern has an operation"
-        return best
+        """Choose the operation that the graph has least often."""
+        candidates = [(node, self.candidates(step)) for node, step in steps.items()]
+        return min(candidates, key=lambda pair: len(pair[1]))
 
     def fits(self, step: Step, node: fx.Node) -> bool:
         """Tell whether `node` is the same operation as `step`, arguments aside."""
         if step.regex is not None:
             path = called_path(node)
             return path is not None and bool(step.regex.match(path))
-        if step.call.op is None and isinstance(step.call.key, tuple) and node.op == "call_module":
+        if step.module is not None and step.call.op is None and node.op == "call_module":
             module = self.modules(str(node.target))
-            same = module_key(type(module)) == step.call.key
-            return same and step.module is not None and same_settings(step.module, module)
+            return type(module) is step.call.key and same_settings(step.module, module)
         return key_of(node, self.modules) == step.call.key
 
     def call(self, step: Step, node: fx.Node) -> Call:
@@ -90,19 +78,16 @@ class GraphIndex:
         as_module = step.call.op is None and node.op == "call_module"
         key = (node, as_module)
         if key not in self._calls:
-            self._calls[key] = self._module_call(node) if as_module else call_of(node, self.modules)
+            if as_module:
+                forward = self.modules(str(node.target)).forward
+                call = Call(None, bind_signature(forward, node.args, node.kwargs))
+            else:
+                call = call_of(node, self.modules)
+            self._calls[key] = call
         return self._calls[key]
 
-    def _module_call(self, node: fx.Node) -> Call:
-        """Describe the call of a module by the parameters of its ``forward``."""
-        forward = self.modules(str(node.target)).forward
-        return Call(None, bind_signature(forward, node.args, node.kwargs))
-
     def same(self, one: Any, other: Any) -> bool:
-        """Tell whether two values are the same, or look the same tensor up.
-
-        `one` may be a tensor that the pattern holds: then the graph must look an equal one up.
-        """
+        """Tell whether two values are the same, or look the same or an equal tensor up."""
         if same_value(one, other):
             return True
         tensor = self._tensor(other)
@@ -128,16 +113,17 @@ def argument_pairs(step: Step, node: fx.Node, call: Call) -> Iterator[list[Pair]
     if step.regex is not None:
         yield from _named_pairs(step, node, call)
         return
-    stated, given, op = step.call.args, call.args, call.op
-    if stated is None or given is None:
+    stated, op = step.call.args, call.op
+    if stated is None or call.args is None:
         return
     if is_free_form(step, node):
         stated = {name: value for name, value in stated.items() if name not in step.implied}
     elif not step.is_open and not _rest_agrees(step, call):
         return
-    values = {name: given.get(name, call.defaults.get(str(name), MISSING)) for name in stated}
+    values = {name: call.value(name) for name in stated}
     yield _paired(stated, values)
-    if op and op.swap and op.swap[0] in values and op.swap[1] in values and _swaps(values):
+    # Operands may change places, but not when one is scaled by ``alpha``.
+    if op and op.swap and values.keys() >= set(op.swap) and same_value(values.get("alpha", 1), 1):
         first, second = op.swap
         values[first], values[second] = values[second], values[first]
         yield _paired(stated, values)
@@ -153,12 +139,11 @@ def is_free_form(step: Step, node: fx.Node) -> bool:
 
 def _rest_agrees(step: Step, call: Call) -> bool:
     """Compare sizes, and what only the graph's call states with its default."""
-    stated, given, op = step.call.args or {}, call.args or {}, call.op
-    skipped = op.free | op.ignored | op.sizes if op else frozenset()
-    return all(
-        same_value(step.call.defaults.get(str(name), MISSING), given[name])
-        for name in given.keys() - stated.keys() - skipped
-    ) and all(sizes_agree(sizes, given.get(name, MISSING)) for name, sizes in step.sizes.items())
+    given = call.args or {}
+    unstated = given.keys() - (step.call.args or {}).keys() - call.unstated
+    return all(same_value(step.call.default(name), given[name]) for name in unstated) and all(
+        sizes_agree(sizes, given.get(name, MISSING)) for name, sizes in step.sizes.items()
+    )
 
 
 def _paired(wanted: Mapping[str | int, Any], values: Mapping[str | int, Any]) -> list[Pair]:
@@ -167,22 +152,15 @@ def _paired(wanted: Mapping[str | int, Any], values: Mapping[str | int, Any]) ->
     return sorted(pairs, key=lambda pair: isinstance(pair[0], fx.Node))
 
 
-def _swaps(values: dict[str | int, Any]) -> bool:
-    """Tell whether operands may change places: not when one is scaled by ``alpha``."""
-    return same_value(values.get("alpha", 1), 1)
-
-
 def _named_pairs(step: Step, node: fx.Node, call: Call) -> Iterator[list[Pair]]:
     """Compare the arguments that a pattern states for a module that it names."""
     wanted = dict(step.call.args or {})
     given = positions_and_names(node.args, node.kwargs)
     if not wanted.keys() <= given.keys():
         # The same argument may be positional on one side and a keyword on the other.
-        names = list(call.args or {})
-        wanted = {
-            names[k] if isinstance(k, int) and k < len(names) else k: v for k, v in wanted.items()
-        }
         given = dict(call.args or {})
+        names = dict(enumerate(given))
+        wanted = {names.get(k, k) if isinstance(k, int) else k: v for k, v in wanted.items()}
     if wanted.keys() <= given.keys():
         yield _paired(wanted, given)
 

@@ -44,11 +44,6 @@ def call_module(name_regex: str, *args: Any, **kwargs: Any) -> Any:
     *args, **kwargs
         Arguments of the call: values of the pattern, or constants.
 
-    Raises
-    ------
-    ValueError
-        Outside of a pattern, or if `name_regex` is not a regular expression.
-
     Examples
     --------
     >>> import torch.nn.functional as F
@@ -98,13 +93,8 @@ class Pattern(nn.Module):
 class ModulePattern(nn.Module):
     """A submodule of a :class:`Pattern` that matches the call of any module by its path.
 
-    Parameters
-    ----------
-    name : str
-        Regular expression, compared with the path by :func:`re.match`.
+    The path is compared with a regular expression by :func:`re.match`.
 
-    Examples
-    --------
     >>> ModulePattern("query|key|value")
     ModulePattern('query|key|value')
     """

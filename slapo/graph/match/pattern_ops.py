@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +15,6 @@ from slapo.graph.match.canonical import (
     Call,
     bind_signature,
     call_of,
-    module_key,
     positions_and_names,
 )
 from slapo.graph.match.pattern import (
@@ -52,7 +50,7 @@ class Step:
 
 
 def pattern_steps(graph: fx.Graph) -> dict[fx.Node, Step]:
-    """List the operations of a pattern that its outputs depend on, whatever sizes do."""
+    """List the operations of a pattern that its outputs depend on, but not those of sizes."""
     steps: dict[fx.Node, Step] = {}
     output = next(iter(reversed(graph.nodes)))
     pending = list(output.all_input_nodes)
@@ -60,8 +58,8 @@ def pattern_steps(graph: fx.Graph) -> dict[fx.Node, Step]:
         node = pending.pop()
         if node in steps or node.op in WILDCARD_OPS:
             continue
-        steps[node] = step = _step(node)
-        pending.extend(nodes_in(step.call.args))
+        steps[node] = _step(node)
+        pending.extend(nodes_in(steps[node].call.args))
     _check_connected(steps)
     return steps
 
@@ -77,7 +75,11 @@ def _step(node: fx.Node) -> Step:
     if call.args is None:
         raise ValueError(f"the pattern calls {node.target} with arguments that it does not take")
     call = replace(call, args=_with_tensors(call.args))
-    return _function_step(node, call) if module is None else _module_step(node, module, call)
+    if module is not None and (call.op is None or next(module.parameters(), None) is not None):
+        args = bind_signature(module.forward, node.args, node.kwargs)
+        given = None if args is None else _with_tensors(args)
+        return Step(node, Call(type(module), given), module=module)
+    return _operator_step(node, call, module)
 
 
 def _named_step(node: fx.Node, regex: str, args: tuple[Any, ...]) -> Step:
@@ -86,8 +88,8 @@ def _named_step(node: fx.Node, regex: str, args: tuple[Any, ...]) -> Step:
     return Step(node, Call(call_module, given), regex=compile_name(regex))
 
 
-def _function_step(node: fx.Node, call: Call) -> Step:
-    """Describe the call of a function or method."""
+def _operator_step(node: fx.Node, call: Call, module: nn.Module | None) -> Step:
+    """Describe the call of a function, a method or a module without state."""
     given = call.args or {}
     if node.meta.get(PATTERN_OF_CHAIN) == "open":
         values = {name: value for name, value in given.items() if nodes_in(value)}
@@ -95,30 +97,14 @@ def _function_step(node: fx.Node, call: Call) -> Step:
     if call.op is None:
         return Step(node, call)
     sizes = {str(name): given[name] for name in call.op.sizes & given.keys()}
-    by_default = {
-        str(name)
-        for name, value in given.items()
-        if name in call.defaults and same_value(call.defaults[str(name)], value)
-    }
+    by_default = {str(k) for k, value in given.items() if same_value(call.default(k), value)}
     # Python functions are traced with all arguments: F.dropout(x) shows p=0.5, training=True.
-    implied = by_default if inspect.isfunction(node.target) else ()
-    free = call.op.free if PATTERN_OF_CHAIN in node.meta else call.op.free & by_default
+    implied = frozenset(by_default) if inspect.isfunction(node.target) else frozenset()
+    is_exact = module is None and PATTERN_OF_CHAIN not in node.meta
+    free = call.op.free & by_default if is_exact else call.op.free
     skipped = call.op.ignored | free | sizes.keys()
     stated = {name: value for name, value in given.items() if name not in skipped}
-    return Step(node, replace(call, args=stated), sizes=sizes, implied=frozenset(implied))
-
-
-def _module_step(node: fx.Node, module: nn.Module, call: Call) -> Step:
-    """Describe the call of a submodule: by class if it has parameters, else by operator."""
-    has_state = next(module.parameters(), None) is not None
-    if has_state or call.op is None:
-        args = bind_signature(module.forward, node.args, node.kwargs)
-        given = None if args is None else _with_tensors(args)
-        return Step(node, Call(module_key(type(module)), given), module=module)
-    skipped = call.op.free | call.op.ignored
-    given = {name: value for name, value in (call.args or {}).items() if name not in skipped}
-    sizes = {str(name): given.pop(name) for name in call.op.sizes & given.keys()}
-    return Step(node, replace(call, args=given), module=module, sizes=sizes)
+    return Step(node, replace(call, args=stated), None, module, sizes, implied)
 
 
 def _with_tensors(args: Mapping[str | int, Any]) -> dict[str | int, Any]:
@@ -132,18 +118,14 @@ def _with_tensors(args: Mapping[str | int, Any]) -> dict[str | int, Any]:
 
 def _check_connected(steps: dict[fx.Node, Step]) -> None:
     """Refuse a pattern whose parts share no value: nothing would say which parts go together."""
-    neighbours: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+    parts: list[set[fx.Node]] = []
     for node, step in steps.items():
-        for value in nodes_in(step.call.args):
-            neighbours[node].add(value)
-            neighbours[value].add(node)
+        part = {node, *nodes_in(step.call.args)}
+        part.update(*(other for other in parts if other & part))
+        parts = [other for other in parts if not other & part] + [part]
     first = next(iter(steps))
-    reached, pending = {first}, [first]
-    while pending:
-        new = neighbours[pending.pop()] - reached
-        reached |= new
-        pending.extend(new)
-    lost = [str(node) for node in steps if node not in reached]
+    whole = next(part for part in parts if first in part)
+    lost = [str(node) for node in steps if node not in whole]
     if lost:
         raise ValueError(
             f"the pattern falls into parts that share no value: {first} and {', '.join(lost)}; "

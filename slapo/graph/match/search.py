@@ -13,10 +13,9 @@ from typing import Any
 
 import torch.fx as fx
 
-from slapo.graph.match.canonical import called_path, written_operand
+from slapo.graph.match.canonical import MISSING, called_path
 from slapo.graph.match.dataflow import is_private, size_helpers
 from slapo.graph.match.index import (
-    MISSING,
     GraphIndex,
     argument_pairs,
     follows_from,
@@ -45,10 +44,9 @@ class Match(list[fx.Node]):
 
     @property
     def bindings(self) -> dict[str, Any]:
-        """Name of each argument of the pattern -> what it stands for, in the pattern's order.
+        """Name of each argument that the pattern uses -> what it stands for, in its order.
 
-        That is a node, a constant, the weight of a module (:class:`.canonical.ModuleState`), or a
-        container of these. Arguments that the pattern does not use are left out.
+        That is a node, a constant, a :class:`.canonical.ModuleState`, or a container of these.
         """
         return {name: fx.map_arg(value, self._present) for name, value in self._values.items()}
 
@@ -77,35 +75,15 @@ def find_subgraphs(
     belong to a match if nothing else uses them. A match may have inner values that are used
     outside.
 
-    An argument of the pattern binds a value of the graph or a constant, but neither None nor a
-    value that the match itself computes; used twice, it is the same value. Instead of a weight it
-    also binds the weight of a module. A constant of the pattern, number or tensor, must be equal to
-    that of the graph. A functional call also matches the module that computes the same, whatever
-    attributes and weights it has where the call states nothing, and whatever sizes:
-    ``F.layer_norm(x, 1024)`` matches any ``nn.LayerNorm``.
+    An argument of the pattern binds a value of the graph, the weight of a module or a constant, but
+    neither None nor a value that the match itself computes; used twice, it is the same value. A
+    constant of the pattern, number or tensor, must be equal to that of the graph. A functional call
+    also matches the module that computes the same, with any attributes and weights where the call
+    states nothing, and any sizes: ``F.layer_norm(x, 1024)`` matches any ``nn.LayerNorm``.
 
-    Raises
-    ------
-    ValueError
-        If the pattern cannot be traced, holds no operation, falls into unconnected parts, or
-        is longer than Python's recursion limit allows (a few hundred operations).
-
-    Examples
-    --------
-    >>> import torch.nn.functional as F
-    >>> from torch import nn
-    >>> class Mlp(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.fc, self.act = nn.Linear(2, 2), nn.GELU()
-    ...     def forward(self, x, y):
-    ...         return self.act(y + self.fc(x))
-    >>> gm = fx.symbolic_trace(Mlp())
-    >>> matches = find_subgraphs(gm.graph, gm.get_submodule, lambda a, b: F.gelu(a + b))
-    >>> matches
-    [[add, act]]
-    >>> matches[0].bindings
-    {'a': y, 'b': fc}
+    >>> gm = fx.symbolic_trace(lambda x, y: (x + y).relu())
+    >>> [match.bindings for match in find_subgraphs(gm.graph, gm.get_submodule, lambda a: a.relu())]
+    [{'a': add}]
     """
     traced = pattern if isinstance(pattern, fx.Graph) else trace_pattern(pattern)
     steps = pattern_steps(traced)
@@ -185,46 +163,34 @@ class _Unification:
 
     def _bind(self, wanted: fx.Node, value: Any, rest: list[Pair]) -> bool:
         """Let a node of the pattern stand for `value`, if the rest can be matched then."""
-        if wanted.op in WILDCARD_OPS:
-            return self._bind_wildcard(wanted, value, rest)
-        return isinstance(value, fx.Node) and self._bind_step(wanted, value, rest)
-
-    def _bind_wildcard(self, wanted: fx.Node, value: Any, rest: list[Pair]) -> bool:
-        """Let a wildcard stand for `value`; None is the absence of a value."""
-        if value is None or value is MISSING:
+        step = self._steps.get(wanted)
+        if step is None:
+            return _wildcard_fits(wanted, value) and self._unify_with(wanted, value, [rest])
+        if not isinstance(value, fx.Node) or not self._step_fits(step, value):
             return False
-        if (
-            wanted.op == "get_attr"
-            and PATTERN_OF_CHAIN in wanted.meta
-            and not (
-                isinstance(value, fx.Node)
-                and (value.op, value.target) == (wanted.op, wanted.target)
-            )
-        ):
-            return False
-        self._bound[wanted] = value
-        if self._unify(rest):
+        self._images.add(value)
+        orders = argument_pairs(step, value, self._index.call(step, value))
+        if self._unify_with(wanted, value, (pairs + rest for pairs in orders)):
             return True
+        self._images.remove(value)
+        return False
+
+    def _unify_with(self, wanted: fx.Node, value: Any, ways: Iterable[list[Pair]]) -> bool:
+        """Match in one of some ways while a node of the pattern stands for `value`."""
+        self._bound[wanted] = value
+        for pending in ways:
+            if self._unify(pending):
+                return True
         del self._bound[wanted]
         return False
 
-    def _bind_step(self, wanted: fx.Node, node: fx.Node, rest: list[Pair]) -> bool:
-        """Let an operation of the pattern stand for `node`, with any order of its operands."""
-        step = self._steps[wanted]
+    def _step_fits(self, step: Step, node: fx.Node) -> bool:
+        """Whether a node is the operation, is free, and writes to nothing that is seen outside."""
         if node in self._images or node in self._taken or not self._index.fits(step, node):
             return False
         call = self._index.call(step, node)
-        written = written_operand(call)
-        if call.inplace and not step.call.inplace and not is_private(written, self._index.modules):
-            return False
-        self._bound[wanted] = node
-        self._images.add(node)
-        for pairs in argument_pairs(step, node, call):
-            if self._unify(pairs + rest):
-                return True
-        del self._bound[wanted]
-        self._images.remove(node)
-        return False
+        writes = call.inplace and not step.call.inplace
+        return not writes or is_private((call.args or {}).get("input"), self._index.modules)
 
     def _extend(self) -> bool:
         """Go on with an operation that uses a value already bound, if one is left."""
@@ -236,16 +202,13 @@ class _Unification:
 
     def _frontier(self) -> tuple[fx.Node, Collection[fx.Node]] | None:
         """Choose the unbound operation with the fewest nodes that it may be."""
-        best: tuple[fx.Node, Collection[fx.Node]] | None = None
-        for wanted, step in self._steps.items():
-            if wanted in self._bound:
-                continue
-            for value in nodes_in(step.call.args):
-                bound = self._bound.get(value)
-                users = bound.users if isinstance(bound, fx.Node) else ()
-                if value in self._bound and (best is None or len(users) < len(best[1])):
-                    best = (wanted, users)
-        return best
+        choices = [
+            (wanted, bound.users if isinstance(bound, fx.Node) else ())
+            for wanted, step in self._steps.items()
+            if wanted not in self._bound
+            for bound in (self._bound[v] for v in nodes_in(step.call.args) if v in self._bound)
+        ]
+        return min(choices, key=lambda choice: len(choice[1]), default=None)
 
     def _finish(self) -> bool:
         """Accept the match unless an input of the pattern is a value of the match itself."""
@@ -277,3 +240,11 @@ class _Unification:
                 if known is MISSING and not follows_from(value, self._images):
                     found[argument] = value
         return found
+
+
+def _wildcard_fits(wanted: fx.Node, value: Any) -> bool:
+    """Whether a wildcard may stand for `value`; None is the absence of a value."""
+    if wanted.op == "get_attr" and PATTERN_OF_CHAIN in wanted.meta:
+        same = (wanted.op, wanted.target)
+        return isinstance(value, fx.Node) and (value.op, value.target) == same
+    return value is not None and value is not MISSING

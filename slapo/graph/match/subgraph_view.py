@@ -20,21 +20,12 @@ class SubgraphView(fx.GraphModule):
 
     So it follows when one of them is replaced there. It has no state of its own: its tables of
     parameters and children are those of the owner.
-
-    Attributes
-    ----------
-    owner : nn.Module
-        The traced module that the operations are part of.
-    graph : torch.fx.Graph
-        The operations; its inputs are those of the chain in order of first use.
-    name : str
-        Path, in the owner, of the module around the view; set when it has one.
-    rewritten_by : set of int
-        Numbers of the rewrites of the owner that were done in this graph.
     """
 
     owner: nn.Module
+    #: path, in the owner, of the module around the view; set when it has one
     name: str
+    #: numbers of the rewrites of the owner that were done in this graph
     rewritten_by: set[int]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SubgraphView:
@@ -90,11 +81,7 @@ class SubgraphView(fx.GraphModule):
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _empty, (type(self),), self.__getstate__()
-
-
-def _empty(kind: type[SubgraphView]) -> SubgraphView:
-    return object.__new__(kind)
+        return object.__new__, (type(self),), self.__getstate__()
 
 
 def subgraph_view(

@@ -14,10 +14,7 @@ from slapo.graph.trace.nodes import CONTAINERS, inner_pairs
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Tell whether two values are the same node, the same weight or equal constants.
-
-    Tensors are equal if dtype, shape and values are.
-    """
+    """Tell whether two values are the same node, the same weight or equal constants."""
     if one is other:
         return True
     if isinstance(one, (fx.Node, ModuleState)) or isinstance(other, (fx.Node, ModuleState)):
@@ -34,13 +31,7 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 def same_constant(one: Any, other: Any) -> bool:
-    """Tell whether two values are the same node or tensor, or equal constants of one type.
-
-    Examples
-    --------
-    >>> same_constant(1, 1), same_constant(1, 1.0), same_constant(1, True)
-    (True, False, False)
-    """
+    """Tell whether two values are the same node or tensor, or equal constants of one type."""
     if one is other:
         return True
     if type(one) is not type(other) or isinstance(one, (fx.Node, torch.Tensor)):
@@ -60,7 +51,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare two tensors, wherever they are; those on ``meta`` have no values to compare."""
+    """Compare dtype, shape and values, on any device; tensors on ``meta`` have no values."""
     if one.dtype != other.dtype or one.shape != other.shape or one.is_meta or other.is_meta:
         return False
     here, there = one.detach(), other.detach().to(one.device)
