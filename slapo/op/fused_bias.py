@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slapo.utils.scripting import script
+from slapo.scripting import script
 
 Activation = Callable[[Tensor], Tensor]
 

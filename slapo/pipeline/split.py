@@ -209,7 +209,8 @@ def _assign(
     stage_of: dict[fx.Node, int] = {}
     pending = set(ends)
     stage = 0
-    regions, inside = OpenRegions(), ()
+    regions = OpenRegions()
+    inside: tuple[fx.Node, ...] = ()
     for node in graph.nodes:
         stage_of[node] = 0 if node.op == "placeholder" else stage
         source = node.args[0] if is_projection(node) else None

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from slapo.errors import SlapoError
 from slapo.graph.trace.module import code_of
+from slapo.graph.trace.nodes import graph_of, rows_of
 from slapo.pipeline.split import StageGraph
 
 
@@ -39,7 +40,7 @@ class Stage(fx.GraphModule):
         self.__dict__["_graphs"] = {mode: each.graph for mode, each in parts.items()}
         self.__dict__["_codes"] = {}
 
-    @property
+    @property  # type: ignore[misc]
     def graph(self) -> fx.Graph:
         """The graph for the present mode."""
         graphs: dict[bool, fx.Graph] = self.__dict__["_graphs"]
@@ -53,7 +54,7 @@ class Stage(fx.GraphModule):
         return graphs[self.training]
 
     @property
-    def _graph(self) -> fx.Graph:
+    def _graph(self) -> fx.Graph:  # type: ignore[override]
         return self.graph
 
     @property
@@ -87,7 +88,12 @@ class Stage(fx.GraphModule):
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _empty, (), {**self.__dict__, "_codes": {}}
+        rows = {mode: rows_of(graph) for mode, graph in self.__dict__["_graphs"].items()}
+        return _empty, (), {**self.__dict__, "_codes": {}, "_graphs": rows}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        graphs = {mode: graph_of(rows) for mode, rows in state["_graphs"].items()}
+        self.__dict__.update({**state, "_graphs": graphs})
 
     __repr__ = nn.Module.__repr__
 

@@ -18,8 +18,8 @@ from slapo.sharding.guards import refuse_replicas
 from slapo.sharding.sync import SyncOp
 from slapo.wrapper import innermost
 
-#: Tensors, and what stands for them while torch.fx traces.
-_TENSORS = (Tensor, fx.Proxy)
+#: Tensors, and the proxies that stand for them while torch.fx traces.
+_TENSORS: tuple[Any, ...] = (Tensor, fx.Proxy)
 
 
 class SyncHook:

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
-from slapo import Schedule
+from slapo import Schedule, scripting
 from slapo.graph.fuse.modules import CompiledModule
-from slapo.utils import scripting
 from tests.fingerprint import fingerprint
 from tests.primitives.models import Attention, Block
 

@@ -13,13 +13,13 @@ import torch
 import torch.fx as fx
 from torch import nn
 
+from slapo import scripting
 from slapo.errors import SlapoError
 from slapo.graph.fuse.extract import has_state
 from slapo.graph.fuse.modules import compiled_late
 from slapo.graph.rewrite.rules import text_of
 from slapo.graph.trace.module import Traced, origin_of, trace_of
 from slapo.logger import get_logger
-from slapo.utils import scripting
 
 logger = get_logger()
 

@@ -148,6 +148,7 @@ class GraphImport:
         if target is call_leaf:
             return self._leaf_call(node)
         if target is call_sync:
+            number: Any
             number, tensor = node.args
             new = self.graph.call_function(self.calls.syncs[number], (self._argument(tensor),))
             new.meta |= {KIND: "tensor", OWNER: _owner_of(node)}
