@@ -8,7 +8,8 @@ from typing import Any
 import torch.fx as fx
 from torch import nn
 
-from slapo.graph.rewrite.subgraph import HasGraph, subgraph_inputs
+from slapo.graph.rewrite.effects import HasGraph
+from slapo.graph.rewrite.plan import subgraph_inputs
 from slapo.graph.trace.nodes import attribute, called_name, spare_self
 
 _SCALARS = (bool, int, float)

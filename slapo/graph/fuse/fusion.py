@@ -12,8 +12,9 @@ from slapo.graph.fuse.extract import extract, python_type
 from slapo.graph.fuse.modules import compiled_late, sequential_of
 from slapo.graph.fuse.torchscript import script
 from slapo.graph.match.subgraph_view import subgraph_view
+from slapo.graph.rewrite.effects import HasGraph
+from slapo.graph.rewrite.plan import subgraph_inputs
 from slapo.graph.rewrite.rules import MadePerText, Pick
-from slapo.graph.rewrite.subgraph import HasGraph, subgraph_inputs
 
 Compiler = Callable[[fx.GraphModule, str], nn.Module]
 
