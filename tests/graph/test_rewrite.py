@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from slapo.graph.fuse.extract import extract
+from slapo.graph.fuse.fusion import extract
 from slapo.graph.match.pattern import call_module
 from slapo.graph.match.search import find_by_name, find_subgraphs
 from slapo.graph.rewrite.plan import check_closed, subgraph_inputs

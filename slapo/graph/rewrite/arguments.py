@@ -207,10 +207,7 @@ def common_bindings(
 
 
 def plan_same_call(
-    node: fx.Node,
-    old: Callable[..., Any],
-    callee: Callee,
-    concrete_args: Mapping[str, Any],
+    node: fx.Node, old: Callable[..., Any], callee: Callee, concrete_args: Mapping[str, Any]
 ) -> Arguments:
     """Give a callable the arguments of a node.
 

@@ -1,10 +1,9 @@
 """What a call writes to, what its result may be a view of, and whether it draws random numbers.
 
-The one table of this. Torch itself says so of its operators: in their schemas and tags. Listed
-here is only what has none: Python's operators, functions of ``torch.nn.functional`` that are no
-operators, and modules. Of modules whose code cannot be seen it is believed that they write to an
-input only if they say so by ``inplace``. To suspect every opaque module would refuse each chain
-within a residual block, where the input of the block is read again behind it.
+The one table of this. Torch itself says so of its operators, in schemas and tags; listed here is
+only what has none: Python's operators, functions that are no operators, and modules. Modules whose
+code cannot be seen are believed to write to an input only if they say so by ``inplace``. To suspect
+each would refuse every chain within a residual block, whose input is read again behind it.
 """
 
 from __future__ import annotations
