@@ -8,10 +8,10 @@ from typing import Any
 from torch import fx, nn
 
 from slapo.graph.match.subgraph_view import subgraph_view
-from slapo.graph.rewrite.plan import Plan
+from slapo.graph.rewrite.effects import HasGraph
+from slapo.graph.rewrite.plan import Plan, subgraph_inputs
 from slapo.graph.rewrite.reorder import check_recompute
 from slapo.graph.rewrite.rules import MadePerText, Pick, carry_out
-from slapo.graph.rewrite.subgraph import HasGraph, subgraph_inputs
 from slapo.node import Node
 from slapo.op.checkpoint import CheckPointWrapper, OrderArgs
 from slapo.primitives.base import Primitive

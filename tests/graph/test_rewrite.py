@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from slapo.graph.fuse.extract import extract
+from slapo.graph.fuse.fusion import extract
 from slapo.graph.match.pattern import call_module
 from slapo.graph.match.search import find_by_name, find_subgraphs
+from slapo.graph.rewrite.plan import check_closed, subgraph_inputs
 from slapo.graph.rewrite.rules import Replace, carry_out
-from slapo.graph.rewrite.subgraph import check_closed, subgraph_inputs
 from slapo.graph.trace.views import park_unused
 from tests.graph.rewrites import replace_horizontal, replace_node, replace_vertical
 

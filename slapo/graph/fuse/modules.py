@@ -62,11 +62,7 @@ class CompiledModule(_GraphRunner):
 
 
 class Call(nn.Module):
-    """A function, or a method of its first argument, as a module.
-
-    >>> Call("upper")("a"), Call(len)("a")
-    ('A', 1)
-    """
+    """A function, or a method of its first argument, as a module."""
 
     def __init__(self, target: Callable[..., Any] | str) -> None:
         super().__init__()
@@ -96,9 +92,6 @@ def compiled_late(module: fx.GraphModule, name: str) -> CompiledModule:
     """Make a module, of a class with this name, that inductor compiles when it is first called.
 
     It has the submodules of the extracted `module`, under their names.
-
-    >>> compiled_late(fx.symbolic_trace(lambda x: x * 2), "Double")
-    Double()
     """
     compiled = _instance_of(CompiledModule, name)
     for path, child in module._modules.items():
@@ -109,14 +102,7 @@ def compiled_late(module: fx.GraphModule, name: str) -> CompiledModule:
 
 
 def sequential_of(module: fx.GraphModule, name: str) -> nn.Sequential:
-    """Turn an extracted module into a sequence of the class `name`: a child for each operation.
-
-    >>> sequential_of(fx.symbolic_trace(lambda x, y: (x + y).relu()), "AddRelu")
-    AddRelu(
-      (0): Call(add)
-      (1): Call(.relu)
-    )
-    """
+    """Turn an extracted module into a sequence of the class `name`: a child for each operation."""
     sequence = _instance_of(FusedSequential, name)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

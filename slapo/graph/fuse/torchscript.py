@@ -15,7 +15,6 @@ from torch import nn
 
 from slapo import scripting
 from slapo.errors import SlapoError
-from slapo.graph.fuse.extract import has_state
 from slapo.graph.fuse.modules import compiled_late
 from slapo.graph.rewrite.rules import text_of
 from slapo.graph.trace.module import Traced, origin_of, trace_of
@@ -35,12 +34,6 @@ def script(module: fx.GraphModule, name: str) -> nn.Module:
 
     Code without parameters is compiled once; equal modules become copies of the first. Parameters
     and buffers are those of `module`. A ``SlapoError`` has the compiler's reason and the way out.
-
-    >>> from slapo.graph.fuse.extract import extract
-    >>> gm = fx.symbolic_trace(lambda x: x * 2)
-    >>> part, _ = extract(gm, list(gm.graph.nodes)[1:2], "P")
-    >>> script(part, "P")(torch.ones(1))
-    tensor([2.])
     """
     if not scripting.has_scripts():
         logger.info(
@@ -54,8 +47,7 @@ def script(module: fx.GraphModule, name: str) -> nn.Module:
         return _compile(module, name)
     key = (name, code)
     if key not in _scripts:
-        functions = [node.target for node in module.graph.nodes]
-        _scripts[key] = (_compile(module, name), functions)
+        _scripts[key] = (_compile(module, name), [node.target for node in module.graph.nodes])
         if len(_scripts) > _CACHE_SIZE:
             _scripts.popitem(last=False)
     _scripts.move_to_end(key)
@@ -64,17 +56,7 @@ def script(module: fx.GraphModule, name: str) -> nn.Module:
 
 
 def _code_key(module: fx.GraphModule) -> str | None:
-    """A text of all that decides how an extracted module is compiled.
-
-    None if something in it cannot be compared, or there is state.
-
-    >>> def key(module):
-    ...     return _code_key(fx.symbolic_trace(nn.Sequential(module)))
-    >>> key(nn.Softmax(0)) == key(nn.Softmax(0)), key(nn.Softmax(0)) == key(nn.Softmax(1))
-    (True, False)
-    >>> key(nn.Linear(1, 1)) is None
-    True
-    """
+    """A text of all that decides how a module is compiled; None with state or what has no text."""
     if has_state(module):
         return None
     texts = [str(module.training)]
@@ -90,6 +72,11 @@ def _code_key(module: fx.GraphModule) -> str | None:
     calls = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
     inputs = [str(node.type) for node in module.graph.find_nodes(op="placeholder")]
     return "\n".join([*texts, *inputs, text_of(calls)])
+
+
+def has_state(module: nn.Module) -> bool:
+    """Whether a module has parameters, buffers, or other state that is saved."""
+    return bool(module.state_dict()) or next(module.buffers(), None) is not None
 
 
 def _compile(module: fx.GraphModule, name: str) -> torch.jit.ScriptModule:
@@ -117,13 +104,9 @@ def _as_written(module: nn.Module) -> nn.Module:
 
     Modules that change are replaced by shallow copies: the originals belong to the model.
     """
-    children = {
-        name: None if child is None else _as_written(child)
-        for name, child in module._modules.items()
-    }
-    if not isinstance(module, Traced) and all(
-        child is module._modules[name] for name, child in children.items()
-    ):
+    children = {k: None if m is None else _as_written(m) for k, m in module._modules.items()}
+    same = all(child is module._modules[name] for name, child in children.items())
+    if same and not isinstance(module, Traced):
         return module
     kind: Any = type(module)
     if isinstance(module, Traced):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
@@ -55,12 +55,7 @@ class Callee:
         return any(p.kind is kind for p in self.parameters or ())
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        """Write a call down with the names of the parameters.
-
-        >>> def new(x, s): ...
-        >>> Callee.of(new).call(["a"], {"s": 3.0})
-        'new(x=a, s=3.0)'
-        """
+        """Write a call down with the names of the parameters."""
         names = [p.name for p in self.parameters or () if p.kind in _POSITIONAL]
         shown = [f"{name}={value}" for name, value in zip(names, args, strict=False)]
         shown += map(str, args[len(names) :])
@@ -106,110 +101,45 @@ def plan_call(
 ) -> Arguments:
     """Distribute the inputs of a subgraph over the parameters of a callable.
 
-    Parameters
-    ----------
-    callee : Callee
-    inputs : sequence
-        The values that the subgraph takes, in order of first use.
-    concrete_args : mapping
-        Values for parameters by name, whatever else there is for them.
-    bindings : mapping
-        Argument of the pattern -> value that it stands for, in the pattern's order. A parameter of
-        the same name gets that value. The other values go to the parameters without default that
-        are left, in the pattern's order and then in the order of first use. Constants and sizes
-        among them are given only where parameters are left for them.
+    A parameter in `concrete_args` gets the value there. One that is called as an argument of the
+    pattern gets the value in `bindings`, which has them in the pattern's order. The other values go
+    to the parameters without default that are left, in the pattern's order and then in the order
+    of first use. Constants and sizes among them are given only where parameters are left for them.
 
-    Examples
-    --------
     >>> plan_call(Callee.of(lambda x, scale, y: x), ["a", "b"], {"scale": 2}, {})
     (('a',), {'scale': 2, 'y': 'b'})
-    >>> a, b, *_ = fx.symbolic_trace(lambda a, b: a + b).graph.nodes
-    >>> plan_call(Callee.of(lambda k, q, s=2.0: q), [a, b], {}, {"q": a, "s": 3.0})
-    ((b, a), {'s': 3.0})
-    >>> plan_call(Callee.of(lambda query, key: key), [b, a], {}, {"q": a, "k": b})
-    ((a, b), {})
     """
     names = callee.names
-    bound = {name: v for name, v in bindings.items() if name in names}
+    bound = {name: value for name, value in bindings.items() if name in names}
     unnamed = [value for name, value in bindings.items() if name not in names]
     taken, of_pattern = set(nodes_in(bound)), dict.fromkeys(nodes_in(list(bindings.values())))
     others = [value for value in inputs if value not in of_pattern]
     rest = [v for v in (*of_pattern, *others) if v in inputs and v not in taken]
     if callee.parameters is None:
         return tuple(rest), dict(concrete_args)
-    _check_names(callee, concrete_args)
-    bound = {name: value for name, value in bound.items() if name not in concrete_args}
-    _check_keyword_only(callee, {**bound, **concrete_args})
-    known = bound.keys() | concrete_args.keys()
-    wanted = [p for p in callee.parameters if _is_required(p) and p.name not in known]
+    values = {**bound, **concrete_args}
+    _check_names(callee, concrete_args, values)
+    wanted = [p for p in callee.parameters if _is_required(p) and p.name not in values]
     if callee.takes(Parameter.VAR_POSITIONAL):
-        given = rest if len(rest) >= len(wanted) else None
+        choices = [rest] if len(rest) >= len(wanted) else []
     else:
-        choices = _choices(rest, [*unnamed, *others])
-        given = next((values for values in choices if len(values) == len(wanted)), None)
-    if given is None:
-        raise ValueError(_misfit(callee, wanted, rest, bound))
-    return _distribute(callee.parameters, given, bound, concrete_args)
+        with_constants = [*unnamed, *others]
+        choices = [rest, _without_sizes(rest), with_constants, _without_sizes(with_constants)]
+        choices = [given for given in choices if len(given) == len(wanted)]
+    if not choices:
+        fixed = [f"{k}={v}" for k, v in bound.items() if k not in concrete_args]
+        besides = f" besides {', '.join(fixed)}, bound by name" if fixed else ""
+        raise ValueError(
+            f"{callee.label} takes {len(wanted)} required arguments "
+            f"({', '.join(p.name for p in wanted)}){besides}, but the subgraph has {len(rest)} "
+            f"inputs ({', '.join(map(str, rest))}); fix further parameters by concrete_args, "
+            "give them defaults, or match the operations between these inputs too"
+        )
+    return _distribute(callee.parameters, choices[0], values, concrete_args)
 
 
-def _choices(rest: list[Any], with_constants: list[Any]) -> Iterator[list[Any]]:
-    """The values that a callable may be given, from those that it takes first of all."""
-    for values in (rest, with_constants):
-        yield values
-        yield [value for value in values if not is_size(value)]
-
-
-def common_bindings(
-    callee: Callee, bindings: Sequence[Mapping[str, Any]], concrete_args: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Find what the arguments of a pattern stand for in all of several matches.
-
-    >>> one = Callee.of(lambda x, s: x)
-    >>> common_bindings(one, [{"x": "a", "s": 1}, {"x": "a", "s": 1}], {})
-    {'x': 'a', 's': 1}
-    """
-    first = dict(bindings[0]) if bindings else {}
-    for name in list(first):
-        values = [other.get(name) for other in bindings]
-        if all(same_constant(value, first[name]) for value in values):
-            continue
-        del first[name]
-        if name in callee.names and name not in concrete_args and not nodes_in(values):
-            raise ValueError(
-                f"{callee.label} takes {name!r}, which is {values} in the matches, and is called "
-                "once for all; pass concrete_args, or replace them one by one"
-            )
-    return first
-
-
-def plan_same_call(
-    node: fx.Node,
-    old: Callable[..., Any],
-    callee: Callee,
-    concrete_args: Mapping[str, Any],
-) -> Arguments:
-    """Give a callable the arguments of a node.
-
-    A keyword argument that it lacks is left out if it equals the default of `old`, which the node
-    calls: traces spell defaults out.
-
-    >>> import torch.nn.functional as F
-    >>> graph = fx.symbolic_trace(lambda x: F.softmax(x, dim=1)).graph
-    >>> node = next(iter(graph.find_nodes(op="call_function", target=F.softmax)))
-    >>> dict(node.kwargs)
-    {'dim': 1, '_stacklevel': 3, 'dtype': None}
-    >>> plan_same_call(node, F.softmax, Callee.of(lambda x, dim: x), {})
-    ((x,), {'dim': 1})
-    """
-    kwargs = dict(node.kwargs)
-    if callee.parameters is not None:
-        if not callee.takes(Parameter.VAR_KEYWORD):
-            defaults = _defaults_of(old)
-            for name in kwargs.keys() - {p.name for p in callee.parameters}:
-                if name in defaults and same_constant(defaults[name], kwargs[name]):
-                    del kwargs[name]
-        _check_binds(callee, node.args, {**kwargs, **concrete_args})
-    return tuple(node.args), {**kwargs, **concrete_args}
+def _without_sizes(values: list[Any]) -> list[Any]:
+    return [value for value in values if not is_size(value)]
 
 
 def _is_required(parameter: Parameter) -> bool:
@@ -217,20 +147,16 @@ def _is_required(parameter: Parameter) -> bool:
     return parameter.kind in _POSITIONAL and parameter.default is Parameter.empty
 
 
-def _check_names(callee: Callee, concrete_args: Mapping[str, Any]) -> None:
-    """Refuse constants for parameters that do not exist."""
-    if callee.takes(Parameter.VAR_KEYWORD):
-        return
+def _check_names(
+    callee: Callee, concrete_args: Mapping[str, Any], given: Mapping[str, Any]
+) -> None:
+    """Refuse constants for parameters that do not exist, and keyword-only ones without a value."""
     unknown = [name for name in concrete_args if name not in callee.names]
-    if unknown:
+    if unknown and not callee.takes(Parameter.VAR_KEYWORD):
         raise ValueError(
             f"{callee.label} has no parameter {', '.join(map(repr, unknown))}; "
             f"concrete_args may name {', '.join(callee.names) or 'none'}"
         )
-
-
-def _check_keyword_only(callee: Callee, given: Mapping[str, Any]) -> None:
-    """Refuse keyword-only parameters without a value."""
     for parameter in callee.parameters or ():
         lacks = parameter.default is Parameter.empty and parameter.name not in given
         if parameter.kind is Parameter.KEYWORD_ONLY and lacks:
@@ -240,26 +166,13 @@ def _check_keyword_only(callee: Callee, given: Mapping[str, Any]) -> None:
             )
 
 
-def _check_binds(callee: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments that the callable would refuse when called."""
-    try:
-        inspect.Signature(callee.parameters).bind(*args, **kwargs)
-    except TypeError as error:
-        shown = [str(value) for value in args] + [f"{k}={v}" for k, v in kwargs.items()]
-        raise ValueError(
-            f"{callee.label} does not take the arguments of the node, ({', '.join(shown)}): "
-            f"{error}; give it the same parameters, or pass concrete_args"
-        ) from error
-
-
 def _distribute(
     parameters: Sequence[Parameter],
     inputs: Sequence[Any],
-    bound: Mapping[str, Any],
+    values: dict[str, Any],
     concrete_args: Mapping[str, Any],
 ) -> Arguments:
     """Give values by position up to the first that is fixed or left out, then by name."""
-    values = {**bound, **concrete_args}
     rest = list(inputs)
     for parameter in parameters:
         if _is_required(parameter) and parameter.name not in values and rest:
@@ -275,16 +188,47 @@ def _distribute(
     return (*args, *rest), values
 
 
-def _misfit(
-    callee: Callee, wanted: Sequence[Parameter], inputs: Sequence[Any], bound: Mapping[str, Any]
-) -> str:
-    """Say that the numbers of parameters and inputs differ."""
-    names = ", ".join(p.name for p in wanted)
-    values = ", ".join(map(str, inputs))
-    besides = ", ".join(f"{name}={value}" for name, value in bound.items())
-    besides = f" besides {besides}, bound by name" if besides else ""
-    return (
-        f"{callee.label} takes {len(wanted)} required arguments ({names}){besides}, but the "
-        f"subgraph has {len(inputs)} inputs ({values}); fix further parameters by concrete_args, "
-        "give them defaults, or match the operations between these inputs too"
-    )
+def common_bindings(
+    callee: Callee, bindings: Sequence[Mapping[str, Any]], concrete_args: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Find what the arguments of a pattern stand for in all of several matches."""
+    first = dict(bindings[0]) if bindings else {}
+    for name in list(first):
+        values = [other.get(name) for other in bindings]
+        if all(same_constant(value, first[name]) for value in values):
+            continue
+        del first[name]
+        if name in callee.names and name not in concrete_args and not nodes_in(values):
+            raise ValueError(
+                f"{callee.label} takes {name!r}, which is {values} in the matches, and is called "
+                "once for all; pass concrete_args, or replace them one by one"
+            )
+    return first
+
+
+def plan_same_call(
+    node: fx.Node, old: Callable[..., Any], callee: Callee, concrete_args: Mapping[str, Any]
+) -> Arguments:
+    """Give a callable the arguments of a node.
+
+    A keyword argument that it lacks is left out if it equals the default of `old`, which the node
+    calls: traces spell defaults out.
+    """
+    args, kwargs = tuple(node.args), dict(node.kwargs)
+    if callee.parameters is None:
+        return args, {**kwargs, **concrete_args}
+    if not callee.takes(Parameter.VAR_KEYWORD):
+        defaults = _defaults_of(old)
+        for name in kwargs.keys() - {p.name for p in callee.parameters}:
+            if name in defaults and same_constant(defaults[name], kwargs[name]):
+                del kwargs[name]
+    kwargs.update(concrete_args)
+    try:
+        inspect.Signature(callee.parameters).bind(*args, **kwargs)
+    except TypeError as error:
+        shown = [*map(str, args), *(f"{name}={value}" for name, value in kwargs.items())]
+        raise ValueError(
+            f"{callee.label} does not take the arguments of the node, ({', '.join(shown)}): "
+            f"{error}; give it the same parameters, or pass concrete_args"
+        ) from error
+    return args, kwargs

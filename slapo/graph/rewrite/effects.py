@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.fx as fx
@@ -12,7 +12,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from slapo.graph.match.dataflow import is_size
 from slapo.graph.match.subgraph_view import SubgraphView
-from slapo.graph.rewrite.subgraph import HasGraph, attribute
 from slapo.graph.trace.nodes import HeldModule
 from slapo.graph.trace.operator_effects import (
     FUNCTIONS,
@@ -22,9 +21,13 @@ from slapo.graph.trace.operator_effects import (
     viewed_operands,
     written_operands,
 )
+from slapo.graph.trace.views import View
 from slapo.wrapper import innermost
 
-Root = Hashable
+HasGraph: TypeAlias = fx.GraphModule | View
+"""A graph with the modules that it calls."""
+
+Root: TypeAlias = Hashable
 """Memory that values share: the node that made it, or ``("state", id of a tensor)``."""
 
 _DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
@@ -62,16 +65,14 @@ class Effects:
         """Whether a node draws random numbers, be it in training only."""
         if "draws" in node.meta.get(MARKS, ()):
             return True
-        if _calls_module(node):
-            return draws_in(self._module(node))
+        if (module := called_module(self._gm, node)) is not None:
+            return draws_in(module)
         if node.op not in FUNCTIONS:
             return False
         # Higher-order operators take functions that the module has.
-        looked_up = (str(v.target) for v in node.all_input_nodes if v.op == "get_attr")
-        functions = (attribute(self._gm, target) for target in looked_up)
-        return draws_random_numbers(node) or any(
-            draws_in(function) for function in functions if isinstance(function, nn.Module)
-        )
+        values = map(self._looked_up, node.all_input_nodes)
+        functions = (value for value in values if isinstance(value, nn.Module))
+        return draws_random_numbers(node) or any(map(draws_in, functions))
 
     def roots(self, values: Iterable[fx.Node]) -> set[Root]:
         """The memory that values may share with others, found by going up along views."""
@@ -94,9 +95,9 @@ class Effects:
 
     def _tensors(self, node: fx.Node) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The state that a called module uses, and what of it the module may change."""
-        if not _calls_module(node):
+        module = called_module(self._gm, node)
+        if module is None:
             return [], []
-        module = self._module(node)
         if isinstance(module, SubgraphView):
             used, changed = Effects(module)._all_tensors()  # a view holds all and uses little
         else:
@@ -110,23 +111,28 @@ class Effects:
         used, changed = list[torch.Tensor](), list[torch.Tensor]()
         for node in self._gm.graph.nodes:
             more_used, more_changed = self._tensors(node)
-            value = attribute(self._gm, str(node.target)) if node.op == "get_attr" else None
+            value = self._looked_up(node)
             used += [*more_used, *([value] if isinstance(value, torch.Tensor) else [])]
             changed += more_changed
         return used, changed
 
     def _root(self, value: fx.Node) -> Root:
-        tensor = attribute(self._gm, str(value.target)) if value.op == "get_attr" else None
+        tensor = self._looked_up(value)
         return ("state", id(tensor)) if isinstance(tensor, torch.Tensor) else value
 
-    def _module(self, node: fx.Node) -> nn.Module:
-        target: Any = node.target
-        held = isinstance(target, HeldModule)
-        return innermost(target.module if held else self._gm.get_submodule(target))
+    def _looked_up(self, node: fx.Node) -> Any:
+        if node.op != "get_attr":
+            return None
+        owner, _, name = str(node.target).rpartition(".")
+        return getattr(self._gm.get_submodule(owner), name)
 
 
-def _calls_module(node: fx.Node) -> bool:
-    return node.op == "call_module" or isinstance(node.target, HeldModule)
+def called_module(gm: HasGraph, node: fx.Node) -> nn.Module | None:
+    """The module that a node calls, without its wrappers; None if it calls none."""
+    target: Any = node.target
+    if isinstance(target, HeldModule):
+        return innermost(target.module)
+    return innermost(gm.get_submodule(target)) if node.op == "call_module" else None
 
 
 def draws_in(module: nn.Module) -> bool:
@@ -134,9 +140,6 @@ def draws_in(module: nn.Module) -> bool:
 
     Dropout that a module calls as a function is known by an attribute for its probability, such
     as ``attention_dropout``.
-
-    >>> draws_in(nn.Sequential(nn.Dropout(0.1))), draws_in(nn.Dropout(0.0))
-    (True, False)
     """
     module = innermost(module)
     if isinstance(module, fx.GraphModule):  # its children count where they are called

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from operator import getitem
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch.fx as fx
 
 from slapo.graph.match.canonical import ModuleState
 from slapo.graph.match.dataflow import is_size
+from slapo.graph.rewrite.effects import HasGraph
 from slapo.graph.rewrite.reorder import check_reorder, outward_effects
-from slapo.graph.rewrite.subgraph import HasGraph, check_closed, in_order, subgraph_inputs
 from slapo.graph.trace.nodes import nodes_in
 from slapo.graph.trace.operator_effects import MARKS
 
@@ -22,7 +23,7 @@ class Plan:
     """A rewrite of one graph; :func:`lay_out` makes and checks it.
 
     The last node of each chain gives its value. The new call will stand before `place`; side by
-    side it gives one result for each chain. `effects` are what it does beside returning values.
+    side it gives one result for each chain. `meta` is what is noted with the call.
     """
 
     graph: fx.Graph
@@ -31,7 +32,7 @@ class Plan:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     side_by_side: bool
-    effects: frozenset[str]
+    meta: dict[str, Any] = field(default_factory=dict)
     #: the new call, once it is there
     call: fx.Node | None = None
 
@@ -45,15 +46,14 @@ class Plan:
         graph, nodes = self.graph, self.nodes
         inputs = subgraph_inputs(nodes)
         with graph.inserting_before(self.place):
-            args, kwargs = (_with_state(graph, v) for v in (self.args, dict(self.kwargs)))
+            given = (self.args, dict(self.kwargs))
+            args, kwargs = fx.node.map_aggregate(given, partial(_with_state, graph))
             op = "call_module" if isinstance(target, str) else "call_function"
             self.call = call = graph.create_node(op, target, args, kwargs)
-            if self.side_by_side:
-                for index, chain in enumerate(self.chains):
-                    _take_over(chain[-1], graph.call_function(getitem, (call, index)))
-            else:
-                _take_over(self.chains[0][-1], call)
-        call.meta[MARKS] = self.effects
+            for index, chain in enumerate(self.chains):
+                value = graph.call_function(getitem, (call, index)) if self.side_by_side else call
+                _take_over(chain[-1], value)
+        call.meta.update(self.meta)
         for node in reversed(nodes):
             graph.erase_node(node)
         _erase_idle_sizes(inputs)
@@ -77,8 +77,52 @@ def lay_out(
     inside = {node for chain in ordered for node in chain}
     place = _place_before_uses(ordered, (args, kwargs)) if side_by_side else ordered[0][-1]
     check_reorder(gm, inside, place)
-    effects = outward_effects(gm, inside)
-    return Plan(gm.graph, ordered, place, args, kwargs, side_by_side, effects)
+    meta = {MARKS: outward_effects(gm, inside)}
+    return Plan(gm.graph, ordered, place, args, kwargs, side_by_side, meta)
+
+
+def in_order(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node]:
+    """Put the nodes of a subgraph in graph order; refuse what is no operation of the graph."""
+    unique = set(nodes)
+    for node in unique:
+        if not isinstance(node, fx.Node):
+            raise TypeError(f"a subgraph is a list of graph nodes, got {node!r} in it")
+        if node._erased or node.graph is not graph:
+            raise ValueError(
+                f"node {node.name!r} is not (or no longer) part of this graph; "
+                "call find() again after a rewrite"
+            )
+        if node.op in ("placeholder", "output"):
+            raise ValueError(
+                f"node {node.name!r} is the graph's {node.op}; only operations can be replaced"
+            )
+    if not unique:
+        raise ValueError("the subgraph is empty; hand over what find() returned")
+    return sorted(unique)
+
+
+def check_closed(nodes: Collection[fx.Node]) -> None:
+    """Refuse, by a ``ValueError``, a subgraph of which more than the last value is used outside."""
+    inside = set(nodes)
+    for node in sorted(inside)[:-1]:
+        for user in node.users:
+            if user not in inside:
+                raise ValueError(
+                    f"inner value {node.name!r} of the subgraph is also used outside, by "
+                    f"{user.name!r}; include that use in the pattern, or leave {node.name!r} out"
+                )
+
+
+def subgraph_inputs(nodes: Collection[fx.Node]) -> list[fx.Node]:
+    """List the values that a subgraph takes from outside, in order of first use.
+
+    >>> gm = fx.symbolic_trace(lambda x, y: (y * x).relu() + y)
+    >>> subgraph_inputs([n for n in gm.graph.nodes if n.op.startswith("call")])
+    [y, x]
+    """
+    inside = set(nodes)
+    inputs = (value for node in sorted(inside) for value in node.all_input_nodes)
+    return list(dict.fromkeys(value for value in inputs if value not in inside))
 
 
 def common_inputs(chains: Sequence[Sequence[fx.Node]]) -> list[fx.Node]:
@@ -101,24 +145,33 @@ def common_inputs(chains: Sequence[Sequence[fx.Node]]) -> list[fx.Node]:
         # The sizes that a subgraph uses may differ: a call can do without them.
         if not all(map(is_size, set(values) ^ set(inputs[0]))):
             raise ValueError(
-                f"the subgraphs have different inputs: {_names(inputs[0])} and {_names(values)}; "
+                f"the subgraphs have different inputs: {inputs[0]} and {values}; "
                 "one call can only replace subgraphs with the same inputs"
             )
     return list(dict.fromkeys(value for values in inputs for value in values))
 
 
-def _names(nodes: Sequence[fx.Node]) -> str:
-    return "[" + ", ".join(node.name for node in nodes) + "]"
+def _place_before_uses(chains: Sequence[Sequence[fx.Node]], arguments: Any) -> fx.Node:
+    """Find the node before which a call can stand: after its inputs, before all uses."""
+    inside = {node for chain in chains for node in chain}
+    inputs = {*subgraph_inputs(inside), *nodes_in(arguments)}
+    start, last_input = min(inside), max(inputs, default=None)
+    if last_input is None or last_input < start:
+        return start
+    for result in (chain[-1] for chain in chains):
+        for user in result.users:
+            if user <= last_input:
+                raise ValueError(
+                    f"result {result.name!r} is used by {user.name!r} before the input "
+                    f"{last_input.name!r} is known; replace the subgraphs one by one"
+                )
+    return last_input.next
 
 
 def _with_state(graph: fx.Graph, value: Any) -> Any:
     """Look up the parameters of called modules that are arguments now."""
     if isinstance(value, ModuleState):
         return graph.create_node("get_attr", f"{value.target}.{value.name}")
-    if isinstance(value, (tuple, list)):
-        return type(value)(_with_state(graph, item) for item in value)
-    if isinstance(value, dict):
-        return {name: _with_state(graph, item) for name, item in value.items()}
     return value
 
 
@@ -137,20 +190,3 @@ def _erase_idle_sizes(inputs: Sequence[fx.Node]) -> None:
         if not value.users and not value._erased and is_size(value):
             idle.extend(value.all_input_nodes)
             value.graph.erase_node(value)
-
-
-def _place_before_uses(chains: Sequence[Sequence[fx.Node]], arguments: Any) -> fx.Node:
-    """Find the node before which a call can stand: after its inputs, before all uses."""
-    inside = {node for chain in chains for node in chain}
-    inputs = {*subgraph_inputs(inside), *nodes_in(arguments)}
-    start, last_input = min(inside), max(inputs, default=None)
-    if last_input is None or last_input < start:
-        return start
-    for result in (chain[-1] for chain in chains):
-        for user in result.users:
-            if user <= last_input:
-                raise ValueError(
-                    f"result {result.name!r} is used by {user.name!r} before the input "
-                    f"{last_input.name!r} is known; replace the subgraphs one by one"
-                )
-    return last_input.next

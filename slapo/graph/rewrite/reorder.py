@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch.fx as fx
 
 from slapo.graph.match.dataflow import is_size
-from slapo.graph.rewrite.effects import Effects, Root
-from slapo.graph.rewrite.subgraph import HasGraph
-from slapo.graph.trace.nodes import called_name
-
-# By name, as graphs loaded from a file have them.
-_GRAD_MODE = frozenset({"_set_grad_enabled", "set_grad_enabled"})
+from slapo.graph.rewrite.effects import Effects, HasGraph, Root
+from slapo.graph.trace.nodes import OpenRegions, switches_mode
 
 _ORDER_OF_DRAWS = (
     "both draw random numbers, and each would get those of the other; leave one of them out of the "
     "match, or match both"
 )
-
-Region = tuple[fx.Node, ...]
 
 
 def check_reorder(gm: HasGraph, chain: Collection[fx.Node], place: fx.Node) -> None:
@@ -76,77 +70,56 @@ def check_recompute(gm: HasGraph, chain: Collection[fx.Node]) -> None:
 def outward_effects(gm: HasGraph, chain: Collection[fx.Node]) -> frozenset[str]:
     """Effects of one call instead of a chain, for rewrites to come: ``"draws"``, ``"writes"``."""
     effects = Effects(gm)
-    found = set()
-    if any(effects.draws(node) for node in chain):
-        found.add("draws")
-    if any(root not in chain for node in chain for root in effects.writes(node)):
-        found.add("writes")
-    return frozenset(found)
+    draws = any(map(effects.draws, chain))
+    writes = any(root not in chain for node in chain for root in effects.writes(node))
+    return frozenset(name for name, has in (("draws", draws), ("writes", writes)) if has)
 
 
 class _Passed:
     """Operations on one side of those that move, by what they touch."""
 
-    def __init__(self, effects: Effects, with_memory: bool) -> None:
+    def __init__(self, effects: Effects) -> None:
         self._effects = effects
-        self._with_memory = with_memory
         self._uses: dict[Root, fx.Node] = {}
         self._writes: dict[Root, fx.Node] = {}
         self._draws: fx.Node | None = None
 
     def add(self, node: fx.Node) -> None:
-        """Take a node in."""
-        if self._with_memory:
-            written = self._effects.writes(node)
-            self._uses.update(dict.fromkeys(self._effects.reads(node) | written, node))
-            self._writes.update(dict.fromkeys(written, node))
+        written = self._effects.writes(node)
+        self._uses.update(dict.fromkeys(self._effects.reads(node) | written, node))
+        self._writes.update(dict.fromkeys(written, node))
         if self._effects.draws(node):
             self._draws = node
 
-    def conflict(self, node: fx.Node) -> tuple[fx.Node, str] | None:
-        """Find an operation that must keep its place before or after `node`, and the reason."""
+    def conflicts(self, node: fx.Node) -> Iterator[tuple[fx.Node, str]]:
+        """The operations that must keep their place before or after `node`, with the reason."""
         if self._draws is not None and self._effects.draws(node):
-            return self._draws, _ORDER_OF_DRAWS
-        if not self._with_memory:
-            return None
-        for root in self._effects.writes(node):
-            if root in self._uses:
-                other = self._uses[root]
-                return other, _write(node, other)
-        for root in self._effects.reads(node):
-            if root in self._writes:
-                other = self._writes[root]
-                return other, _write(other, node)
-        return None
+            yield self._draws, _ORDER_OF_DRAWS
+        for root in self._effects.writes(node) & self._uses.keys():
+            yield self._uses[root], _write(node, self._uses[root])
+        for root in self._effects.reads(node) & self._writes.keys():
+            yield self._writes[root], _write(self._writes[root], node)
 
 
 def _check_effects(
     effects: Effects, span: Sequence[fx.Node], inside: set[fx.Node], place: fx.Node
 ) -> None:
     """Walk to the place and from it on; in between, movers and others exchange their order."""
-    if all(node in inside for node in span):
+    if inside.issuperset(span):
         return
     at = span.index(place)
-    with_memory = any(effects.writes(node) for node in span)
-    movers = _Passed(effects, with_memory)
-    for node in span[:at]:
-        if node in inside:
-            movers.add(node)
-        elif found := movers.conflict(node):
-            raise ValueError(_refusal(found[0], node, place, found[1]))
-    others = _Passed(effects, with_memory)
-    for node in span[at:]:
-        if node not in inside:
-            others.add(node)
-        elif found := others.conflict(node):
-            raise ValueError(_refusal(node, found[0], place, found[1]))
-
-
-def _refusal(mover: fx.Node, passed: fx.Node, place: fx.Node, reason: str) -> str:
-    return (
-        f"{mover.name!r} would move past {passed.name!r} when the subgraph becomes one call at "
-        f"{place.name!r}, but {reason}"
-    )
+    for part, movers_stand_first in ((span[:at], True), (span[at:], False)):
+        passed = _Passed(effects)
+        for node in part:
+            if (node in inside) is movers_stand_first:
+                passed.add(node)
+                continue
+            for other, reason in passed.conflicts(node):
+                mover, stays = (other, node) if movers_stand_first else (node, other)
+                raise ValueError(
+                    f"{mover.name!r} would move past {stays.name!r} when the subgraph becomes one "
+                    f"call at {place.name!r}, but {reason}"
+                )
 
 
 def _write(writer: fx.Node, other: fx.Node) -> str:
@@ -157,92 +130,46 @@ def _write(writer: fx.Node, other: fx.Node) -> str:
 
 
 def _check_regions(span: Sequence[fx.Node], inside: set[fx.Node], place: fx.Node) -> None:
-    """Refuse a change of region, and regions that lie in the chain in part."""
-    own = [node for node in span if node in inside and _is_switch(node)]
-    opened: set[fx.Node] = set()
-    for node in span:
-        if node in own:
-            _follow_own(node, opened)
-        elif opened and node not in inside and not _is_passive(node):
-            _refuse_part(min(opened), node)
-    if opened:
-        _refuse_part(min(opened), place)
-    regions = _regions(span, inside)
-    for node in sorted(inside):
-        if regions[node] != regions[place] and not _is_passive(node):
-            between = _between(span, node, place)
-            switch = next(n for n in between if _is_switch(n) and n not in inside)
-            raise ValueError(
-                f"{node.name!r} would move to {place.name!r} when the subgraph becomes one call, "
-                f"but {switch.name!r} between them begins or ends a no_grad, inference or autocast "
-                "region; match operations of one region"
-            )
-
-
-def _follow_own(node: fx.Node, opened: set[fx.Node]) -> None:
-    """Follow the regions that the chain itself begins and ends."""
-    if _begins(node):
-        opened.add(node)
+    """Refuse a change of region, and a chain that has a part of a region."""
+    if not any(map(switches_mode, span)):
         return
-    begun = [other for other in opened if _closes(node, other)]
-    if not begun:
-        _refuse_part(node, node)
-    opened.discard(max(begun))
-
-
-def _refuse_part(switch: fx.Node, other: fx.Node) -> None:
-    raise ValueError(
-        f"the subgraph has {switch.name!r}, which begins or ends a no_grad, inference or autocast "
-        f"region, but not the whole region, seen at {other.name!r}; match all of the region or "
-        "operations within it"
-    )
-
-
-def _regions(span: Sequence[fx.Node], inside: set[fx.Node]) -> dict[fx.Node, Region]:
-    """Tell for each node the regions of others that it stands in, as far as the span shows."""
-    regions: dict[fx.Node, Region] = {}
-    here: Region = ()
+    before, after = dict[fx.Node, tuple[fx.Node, ...]](), dict[fx.Node, tuple[fx.Node, ...]]()
+    regions, now = OpenRegions(), tuple[fx.Node, ...]()
+    for node in place.graph.nodes:
+        before[node] = now
+        now = after[node] = regions.follow(node)
     for node in span:
-        regions[node] = here
-        if node not in inside:
-            here = _after(node, here)
-    return regions
+        if node in inside:  # what it ends must have begun in the chain
+            parts = set(before[node]) - set(after[node]) - inside
+        else:
+            parts = set() if _is_passive(node) else inside & set(before[node])
+        _refuse_parts(parts, node)
+    _refuse_parts(inside & set(after[span[-1]]), place)
+    here = [region for region in before[place] if region not in inside]
+    for node in sorted(inside):
+        if _is_passive(node) or [r for r in before[node] if r not in inside] == here:
+            continue
+        first, last = sorted((span.index(node), span.index(place)))
+        switch = next(n for n in span[first:last] if switches_mode(n) and n not in inside)
+        raise ValueError(
+            f"{node.name!r} would move to {place.name!r} when the subgraph becomes one call, "
+            f"but {switch.name!r} between them begins or ends a no_grad, inference or autocast "
+            "region; match operations of one region"
+        )
 
 
-def _after(node: fx.Node, here: Region) -> Region:
-    """The regions after a node; one that is only left within the span counts as another one."""
-    if here and _ends(node) and _closes(node, here[-1]):
-        return here[:-1]
-    return (*here, node) if _is_switch(node) else here
-
-
-def _begins(node: fx.Node) -> bool:
-    name = called_name(node)
-    return name.startswith("_enter_") or (name in _GRAD_MODE and node.args[0] is False)
-
-
-def _ends(node: fx.Node) -> bool:
-    name = called_name(node)
-    return name.startswith("_exit_") or (name in _GRAD_MODE and node.args[0] is not False)
-
-
-def _closes(end: fx.Node, begin: fx.Node) -> bool:
-    names = (called_name(end), called_name(begin))
-    return end.args[:1] == (begin,) or (_GRAD_MODE.issuperset(names) and _begins(begin))
-
-
-def _is_switch(node: fx.Node) -> bool:
-    return node.op == "call_function" and (_begins(node) or _ends(node))
+def _refuse_parts(switches: set[fx.Node], seen_at: fx.Node) -> None:
+    if switches:
+        raise ValueError(
+            f"the subgraph has a part of the no_grad, inference or autocast region that "
+            f"{min(switches).name!r} begins, but not the whole region, seen at {seen_at.name!r}; "
+            "match all of the region or operations within it"
+        )
 
 
 def _is_passive(node: fx.Node) -> bool:
     """Tell whether no region matters to a node: it looks something up, or asks for a size."""
     return node.op == "get_attr" or is_size(node)
-
-
-def _between(span: Sequence[fx.Node], one: fx.Node, other: fx.Node) -> list[fx.Node]:
-    first, last = sorted((span.index(one), span.index(other)))
-    return list(span[first:last])
 
 
 def _writers(gm: HasGraph, effects: Effects, value: fx.Node) -> list[fx.Node]:

@@ -20,22 +20,18 @@ from slapo.graph.match.canonical import SHOWN_NAME, called_path
 from slapo.graph.match.find import Search, search_for_chain
 from slapo.graph.match.search import Match
 from slapo.graph.match.subgraph_view import SubgraphView, views_of
-from slapo.graph.rewrite.arguments import (
-    Arguments,
-    Callee,
-    common_bindings,
-    plan_call,
-    plan_same_call,
-)
-from slapo.graph.rewrite.plan import Plan, common_inputs, lay_out
-from slapo.graph.rewrite.subgraph import HasGraph, in_order, subgraph_inputs
+from slapo.graph.rewrite.arguments import Callee, common_bindings, plan_call, plan_same_call
+from slapo.graph.rewrite.effects import HasGraph, called_module
+from slapo.graph.rewrite.plan import Plan, common_inputs, in_order, lay_out, subgraph_inputs
 from slapo.graph.trace.module import Traced, rewrite, rules_of
 from slapo.graph.trace.nodes import HeldModule, called_name
 from slapo.graph.trace.views import View, is_used, park_unused
 from slapo.history import caller_location
 from slapo.wrapper import innermost
 
-Bindings: TypeAlias = Mapping[str, Any]
+Chains: TypeAlias = Sequence[Sequence[fx.Node]]
+Bindings: TypeAlias = Sequence[Mapping[str, Any]]
+"""For each chain, what the arguments of the pattern stand for."""
 Pick: TypeAlias = tuple[Search, int]
 """A search, and which of its matches."""
 
@@ -44,33 +40,18 @@ _FOUND = "_slapo_found"
 
 
 class Rule:
-    """A rewrite of the graphs of one module.
+    """A rewrite of the graphs of one module, or of a :class:`.SubgraphView` of one.
 
     To make a rule plans it for the graph that the schedule sees: all its errors are raised there,
-    and nothing is changed before :func:`carry_out`.
-
-    Parameters
-    ----------
-    module
-        A graph module, or a :class:`.SubgraphView` of one.
-    chains
-        The operations of each match.
-    bindings
-        What the arguments of the pattern stand for in each match.
-    picks
-        The search behind each match; None for operations that were picked by hand.
-
-    Attributes
-    ----------
-    plan : Plan or None
-        What the rule does to the shown graph, until it is done.
+    and nothing is changed before :func:`carry_out`. There is a pick for each chain, None for
+    operations that were picked by hand.
     """
 
     def __init__(
         self,
         module: fx.GraphModule,
-        chains: Sequence[Sequence[fx.Node]],
-        bindings: Sequence[Bindings] = (),
+        chains: Chains,
+        bindings: Bindings = (),
         picks: Sequence[Pick | None] = (),
     ) -> None:
         self.location = caller_location()
@@ -85,17 +66,13 @@ class Rule:
                 pick, known[k] = (search, position), match.bindings
             if pick is not None:  # without a trace there is one graph for all calls
                 self.picks.append(pick)
+        #: what the rule does to the shown graph, until it is done
         self.plan: Plan | None = self._planned(module, chains, known)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "plan": None}
 
-    def __str__(self) -> str:
-        return f"{type(self).__name__.lower()} at {self.location}"
-
-    def _planned(
-        self, gm: HasGraph, chains: Sequence[Sequence[fx.Node]], bindings: Sequence[Bindings]
-    ) -> Plan:
+    def _planned(self, gm: HasGraph, chains: Chains, bindings: Bindings) -> Plan:
         """Check the rewrite of one graph; ``ValueError`` if it cannot be done."""
         return lay_out(gm, chains, tuple(subgraph_inputs(chains[0])), {})
 
@@ -103,15 +80,8 @@ class Rule:
         """The path of the submodule, or the function, that is called instead."""
         raise NotImplementedError
 
-    # --- application -------------------------------------------------------------------------
     def apply(self, view: View) -> None:
-        """Rewrite one graph, or leave it as it is where that is not possible.
-
-        Raises
-        ------
-        TraceError
-            If a capture that is not shown has no place for the rewrite.
-        """
+        """Rewrite one graph; where that is not possible it stays, and this is a ``TraceError``."""
         part = self._part_of(view)
         plan = self.plan if view.is_shown else None
         if plan is None:
@@ -128,14 +98,10 @@ class Rule:
                 raise
             raise self._refusal(str(error)) from error
         plan.carry_out(target)
-        self._note(plan)
         if isinstance(part, SubgraphView):
             part.rewritten_by.add(self.number)
             part.recompile()
         self.plan = None
-
-    def _note(self, plan: Plan) -> None:
-        """Keep something with the new call."""
 
     def _part_of(self, view: View) -> View | SubgraphView:
         """What is rewritten of a view: itself, or a part that a checkpoint has moved."""
@@ -143,9 +109,7 @@ class Rule:
             return view
         for node in view.graph.nodes:
             if called_path(node) == self.inside:
-                target: Any = node.target
-                held = isinstance(target, HeldModule)
-                part = innermost(target.module if held else view.get_submodule(target))
+                part = called_module(view, node)
                 if isinstance(part, SubgraphView):
                     return part
         raise self._refusal(f"it has no {self.inside}, which the operations are in")
@@ -195,25 +159,15 @@ def _check_stem(name: str) -> None:
 class Replace(Rule):
     """Another module or function instead of operations.
 
-    Parameters
-    ----------
-    new
-        What to call instead: of one chain, it takes the inputs; of several, the common inputs, and
-        gives one result for each, in a tuple.
-    name
-        A new submodule is called ``<name>_<k>``. Default: the name of its class.
-    concrete_args
-        Arguments of `new` that are given as constants, by parameter name.
-    same_call
-        Give a function the arguments of the one node that it replaces.
-    **where
-        As for :class:`Rule`.
+    `new` takes the inputs of one chain; of several it takes the common inputs, and gives one result
+    for each, in a tuple. A new submodule is called ``<name>_<k>``, after its class by default. By
+    `same_call` a function gets the arguments of the one node that it replaces.
     """
 
     def __init__(
         self,
         module: fx.GraphModule,
-        chains: Sequence[Sequence[fx.Node]],
+        chains: Chains,
         new: Callable[..., Any],
         name: str | None = None,
         concrete_args: Mapping[str, Any] | None = None,
@@ -240,23 +194,17 @@ class Replace(Rule):
     def __str__(self) -> str:
         return f"the replacement by {self.callee.label} at {self.location}"
 
-    def _planned(
-        self, gm: HasGraph, chains: Sequence[Sequence[fx.Node]], bindings: Sequence[Bindings]
-    ) -> Plan:
-        args, kwargs = self._arguments(gm, chains, bindings)
-        return lay_out(gm, chains, args, kwargs, self.several)
-
-    def _arguments(
-        self, gm: HasGraph, chains: Sequence[Sequence[fx.Node]], bindings: Sequence[Bindings]
-    ) -> Arguments:
+    def _planned(self, gm: HasGraph, chains: Chains, bindings: Bindings) -> Plan:
+        callee, constants = self.callee, self.concrete_args
         if self.same_call:
             (node,) = chains[0]
-            return plan_same_call(node, _called(gm, node), self.callee, self.concrete_args)
-        if self.several:
-            shared = common_bindings(self.callee, bindings, self.concrete_args)
-            return plan_call(self.callee, common_inputs(chains), self.concrete_args, shared)
-        inputs = subgraph_inputs(chains[0])
-        return plan_call(self.callee, inputs, self.concrete_args, bindings[0])
+            args, kwargs = plan_same_call(node, _called(gm, node), callee, constants)
+        elif self.several:
+            shared = common_bindings(callee, bindings, constants)
+            args, kwargs = plan_call(callee, common_inputs(chains), constants, shared)
+        else:
+            args, kwargs = plan_call(callee, subgraph_inputs(chains[0]), constants, bindings[0])
+        return lay_out(gm, chains, args, kwargs, self.several)
 
     def _target(self, view: View, part: HasGraph, plan: Plan) -> Any:
         if self._new is not None:
@@ -269,11 +217,6 @@ class MadePerText(Rule):
 
     Captures may differ in a constant, such as a dropout's flag. The module for the shown graph
     becomes a child, those for others stay out of sight.
-
-    Attributes
-    ----------
-    made : torch.nn.Module or None
-        The module for the shown graph, until it is there.
     """
 
     def __init__(
@@ -283,6 +226,7 @@ class MadePerText(Rule):
         self.stem, self.shown, self.children = stem, "", dict[str, str | HeldModule]()
         super().__init__(module, [chain], picks=[pick])
         assert self.plan is not None
+        #: the module for the shown graph, until it is there
         self.made: nn.Module | None = self._make(module, home_of(module), self.plan.chains[0])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -302,34 +246,24 @@ class MadePerText(Rule):
             self.made, inner = None, innermost(made)
             if isinstance(inner, SubgraphView):
                 inner.name = str(name)
+        self.shown = self.shown or str(self.children[text])
+        plan.meta[SHOWN_NAME] = self.shown
         return self.children[text]
 
     def _text(self, gm: HasGraph, chain: list[fx.Node]) -> str:
         """Text of a chain: where it is the same, the module is."""
         return text_of(chain)
 
-    def _note(self, plan: Plan) -> None:
-        assert plan.call is not None
-        self.shown = self.shown or str(plan.call.target)
-        plan.call.meta[SHOWN_NAME] = self.shown
-
 
 def carry_out(module: fx.GraphModule, rule: Rule, keep_modules: bool = False) -> fx.Node:
-    """Do a rewrite in all graphs of its module, and take out the submodules without a use.
+    """Do a rewrite in all graphs of its module; returns the new call in the shown graph.
 
-    Returns
-    -------
-    torch.fx.Node
-        The new call in the shown graph.
+    Submodules that neither the graph nor a part moved out of it needs any more are taken out.
 
-    Examples
-    --------
     >>> gm = fx.symbolic_trace(lambda x, y: (x * y).sum())
     >>> calls = [n for n in gm.graph.nodes if n.op.startswith("call")]
     >>> carry_out(gm, Replace(gm, [calls], torch.dot)).args
     (x, y)
-    >>> gm(torch.ones(3), torch.ones(3))
-    tensor(3.)
     """
     plan, home = rule.plan, home_of(module)
     if plan is None:
@@ -337,16 +271,10 @@ def carry_out(module: fx.GraphModule, rule: Rule, keep_modules: bool = False) ->
     called = [str(node.target) for node in plan.nodes if node.op == "call_module"]
     rewrite(home, rule)
     if not keep_modules:
-        _drop_unused(home, called)
+        graphs = [view.graph for view in views_of(home)]
+        park_unused(home, [t for t in called if not any(is_used(graph, t) for graph in graphs)])
     assert plan.call is not None
     return plan.call
-
-
-def _drop_unused(home: fx.GraphModule, targets: Sequence[str]) -> None:
-    """Take out the submodules that neither the graph nor a part moved out of it needs any more."""
-    for view in views_of(home):
-        targets = [target for target in targets if not is_used(view.graph, target)]
-    park_unused(home, targets)
 
 
 def home_of(module: fx.GraphModule) -> Any:
@@ -373,12 +301,13 @@ class _Name(str):
 
 
 def _text_of_target(node: fx.Node) -> str:
-    if isinstance(node.target, str):
-        return node.target
-    home, name = getattr(node.target, "__module__", ""), called_name(node)
-    qualified = str(getattr(node.target, "__qualname__", name))
-    unique = id(node.target) if not qualified or "<" in qualified else ""
-    return f"{home}.{qualified or node.target}{unique}"
+    target: Any = node.target
+    if isinstance(target, str):
+        return target
+    home, name = getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
+    name = str(name) or called_name(node)
+    unique = id(target) if not name or "<" in name else ""
+    return f"{home}.{name or target}{unique}"
 
 
 def _has(view: View, path: str | HeldModule) -> bool:
@@ -393,9 +322,10 @@ def _has(view: View, path: str | HeldModule) -> bool:
 def _called(gm: HasGraph, node: fx.Node) -> Callable[..., Any]:
     """Look up what a node calls."""
     target: Any = node.target
-    if node.op == "call_module":
-        return gm.get_submodule(target)
-    return getattr(torch.Tensor, target, getattr) if node.op == "call_method" else target
+    if node.op == "call_method":
+        return getattr(torch.Tensor, target, getattr)
+    module = called_module(gm, node)
+    return target if module is None else module
 
 
 def _with_name(function: functools.partial[Any]) -> Any:

@@ -1,19 +1,16 @@
 """What a call writes to, what its result may be a view of, and whether it draws random numbers.
 
-The one table of this. Torch itself says so of its operators: in their schemas and tags. Listed
-here is only what has none: Python's operators, functions of ``torch.nn.functional`` that are no
-operators, and modules. Of modules whose code cannot be seen it is believed that they write to an
-input only if they say so by ``inplace``. To suspect every opaque module would refuse each chain
-within a residual block, where the input of the block is read again behind it.
+The one table of this. Torch itself says so of its operators, in schemas and tags; listed here is
+only what has none: Python's operators, functions that are no operators, and modules. Modules whose
+code cannot be seen are believed to write to an input only if they say so by ``inplace``. To suspect
+each would refuse every chain within a residual block, whose input is read again behind it.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -29,69 +26,39 @@ MARKS = "slapo_effects"
 
 FUNCTIONS = ("call_function", "call_method")
 
-_IN_PLACE = (
+_WRITING = {  # functions of the module operator, and methods such as __iadd__
     *("iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow"),
     *("irshift", "isub", "itruediv", "ixor", "setitem"),
-)
-_WRITING_FUNCTIONS = frozenset(getattr(operator, name) for name in _IN_PLACE)
-_WRITING_METHODS = frozenset(f"__{name}__" for name in _IN_PLACE)
+}
 # Their running statistics are written to, which their schemas do not say.
-_STATISTICS = frozenset({"batch_norm", "instance_norm"})
-_RESHAPING = frozenset(
-    (
-        *("as_strided_", "rename_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_"),
-        *("swapdims_", "t_", "transpose_", "unsqueeze_"),
-    )
-)
-_VIEWING = frozenset(  # their first operand
-    (
-        *("H", "T", "__getitem__", "align_as", "align_to", "bfloat16", "bool", "byte", "cdouble"),
-        *("cfloat", "chalf", "char", "data", "double", "float", "getattr", "getitem", "half"),
-        *("int", "long", "pos", "refine_names", "rename", "result_at", "short", "type", "type_as"),
-    )
-)
-_VIEWING_ALL = frozenset(
-    ("atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "einsum", "meshgrid")
-)
+_STATISTICS = ("batch_norm", "instance_norm")
+_VIEWING = {  # their first operand
+    *("H", "T", "__getitem__", "align_as", "align_to", "bfloat16", "bool", "byte", "cdouble"),
+    *("cfloat", "chalf", "char", "data", "double", "float", "getattr", "getitem", "half"),
+    *("int", "long", "pos", "refine_names", "rename", "result_at", "short", "type", "type_as"),
+}
+_VIEWING_ALL = ("atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "einsum", "meshgrid")
 _PASSING = (nn.Identity, nn.Flatten, nn.Unflatten, _DropoutNd)
-_DRAWING = frozenset(
-    (
-        *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
-        *("gumbel_softmax", "manual_seed", "multi_head_attention_forward", "seed"),
-        "set_rng_state",
-    )
-)
+_DRAWING = {
+    *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
+    *("gumbel_softmax", "manual_seed", "multi_head_attention_forward", "seed", "set_rng_state"),
+}
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """What schemas and tags say; arguments by position (None: only by name) and name."""
+class _Facts(NamedTuple):
+    """What schemas and tags say; operands by position (None: only by name) and name."""
 
-    written: tuple[tuple[int | None, str], ...] = ()
-    viewed: tuple[tuple[int | None, str], ...] = ()
-    draws: bool = False
+    written: list[tuple[int | None, str]]
+    viewed: list[tuple[int | None, str]]
+    tags: set[torch.Tag]
 
 
 def written_operands(node: fx.Node, modules: ModuleLookup) -> list[fx.Node]:
-    """List the operands that a call changes in place.
+    """List the operands that a call changes in place, each once.
 
     Of a function that torch does not know the convention is believed: its name ends with ``_``,
     or it takes ``inplace`` or ``out``.
 
-    Parameters
-    ----------
-    node : torch.fx.Node
-        Any node.
-    modules : callable
-        Gives the module for the target of a ``call_module`` node, as ``gm.get_submodule`` does.
-
-    Returns
-    -------
-    list of torch.fx.Node
-        Each once.
-
-    Examples
-    --------
     >>> gm = fx.symbolic_trace(lambda x, y: x.add_(y))
     >>> [written_operands(n, gm.get_submodule) for n in gm.graph.find_nodes(op="call_method")]
     [[x]]
@@ -103,20 +70,7 @@ def written_operands(node: fx.Node, modules: ModuleLookup) -> list[fx.Node]:
 
 
 def viewed_operands(node: fx.Node, modules: ModuleLookup) -> list[fx.Node]:
-    """List the operands that the value of a call may share memory with.
-
-    Parameters
-    ----------
-    node : torch.fx.Node
-        Any node.
-    modules : callable
-        Gives the module for the target of a ``call_module`` node.
-
-    Returns
-    -------
-    list of torch.fx.Node
-        Each once; those written to are among them, as they are what in-place calls return.
-    """
+    """List the operands that a value may share memory with; those written to are among them."""
     viewed: Iterable[Any] = ()
     if node.op == "call_module":
         viewed = node.args[:1] if _passes_on(modules(str(node.target))) else ()
@@ -127,38 +81,25 @@ def viewed_operands(node: fx.Node, modules: ModuleLookup) -> list[fx.Node]:
 
 def changes_sizes(node: fx.Node) -> bool:
     """Tell whether an in-place method changes the sizes of what it writes to."""
-    return called_name(node) in _RESHAPING
+    return torch.Tag.inplace_view in _facts(node).tags
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Tell whether a function or method draws random numbers, or sets their state.
-
-    Parameters
-    ----------
-    node : torch.fx.Node
-        A ``call_function`` or ``call_method`` node.
-
-    Returns
-    -------
-    bool
-        False for dropout that a constant has switched off.
-    """
+    """Tell whether a function, unless it is switched off, draws random numbers or seeds them."""
     name = called_name(node)
     if name == "scaled_dot_product_attention":
         return not _is_zero(_argument(node, 4, "dropout_p", 0.0))
     if "dropout" in name:
         training = _argument(node, 2, "training", node.kwargs.get("train", True))
         return training is not False and not _is_zero(_argument(node, 1, "p", 0.5))
-    return name in _DRAWING or _facts(node).draws
+    return name in _DRAWING or torch.Tag.nondeterministic_seeded in _facts(node).tags
 
 
 def _written(node: fx.Node) -> Iterator[Any]:
     name = called_name(node)
     yield node.kwargs.get("out")
     ends_so = name.endswith("_") and not name.startswith("_")
-    if ends_so or name in _WRITING_METHODS or node.target in _WRITING_FUNCTIONS:
-        yield _operand(node, 0, "input")
-    if node.kwargs.get("inplace") is True:
+    if ends_so or name.strip("_") in _WRITING or node.kwargs.get("inplace") is True:
         yield _operand(node, 0, "input")
     if name in _STATISTICS:  # by position they stand in several orders
         yield from (*node.args[1:5], *(node.kwargs.get(f"running_{k}") for k in ("mean", "var")))
@@ -205,48 +146,33 @@ def _nodes(values: Iterable[Any]) -> list[fx.Node]:
 
 
 def _facts(node: fx.Node) -> _Facts:
-    """What torch says of the operator of a node."""
     target: Any = node.target
-    if isinstance(target, (OpOverload, OpOverloadPacket)):
-        return _facts_of_operator(target)
-    home = str(getattr(target, "__module__", None) or "torch")
-    if node.op == "call_method" or home.split(".")[0] in ("torch", "_operator"):
-        return _facts_by_name(called_name(node))
-    return _Facts()
+    if not isinstance(target, (OpOverload, OpOverloadPacket)):
+        home = str(getattr(target, "__module__", None) or "torch").split(".")[0]
+        is_of_torch = node.op == "call_method" or home in ("torch", "_operator")
+        target = called_name(node) if is_of_torch else ""
+    return _facts_of(target)
 
 
 @lru_cache(maxsize=4096)
-def _facts_by_name(name: str) -> _Facts:
-    found = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    # Names such as "__lt__" may find what every object has.
-    return _facts_of_operator(found) if isinstance(found, OpOverloadPacket) else _Facts()
-
-
-@lru_cache(maxsize=4096)
-def _facts_of_operator(operator: OpOverload | OpOverloadPacket) -> _Facts:
-    if isinstance(operator, OpOverload):
-        return _united([operator])
-    return _united(getattr(operator, name) for name in operator.overloads())
-
-
-def _united(overloads: Iterable[OpOverload]) -> _Facts:
-    """Unite what is said of several overloads: a graph does not tell which one it calls."""
-    written: dict[tuple[int | None, str], None] = {}
-    viewed: dict[tuple[int | None, str], None] = {}
-    draws = False
-    for overload in overloads:
-        schema = overload._schema
+def _facts_of(named: str | OpOverload | OpOverloadPacket) -> _Facts:
+    """Unite what torch says of all overloads: a graph often does not tell which one it calls."""
+    found: Any = named
+    if isinstance(named, str):
+        found = getattr(torch.ops.aten, named, None) if named.isidentifier() else None
+    overloads = [found] if isinstance(found, OpOverload) else []
+    if isinstance(found, OpOverloadPacket):  # names such as "__lt__" find what every object has
+        overloads = [getattr(found, name) for name in found.overloads()]
+    written, viewed = dict[tuple[int | None, str], None](), dict[tuple[int | None, str], None]()
+    for schema in (overload._schema for overload in overloads):
         gives_view = any(value.alias_info is not None for value in schema.returns)
         for index, argument in enumerate(schema.arguments):
-            if argument.alias_info is None:
-                continue
             key = (None if argument.kwarg_only else index, argument.name)
-            if argument.alias_info.is_write:
+            if argument.alias_info is not None and argument.alias_info.is_write:
                 written[key] = None
-            if gives_view:
+            if argument.alias_info is not None and gives_view:
                 viewed[key] = None
-        draws = draws or torch.Tag.nondeterministic_seeded in overload.tags
-    return _Facts(tuple(written), tuple(viewed), draws)
+    return _Facts([*written], [*viewed], {tag for overload in overloads for tag in overload.tags})
 
 
 def _operand(node: fx.Node, index: int | None, name: str) -> Any:
