@@ -194,6 +194,8 @@ class PlaceMode(OperationLog):
         **arguments: Any,
     ) -> Tensor:
         """A step of tensor parallelism: checked by what it takes, without communication."""
+        if not self.is_watching():
+            return function(tensor, group, **arguments)
         place, axis = place_of(tensor), arguments.get(step.takes_along)
         total = arguments.get("total")
         # Of masked tokens the rows are given, and no group; of a shared slice those that share it.

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_leaves
 
 from slapo.check.call import argument, name_of, run, tensors_in
@@ -123,6 +126,10 @@ class OperationLog(TorchDispatchMode):
             yield
         finally:
             self.quiet -= 1
+
+    def is_watching(self) -> bool:
+        """Whether operations come here: while a graph is captured, modes are off."""
+        return self in _get_current_dispatch_mode_stack()
 
     def run_unseen(self, step: Step, function: Any, *args: Any, **kwargs: Any) -> Any:
         """A step of tensor parallelism is no operation of the model."""

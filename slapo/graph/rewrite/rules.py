@@ -25,7 +25,7 @@ from slapo.graph.rewrite.effects import HasGraph, called_module
 from slapo.graph.rewrite.plan import Plan, common_inputs, in_order, lay_out, subgraph_inputs
 from slapo.graph.trace.module import Traced, rewrite, rules_of
 from slapo.graph.trace.nodes import HeldModule, called_name
-from slapo.graph.trace.views import View, is_used, park_unused
+from slapo.graph.trace.views import View, is_used, park_unused, targets_of
 from slapo.history import caller_location
 from slapo.wrapper import innermost
 
@@ -271,8 +271,8 @@ def carry_out(module: fx.GraphModule, rule: Rule, keep_modules: bool = False) ->
     called = [str(node.target) for node in plan.nodes if node.op == "call_module"]
     rewrite(home, rule)
     if not keep_modules:
-        graphs = [view.graph for view in views_of(home)]
-        park_unused(home, [t for t in called if not any(is_used(graph, t) for graph in graphs)])
+        used = [targets_of(view.graph) for view in views_of(home)]
+        park_unused(home, [t for t in called if not any(is_used(each, t) for each in used)])
     assert plan.call is not None
     return plan.call
 

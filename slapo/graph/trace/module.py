@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import fx, nn
-from torch.fx.graph_module import _forward_from_src as function_from_source
+from torch.fx import graph_module
 
 from slapo.errors import SlapoError, TraceError
 from slapo.graph.trace.kinds import Tree, call_key
@@ -86,8 +87,6 @@ class Trace:
         self.dropped: dict[str, nn.Module] = {}
         self.first = first
         self.edited: Callable[..., Any] | None = None
-        #: the nodes of the shown graph when it was last handed out
-        self.seen: list[Any] | None = None
         self.known: list[Capture] = []
         self.number: int | None = None
         #: what captures take for granted of the modules and tensors below
@@ -118,6 +117,12 @@ class Trace:
     def forget(self) -> None:
         """Drop all captures: something that they have built in has changed."""
         self.known, self.tree = [], None
+
+    def edit(self) -> None:
+        """Run the shown graph, whatever has become of it, from now on."""
+        self.shown.lint()
+        self.edited = code_of(self.shown)
+        self.forget()
 
     # --- calls ---------------------------------------------------------------------------------
     def code_for(
@@ -223,7 +228,7 @@ class Trace:
 
     def _copied(self) -> dict[str, Any]:
         """What a copy has too: guards stay with the module, which captures when it is called."""
-        return {**self.__dict__, "known": [], "tree": None, "number": None, "seen": None}
+        return {**self.__dict__, "known": [], "tree": None, "number": None}
 
     def _recompile(self) -> None:
         self.edited = None if self.edited is None else code_of(self.shown)
@@ -271,17 +276,15 @@ class Traced(fx.GraphModule):
     @property
     def graph(self) -> fx.Graph:
         """The graph that the schedule sees."""
-        trace = trace_of(self)
-        if trace.shown.owning_module is None:  # fx asks it which calls may be dropped
-            trace.shown.owning_module = self
-        if trace.seen is None:
-            trace.seen = _nodes_of(trace.shown)
-        return trace.shown
+        shown = trace_of(self).shown
+        if shown.owning_module is None:  # fx asks it which calls may be dropped
+            shown.owning_module = self
+        return shown
 
     @graph.setter
     def graph(self, graph: fx.Graph) -> None:
-        trace_of(self).shown, trace_of(self).seen = graph, []
-        self.recompile()
+        trace_of(self).shown = graph
+        trace_of(self).edit()
 
     @property
     def _graph(self) -> fx.Graph:  # type: ignore[override]
@@ -293,13 +296,11 @@ class Traced(fx.GraphModule):
         return str(self.graph.python_code("self").src)
 
     def recompile(self) -> fx.graph.PythonCode:
-        """Run the shown graph from now on, if it was edited by hand: fx calls this on its own."""
-        trace = trace_of(self)
-        if trace.seen is not None and trace.seen != _nodes_of(trace.shown):
-            trace.shown.lint()
-            trace.edited = code_of(trace.shown)
-            trace.forget()
-        return trace.shown.python_code("self")
+        """Run the shown graph, which was edited by hand, from now on."""
+        caller = sys._getframe(1).f_code.co_filename
+        if caller != graph_module.__file__:  # a graph module around this one does it on its own
+            trace_of(self).edit()
+        return trace_of(self).shown.python_code("self")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Traced:
         new = object.__new__(type(self))
@@ -322,10 +323,6 @@ class Traced(fx.GraphModule):
     def __str__(self) -> str:
         """The modules, and the code of the shown graph."""
         return f"{nn.Module.__repr__(self)}\n\n{self.code}"
-
-
-def _nodes_of(graph: fx.Graph) -> list[Any]:
-    return [(node, node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
 
 
 class _Eagerly:
@@ -444,7 +441,7 @@ def check_traceable(module: nn.Module) -> None:
 def code_of(graph: fx.Graph) -> Callable[..., Any]:
     """A function ``(module, *args, **kwargs)`` that runs a graph."""
     source = graph.python_code(root_module="self")
-    run: Callable[..., Any] = function_from_source(source.src, source.globals)
+    run: Callable[..., Any] = graph_module._forward_from_src(source.src, source.globals)
     return _modes_restored(run) if any(map(switches_mode, graph.nodes)) else run
 
 
@@ -523,7 +520,6 @@ def rewrite(module: fx.GraphModule, rule: Rewrite) -> None:
         )
     rule.apply(View(module, trace.shown))
     trace.rules.append(rule)
-    trace.seen = None if trace.seen is None else _nodes_of(trace.shown)
     trace.forget()
 
 

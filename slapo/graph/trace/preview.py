@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
 from slapo.graph.trace.leaves import IsLeaf, sync_hooks
@@ -83,12 +83,11 @@ def constants_of(module: nn.Module, concrete_args: Mapping[str, Any]) -> dict[st
 
 
 class _Tracer(fx.Tracer):
-    proxy_buffer_attributes = True  # an operation on one would run while it is traced
-
     def __init__(self, is_leaf: IsLeaf, constants: dict[str, Any]) -> None:
         super().__init__(autowrap_modules=())  # type: ignore[arg-type]
         self._is_leaf, self._constants = is_leaf, constants
         self.entered: set[str] = set()
+        self._names: dict[int, str] = {}
 
     def is_leaf_module(self, module: nn.Module, path: str) -> bool:
         """Whether a call of `module` is one node."""
@@ -97,11 +96,22 @@ class _Tracer(fx.Tracer):
         self.entered.add(path)
         return False
 
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """A node for a parameter or buffer; fx would look for its name in all of the model."""
+        name = self._names.get(id(attr_val)) if isinstance(attr_val, Tensor) else None
+        if name is None:
+            return attr_val
+        if name not in parameter_proxy_cache:
+            parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
+        return parameter_proxy_cache[name]
+
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         """Placeholders under the names and defaults of the forward's parameters."""
         spare_self(self.graph)
+        held = [*self.root.named_parameters(), *self.root.named_buffers()]
+        self._names = {id(tensor): name for name, tensor in reversed(held)}
         values: dict[str, Any] = {}
         for name, parameter in inspect.signature(self.root.forward).parameters.items():
             proxy = self.proxy(add_placeholder(self.graph, parameter))

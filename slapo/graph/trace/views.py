@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -84,11 +85,13 @@ def park_unused(module: fx.GraphModule, targets: Iterable[str]) -> list[str]:
     paths that were taken out.
     """
     if "_trace" not in vars(module):  # a graph module of the user's
-        unused = [target for target in dict.fromkeys(targets) if not is_used(module.graph, target)]
+        used = targets_of(module.graph)
+        unused = [target for target in dict.fromkeys(targets) if not is_used(used, target)]
         return [target for target in unused if module.delete_submodule(target)]
     trace, removed = vars(module)["_trace"], []
+    used = targets_of(trace.shown)
     for target in dict.fromkeys(targets):
-        if target in trace.parked or is_used(trace.shown, target):
+        if target in trace.parked or is_used(used, target):
             continue
         holder, _, name = target.rpartition(".")
         owner = module.get_submodule(holder)
@@ -107,18 +110,22 @@ def park_unused(module: fx.GraphModule, targets: Iterable[str]) -> list[str]:
     return removed
 
 
-def is_used(graph: fx.Graph, target: str) -> bool:
-    """Whether a graph calls a module, one around it, or something in it, or reads from it."""
-    atoms = target.split(".")
-    around = (".".join(atoms[:length]) for length in range(1, len(atoms) + 1))
-    if any(graph.find_nodes(op="call_module", target=path, sort=False) for path in around):
+def targets_of(graph: fx.Graph) -> list[str]:
+    """The paths of what a graph calls and reads, sorted, for :func:`is_used`."""
+    kinds = ("call_module", "get_attr")
+    nodes = [node for op in kinds for node in graph.find_nodes(op=op, sort=False)]
+    return sorted({str(node.target) for node in nodes})
+
+
+def is_used(targets: Sequence[str], path: str) -> bool:
+    """Whether a module, one around it or something in it is among sorted targets."""
+    names, inside = path.split("."), f"{path}."
+    around = (".".join(names[:length]) for length in range(1, len(names) + 1))
+    place = bisect_left(targets, inside)
+    if place < len(targets) and targets[place].startswith(inside):
         return True
-    inside = f"{target}."
-    return any(
-        str(n.target) == target or str(n.target).startswith(inside)
-        for op in ("get_attr", "call_module")
-        for n in graph.find_nodes(op=op, sort=False)
-    )
+    places = ((each, bisect_left(targets, each)) for each in around)
+    return any(at < len(targets) and targets[at] == each for each, at in places)
 
 
 def _without_tensors(module: nn.Module) -> nn.Module:
