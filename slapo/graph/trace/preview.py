@@ -47,6 +47,8 @@ def preview(
             graph = tracer.trace(module)
         except TraceError:
             raise
+        except fx.proxy.TraceError as error:
+            raise TraceError("a branch or loop depends on a tensor or its size") from error
         except Exception as error:  # of any code that proxies run
             first = next(iter(str(error).strip().splitlines()), "")
             raise TraceError(f"{type(error).__name__}: {first}") from error
@@ -152,8 +154,8 @@ def named_constants(module: nn.Module, concrete_args: Mapping[str, Any] | None) 
     unknown = [name for name in given if name not in parameters]
     if unknown and not is_open:
         raise ValueError(
-            f"concrete_args names {unknown}, and {type(module).__name__}.forward takes "
-            f"{', '.join(parameters)}"
+            f"concrete_args names {unknown}, which {type(module).__name__}.forward does not take; "
+            f"pass parameters of it: {', '.join(parameters)}"
         )
     return {
         name: value
