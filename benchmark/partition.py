@@ -115,9 +115,10 @@ def measure(model: str, layers: int) -> dict[str, Any]:
 
 def _import_all() -> None:
     """What the first use of a model and of a tracer brings in."""
-    import slapo.primitives.recording  # noqa: F401
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import slapo.graph.trace.capture  # noqa: F401
 
 
 def create(model: str, layers: int) -> slapo.Schedule:

@@ -8,7 +8,7 @@ from torch import fx
 
 from slapo.errors import SlapoError, TraceError
 from slapo.graph.trace.module import Traced, trace_of
-from slapo.graph.trace.nests import OWNER
+from slapo.graph.trace.nests import OWNER, tensors
 from slapo.graph.trace.tree import Joined, join
 from slapo.graph.trace.views import View
 from slapo.hooks import has_backward_hooks, has_forward_hooks
@@ -86,7 +86,11 @@ def generate_pipeline_partition(sch: N) -> N:
     parts = {mode: _split(root, each, cuts) for mode, each in joined.items()}
     _check_alike(parts)
     count = len(next(iter(parts.values())))
-    stages = [make_stage(k, {mode: parts[mode][k] for mode in parts}, root) for k in range(count)]
+    given = [t.device for t in tensors(trace_of(root).inputs)]
+    device = given[0] if given else None
+    stages = [
+        make_stage(k, {mode: parts[mode][k] for mode in parts}, root, device) for k in range(count)
+    ]
     sch.set_module(PipelinedModule(root, stages, joined[root.training]))
     return sch
 

@@ -40,7 +40,8 @@ class PipelineInputs:
         parameters = list(self._signature.parameters.values())[1:]
         self._signature = self._signature.replace(parameters=parameters)
         self._label = f"pipelined {trace_of(root).origin.__name__}"
-        self._conditions = joined.sizes
+        # Strides follow from sizes, as every tensor is made contiguous.
+        self._conditions = [c for c in joined.sizes or () if ".stride()" not in c]
         self._split: tuple[int, tuple[str, ...]] | None = None
         self._traced: dict[str, Any] = dict(joined.fixed)
         if joined.sizes is not None:
@@ -78,7 +79,7 @@ class PipelineInputs:
                 f"{self._label}: its stages take the tensors {self.names}; {missing} are missing "
                 f"or no tensors {shown}. Pass them, or trace with concrete_args to leave them out"
             )
-        return tuple(given[name] for name in self.names)
+        return tuple(given[name].contiguous() for name in self.names)
 
     def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -101,7 +102,7 @@ class PipelineInputs:
         count, names = self._split or (0, ())
         order = list(self._signature.parameters)[:count]
         args, kwargs = [given[name] for name in order], {name: given[name] for name in names}
-        for condition in self._conditions or ():
+        for condition in self._conditions:
             if not size_check([condition])(args, kwargs):
                 for k, name in enumerate(order):
                     condition = condition.replace(f"args[{k}]", name)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from slapo.errors import SlapoError
@@ -27,14 +28,19 @@ class Stage(fx.GraphModule):
         Number of the stage.
     parts
         Mode -> graph, with targets that are paths from the root.
+    captured_on
+        The device that is built in, in place of which a call uses that of its tensors.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Stage:
         """An object without state; fx would make a class for each."""
         return object.__new__(cls)
 
-    def __init__(self, index: int, parts: Mapping[bool, StageGraph]) -> None:
+    def __init__(
+        self, index: int, parts: Mapping[bool, StageGraph], captured_on: torch.device | None
+    ) -> None:
         nn.Module.__init__(self)
+        self.captured_on = captured_on
         part = next(iter(parts.values()))
         self.index, self.received, self.sent = index, part.received, part.sent
         self.__dict__["_graphs"] = {mode: each.graph for mode, each in parts.items()}
@@ -69,10 +75,10 @@ class Stage(fx.GraphModule):
 
     def forward(self, *tensors: Tensor) -> Any:
         """Run the part of the model."""
-        codes = self.__dict__["_codes"]
-        if self.training not in codes:
-            codes[self.training] = code_of(self.graph)
-        return codes[self.training](self, *tensors)
+        codes, kind = self.__dict__["_codes"], (self.training, tensors[0].device)
+        if kind not in codes:
+            codes[kind] = code_of(_on_device(self.graph, self.captured_on, tensors[0].device))
+        return codes[kind](self, *tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
         new = memo[id(self)] = object.__new__(type(self))
@@ -102,7 +108,27 @@ def _empty() -> Stage:
     return object.__new__(Stage)
 
 
-def make_stage(index: int, parts: Mapping[bool, StageGraph], root: nn.Module) -> Stage:
+def _on_device(graph: fx.Graph, built_in: torch.device | None, device: torch.device) -> fx.Graph:
+    """The graph with another device in place of the one that is built in."""
+    if built_in is None or built_in == device:
+        return graph
+    new = {built_in: device, built_in.type: device.type}
+
+    def other(value: Any) -> Any:
+        return new.get(value, value) if isinstance(value, (torch.device, str)) else value
+
+    graph = copy.deepcopy(graph)
+    for node in graph.nodes:
+        node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), other)
+    return graph
+
+
+def make_stage(
+    index: int,
+    parts: Mapping[bool, StageGraph],
+    root: nn.Module,
+    captured_on: torch.device | None = None,
+) -> Stage:
     """The stage that runs parts of graphs of `root`, with the root's own modules and tensors.
 
     Parameters
@@ -113,8 +139,10 @@ def make_stage(index: int, parts: Mapping[bool, StageGraph], root: nn.Module) ->
         Mode -> its graph, with targets that are paths from `root`.
     root
         The traced model; its modules are shared, not copied.
+    captured_on
+        The device that is built in, if one is.
     """
-    stage = Stage(index, parts)
+    stage = Stage(index, parts, captured_on)
     stage.training = root.training
     for part in parts.values():
         for node in part.graph.nodes:

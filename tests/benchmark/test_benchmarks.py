@@ -182,7 +182,6 @@ def test_large_models_are_partitioned_within_the_budget(model: str, layers: int)
     found = partition.measure_apart(model, layers)
     assert found["stages"] == 4
     assert found["trace_cpu_s"] + found["partition_cpu_s"] < partition.SECONDS
-    assert found["partition_cpu_s"] < 0.5
     assert found["peak_mb"] < partition.MEGABYTES
     assert found["peak_growth_mb"] < 200
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import operator
 import random
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,11 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import slapo
 from slapo.errors import TraceError
+from slapo.graph.trace.capture import capture
 from tests.graph.served import assert_alike, make, number_of_captures, rewritten, trace
 
 TRACERS = pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
@@ -786,3 +789,16 @@ def test_a_capture_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was started"))
     trace(nn.Sequential(nn.Linear(4, 4)), X)
+
+
+def test_a_capture_keeps_no_graph_of_dynamo_and_no_history_of_parameters() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    before = {id(each) for each in gc.get_objects() if issubclass(type(each), fx.GraphModule)}
+    captured = capture(plain, (randn(3, 4),), {}, lambda module, path: True)
+    weight = weakref.ref(plain[0].weight)
+    plain[0].weight = nn.Parameter(torch.zeros(4, 4))
+    gc.collect()
+    assert weight() is None
+    now = {id(each) for each in gc.get_objects() if issubclass(type(each), fx.GraphModule)}
+    assert now <= before
+    assert captured.inputs

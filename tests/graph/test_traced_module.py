@@ -484,6 +484,19 @@ def test_a_new_kind_of_call_inside_torch_compile_says_what_to_do() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+def test_a_capture_of_one_tensor_given_twice_serves_no_two_inside_torch_compile() -> None:
+    plain = make(lambda s, x, y: x * 2 if x is y else x - y)
+    module = rewritten(copy.deepcopy(plain), X, X)
+    module(X, X)
+    compiled = torch.compile(module, backend="eager", fullgraph=True, dynamic=True)
+    assert torch.equal(compiled(X, X), X * 2)
+    with pytest.raises(Exception, match="call the model once like this before it is compiled"):
+        compiled(X, X + 1)
+    module(X, X + 1)
+    assert torch.equal(compiled(X, X + 1), plain(X, X + 1))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 @torch.no_grad()  # dynamo warns of gradients that it asks for behind a break
 @pytest.mark.parametrize("way", ["each", "in place", "apart", "hooked"])
 def test_dynamo_meets_rewritten_layers_in_any_way(way: str) -> None:

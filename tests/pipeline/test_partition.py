@@ -226,6 +226,49 @@ def test_inputs_are_bound_as_the_model_does() -> None:
         sch.mod(x, y, False, 1)
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.b(self.a(x * mask)) + torch.arange(x.size(1), device=x.device)
+
+
+def test_a_tensor_that_the_example_gives_twice_is_two_inputs() -> None:
+    model, x = Masked(), torch.randn(2, 4)
+    sch = cut(copy.deepcopy(model), "", "a", example_inputs=[x, x])
+    assert sch.mod.inputs.names == ["x", "mask"]
+    mask = torch.zeros(2, 4)
+    assert torch.equal(sch.mod(x, mask), model(x, mask))
+    assert torch.equal(sch.mod(x, x), model(x, x))
+
+
+def test_inputs_of_other_strides_are_served() -> None:
+    model, x = Masked(), torch.randn(3, 4)
+    sch = cut(copy.deepcopy(model), "", "a", example_inputs=[x, x.clone()])
+    for other in (torch.randn(6, 8)[:2, :4], torch.randn(4, 5).t(), torch.randn(1, 4).expand(3, 4)):
+        torch.testing.assert_close(sch.mod(other, other), model(other, other))
+
+
+def test_stages_run_on_another_device_than_they_were_captured_on() -> None:
+    with torch.device("meta"):
+        model, x = Masked(), torch.randn(2, 4)
+    sch = cut(model, "", "a", example_inputs=[x, x])
+    here, plain = sch.mod.to_empty(device="cpu"), Masked()
+    here.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 4)
+    assert torch.equal(here(x, x), plain(x, x))
+
+
+@pytest.mark.parametrize("batch", [1, 3, 40])
+def test_which_kernel_a_convolution_takes_is_no_condition(batch: int) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.Conv2d(32, 4, 3))
+    sch = cut(copy.deepcopy(model), "", "0", example_inputs=[torch.randn(2, 3, 8, 8)])
+    x = torch.randn(batch, 3, 8, 8)
+    assert torch.equal(sch.mod(x), model(x))
+
+
 # --- what cannot be cut ----------------------------------------------------------------------
 def test_nothing_is_cut() -> None:
     sch = slapo.create_schedule(Model())

@@ -212,6 +212,7 @@ def _called(engine: Any, rank: int) -> None:
 
 _OTHER = "the batch of data-parallel coordinate 0 differs between ranks: 'int64(8, 5), int64(8, 5)"
 
+_TOKENS = "unexpected keyword argument 'tokens'; it takes ['ids']"
 #: Mistake with a pipeline of two ranks -> part of the message on each of them.
 MISTAKES: dict[Callable[[Any, int], None], tuple[str, str]] = {
     _odd: ("not divisible by micro_batches=4", "not divisible by micro_batches=4"),
@@ -220,7 +221,7 @@ MISTAKES: dict[Callable[[Any, int], None], tuple[str, str]] = {
     _ended: ("data_iter has no further batch", "data_iter has no further batch"),
     _ended_on_one: ("data_iter has no further batch", "failed on rank 0"),
     _other_batch: (_OTHER, _OTHER),
-    _unknown_argument: ("unexpected arguments ['tokens']", "unexpected arguments ['tokens']"),
+    _unknown_argument: (_TOKENS, _TOKENS),
     _called: ("use train_batch or eval_batch", "use train_batch or eval_batch"),
 }
 

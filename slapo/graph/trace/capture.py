@@ -103,6 +103,7 @@ def capture(
         Which modules below become one call; others are entered, their hooks included.
     any_batch
         Whether the graph must serve a batch of one too: sizes of 1 are sizes like others then.
+        Inputs are taken as contiguous, and a tensor that is given twice as two.
     parked
         Paths of modules below that are there for the time of the capture only.
 
@@ -123,7 +124,7 @@ def capture(
     >>> captured.holds(net, (torch.ones(9, 5),), {})
     True
     """
-    example = _Example(root, tuple(args), dict(kwargs))
+    example = _Example(root, tuple(args), dict(kwargs), shares=not any_batch)
     modules, entered = sort_out(root, is_leaf)
     refuse_collected(root, entered, collected_keys())
     calls = LeafCalls(root, modules)
@@ -153,6 +154,8 @@ def capture(
         # After the leaves have their classes back: guards look at them.
         sizes = size_conditions(output)
         state = state_guards(output, forward, modules, parked)
+        for name in [n for n in forward.__globals__ if n.startswith("__compiled_fn")]:
+            del forward.__globals__[name]  # dynamo's graph, which guards would keep alive
     return Capture(
         graph.graph,
         call_key(args, dict(kwargs)),
@@ -175,8 +178,10 @@ def _call_forward(module: Any, args: Any, kwargs: Any) -> Any:
 class _Example:
     """Arguments for a capture: tensors without a past, each once."""
 
-    def __init__(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.root, self.args, self.kwargs = root, args, kwargs
+    def __init__(
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shares: bool
+    ) -> None:
+        self.root, self.args, self.kwargs, self.shares = root, args, kwargs, shares
         self.signature = inspect.signature(root.forward)
         try:
             bound = self.signature.bind(*args, **kwargs)
@@ -218,10 +223,12 @@ class _Example:
 
     def _made_of(self, value: Any, path: Path) -> Any:
         if isinstance(value, Tensor):
-            if id(value) not in self._made:
-                self._made[id(value)] = _without_past(value)
-                self.places[id(self._made[id(value)])] = path
-            return self._made[id(value)]
+            made = self._made.get(id(value)) if self.shares else None
+            if made is None:
+                made = _without_past(value if self.shares else value.contiguous())
+                self._made[id(value)] = made
+                self.places[id(made)] = path
+            return made
         elements = parts(value)
         if elements is None:
             return int(value.node.hint) if isinstance(value, torch.SymInt) else value

@@ -44,7 +44,7 @@ def call_key(
     args, kwargs
         The arguments, as the caller split them: decorated forwards look at that.
     within_compile
-        True within somebody's ``torch.compile``, which guards on identity and autocast itself.
+        True within somebody's ``torch.compile``, which guards on autocast itself.
 
     Examples
     --------
@@ -52,10 +52,11 @@ def call_key(
     >>> call_key((x,), {}) == call_key((y,), {}), call_key((x,), {}) == call_key((), {"input": x})
     (True, False)
     """
+    seen: list[Tensor] = []
+    exact = not within_compile
+    key = (_key(args, seen, exact), _key(kwargs, seen, exact), torch.is_grad_enabled())
     if within_compile:
-        return (_key(args, None), _key(kwargs, None), torch.is_grad_enabled())
-    seen: dict[int, int] = {}
-    key = (_key(args, seen), _key(kwargs, seen), torch.is_grad_enabled())
+        return key
     return (*key, torch.is_inference_mode_enabled(), _autocast(), collected_keys())
 
 
@@ -71,20 +72,21 @@ def collected_keys() -> tuple[str, ...]:
     return tuple(active) if active else ()
 
 
-def _key(value: Any, seen: dict[int, int] | None) -> Any:
+def _key(value: Any, seen: list[Tensor], exact: bool) -> Any:
     if isinstance(value, Tensor):
-        alias = 0 if seen is None else seen.setdefault(id(value), len(seen))
+        alias = next((k for k, other in enumerate(seen) if other is value), len(seen))
+        seen.append(value)
         small = tuple([s if s < 2 else 2 for s in value.shape])  # 0 and 1 are cases of their own
         return (small, value.dtype, value.device, value.requires_grad, alias)
     if value is None:
         return None
     kind = type(value)
     if kind in _PLAIN:
-        return value if seen is None else (kind, value)
+        return (kind, value) if exact else value
     elements = parts(value)
     if elements is not None:
-        return (kind, *[(key, _key(item, seen)) for _, key, item in elements])
-    if isinstance(value, _HASHABLE) or seen is None:
+        return (kind, *[(key, _key(item, seen, exact)) for _, key, item in elements])
+    if isinstance(value, _HASHABLE) or not exact:
         return value
     return _Same(value)
 

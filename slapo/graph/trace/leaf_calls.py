@@ -168,14 +168,18 @@ class LeafCalls:
             if path not in self._keys:
                 self._keys[path] = signature(self.leaves[path], path, self._classes)
             key = (self._keys[path], _shape_key((args, kwargs)), torch.is_grad_enabled())
+        given = tensors([args, kwargs])
         if key not in self._known:
-            self._known[key] = (self._run(path, args, kwargs), path in self.assumed)
-            return self._known[key][0]
+            result = self._run(path, args, kwargs)
+            with torch._C.DisableTorchFunction():
+                self._known[key] = _without_history(result, given), path in self.assumed
         result, assumed = self._known[key]
         if assumed:
             self.assumed.add(path)
         with torch._C.DisableTorchFunction():
-            return map_leaves(result, _copy_of_fake)
+            return map_leaves(
+                result, lambda v: given[v] if isinstance(v, _Given) else _copy_of_fake(v)
+            )
 
     def _run(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the leaf itself on fake tensors."""
@@ -307,8 +311,18 @@ def _cannot_be_faked(error: Exception) -> bool:
     )
 
 
+class _Given(int):
+    """Stands for one of the tensors that a leaf was called with, by its number."""
+
+
+def _without_history(result: Any, given: list[Tensor]) -> Any:
+    """The result of a leaf for calls like this one; its own history would keep parameters alive."""
+    places = {id(tensor): _Given(index) for index, tensor in enumerate(given)}
+    return map_leaves(result, lambda v: places[id(v)] if id(v) in places else _copy_of_fake(v))
+
+
 def _copy_of_fake(value: Any) -> Any:
-    """A fake tensor like one that a sibling has returned."""
+    """A fake tensor like one that the leaf, or a sibling of it, has returned."""
     if not isinstance(value, Tensor):
         return value
     new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -86,6 +87,7 @@ def surroundings(root: nn.Module, any_batch: bool) -> Iterator[list[Effect]]:
         enter(_effects_noted(effects))
         enter(_no_fixed_addresses())
         enter(_functions_kept())
+        enter(_kernels_unasked())
         enter(told_once())
         # What dynamo would log of its settings: it takes a copy of them all.
         enter(mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", _nothing))
@@ -188,6 +190,21 @@ def _no_fixed_addresses() -> Iterator[None]:
         for home, name in itertools.product((builder, output_graph), names):
             stack.enter_context(mock.patch.object(home, name, None, create=True))
         yield
+
+
+@contextmanager
+def _kernels_unasked() -> Iterator[None]:
+    """Which kernel a convolution would take for some sizes is no condition on them."""
+    with ExitStack() as stack:
+        for name in ("_select_conv_backend", "_conv_determine_backend_memory_format"):
+            ask = getattr(torch._C, name)
+            stack.enter_context(mock.patch.object(torch._C, name, partial(_unconditionally, ask)))
+        yield
+
+
+def _unconditionally(ask: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    with tensor.fake_mode.shape_env.suppress_guards():
+        return ask(tensor, *args, **kwargs)
 
 
 @contextmanager
