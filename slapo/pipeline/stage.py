@@ -32,6 +32,8 @@ class Stage(fx.GraphModule):
         The device that is built in, in place of which a call uses that of its tensors.
     """
 
+    _lineno_map = None  # torch.compile asks a GraphModule for it
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Stage:
         """An object without state; fx would make a class for each."""
         return object.__new__(cls)

@@ -149,7 +149,7 @@ class Resizing(Meter):
         return out
 
     def _look(self) -> None:
-        for key, (size, ref) in self._sizes.items():
+        for key, (size, ref) in list(self._sizes.items()):  # threads of gloo add some
             storage = ref()
             if storage is not None and storage.nbytes() != size:
                 self._sizes[key] = storage.nbytes(), ref

@@ -268,6 +268,7 @@ class Traced(fx.GraphModule):
     """
 
     _origin: type[nn.Module]
+    _lineno_map = None  # torch.compile asks a GraphModule for it
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An object of the original's class: what is made of this class is not traced."""
