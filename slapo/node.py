@@ -233,7 +233,7 @@ class Node:
     def follow(self, name: str) -> None:
         """See a module that the user has put in the place of a child, or has added."""
         child, present = self.child.get(name), _slot(self.mod, name)
-        if child is None and (present is None or _is_transparent(present, name, self._inlined())):
+        if child is None and (present is None or _is_transparent(present, name, self._hidden())):
             return
         if child is None and self._is_kept_whole():
             return
@@ -292,7 +292,7 @@ class Node:
         """What to say of a path to a module that graphs do not call any more."""
         for above, node in self.named_schedules():
             name = path[len(above) :].lstrip(".") if path.startswith(above) else ""
-            if name and name in node._inlined():
+            if name and name in node._hidden():
                 below = [p for p, _ in self.named_schedules() if p.startswith(f"{path}.")]
                 return (
                     f"{path!r} was inlined when {node.path or 'the root'} was traced, whose graph "
@@ -421,9 +421,7 @@ class Node:
 
     def rebuild_children(self) -> None:
         """Make the children agree with the module; nodes of unchanged modules stay."""
-        # A flat graph has thousands of children and is rewritten as often: most calls find one
-        # child added, so nothing is done for those that stayed but to look at them.
-        modules = {} if self._is_kept_whole() else children_of(self.mod, self._inlined())
+        modules = {} if self._is_kept_whole() else children_of(self.mod, self._hidden())
         child = self.child
         left = [node for name, node in child.items() if modules.get(name) is not node.mod]
         for node in left:
@@ -437,25 +435,32 @@ class Node:
             child.update(ordered)
         for node in left:
             node._forget()
-        for name in kept_whole_in(innermost(self.mod)) & child.keys():
-            if child[name].child:  # of a node from before the trace
-                child[name].rebuild_children()
+        if _is_flat(innermost(self.mod)) or self.graph_above()[0] is not None:
+            for node in child.values():
+                if node.child:  # from before the trace
+                    node.rebuild_children()
 
-    def _inlined(self) -> frozenset[str]:
-        """Paths from here of modules whose operations are in a graph, here or above."""
+    def _hidden(self) -> frozenset[str]:
+        """Paths from here of modules that a flat graph has inlined, but for its own children."""
         own = inlined_in(innermost(self.mod))
-        if own or self.parent is None:
-            return own
-        above = self.parent._inlined()
-        if self.name not in above:
-            return own
-        start = f"{self.name}."  # a part of an inlined module that is a node for its parameters
-        return frozenset(path[len(start) :] for path in above if path.startswith(start))
+        if own:
+            return own - children_of(self.mod).keys()
+        graph, start = self.graph_above()
+        inlined = frozenset() if graph is None else inlined_in(innermost(graph.mod))
+        return frozenset(p[len(start) + 1 :] for p in inlined if p.startswith(f"{start}."))
 
     def _is_kept_whole(self) -> bool:
-        """Whether a flat trace of the parent was told to leave this module alone."""
-        parent = self.parent
-        return parent is not None and self.name in kept_whole_in(innermost(parent.mod))
+        """Whether a flat trace above was told to leave this module alone."""
+        graph, path = self.graph_above()
+        return graph is not None and path in kept_whole_in(innermost(graph.mod))
+
+    def graph_above(self) -> tuple[Node | None, str]:
+        """The nearest node above with a flat graph, and the path from there."""
+        node: Node | None = self.parent
+        path = self.name
+        while node is not None and not _is_flat(innermost(node.mod)):
+            path, node = f"{node.name}.{path}", node.parent
+        return node, path
 
     def refresh(self, targets: Iterable[str]) -> None:
         """Follow changes of the modules at some paths below, at no cost for all others."""
@@ -484,7 +489,7 @@ class Node:
         if present is not None:
             del self.child[name]
             present._forget()
-        if module is not None and not _is_transparent(module, name, self._inlined()):
+        if module is not None and not _is_transparent(module, name, self._hidden()):
             self.child[name] = self._make_child(name, module)  # last, where modules are added
 
     def _make_child(self, name: str, module: nn.Module) -> Any:
@@ -542,6 +547,10 @@ def children_of(
         elif child is not None:
             found[full] = child
     return found
+
+
+def _is_flat(module: nn.Module) -> bool:
+    return bool(inlined_in(module) or kept_whole_in(module))
 
 
 def _is_transparent(module: nn.Module, name: str, inlined: frozenset[str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 import subprocess
 import sys
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import slapo
 from slapo.op import Print
+from slapo.op.show import show
 from slapo.utils.common import get_hooks, is_lambda_function, transfer_hooks
 from slapo.utils.report import profile_perf, report_memory
 
@@ -107,6 +109,31 @@ def test_what_is_printed_is_of_the_run(tracer: str, capsys: pytest.CaptureFixtur
         assert f"before tensor([[{number:.0f}., {number:.0f}.]])" in shown
         assert shown.count("after") == 1
     assert torch.equal(sch.mod(torch.ones(1, 2)), expected)
+
+
+class ShowsAnything(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        Print()(x.sum(), f"{x.dim()} dims" if isinstance(x.dim(), int) else "dims", "in all")
+        x = Print()(x * 2, "shape", x.shape, "mean", x.mean(), "of")
+        return x + 1
+
+
+@pytest.mark.parametrize("tracer", ["pytorch", "huggingface", "dynamo"])
+def test_a_print_of_any_values_that_the_forward_makes(
+    tracer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sch = slapo.create_schedule(ShowsAnything())
+    assert sch.trace(tracer=tracer, example_inputs=(torch.zeros(1, 2),))
+    assert len(sch.find_node(lambda n: n.target is show)) == 2
+    assert sch.mod.code.count("show(") == 2
+    sch.replace(torch.sub, sch.find_node(lambda n: n.target is operator.add)[0])
+    capsys.readouterr()
+    for number in (1, 3):
+        found = sch.mod(torch.full((1, 2), float(number)))
+        assert torch.equal(found, torch.full((1, 2), 2.0 * number - 1))
+        shown = capsys.readouterr().out
+        assert f"in all tensor({2 * number}.)" in shown
+        assert f"shape torch.Size([1, 2]) mean tensor({number}.) of tensor([[{2 * number}." in shown
 
 
 def test_hooks_go_over() -> None:

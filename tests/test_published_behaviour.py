@@ -81,22 +81,25 @@ class Outer(nn.Module):
 
 
 @pytest.mark.parametrize("tracer", TRACERS)
-def test_inlined_children_are_no_nodes(tracer: str) -> None:
+def test_inlined_modules_below_a_child_are_no_nodes(tracer: str) -> None:
     model = Outer()
     sch = slapo.create_schedule(model)
     inner = model.a.b
     x = torch.randn(2, 4)
     expected = model(x)
     assert sch["a"].trace(flatten=True, tracer=tracer, example_inputs=x)
-    for path in ("a.b", "a.b.c"):
-        assert path not in sch
-        with pytest.raises(KeyError, match="inlined"):
-            sch[path]
+    assert sch["a.b"].mod is inner
+    assert "a.b.c" not in sch
+    with pytest.raises(KeyError, match="inlined"):
+        sch["a.b.c"]
     assert sch["a"].get_module("b") is inner
-    assert sch.get_module("a.b.c") is inner.c
+    assert sch["a.b"].get_module("c") is sch.get_module("a.b.c") is inner.c
+    with pytest.raises(slapo.SlapoError, match="'b' was inlined"):
+        sch["a.b"].checkpoint()
     # What the graph still calls is a node, under the name it is called by.
     assert sch["a.b.c.0"].mod is inner.c[0]
-    assert list(sch["a"].child) == ["b.c.0", "b.c.1", "kept.c.0", "kept.c.1"]
+    assert list(sch["a"].child) == ["b", "kept"]
+    assert list(sch["a.b"].child) == ["c.0", "c.1"]
     assert torch.equal(sch.mod(x), expected)
     sch["a.b.c.1"].replace(nn.Identity())
     assert not torch.equal(sch.mod(x), expected)
@@ -108,7 +111,8 @@ def test_named_leaves_are_leaves_of_the_schedule(name: str, tracer: str) -> None
     sch = slapo.create_schedule(Outer())
     inputs = torch.randn(2, 4)
     assert sch.trace(flatten=True, tracer=tracer, leaf_modules=[name], example_inputs=inputs)
-    assert list(sch.child) == ["a.b.c.0", "a.b.c.1", "a.kept"]
+    assert list(sch.child) == ["a"]
+    assert list(sch["a"].child) == ["b.c.0", "b.c.1", "kept"]
     assert not isinstance(sch["a.kept"].mod, fx.GraphModule)
     assert not sch["a.kept"].child
     assert "a.kept.c" not in sch

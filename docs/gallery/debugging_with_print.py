@@ -18,8 +18,9 @@ from slapo.op import Print
 # %%
 # In a model
 # ----------
-# ``Print`` takes a value and a message, and returns the value. It may stand in the flow of data, or
-# beside it: a call whose result nobody uses is kept all the same.
+# ``Print`` takes a value and anything else to print before it, and returns the value. It may stand
+# in the flow of data, or beside it: a call whose result nobody uses is kept all the same. A forward
+# may also make it on the spot, as in ``Print()(x, "mean", x.mean(), "of")``.
 
 
 class Model(nn.Module):

@@ -64,18 +64,22 @@ class CutPipelineStagePrimitive(Primitive):
         calls = note.get("calls", ())
         if note and (call is None or not calls or call in calls):
             raise ValueError("a stage ends after this module already; leave the second cut out")
-        parent = innermost(sch.parent.mod)
+        above, name = sch.parent, sch.name
+        if not isinstance(innermost(above.mod), fx.GraphModule):  # inlined further up, it may be
+            graph, path = sch.graph_above()
+            above, name = (above, name) if graph is None else (graph, path)
+        parent = innermost(above.mod)
         if not isinstance(parent, fx.GraphModule):
             raise SlapoError(
-                f"the parent, {sch.parent.where}, is not traced; call "
+                f"the parent, {above.where}, is not traced; call "
                 f"trace_until({sch.parent.path!r}) on the root first; with "
                 'tracer="huggingface" for a model of Transformers, or where Python decides by '
                 "values, and then with the example_inputs= of a call"
             )
-        if not _calls(parent, sch.name):
+        if not _calls(parent, name):
             raise SlapoError(
-                f"the graph of the parent, {sch.parent.where}, does not call {sch.name!r}; trace "
-                "the parent with its children as calls (trace_until, or flatten=False)"
+                f"the graph of {above.where} does not call {name!r}; trace it with its children "
+                "as calls (trace_until, or flatten=False)"
             )
         if call is not None:
             # The parent may itself be called several times, so more calls than these may follow.

@@ -98,6 +98,12 @@ class _Tracer(fx.Tracer):
         self.entered.add(path)
         return False
 
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Modules that the forward itself makes are no children, and are run."""
+        if all(m is not each for each in self.root.modules()):
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """A node for a parameter or buffer; fx would look for its name in all of the model."""
         name = self._names.get(id(attr_val)) if isinstance(attr_val, Tensor) else None

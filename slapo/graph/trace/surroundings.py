@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from inspect import isfunction
 from typing import Any
 from unittest import mock
 
@@ -29,6 +30,7 @@ from slapo.graph.trace.torch_private import (
     output_graph,
     overrides,
     shape_config,
+    side_effects,
     trace_rules,
 )
 
@@ -209,9 +211,14 @@ def _unconditionally(ask: Callable[..., Any], tensor: Any, *args: Any, **kwargs:
 
 @contextmanager
 def _functions_kept() -> Iterator[None]:
-    """Every ``autograd.Function`` is one node, so that its own backward is kept."""
+    """Every ``autograd.Function`` is one node, so that its own backward is kept.
+
+    So is a function that is there for its side effect, as fx was told.
+    """
     known = trace_rules._allowed_callable_ids
-    added = [c for c in set(_subclasses(torch.autograd.Function)) if id(c) not in known]
+    told = [f for f in side_effects if isfunction(f) and not f.__module__.startswith("torch.")]
+    kept = [*set(_subclasses(torch.autograd.Function)), *told]
+    added = [each for each in kept if id(each) not in known]
     for cls in added:
         known.add(id(cls))
     try:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import fake_tensor_tls as fake_tls
 from torch.fx.experimental import _config as shape_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.node import _side_effectful_functions as side_effects
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes as modes_off
 from torch.utils._sympy.interp import sympy_interp
@@ -53,6 +54,7 @@ __all__ = [
     "output_graph",
     "overrides",
     "shape_config",
+    "side_effects",
     "sympy_interp",
     "trace_rules",
 ]
