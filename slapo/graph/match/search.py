@@ -80,10 +80,6 @@ def find_subgraphs(
     constant of the pattern, number or tensor, must be equal to that of the graph. A functional call
     also matches the module that computes the same, with any attributes and weights where the call
     states nothing, and any sizes: ``F.layer_norm(x, 1024)`` matches any ``nn.LayerNorm``.
-
-    >>> gm = fx.symbolic_trace(lambda x, y: (x + y).relu())
-    >>> [match.bindings for match in find_subgraphs(gm.graph, gm.get_submodule, lambda a: a.relu())]
-    [{'a': add}]
     """
     traced = pattern if isinstance(pattern, fx.Graph) else trace_pattern(pattern)
     steps = pattern_steps(traced)

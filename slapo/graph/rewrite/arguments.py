@@ -105,9 +105,6 @@ def plan_call(
     pattern gets the value in `bindings`, which has them in the pattern's order. The other values go
     to the parameters without default that are left, in the pattern's order and then in the order
     of first use. Constants and sizes among them are given only where parameters are left for them.
-
-    >>> plan_call(Callee.of(lambda x, scale, y: x), ["a", "b"], {"scale": 2}, {})
-    (('a',), {'scale': 2, 'y': 'b'})
     """
     names = callee.names
     bound = {name: value for name, value in bindings.items() if name in names}

@@ -34,14 +34,7 @@ _DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 class Effects:
-    """The effects of the nodes of one graph: of a graph module, or of a view of a traced one.
-
-    >>> gm = fx.symbolic_trace(lambda x, y: (x.view(-1).add_(1), torch.dropout(y, 0.1, True)))
-    >>> x, y, view, write, dropout, _ = gm.graph.nodes
-    >>> effects = Effects(gm)
-    >>> effects.writes(write), effects.reads(view), effects.draws(dropout)
-    ({x}, {x}, True)
-    """
+    """The effects of the nodes of one graph: of a graph module, or of a view of a traced one."""
 
     def __init__(self, gm: HasGraph) -> None:
         self._gm = gm

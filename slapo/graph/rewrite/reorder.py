@@ -23,12 +23,6 @@ def check_reorder(gm: HasGraph, chain: Collection[fx.Node], place: fx.Node) -> N
     not get into or out of a region (``no_grad``, autocast), past a write to what it reads or a
     look at what it writes, or, if it draws random numbers, past another draw. The ``ValueError``
     names both nodes, the reason and the remedy.
-
-    >>> gm = fx.symbolic_trace(lambda x: (x.exp(), x.add_(1))[0].relu())
-    >>> _, exp, add_, relu, _ = gm.graph.nodes
-    >>> check_reorder(gm, [exp, relu], relu)
-    Traceback (most recent call last):
-    ValueError: 'exp' would move past 'add_' when the subgraph becomes one call at 'relu', but ...
     """
     inside = set(chain)
     ends = sorted((*inside, place))

@@ -35,37 +35,23 @@ from slapo.graph.trace.torch_private import FakeTensor, fullgraph_capture
 
 @dataclass
 class Capture:
-    """A graph, and the calls that it holds for.
-
-    Attributes
-    ----------
-    graph : fx.Graph
-        One placeholder per parameter of the module's forward. ``node.meta["slapo_kind"]`` is the
-        kind of a node's value: "tensor", "container" or "value".
-    key, compile_key
-        Key of the call, and as ``torch.compile`` around it sees the call.
-    state
-        Dynamo's guards on the module and on Python's globals.
-    sizes : list of str
-        Conditions on the sizes of arguments.
-    inputs : dict of str to (tuple, dict)
-        Arguments of the first call of each leaf, with fake tensors.
-    entered : frozenset of str
-        Paths of the modules below whose operations are in the graph.
-    modes
-        Modes of the modules below, which decide what leaves return.
-    code
-        Function of the module and the arguments that runs the graph.
-    """
+    """A graph, and the calls that it holds for."""
 
     graph: fx.Graph
     key: Any
+    #: the key as ``torch.compile`` around it sees the call
     compile_key: Any
+    #: dynamo's guards on the module and on Python's globals
     state: Any
+    #: conditions on the sizes of arguments
     sizes: list[str]
+    #: arguments of the first call of each leaf, with fake tensors
     inputs: dict[str, Call] = field(default_factory=dict)
+    #: modules below whose operations are in the graph
     entered: frozenset[str] = frozenset()
+    #: modes of all modules below, which decide what leaves return
     modes: Any = None
+    #: function of the module and the arguments that runs the graph
     code: Any = None
     fits: Callable[[Any, Any], bool] = field(init=False)
 

@@ -44,11 +44,15 @@ class _Facts:
                     return value
         return default
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+    def zeros(self, *shape: int) -> Tensor:
+        """Of the dtype of the parameters."""
         floating = (p.dtype for p in self.module.parameters() if p.is_floating_point())
-        return next(floating, torch.get_default_dtype())
+        return torch.zeros(shape, dtype=next(floating, torch.get_default_dtype()))
+
+    def states(self, *names: str, length: int = LENGTH) -> Tensor:
+        """Hidden states; `names` are further names of their size."""
+        hidden = self.read(*names, "hidden_size", "n_embd", "d_model", default=32)
+        return self.zeros(BATCH, length, hidden)
 
     @property
     def main_input(self) -> str:
@@ -56,101 +60,68 @@ class _Facts:
         return getattr(self.module, "main_input_name", "input_ids")
 
     @property
-    def is_image_model(self) -> bool:
-        """True if the main input is a picture."""
-        return self.main_input == "pixel_values"
-
-    @property
     def is_waveform_model(self) -> bool:
         """True if the main input is a row of samples."""
         return self.main_input == "input_values" and hasattr(self.config, "conv_stride")
 
 
-def _token_ids(facts: _Facts) -> torch.Tensor:
-    return torch.ones(BATCH, LENGTH, dtype=torch.long)
+def _ones(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.long)
 
 
-def _decoder_ids(facts: _Facts) -> torch.Tensor:
-    return torch.ones(BATCH, DECODER_LENGTH, dtype=torch.long)
-
-
-def _positions(facts: _Facts) -> torch.Tensor:
-    return torch.arange(LENGTH).expand(BATCH, LENGTH).contiguous()
-
-
-def _embeddings(facts: _Facts) -> torch.Tensor:
-    hidden = facts.read("embedding_size", "hidden_size", "n_embd", "d_model", default=32)
-    return torch.zeros(BATCH, LENGTH, hidden, dtype=facts.dtype)
-
-
-def _decoder_embeddings(facts: _Facts) -> torch.Tensor:
-    return _embeddings(facts)[:, :DECODER_LENGTH].contiguous()
-
-
-def _encoder_states(facts: _Facts) -> torch.Tensor:
-    hidden = facts.read("cross_attention_hidden_size", "hidden_size", "d_model", default=32)
-    return torch.zeros(BATCH, LENGTH, hidden, dtype=facts.dtype)
-
-
-def _picture(facts: _Facts) -> torch.Tensor:
+def _picture(facts: _Facts) -> Tensor:
     vision = getattr(facts.config, "vision_config", None) or facts.config
     size = getattr(vision, "image_size", 224)
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
-    channels = getattr(vision, "num_channels", 3)
-    return torch.zeros(BATCH, channels, height, width, dtype=facts.dtype)
+    return facts.zeros(BATCH, getattr(vision, "num_channels", 3), height, width)
 
 
-def _sound(facts: _Facts) -> torch.Tensor:
+def _sound(facts: _Facts) -> Tensor:
     """A spectrogram of the fixed size that the config names, or a waveform."""
     bins, frames = (getattr(facts.config, name, None) for name in ("num_mel_bins", "max_length"))
     if bins and frames:
-        return torch.zeros(BATCH, frames, bins, dtype=facts.dtype)
+        return facts.zeros(BATCH, frames, bins)
     samples = LENGTH
     kernels, strides = (getattr(facts.config, f"conv_{name}", ()) for name in ("kernel", "stride"))
     for kernel, stride in zip(reversed(kernels), reversed(strides), strict=True):
         samples = (samples - 1) * stride + kernel
-    return torch.zeros(BATCH, samples, dtype=facts.dtype)
+    return facts.zeros(BATCH, samples)
 
 
-def _mask(facts: _Facts) -> torch.Tensor:
-    """Of ones, for each token or sample."""
-    return torch.ones_like(_sound(facts) if facts.is_waveform_model else _token_ids(facts)).long()
-
-
-def _spectrogram(facts: _Facts) -> torch.Tensor:
+def _spectrogram(facts: _Facts) -> Tensor:
     """Whisper's: bins first, two frames for each position of the encoder."""
     frames = 2 * facts.read("max_source_positions", default=1500)
-    return torch.zeros(BATCH, facts.read("num_mel_bins", default=80), frames, dtype=facts.dtype)
+    return facts.zeros(BATCH, facts.read("num_mel_bins", default=80), frames)
 
 
-def _labels(facts: _Facts) -> torch.Tensor:
-    """Labels of the shape that the head's loss expects."""
-    head = type(facts.module).__name__
+def _labels(facts: _Facts) -> Tensor:
+    """Of the shape that the head's loss expects."""
+    head, problem = type(facts.module).__name__, getattr(facts.config, "problem_type", None)
     if head.endswith(("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")):
-        if getattr(facts.config, "problem_type", None) == "multi_label_classification":
-            return torch.zeros(BATCH, facts.read("num_labels", default=2), dtype=facts.dtype)
-        if getattr(facts.config, "problem_type", None) == "regression":
-            return torch.zeros(BATCH, dtype=facts.dtype)
-        return torch.zeros(BATCH, dtype=torch.long)
-    return _decoder_ids(facts) if facts.has_decoder else _token_ids(facts)
+        if problem == "multi_label_classification":
+            return facts.zeros(BATCH, facts.read("num_labels", default=2))
+        return facts.zeros(BATCH) if problem == "regression" else _class_labels(facts)
+    return _ones(BATCH, DECODER_LENGTH if facts.has_decoder else LENGTH)
 
 
-def _class_labels(facts: _Facts) -> torch.Tensor:
+def _class_labels(facts: _Facts) -> Tensor:
     return torch.zeros(BATCH, dtype=torch.long)
 
 
 #: Parameter of forward -> builder of an example for it.
-BUILDERS: dict[str, Callable[[_Facts], torch.Tensor]] = {
-    "input_ids": _token_ids,
-    "attention_mask": _mask,
-    "token_type_ids": lambda facts: torch.zeros_like(_token_ids(facts)),
-    "position_ids": _positions,
-    "inputs_embeds": _embeddings,
-    "decoder_input_ids": _decoder_ids,
-    "decoder_attention_mask": _decoder_ids,
-    "decoder_inputs_embeds": _decoder_embeddings,
-    "encoder_hidden_states": _encoder_states,
-    "encoder_attention_mask": _token_ids,
+BUILDERS: dict[str, Callable[[_Facts], Tensor]] = {
+    "input_ids": lambda facts: _ones(BATCH, LENGTH),
+    "attention_mask": lambda facts: _ones(
+        *(_sound(facts).shape if facts.is_waveform_model else (BATCH, LENGTH))
+    ),
+    "token_type_ids": lambda facts: torch.zeros_like(_ones(BATCH, LENGTH)),
+    "position_ids": lambda facts: torch.arange(LENGTH).expand(BATCH, LENGTH).contiguous(),
+    "inputs_embeds": lambda facts: facts.states("embedding_size"),
+    "decoder_input_ids": lambda facts: _ones(BATCH, DECODER_LENGTH),
+    "decoder_attention_mask": lambda facts: _ones(BATCH, DECODER_LENGTH),
+    "decoder_inputs_embeds": lambda facts: facts.states("embedding_size", length=DECODER_LENGTH),
+    "encoder_hidden_states": lambda facts: facts.states("cross_attention_hidden_size"),
+    "encoder_attention_mask": lambda facts: _ones(BATCH, LENGTH),
     "pixel_values": _picture,
     "input_values": _sound,
     "input_features": _spectrogram,
@@ -175,7 +146,7 @@ def example_inputs(
     concrete_args: Mapping[str, Any] | None = None,
     config: Any = None,
     every_mask: bool = False,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Dummy inputs for a Hugging Face model, by name.
 
     Parameters
@@ -257,12 +228,12 @@ def inputs_of_part(
     if not is_part or "hidden_states" not in needed or needed - known:
         raise TraceError("there is nothing to run it with; pass example_inputs")
     facts = _Facts(module, config, False)
-    hidden = facts.read("hidden_size", "n_embd", "d_model", default=32)
+    states = facts.states()
     heads = facts.read("num_attention_heads", "num_heads", default=1)
-    angles = torch.zeros(BATCH, LENGTH, facts.read("head_dim", default=hidden // heads))
+    angles = facts.zeros(BATCH, LENGTH, facts.read("head_dim", default=states.size(-1) // heads))
     made: dict[str, Any] = {
-        "hidden_states": torch.zeros(BATCH, LENGTH, hidden, dtype=facts.dtype),
-        "position_embeddings": (angles.to(facts.dtype), angles.to(facts.dtype)),  # cosines, sines
+        "hidden_states": states,
+        "position_embeddings": (angles, angles.clone()),  # cosines and sines
     }
     device = next((p.device for p in module.parameters()), None)
     found = {name: tree_map(lambda t: t.to(device), made[name]) for name in made if name in taken}
@@ -279,7 +250,7 @@ def _main_inputs(facts: _Facts, names: list[str]) -> list[str]:
     # Without a mask, Transformers looks for packed sequences in the positions.
     wanted = [main, "decoder_input_ids"]
     if "input_ids" in names:
-        wanted += ["input_ids"] if facts.is_image_model else []
+        wanted += ["input_ids"] if main == "pixel_values" else []
     if "input_ids" in names or facts.is_waveform_model:
         wanted += ["attention_mask"]
     return [name for name in names if name in wanted]

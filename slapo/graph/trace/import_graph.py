@@ -36,27 +36,7 @@ class _Number(int):
 
 
 class GraphImport:
-    """Copies dynamo's graph.
-
-    Parameters
-    ----------
-    root
-        The captured module.
-    arguments
-        Parameter of its forward -> example.
-    places
-        Id of an example tensor -> where it lies in the arguments.
-    output
-        Dynamo's.
-    calls
-        The leaves of the capture.
-    any_batch
-        Whether the graph must hold for sizes of 1 too.
-
-    Attributes
-    ----------
-    graph : fx.Graph
-    """
+    """Copies dynamo's graph."""
 
     def __init__(
         self,
@@ -309,13 +289,7 @@ class GraphImport:
 
 # --- helpers -------------------------------------------------------------------------------------
 def like_input(result: Any, given: Tensor, path: str) -> Any:
-    """Check a result that the graph takes to be like an input: experts that pick their tokens.
-
-    Raises
-    ------
-    TraceError
-        If its shape is another one.
-    """
+    """Check a result that the graph takes to be like an input: experts that pick their tokens."""
     if not isinstance(result, Tensor) or result.shape != given.shape:
         shown = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise TraceError(

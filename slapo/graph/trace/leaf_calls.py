@@ -80,15 +80,7 @@ class _SyncCall:
 
 
 class LeafCalls:
-    """The leaves of one capture.
-
-    Parameters
-    ----------
-    root
-        The captured module.
-    leaves
-        Path -> module, for all modules below it that are not entered.
-    """
+    """The leaves of one capture."""
 
     def __init__(self, root: nn.Module, leaves: dict[str, nn.Module]) -> None:
         self.root, self.leaves = root, leaves
@@ -333,17 +325,7 @@ def _copy_of_fake(value: Any) -> Any:
 
 # --- keys ----------------------------------------------------------------------------------------
 def signature(module: nn.Module, path: str = "", classes: Mapping[str, type] | None = None) -> Any:
-    """Equal for siblings that act alike: classes, shapes, plain attributes, hooks.
-
-    Parameters
-    ----------
-    module
-        The module.
-    path
-        Its path, as `classes` has it.
-    classes
-        Path -> class, for modules that have another one for the time of a capture.
-    """
+    """Equal for siblings that act alike: classes, shapes, plain attributes, hooks."""
     if isinstance(module, torch.jit.ScriptModule):
         return id(module)
     found: list[Any] = []

@@ -40,29 +40,7 @@ Shared = dict[Any, list[tuple[Any, "Capture"]]]
 
 
 class Trace:
-    """What belongs to a traced module besides the module: settings, graphs and rewrites.
-
-    Parameters
-    ----------
-    origin
-        The class that the module had.
-    is_leaf
-        Which modules below stay calls.
-    shown
-        The graph that the schedule sees, or a function that makes it when it is asked for.
-    entered
-        Paths of the modules below whose operations are in the graph.
-    first
-        The capture that it is of; None for a preview, which never runs.
-    inputs
-        The arguments that it was traced with, if any.
-    constants
-        Forward parameter -> constant that it was traced with.
-    called
-        Paths of the modules below that it calls, where that is known before the graph is.
-    shared
-        Captures of siblings.
-    """
+    """What belongs to a traced module besides the module: settings, graphs and rewrites."""
 
     def __init__(
         self,
@@ -424,13 +402,7 @@ def kept_whole_in(module: nn.Module) -> frozenset[str]:
 
 
 def check_traceable(module: nn.Module) -> None:
-    """Refuse an object whose calls do not reach the forward of its class.
-
-    Raises
-    ------
-    TraceError
-        If its ``forward`` was replaced on the object, as wrappers of other libraries do.
-    """
+    """Refuse an object whose calls do not reach the forward of its class."""
     if "forward" in vars(module):
         raise TraceError(
             f"forward was set on this {type(module).__name__} itself, and a trace sees the one of "
@@ -502,13 +474,7 @@ _candidates._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 # --- rewrites ------------------------------------------------------------------------------------
 def rewrite(module: fx.GraphModule, rule: Rewrite) -> None:
-    """Apply a rule to the shown graph, and to every capture to come.
-
-    Raises
-    ------
-    SlapoError, ValueError
-        If the shown graph has no place for it; nothing is changed then.
-    """
+    """Apply a rule to the shown graph, and to every capture to come."""
     if not isinstance(module, Traced):  # a graph module of the user's, which runs as it is
         rule.apply(View(module, module.graph))
         module.recompile()

@@ -53,13 +53,7 @@ def parts(value: Any) -> list[Part] | None:
 
 
 def kind_of(value: Any) -> str:
-    """``"tensor"``, ``"container"``, or ``"value"`` for everything else.
-
-    Examples
-    --------
-    >>> kind_of(torch.ones(2)), kind_of((1, 2)), kind_of(torch.Size([2])), kind_of(None)
-    ('tensor', 'container', 'value', 'value')
-    """
+    """``"tensor"``, ``"container"``, or ``"value"`` for everything else."""
     if isinstance(value, torch.Tensor):
         return "tensor"
     return "value" if parts(value) is None else "container"

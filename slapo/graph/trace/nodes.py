@@ -40,13 +40,6 @@ class FunctionApply:
 
     It has the names that generated code needs, compares by the function, pickles by reference to
     it, and stays one node when the graph is traced symbolically.
-
-    Parameters
-    ----------
-    function
-        A subclass of ``torch.autograd.Function``.
-    constants
-        Position -> argument that generated code could not spell out, such as a process group.
     """
 
     function: Any
@@ -69,13 +62,7 @@ class FunctionApply:
 
 @dataclass(frozen=True, eq=False)
 class HeldTensor:
-    """Target of a node whose value is a tensor from outside the module, such as a global one.
-
-    Parameters
-    ----------
-    tensor
-        The value.
-    """
+    """Target of a node whose value is a tensor from outside the module, such as a global one."""
 
     tensor: Any
     __name__ = "held_tensor"
@@ -87,13 +74,7 @@ class HeldTensor:
 
 @dataclass(frozen=True, eq=False)
 class HeldModule:
-    """Target of a node that calls a module which is no child, so that names and state stay.
-
-    Parameters
-    ----------
-    module
-        The module.
-    """
+    """Target of a node that calls a module which is no child, so that names and state stay."""
 
     module: nn.Module
 
@@ -107,14 +88,7 @@ class HeldModule:
 
 
 def called_name(node: fx.Node) -> str:
-    """Name of the function or method that a node calls, empty if it has none.
-
-    Examples
-    --------
-    >>> import torch
-    >>> called_name(fx.Graph().call_function(torch.ops.aten.add_.Tensor))
-    'add_'
-    """
+    """Name of the function or method that a node calls, empty if it has none."""
     target: Any = node.target
     if isinstance(target, str):
         return target if node.op == "call_method" else ""
@@ -159,14 +133,7 @@ class OpenRegions:
 
 
 def nodes_in(value: Any) -> list[fx.Node]:
-    """The nodes in nested containers, in order.
-
-    Examples
-    --------
-    >>> x = fx.Graph().placeholder("x")
-    >>> nodes_in([1, {"k": (x, slice(x))}])
-    [x, x]
-    """
+    """The nodes in nested containers, in order."""
     nodes: list[fx.Node] = []
     fx.map_arg(value, nodes.append)
     return nodes
@@ -208,13 +175,7 @@ def spare_self(graph: fx.Graph) -> fx.Graph:
 
 
 def add_placeholder(graph: fx.Graph, parameter: inspect.Parameter) -> fx.Node:
-    """The placeholder of a parameter: same name, same default.
-
-    Raises
-    ------
-    TraceError
-        If the default cannot be written in generated code.
-    """
+    """The placeholder of a parameter: same name, same default."""
     star, default = _STARS.get(parameter.kind, ""), parameter.default
     if star or default is parameter.empty:
         given: tuple[Any, ...] = ()

@@ -59,13 +59,7 @@ _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2
 
 
 def checked(target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """A call as the graph makes it.
-
-    Raises
-    ------
-    TraceError
-        If a graph cannot hold it.
-    """
+    """A call as the graph makes it."""
     origin = getattr(target, "_origin", None)
     if getattr(origin, "__name__", "") == "produce_trampoline_autograd_apply":
         function = target.__closure__[0].cell_contents
@@ -96,13 +90,7 @@ def _is_numpys(target: Any) -> bool:
 
 
 def refuse_effects(effects: Iterable[Effect]) -> None:
-    """Refuse a forward that changes objects that existed before.
-
-    Raises
-    ------
-    TraceError
-        Naming the first that is changed.
-    """
+    """Refuse a forward that changes objects that existed before."""
     for source, names in effects:
         # Transformers' collector, which is ours here; and its heads note the kind of their labels.
         noted = source.endswith(".config") and set(names) <= {"problem_type"}

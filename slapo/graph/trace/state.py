@@ -48,11 +48,6 @@ def attributes_kept(root: nn.Module) -> Iterator[list[tuple[Any, str]]]:
 
     A forward may store things on its module, and on its config; a run on fake tensors would leave
     fake tensors there.
-
-    Yields
-    ------
-    list of (object, str)
-        Owners and names of attributes that were set or filled, added when the block ends.
     """
     owners = [m for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
     configs = (vars(m).get("config") for m in owners)

@@ -42,20 +42,7 @@ Effect = tuple[str, tuple[str, ...]]
 
 @contextmanager
 def surroundings(root: nn.Module, any_batch: bool) -> Iterator[list[Effect]]:
-    """Dynamo as a capture needs it, in this thread and for the time of the block.
-
-    Parameters
-    ----------
-    root
-        The captured module.
-    any_batch
-        Whether sizes 0 and 1 are sizes like others, so that a graph serves a batch of one too.
-
-    Yields
-    ------
-    list
-        Changes that the forward makes to objects, filled in while it is captured.
-    """
+    """Dynamo as a capture needs it, in this thread and for the time of the block."""
     settings: dict[str, Any] = {
         "replay_side_effects": False,
         "side_effect_replay_policy": "silent",

@@ -147,13 +147,7 @@ def _constants_of(module: nn.Module, calls: list[fx.Node]) -> dict[str, Any]:
 # --- containers ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Containers:
-    """The depth of a joined graph: containers down to some paths are entered, all else is called.
-
-    Parameters
-    ----------
-    paths
-        The containers, each with those above it.
-    """
+    """The depth of a joined graph: some containers are entered, all else is called."""
 
     paths: frozenset[str]
 
