@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping
+from itertools import starmap
+from typing import Any, TypeVar
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from slapo.errors import SlapoError, TraceError
+from slapo.graph.trace.kinds import size_check
 from slapo.graph.trace.module import Traced, trace_of
-from slapo.graph.trace.nests import OWNER, tensors
+from slapo.graph.trace.nests import OWNER, map_leaves, tensors
 from slapo.graph.trace.tree import Joined, join
 from slapo.graph.trace.views import View
 from slapo.hooks import has_backward_hooks, has_forward_hooks
@@ -16,7 +20,7 @@ from slapo.logger import get_logger
 from slapo.node import Node
 from slapo.pipeline.pipelined import PipelinedModule
 from slapo.pipeline.split import StageGraph, split_graph
-from slapo.pipeline.stage import make_stage
+from slapo.pipeline.stage import Kind, make_stage, telling
 from slapo.weights.meta import allow_calls
 from slapo.wrapper import in_mode, innermost
 
@@ -82,21 +86,26 @@ def generate_pipeline_partition(sch: N) -> N:
         raise SlapoError("no stage is cut; call cut_pipeline_stage() on the modules that end one")
     allow_calls(sch.mod)
     root, containers = _containers_above(sch, cuts)
-    joined = _join_both(root, containers)
-    parts = {mode: _split(root, each, cuts) for mode, each in joined.items()}
+    joined = _join_each(root, containers)
+    parts = {kind: _split(root, each, cuts) for kind, each in joined.items()}
     _check_alike(parts)
+    for kind in [kind for kind in parts if not _is_told(kind, parts)]:
+        del parts[kind], joined[kind]
     count = len(next(iter(parts.values())))
     given = [t.device for t in tensors(trace_of(root).inputs)]
     device = given[0] if given else None
     stages = [
-        make_stage(k, {mode: parts[mode][k] for mode in parts}, root, device) for k in range(count)
+        make_stage(k, {kind: parts[kind][k] for kind in parts}, root, device) for k in range(count)
     ]
-    sch.set_module(PipelinedModule(root, stages, joined[root.training]))
+    present = [each for kind, each in joined.items() if kind.training == root.training]
+    sch.set_module(PipelinedModule(root, stages, present))
     return sch
 
 
-def _join_both(root: Traced, containers: list[str]) -> dict[bool, Joined]:
+def _join_each(root: Traced, containers: list[str]) -> dict[Kind, Joined]:
     """The joined graph of each mode, that of the present one first.
+
+    A forward that asks whether the batch is of one sample has a further graph for such a batch.
 
     Raises
     ------
@@ -105,24 +114,50 @@ def _join_both(root: Traced, containers: list[str]) -> dict[bool, Joined]:
     """
     trace = trace_of(root)
 
-    def joined() -> Joined:
-        found = join(root, containers, trace.inputs, trace.constants)
+    def joined(inputs: Any) -> Joined:
+        found = join(root, containers, inputs, trace.constants)
         for rule in trace.rules:
             rule.apply(View(root, found.graph, is_shown=False))
         return found
 
-    found = {root.training: joined()}
-    other = not root.training
-    try:
-        with in_mode(root, other):
-            found[other] = joined()
-    except TraceError as error:
-        logger.info("the stages serve %s mode only: %s", _mode(not other), error)
+    found: dict[Kind, Joined] = {}
+    for training in (root.training, not root.training):
+        try:
+            with in_mode(root, training):
+                found[Kind(training)] = many = joined(_with_rows(trace.inputs, 2))
+                one = _with_rows(trace.inputs, 1)
+                if many.sizes is not None and not size_check(many.sizes)(*one):
+                    found[Kind(training, of_one=True)] = joined(one)
+        except TraceError as error:
+            if Kind(root.training) not in found:
+                raise
+            logger.info("the stages serve no batch of %s: %s", _named(training), error)
     return found
 
 
-def _mode(training: bool) -> str:
-    return "train" if training else "eval"
+def _with_rows(inputs: Any, least: int) -> Any:
+    """Example inputs with a batch of one sample, or of two at least."""
+    batch = next((t.size(0) for t in tensors(inputs) if t.dim()), 0)
+    if not batch or (least > 1 and batch > 1):
+        return inputs
+
+    def rows(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim() or value.size(0) != batch:
+            return value
+        return value[:1] if least == 1 else torch.cat([value, value])
+
+    return map_leaves(inputs, rows)
+
+
+def _is_told(kind: Kind, parts: Mapping[Kind, list[StageGraph]]) -> bool:
+    """Whether each stage can tell from what it receives that a batch is of one sample."""
+    many, one = parts[Kind(kind.training)], parts[kind]
+    alike = all(len(a.received) == len(b.received) for a, b in zip(many, one, strict=True))
+    return not kind.of_one or (alike and all(starmap(telling, zip(many, one, strict=True))))
+
+
+def _named(training: bool) -> str:
+    return f"{'train' if training else 'eval'} mode"
 
 
 def _split(root: Traced, joined: Joined, cuts: list[Node]) -> list[StageGraph]:
@@ -132,9 +167,9 @@ def _split(root: Traced, joined: Joined, cuts: list[Node]) -> list[StageGraph]:
     return split_graph(joined.graph, ends, root.get_submodule)
 
 
-def _check_alike(parts: dict[bool, list[StageGraph]]) -> None:
+def _check_alike(parts: dict[Kind, list[StageGraph]]) -> None:
     """Refuse stages that send other tensors in one mode than in the other."""
-    sent = {mode: [part.sent for part in each] for mode, each in parts.items()}
+    sent = {k.training: [p.sent for p in each] for k, each in parts.items() if not k.of_one}
     if len(sent) < 2 or sent[True] == sent[False]:
         return
     pairs = enumerate(zip(sent[True], sent[False], strict=False))

@@ -30,21 +30,24 @@ class PipelineInputs:
     names
         The inputs that any stage uses, in the order in which stage 0 takes them.
     joined
-        The graph that was cut.
+        The graphs that were cut, for the present mode.
     """
 
-    def __init__(self, root: Traced, names: Sequence[str], joined: Joined) -> None:
-        targets = {n.name: str(n.target) for n in joined.graph.find_nodes(op="placeholder")}
+    def __init__(self, root: Traced, names: Sequence[str], joined: Sequence[Joined]) -> None:
+        first = joined[0]
+        targets = {n.name: str(n.target) for n in first.graph.find_nodes(op="placeholder")}
         self.names = [targets[name].lstrip("*") for name in names]
         self._signature = inspect.signature(trace_of(root).origin.forward)
         parameters = list(self._signature.parameters.values())[1:]
         self._signature = self._signature.replace(parameters=parameters)
         self._label = f"pipelined {trace_of(root).origin.__name__}"
         # Strides follow from sizes, as every tensor is made contiguous.
-        self._conditions = [c for c in joined.sizes or () if ".stride()" not in c]
+        self._conditions = [
+            [c for c in each.sizes or () if ".stride()" not in c] for each in joined
+        ]
         self._split: tuple[int, tuple[str, ...]] | None = None
-        self._traced: dict[str, Any] = dict(joined.fixed)
-        if joined.sizes is not None:
+        self._traced: dict[str, Any] = dict(first.fixed)
+        if first.sizes is not None:
             args, kwargs = trace_of(root).inputs
             self._split = len(args), tuple(kwargs)
             self._traced = {k: _outline(v) for k, v in self._bound(args, kwargs).items()}
@@ -102,15 +105,20 @@ class PipelineInputs:
         count, names = self._split or (0, ())
         order = list(self._signature.parameters)[:count]
         args, kwargs = [given[name] for name in order], {name: given[name] for name in names}
-        for condition in self._conditions:
-            if not size_check([condition])(args, kwargs):
-                for k, name in enumerate(order):
-                    condition = condition.replace(f"args[{k}]", name)
-                condition = re.sub(r"kwargs\['(\w+)'\]", r"\1", condition)
-                raise SlapoError(
-                    f"{self._label}: the stages hold for inputs with {condition} only; pass such, "
-                    "or trace with example inputs of other sizes"
-                )
+        failing = [
+            next((c for c in each if not size_check([c])(args, kwargs)), None)
+            for each in self._conditions
+        ]
+        if None in failing:
+            return
+        condition = str(failing[0])
+        for k, name in enumerate(order):
+            condition = condition.replace(f"args[{k}]", name)
+        condition = re.sub(r"kwargs\['(\w+)'\]", r"\1", condition)
+        raise SlapoError(
+            f"{self._label}: the stages hold for inputs with {condition} only; pass such, or trace "
+            "with example inputs of other sizes"
+        )
 
 
 def _outline(value: Any) -> Any:
@@ -142,7 +150,7 @@ class PipelinedModule(nn.Module):
         What the first stage takes.
     """
 
-    def __init__(self, root: Traced, stages: Sequence[Stage], joined: Joined) -> None:
+    def __init__(self, root: Traced, stages: Sequence[Stage], joined: Sequence[Joined]) -> None:
         super().__init__()
         self.training = root.training
         # In a tuple, so that it is no child. Initialisation asks the whole model how.

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from slapo.errors import SlapoError
+from slapo.graph.trace.nests import ONES
 from slapo.graph.trace.nodes import ModuleLookup, OpenRegions, spare_self
 from slapo.graph.trace.operator_effects import viewed_operands, written_operands
 from slapo.pipeline.kinds import (
@@ -29,11 +30,14 @@ class StageGraph:
         model returns.
     received, sent
         Names of the tensors that come in and go out, in the order of their first computation.
+    ones
+        Of each received tensor, which dimensions have one element whatever the inputs are.
     """
 
     graph: fx.Graph
     received: tuple[str, ...] = ()
     sent: tuple[str, ...] = ()
+    ones: tuple[tuple[bool, ...], ...] = ()
 
 
 def pass_on(tensor: Tensor) -> Tensor:
@@ -259,7 +263,7 @@ class _StageBuilder:
             assert output is not None, "every graph has an output"
             self.graph.output(self._mapped(output.args[0]))
         names = tuple(n.name for n in received), tuple(n.name for n in sent)
-        return StageGraph(self.graph, *names)
+        return StageGraph(self.graph, *names, tuple(n.meta.get(ONES, ()) for n in received))
 
     def _is_run(self, node: fx.Node) -> bool:
         """Whether the node has its own place; values come where they are first asked for."""

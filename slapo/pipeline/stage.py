@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -15,19 +15,27 @@ from slapo.graph.trace.nodes import graph_of, rows_of
 from slapo.pipeline.split import StageGraph
 
 
+class Kind(NamedTuple):
+    """Calls that one graph serves."""
+
+    training: bool
+    of_one: bool = False
+
+
 class Stage(fx.GraphModule):
     """One stage of a pipeline.
 
     ``forward(*tensors)`` takes the tensors named by `received` and returns the tuple of those named
     by `sent`; the last stage returns what the model returns. Parameters have the names that they
-    have in the model. There is a graph for training and one for evaluation.
+    have in the model. There is a graph for training and one for evaluation, and of each another one
+    for a batch of one sample where the model asks for that.
 
     Parameters
     ----------
     index
         Number of the stage.
     parts
-        Mode -> graph, with targets that are paths from the root.
+        Kind of calls -> graph, with targets that are paths from the root.
     captured_on
         The device that is built in, in place of which a call uses that of its tensors.
     """
@@ -39,27 +47,33 @@ class Stage(fx.GraphModule):
         return object.__new__(cls)
 
     def __init__(
-        self, index: int, parts: Mapping[bool, StageGraph], captured_on: torch.device | None
+        self, index: int, parts: Mapping[Kind, StageGraph], captured_on: torch.device | None
     ) -> None:
         nn.Module.__init__(self)
         self.captured_on = captured_on
         part = next(iter(parts.values()))
         self.index, self.received, self.sent = index, part.received, part.sent
-        self.__dict__["_graphs"] = {mode: each.graph for mode, each in parts.items()}
+        self.__dict__["_graphs"] = {kind: each.graph for kind, each in parts.items()}
+        #: where a batch of one sample shows: which tensor, which dimension
+        self.tells = next((telling(part, p) for kind, p in parts.items() if kind.of_one), None)
         self.__dict__["_codes"] = {}
 
     @property  # type: ignore[misc]
     def graph(self) -> fx.Graph:
         """The graph for the present mode."""
-        graphs: dict[bool, fx.Graph] = self.__dict__["_graphs"]
-        if self.training not in graphs:
+        return self._graph_for(False)
+
+    def _graph_for(self, of_one: bool) -> fx.Graph:
+        graphs: dict[Kind, fx.Graph] = self.__dict__["_graphs"]
+        found = graphs.get(Kind(self.training, of_one), graphs.get(Kind(self.training)))
+        if found is None:
             was, now = ("eval", "train") if self.training else ("train", "eval")
             raise SlapoError(
                 f"stage {self.index} was cut from a graph that could be captured in {was} mode "
                 f"only; call .{was}() on it, or have the forward of the model do the same in "
                 f"{now} mode"
             )
-        return graphs[self.training]
+        return found
 
     @property
     def _graph(self) -> fx.Graph:  # type: ignore[override]
@@ -77,9 +91,11 @@ class Stage(fx.GraphModule):
 
     def forward(self, *tensors: Tensor) -> Any:
         """Run the part of the model."""
-        codes, kind = self.__dict__["_codes"], (self.training, tensors[0].device)
+        of_one = self.tells is not None and tensors[self.tells[0]].size(self.tells[1]) == 1
+        codes, kind = self.__dict__["_codes"], (self.training, of_one, tensors[0].device)
         if kind not in codes:
-            codes[kind] = code_of(_on_device(self.graph, self.captured_on, tensors[0].device))
+            graph = self._graph_for(of_one)
+            codes[kind] = code_of(_on_device(graph, self.captured_on, tensors[0].device))
         return codes[kind](self, *tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
@@ -110,6 +126,15 @@ def _empty() -> Stage:
     return object.__new__(Stage)
 
 
+def telling(many: StageGraph, one: StageGraph) -> tuple[int, int] | None:
+    """The received tensor and dimension that have one element for a batch of one sample only."""
+    for index, (large, small) in enumerate(zip(many.ones, one.ones, strict=True)):
+        for dim, (any_size, single) in enumerate(zip(large, small, strict=False)):
+            if single and not any_size:
+                return index, dim
+    return None
+
+
 def _on_device(graph: fx.Graph, built_in: torch.device | None, device: torch.device) -> fx.Graph:
     """The graph with another device in place of the one that is built in."""
     if built_in is None or built_in == device:
@@ -127,7 +152,7 @@ def _on_device(graph: fx.Graph, built_in: torch.device | None, device: torch.dev
 
 def make_stage(
     index: int,
-    parts: Mapping[bool, StageGraph],
+    parts: Mapping[Kind, StageGraph],
     root: nn.Module,
     captured_on: torch.device | None = None,
 ) -> Stage:
@@ -138,7 +163,7 @@ def make_stage(
     index
         Number of the stage.
     parts
-        Mode -> its graph, with targets that are paths from `root`.
+        Kind of calls -> their graph, with targets that are paths from `root`.
     root
         The traced model; its modules are shared, not copied.
     captured_on

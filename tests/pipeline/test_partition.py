@@ -244,6 +244,42 @@ def test_a_tensor_that_the_example_gives_twice_is_two_inputs() -> None:
     assert torch.equal(sch.mod(x, x), model(x, x))
 
 
+class AsksForOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        y = self.a(x if x.size(0) == 1 else -x)
+        return self.b(y) + scale if x.size(0) == 1 else self.b(y) * scale
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_a_model_that_asks_for_a_batch_of_one_serves_any(batch: int) -> None:
+    model, scale = AsksForOne(), torch.full((4,), 3.0)
+    sch = cut(copy.deepcopy(model), "", "a", example_inputs=[torch.randn(batch, 4), scale])
+    for module in (sch.mod, pickle.loads(pickle.dumps(sch.mod)), copy.deepcopy(sch.mod)):
+        for samples in (1, 5, 2, 1):
+            x = torch.randn(samples, 4)
+            assert torch.equal(module(x, scale), model(x, scale))
+    assert torch.equal(sch.mod.eval()(x, scale), model(x, scale))
+
+
+def test_stages_that_cannot_see_the_batch_refuse_one_sample() -> None:
+    class Pooled(AsksForOne):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            of_one = x.size(0) == 1
+            y = self.a(x.sum(0))
+            return self.b(y) + scale if of_one else self.b(y) * scale
+
+    model, scale = Pooled(), torch.full((4,), 3.0)
+    sch = cut(copy.deepcopy(model), "", "a", example_inputs=[torch.randn(3, 4), scale])
+    x = torch.randn(5, 4)
+    assert torch.equal(sch.mod(x, scale), model(x, scale))
+    with pytest.raises(slapo.SlapoError, match=r"hold for inputs with x.size\(\)\[0\] != 1 only"):
+        sch.mod(x[:1], scale)
+
+
 def test_inputs_of_other_strides_are_served() -> None:
     model, x = Masked(), torch.randn(3, 4)
     sch = cut(copy.deepcopy(model), "", "a", example_inputs=[x, x.clone()])

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
 from slapo.graph.trace.leaf_calls import LeafCalls, call_leaf, call_sync
-from slapo.graph.trace.nests import KIND, OWNER, SYMBOLIC, kind_of, parts
+from slapo.graph.trace.nests import KIND, ONES, OWNER, SYMBOLIC, kind_of, ones_of, parts
 from slapo.graph.trace.nodes import HeldTensor, add_placeholder, spare_self
 from slapo.graph.trace.refusals import CACHE_REFUSED, checked
 from slapo.graph.trace.torch_private import (
@@ -61,6 +61,7 @@ class GraphImport:
         for name, parameter in inspect.signature(self.root.forward).parameters.items():
             self._nodes[(name,)] = add_placeholder(self.graph, parameter)
             self._nodes[(name,)].meta[KIND] = kind_of(self.arguments[name])
+            self._nodes[(name,)].meta[ONES] = ones_of(self.arguments[name])
         captured = self.output.graph_capture_output
         backend = self.output.backend_input
         self._note_sizes(captured.output_graph.shape_env, frame)
@@ -86,7 +87,9 @@ class GraphImport:
             if node.op == "output":
                 return [self._stand_in(value) for value in node.args[0]]
             if node.op != "placeholder" and node.target not in _DROPPED:
-                self._copies[node] = self._copy(node, backend.graph_module)
+                self._copies[node] = new = self._copy(node, backend.graph_module)
+                if isinstance(new, fx.Node):
+                    new.meta[ONES] = ones_of(node.meta.get("example_value"))
         raise AssertionError("every graph has an output")
 
     def _input(self, node: fx.Node, value: Any) -> Any:

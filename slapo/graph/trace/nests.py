@@ -12,6 +12,9 @@ import torch
 #: Key in ``node.meta`` for the kind of a node's value; see :func:`kind_of`.
 KIND = "slapo_kind"
 
+#: Key in ``node.meta`` for which dimensions of a tensor have one element, whatever is passed in.
+ONES = "slapo_ones"
+
 #: Key in ``node.meta`` for the path of the module whose forward makes the call.
 OWNER = "slapo_owner"
 
@@ -57,6 +60,11 @@ def kind_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "tensor"
     return "value" if parts(value) is None else "container"
+
+
+def ones_of(value: Any) -> tuple[bool, ...]:
+    """For each dimension of a tensor whether it has one element, and not a symbol's number."""
+    return tuple([type(size) is int and size == 1 for size in getattr(value, "shape", ())])
 
 
 def rebuild(value: Any, items: list[Any]) -> Any:
