@@ -22,7 +22,14 @@ from slapo.graph.match.search import Match
 from slapo.graph.match.subgraph_view import SubgraphView, views_of
 from slapo.graph.rewrite.arguments import Callee, common_bindings, plan_call, plan_same_call
 from slapo.graph.rewrite.effects import HasGraph, called_module
-from slapo.graph.rewrite.plan import Plan, common_inputs, in_order, lay_out, subgraph_inputs
+from slapo.graph.rewrite.plan import (
+    Plan,
+    common_inputs,
+    in_order,
+    lay_out,
+    subgraph_inputs,
+    too_few_results,
+)
 from slapo.graph.trace.module import Traced, rewrite, rules_of
 from slapo.graph.trace.nodes import HeldModule, called_name
 from slapo.graph.trace.views import View, is_used, park_unused, targets_of
@@ -97,7 +104,7 @@ class Rule:
             if view.is_shown:
                 raise
             raise self._refusal(str(error)) from error
-        plan.carry_out(target)
+        plan.carry_out(target, checked=part is not view or not view.is_shown)
         if isinstance(part, SubgraphView):
             part.rewritten_by.add(self.number)
             part.recompile()
@@ -200,6 +207,8 @@ class Replace(Rule):
             (node,) = chains[0]
             args, kwargs = plan_same_call(node, _called(gm, node), callee, constants)
         elif self.several:
+            if callee.returns_tensor:
+                raise SlapoError(too_few_results(callee.label, "one tensor", len(chains)))
             shared = common_bindings(callee, bindings, constants)
             args, kwargs = plan_call(callee, common_inputs(chains), constants, shared)
         else:
