@@ -118,9 +118,6 @@ def plan_call(
     pattern gets the value in `bindings`, which has them in the pattern's order. The other values go
     to the parameters without default that are left, in the pattern's order and then in the order
     of first use. Constants and sizes among them are given only where parameters are left for them.
-
-    >>> plan_call(Callee.of(lambda x, scale, y: x), ["a", "b"], {"scale": 2}, {})
-    (('a',), {'scale': 2, 'y': 'b'})
     """
     names = callee.names
     bound = {name: value for name, value in bindings.items() if name in names}
@@ -136,8 +133,9 @@ def plan_call(
     if callee.takes(Parameter.VAR_POSITIONAL):
         choices = [rest] if len(rest) >= len(wanted) else []
     else:
-        with_constants = [*unnamed, *others]
-        choices = [rest, _without_sizes(rest), with_constants, _without_sizes(with_constants)]
+        choices = []
+        for values_left in (rest, [*unnamed, *others]):
+            choices += [values_left, [value for value in values_left if not is_size(value)]]
         choices = [given for given in choices if len(given) == len(wanted)]
     if not choices:
         fixed = [f"{k}={v}" for k, v in bound.items() if k not in concrete_args]
@@ -149,10 +147,6 @@ def plan_call(
             "give them defaults, or match the operations between these inputs too"
         )
     return _distribute(callee.parameters, choices[0], values, concrete_args)
-
-
-def _without_sizes(values: list[Any]) -> list[Any]:
-    return [value for value in values if not is_size(value)]
 
 
 def _is_required(parameter: Parameter) -> bool:

@@ -59,7 +59,9 @@ class Plan:
                 graph.call_function(check_results, (call, len(self.chains), call.name))
             for index, chain in enumerate(self.chains):
                 value = graph.call_function(getitem, (call, index)) if self.side_by_side else call
-                _take_over(chain[-1], value)
+                chain[-1].replace_all_uses_with(value)
+                value.meta = {k: v for k, v in chain[-1].meta.items() if k != MARKS}
+                value.type = chain[-1].type
         call.meta.update(self.meta)
         for node in reversed(nodes):
             for check in [user for user in node.users if user.target is check_results]:
@@ -91,11 +93,7 @@ def lay_out(
     kwargs: Mapping[str, Any],
     side_by_side: bool = False,
 ) -> Plan:
-    """Check that one call can take the place of operations; nothing is changed.
-
-    A ``ValueError`` says which inner value is used outside, why there is no place for the call, or
-    which operation may not move to it.
-    """
+    """Check that one call can take the place of operations; nothing is changed."""
     ordered = [in_order(gm.graph, chain) for chain in chains]
     for chain in ordered:
         check_closed(chain)
@@ -139,12 +137,7 @@ def check_closed(nodes: Collection[fx.Node]) -> None:
 
 
 def subgraph_inputs(nodes: Collection[fx.Node]) -> list[fx.Node]:
-    """List the values that a subgraph takes from outside, in order of first use.
-
-    >>> gm = fx.symbolic_trace(lambda x, y: (y * x).relu() + y)
-    >>> subgraph_inputs([n for n in gm.graph.nodes if n.op.startswith("call")])
-    [y, x]
-    """
+    """List the values that a subgraph takes from outside, in order of first use."""
     inside = set(nodes)
     inputs = (value for node in sorted(inside) for value in node.all_input_nodes)
     return list(dict.fromkeys(value for value in inputs if value not in inside))
@@ -198,13 +191,6 @@ def _with_state(graph: fx.Graph, value: Any) -> Any:
     if isinstance(value, ModuleState):
         return graph.create_node("get_attr", f"{value.target}.{value.name}")
     return value
-
-
-def _take_over(old: fx.Node, new: fx.Node) -> None:
-    """Give the users of a node, and what is known of its value, to another."""
-    old.replace_all_uses_with(new)
-    new.meta = {key: value for key, value in old.meta.items() if key != MARKS}
-    new.type = old.type
 
 
 def _erase_idle_sizes(inputs: Sequence[fx.Node]) -> None:

@@ -164,11 +164,9 @@ def _check_stem(name: str) -> None:
 
 
 class Replace(Rule):
-    """Another module or function instead of operations.
+    """Another module or function instead of one chain, or of several side by side.
 
-    `new` takes the inputs of one chain; of several it takes the common inputs, and gives one result
-    for each, in a tuple. A new submodule is called ``<name>_<k>``, after its class by default. By
-    `same_call` a function gets the arguments of the one node that it replaces.
+    By `same_call` a function gets the arguments of the one node that it replaces.
     """
 
     def __init__(
@@ -224,8 +222,7 @@ class Replace(Rule):
 class MadePerText(Rule):
     """A module that is made of the operations: one for all captures in which they are the same.
 
-    Captures may differ in a constant, such as a dropout's flag. The module for the shown graph
-    becomes a child, those for others stay out of sight.
+    The module for the shown graph becomes a child, those for others stay out of sight.
     """
 
     def __init__(
@@ -249,7 +246,8 @@ class MadePerText(Rule):
     def _target(self, view: View, part: HasGraph, plan: Plan) -> Any:
         (chain,) = plan.chains
         text = self._text(part, chain)
-        if not _has(view, self.children.get(text, "")):
+        child = self.children.get(text, "")
+        if not (isinstance(child, HeldModule) or _has(view, child)):
             made = self.made if self.made is not None else self._make(part, view.module, chain)
             self.children[text] = name = view.add(self.stem, made)
             self.made, inner = None, innermost(made)
@@ -268,11 +266,6 @@ def carry_out(module: fx.GraphModule, rule: Rule, keep_modules: bool = False) ->
     """Do a rewrite in all graphs of its module; returns the new call in the shown graph.
 
     Submodules that neither the graph nor a part moved out of it needs any more are taken out.
-
-    >>> gm = fx.symbolic_trace(lambda x, y: (x * y).sum())
-    >>> calls = [n for n in gm.graph.nodes if n.op.startswith("call")]
-    >>> carry_out(gm, Replace(gm, [calls], torch.dot)).args
-    (x, y)
     """
     plan, home = rule.plan, home_of(module)
     if plan is None:
@@ -319,9 +312,7 @@ def _text_of_target(node: fx.Node) -> str:
     return f"{home}.{name or target}{unique}"
 
 
-def _has(view: View, path: str | HeldModule) -> bool:
-    if isinstance(path, HeldModule):
-        return True
+def _has(view: View, path: str) -> bool:
     try:
         return bool(path) and view.get_submodule(path) is not None
     except AttributeError:
