@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -344,6 +345,64 @@ def test_what_a_horizontal_replacement_returns_is_found_as_an_item() -> None:
     sch.replace(PackedQkv(), sch.find("[qkv]$"), name="QKV")
     assert len(sch.find(lambda x: slapo.call_module("QKV_0", x)[1])) == 1
     assert not sch.find(lambda x: slapo.call_module("QKV_0", x)[3])
+
+
+def first_rows(x):
+    return x * 2
+
+
+class Typed(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+@pytest.mark.parametrize(
+    ("new", "given"),
+    [
+        (first_rows, "'first_rows' returns one tensor"),
+        (lambda x: (x, x), "'_lambda_' returns 2 results"),
+        (nn.Sequential(nn.Linear(4, 4)), "'sequential_0' returns one tensor"),
+    ],
+)
+def test_rows_are_not_taken_for_results(new: Any, given: str) -> None:
+    sch = slapo.create_schedule(Attention())
+    sch.replace(new, sch.find("[qkv]$"))
+    items = [node for node in sch.mod.graph.nodes if node.target is operator.getitem]
+    assert [node.args[1] for node in items] == [0, 1, 2]
+    refusal = f"{given}, but takes the place of 3 subgraphs.*return a tuple of 3 results"
+    for x in (torch.randn(3, 5, 4), torch.randn(1, 5, 4)):
+        with pytest.raises(slapo.SlapoError, match=refusal):
+            sch.mod(x)
+
+
+@pytest.mark.parametrize("new", [Typed(4, 4), torch.jit.script(nn.Linear(4, 4))])
+def test_a_signature_that_promises_one_tensor_is_refused_at_once(new: nn.Module) -> None:
+    sch = slapo.create_schedule(Attention())
+    match = sch.find("[qkv]$")
+    message = r"module \w+ returns one tensor, but .*return a tuple of 3 results"
+    refused(sch, slapo.SlapoError, message, lambda: sch.replace(new, match))
+
+
+def test_what_a_horizontal_replacement_returns_can_be_part_of_another_match() -> None:
+    model = Attention()
+    reference = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    sch.replace(PackedQkv(), sch.find("[qkv]$"), name="QKV")
+    packed = sch.mod.QKV_0.packed
+
+    def pattern(x: Any) -> Any:
+        packed = slapo.call_module("QKV_0", x)
+        q, k, v = packed[0], packed[1], packed[2]
+        return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+
+    def attend(x: Tensor) -> Tensor:
+        q, k, v = packed(x).chunk(3, -1)
+        return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+
+    x = torch.randn(2, 5, 4)
+    torch.testing.assert_close(sch.mod(x), reference(x))
+    sch.replace(attend, sch.find(pattern))
+    torch.testing.assert_close(sch.mod(x), reference(x))
 
 
 def test_hooks_and_horizontal() -> None:

@@ -31,6 +31,8 @@ class Callee:
     label: str
     #: without ``self``; None if it has no readable signature
     parameters: tuple[Parameter, ...] | None
+    #: whether the signature says that it returns one tensor
+    returns_tensor: bool = False
 
     @classmethod
     def of(cls, new: Callable[..., Any]) -> Callee:
@@ -40,10 +42,12 @@ class Callee:
         else:
             bare = new.func if isinstance(new, functools.partial) else new
             label = f"function {getattr(bare, '__name__', repr(bare))}"
-        found = _parameters_of(new)
+        found = _signature_of(new)
         if found is None:
             return cls(label, None)
-        return cls(label, tuple(p.replace(annotation=Parameter.empty) for p in found))
+        parameters = (p.replace(annotation=Parameter.empty) for p in found.parameters.values())
+        returns = found.return_annotation
+        return cls(label, tuple(parameters), returns in (torch.Tensor, "Tensor", "torch.Tensor"))
 
     @property
     def names(self) -> list[str]:
@@ -63,33 +67,42 @@ class Callee:
         return f"{self.label.split()[-1]}({', '.join(shown)})"
 
 
-def _parameters_of(new: Callable[..., Any]) -> list[Parameter] | None:
+def _signature_of(new: Callable[..., Any]) -> inspect.Signature | None:
     target: Any = new.forward if isinstance(new, nn.Module) else new
     original = getattr(new, "_orig_mod", None)  # of a module that torch.compile has wrapped
     if isinstance(original, nn.Module):
-        return _parameters_of(original)
+        return _signature_of(original)
     schema = getattr(target, "schema", None)
     if isinstance(schema, torch.FunctionSchema):
         skipped = 1 if isinstance(new, nn.Module) else 0
-        return [_schema_parameter(argument) for argument in schema.arguments[skipped:]]
+        returns = ", ".join(str(value.type) for value in schema.returns)
+        return inspect.Signature(_schema_parameters(schema)[skipped:], return_annotation=returns)
     try:
-        return list(inspect.signature(target).parameters.values())
+        return inspect.signature(target)
     except (TypeError, ValueError):
         return None
 
 
-def _schema_parameter(argument: Any) -> Parameter:
-    default = argument.default_value if argument.has_default_value() else Parameter.empty
-    return Parameter(argument.name, Parameter.POSITIONAL_OR_KEYWORD, default=default)
+def _schema_parameters(schema: torch.FunctionSchema) -> list[Parameter]:
+    return [
+        Parameter(
+            argument.name,
+            Parameter.POSITIONAL_OR_KEYWORD,
+            default=argument.default_value if argument.has_default_value() else Parameter.empty,
+        )
+        for argument in schema.arguments
+    ]
 
 
 def _defaults_of(old: Callable[..., Any]) -> dict[str, Any]:
     """Read the defaults of a callable; torch tells those of its operators in their schemas."""
-    parameters = _parameters_of(old)
-    if parameters is None:
+    signature = _signature_of(old)
+    if signature is None:
         packet = getattr(torch.ops.aten, getattr(old, "__name__", ""), None)
         overloads = [] if packet is None else [getattr(packet, o) for o in packet.overloads()]
-        parameters = [_schema_parameter(a) for o in overloads for a in o._schema.arguments]
+        parameters = [p for o in overloads for p in _schema_parameters(o._schema)]
+    else:
+        parameters = list(signature.parameters.values())
     return {p.name: p.default for p in parameters if p.default is not Parameter.empty}
 
 
@@ -120,8 +133,9 @@ def plan_call(
     if callee.takes(Parameter.VAR_POSITIONAL):
         choices = [rest] if len(rest) >= len(wanted) else []
     else:
-        with_constants = [*unnamed, *others]
-        choices = [rest, _without_sizes(rest), with_constants, _without_sizes(with_constants)]
+        choices = []
+        for values_left in (rest, [*unnamed, *others]):
+            choices += [values_left, [value for value in values_left if not is_size(value)]]
         choices = [given for given in choices if len(given) == len(wanted)]
     if not choices:
         fixed = [f"{k}={v}" for k, v in bound.items() if k not in concrete_args]
@@ -133,10 +147,6 @@ def plan_call(
             "give them defaults, or match the operations between these inputs too"
         )
     return _distribute(callee.parameters, choices[0], values, concrete_args)
-
-
-def _without_sizes(values: list[Any]) -> list[Any]:
-    return [value for value in values if not is_size(value)]
 
 
 def _is_required(parameter: Parameter) -> bool:

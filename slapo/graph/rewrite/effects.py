@@ -12,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from slapo.graph.match.dataflow import is_size
 from slapo.graph.match.subgraph_view import SubgraphView
-from slapo.graph.trace.nodes import HeldModule
+from slapo.graph.trace.nodes import HeldModule, attribute
 from slapo.graph.trace.operator_effects import (
     FUNCTIONS,
     MARKS,
@@ -45,14 +45,14 @@ class Effects:
         written = self.roots(written_operands(node, self._gm.get_submodule))
         if written and changes_sizes(node):
             written |= {("sizes", root) for root in written}
-        return written | _state(self._tensors(node)[1])
+        return written | self._state_of(node)[1]
 
     def reads(self, node: fx.Node) -> set[Root]:
         """What a node looks at. A look at sizes sees no write but those that change them."""
         roots = self.roots(node.all_input_nodes)
         if is_size(node):
             return {("sizes", root) for root in roots}
-        return roots | _state(self._tensors(node)[0])
+        return roots | self._state_of(node)[0]
 
     def draws(self, node: fx.Node) -> bool:
         """Whether a node draws random numbers, be it in training only."""
@@ -70,15 +70,14 @@ class Effects:
     def roots(self, values: Iterable[fx.Node]) -> set[Root]:
         """The memory that values may share with others, found by going up along views."""
         asked = list(values)
-        pending, new = list(asked), set[fx.Node]()
+        pending, above = list(asked), dict[fx.Node, list[fx.Node]]()
         while pending:
             value = pending.pop()
-            if value not in self._roots and value not in new:
-                new.add(value)
-                pending.extend(self.viewed(value))
-        for value in sorted(new):  # what is viewed stands before its views
-            above = self.viewed(value)
-            known = [self._roots[v] for v in above] or [frozenset({self._root(value)})]
+            if value not in self._roots and value not in above:
+                above[value] = self.viewed(value)
+                pending.extend(above[value])
+        for value in sorted(above):  # what is viewed stands before its views
+            known = [self._roots[v] for v in above[value]] or [frozenset({self._root(value)})]
             self._roots[value] = frozenset().union(*known)
         return set().union(*(self._roots[value] for value in asked))
 
@@ -86,38 +85,34 @@ class Effects:
         """The inputs that the value of a node may share memory with."""
         return viewed_operands(node, self._gm.get_submodule)
 
-    def _tensors(self, node: fx.Node) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _state_of(self, node: fx.Node) -> tuple[set[Root], set[Root]]:
         """The state that a called module uses, and what of it the module may change."""
         module = called_module(self._gm, node)
         if module is None:
-            return [], []
+            return set(), set()
         if isinstance(module, SubgraphView):
-            used, changed = Effects(module)._all_tensors()  # a view holds all and uses little
+            used, changed = Effects(module)._all_state()  # a view holds all and uses little
         else:
-            changed = list(module.buffers())
-            used = [*module.parameters(), *changed]
+            changed = _state(module.buffers())
+            used = changed | _state(module.parameters())
         rescales = getattr(module, "max_norm", None) is not None  # rows that it looks up
         return used, used if rescales or "writes" in node.meta.get(MARKS, ()) else changed
 
-    def _all_tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _all_state(self) -> tuple[set[Root], set[Root]]:
         """The state that the whole graph uses, and what of it may change."""
-        used, changed = list[torch.Tensor](), list[torch.Tensor]()
-        for node in self._gm.graph.nodes:
-            more_used, more_changed = self._tensors(node)
-            value = self._looked_up(node)
-            used += [*more_used, *([value] if isinstance(value, torch.Tensor) else [])]
-            changed += more_changed
-        return used, changed
+        nodes = self._gm.graph.nodes
+        looked_up = (self._looked_up(node) for node in nodes)
+        used = _state(value for value in looked_up if isinstance(value, torch.Tensor))
+        pairs = [self._state_of(node) for node in nodes]
+        return used.union(*(each for each, _ in pairs)), set().union(*(each for _, each in pairs))
 
     def _root(self, value: fx.Node) -> Root:
         tensor = self._looked_up(value)
         return ("state", id(tensor)) if isinstance(tensor, torch.Tensor) else value
 
     def _looked_up(self, node: fx.Node) -> Any:
-        if node.op != "get_attr":
-            return None
-        owner, _, name = str(node.target).rpartition(".")
-        return getattr(self._gm.get_submodule(owner), name)
+        found: Any = self._gm  # a view looks modules up as a module does
+        return attribute(found, str(node.target)) if node.op == "get_attr" else None
 
 
 def called_module(gm: HasGraph, node: fx.Node) -> nn.Module | None:
@@ -129,17 +124,14 @@ def called_module(gm: HasGraph, node: fx.Node) -> nn.Module | None:
 
 
 def draws_in(module: nn.Module) -> bool:
-    """Whether a module draws random numbers in training, whatever its present mode.
-
-    Dropout that a module calls as a function is known by an attribute for its probability, such
-    as ``attention_dropout``.
-    """
+    """Whether a module draws random numbers in training, whatever its present mode."""
     module = innermost(module)
     if isinstance(module, fx.GraphModule):  # its children count where they are called
         effects = Effects(module)
         return any(effects.draws(node) for node in module.graph.nodes)
     if isinstance(module, _DropoutNd):
         return module.p > 0
+    # Dropout that a module calls as a function, such as ``attention_dropout``.
     rates = [value for name, value in vars(module).items() if "drop" in name]
     if isinstance(module, _DRAWING) or any(isinstance(r, float) and r > 0 for r in rates):
         return True

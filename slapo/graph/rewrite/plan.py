@@ -9,7 +9,9 @@ from operator import getitem
 from typing import Any
 
 import torch.fx as fx
+from torch import Tensor
 
+from slapo.errors import SlapoError
 from slapo.graph.match.canonical import ModuleState
 from slapo.graph.match.dataflow import is_size
 from slapo.graph.rewrite.effects import HasGraph
@@ -41,8 +43,11 @@ class Plan:
         """The operations that go, in graph order."""
         return sorted(node for chain in self.chains for node in chain)
 
-    def carry_out(self, target: Any) -> None:
-        """Put the call of a submodule, by its path, or of a function where the operations are."""
+    def carry_out(self, target: Any, checked: bool = False) -> None:
+        """Put the call of a submodule, by its path, or of a function where the operations are.
+
+        In a graph that runs and is not looked at, results side by side are `checked` by a node.
+        """
         graph, nodes = self.graph, self.nodes
         inputs = subgraph_inputs(nodes)
         with graph.inserting_before(self.place):
@@ -50,13 +55,35 @@ class Plan:
             args, kwargs = fx.node.map_aggregate(given, partial(_with_state, graph))
             op = "call_module" if isinstance(target, str) else "call_function"
             self.call = call = graph.create_node(op, target, args, kwargs)
+            if checked and self.side_by_side:
+                graph.call_function(check_results, (call, len(self.chains), call.name))
             for index, chain in enumerate(self.chains):
                 value = graph.call_function(getitem, (call, index)) if self.side_by_side else call
-                _take_over(chain[-1], value)
+                chain[-1].replace_all_uses_with(value)
+                value.meta = {k: v for k, v in chain[-1].meta.items() if k != MARKS}
+                value.type = chain[-1].type
         call.meta.update(self.meta)
         for node in reversed(nodes):
+            for check in [user for user in node.users if user.target is check_results]:
+                graph.erase_node(check)
             graph.erase_node(node)
         _erase_idle_sizes(inputs)
+
+
+def check_results(results: Any, count: int, name: str) -> None:
+    """Refuse too few results for several chains: an index would take rows of a tensor for them."""
+    is_tensor = isinstance(results, Tensor)
+    if is_tensor or len(results) < count:
+        given = "one tensor" if is_tensor else f"{len(results)} results"
+        raise SlapoError(too_few_results(repr(name), given, count))
+
+
+def too_few_results(callee: str, given: str, count: int) -> str:
+    """Say what a call must return that takes the place of several chains."""
+    return (
+        f"{callee} returns {given}, but takes the place of {count} subgraphs side by side; "
+        f"return a tuple of {count} results, one for each subgraph"
+    )
 
 
 def lay_out(
@@ -66,11 +93,7 @@ def lay_out(
     kwargs: Mapping[str, Any],
     side_by_side: bool = False,
 ) -> Plan:
-    """Check that one call can take the place of operations; nothing is changed.
-
-    A ``ValueError`` says which inner value is used outside, why there is no place for the call, or
-    which operation may not move to it.
-    """
+    """Check that one call can take the place of operations; nothing is changed."""
     ordered = [in_order(gm.graph, chain) for chain in chains]
     for chain in ordered:
         check_closed(chain)
@@ -106,7 +129,7 @@ def check_closed(nodes: Collection[fx.Node]) -> None:
     inside = set(nodes)
     for node in sorted(inside)[:-1]:
         for user in node.users:
-            if user not in inside:
+            if user not in inside and user.target is not check_results:
                 raise ValueError(
                     f"inner value {node.name!r} of the subgraph is also used outside, by "
                     f"{user.name!r}; include that use in the pattern, or leave {node.name!r} out"
@@ -114,12 +137,7 @@ def check_closed(nodes: Collection[fx.Node]) -> None:
 
 
 def subgraph_inputs(nodes: Collection[fx.Node]) -> list[fx.Node]:
-    """List the values that a subgraph takes from outside, in order of first use.
-
-    >>> gm = fx.symbolic_trace(lambda x, y: (y * x).relu() + y)
-    >>> subgraph_inputs([n for n in gm.graph.nodes if n.op.startswith("call")])
-    [y, x]
-    """
+    """List the values that a subgraph takes from outside, in order of first use."""
     inside = set(nodes)
     inputs = (value for node in sorted(inside) for value in node.all_input_nodes)
     return list(dict.fromkeys(value for value in inputs if value not in inside))
@@ -173,13 +191,6 @@ def _with_state(graph: fx.Graph, value: Any) -> Any:
     if isinstance(value, ModuleState):
         return graph.create_node("get_attr", f"{value.target}.{value.name}")
     return value
-
-
-def _take_over(old: fx.Node, new: fx.Node) -> None:
-    """Give the users of a node, and what is known of its value, to another."""
-    old.replace_all_uses_with(new)
-    new.meta = {key: value for key, value in old.meta.items() if key != MARKS}
-    new.type = old.type
 
 
 def _erase_idle_sizes(inputs: Sequence[fx.Node]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import torch.fx as fx
 
 from slapo.graph.match.dataflow import is_size
 from slapo.graph.rewrite.effects import Effects, HasGraph, Root
 from slapo.graph.trace.nodes import OpenRegions, switches_mode
+
+_GENERATOR = "random numbers"
+"""A draw is a write to this."""
 
 _ORDER_OF_DRAWS = (
     "both draw random numbers, and each would get those of the other; leave one of them out of the "
@@ -36,9 +39,8 @@ def check_reorder(gm: HasGraph, chain: Collection[fx.Node], place: fx.Node) -> N
 def check_recompute(gm: HasGraph, chain: Collection[fx.Node]) -> None:
     """Check that operations compute the same when the backward pass runs them a second time.
 
-    Random numbers are drawn again as before. Statistics that a module updates are updated twice,
-    as under ``torch.utils.checkpoint``. A chain of which an input is changed in place, by the chain
-    or after it, is a ``ValueError``.
+    An input may not be changed in place by the chain or after it. Statistics that a module updates
+    are updated twice, as under ``torch.utils.checkpoint``.
 
     >>> gm = fx.symbolic_trace(lambda x: (x.exp(), x.add_(1))[0])
     >>> _, exp, add_, _ = gm.graph.nodes
@@ -69,32 +71,6 @@ def outward_effects(gm: HasGraph, chain: Collection[fx.Node]) -> frozenset[str]:
     return frozenset(name for name, has in (("draws", draws), ("writes", writes)) if has)
 
 
-class _Passed:
-    """Operations on one side of those that move, by what they touch."""
-
-    def __init__(self, effects: Effects) -> None:
-        self._effects = effects
-        self._uses: dict[Root, fx.Node] = {}
-        self._writes: dict[Root, fx.Node] = {}
-        self._draws: fx.Node | None = None
-
-    def add(self, node: fx.Node) -> None:
-        written = self._effects.writes(node)
-        self._uses.update(dict.fromkeys(self._effects.reads(node) | written, node))
-        self._writes.update(dict.fromkeys(written, node))
-        if self._effects.draws(node):
-            self._draws = node
-
-    def conflicts(self, node: fx.Node) -> Iterator[tuple[fx.Node, str]]:
-        """The operations that must keep their place before or after `node`, with the reason."""
-        if self._draws is not None and self._effects.draws(node):
-            yield self._draws, _ORDER_OF_DRAWS
-        for root in self._effects.writes(node) & self._uses.keys():
-            yield self._uses[root], _write(node, self._uses[root])
-        for root in self._effects.reads(node) & self._writes.keys():
-            yield self._writes[root], _write(self._writes[root], node)
-
-
 def _check_effects(
     effects: Effects, span: Sequence[fx.Node], inside: set[fx.Node], place: fx.Node
 ) -> None:
@@ -103,17 +79,27 @@ def _check_effects(
         return
     at = span.index(place)
     for part, movers_stand_first in ((span[:at], True), (span[at:], False)):
-        passed = _Passed(effects)
+        used, written = dict[Root, fx.Node](), dict[Root, fx.Node]()
         for node in part:
+            reads, writes = effects.reads(node), effects.writes(node)
+            if effects.draws(node):
+                writes.add(_GENERATOR)
             if (node in inside) is movers_stand_first:
-                passed.add(node)
+                used.update(dict.fromkeys(reads | writes, node))
+                written.update(dict.fromkeys(writes, node))
                 continue
-            for other, reason in passed.conflicts(node):
-                mover, stays = (other, node) if movers_stand_first else (node, other)
-                raise ValueError(
-                    f"{mover.name!r} would move past {stays.name!r} when the subgraph becomes one "
-                    f"call at {place.name!r}, but {reason}"
-                )
+            clashes = (writes & used.keys()) | (reads & written.keys())
+            if not clashes:
+                continue
+            root = _GENERATOR if _GENERATOR in clashes else clashes.pop()
+            other = used[root] if root in writes else written[root]
+            writer, reader = (node, other) if root in writes else (other, node)
+            reason = _ORDER_OF_DRAWS if root == _GENERATOR else _write(writer, reader)
+            mover, stays = (other, node) if movers_stand_first else (node, other)
+            raise ValueError(
+                f"{mover.name!r} would move past {stays.name!r} when the subgraph becomes one call "
+                f"at {place.name!r}, but {reason}"
+            )
 
 
 def _write(writer: fx.Node, other: fx.Node) -> str:

@@ -22,7 +22,14 @@ from slapo.graph.match.search import Match
 from slapo.graph.match.subgraph_view import SubgraphView, views_of
 from slapo.graph.rewrite.arguments import Callee, common_bindings, plan_call, plan_same_call
 from slapo.graph.rewrite.effects import HasGraph, called_module
-from slapo.graph.rewrite.plan import Plan, common_inputs, in_order, lay_out, subgraph_inputs
+from slapo.graph.rewrite.plan import (
+    Plan,
+    common_inputs,
+    in_order,
+    lay_out,
+    subgraph_inputs,
+    too_few_results,
+)
 from slapo.graph.trace.module import Traced, rewrite, rules_of
 from slapo.graph.trace.nodes import HeldModule, called_name
 from slapo.graph.trace.views import View, is_used, park_unused, targets_of
@@ -97,7 +104,7 @@ class Rule:
             if view.is_shown:
                 raise
             raise self._refusal(str(error)) from error
-        plan.carry_out(target)
+        plan.carry_out(target, checked=part is not view or not view.is_shown)
         if isinstance(part, SubgraphView):
             part.rewritten_by.add(self.number)
             part.recompile()
@@ -157,11 +164,9 @@ def _check_stem(name: str) -> None:
 
 
 class Replace(Rule):
-    """Another module or function instead of operations.
+    """Another module or function instead of one chain, or of several side by side.
 
-    `new` takes the inputs of one chain; of several it takes the common inputs, and gives one result
-    for each, in a tuple. A new submodule is called ``<name>_<k>``, after its class by default. By
-    `same_call` a function gets the arguments of the one node that it replaces.
+    By `same_call` a function gets the arguments of the one node that it replaces.
     """
 
     def __init__(
@@ -200,6 +205,8 @@ class Replace(Rule):
             (node,) = chains[0]
             args, kwargs = plan_same_call(node, _called(gm, node), callee, constants)
         elif self.several:
+            if callee.returns_tensor:
+                raise SlapoError(too_few_results(callee.label, "one tensor", len(chains)))
             shared = common_bindings(callee, bindings, constants)
             args, kwargs = plan_call(callee, common_inputs(chains), constants, shared)
         else:
@@ -215,8 +222,7 @@ class Replace(Rule):
 class MadePerText(Rule):
     """A module that is made of the operations: one for all captures in which they are the same.
 
-    Captures may differ in a constant, such as a dropout's flag. The module for the shown graph
-    becomes a child, those for others stay out of sight.
+    The module for the shown graph becomes a child, those for others stay out of sight.
     """
 
     def __init__(
@@ -240,7 +246,8 @@ class MadePerText(Rule):
     def _target(self, view: View, part: HasGraph, plan: Plan) -> Any:
         (chain,) = plan.chains
         text = self._text(part, chain)
-        if not _has(view, self.children.get(text, "")):
+        child = self.children.get(text, "")
+        if not (isinstance(child, HeldModule) or _has(view, child)):
             made = self.made if self.made is not None else self._make(part, view.module, chain)
             self.children[text] = name = view.add(self.stem, made)
             self.made, inner = None, innermost(made)
@@ -259,11 +266,6 @@ def carry_out(module: fx.GraphModule, rule: Rule, keep_modules: bool = False) ->
     """Do a rewrite in all graphs of its module; returns the new call in the shown graph.
 
     Submodules that neither the graph nor a part moved out of it needs any more are taken out.
-
-    >>> gm = fx.symbolic_trace(lambda x, y: (x * y).sum())
-    >>> calls = [n for n in gm.graph.nodes if n.op.startswith("call")]
-    >>> carry_out(gm, Replace(gm, [calls], torch.dot)).args
-    (x, y)
     """
     plan, home = rule.plan, home_of(module)
     if plan is None:
@@ -310,9 +312,7 @@ def _text_of_target(node: fx.Node) -> str:
     return f"{home}.{name or target}{unique}"
 
 
-def _has(view: View, path: str | HeldModule) -> bool:
-    if isinstance(path, HeldModule):
-        return True
+def _has(view: View, path: str) -> bool:
     try:
         return bool(path) and view.get_submodule(path) is not None
     except AttributeError:

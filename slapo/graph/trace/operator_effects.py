@@ -32,12 +32,12 @@ _WRITING = {  # functions of the module operator, and methods such as __iadd__
 }
 # Their running statistics are written to, which their schemas do not say.
 _STATISTICS = ("batch_norm", "instance_norm")
-_VIEWING = {  # their first operand
-    *("H", "T", "__getitem__", "align_as", "align_to", "bfloat16", "bool", "byte", "cdouble"),
-    *("cfloat", "chalf", "char", "data", "double", "float", "getattr", "getitem", "half"),
-    *("int", "long", "pos", "refine_names", "rename", "result_at", "short", "type", "type_as"),
+_VIEWING = {
+    *("H", "T", "__getitem__", "atleast_1d", "atleast_2d", "atleast_3d", "bfloat16", "bool"),
+    *("broadcast_tensors", "byte", "cdouble", "cfloat", "chalf", "char", "data", "double"),
+    *("einsum", "float", "getattr", "getitem", "half", "int", "long", "meshgrid", "pos", "short"),
+    *("type", "type_as"),
 }
-_VIEWING_ALL = ("atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "einsum", "meshgrid")
 _PASSING = (nn.Identity, nn.Flatten, nn.Unflatten, _DropoutNd)
 _DRAWING = {
     *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
@@ -88,10 +88,10 @@ def draws_random_numbers(node: fx.Node) -> bool:
     """Tell whether a function, unless it is switched off, draws random numbers or seeds them."""
     name = called_name(node)
     if name == "scaled_dot_product_attention":
-        return not _is_zero(_argument(node, 4, "dropout_p", 0.0))
+        return bool(_argument(node, 4, "dropout_p", 0.0) != 0)
     if "dropout" in name:
         training = _argument(node, 2, "training", node.kwargs.get("train", True))
-        return training is not False and not _is_zero(_argument(node, 1, "p", 0.5))
+        return training is not False and bool(_argument(node, 1, "p", 0.5) != 0)
     return name in _DRAWING or torch.Tag.nondeterministic_seeded in _facts(node).tags
 
 
@@ -112,8 +112,6 @@ def _written(node: fx.Node) -> Iterator[Any]:
 def _viewed(node: fx.Node) -> Iterator[Any]:
     name = called_name(node)
     if name in _VIEWING or "dropout" in name:  # which returns its input in eval mode
-        yield _operand(node, 0, "input")
-    if name in _VIEWING_ALL:
         yield from (*node.args, *node.kwargs.values())
     for index, argument in _facts(node).viewed:
         yield _operand(node, index, argument)
@@ -185,7 +183,3 @@ def _argument(node: fx.Node, index: int | None, name: str, default: Any) -> Any:
     if index is not None and index < len(node.args):
         return node.args[index]
     return node.kwargs.get(name, default)
-
-
-def _is_zero(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value == 0
