@@ -11,7 +11,7 @@ import torch.fx as fx
 from torch import nn
 
 from slapo.graph.match.canonical import MISSING, key_of
-from slapo.graph.match.index import GraphIndex, is_free_form, sizes_agree
+from slapo.graph.match.index import GraphIndex, compared_arguments
 from slapo.graph.match.pattern_ops import Step, pattern_steps
 from slapo.graph.match.search import furthest
 from slapo.graph.match.values import same_value
@@ -107,17 +107,9 @@ def _whereabouts(nearest: NearestMatch, missing: Step, graphs: Graphs) -> Iterat
 
 def _misfits(nearest: NearestMatch, step: Step, node: fx.Node) -> Iterator[str]:
     """Name constants that keep a node of the same operation from being the pattern's."""
-    call = nearest.places[0][1].call(step, node)
-    wanted: dict[Any, Any] = {**step.sizes, **(step.call.args or {})}
-    names = set(wanted)
-    if is_free_form(step, node):
-        names -= {*step.implied, *step.sizes}
-    elif step.regex is None:
-        names |= (call.args or {}).keys() - call.unstated
-    for name in sorted(names, key=str):
-        one, other = wanted.get(name, step.call.default(name)), call.value(name)
-        same = sizes_agree if name in step.sizes else same_value
-        if MISSING not in (one, other) and not nodes_in((one, other)) and not same(one, other):
+    pairs = compared_arguments(step, node, nearest.places[0][1].call(step, node)) or {}
+    for name, (one, other) in sorted(pairs.items(), key=str):
+        if MISSING not in (one, other) and not nodes_in((one, other)) and not same_value(one, other):
             yield f"{node.name} has {name}={other!r}, the pattern {one!r}"
 
 
