@@ -109,27 +109,30 @@ def _misfits(nearest: NearestMatch, step: Step, node: fx.Node) -> Iterator[str]:
     """Name constants that keep a node of the same operation from being the pattern's."""
     pairs = compared_arguments(step, node, nearest.places[0][1].call(step, node)) or {}
     for name, (one, other) in sorted(pairs.items(), key=str):
-        if MISSING not in (one, other) and not nodes_in((one, other)) and not same_value(one, other):
+        if (
+            MISSING not in (one, other)
+            and not nodes_in((one, other))
+            and not same_value(one, other)
+        ):
             yield f"{node.name} has {name}={other!r}, the pattern {one!r}"
 
 
 def _opaque_calls(graphs: Graphs) -> Iterator[str]:
     """List calls that hide the operations of a module."""
-    names: dict[bool, list[str]] = {False: [], True: []}
+    hidden: list[str] = []
+    closed: list[str] = []
     for traced, node in _calls(graphs):
         inner = _module(node, traced)
         if not isinstance(inner, fx.GraphModule) and not is_torch_leaf(inner):
-            is_sealed = is_opaque(traced.module.get_submodule(str(node.target)))
-            names[is_sealed].append(_show(node, traced))
-    if names[False]:
+            is_closed = is_opaque(traced.module.get_submodule(str(node.target)))
+            (closed if is_closed else hidden).append(_show(node, traced))
+    if hidden:
         yield (
-            f"the operations within {_listed(names[False])} are not seen; .trace(flatten=True) "
+            f"the operations within {_listed(hidden)} are not seen; .trace(flatten=True) "
             "before the search makes them part of the graph"
         )
-    if names[True]:
-        yield (
-            f"{_listed(names[True])} stay closed: they have hooks or wrappers, or traceable = False"
-        )
+    if closed:
+        yield f"{_listed(closed)} stay closed: they have hooks or wrappers, or traceable = False"
 
 
 def _other_spellings(missing: Step, graphs: Graphs) -> Iterator[str]:
@@ -214,7 +217,7 @@ class NearestMatch(NamedTuple):
 
         Prefer what no graph has, then what is next to the others.
         """
-        beside = {value for node in self.found for value in nodes_in(self.steps[node].call.args)}
+        beside = set(nodes_in([self.steps[node].call.args for node in self.found]))
 
         def order(node: fx.Node) -> tuple[bool, bool, fx.Node]:
             takes = self.found.keys() & set(nodes_in(self.steps[node].call.args))
@@ -225,11 +228,9 @@ class NearestMatch(NamedTuple):
 
     def in_place_of(self, missing: Step) -> list[fx.Node]:
         """What takes the values, or gives the value, that the missing operation would."""
-        operands = nodes_in(missing.call.args)
         nearby: list[fx.Node] = []
-        for operand in operands:
-            nearby += self.found[operand].users if operand in self.found else ()
         for node, match in self.found.items():
+            nearby += match.users if node in nodes_in(missing.call.args) else ()
             if missing.node in nodes_in(self.steps[node].call.args):
                 nearby += match.all_input_nodes
         known = set(self.found.values())

@@ -115,7 +115,11 @@ def argument_pairs(step: Step, node: fx.Node, call: Call) -> Iterator[list[Pair]
     yield _constants_first(pairs.values())
     swap = call.op.swap if call.op and step.regex is None else None
     # Operands may change places, but not when one is scaled by ``alpha``.
-    if swap and pairs.keys() >= set(swap) and same_value(call.value("alpha"), call.default("alpha")):
+    if (
+        swap
+        and pairs.keys() >= set(swap)
+        and same_value(call.value("alpha"), call.default("alpha"))
+    ):
         (one, first), (other, second) = (pairs[name] for name in swap)
         swapped = {swap[0]: (one, second), swap[1]: (other, first)}
         yield _constants_first({**pairs, **swapped}.values())

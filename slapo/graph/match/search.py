@@ -22,8 +22,13 @@ from slapo.graph.match.index import (
     may_be_same_size,
     size_arguments,
 )
-from slapo.graph.match.pattern import PATTERN_OF_CHAIN, compile_name, trace_pattern
-from slapo.graph.match.pattern_ops import WILDCARD_OPS, Step, pattern_steps
+from slapo.graph.match.pattern import (
+    PATTERN_OF_CHAIN,
+    WILDCARD_OPS,
+    compile_name,
+    trace_pattern,
+)
+from slapo.graph.match.pattern_ops import Step, pattern_steps
 from slapo.graph.trace.nodes import CONTAINERS, ModuleLookup, Pair, inner_pairs, nodes_in
 
 
@@ -130,12 +135,12 @@ class _Unification:
         self._bound: dict[fx.Node, Any] = {}
         self._images: set[fx.Node] = set()
         self._found: Match | None = None
-        #: The most operations of the pattern that were found together, and as which nodes.
         self.furthest: dict[fx.Node, fx.Node] = {}
 
     def run(self, anchor: fx.Node, node: fx.Node) -> Match | None:
         """Match with `anchor` at `node`; None if it does not."""
-        return self._found if self._unify([(anchor, node)]) else None
+        self._unify([(anchor, node)])
+        return self._found
 
     def _unify(self, pending: list[Pair]) -> bool:
         """Match pairs of a pattern's and a graph's value, and then all that is connected."""
