@@ -91,7 +91,7 @@ def _found(nearest: NearestMatch) -> str:
 def _whereabouts(nearest: NearestMatch, missing: Step, graphs: Graphs) -> Iterator[str]:
     """Say where else the missing operation is."""
     name = _name(missing)
-    here = nearest.places[0][1].candidates(missing)
+    here = nearest.places[0][1].candidates[missing.node]
     elsewhere = nearest.occurs(missing.node)
     if here:
         misfits = _listed(text for node in here for text in _misfits(nearest, missing, node))
@@ -209,7 +209,7 @@ class NearestMatch(NamedTuple):
 
     def occurs(self, node: fx.Node) -> list[str]:
         """Paths of the graphs that have an operation of the pattern."""
-        return [traced.path for traced, index in self.places if index.candidates(self.steps[node])]
+        return [traced.path for traced, index in self.places if index.candidates[node]]
 
     @property
     def missing(self) -> Step | None:
@@ -240,11 +240,12 @@ class NearestMatch(NamedTuple):
 def nearest_match(graphs: Graphs, steps: dict[fx.Node, Step]) -> NearestMatch:
     """Find the longest part of a pattern that some graph has, from the rarest operation on."""
     places = [(g, GraphIndex(g.graph, g.module.get_submodule, steps)) for g in graphs]
-    starts = []
-    for place in places:
-        candidates = {anchor: place[1].candidates(step) for anchor, step in steps.items()}
-        for anchor in sorted(candidates, key=lambda node: len(candidates[node])):
-            starts += [(place, anchor, node) for node in candidates[anchor][:_STARTS_PER_OPERATION]]
+    starts = [
+        (place, anchor, node)
+        for place in places
+        for anchor, nodes in sorted(place[1].candidates.items(), key=lambda pair: len(pair[1]))
+        for node in nodes[:_STARTS_PER_OPERATION]
+    ]
     best, found = places[0], dict[fx.Node, fx.Node]()
     for place, anchor, node in starts[:_STARTS]:
         reached = furthest(steps, place[1], anchor, node)

@@ -6,7 +6,7 @@ Sizes, as ``view``, ``expand`` and norms take them, are spelled differently by e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,42 +35,39 @@ class GraphIndex:
     def __init__(self, graph: fx.Graph, modules: ModuleLookup, steps: dict[fx.Node, Step]) -> None:
         self.modules = modules
         self._calls: dict[tuple[fx.Node, bool], Call] = {}
-        self.nodes: dict[Key, list[fx.Node]] = {step.call.key: [] for step in steps.values()}
-        self._has_class = any(isinstance(key, type) for key in self.nodes)
+        by_key: dict[Key, list[fx.Node]] = {step.call.key: [] for step in steps.values()}
         for node in graph.nodes:
-            for key in self._keys(node) & self.nodes.keys():
-                self.nodes[key].append(node)
+            for key in self._keys(node) & by_key.keys():
+                by_key[key].append(node)
+        #: for each operation of the pattern the nodes that it may be, in graph order
+        self.candidates: dict[fx.Node, list[fx.Node]] = {}
+        for wanted, step in steps.items():
+            nodes = by_key[step.call.key]
+            if step.regex is not None:
+                nodes = [node for node in nodes if step.regex.match(called_path(node) or "")]
+            self.candidates[wanted] = nodes
+        self._fitting = {wanted: set(nodes) for wanted, nodes in self.candidates.items()}
 
     def _keys(self, node: fx.Node) -> set[Key]:
         """The operator of a node, and the other ways that a pattern names the call of a module."""
         keys = {key_of(node, self.modules)}
         if called_path(node) is not None:
             keys.add(call_module)
-        if self._has_class and node.op == "call_module":
+        if node.op == "call_module":
             keys.add(type(self.modules(str(node.target))))
         return keys
 
-    def candidates(self, step: Step) -> list[fx.Node]:
-        """List the nodes that may be `step`, in graph order."""
-        nodes = self.nodes[step.call.key]
-        if step.regex is None:
-            return nodes
-        return [node for node in nodes if step.regex.match(called_path(node) or "")]
-
-    def rarest(self, steps: dict[fx.Node, Step]) -> tuple[fx.Node, Sequence[fx.Node]]:
+    def rarest(self) -> tuple[fx.Node, list[fx.Node]]:
         """Choose the operation that the graph has least often."""
-        candidates = [(node, self.candidates(step)) for node, step in steps.items()]
-        return min(candidates, key=lambda pair: len(pair[1]))
+        return min(self.candidates.items(), key=lambda pair: len(pair[1]))
 
     def fits(self, step: Step, node: fx.Node) -> bool:
         """Tell whether `node` is the same operation as `step`, arguments aside."""
-        if step.regex is not None:
-            path = called_path(node)
-            return path is not None and bool(step.regex.match(path))
-        if step.module is not None and step.call.op is None and node.op == "call_module":
-            module = self.modules(str(node.target))
-            return type(module) is step.call.key and same_settings(step.module, module)
-        return key_of(node, self.modules) == step.call.key
+        if node not in self._fitting[step.node]:
+            return False
+        if step.module is None or step.call.op is not None:
+            return True
+        return same_settings(step.module, self.modules(str(node.target)))
 
     def call(self, step: Step, node: fx.Node) -> Call:
         """Describe the call of `node` in the terms of `step`."""
@@ -115,14 +112,11 @@ def argument_pairs(step: Step, node: fx.Node, call: Call) -> Iterator[list[Pair]
     yield _constants_first(pairs.values())
     swap = call.op.swap if call.op and step.regex is None else None
     # Operands may change places, but not when one is scaled by ``alpha``.
-    if (
-        swap
-        and pairs.keys() >= set(swap)
-        and same_value(call.value("alpha"), call.default("alpha"))
-    ):
+    is_scaled = not same_value(call.value("alpha"), call.default("alpha"))
+    if swap and pairs.keys() >= set(swap) and not is_scaled:
         (one, first), (other, second) = (pairs[name] for name in swap)
-        swapped = {swap[0]: (one, second), swap[1]: (other, first)}
-        yield _constants_first({**pairs, **swapped}.values())
+        pairs = {**pairs, swap[0]: (one, second), swap[1]: (other, first)}
+        yield _constants_first(pairs.values())
 
 
 def _constants_first(pairs: Iterable[Pair]) -> list[Pair]:
@@ -163,7 +157,7 @@ def _named_arguments(
     if not wanted.keys() <= given.keys():
         # The same argument may be positional on one side and a keyword on the other.
         given = call.args or {}
-        names = dict(enumerate(given))
+        names: dict[int, Any] = dict(enumerate(given))
         wanted = {names.get(k, k) if isinstance(k, int) else k: v for k, v in wanted.items()}
     if not wanted.keys() <= given.keys():
         return None

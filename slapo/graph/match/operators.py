@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+#: arguments that are compared only if a pattern states them
+FREE = frozenset({"p", "training", "dropout_p"})
+#: arguments that are never compared
+IGNORED = frozenset({"inplace", "_stacklevel", "cudnn_enable"})
+#: arguments that are sizes: compared only where both sides spell them out
+SIZES = frozenset({"shape", "normalized_shape"})
 
 
 @dataclass(frozen=True)
@@ -18,23 +25,17 @@ class Op:
 
     name: str
     #: parameters that may be left out, with the value that this means
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    #: compared only if a pattern states them
-    free: frozenset[str] = frozenset()
-    #: never compared
-    ignored: frozenset[str] = frozenset()
-    #: sizes: compared only where both sides spell them out
-    sizes: frozenset[str] = frozenset()
+    defaults: Mapping[str, Any]
     #: two parameters whose values may change places
     swap: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """One way to write an operator.
+    """One way to write an operator: its parameters in positional order.
 
-    ``params`` are its parameters in positional order. The last may be ``*name``, which takes all
-    remaining positional arguments. For a class of modules they are attributes of the module.
+    The last may be ``*name``, which takes all remaining positional arguments. In a class of modules
+    the parameters behind the first are attributes, as far as it has them.
     """
 
     op: Op
@@ -61,17 +62,18 @@ def _spell(op: Op, params: str, *names: str, inplace: bool = False) -> None:
             METHODS[name] = spelling
 
 
-def _operator(name: str, params: str, *synonyms: str, **facts: Any) -> Op:
-    """List an operator, by default with the same parameters under all its names."""
-    op = Op(name, **facts)
+def _operator(
+    name: str, params: str, *synonyms: str, swap: tuple[str, str] | None = None, **defaults: Any
+) -> Op:
+    """List an operator, with the same parameters under all its names."""
+    op = Op(name, defaults, swap)
     _spell(op, params, name, *synonyms)
     return op
 
 
 def _activation(name: str, params: str = "", **defaults: Any) -> None:
     """List an operator on each element of one tensor, which may write to it."""
-    facts = {"defaults": {"inplace": False, **defaults}, "ignored": frozenset({"inplace"})}
-    op = _operator(name, f"input {params} inplace", **facts)
+    op = _operator(name, f"input {params} inplace", inplace=False, **defaults)
     _spell(op, f"input {params}", f"{name}_", inplace=True)
 
 
@@ -79,8 +81,8 @@ def _binary(
     name: str, symbol: str = "", extra: str = "", swaps: bool = False, **defaults: Any
 ) -> None:
     """List an operator on two operands; Python calls it `symbol`, `extra` parameters follow."""
-    op = Op(name, defaults, swap=("input", "other") if swaps else None)
-    _spell(op, f"input other {extra}", name)
+    swap = ("input", "other") if swaps else None
+    op = _operator(name, f"input other {extra}", swap=swap, **defaults)
     _spell(op, f"input other {extra}", f"{name}_", inplace=True)
     if symbol:
         _spell(op, "input other", f"__{symbol}__")
@@ -123,80 +125,55 @@ def _list_arithmetic() -> None:
 
 def _list_shapes() -> None:
     """List operators that move values or change shapes."""
-    shape = frozenset({"shape"})
-    _operator("reshape", "input *shape", "view", sizes=shape)
-    _operator("expand", "input *shape", defaults={"implicit": False}, sizes=shape)
+    _operator("reshape", "input *shape", "view")
+    _operator("expand", "input *shape", implicit=False)
     _operator("permute", "input *dims")
     _operator("transpose", "input dim0 dim1", "swapaxes", swap=("dim0", "dim1"))
-    _operator("flatten", "input start_dim end_dim", defaults={"start_dim": 0, "end_dim": -1})
+    _operator("flatten", "input start_dim end_dim", start_dim=0, end_dim=-1)
     _operator("unsqueeze", "input dim")
-    _operator("squeeze", "input dim", defaults={"dim": None})
-    _operator("size", "input dim", defaults={"dim": None})
+    _operator("squeeze", "input dim", dim=None)
+    _operator("size", "input dim", dim=None)
     _operator("getitem", "input index", "__getitem__")
-    _operator("cat", "tensors dim", "concat", "concatenate", defaults={"dim": 0})
-    _operator("stack", "tensors dim", defaults={"dim": 0})
-    _operator("chunk", "input chunks dim", defaults={"dim": 0})
-    _operator("split", "tensor split_size_or_sections dim", defaults={"dim": 0})
+    _operator("cat", "tensors dim", "concat", "concatenate", dim=0)
+    _operator("stack", "tensors dim", dim=0)
+    _operator("chunk", "input chunks dim", dim=0)
+    _operator("split", "tensor split_size_or_sections dim", dim=0)
     fill = _operator("masked_fill", "input mask value")
     _spell(fill, "input mask value", "masked_fill_", inplace=True)
 
 
 def _list_layers() -> None:
     """List reductions, attention, and the functions behind layers."""
-    reduction = {"dim": None, "keepdim": False, "dtype": None}
     for name in ("sum", "mean"):
-        _operator(name, "input dim keepdim dtype", defaults=reduction)
+        _operator(name, "input dim keepdim dtype", dim=None, keepdim=False, dtype=None)
     for name in ("softmax", "log_softmax"):
-        facts = {"defaults": {"dim": None, "dtype": None}, "ignored": frozenset({"_stacklevel"})}
-        op = _operator(name, "input dim dtype", **facts)
+        op = _operator(name, "input dim dtype", dim=None, dtype=None)
         FUNCTIONS[getattr(F, name)] = Spelling(op, ("input", "dim", "_stacklevel", "dtype"))
-    _operator(
-        "dropout",
-        "input p training inplace",
-        defaults={"p": 0.5, "training": True, "inplace": False},
-        free=frozenset({"p", "training"}),
-        ignored=frozenset({"inplace"}),
-    )
-    sizes = frozenset({"normalized_shape"})
-    _operator(
-        "layer_norm",
-        "input normalized_shape weight bias eps cudnn_enable",
-        defaults={"weight": None, "bias": None, "eps": 1e-5},
-        ignored=frozenset({"cudnn_enable"}),
-        sizes=sizes,
-    )
-    defaults = {"weight": None, "eps": None}
-    _operator("rms_norm", "input normalized_shape weight eps", defaults=defaults, sizes=sizes)
-    _operator("linear", "input weight bias", defaults={"bias": None})
-    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
+    _operator("dropout", "input p training inplace", p=0.5, training=True, inplace=False)
+    params = "input normalized_shape weight bias eps cudnn_enable"
+    _operator("layer_norm", params, weight=None, bias=None, eps=1e-5)
+    _operator("rms_norm", "input normalized_shape weight eps", weight=None, eps=None)
+    _operator("linear", "input weight bias", bias=None)
     _operator(
         "scaled_dot_product_attention",
         "query key value attn_mask dropout_p is_causal scale enable_gqa",
-        defaults={**defaults, "enable_gqa": False},
-        free=frozenset({"dropout_p"}),
+        attn_mask=None,
+        dropout_p=0.0,
+        is_causal=False,
+        scale=None,
+        enable_gqa=False,
     )
 
 
 def _list_modules() -> None:
-    """List the module classes that spell an operator: attributes that stand for parameters."""
-    attributes: dict[type[nn.Module], str] = {
-        **dict.fromkeys((nn.Hardsigmoid, nn.Hardswish, nn.LogSigmoid, nn.Mish, nn.ReLU), ""),
-        **dict.fromkeys((nn.ReLU6, nn.SELU, nn.Sigmoid, nn.SiLU, nn.Softsign, nn.Tanh), ""),
-        nn.GELU: "approximate",
-        nn.ELU: "alpha",
-        nn.LeakyReLU: "negative_slope",
-        nn.Softplus: "beta threshold",
-        nn.Softmax: "dim",
-        nn.LogSoftmax: "dim",
-        nn.Flatten: "start_dim end_dim",
-        nn.Dropout: "p training",
-        nn.LayerNorm: "normalized_shape weight bias eps",
-        nn.RMSNorm: "normalized_shape weight eps",
-        nn.Linear: "weight bias",
-    }
-    ops = {spelling.op.name.replace("_", ""): spelling.op for spelling in FUNCTIONS.values()}
-    for kind, names in attributes.items():
-        MODULES[kind] = Spelling(ops[kind.__name__.lower()], tuple(names.split()))
+    """List the classes of modules that spell an operator."""
+    spellings = {spelling.op.name.replace("_", ""): spelling for spelling in FUNCTIONS.values()}
+    for kind in (
+        *(nn.Hardsigmoid, nn.Hardswish, nn.LogSigmoid, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU),
+        *(nn.Sigmoid, nn.SiLU, nn.Softsign, nn.Tanh, nn.GELU, nn.ELU, nn.LeakyReLU, nn.Softplus),
+        *(nn.Softmax, nn.LogSoftmax, nn.Flatten, nn.Dropout, nn.LayerNorm, nn.RMSNorm, nn.Linear),
+    ):
+        MODULES[kind] = spellings[kind.__name__.lower()]
 
 
 _list_arithmetic()

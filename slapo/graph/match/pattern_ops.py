@@ -12,6 +12,7 @@ import torch.fx as fx
 from torch import nn
 
 from slapo.graph.match.canonical import Call, bind_signature, call_of, positions_and_names
+from slapo.graph.match.operators import FREE, IGNORED, SIZES
 from slapo.graph.match.pattern import (
     PATTERN_MODULE,
     PATTERN_OF_CHAIN,
@@ -85,13 +86,12 @@ def _operator_step(node: fx.Node, call: Call, module: nn.Module | None) -> Step:
         return Step(node, replace(call, args=values), is_open=True)
     if call.op is None:
         return Step(node, call)
-    sizes = {str(name): given[name] for name in call.op.sizes & given.keys()}
+    sizes = {str(name): given[name] for name in SIZES & given.keys()}
     by_default = {str(k) for k, value in given.items() if same_value(call.default(k), value)}
     # Python functions are traced with all arguments: F.dropout(x) shows p=0.5, training=True.
     implied = frozenset(by_default) if inspect.isfunction(node.target) else frozenset()
     is_exact = module is None and PATTERN_OF_CHAIN not in node.meta
-    free = call.op.free & by_default if is_exact else call.op.free
-    skipped = call.op.ignored | free | sizes.keys()
+    skipped = IGNORED | sizes.keys() | (FREE & by_default if is_exact else FREE)
     stated = {name: value for name, value in given.items() if name not in skipped}
     return Step(node, replace(call, args=stated), None, module, sizes, implied)
 
