@@ -34,12 +34,9 @@ COMPILERS: dict[str | None, Compiler] = {
 class Fuse(MadePerText):
     """One compiled module instead of a chain of operations.
 
-    It takes the inputs of the chain in order of first use, weights that the graph looks up among
-    them; modules that the chain calls become its children, the same objects as before. `compiler`
-    is a key of :data:`COMPILERS`: ``"TorchScript"`` gives a ``torch.jit.ScriptModule``,
-    ``"inductor"`` a module that ``torch.compile`` translates when it is first called, and None a
-    plain ``nn.Sequential`` that runs the operations one by one. `name` is that of the module's
-    class, and stem of the child's. A chain that cannot be compiled is a ``SlapoError``.
+    It takes the inputs of the chain in order of first use; modules that the chain calls become its
+    children, the same objects as before. `compiler` is a key of :data:`COMPILERS`. `name` is that
+    of the module's class, and stem of the child's.
 
     >>> import torch.nn.functional as F
     >>> gm = fx.symbolic_trace(lambda x, b: F.gelu(x + b))
@@ -109,10 +106,7 @@ def extract(
 
     ``gm: b = fc(x); c = f(b, y)  -->  module(x, y) = f(fc(x), y)``
 
-    Its inputs are those of the chain in order of first use, and it returns the last value.
-    Submodules are shared, not copied. Also returns path in `gm` -> path in the module: the same,
-    but for submodules without state, which go by the last part of their path. So equal chains give
-    equal code.
+    Submodules are shared, not copied. Also returns path in `gm` -> path in the module.
     """
     graph = spare_self(fx.Graph())
     copies = {
@@ -139,7 +133,7 @@ def extract(
 
 
 def _paths_of(modules: dict[str, nn.Module]) -> dict[str, str]:
-    """Short paths for modules without state, those that they have for others."""
+    """Short paths for modules without state, so that equal chains give equal code."""
     paths: dict[str, str] = {}
     taken = {path.split(".")[0] for path in modules}
     for path, module in modules.items():

@@ -32,17 +32,12 @@ class _GraphRunner(nn.Module):
 
     def _set_graph(self, graph: fx.Graph) -> None:
         self._slapo_graph = graph
-        self.__dict__[_CODE] = self._make_code()
-
-    def _make_code(self) -> Callable[..., Any]:
-        return code_of(self._slapo_graph)
+        self.__dict__[_CODE] = code_of(graph)
 
     def __reduce__(self) -> tuple[Any, ...]:
         kind = type(self)
-        return _instance_of, (kind.__bases__[0], kind.__name__), self.__getstate__()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != _CODE}
+        state = {name: value for name, value in vars(self).items() if name != _CODE}
+        return _instance_of, (kind.__bases__[0], kind.__name__), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -56,9 +51,9 @@ class CompiledModule(_GraphRunner):
     ``module.compile()`` is lost by a copy and cannot be pickled.
     """
 
-    def _make_code(self) -> Callable[..., Any]:
-        compiled: Callable[..., Any] = torch.compile(super()._make_code(), backend="inductor")
-        return compiled
+    def _set_graph(self, graph: fx.Graph) -> None:
+        super()._set_graph(graph)
+        self.__dict__[_CODE] = torch.compile(self.__dict__[_CODE], backend="inductor")
 
 
 class Call(nn.Module):
@@ -70,9 +65,10 @@ class Call(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the function."""
-        if isinstance(self.target, str):
-            return f".{self.target}"
-        return getattr(self.target, "__name__", repr(self.target))
+        is_method = isinstance(self.target, str)
+        return (
+            f".{self.target}" if is_method else getattr(self.target, "__name__", repr(self.target))
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
@@ -82,17 +78,11 @@ class Call(nn.Module):
 
 
 class FusedSequential(_GraphRunner, nn.Sequential):
-    """Base class of the sequences that a fusion without compiler makes.
-
-    Unlike in other sequences, a child may use each input and each earlier result.
-    """
+    """A sequence whose children may use each input and each earlier result."""
 
 
 def compiled_late(module: fx.GraphModule, name: str) -> CompiledModule:
-    """Make a module, of a class with this name, that inductor compiles when it is first called.
-
-    It has the submodules of the extracted `module`, under their names.
-    """
+    """Make a module of the class `name` that inductor compiles when it is first called."""
     compiled = _instance_of(CompiledModule, name)
     for path, child in module._modules.items():
         compiled.add_module(path, child)

@@ -1,7 +1,4 @@
-"""The TorchScript compiler behind one function: caching, and errors that can be read.
-
-Where this version of torch has no TorchScript any more, inductor compiles instead.
-"""
+"""The TorchScript compiler behind one function: caching, and errors that can be read."""
 
 from __future__ import annotations
 
@@ -32,13 +29,11 @@ _OF_ALL_MODULES = frozenset(vars(nn.Module())) - {"training"}
 def script(module: fx.GraphModule, name: str) -> nn.Module:
     """Compile an extracted module with TorchScript, or with inductor where that is not there.
 
-    Code without parameters is compiled once; equal modules become copies of the first. Parameters
-    and buffers are those of `module`. A ``SlapoError`` has the compiler's reason and the way out.
+    Code without parameters is compiled once; equal modules become copies of the first.
     """
     if not scripting.has_scripts():
-        logger.info(
-            "%s is compiled by inductor: torch %s has no TorchScript", name, torch.__version__
-        )
+        text = "%s is compiled by inductor: torch %s has no TorchScript"
+        logger.info(text, name, torch.__version__)
         return compiled_late(module, name)
     code = _code_key(module)
     if code is None:
@@ -60,9 +55,7 @@ def _code_key(module: fx.GraphModule) -> str | None:
     if has_state(module):
         return None
     texts = [str(module.training)]
-    for path, child in module.named_modules(remove_duplicate=False):
-        if not path:
-            continue
+    for path, child in list(module.named_modules(remove_duplicate=False))[1:]:
         own = {k: v for k, v in vars(child).items() if k not in _OF_ALL_MODULES}
         hooks = any(vars(child).get(slot) for slot in _OF_ALL_MODULES if "hooks" in slot)
         of_torch = type(child).__module__.startswith("torch.nn.")  # others may read anything
@@ -100,23 +93,18 @@ def _reason(error: Exception) -> str:
 
 
 def _as_written(module: nn.Module) -> nn.Module:
-    """The module with the forward of its own class wherever a trace has put another.
-
-    Modules that change are replaced by shallow copies: the originals belong to the model.
-    """
+    """A shallow copy with the forward of its own class wherever a trace has put another."""
     children = {k: None if m is None else _as_written(m) for k, m in module._modules.items()}
     same = all(child is module._modules[name] for name, child in children.items())
     if same and not isinstance(module, Traced):
         return module
-    kind: Any = type(module)
-    if isinstance(module, Traced):
-        if trace_of(module).is_rewritten:
-            raise SlapoError(
-                f"TorchScript compiles the forward of {kind.__name__} as its class has it, and "
-                "its graph was rewritten; use fuse(..., compiler=None), or match "
-                "operations outside of it"
-            )
-        kind = origin_of(module)
+    if isinstance(module, Traced) and trace_of(module).is_rewritten:
+        raise SlapoError(
+            f"TorchScript compiles the forward of {type(module).__name__} as its class has it, and "
+            "its graph was rewritten; use fuse(..., compiler=None), or match operations outside of "
+            "it"
+        )
+    kind: Any = origin_of(module) if isinstance(module, Traced) else type(module)
     plain: nn.Module = object.__new__(kind)
     plain.__dict__.update(module.__dict__, _modules=children)
     return plain

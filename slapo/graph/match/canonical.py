@@ -16,7 +16,16 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from slapo.graph.match.operators import FUNCTIONS, METHODS, MODULES, Op, Spelling
+from slapo.graph.match.operators import (
+    FREE,
+    FUNCTIONS,
+    IGNORED,
+    METHODS,
+    MODULES,
+    SIZES,
+    Op,
+    Spelling,
+)
 from slapo.graph.trace.nodes import ModuleLookup
 
 Key = Any
@@ -50,8 +59,7 @@ class ModuleState:
 class Call:
     """A call in canonical form: equal operators have equal keys, arguments go by name.
 
-    ``args`` is None where the arguments do not fit the operator; positions stand for names that are
-    unknown. ``inplace`` calls write their result into their first operand.
+    ``args`` is None where they do not fit; positions stand for names that are unknown.
     """
 
     key: Key
@@ -70,7 +78,7 @@ class Call:
     @property
     def unstated(self) -> frozenset[str]:
         """Arguments that are not compared with a pattern that leaves them out."""
-        return self.op.free | self.op.ignored | self.op.sizes if self.op else frozenset()
+        return FREE | IGNORED | SIZES if self.op else frozenset()
 
 
 def key_of(node: fx.Node, modules: ModuleLookup) -> Key:
@@ -87,7 +95,7 @@ def call_of(node: fx.Node, modules: ModuleLookup) -> Call:
         module = modules(str(node.target))
         bound = _bind(("input",), node.args, node.kwargs)
         if bound is not None:
-            bound |= _settings(spelling.params, module, str(node.target))
+            bound |= _settings(spelling.params[1:], module, str(node.target))
         inplace = getattr(module, "inplace", False) is True
     else:
         args = node.args[:1] if node.target is getattr else node.args
@@ -96,37 +104,34 @@ def call_of(node: fx.Node, modules: ModuleLookup) -> Call:
     return Call(key, bound, spelling.op, inplace)
 
 
-_Named = tuple[Key, Spelling | None]
-
-
-def _identify(node: fx.Node, modules: ModuleLookup) -> _Named:
+def _identify(node: fx.Node, modules: ModuleLookup) -> tuple[Key, Spelling | None]:
     """The key of a node's operator, and how the node spells it."""
+    spelling: Spelling | None = None
+    key: Key = None
     if node.op == "call_function":
-        is_shape = node.target is getattr and node.args[1:] == ("shape",)
-        return ("size", METHODS["size"]) if is_shape else _identify_function(node.target)
-    if node.op == "call_method":
+        if node.target is getattr and node.args[1:] == ("shape",):
+            spelling = METHODS["size"]
+        else:
+            key, spelling = _identify_function(node.target)
+    elif node.op == "call_method":
+        key, spelling = ("torch", node.target), METHODS.get(str(node.target))
         # x.view(torch.int32) reads the same bytes as another type: not a change of shape.
         if node.target == "view" and len(node.args) == 2 and isinstance(node.args[1], torch.dtype):
-            return ("torch", "view.dtype"), None
-        return _named(METHODS.get(str(node.target)), ("torch", node.target))
-    if node.op == "call_module":
-        kind = type(modules(str(node.target)))
-        return _named(MODULES.get(kind), kind)
-    return None, None
-
-
-def _named(spelling: Spelling | None, otherwise: Key) -> _Named:
-    return (spelling.op.name if spelling else otherwise), spelling
+            key, spelling = ("torch", "view.dtype"), None
+    elif node.op == "call_module":
+        key = type(modules(str(node.target)))
+        spelling = MODULES.get(key)
+    return spelling.op.name if spelling else key, spelling
 
 
 @lru_cache(maxsize=4096)
-def _identify_function(target: Any) -> _Named:
+def _identify_function(target: Any) -> tuple[Key, Spelling | None]:
     """Look a function up. An unlisted ``torch.f`` shares its name with the method ``x.f``."""
     name = str(getattr(target, "__name__", ""))
     is_method = getattr(torch.Tensor, name, None) is target
     in_torch = is_method or getattr(torch, name, None) is target
     spelling = FUNCTIONS.get(target) or (METHODS.get(name) if is_method else None)
-    return _named(spelling, ("torch", name) if in_torch else ("function", target))
+    return ("torch", name) if in_torch else ("function", target), spelling
 
 
 def _bind(
@@ -160,10 +165,11 @@ def _varargs(values: list[Any]) -> Any:
 
 def _settings(names: tuple[str, ...], module: nn.Module, target: str) -> dict[str | int, Any]:
     """Read what a function would take as arguments from the attributes of a module."""
-    settings: dict[str | int, Any] = {name: getattr(module, name) for name in names}
-    for name, value in settings.items():
-        if name in module._parameters and value is not None:
-            settings[name] = ModuleState(target, str(name))
+    settings: dict[str | int, Any] = {}
+    for name in (name for name in names if hasattr(module, name)):
+        value = getattr(module, name)
+        is_state = name in module._parameters and value is not None
+        settings[name] = ModuleState(target, name) if is_state else value
     return settings
 
 
@@ -197,5 +203,4 @@ def bind_signature(
 
 def positions_and_names(args: Sequence[Any], kwargs: Mapping[Any, Any]) -> dict[str | int, Any]:
     """Put the arguments of a call into one dictionary, the positional ones by position."""
-    given: dict[str | int, Any] = dict(enumerate(args))
-    return given | dict(kwargs)
+    return {**dict(enumerate(args)), **kwargs}

@@ -11,7 +11,7 @@ import torch.fx as fx
 from torch import nn
 
 from slapo.graph.match.canonical import MISSING, key_of
-from slapo.graph.match.index import GraphIndex, is_free_form, sizes_agree
+from slapo.graph.match.index import GraphIndex, compared_arguments
 from slapo.graph.match.pattern_ops import Step, pattern_steps
 from slapo.graph.match.search import furthest
 from slapo.graph.match.values import same_value
@@ -91,7 +91,7 @@ def _found(nearest: NearestMatch) -> str:
 def _whereabouts(nearest: NearestMatch, missing: Step, graphs: Graphs) -> Iterator[str]:
     """Say where else the missing operation is."""
     name = _name(missing)
-    here = nearest.places[0][1].candidates(missing)
+    here = nearest.places[0][1].candidates[missing.node]
     elsewhere = nearest.occurs(missing.node)
     if here:
         misfits = _listed(text for node in here for text in _misfits(nearest, missing, node))
@@ -107,37 +107,32 @@ def _whereabouts(nearest: NearestMatch, missing: Step, graphs: Graphs) -> Iterat
 
 def _misfits(nearest: NearestMatch, step: Step, node: fx.Node) -> Iterator[str]:
     """Name constants that keep a node of the same operation from being the pattern's."""
-    call = nearest.places[0][1].call(step, node)
-    wanted: dict[Any, Any] = {**step.sizes, **(step.call.args or {})}
-    names = set(wanted)
-    if is_free_form(step, node):
-        names -= {*step.implied, *step.sizes}
-    elif step.regex is None:
-        names |= (call.args or {}).keys() - call.unstated
-    for name in sorted(names, key=str):
-        one, other = wanted.get(name, step.call.default(name)), call.value(name)
-        same = sizes_agree if name in step.sizes else same_value
-        if MISSING not in (one, other) and not nodes_in((one, other)) and not same(one, other):
+    pairs = compared_arguments(step, node, nearest.places[0][1].call(step, node)) or {}
+    for name, (one, other) in sorted(pairs.items(), key=str):
+        if (
+            MISSING not in (one, other)
+            and not nodes_in((one, other))
+            and not same_value(one, other)
+        ):
             yield f"{node.name} has {name}={other!r}, the pattern {one!r}"
 
 
 def _opaque_calls(graphs: Graphs) -> Iterator[str]:
     """List calls that hide the operations of a module."""
-    names: dict[bool, list[str]] = {False: [], True: []}
+    hidden: list[str] = []
+    closed: list[str] = []
     for traced, node in _calls(graphs):
         inner = _module(node, traced)
         if not isinstance(inner, fx.GraphModule) and not is_torch_leaf(inner):
-            is_sealed = is_opaque(traced.module.get_submodule(str(node.target)))
-            names[is_sealed].append(_show(node, traced))
-    if names[False]:
+            is_closed = is_opaque(traced.module.get_submodule(str(node.target)))
+            (closed if is_closed else hidden).append(_show(node, traced))
+    if hidden:
         yield (
-            f"the operations within {_listed(names[False])} are not seen; .trace(flatten=True) "
+            f"the operations within {_listed(hidden)} are not seen; .trace(flatten=True) "
             "before the search makes them part of the graph"
         )
-    if names[True]:
-        yield (
-            f"{_listed(names[True])} stay closed: they have hooks or wrappers, or traceable = False"
-        )
+    if closed:
+        yield f"{_listed(closed)} stay closed: they have hooks or wrappers, or traceable = False"
 
 
 def _other_spellings(missing: Step, graphs: Graphs) -> Iterator[str]:
@@ -214,7 +209,7 @@ class NearestMatch(NamedTuple):
 
     def occurs(self, node: fx.Node) -> list[str]:
         """Paths of the graphs that have an operation of the pattern."""
-        return [traced.path for traced, index in self.places if index.candidates(self.steps[node])]
+        return [traced.path for traced, index in self.places if index.candidates[node]]
 
     @property
     def missing(self) -> Step | None:
@@ -222,7 +217,7 @@ class NearestMatch(NamedTuple):
 
         Prefer what no graph has, then what is next to the others.
         """
-        beside = {value for node in self.found for value in nodes_in(self.steps[node].call.args)}
+        beside = set(nodes_in([self.steps[node].call.args for node in self.found]))
 
         def order(node: fx.Node) -> tuple[bool, bool, fx.Node]:
             takes = self.found.keys() & set(nodes_in(self.steps[node].call.args))
@@ -233,11 +228,9 @@ class NearestMatch(NamedTuple):
 
     def in_place_of(self, missing: Step) -> list[fx.Node]:
         """What takes the values, or gives the value, that the missing operation would."""
-        operands = nodes_in(missing.call.args)
         nearby: list[fx.Node] = []
-        for operand in operands:
-            nearby += self.found[operand].users if operand in self.found else ()
         for node, match in self.found.items():
+            nearby += match.users if node in nodes_in(missing.call.args) else ()
             if missing.node in nodes_in(self.steps[node].call.args):
                 nearby += match.all_input_nodes
         known = set(self.found.values())
@@ -247,11 +240,12 @@ class NearestMatch(NamedTuple):
 def nearest_match(graphs: Graphs, steps: dict[fx.Node, Step]) -> NearestMatch:
     """Find the longest part of a pattern that some graph has, from the rarest operation on."""
     places = [(g, GraphIndex(g.graph, g.module.get_submodule, steps)) for g in graphs]
-    starts = []
-    for place in places:
-        candidates = {anchor: place[1].candidates(step) for anchor, step in steps.items()}
-        for anchor in sorted(candidates, key=lambda node: len(candidates[node])):
-            starts += [(place, anchor, node) for node in candidates[anchor][:_STARTS_PER_OPERATION]]
+    starts = [
+        (place, anchor, node)
+        for place in places
+        for anchor, nodes in sorted(place[1].candidates.items(), key=lambda pair: len(pair[1]))
+        for node in nodes[:_STARTS_PER_OPERATION]
+    ]
     best, found = places[0], dict[fx.Node, fx.Node]()
     for place, anchor, node in starts[:_STARTS]:
         reached = furthest(steps, place[1], anchor, node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import fx, nn
 
@@ -19,6 +19,7 @@ from slapo.graph.trace.operator_effects import MARKS
 from slapo.wrapper import innermost
 
 T = TypeVar("T")
+Question: TypeAlias = re.Pattern[str] | Callable[[fx.Node], bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +40,11 @@ class Search:
     @classmethod
     def of(cls, module: fx.GraphModule, pattern: Any, total: int, **how: Any) -> Search:
         """A search that has just been made."""
+        home: nn.Module = module
+        inside = ""
         if isinstance(module, SubgraphView):
-            return cls(pattern, len(rules_of(module.owner)), total, module.name, **how)
-        return cls(pattern, len(rules_of(module)), total, **how)
+            home, inside = module.owner, module.name
+        return cls(pattern, len(rules_of(home)), total, inside, **how)
 
     def run(self, graph: fx.Graph, modules: ModuleLookup) -> list[Match]:
         """Search another graph in the same way."""
@@ -90,9 +93,7 @@ class Located(tuple[str, fx.Node]):
 
 
 class Matches(list[T]):
-    """The results of a search. Where there are none, ``why`` explains it.
-
-    `explain` gives the reason; it is called when that is asked for, at most once.
+    """The results of a search; where there are none, `explain` is asked for the reason once.
 
     >>> Matches([], lambda: "no call of a module matches 'fc'")
     [] (no call of a module matches 'fc')
@@ -131,11 +132,9 @@ class Matches(list[T]):
 
 def traced_modules(root: nn.Module) -> Iterator[TracedGraph]:
     """Graphs of the traced modules at `root` and below it, each with module and path."""
-    module = innermost(root)
-    if not isinstance(module, fx.GraphModule):
-        return
     seen: set[int] = set()
-    for name, child in module.named_modules():
+    is_traced = isinstance(innermost(root), fx.GraphModule)
+    for name, child in innermost(root).named_modules() if is_traced else ():
         inner = innermost(child)
         if isinstance(inner, fx.GraphModule) and id(inner) not in seen:
             seen.add(id(inner))
@@ -161,7 +160,7 @@ def find_subgraphs_in(root: nn.Module, pattern: re.Pattern[str] | fx.Graph) -> M
 
 
 def search_for_chain(module: fx.GraphModule, chain: Sequence[fx.Node]) -> tuple[Search, int, Match]:
-    """A search that finds a chain which was picked by hand, its place in the results, and it.
+    """A search for operations that were picked by hand, its place in the results, and the match.
 
     Operations that share no value are found by no search: a ``ValueError``.
     """
@@ -180,8 +179,8 @@ def _pattern_of(chain: Sequence[fx.Node]) -> fx.Graph:
     """A pattern of exactly these operations; their inputs are its arguments."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for value in (v for node in chain for v in node.all_input_nodes):
-        if value not in chain and value not in copies:
+    for value in dict.fromkeys(v for node in chain for v in node.all_input_nodes):
+        if value not in chain:
             copies[value] = graph.placeholder(f"slapo_input_{len(copies)}")
     for node in chain:
         args: Any = fx.map_arg(node.args, copies.__getitem__)
@@ -197,9 +196,7 @@ def _pattern_of(chain: Sequence[fx.Node]) -> fx.Graph:
     return graph
 
 
-def read_question(
-    regex_or_predicate: str | Callable[[fx.Node], bool],
-) -> re.Pattern[str] | Callable[[fx.Node], bool]:
+def read_question(regex_or_predicate: str | Callable[[fx.Node], bool]) -> Question:
     """Compile a regular expression; a function is returned as it is, others are ``TypeError``."""
     if isinstance(regex_or_predicate, str):
         return compile_name(regex_or_predicate)
@@ -211,9 +208,7 @@ def read_question(
     return regex_or_predicate
 
 
-def find_nodes(
-    root: nn.Module, question: re.Pattern[str] | Callable[[fx.Node], bool]
-) -> Matches[Located]:
+def find_nodes(root: nn.Module, question: Question) -> Matches[Located]:
     """Nodes that answer to what :func:`read_question` gave, in every graph at or below `root`."""
     if isinstance(question, re.Pattern):
         calls = find_subgraphs_in(root, question)

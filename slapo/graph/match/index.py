@@ -6,14 +6,13 @@ Sizes, as ``view``, ``expand`` and norms take them, are spelled differently by e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from slapo.graph.match.canonical import (
-    MISSING,
     Call,
     Key,
     ModuleState,
@@ -36,42 +35,39 @@ class GraphIndex:
     def __init__(self, graph: fx.Graph, modules: ModuleLookup, steps: dict[fx.Node, Step]) -> None:
         self.modules = modules
         self._calls: dict[tuple[fx.Node, bool], Call] = {}
-        self.nodes: dict[Key, list[fx.Node]] = {step.call.key: [] for step in steps.values()}
-        self._has_class = any(isinstance(key, type) for key in self.nodes)
+        by_key: dict[Key, list[fx.Node]] = {step.call.key: [] for step in steps.values()}
         for node in graph.nodes:
-            for key in self._keys(node) & self.nodes.keys():
-                self.nodes[key].append(node)
+            for key in self._keys(node) & by_key.keys():
+                by_key[key].append(node)
+        #: for each operation of the pattern the nodes that it may be, in graph order
+        self.candidates: dict[fx.Node, list[fx.Node]] = {}
+        for wanted, step in steps.items():
+            nodes = by_key[step.call.key]
+            if step.regex is not None:
+                nodes = [node for node in nodes if step.regex.match(called_path(node) or "")]
+            self.candidates[wanted] = nodes
+        self._fitting = {wanted: set(nodes) for wanted, nodes in self.candidates.items()}
 
     def _keys(self, node: fx.Node) -> set[Key]:
         """The operator of a node, and the other ways that a pattern names the call of a module."""
         keys = {key_of(node, self.modules)}
         if called_path(node) is not None:
             keys.add(call_module)
-        if self._has_class and node.op == "call_module":
+        if node.op == "call_module":
             keys.add(type(self.modules(str(node.target))))
         return keys
 
-    def candidates(self, step: Step) -> list[fx.Node]:
-        """List the nodes that may be `step`, in graph order."""
-        nodes = self.nodes[step.call.key]
-        if step.regex is None:
-            return nodes
-        return [node for node in nodes if step.regex.match(called_path(node) or "")]
-
-    def rarest(self, steps: dict[fx.Node, Step]) -> tuple[fx.Node, Sequence[fx.Node]]:
+    def rarest(self) -> tuple[fx.Node, list[fx.Node]]:
         """Choose the operation that the graph has least often."""
-        candidates = [(node, self.candidates(step)) for node, step in steps.items()]
-        return min(candidates, key=lambda pair: len(pair[1]))
+        return min(self.candidates.items(), key=lambda pair: len(pair[1]))
 
     def fits(self, step: Step, node: fx.Node) -> bool:
         """Tell whether `node` is the same operation as `step`, arguments aside."""
-        if step.regex is not None:
-            path = called_path(node)
-            return path is not None and bool(step.regex.match(path))
-        if step.module is not None and step.call.op is None and node.op == "call_module":
-            module = self.modules(str(node.target))
-            return type(module) is step.call.key and same_settings(step.module, module)
-        return key_of(node, self.modules) == step.call.key
+        if node not in self._fitting[step.node]:
+            return False
+        if step.module is None or step.call.op is not None:
+            return True
+        return same_settings(step.module, self.modules(str(node.target)))
 
     def call(self, step: Step, node: fx.Node) -> Call:
         """Describe the call of `node` in the terms of `step`."""
@@ -110,65 +106,62 @@ class GraphIndex:
 
 def argument_pairs(step: Step, node: fx.Node, call: Call) -> Iterator[list[Pair]]:
     """Yield lists of pairs: a value of the pattern and one of the graph, constants first."""
-    if step.regex is not None:
-        yield from _named_pairs(step, node, call)
+    pairs = compared_arguments(step, node, call)
+    if pairs is None:
         return
-    stated, op = step.call.args, call.op
-    if stated is None or call.args is None:
-        return
-    if is_free_form(step, node):
-        stated = {name: value for name, value in stated.items() if name not in step.implied}
-    elif not step.is_open and not _rest_agrees(step, call):
-        return
-    values = {name: call.value(name) for name in stated}
-    yield _paired(stated, values)
+    yield _constants_first(pairs.values())
+    swap = call.op.swap if call.op and step.regex is None else None
     # Operands may change places, but not when one is scaled by ``alpha``.
-    if op and op.swap and values.keys() >= set(op.swap) and same_value(values.get("alpha", 1), 1):
-        first, second = op.swap
-        values[first], values[second] = values[second], values[first]
-        yield _paired(stated, values)
+    is_scaled = not same_value(call.value("alpha"), call.default("alpha"))
+    if swap and pairs.keys() >= set(swap) and not is_scaled:
+        (one, first), (other, second) = (pairs[name] for name in swap)
+        pairs = {**pairs, swap[0]: (one, second), swap[1]: (other, first)}
+        yield _constants_first(pairs.values())
 
 
-def is_free_form(step: Step, node: fx.Node) -> bool:
-    """Tell whether a functional call of the pattern meets a module.
-
-    What the call leaves out, and sizes, are parameters and attributes of the module's own: any do.
-    """
-    return step.module is None and step.regex is None and node.op == "call_module"
-
-
-def _rest_agrees(step: Step, call: Call) -> bool:
-    """Compare sizes, and what only the graph's call states with its default."""
-    given = call.args or {}
-    unstated = given.keys() - (step.call.args or {}).keys() - call.unstated
-    return all(same_value(step.call.default(name), given[name]) for name in unstated) and all(
-        sizes_agree(sizes, given.get(name, MISSING)) for name, sizes in step.sizes.items()
-    )
-
-
-def _paired(wanted: Mapping[str | int, Any], values: Mapping[str | int, Any]) -> list[Pair]:
-    """Pair by name; a constant that differs ends the search before it begins."""
-    pairs = [(value, values[name]) for name, value in wanted.items()]
+def _constants_first(pairs: Iterable[Pair]) -> list[Pair]:
+    """Order pairs so that a constant that differs ends the search before it begins."""
     return sorted(pairs, key=lambda pair: isinstance(pair[0], fx.Node))
 
 
-def _named_pairs(step: Step, node: fx.Node, call: Call) -> Iterator[list[Pair]]:
+def compared_arguments(step: Step, node: fx.Node, call: Call) -> dict[str | int, Pair] | None:
+    """What a pattern and a graph have for each argument that must agree; None if none can.
+
+    Where a functional call of the pattern meets a module, what the call leaves out and sizes are
+    parameters and attributes of the module's own: any do.
+    """
+    stated, given = step.call.args, call.args
+    if step.regex is not None:
+        return _named_arguments(stated or {}, node, call)
+    if stated is None or given is None:
+        return None
+    pairs = {name: (value, call.value(name)) for name, value in stated.items()}
+    if step.module is None and node.op == "call_module":
+        return {name: pair for name, pair in pairs.items() if name not in step.implied}
+    if step.is_open:
+        return pairs
+    for name in given.keys() - stated.keys() - call.unstated:
+        pairs[name] = (step.call.default(name), given[name])
+    for name, wanted in step.sizes.items():
+        sizes, values = _as_tuple(wanted), _as_tuple(given.get(name))
+        if all(isinstance(size, int) for size in (*sizes, *values)):
+            pairs[name] = (sizes, values)
+    return pairs
+
+
+def _named_arguments(
+    wanted: Mapping[str | int, Any], node: fx.Node, call: Call
+) -> dict[str | int, Pair] | None:
     """Compare the arguments that a pattern states for a module that it names."""
-    wanted = dict(step.call.args or {})
-    given = positions_and_names(node.args, node.kwargs)
+    given: Mapping[str | int, Any] = positions_and_names(node.args, node.kwargs)
     if not wanted.keys() <= given.keys():
         # The same argument may be positional on one side and a keyword on the other.
-        given = dict(call.args or {})
-        names = dict(enumerate(given))
+        given = call.args or {}
+        names: dict[int, Any] = dict(enumerate(given))
         wanted = {names.get(k, k) if isinstance(k, int) else k: v for k, v in wanted.items()}
-    if wanted.keys() <= given.keys():
-        yield _paired(wanted, given)
-
-
-def sizes_agree(wanted: Any, value: Any) -> bool:
-    """Tell whether sizes may be the same: False if both are literal in full and differ."""
-    wanted, value = _as_tuple(wanted), _as_tuple(value)
-    return not (_is_literal(wanted) and _is_literal(value)) or same_value(wanted, value)
+    if not wanted.keys() <= given.keys():
+        return None
+    return {name: (value, given[name]) for name, value in wanted.items()}
 
 
 def size_arguments(wanted: Mapping[str, Any], given: Mapping[str | int, Any]) -> Iterator[Pair]:
@@ -200,7 +193,3 @@ def follows_from(value: Any, matched: Collection[fx.Node]) -> bool:
 
 def _as_tuple(sizes: Any) -> tuple[Any, ...]:
     return tuple(sizes) if isinstance(sizes, (tuple, list)) else (sizes,)
-
-
-def _is_literal(sizes: tuple[Any, ...]) -> bool:
-    return all(isinstance(size, int) for size in sizes)

@@ -27,6 +27,8 @@ PATTERN_OF_CHAIN = "slapo_pattern_of_chain"
 For a node that a rewrite has made the value is ``"open"``: constants may be any.
 """
 
+WILDCARD_OPS = ("placeholder", "get_attr")
+
 _ACTIVE_TRACER: ContextVar[fx.Tracer | None] = ContextVar("slapo_pattern_tracer", default=None)
 
 
@@ -34,18 +36,9 @@ def call_module(name_regex: str, *args: Any, **kwargs: Any) -> Any:
     r"""Stand, within a pattern, for the call of any module whose path matches.
 
     Arguments that the pattern states must match those of the call. Further arguments of the call
-    are free, so ``call_module("attention", x)`` also finds ``self.attention(x, mask=None)``.
+    are free, so ``call_module("attention", x)`` also finds ``self.attention(x, mask=None)``. The
+    path is compared by :func:`re.match`, from its start: ``"fc"`` also matches ``"fc_out"``.
 
-    Parameters
-    ----------
-    name_regex : str
-        Regular expression, compared with the module's path by :func:`re.match`, that is from the
-        start of the path but not up to its end. ``"fc"`` also matches ``"fc_out"``.
-    *args, **kwargs
-        Arguments of the call: values of the pattern, or constants.
-
-    Examples
-    --------
     >>> import torch.nn.functional as F
     >>> def pattern(x):
     ...     return F.gelu(call_module(r"fc\d", x))
@@ -72,8 +65,6 @@ class Pattern(nn.Module):
     a constant, as are those that a pattern function captures: it matches a tensor of the same
     dtype, shape and values only.
 
-    Examples
-    --------
     >>> class Mlp(Pattern):
     ...     def __init__(self):
     ...         super().__init__()
@@ -91,9 +82,7 @@ class Pattern(nn.Module):
 
 
 class ModulePattern(nn.Module):
-    """A submodule of a :class:`Pattern` that matches the call of any module by its path.
-
-    The path is compared with a regular expression by :func:`re.match`.
+    """A submodule of a :class:`Pattern` that acts as :func:`call_module` does.
 
     >>> ModulePattern("query|key|value")
     ModulePattern('query|key|value')
@@ -109,7 +98,7 @@ class ModulePattern(nn.Module):
         return repr(self.name_regex)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Act as :func:`call_module` does; only within a pattern."""
+        """Stand for the call of a module; only within a pattern."""
         return call_module(self.name_regex, *args, **kwargs)
 
 
@@ -128,11 +117,7 @@ class _PatternTracer(fx.Tracer):
 
 
 def trace_pattern(pattern: Callable[..., Any] | type[nn.Module] | nn.Module) -> fx.Graph:
-    """Trace a pattern; raises ``ValueError`` or ``TypeError`` for what is none.
-
-    Placeholders are wildcards. The node of a submodule's call carries the submodule in its meta,
-    and that of a constant tensor the tensor, so that the graph stands alone.
-    """
+    """Trace a pattern, whose placeholders are wildcards; ``ValueError``, ``TypeError`` if none."""
     root = _instantiate(pattern)
     tracer = _PatternTracer()
     token = _ACTIVE_TRACER.set(tracer)
@@ -150,39 +135,43 @@ def trace_pattern(pattern: Callable[..., Any] | type[nn.Module] | nn.Module) -> 
         _ACTIVE_TRACER.reset(token)
         for name in set(attributes) - before:  # fx puts the tensors that a forward captures there
             del attributes[name]
-    _check_has_operation(graph, pattern)
+    output = graph.output_node()
+    if all(node.op in WILDCARD_OPS for node in output.all_input_nodes):
+        raise ValueError(
+            f"the pattern {_describe(pattern)} returns no operation; "
+            "return the value (or a tuple of the values) that the pattern computes"
+        )
     return graph
 
 
 def _instantiate(pattern: Any) -> Callable[..., Any]:
     """Return an instance if `pattern` is a class, else `pattern` itself."""
-    if isinstance(pattern, type):
-        if not issubclass(pattern, nn.Module):
-            raise TypeError(
-                f"a pattern class must derive from Pattern, got {pattern.__name__}; pass a "
-                "function, a Pattern or a regular expression"
-            )
-        try:
-            return pattern()
-        except TypeError as error:
-            raise ValueError(
-                f"the pattern class {pattern.__name__} cannot be made without arguments "
-                f"({error}); pass an instance"
-            ) from error
-    if not callable(pattern):
+    kinds = "pass a function, a Pattern or a regular expression"
+    if isinstance(pattern, type) and not issubclass(pattern, nn.Module):
         raise TypeError(
-            f"the pattern is {pattern!r}; pass a function, a Pattern or a regular expression"
+            f"a pattern class must derive from Pattern, got {pattern.__name__}; {kinds}"
         )
+    if not callable(pattern):
+        raise TypeError(f"the pattern is {pattern!r}; {kinds}")
     if isinstance(pattern, BuiltinFunctionType):
         raise TypeError(
             f"the pattern is torch's own {pattern.__name__!r}, whose arguments cannot be read; "
             f"pass a function that calls it: lambda x: {pattern.__name__}(x)"
         )
-    return pattern
+    if not isinstance(pattern, type):
+        return pattern
+    try:
+        made: nn.Module = pattern()
+    except TypeError as error:
+        raise ValueError(
+            f"the pattern class {pattern.__name__} cannot be made without arguments "
+            f"({error}); pass an instance"
+        ) from error
+    return made
 
 
 def _keep_objects(graph: fx.Graph, root: nn.Module) -> None:
-    """Store the modules and constants that the graph names on its nodes: it then stands alone."""
+    """Store the modules and constants that a graph names on its nodes: it then stands alone."""
     for node in graph.nodes:
         if node.op == "call_module":
             node.meta[PATTERN_MODULE] = root.get_submodule(node.target)
@@ -193,16 +182,6 @@ def _keep_objects(graph: fx.Graph, root: nn.Module) -> None:
             # The weights of a layer are what it happened to be made with: they stand for any.
             if isinstance(owner, Pattern) or not is_weight:
                 node.meta[PATTERN_TENSOR] = getattr(owner, name)
-
-
-def _check_has_operation(graph: fx.Graph, pattern: Any) -> None:
-    """Refuse a pattern that returns none of its operations."""
-    output = next(iter(reversed(graph.nodes)))
-    if all(node.op in ("placeholder", "get_attr") for node in output.all_input_nodes):
-        raise ValueError(
-            f"the pattern {_describe(pattern)} returns no operation; "
-            "return the value (or a tuple of the values) that the pattern computes"
-        )
 
 
 def compile_name(regex: str) -> re.Pattern[str]:

@@ -11,24 +11,19 @@ from typing import Any
 import torch.fx as fx
 from torch import nn
 
-from slapo.graph.match.canonical import (
-    Call,
-    bind_signature,
-    call_of,
-    positions_and_names,
-)
+from slapo.graph.match.canonical import Call, bind_signature, call_of, positions_and_names
+from slapo.graph.match.operators import FREE, IGNORED, SIZES
 from slapo.graph.match.pattern import (
     PATTERN_MODULE,
     PATTERN_OF_CHAIN,
     PATTERN_TENSOR,
+    WILDCARD_OPS,
     ModulePattern,
     call_module,
     compile_name,
 )
 from slapo.graph.match.values import same_value
 from slapo.graph.trace.nodes import nodes_in
-
-WILDCARD_OPS = ("placeholder", "get_attr")
 
 
 @dataclass(frozen=True)
@@ -52,8 +47,7 @@ class Step:
 def pattern_steps(graph: fx.Graph) -> dict[fx.Node, Step]:
     """List the operations of a pattern that its outputs depend on, but not those of sizes."""
     steps: dict[fx.Node, Step] = {}
-    output = next(iter(reversed(graph.nodes)))
-    pending = list(output.all_input_nodes)
+    pending = list(graph.output_node().all_input_nodes)
     while pending:
         node = pending.pop()
         if node in steps or node.op in WILDCARD_OPS:
@@ -67,25 +61,21 @@ def pattern_steps(graph: fx.Graph) -> dict[fx.Node, Step]:
 def _step(node: fx.Node) -> Step:
     """Describe one operation of a pattern."""
     module = node.meta.get(PATTERN_MODULE)
+    regex, args = None, node.args
     if node.target is call_module:
-        return _named_step(node, str(node.args[0]), node.args[1:])
-    if isinstance(module, ModulePattern):
-        return _named_step(node, module.name_regex, node.args)
+        regex, args = str(args[0]), args[1:]
+    elif isinstance(module, ModulePattern):
+        regex = module.name_regex
+    if regex is not None:
+        given = _with_tensors(positions_and_names(args, node.kwargs))
+        return Step(node, Call(call_module, given), regex=compile_name(regex))
     call = call_of(node, lambda target: node.meta[PATTERN_MODULE])
     if call.args is None:
         raise ValueError(f"the pattern calls {node.target} with arguments that it does not take")
-    call = replace(call, args=_with_tensors(call.args))
     if module is not None and (call.op is None or next(module.parameters(), None) is not None):
-        args = bind_signature(module.forward, node.args, node.kwargs)
-        given = None if args is None else _with_tensors(args)
-        return Step(node, Call(type(module), given), module=module)
-    return _operator_step(node, call, module)
-
-
-def _named_step(node: fx.Node, regex: str, args: tuple[Any, ...]) -> Step:
-    """Describe the call of a module by name."""
-    given = _with_tensors(positions_and_names(args, node.kwargs))
-    return Step(node, Call(call_module, given), regex=compile_name(regex))
+        bound = bind_signature(module.forward, node.args, node.kwargs)
+        return Step(node, Call(type(module), bound and _with_tensors(bound)), module=module)
+    return _operator_step(node, replace(call, args=_with_tensors(call.args)), module)
 
 
 def _operator_step(node: fx.Node, call: Call, module: nn.Module | None) -> Step:
@@ -96,13 +86,12 @@ def _operator_step(node: fx.Node, call: Call, module: nn.Module | None) -> Step:
         return Step(node, replace(call, args=values), is_open=True)
     if call.op is None:
         return Step(node, call)
-    sizes = {str(name): given[name] for name in call.op.sizes & given.keys()}
+    sizes = {str(name): given[name] for name in SIZES & given.keys()}
     by_default = {str(k) for k, value in given.items() if same_value(call.default(k), value)}
     # Python functions are traced with all arguments: F.dropout(x) shows p=0.5, training=True.
     implied = frozenset(by_default) if inspect.isfunction(node.target) else frozenset()
     is_exact = module is None and PATTERN_OF_CHAIN not in node.meta
-    free = call.op.free & by_default if is_exact else call.op.free
-    skipped = call.op.ignored | free | sizes.keys()
+    skipped = IGNORED | sizes.keys() | (FREE & by_default if is_exact else FREE)
     stated = {name: value for name, value in given.items() if name not in skipped}
     return Step(node, replace(call, args=stated), None, module, sizes, implied)
 

@@ -22,8 +22,13 @@ from slapo.graph.match.index import (
     may_be_same_size,
     size_arguments,
 )
-from slapo.graph.match.pattern import PATTERN_OF_CHAIN, compile_name, trace_pattern
-from slapo.graph.match.pattern_ops import WILDCARD_OPS, Step, pattern_steps
+from slapo.graph.match.pattern import (
+    PATTERN_OF_CHAIN,
+    WILDCARD_OPS,
+    compile_name,
+    trace_pattern,
+)
+from slapo.graph.match.pattern_ops import Step, pattern_steps
 from slapo.graph.trace.nodes import CONTAINERS, ModuleLookup, Pair, inner_pairs, nodes_in
 
 
@@ -36,11 +41,9 @@ class Match(list[fx.Node]):
         # Rewrites beside the match put other nodes in place of its inputs, so an input is looked
         # up where the match uses it.
         self._places: dict[fx.Node, tuple[fx.Node, int]] = {}
-        wanted = set(nodes_in(self._values))
-        for user in self if wanted else ():
+        for user in self if self._values else ():
             for index, value in enumerate(_operands(user)):
-                if value in wanted:
-                    self._places.setdefault(value, (user, index))
+                self._places.setdefault(value, (user, index))
 
     @property
     def bindings(self) -> dict[str, Any]:
@@ -53,9 +56,7 @@ class Match(list[fx.Node]):
     def _present(self, node: fx.Node) -> fx.Node:
         """The node that is used where `node` was."""
         user, index = self._places.get(node, (None, 0))
-        if user is None or user._erased:
-            return node
-        operands = _operands(user)
+        operands = [] if user is None or user._erased else _operands(user)
         return operands[index] if index < len(operands) else node
 
 
@@ -71,20 +72,15 @@ def find_subgraphs(
 ) -> list[Match]:
     """Find all places where a graph computes what a pattern computes, in graph order.
 
-    Matches do not overlap, unless they may. Nodes that compute sizes, as ``view`` takes them,
-    belong to a match if nothing else uses them. A match may have inner values that are used
-    outside.
-
-    An argument of the pattern binds a value of the graph, the weight of a module or a constant, but
-    neither None nor a value that the match itself computes; used twice, it is the same value. A
-    constant of the pattern, number or tensor, must be equal to that of the graph. A functional call
-    also matches the module that computes the same, with any attributes and weights where the call
-    states nothing, and any sizes: ``F.layer_norm(x, 1024)`` matches any ``nn.LayerNorm``.
+    Nodes that compute sizes, as ``view`` takes them, belong to a match if nothing else uses them.
+    An argument of the pattern binds neither None nor a value that the match itself computes. A
+    functional call also matches a module, with any attributes where the call states nothing, and
+    any sizes: ``F.layer_norm(x, 1024)`` matches any ``nn.LayerNorm``.
     """
     traced = pattern if isinstance(pattern, fx.Graph) else trace_pattern(pattern)
     steps = pattern_steps(traced)
     index = GraphIndex(graph, modules, steps)
-    anchor, candidates = index.rarest(steps)
+    anchor, candidates = index.rarest()
     taken: set[fx.Node] = set()
     matches = []
     for candidate in candidates:
@@ -126,12 +122,12 @@ class _Unification:
         self._bound: dict[fx.Node, Any] = {}
         self._images: set[fx.Node] = set()
         self._found: Match | None = None
-        #: The most operations of the pattern that were found together, and as which nodes.
         self.furthest: dict[fx.Node, fx.Node] = {}
 
     def run(self, anchor: fx.Node, node: fx.Node) -> Match | None:
         """Match with `anchor` at `node`; None if it does not."""
-        return self._found if self._unify([(anchor, node)]) else None
+        self._unify([(anchor, node)])
+        return self._found
 
     def _unify(self, pending: list[Pair]) -> bool:
         """Match pairs of a pattern's and a graph's value, and then all that is connected."""
@@ -150,7 +146,11 @@ class _Unification:
                 if not self._index.same(known, value):
                     return False
         self._note_progress()
-        return self._extend()
+        frontier = self._frontier()
+        if frontier is None:
+            return self._finish()
+        wanted, users = frontier
+        return any(self._unify([(wanted, user)]) for user in sorted(users))
 
     def _note_progress(self) -> None:
         """Remember how far the search came, to tell when it fails."""
@@ -160,24 +160,20 @@ class _Unification:
     def _bind(self, wanted: fx.Node, value: Any, rest: list[Pair]) -> bool:
         """Let a node of the pattern stand for `value`, if the rest can be matched then."""
         step = self._steps.get(wanted)
-        if step is None:
-            return _wildcard_fits(wanted, value) and self._unify_with(wanted, value, [rest])
-        if not isinstance(value, fx.Node) or not self._step_fits(step, value):
+        ways: Iterable[list[Pair]] = [[]]
+        if step is not None:
+            if not isinstance(value, fx.Node) or not self._step_fits(step, value):
+                return False
+            self._images.add(value)
+            ways = argument_pairs(step, value, self._index.call(step, value))
+        elif not _wildcard_fits(wanted, value):
             return False
-        self._images.add(value)
-        orders = argument_pairs(step, value, self._index.call(step, value))
-        if self._unify_with(wanted, value, (pairs + rest for pairs in orders)):
-            return True
-        self._images.remove(value)
-        return False
-
-    def _unify_with(self, wanted: fx.Node, value: Any, ways: Iterable[list[Pair]]) -> bool:
-        """Match in one of some ways while a node of the pattern stands for `value`."""
         self._bound[wanted] = value
-        for pending in ways:
-            if self._unify(pending):
-                return True
+        if any(self._unify(pairs + rest) for pairs in ways):
+            return True
         del self._bound[wanted]
+        if step is not None:
+            self._images.remove(value)
         return False
 
     def _step_fits(self, step: Step, node: fx.Node) -> bool:
@@ -187,14 +183,6 @@ class _Unification:
         call = self._index.call(step, node)
         writes = call.inplace and not step.call.inplace
         return not writes or is_private((call.args or {}).get("input"), self._index.modules)
-
-    def _extend(self) -> bool:
-        """Go on with an operation that uses a value already bound, if one is left."""
-        frontier = self._frontier()
-        if frontier is None:
-            return self._finish()
-        wanted, users = frontier
-        return any(self._unify([(wanted, user)]) for user in sorted(users))
 
     def _frontier(self) -> tuple[fx.Node, Collection[fx.Node]] | None:
         """Choose the unbound operation with the fewest nodes that it may be."""
@@ -226,9 +214,7 @@ class _Unification:
         """What arguments stand for among sizes; None if one would be two different values."""
         found: dict[fx.Node, Any] = {}
         for wanted, step in self._steps.items():
-            if not step.sizes:
-                continue
-            given = self._index.call(step, self._bound[wanted]).args or {}
+            given = self._index.call(step, self._bound[wanted]).args or {} if step.sizes else {}
             for argument, value in size_arguments(step.sizes, given):
                 known = self._bound.get(argument, found.get(argument, MISSING))
                 if known is not MISSING and not may_be_same_size(known, value):

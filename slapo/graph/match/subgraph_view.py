@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,16 +39,6 @@ class SubgraphView(fx.GraphModule):
         self.recompile()
 
     @property
-    def graph(self) -> fx.Graph:
-        """The operations."""
-        return self._graph
-
-    @graph.setter
-    def graph(self, graph: fx.Graph) -> None:
-        self.__dict__["_graph"] = graph
-        self.recompile()
-
-    @property
     def code(self) -> str:
         """The graph as Python."""
         return self._graph.python_code("self").src
@@ -57,7 +46,6 @@ class SubgraphView(fx.GraphModule):
     def recompile(self) -> Any:
         """Follow a change of the graph."""
         self.__dict__[_CODE] = code_of(self._graph)
-        return self._graph.python_code("self")
 
     def forward(self, *inputs: Any) -> Any:
         """Run the operations on the state of the owner."""
@@ -73,12 +61,7 @@ class SubgraphView(fx.GraphModule):
         self.__dict__.update(state)
         self.recompile()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SubgraphView:
-        new = object.__new__(type(self))
-        memo[id(self)] = new
-        new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        new.recompile()
-        return new
+    __deepcopy__: Any = None  # as it is pickled
 
     def __reduce__(self) -> tuple[Any, ...]:
         return object.__new__, (type(self),), self.__getstate__()

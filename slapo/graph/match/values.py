@@ -9,25 +9,18 @@ import torch.fx as fx
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from slapo.graph.match.canonical import ModuleState
 from slapo.graph.trace.nodes import CONTAINERS, inner_pairs
 
 
 def same_value(one: Any, other: Any) -> bool:
     """Tell whether two values are the same node, the same weight or equal constants."""
-    if one is other:
-        return True
-    if isinstance(one, (fx.Node, ModuleState)) or isinstance(other, (fx.Node, ModuleState)):
-        return isinstance(one, ModuleState) and one == other
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one is other or _same_tensor(one, other)
     if isinstance(one, CONTAINERS):
         inner = inner_pairs(one, other)
         return inner is not None and all(same_value(a, b) for a, b in inner)
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return _same_tensor(one, other)
-    if isinstance(one, bool) != isinstance(other, bool):
-        return False
-    numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
-    return (numbers or type(one) is type(other)) and _equal(one, other)
+    numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (one, other))
+    return (numbers and _equal(one, other)) or same_constant(one, other)
 
 
 def same_constant(one: Any, other: Any) -> bool:
