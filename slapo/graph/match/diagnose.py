@@ -54,15 +54,10 @@ def why_no_subgraph(graphs: Graphs, pattern: fx.Graph) -> str:
         )
     else:
         there = _listed(sorted(_operations(graphs)))
-        summary = (
-            f"of the operations of the pattern, {number} in all, none was found; there are {there}"
-        )
-    absent = _listed(
-        _name(nearest.steps[n]) for n in sorted(nearest.steps) if not nearest.occurs(n)
-    )
-    hints = [*_whereabouts(nearest, missing, graphs)]
-    hints += [f"no graph here has {absent}"] if absent else []
-    return _joined(summary, *hints, *_other_spellings(missing, graphs), *_opaque_calls(graphs))
+        summary = f"of the operations of the pattern, {number} in all, none was found; "
+        summary += f"there are {there}"
+    hints = [*_whereabouts(nearest, missing, graphs), *_other_spellings(missing, graphs)]
+    return _joined(summary, *hints, *_opaque_calls(graphs))
 
 
 def why_no_call(graphs: Graphs, regex: re.Pattern[str]) -> str:
@@ -103,6 +98,10 @@ def _whereabouts(nearest: NearestMatch, missing: Step, graphs: Graphs) -> Iterat
         )
     elif missing.regex is not None:
         yield _near_names(missing.regex, graphs)
+    steps = nearest.steps
+    absent = _listed(_name(steps[n]) for n in sorted(steps) if not nearest.occurs(n))
+    if absent:
+        yield f"no graph here has {absent}"
 
 
 def _misfits(nearest: NearestMatch, step: Step, node: fx.Node) -> Iterator[str]:
@@ -217,10 +216,10 @@ class NearestMatch(NamedTuple):
 
         Prefer what no graph has, then what is next to the others.
         """
-        beside = set(nodes_in([self.steps[node].call.args for node in self.found]))
+        beside = {value for node in self.found for value in self.steps[node].operands}
 
         def order(node: fx.Node) -> tuple[bool, bool, fx.Node]:
-            takes = self.found.keys() & set(nodes_in(self.steps[node].call.args))
+            takes = not self.found.keys().isdisjoint(self.steps[node].operands)
             return bool(self.occurs(node)), not (takes or node in beside), node
 
         missing = [node for node in self.steps if node not in self.found]
@@ -230,9 +229,8 @@ class NearestMatch(NamedTuple):
         """What takes the values, or gives the value, that the missing operation would."""
         nearby: list[fx.Node] = []
         for node, match in self.found.items():
-            nearby += match.users if node in nodes_in(missing.call.args) else ()
-            if missing.node in nodes_in(self.steps[node].call.args):
-                nearby += match.all_input_nodes
+            nearby += match.users if node in missing.operands else ()
+            nearby += match.all_input_nodes if missing.node in self.steps[node].operands else ()
         known = set(self.found.values())
         return [node for node in nearby if node not in known and node.op != "output"]
 

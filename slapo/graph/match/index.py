@@ -175,11 +175,6 @@ def size_arguments(wanted: Mapping[str, Any], given: Mapping[str | int, Any]) ->
         yield from ((s, v) for s, v in pairs if isinstance(s, fx.Node) and s.op == "placeholder")
 
 
-def may_be_same_size(one: Any, other: Any) -> bool:
-    """Tell whether two values may be equal: sizes that a graph computes may be equal to any."""
-    return is_size(one) or is_size(other) or same_value(one, other)
-
-
 def follows_from(value: Any, matched: Collection[fx.Node]) -> bool:
     """Tell whether a size depends on a value that a match computes."""
     if isinstance(value, (tuple, list)):
