@@ -54,27 +54,24 @@ def why_no_subgraph(graphs: Graphs, pattern: fx.Graph) -> str:
         )
     else:
         there = _listed(sorted(_operations(graphs)))
-        summary = f"of the operations of the pattern, {number} in all, none was found; "
-        summary += f"there are {there}"
+        summary = (
+            f"of the operations of the pattern, {number} in all, none was found; there are {there}"
+        )
     hints = [*_whereabouts(nearest, missing, graphs), *_other_spellings(missing, graphs)]
-    return _joined(summary, *hints, *_opaque_calls(graphs))
+    return "\n- ".join([summary, *hints, *_opaque_calls(graphs)])
 
 
 def why_no_call(graphs: Graphs, regex: re.Pattern[str]) -> str:
     """Say what the modules are called whose calls a regular expression did not match."""
     summary = f"{regex.pattern!r} matches none of the {len(_calls(graphs))} calls of modules"
-    return _joined(summary, _near_names(regex, graphs), *_opaque_calls(graphs))
+    return "\n- ".join([summary, _near_names(regex, graphs), *_opaque_calls(graphs)])
 
 
 def why_no_node(graphs: Graphs) -> str:
     """Say how many nodes a predicate was asked about."""
     nodes = [_show(node, traced) for traced in graphs for node in traced.graph.nodes]
     summary = f"the predicate holds for none of the {len(nodes)} nodes; there are {_listed(nodes)}"
-    return _joined(summary, *_opaque_calls(graphs))
-
-
-def _joined(*lines: str) -> str:
-    return "\n- ".join(lines)
+    return "\n- ".join([summary, *_opaque_calls(graphs)])
 
 
 def _found(nearest: NearestMatch) -> str:
@@ -153,9 +150,10 @@ def _near_names(regex: re.Pattern[str], graphs: Graphs) -> str:
     targets = list(dict.fromkeys(str(node.target) for _, node in _calls(graphs)))
     if not targets:
         return "no graph here calls a module"
-    for target in filter(regex.search, targets):
+    inner = next(filter(regex.search, targets), None)
+    if inner is not None:
         return (
-            f"{regex.pattern!r} is within {target!r}, but names are matched from their start: "
+            f"{regex.pattern!r} is within {inner!r}, but names are matched from their start: "
             f"write {'.*' + regex.pattern!r}"
         )
     near = difflib.get_close_matches(regex.pattern, targets, n=3, cutoff=0.4) or targets

@@ -103,11 +103,10 @@ def _operator_step(node: fx.Node, call: Call, module: nn.Module | None) -> Step:
 
 def _with_tensors(args: Mapping[str | int, Any]) -> dict[str | int, Any]:
     """Put the tensors that a pattern holds in the place of the nodes that look them up."""
-
-    def tensor(node: fx.Node) -> Any:
-        return node.meta.get(PATTERN_TENSOR, node)
-
-    return {name: fx.map_arg(value, tensor) for name, value in args.items()}
+    return {
+        name: fx.map_arg(value, lambda node: node.meta.get(PATTERN_TENSOR, node))
+        for name, value in args.items()
+    }
 
 
 def _check_connected(steps: dict[fx.Node, Step]) -> None:

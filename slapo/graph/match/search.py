@@ -1,8 +1,7 @@
 """Search for patterns in a graph, along its data flow.
 
-The traced pattern is laid over the graph from an anchor: the operation of the pattern that the
-graph has least often. From there the search follows edges, to arguments and to users, so its cost
-is that of the pattern and does not depend on what else the graph holds.
+A search begins at an anchor, the operation of the pattern that the graph has least often, and
+follows edges from there: its cost does not depend on what else the graph holds.
 """
 
 from __future__ import annotations
