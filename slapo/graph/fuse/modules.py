@@ -65,10 +65,9 @@ class Call(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the function."""
-        is_method = isinstance(self.target, str)
-        return (
-            f".{self.target}" if is_method else getattr(self.target, "__name__", repr(self.target))
-        )
+        if isinstance(self.target, str):
+            return f".{self.target}"
+        return getattr(self.target, "__name__", repr(self.target))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""

@@ -1,7 +1,6 @@
 """One name for each operator, whichever way a graph spells it.
 
-``F.gelu(x)``, ``nn.GELU()(x)`` and, in today's PyTorch, ``torch._C._nn.gelu(x)`` are one operator.
-So are ``a + b``, ``torch.add(a, b)`` and ``a.add(b)``.
+``F.gelu(x)`` and ``nn.GELU()(x)`` are one operator, as are ``a + b`` and ``a.add(b)``.
 """
 
 from __future__ import annotations
@@ -16,16 +15,7 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from slapo.graph.match.operators import (
-    FREE,
-    FUNCTIONS,
-    IGNORED,
-    METHODS,
-    MODULES,
-    SIZES,
-    Op,
-    Spelling,
-)
+from slapo.graph.match.operators import FUNCTIONS, METHODS, MODULES, Op, Spelling
 from slapo.graph.trace.nodes import ModuleLookup
 
 Key = Any
@@ -74,11 +64,6 @@ class Call:
     def value(self, name: str | int) -> Any:
         """The value of an argument, stated or not."""
         return (self.args or {}).get(name, self.default(name))
-
-    @property
-    def unstated(self) -> frozenset[str]:
-        """Arguments that are not compared with a pattern that leaves them out."""
-        return FREE | IGNORED | SIZES if self.op else frozenset()
 
 
 def key_of(node: fx.Node, modules: ModuleLookup) -> Key:
@@ -138,15 +123,14 @@ def _bind(
     params: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str | int, Any] | None:
     """Bind arguments to `params`, of which the last may be ``*name``; None if they do not fit."""
-    bound: dict[str | int, Any] = {}
-    rest = list(args)
-    for name in params:
-        if name.startswith("*"):
-            if rest:
-                bound[name[1:]] = _varargs(rest)
-            rest = []
-        elif rest:
-            bound[name] = rest.pop(0)
+    bound: dict[str | int, Any] = dict(zip(params, args, strict=False))
+    rest = args[len(params) :]
+    if params[-1].startswith("*") and len(args) >= len(params):
+        del bound[params[-1]]
+        # x.permute(0, 2, 1) and x.permute((0, 2, 1)) are one call.
+        rest, given = (), args[len(params) - 1 :]
+        is_packed = len(given) == 1 and isinstance(given[0], (tuple, list))
+        bound[params[-1][1:]] = given[0] if is_packed else given
     known = {name.lstrip("*") for name in params}
     for name, value in kwargs.items():
         name = name if name in known else _KEYWORD_ALIASES.get(name, name)
@@ -154,13 +138,6 @@ def _bind(
             return None
         bound[name] = value
     return None if rest else bound
-
-
-def _varargs(values: list[Any]) -> Any:
-    """Treat ``x.permute(0, 2, 1)`` and ``x.permute((0, 2, 1))`` alike."""
-    if len(values) == 1 and isinstance(values[0], (tuple, list)):
-        return values[0]
-    return tuple(values)
 
 
 def _settings(names: tuple[str, ...], module: nn.Module, target: str) -> dict[str | int, Any]:

@@ -57,29 +57,21 @@ def why_no_subgraph(graphs: Graphs, pattern: fx.Graph) -> str:
         summary = (
             f"of the operations of the pattern, {number} in all, none was found; there are {there}"
         )
-    absent = _listed(
-        _name(nearest.steps[n]) for n in sorted(nearest.steps) if not nearest.occurs(n)
-    )
-    hints = [*_whereabouts(nearest, missing, graphs)]
-    hints += [f"no graph here has {absent}"] if absent else []
-    return _joined(summary, *hints, *_other_spellings(missing, graphs), *_opaque_calls(graphs))
+    hints = [*_whereabouts(nearest, missing, graphs), *_other_spellings(missing, graphs)]
+    return "\n- ".join([summary, *hints, *_opaque_calls(graphs)])
 
 
 def why_no_call(graphs: Graphs, regex: re.Pattern[str]) -> str:
     """Say what the modules are called whose calls a regular expression did not match."""
     summary = f"{regex.pattern!r} matches none of the {len(_calls(graphs))} calls of modules"
-    return _joined(summary, _near_names(regex, graphs), *_opaque_calls(graphs))
+    return "\n- ".join([summary, _near_names(regex, graphs), *_opaque_calls(graphs)])
 
 
 def why_no_node(graphs: Graphs) -> str:
     """Say how many nodes a predicate was asked about."""
     nodes = [_show(node, traced) for traced in graphs for node in traced.graph.nodes]
     summary = f"the predicate holds for none of the {len(nodes)} nodes; there are {_listed(nodes)}"
-    return _joined(summary, *_opaque_calls(graphs))
-
-
-def _joined(*lines: str) -> str:
-    return "\n- ".join(lines)
+    return "\n- ".join([summary, *_opaque_calls(graphs)])
 
 
 def _found(nearest: NearestMatch) -> str:
@@ -103,6 +95,10 @@ def _whereabouts(nearest: NearestMatch, missing: Step, graphs: Graphs) -> Iterat
         )
     elif missing.regex is not None:
         yield _near_names(missing.regex, graphs)
+    steps = nearest.steps
+    absent = _listed(_name(steps[n]) for n in sorted(steps) if not nearest.occurs(n))
+    if absent:
+        yield f"no graph here has {absent}"
 
 
 def _misfits(nearest: NearestMatch, step: Step, node: fx.Node) -> Iterator[str]:
@@ -154,9 +150,10 @@ def _near_names(regex: re.Pattern[str], graphs: Graphs) -> str:
     targets = list(dict.fromkeys(str(node.target) for _, node in _calls(graphs)))
     if not targets:
         return "no graph here calls a module"
-    for target in filter(regex.search, targets):
+    inner = next(filter(regex.search, targets), None)
+    if inner is not None:
         return (
-            f"{regex.pattern!r} is within {target!r}, but names are matched from their start: "
+            f"{regex.pattern!r} is within {inner!r}, but names are matched from their start: "
             f"write {'.*' + regex.pattern!r}"
         )
     near = difflib.get_close_matches(regex.pattern, targets, n=3, cutoff=0.4) or targets
@@ -217,10 +214,10 @@ class NearestMatch(NamedTuple):
 
         Prefer what no graph has, then what is next to the others.
         """
-        beside = set(nodes_in([self.steps[node].call.args for node in self.found]))
+        beside = {value for node in self.found for value in self.steps[node].operands}
 
         def order(node: fx.Node) -> tuple[bool, bool, fx.Node]:
-            takes = self.found.keys() & set(nodes_in(self.steps[node].call.args))
+            takes = not self.found.keys().isdisjoint(self.steps[node].operands)
             return bool(self.occurs(node)), not (takes or node in beside), node
 
         missing = [node for node in self.steps if node not in self.found]
@@ -230,9 +227,8 @@ class NearestMatch(NamedTuple):
         """What takes the values, or gives the value, that the missing operation would."""
         nearby: list[fx.Node] = []
         for node, match in self.found.items():
-            nearby += match.users if node in nodes_in(missing.call.args) else ()
-            if missing.node in nodes_in(self.steps[node].call.args):
-                nearby += match.all_input_nodes
+            nearby += match.users if node in missing.operands else ()
+            nearby += match.all_input_nodes if missing.node in self.steps[node].operands else ()
         known = set(self.found.values())
         return [node for node in nearby if node not in known and node.op != "output"]
 

@@ -23,6 +23,7 @@ from slapo.graph.match.canonical import (
     positions_and_names,
 )
 from slapo.graph.match.dataflow import is_size
+from slapo.graph.match.operators import UNSTATED
 from slapo.graph.match.pattern import call_module
 from slapo.graph.match.pattern_ops import Step
 from slapo.graph.match.values import same_settings, same_value
@@ -140,7 +141,7 @@ def compared_arguments(step: Step, node: fx.Node, call: Call) -> dict[str | int,
         return {name: pair for name, pair in pairs.items() if name not in step.implied}
     if step.is_open:
         return pairs
-    for name in given.keys() - stated.keys() - call.unstated:
+    for name in given.keys() - stated.keys() - (UNSTATED if call.op else frozenset()):
         pairs[name] = (step.call.default(name), given[name])
     for name, wanted in step.sizes.items():
         sizes, values = _as_tuple(wanted), _as_tuple(given.get(name))
@@ -173,11 +174,6 @@ def size_arguments(wanted: Mapping[str, Any], given: Mapping[str | int, Any]) ->
         else:
             pairs = list(zip(sizes, values, strict=False)) if len(sizes) == len(values) else []
         yield from ((s, v) for s, v in pairs if isinstance(s, fx.Node) and s.op == "placeholder")
-
-
-def may_be_same_size(one: Any, other: Any) -> bool:
-    """Tell whether two values may be equal: sizes that a graph computes may be equal to any."""
-    return is_size(one) or is_size(other) or same_value(one, other)
 
 
 def follows_from(value: Any, matched: Collection[fx.Node]) -> bool:

@@ -17,6 +17,8 @@ FREE = frozenset({"p", "training", "dropout_p"})
 IGNORED = frozenset({"inplace", "_stacklevel", "cudnn_enable"})
 #: arguments that are sizes: compared only where both sides spell them out
 SIZES = frozenset({"shape", "normalized_shape"})
+#: arguments that are not compared with a pattern that leaves them out
+UNSTATED = FREE | IGNORED | SIZES
 
 
 @dataclass(frozen=True)

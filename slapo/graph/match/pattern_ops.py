@@ -43,6 +43,11 @@ class Step:
     #: whether constants may be any
     is_open: bool = False
 
+    @property
+    def operands(self) -> list[fx.Node]:
+        """The nodes of the pattern that are arguments."""
+        return nodes_in(self.call.args)
+
 
 def pattern_steps(graph: fx.Graph) -> dict[fx.Node, Step]:
     """List the operations of a pattern that its outputs depend on, but not those of sizes."""
@@ -53,7 +58,7 @@ def pattern_steps(graph: fx.Graph) -> dict[fx.Node, Step]:
         if node in steps or node.op in WILDCARD_OPS:
             continue
         steps[node] = _step(node)
-        pending.extend(nodes_in(steps[node].call.args))
+        pending.extend(steps[node].operands)
     _check_connected(steps)
     return steps
 
@@ -98,18 +103,17 @@ def _operator_step(node: fx.Node, call: Call, module: nn.Module | None) -> Step:
 
 def _with_tensors(args: Mapping[str | int, Any]) -> dict[str | int, Any]:
     """Put the tensors that a pattern holds in the place of the nodes that look them up."""
-
-    def tensor(node: fx.Node) -> Any:
-        return node.meta.get(PATTERN_TENSOR, node)
-
-    return {name: fx.map_arg(value, tensor) for name, value in args.items()}
+    return {
+        name: fx.map_arg(value, lambda node: node.meta.get(PATTERN_TENSOR, node))
+        for name, value in args.items()
+    }
 
 
 def _check_connected(steps: dict[fx.Node, Step]) -> None:
     """Refuse a pattern whose parts share no value: nothing would say which parts go together."""
     parts: list[set[fx.Node]] = []
     for node, step in steps.items():
-        part = {node, *nodes_in(step.call.args)}
+        part = {node, *step.operands}
         part.update(*(other for other in parts if other & part))
         parts = [other for other in parts if not other & part] + [part]
     first = next(iter(steps))

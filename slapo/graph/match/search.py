@@ -1,8 +1,7 @@
 """Search for patterns in a graph, along its data flow.
 
-The traced pattern is laid over the graph from an anchor: the operation of the pattern that the
-graph has least often. From there the search follows edges, to arguments and to users, so its cost
-is that of the pattern and does not depend on what else the graph holds.
+A search begins at an anchor, the operation of the pattern that the graph has least often, and
+follows edges from there: its cost does not depend on what else the graph holds.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ from typing import Any
 import torch.fx as fx
 
 from slapo.graph.match.canonical import MISSING, called_path
-from slapo.graph.match.dataflow import is_private, size_helpers
+from slapo.graph.match.dataflow import is_private, is_size, size_helpers
 from slapo.graph.match.index import (
     GraphIndex,
     argument_pairs,
     follows_from,
-    may_be_same_size,
     size_arguments,
 )
 from slapo.graph.match.pattern import (
@@ -29,6 +27,7 @@ from slapo.graph.match.pattern import (
     trace_pattern,
 )
 from slapo.graph.match.pattern_ops import Step, pattern_steps
+from slapo.graph.match.values import same_value
 from slapo.graph.trace.nodes import CONTAINERS, ModuleLookup, Pair, inner_pairs, nodes_in
 
 
@@ -190,7 +189,7 @@ class _Unification:
             (wanted, bound.users if isinstance(bound, fx.Node) else ())
             for wanted, step in self._steps.items()
             if wanted not in self._bound
-            for bound in (self._bound[v] for v in nodes_in(step.call.args) if v in self._bound)
+            for bound in (self._bound[v] for v in step.operands if v in self._bound)
         ]
         return min(choices, key=lambda choice: len(choice[1]), default=None)
 
@@ -217,10 +216,12 @@ class _Unification:
             given = self._index.call(step, self._bound[wanted]).args or {} if step.sizes else {}
             for argument, value in size_arguments(step.sizes, given):
                 known = self._bound.get(argument, found.get(argument, MISSING))
-                if known is not MISSING and not may_be_same_size(known, value):
-                    return None
+                # A size that a graph computes may be equal to any.
+                is_literal = not is_size(known) and not is_size(value)
                 if known is MISSING and not follows_from(value, self._images):
                     found[argument] = value
+                elif known is not MISSING and is_literal and not same_value(known, value):
+                    return None
         return found
 
 

@@ -54,17 +54,15 @@ class SubgraphView(fx.GraphModule):
     __repr__ = nn.Module.__repr__
     __str__ = nn.Module.__repr__
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != _CODE}
+    __deepcopy__: Any = None  # by __reduce__, unlike other graph modules
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {name: value for name, value in self.__dict__.items() if name != _CODE}
+        return object.__new__, (type(self),), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.recompile()
-
-    __deepcopy__: Any = None  # as it is pickled
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return object.__new__, (type(self),), self.__getstate__()
 
 
 def subgraph_view(

@@ -58,12 +58,10 @@ def same_settings(wanted: nn.Module, module: nn.Module) -> bool:
     """Compare what two modules of a class were made with; those with parameters are all alike."""
     if wanted is module or next(wanted.parameters(), None) is not None:
         return True
-    children, others = dict(wanted.named_children()), dict(module.named_children())
-    return (
-        same_value(_settings(wanted), _settings(module))
-        and children.keys() == others.keys()
-        and all(type(children[k]) is type(others[k]) for k in children)
-        and all(same_settings(children[k], others[k]) for k in children)
+    ones, others = dict(wanted.named_modules()), dict(module.named_modules())
+    return ones.keys() == others.keys() and all(
+        type(one) is type(others[path]) and same_value(_settings(one), _settings(others[path]))
+        for path, one in ones.items()
     )
 
 
