@@ -484,6 +484,23 @@ def test_a_new_kind_of_call_inside_torch_compile_says_what_to_do() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+def test_an_attribute_that_changes_is_noticed_inside_torch_compile() -> None:
+    plain = make(lambda s, x: s.inner(x) * s.scale, inner=make(lambda s, x: x + s.shift))
+    plain.scale, plain.inner.shift = 2.0, 1
+    module = rewritten(copy.deepcopy(plain), X, flatten=True)
+    module(X)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X), plain(X))
+    for owner, name in (("", "scale"), ("inner", "shift")):
+        for each in (plain, module):
+            setattr(each.get_submodule(owner), name, 5)
+        with pytest.raises(Exception, match="call the model once like this before it is compiled"):
+            compiled(X)
+        module(X)
+        assert torch.equal(compiled(X), plain(X))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_capture_of_one_tensor_given_twice_serves_no_two_inside_torch_compile() -> None:
     plain = make(lambda s, x, y: x * 2 if x is y else x - y)
     module = rewritten(copy.deepcopy(plain), X, X)

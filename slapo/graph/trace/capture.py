@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
-from slapo.graph.trace.guards import is_read, size_conditions, state_guards
+from slapo.graph.trace.guards import constants_read, is_read, size_conditions, state_guards
 from slapo.graph.trace.hf import refuse_collected
 from slapo.graph.trace.import_graph import GraphImport, Path
 from slapo.graph.trace.kinds import call_key, collected_keys, size_check
@@ -49,6 +49,8 @@ class Capture:
     inputs: dict[str, Call] = field(default_factory=dict)
     #: modules below whose operations are in the graph
     entered: frozenset[str] = frozenset()
+    #: path, name and value of the attributes that the forward has read
+    constants: list[tuple[str, str, Any]] = field(default_factory=list)
     #: modes of all modules below, which decide what leaves return
     modes: Any = None
     #: function of the module and the arguments that runs the graph
@@ -139,6 +141,7 @@ def capture(
             raise explain(error, root) from error
         # After the leaves have their classes back: guards look at them.
         sizes = size_conditions(output)
+        constants = constants_read(output, root)
         state = state_guards(output, forward, modules, parked)
         for name in [n for n in forward.__globals__ if n.startswith("__compiled_fn")]:
             del forward.__globals__[name]  # dynamo's graph, which guards would keep alive
@@ -150,6 +153,7 @@ def capture(
         sizes,
         calls.inputs,
         graph.entered(entered),
+        constants,
     )
 
 

@@ -11,10 +11,13 @@ from collections.abc import Collection
 from types import FunctionType
 from typing import Any
 
+from torch import nn
+
 from slapo.graph.trace.torch_private import CaptureOutput, CheckFunctionManager, GuardBuilder
 
 #: Sources of parameters and buffers, and of other attributes of modules, which graphs read by name.
 _IN_MODULE = re.compile(r"\.(_parameters|_buffers)\[[^\]]+\]$")
+_CHILD = re.compile(r"\._modules\['([^']+)'\]")
 _PLAIN = re.compile(r"L\['module'\](\._modules\['[^']+'\])*\.\w+")
 
 
@@ -56,6 +59,23 @@ def state_guards(
     graph.guard_on_key_order = type(ordered)(s for s in ordered if _is_asked(s.name, tuple(gone)))
     graph.skip_guards_check = True
     return CheckFunctionManager(forward.__code__, graph).guard_manager
+
+
+def constants_read(output: CaptureOutput, root: nn.Module) -> list[tuple[str, str, Any]]:
+    """Path, name and value of the plain attributes of modules that the forward has asked for.
+
+    Somebody's ``torch.compile`` sees the graph and not the forward, and must guard on them too.
+    """
+    graph = output.graph_capture_output.output_graph
+    names = dict.fromkeys(g.name for g in graph.guards.inner if _PLAIN.fullmatch(g.name))
+    found = []
+    for source in names:
+        holder, _, name = source.rpartition(".")
+        path = ".".join(_CHILD.findall(holder))
+        value = getattr(root.get_submodule(path), name, None)
+        if name != "training" and isinstance(value, (bool, int, float, str)):
+            found.append((path, name, value))
+    return found
 
 
 def is_read(output: CaptureOutput, path: str, name: str) -> bool:

@@ -448,8 +448,12 @@ def _known_code(module: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
     modes = () if trace.tree is None else trace.tree.modes()
     key = call_key(args, kwargs, within_compile=True)
     for index in _candidates(trace.number, key, modes):
-        if trace.known[index].fits(args, kwargs):
-            return trace.known[index].code
+        known = trace.known[index]
+        if known.fits(args, kwargs) and all(
+            getattr(module.get_submodule(path), name) == value
+            for path, name, value in known.constants
+        ):
+            return known.code
     raise RuntimeError(
         "a rewritten module met a new kind of call inside torch.compile; call the model once like "
         "this before it is compiled"
