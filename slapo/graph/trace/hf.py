@@ -65,13 +65,7 @@ def _key_of(hook: Any) -> str:
 
 
 def refuse_collected(root: nn.Module, entered: Iterable[str], keys: Collection[str]) -> None:
-    """Refuse a capture in a call of a model that collects results of modules that are entered.
-
-    Raises
-    ------
-    TraceError
-        Naming the first.
-    """
+    """Refuse a capture in a call of a model that collects results of modules that are entered."""
     for path in entered if keys else ():
         for hook in collecting_hooks(root.get_submodule(path)):
             if _key_of(hook) in keys:

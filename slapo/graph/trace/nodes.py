@@ -18,8 +18,8 @@ from slapo.errors import TraceError
 #: Gives the module for the target of a ``call_module`` node, as ``gm.get_submodule`` does.
 ModuleLookup = Callable[[str], nn.Module]
 
+#: Values that are compared part by part.
 CONTAINERS = (tuple, list, dict, slice)
-"""Values that are compared part by part."""
 
 Pair = tuple[Any, Any]
 
@@ -40,16 +40,11 @@ class FunctionApply:
 
     It has the names that generated code needs, compares by the function, pickles by reference to
     it, and stays one node when the graph is traced symbolically.
-
-    Parameters
-    ----------
-    function
-        A subclass of ``torch.autograd.Function``.
-    constants
-        Position -> argument that generated code could not spell out, such as a process group.
     """
 
+    #: a subclass of ``torch.autograd.Function``
     function: Any
+    #: (position, argument) that generated code could not spell out, such as a process group
     constants: tuple[tuple[int, Any], ...] = ()
 
     @property
@@ -69,13 +64,7 @@ class FunctionApply:
 
 @dataclass(frozen=True, eq=False)
 class HeldTensor:
-    """Target of a node whose value is a tensor from outside the module, such as a global one.
-
-    Parameters
-    ----------
-    tensor
-        The value.
-    """
+    """Target of a node whose value is a tensor from outside the module, such as a global one."""
 
     tensor: Any
     __name__ = "held_tensor"
@@ -87,13 +76,7 @@ class HeldTensor:
 
 @dataclass(frozen=True, eq=False)
 class HeldModule:
-    """Target of a node that calls a module which is no child, so that names and state stay.
-
-    Parameters
-    ----------
-    module
-        The module.
-    """
+    """Target of a node that calls a module which is no child, so that names and state stay."""
 
     module: nn.Module
 
@@ -107,14 +90,7 @@ class HeldModule:
 
 
 def called_name(node: fx.Node) -> str:
-    """Name of the function or method that a node calls, empty if it has none.
-
-    Examples
-    --------
-    >>> import torch
-    >>> called_name(fx.Graph().call_function(torch.ops.aten.add_.Tensor))
-    'add_'
-    """
+    """Name of the function or method that a node calls, empty if it has none."""
     target: Any = node.target
     if isinstance(target, str):
         return target if node.op == "call_method" else ""
@@ -132,8 +108,6 @@ def switches_mode(node: fx.Node) -> bool:
 class OpenRegions:
     """The regions of ``no_grad``, ``autocast`` or inference mode that are open at a node.
 
-    Examples
-    --------
     >>> graph = fx.Graph()
     >>> nodes = [graph.call_function(torch._C._set_grad_enabled, (on,)) for on in (False, True)]
     >>> regions = OpenRegions()
@@ -159,14 +133,7 @@ class OpenRegions:
 
 
 def nodes_in(value: Any) -> list[fx.Node]:
-    """The nodes in nested containers, in order.
-
-    Examples
-    --------
-    >>> x = fx.Graph().placeholder("x")
-    >>> nodes_in([1, {"k": (x, slice(x))}])
-    [x, x]
-    """
+    """The nodes in nested containers, in order."""
     nodes: list[fx.Node] = []
     fx.map_arg(value, nodes.append)
     return nodes
@@ -197,8 +164,6 @@ def spare_self(graph: fx.Graph) -> fx.Graph:
     Nodes are named after the modules they call, and BERT has a child ``self``: its result would
     take the name of the first parameter of the generated forward.
 
-    Examples
-    --------
     >>> graph = spare_self(fx.Graph())
     >>> graph.call_module("self").name
     'self_1'
@@ -208,13 +173,7 @@ def spare_self(graph: fx.Graph) -> fx.Graph:
 
 
 def add_placeholder(graph: fx.Graph, parameter: inspect.Parameter) -> fx.Node:
-    """The placeholder of a parameter: same name, same default.
-
-    Raises
-    ------
-    TraceError
-        If the default cannot be written in generated code.
-    """
+    """The placeholder of a parameter: same name, same default."""
     star, default = _STARS.get(parameter.kind, ""), parameter.default
     if star or default is parameter.empty:
         given: tuple[Any, ...] = ()
@@ -245,8 +204,6 @@ class _Reference:
 def rows_of(graph: fx.Graph) -> list[tuple[Any, ...]]:
     """A graph as data that can be pickled: nodes refer to each other, too deep for a long graph.
 
-    Examples
-    --------
     >>> graph = fx.Graph()
     >>> graph.output(graph.call_function(torch.relu, (graph.placeholder("x"),))).name
     'output'
