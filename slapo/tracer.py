@@ -1,6 +1,6 @@
-"""Tracers; see :mod:`slapo.graph.trace.preview` and :mod:`slapo.graph.trace.capture`."""
+"""Tracers; see :mod:`slapo.graph.trace.tree` and :mod:`slapo.graph.trace.capture`."""
 
 from slapo.graph.trace.module import Traced
-from slapo.graph.trace.preview import preview
+from slapo.graph.trace.tree import preview
 
 __all__ = ["Traced", "preview"]

@@ -25,8 +25,7 @@ from slapo.framework_dialect.options import TrainingOptions
 from slapo.framework_dialect.precision import BuffersNamed
 from slapo.framework_dialect.replicas import share_over_mesh
 from slapo.framework_dialect.runtime import Lowering
-from slapo.graph.trace.kinds import call_key
-from slapo.graph.trace.nests import tensors
+from slapo.graph.trace.nests import call_key, tensors
 from slapo.logger import get_logger
 from slapo.mesh import DIMS, current_device
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from slapo.errors import SlapoError, TraceError
-from slapo.graph.trace.kinds import size_check
 from slapo.graph.trace.module import Traced, trace_of
-from slapo.graph.trace.nests import OWNER, map_leaves, tensors
+from slapo.graph.trace.nests import OWNER, map_leaves, size_check, tensors
 from slapo.graph.trace.tree import Joined, join
 from slapo.graph.trace.views import View
 from slapo.hooks import has_backward_hooks, has_forward_hooks

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from slapo.errors import SlapoError
-from slapo.graph.trace.kinds import size_check
 from slapo.graph.trace.module import Traced, trace_of
-from slapo.graph.trace.nests import parts
+from slapo.graph.trace.nests import parts, size_check
 from slapo.graph.trace.tree import Joined
 from slapo.pipeline.stage import Stage, owner_at, put_tensor
 from slapo.pipeline.ties import StageTie, ties_of_stages

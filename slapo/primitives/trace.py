@@ -10,10 +10,10 @@ from torch import fx, nn
 from slapo.errors import TraceError, with_nearest
 from slapo.graph.trace.leaves import Depth, is_sealed, is_torch_leaf
 from slapo.graph.trace.module import Traced, attach, trace_of
-from slapo.graph.trace.preview import named_constants
 from slapo.graph.trace.tree import (
     TraceResult,
     containers_down_to,
+    named_constants,
     trace_by_capture,
     trace_by_preview,
     trace_containers,

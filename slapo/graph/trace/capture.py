@@ -1,7 +1,9 @@
 """One capture: dynamo writes a forward down for the arguments of one call.
 
 Dynamo interprets the bytecode of ``forward``, so what it does not understand is an error and never
-a silent constant. It runs on fake tensors, whose sizes are symbols.
+a silent constant. It runs on fake tensors, whose sizes are symbols. The checks under which a
+capture serves another call of its key are torch's own: the shape engine's conditions on the sizes
+of arguments, and dynamo's guards on the module and on Python's globals.
 
 Technique: Ansel et al., "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode
 Transformation and Graph Compilation" (ASPLOS 2024).
@@ -10,8 +12,8 @@ Transformation and Graph Compilation" (ASPLOS 2024).
 from __future__ import annotations
 
 import builtins
-import contextlib
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -21,25 +23,30 @@ import torch
 from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
-from slapo.graph.trace.guards import constants_read, is_read, size_conditions, state_guards
 from slapo.graph.trace.hf import refuse_collected
 from slapo.graph.trace.import_graph import GraphImport, Path
-from slapo.graph.trace.kinds import call_key, collected_keys, size_check
 from slapo.graph.trace.leaf_calls import Call, LeafCalls
 from slapo.graph.trace.leaves import IsLeaf
-from slapo.graph.trace.nests import leaves, parts, rebuild
+from slapo.graph.trace.nests import call_key, collected_keys, parts, rebuild, size_check
 from slapo.graph.trace.refusals import CACHE_REFUSED, explain, refuse_effects
 from slapo.graph.trace.surroundings import surroundings
-from slapo.graph.trace.torch_private import FakeTensor, fullgraph_capture
+from slapo.graph.trace.torch_private import (
+    CaptureOutput,
+    CheckFunctionManager,
+    FakeTensor,
+    GuardBuilder,
+    fullgraph_capture,
+)
 
 
 @dataclass
 class Capture:
     """A graph, and the calls that it holds for."""
 
+    #: one placeholder per parameter of the forward; ``node.meta`` has the KIND of each value
     graph: fx.Graph
     key: Any
-    #: the key as ``torch.compile`` around it sees the call
+    #: the key as ``torch.compile`` around the module sees the call
     compile_key: Any
     #: dynamo's guards on the module and on Python's globals
     state: Any
@@ -47,11 +54,11 @@ class Capture:
     sizes: list[str]
     #: arguments of the first call of each leaf, with fake tensors
     inputs: dict[str, Call] = field(default_factory=dict)
-    #: modules below whose operations are in the graph
+    #: paths of the modules below whose operations are in the graph
     entered: frozenset[str] = frozenset()
     #: path, name and value of the attributes that the forward has read
     constants: list[tuple[str, str, Any]] = field(default_factory=list)
-    #: modes of all modules below, which decide what leaves return
+    #: modes of the modules below, which decide what leaves return
     modes: Any = None
     #: function of the module and the arguments that runs the graph
     code: Any = None
@@ -80,13 +87,16 @@ def capture(
 ) -> Capture:
     """Write down what ``root.forward`` does with arguments like these.
 
+    Nothing stays changed or patched, and the module's own hooks are not captured. Gradients and
+    autocast are as they are on. The graph shows which module, line and reason a TraceError names.
+
     Parameters
     ----------
     root
-        The module. It is not changed, and its own hooks are not captured.
+        The module.
     args, kwargs
         Arguments: tensors (real, on meta, or fake) become inputs of any size above 1, everything
-        else is built in. Gradients and autocast are as they are on.
+        else is built in.
     is_leaf
         Which modules below become one call; others are entered, their hooks included.
     any_batch
@@ -94,14 +104,6 @@ def capture(
         Inputs are taken as contiguous, and a tensor that is given twice as two.
     parked
         Paths of modules below that are there for the time of the capture only.
-
-    Raises
-    ------
-    TypeError
-        If the arguments do not fit the signature.
-    TraceError
-        If the forward does something that a graph cannot hold; the message names the module, the
-        line and the remedy. Nothing stays changed or patched.
 
     Examples
     --------
@@ -112,20 +114,19 @@ def capture(
     >>> captured.holds(net, (torch.ones(9, 5),), {})
     True
     """
-    example = _Example(root, tuple(args), dict(kwargs), shares=not any_batch)
-    modules, entered = sort_out(root, is_leaf)
+    args, kwargs = tuple(args), dict(kwargs)
+    modules, entered = _sort_out(root, is_leaf)
     refuse_collected(root, entered, collected_keys())
     calls = LeafCalls(root, modules)
-    with contextlib.ExitStack() as stack:
-        effects = stack.enter_context(surroundings(root, any_batch))
-        frame = example.frame()
+    with surroundings(root, any_batch) as effects:
+        example = _Example(root, args, kwargs, shares=not any_batch)
         forward = FunctionType(_call_forward.__code__, {"__builtins__": builtins})
         try:
             with calls.standing_in():
-                output = fullgraph_capture(forward, frame)
+                output = fullgraph_capture(forward, example.frame)
                 refuse_effects(effects)
                 for path, name in calls.left_behind:
-                    if is_read(output, path, name):
+                    if _is_read(output, path, name):
                         raise TraceError(
                             f"{path!r} sets its attribute {name!r} when it is called, and the "
                             "module above reads it; return it from there, or make the module above "
@@ -134,27 +135,20 @@ def capture(
                 graph = GraphImport(
                     root, example.arguments, example.places, output, calls, any_batch
                 )
-                graph.run(frame)
+                graph.run(example.frame)
         except TraceError:
             raise
         except Exception as error:
             raise explain(error, root) from error
         # After the leaves have their classes back: guards look at them.
-        sizes = size_conditions(output)
-        constants = constants_read(output, root)
-        state = state_guards(output, forward, modules, parked)
+        sizes = _size_conditions(output)
+        constants = _constants_read(output, root)
+        state = _state_guards(output, forward, modules, parked)
         for name in [n for n in forward.__globals__ if n.startswith("__compiled_fn")]:
             del forward.__globals__[name]  # dynamo's graph, which guards would keep alive
-    return Capture(
-        graph.graph,
-        call_key(args, dict(kwargs)),
-        call_key(args, dict(kwargs), within_compile=True),
-        state,
-        sizes,
-        calls.inputs,
-        graph.entered(entered),
-        constants,
-    )
+    key, compile_key = call_key(args, kwargs), call_key(args, kwargs, within_compile=True)
+    below = graph.entered(entered)
+    return Capture(graph.graph, key, compile_key, state, sizes, calls.inputs, below, constants)
 
 
 def _call_forward(module: Any, args: Any, kwargs: Any) -> Any:
@@ -165,38 +159,62 @@ def _call_forward(module: Any, args: Any, kwargs: Any) -> Any:
     return module.forward(*args, **kwargs)
 
 
+def _sort_out(root: nn.Module, is_leaf: IsLeaf) -> tuple[dict[str, nn.Module], set[str]]:
+    """Modules that stay calls, and those that may be entered, by path.
+
+    Modules below a leaf are sorted too: forwards may reach past a child, as in
+    ``self.model.decoder(x)``.
+    """
+    found: dict[str, nn.Module] = {}
+    entered: set[str] = set()
+    for path, module in root.named_modules():
+        above = root.get_submodule(path.rpartition(".")[0])
+        if not path or isinstance(above, torch.jit.ScriptModule) or not _is_called(module):
+            continue
+        if is_leaf(module, path):
+            found[path] = module
+        else:
+            entered.add(path)
+    return found, entered
+
+
+def _is_called(module: nn.Module) -> bool:
+    """False for mere holders of others."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    return getattr(type(module), "forward", None) is not nn.Module.forward
+
+
+# --- arguments -----------------------------------------------------------------------------------
 class _Example:
     """Arguments for a capture: tensors without a past, each once."""
 
     def __init__(
         self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shares: bool
     ) -> None:
-        self.root, self.args, self.kwargs, self.shares = root, args, kwargs, shares
-        self.signature = inspect.signature(root.forward)
+        signature = inspect.signature(root.forward)
+        names = list(signature.parameters)
         try:
-            bound = self.signature.bind(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(
                 f"the example inputs do not fit {type(root).__name__}.forward: {error}; its "
-                f"parameters are {', '.join(self.signature.parameters)}"
+                f"parameters are {', '.join(names)}"
             ) from error
+        if bound.arguments.get("use_cache", False) is None:
+            bound.arguments["use_cache"] = False
         bound.apply_defaults()
-        if bound.arguments.get("use_cache") is True:
+        given = bound.arguments
+        if given.get("use_cache") is True:
             raise TraceError(CACHE_REFUSED)
-        self.given = dict(bound.arguments)
-        self.arguments: dict[str, Any] = {}
-        self.places: dict[int, Path] = {}
+        self._shares = shares
         self._made: dict[int, Tensor] = {}
-
-    def frame(self) -> tuple[Any, ...]:
-        """``(module, args, kwargs)``, split as the caller did: decorated forwards look at that."""
-        given = dict(self.given)
-        if given.get("use_cache", False) is None and self._states_cache():
-            given["use_cache"] = False
+        #: id of a tensor -> where it lies in the arguments
+        self.places: dict[int, Path] = {}
         self.arguments = {name: self._made_of(value, (name,)) for name, value in given.items()}
         positional: list[Any] = []
         extra: dict[str, Any] = {}
-        for parameter in self.signature.parameters.values():
+        for parameter in signature.parameters.values():
             value = self.arguments[parameter.name]
             if parameter.kind is parameter.VAR_POSITIONAL:
                 positional += value
@@ -204,24 +222,21 @@ class _Example:
                 extra = value
             elif parameter.kind is not parameter.KEYWORD_ONLY:
                 positional.append(value)
-        named = {k: extra[k] if k in extra else self.arguments[k] for k in self.kwargs}
-        return self.root, tuple(positional[: len(self.args)]), named
-
-    def _states_cache(self) -> bool:
-        names = list(self.signature.parameters)
-        return "use_cache" in self.kwargs or names.index("use_cache") < len(self.args)
+        named = {k: extra[k] if k in extra else self.arguments[k] for k in kwargs}
+        #: ``(module, args, kwargs)``, split as the caller did: decorated forwards look at that
+        self.frame = root, tuple(positional[: len(args)]), named
 
     def _made_of(self, value: Any, path: Path) -> Any:
         if isinstance(value, Tensor):
-            made = self._made.get(id(value)) if self.shares else None
+            made = self._made.get(id(value)) if self._shares else None
             if made is None:
-                made = _without_past(value if self.shares else value.contiguous())
+                made = _without_past(value if self._shares else value.contiguous())
                 self._made[id(value)] = made
                 self.places[id(made)] = path
             return made
         elements = parts(value)
         if elements is None:
-            return int(value.node.hint) if isinstance(value, torch.SymInt) else value
+            return _number(value)
         items = [self._made_of(p.value, (*path, (p.access, p.key))) for p in elements]
         return rebuild(value, items)
 
@@ -249,45 +264,113 @@ def _without_past(value: Tensor) -> Tensor:
     return new
 
 
-def _number(size: Any) -> int:
+def _number(size: Any) -> Any:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
-def sort_out(root: nn.Module, is_leaf: IsLeaf) -> tuple[dict[str, nn.Module], set[str]]:
-    """Modules that stay calls, and those that may be entered, by path.
+# --- checks under which a capture serves another call of its key ---------------------------------
+#: Sources of parameters and buffers, and of other attributes of modules, which graphs read by name.
+_IN_MODULE = re.compile(r"\.(_parameters|_buffers)\[[^\]]+\]$")
+_CHILD = re.compile(r"\._modules\['([^']+)'\]")
+_PLAIN = re.compile(r"L\['module'\](\._modules\['[^']+'\])*\.\w+")
 
-    Modules below a leaf are sorted too: forwards may reach past a child, as in
-    ``self.model.decoder(x)``.
+
+def _size_conditions(output: CaptureOutput) -> list[str]:
+    """The shape engine's conditions on sizes of arguments, as Python such as ``args[0].size()[1]``.
+
+    Static dimensions are asked too: without them, the guard of a loop over a size is dropped.
+    Offsets into a storage are not: micro-batches are slices of a batch.
     """
-    found: dict[str, nn.Module] = {}
-    entered: set[str] = set()
-    seen = {id(root)}
-
-    def visit(module: nn.Module, path: str) -> None:
-        for name, child in module.named_children():
-            here = f"{path}.{name}" if path else name
-            if id(child) in seen:
-                continue
-            seen.add(id(child))
-            if _is_called(child):
-                if is_leaf(child, here):
-                    found[here] = child
-                else:
-                    entered.add(here)
-            if not isinstance(child, torch.jit.ScriptModule):
-                visit(child, here)
-
-    visit(root, "")
-    return found, entered
+    graph = output.graph_capture_output.output_graph
+    fakes = [f for f in graph.shape_env.tracked_fakes or () if "_slapo" not in f.source.name]
+    (found,) = graph.shape_env.produce_guards_verbose(
+        [f.fake for f in fakes],
+        [f.source for f in fakes],
+        input_contexts=[f.symbolic_context for f in fakes],
+        ignore_static=False,
+        langs=("python",),
+    )
+    asked = (e for e in dict.fromkeys(found.exprs) if "L['module']" not in e and "L[" in e)
+    conditions = (e.replace("L['args']", "args").replace("L['kwargs']", "kwargs") for e in asked)
+    return [condition for condition in conditions if "storage_offset" not in condition]
 
 
-def _is_called(module: nn.Module) -> bool:
-    """False for mere holders of others."""
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+def _state_guards(
+    output: CaptureOutput, forward: FunctionType, leaves: Collection[str], parked: Collection[str]
+) -> Any:
+    """Dynamo's guards on the module and on Python's globals; ``.check(frame)`` asks them in C++.
+
+    Arguments have their key, and tensors of modules are watched by :class:`.Tree`. Nothing is asked
+    of the class of modules that stay calls, which may be replaced, and of those in `parked`, which
+    rewrites take out. Tensors from elsewhere are part of the graph: these must be the same objects.
+    """
+    graph = output.graph_capture_output.output_graph
+    opaque, gone = ({f"L['module']{_source_of(p)}" for p in each} for each in (leaves, parked))
+    scope = {"G": forward.__globals__}
+    kept = [g for g in graph.guards.inner if _kept(g, opaque, tuple(gone)) and _is_there(g, scope)]
+    graph.guards.inner = type(graph.guards.inner)(map(_exact, kept))
+    ordered = graph.guard_on_key_order
+    graph.guard_on_key_order = type(ordered)(s for s in ordered if _is_asked(s.name, tuple(gone)))
+    graph.skip_guards_check = True
+    return CheckFunctionManager(forward.__code__, graph).guard_manager
+
+
+def _constants_read(output: CaptureOutput, root: nn.Module) -> list[tuple[str, str, Any]]:
+    """Path, name and value of the plain attributes of modules that the forward has asked for.
+
+    Somebody's ``torch.compile`` sees the graph and not the forward, and must guard on them too.
+    """
+    graph = output.graph_capture_output.output_graph
+    names = dict.fromkeys(g.name for g in graph.guards.inner if _PLAIN.fullmatch(g.name))
+    found = []
+    for source in names:
+        holder, _, name = source.rpartition(".")
+        path = ".".join(_CHILD.findall(holder))
+        value = getattr(root.get_submodule(path), name, None)
+        if name != "training" and isinstance(value, (bool, int, float, str)):
+            found.append((path, name, value))
+    return found
+
+
+def _is_read(output: CaptureOutput, path: str, name: str) -> bool:
+    """Whether the forward has asked for an attribute of the module at `path`."""
+    source = f"L['module']{_source_of(path)}.{name}"
+    guards = output.graph_capture_output.output_graph.guards.inner
+    return any(g.name == source or g.name.startswith((f"{source}.", f"{source}[")) for g in guards)
+
+
+def _source_of(path: str) -> str:
+    return "".join(f"._modules[{name!r}]" for name in path.split("."))
+
+
+def _is_asked(name: str, gone: tuple[str, ...]) -> bool:
+    if not name.startswith(("L['module']", "G[")):
         return False
-    return getattr(type(module), "forward", None) is not nn.Module.forward
+    ours = "_slapo" in name or "_dot_output_capturing" in name
+    return not ours and not (gone and name.startswith(gone))
 
 
-def has_tensor(value: Any) -> bool:
-    """Whether there is a tensor anywhere in `value`."""
-    return any(isinstance(leaf, Tensor) for leaf in leaves(value))
+def _kept(guard: Any, opaque: Collection[str], gone: tuple[str, ...]) -> bool:
+    name = guard.name
+    if not _is_asked(name, gone) or guard.create_fn_name() == "WEAKREF_ALIVE":
+        return False
+    if name == "L['module']" or name in opaque:  # of any class, but with the attributes they have
+        attribute = (getattr(guard.create_fn, "keywords", None) or {}).get("attr", "forward")
+        return attribute not in ("__call__", "forward")
+    return guard.create_fn_name() != "TENSOR_MATCH" or not _IN_MODULE.search(name)
+
+
+def _is_there(guard: Any, scope: dict[str, Any]) -> bool:
+    """False for a global that is not in the module of its name, as in code that ``exec`` runs."""
+    try:
+        return not guard.name.startswith("G[") or bool([eval(guard.name, scope)])
+    except (AttributeError, KeyError):
+        return False
+    except Exception:  # a source that only dynamo can read
+        return True
+
+
+def _exact(guard: Any) -> Any:
+    """A tensor in a list, a closure or a global is a constant of the graph."""
+    is_constant = guard.create_fn_name() == "TENSOR_MATCH" and not _PLAIN.fullmatch(guard.name)
+    return guard.originating_source.make_guard(GuardBuilder.ID_MATCH) if is_constant else guard

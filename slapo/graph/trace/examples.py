@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map
 
 from slapo.errors import TraceError
 from slapo.graph.trace.hf import caches_off, is_pretrained, no_results_kept
+from slapo.graph.trace.leaves import attributes_kept, generators_kept
 from slapo.graph.trace.nests import map_leaves
-from slapo.graph.trace.state import attributes_kept, generators_kept
 from slapo.graph.trace.surroundings import one_device, told_once
 from slapo.graph.trace.torch_private import FakeTensorMode
 

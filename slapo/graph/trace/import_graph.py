@@ -6,7 +6,6 @@ import builtins
 import dataclasses
 import inspect
 import operator
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from slapo.errors import TraceError
 from slapo.graph.trace.leaf_calls import LeafCalls, call_leaf, call_sync
 from slapo.graph.trace.nests import KIND, ONES, OWNER, SYMBOLIC, kind_of, ones_of, parts
 from slapo.graph.trace.nodes import HeldTensor, add_placeholder, spare_self
-from slapo.graph.trace.refusals import CACHE_REFUSED, checked
+from slapo.graph.trace.refusals import CACHE_REFUSED, checked, module_path
 from slapo.graph.trace.torch_private import (
     CaptureOutput,
     PythonReferenceAnalysis,
@@ -36,7 +35,11 @@ class _Number(int):
 
 
 class GraphImport:
-    """Copies dynamo's graph."""
+    """Copies dynamo's graph.
+
+    `arguments` are the examples by parameter, and `places` says by id where each tensor lies in
+    them. With `any_batch` the graph must hold for sizes of 1 too.
+    """
 
     def __init__(
         self,
@@ -82,7 +85,13 @@ class GraphImport:
         nodes = list(backend.graph_module.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         for node, value in zip(placeholders, inputs, strict=True):
-            self._copies[node] = self._input(node, value)
+            known = node.meta.get("example_value", value)
+            if not isinstance(value, Tensor) and not isinstance(known, torch.SymInt):
+                raise TraceError(
+                    "the forward uses a number that is neither a constant nor a size (Python's "
+                    "random numbers are such), which a graph cannot draw; make the module a leaf"
+                )
+            self._copies[node] = value if isinstance(value, Tensor) else known
         for node in nodes:
             if node.op == "output":
                 return [self._stand_in(value) for value in node.args[0]]
@@ -91,17 +100,6 @@ class GraphImport:
                 if isinstance(new, fx.Node):
                     new.meta[ONES] = ones_of(node.meta.get("example_value"))
         raise AssertionError("every graph has an output")
-
-    def _input(self, node: fx.Node, value: Any) -> Any:
-        known = node.meta.get("example_value", value)
-        if not isinstance(value, Tensor):
-            if not isinstance(known, torch.SymInt):
-                raise TraceError(
-                    "the forward uses a number that is neither a constant nor a size (Python's "
-                    "random numbers are such), which a graph cannot draw; make the module a leaf"
-                )
-            return known
-        return value
 
     def _note_sizes(self, env: ShapeEnv, frame: tuple[Any, ...]) -> None:
         """Symbols of the sizes of arguments, also of those that the graph has no use for."""
@@ -142,8 +140,7 @@ class GraphImport:
         if self.any_batch and getattr(target, "__name__", target) in ("squeeze", "squeeze_"):
             _check_squeeze(node)
         args, kwargs = self._argument(node.args), self._argument(node.kwargs)
-        target, args, kwargs = checked(target, args, kwargs)
-        new = self.graph.create_node(node.op, target, args, kwargs)
+        new = self.graph.create_node(node.op, checked(target), args, kwargs)
         new.meta[KIND] = kind_of(node.meta.get("example_value"))
         new.meta[OWNER] = _owner_of(node)
         return new
@@ -286,7 +283,7 @@ class GraphImport:
         backend = self.output.backend_input
         nodes = backend.graph_module.graph.nodes if backend is not None else ()
         stacks = (node.meta.get("nn_module_stack", {}).values() for node in nodes)
-        found = {_module_path(str(source)) for stack in stacks for source, _ in stack}
+        found = {module_path(str(source)) for stack in stacks for source, _ in stack}
         return frozenset(found.intersection(candidates))
 
 
@@ -331,16 +328,9 @@ def _names_of_tensors(root: nn.Module) -> dict[int, str]:
     return {id(tensor): name for name, tensor in reversed(held)}
 
 
-def _module_path(source: str) -> str:
-    """``L['module']._modules['layers']._modules['0'].fc`` as ``layers.0.fc``."""
-    return re.sub(r"\._modules\['([^']+)'\]", r".\1", source.removeprefix("L['module']")).lstrip(
-        "."
-    )
-
-
 def _owner_of(node: fx.Node) -> str:
     stack = list(node.meta.get("nn_module_stack", {}).values())
-    return _module_path(str(stack[-1][0])) if stack else ""
+    return module_path(str(stack[-1][0])) if stack else ""
 
 
 def _follow(arguments: Mapping[str, Any], path: Path) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
 from slapo.graph.trace.hf import COLLECTOR, collecting_hooks, collects, inner_keys, refuse_inner
-from slapo.graph.trace.leaves import sync_hooks
+from slapo.graph.trace.leaves import attributes_kept, syncs_replaced, tensor_slots
 from slapo.graph.trace.nests import (
     SYMBOLIC,
     accesses,
@@ -32,7 +32,6 @@ from slapo.graph.trace.nests import (
     parts,
     tensors,
 )
-from slapo.graph.trace.state import attributes_kept
 from slapo.graph.trace.torch_private import BY_VALUE, FakeTensorMode, detect_fake_mode
 from slapo.hooks import MODE_ATTRIBUTE
 
@@ -80,7 +79,7 @@ class _SyncCall:
 
 
 class LeafCalls:
-    """The leaves of one capture."""
+    """The leaves of one capture: by path all modules below its root that are not entered."""
 
     def __init__(self, root: nn.Module, leaves: dict[str, nn.Module]) -> None:
         self.root, self.leaves = root, leaves
@@ -107,7 +106,6 @@ class LeafCalls:
         token = _ACTIVE.set(self)
         lists = [m for m in self.root.modules() if type(m) is nn.ModuleList]
         scripts: list[tuple[dict[str, Any], str]] = []
-        hooks = sync_hooks(self.root)
         try:
             for path, module in self.leaves.items():
                 if isinstance(module, torch.jit.ScriptModule):  # whose class lies in C++
@@ -121,14 +119,10 @@ class LeafCalls:
                 module.__class__ = _stand_in(kind, collecting_hooks(module), inner_keys(module))
             for each in lists:
                 each.__class__ = _PlainList
-            for hook in hooks:
-                self.syncs.append(hook._slapo_carry)
-                hook._slapo_carry = _SyncCall(len(self.syncs) - 1)
-            yield
+            with syncs_replaced(self.root, self._sync_call):
+                yield
         finally:
             _ACTIVE.reset(token)
-            for hook, carry in zip(hooks, self.syncs, strict=False):
-                hook._slapo_carry = carry
             for each in lists:
                 each.__class__ = nn.ModuleList
             for path, kind in self._classes.items():
@@ -136,6 +130,10 @@ class LeafCalls:
                 vars(self.leaves[path]).pop("_slapo_leaf", None)
             for attributes, name in scripts:
                 attributes.pop(name, None)
+
+    def _sync_call(self, collective: Any) -> _SyncCall:
+        self.syncs.append(collective)
+        return _SyncCall(len(self.syncs) - 1)
 
     def flat_result(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The tensors and sizes in the result of a leaf; dynamo's graphs hold nothing else."""
@@ -278,13 +276,11 @@ def _real_parameters_allowed(mode: FakeTensorMode | None) -> Iterator[None]:
 def _fake_counters(module: nn.Module, mode: FakeTensorMode | None) -> Iterator[None]:
     """Buffers of one element are fake: a fake made of one would write to the real one."""
     replaced = []
-    for each in module.modules():
-        for name, buffer in (
-            () if isinstance(each, torch.jit.ScriptModule) else each._buffers.items()
-        ):
-            if mode and buffer is not None and buffer.numel() == 1 and not mode.is_our_fake(buffer):
-                replaced.append((each._buffers, name, buffer))
-                each._buffers[name] = mode.from_tensor(buffer, static_shapes=True)
+    for table, name, buffer in tensor_slots(module) if mode is not None else ():
+        one = buffer.numel() == 1 and not isinstance(buffer, nn.Parameter)
+        if mode is not None and one and not mode.is_our_fake(buffer):
+            replaced.append((table, name, buffer))
+            table[name] = mode.from_tensor(buffer, static_shapes=True)
     try:
         yield
     finally:
@@ -325,7 +321,10 @@ def _copy_of_fake(value: Any) -> Any:
 
 # --- keys ----------------------------------------------------------------------------------------
 def signature(module: nn.Module, path: str = "", classes: Mapping[str, type] | None = None) -> Any:
-    """Equal for siblings that act alike: classes, shapes, plain attributes, hooks."""
+    """Equal for siblings that act alike: classes, shapes, plain attributes, hooks.
+
+    `classes` has the own classes of modules that have another one for the time of a capture.
+    """
     if isinstance(module, torch.jit.ScriptModule):
         return id(module)
     found: list[Any] = []

@@ -1,21 +1,26 @@
-"""Which modules a trace enters, and which stay opaque calls."""
+"""Which modules below a traced one stay calls, and what is put back after a run of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slapo.graph.trace.hf import collects
 from slapo.hooks import MODE_ATTRIBUTE
+from slapo.random import tracker_kept
 
 #: ``is_leaf(module, path)``: True for modules that become one call.
 IsLeaf = Callable[[nn.Module, str], bool]
 
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def is_torch_leaf(module: nn.Module) -> bool:
@@ -25,7 +30,7 @@ def is_torch_leaf(module: nn.Module) -> bool:
     if type(module) is nn.Module:
         return False  # a bare one is there to hold others
     home = type(module).__module__
-    return home.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, CONTAINERS)
+    return home.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, _HOLDERS)
 
 
 def is_sealed(module: nn.Module) -> bool:
@@ -34,49 +39,22 @@ def is_sealed(module: nn.Module) -> bool:
 
 
 def is_opaque(module: nn.Module) -> bool:
-    """True for modules that must stay one call of another's graph."""
-    return is_sealed(module) or has_foreign_hooks(module)
-
-
-def sync_hooks(root: nn.Module) -> list[Any]:
-    """The hooks of syncs on the modules below `root`; a graph shows their ``_slapo_carry``."""
-    found = {
-        id(hook): hook
-        for module in root.modules()
-        if module is not root
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        if hasattr(hook, MODE_ATTRIBUTE)
-    }
-    return list(found.values())
-
-
-def has_foreign_hooks(module: nn.Module) -> bool:
-    """Whether calling a module runs hooks that a graph of its forward would not show.
+    """True for modules that must stay one call: sealed, or with hooks that a graph would not show.
 
     Slapo's own syncs become operations of the graph, and Transformers' collecting hooks only look.
     """
-    before = _foreign(module._forward_pre_hooks.values())
-    return before or _foreign(module._forward_hooks.values()) or _has_backward_hooks(module)
-
-
-def _has_backward_hooks(module: nn.Module) -> bool:
-    return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
-def _foreign(hooks: Iterable[Callable[..., Any]]) -> bool:
-    return any(not hasattr(hook, MODE_ATTRIBUTE) and not collects(hook) for hook in hooks)
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    foreign = any(not hasattr(hook, MODE_ATTRIBUTE) and not collects(hook) for hook in hooks)
+    backward = module._backward_hooks or module._backward_pre_hooks
+    return is_sealed(module) or foreign or bool(backward)
 
 
 @dataclass(frozen=True)
 class Depth:
     """How far a trace enters the modules below: the ``is_leaf`` of a capture.
 
-    Parameters
-    ----------
-    flatten
-        Enter every module that is not opaque; else only those marked ``inline_in_trace = True``.
-    leaf_modules
-        Class names or paths that stay opaque in any case.
+    With `flatten` it enters every module that is not opaque, else only those marked
+    ``inline_in_trace = True``. Classes and paths in `leaf_modules` stay calls in any case.
     """
 
     flatten: bool = False
@@ -92,3 +70,98 @@ class Depth:
         if trace is not None and trace.is_rewritten:
             return True  # entered, its own forward would take the place of its graph
         return not (self.flatten or getattr(module, "inline_in_trace", False))
+
+
+def tensor_slots(root: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """Each parameter and buffer at or below `root`: its table, its name there, and the tensor."""
+    modules = [m for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    tables: list[dict[str, Any]] = [t for m in modules for t in (m._parameters, m._buffers)]
+    return [(table, k, t) for table in tables for k, t in table.items() if t is not None]
+
+
+@contextmanager
+def syncs_replaced(root: nn.Module, stand_in: Callable[[Any], Any]) -> Iterator[None]:
+    """Within the block each sync below `root` calls ``stand_in(its collective)`` instead."""
+    below = (module for module in root.modules() if module is not root)
+    hooks: dict[int, Any] = {
+        id(hook): hook
+        for module in below
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if hasattr(hook, MODE_ATTRIBUTE)
+    }
+    carries = [(hook, hook._slapo_carry) for hook in hooks.values()]
+    try:
+        for hook, carry in carries:
+            hook._slapo_carry = stand_in(carry)
+        yield
+    finally:
+        for hook, carry in carries:
+            hook._slapo_carry = carry
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """After the block the process draws the numbers that it would have drawn without."""
+    cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    generators = [torch._C.default_generator, *cuda]
+    states = [(generator, generator.get_state()) for generator in generators]
+    python = random.getstate()
+    # Dynamo saves the state of CUDA too; a process that has started CUDA cannot fork.
+    unasked: Any = contextlib.nullcontext()
+    if torch.cuda.is_available() and not torch.cuda.is_initialized():
+        unasked = mock.patch.object(torch.cuda, "get_rng_state", _no_state)
+    try:
+        with unasked, tracker_kept():
+            yield
+    finally:
+        random.setstate(python)
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _no_state(device: Any = "cuda") -> None:
+    return None
+
+
+@contextmanager
+def attributes_kept(root: nn.Module) -> Iterator[list[tuple[Any, str]]]:
+    """After the block modules at and below `root`, and their configs, have their attributes back.
+
+    A run on fake tensors would leave fake ones there. Yields a list of the (owner, name) of what
+    the block has set or filled, which is complete when the block ends.
+    """
+    owners = [m for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    configs = (vars(m).get("config") for m in owners)
+    objects = {id(o): o for o in (*owners, *configs) if hasattr(o, "__dict__")}.values()
+    before = [(o, vars(o), dict(vars(o))) for o in objects]
+    tables = [
+        (o, name, table, table.copy())
+        for o, _, state in before
+        for name, table in state.items()
+        if isinstance(table, (dict, list, set))
+    ]
+    changed: list[tuple[Any, str]] = []
+    try:
+        yield changed
+    finally:
+        for owner, state, was in before:
+            if len(state) != len(was) or any(state.get(k) is not v for k, v in was.items()):
+                names = {*state, *was}
+                changed += [(owner, k) for k in names if state.get(k) is not was.get(k)]
+                state.clear()
+                state.update(was)
+        for owner, name, table, content in tables:
+            if not _same_items(table, content):
+                changed.append((owner, name))
+                table.clear()
+                table.extend(content) if isinstance(table, list) else table.update(content)
+
+
+def _same_items(now: Any, before: Any) -> bool:
+    if len(now) != len(before):
+        return False
+    if isinstance(now, dict):
+        return all(before.get(key) is value for key, value in now.items())
+    if isinstance(now, set):
+        return bool(now == before)
+    return all(a is b for a, b in zip(now, before, strict=True))

@@ -22,9 +22,8 @@ from torch import fx, nn
 from torch.fx import graph_module
 
 from slapo.errors import SlapoError, TraceError
-from slapo.graph.trace.kinds import Tree, call_key
 from slapo.graph.trace.leaves import Depth, IsLeaf
-from slapo.graph.trace.nests import tensors
+from slapo.graph.trace.nests import call_key, tensors
 from slapo.graph.trace.nodes import graph_of, rows_of, switches_mode
 from slapo.graph.trace.views import Rewrite, Stub, View, as_before
 from slapo.wrapper import innermost
@@ -37,6 +36,34 @@ MAX_KINDS = 64
 
 #: Captures that siblings share: class -> (signature of the module, pristine capture).
 Shared = dict[Any, list[tuple[Any, "Capture"]]]
+
+
+class Tree:
+    """The modules below one, and of their tensors all that Python may have read at a capture.
+
+    Dynamo sees no tensor of the modules that stay calls, though what these return follows from
+    them. Values may change.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._modules = list(root.modules())
+        modules = [m for m in self._modules if not isinstance(m, torch.jit.ScriptModule)]
+        self._children = [m._modules for m in modules]
+        self._tensors = [t for m in modules for t in (m._parameters, m._buffers) if t]
+        self._before = self._now()
+
+    def _now(self) -> Any:
+        children = [child for table in self._children for child in table.values()]
+        tensors = (tensor for table in self._tensors for tensor in table.values())
+        return children, [t if t is None else (t.dtype, t.requires_grad, t.shape) for t in tensors]
+
+    def modes(self) -> tuple[bool, ...]:
+        """Train or eval mode of each module."""
+        return tuple([module.training for module in self._modules])
+
+    def is_as_before(self) -> bool:
+        """Whether nothing of it has changed."""
+        return bool(self._now() == self._before)
 
 
 class Trace:
@@ -54,15 +81,23 @@ class Trace:
         constants: dict[str, Any] | None = None,
         shared: Shared | None = None,
     ) -> None:
-        self.origin, self.is_leaf, self.entered = origin, is_leaf, entered
-        self._shown, self.inputs, self._called = shown, inputs, called
-        self.constants = constants or {}
+        self.origin, self.is_leaf = origin, is_leaf
+        #: the graph that the schedule sees, or a function that makes it when it is asked for
+        self._shown = shown
+        #: paths of the modules below whose operations are in the graph
+        self.entered = entered
+        #: paths of the modules below that it calls, where that is known before the graph is
+        self._called = called
+        #: the arguments, and by parameter the constants, that it was traced with
+        self.inputs, self.constants = inputs, constants or {}
+        #: captures of siblings
         self.shared: Shared = {} if shared is None else shared
         self.rules: list[Rewrite] = []
         self.parked: dict[str, Stub] = {}
         self.added: list[str] = []
         #: modules that one rewrite has added and another has taken out, by name
         self.dropped: dict[str, nn.Module] = {}
+        #: the capture that was shown first; None for a preview, which never runs
         self.first = first
         self.edited: Callable[..., Any] | None = None
         self.known: list[Capture] = []
@@ -168,14 +203,18 @@ class Trace:
                     "module with inputs of this kind"
                 )
 
-    # --- undo ------------------------------------------------------------------------------------
+    # --- undo and copies -------------------------------------------------------------------------
+    def _copied(self) -> dict[str, Any]:
+        """What a copy has too: guards stay with the module, which captures when it is called."""
+        tables = ("rules", "parked", "added", "dropped")
+        state = {k: v.copy() if k in tables else v for k, v in self.__dict__.items()}
+        return {**state, "known": [], "tree": None, "number": None}
+
     def saved(self) -> dict[str, Any]:
         """The state, for :meth:`restore`."""
         shown = self._shown
         before = copy.deepcopy(shown) if isinstance(shown, fx.Graph) else shown
-        held = {"rules": list(self.rules), "parked": dict(self.parked), "added": list(self.added)}
-        held["dropped"] = dict(self.dropped)
-        return {**self.__dict__, **held, "before": before}
+        return {**self._copied(), "before": before}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Go back to a state that was saved."""
@@ -184,9 +223,7 @@ class Trace:
         if isinstance(shown, fx.Graph) and str(shown) != str(before):
             state["_shown"] = before
         self.__dict__.update(state)
-        self.forget()
 
-    # --- copies --------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
         edited = None if self.edited is None else True
         state: dict[str, Any] = {"shared": {}, "first": None, "inputs": None, "edited": edited}
@@ -194,22 +231,13 @@ class Trace:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({**state, "_shown": graph_of(state["_shown"])})
-        self._recompile()
+        self.edited = None if self.edited is None else code_of(self.shown)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trace:
         new = object.__new__(Trace)
-        held = {"rules": [copy.copy(rule) for rule in self.rules], "parked": dict(self.parked)}
-        held |= {"added": list(self.added), "dropped": dict(self.dropped)}
-        new.__dict__.update({**self._copied(), **held, "_shown": copy.deepcopy(self.shown)})
-        new._recompile()
+        new.__dict__.update({**self._copied(), "_shown": copy.deepcopy(self.shown)})
+        new.rules = [copy.copy(rule) for rule in self.rules]
         return new
-
-    def _copied(self) -> dict[str, Any]:
-        """What a copy has too: guards stay with the module, which captures when it is called."""
-        return {**self.__dict__, "known": [], "tree": None, "number": None}
-
-    def _recompile(self) -> None:
-        self.edited = None if self.edited is None else code_of(self.shown)
 
 
 def captured(
@@ -402,7 +430,7 @@ def kept_whole_in(module: nn.Module) -> frozenset[str]:
 
 
 def check_traceable(module: nn.Module) -> None:
-    """Refuse an object whose calls do not reach the forward of its class."""
+    """Refuse an object whose ``forward`` was replaced, as wrappers of other libraries do."""
     if "forward" in vars(module):
         raise TraceError(
             f"forward was set on this {type(module).__name__} itself, and a trace sees the one of "
@@ -478,7 +506,7 @@ _candidates._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 # --- rewrites ------------------------------------------------------------------------------------
 def rewrite(module: fx.GraphModule, rule: Rewrite) -> None:
-    """Apply a rule to the shown graph, and to every capture to come."""
+    """Apply a rule to the shown graph, and to every capture to come; on an error to nothing."""
     if not isinstance(module, Traced):  # a graph module of the user's, which runs as it is
         rule.apply(View(module, module.graph))
         module.recompile()

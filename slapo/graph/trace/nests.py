@@ -1,13 +1,16 @@
-"""Nested Python values: their elements, and how to rebuild them from new ones."""
+"""Nested Python values, such as the arguments of a call: their elements, copies and keys."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 #: Key in ``node.meta`` for the kind of a node's value; see :func:`kind_of`.
 KIND = "slapo_kind"
@@ -20,6 +23,9 @@ OWNER = "slapo_owner"
 
 #: Symbolic numbers: sizes, and what Python arithmetic makes of them.
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+_PLAIN = (bool, int, float, str)
+_HASHABLE = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 
 
 class Part(NamedTuple):
@@ -35,8 +41,6 @@ def parts(value: Any) -> list[Part] | None:
 
     Model outputs of Transformers are dataclasses that leave out the fields that are None.
 
-    Examples
-    --------
     >>> [part.key for part in parts({"a": 1, "b": 2})]
     ['a', 'b']
     >>> parts(3) is None
@@ -56,8 +60,8 @@ def parts(value: Any) -> list[Part] | None:
 
 
 def kind_of(value: Any) -> str:
-    """``"tensor"``, ``"container"``, or ``"value"`` for everything else."""
-    if isinstance(value, torch.Tensor):
+    """``"tensor"``, ``"container"``, or ``"value"`` for everything else, shapes included."""
+    if isinstance(value, Tensor):
         return "tensor"
     return "value" if parts(value) is None else "container"
 
@@ -71,9 +75,8 @@ def rebuild(value: Any, items: list[Any]) -> Any:
     """A container like `value` that holds `items`, in the order of :func:`parts`."""
     kind: Any = type(value)
     if dataclasses.is_dataclass(value):
-        return kind(
-            **{part.key: item for part, item in zip(parts(value) or (), items, strict=True)}
-        )
+        names = [part.key for part in parts(value) or ()]
+        return kind(**dict(zip(names, items, strict=True)))
     if isinstance(value, Mapping):
         return kind(zip(value.keys(), items, strict=True))
     return kind(*items) if hasattr(value, "_fields") else kind(items)
@@ -96,15 +99,15 @@ def leaves(value: Any) -> Iterator[Any]:
         yield from leaves(part.value)
 
 
-def tensors(value: Any) -> list[torch.Tensor]:
+def tensors(value: Any) -> list[Tensor]:
     """The tensors in `value`, in order."""
-    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 # --- as dynamo's graphs can hold them ------------------------------------------------------------
 def flatten(value: Any, flat: list[Any]) -> tuple[Any, ...]:
     """The structure of a value as nested tuples; its tensors and sizes are appended to `flat`."""
-    if isinstance(value, (torch.Tensor, *SYMBOLIC)):
+    if isinstance(value, (Tensor, *SYMBOLIC)):
         flat.append(value)
         return ("leaf", len(flat) - 1)
     kind: Any = type(value)
@@ -124,7 +127,7 @@ def flatten(value: Any, flat: list[Any]) -> tuple[Any, ...]:
 
 def accesses(value: Any) -> list[tuple[Any, ...]]:
     """The steps to each tensor and size in a value, in the order of :func:`flatten`."""
-    if isinstance(value, (torch.Tensor, *SYMBOLIC)):
+    if isinstance(value, (Tensor, *SYMBOLIC)):
         return [()]
     elements = parts(value) or ()
     if isinstance(value, torch.Size):
@@ -152,3 +155,79 @@ def assemble(structure: Any, flat: Any) -> Any:
     if tag == "fields":
         return content(**dict(zip(structure[3], items)))  # noqa: B905
     return content(*items) if tag == "record" else content(items)
+
+
+# --- keys of calls -------------------------------------------------------------------------------
+class _Same:
+    """An object that equals itself alone; it stays alive, so its identity is not given away."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def call_key(
+    args: tuple[Any, ...], kwargs: dict[str, Any], within_compile: bool = False
+) -> tuple[Any, ...]:
+    """Everything that Python can ask of the arguments of a call, sizes above 1 aside.
+
+    It is exact on purpose: a call with another key is captured anew, never refused. Somebody's
+    ``torch.compile`` around the call guards on autocast itself.
+
+    >>> x, y = torch.ones(3, 5), torch.ones(2, 7)
+    >>> call_key((x,), {}) == call_key((y,), {}), call_key((x,), {}) == call_key((), {"input": x})
+    (True, False)
+    """
+    seen: list[Tensor] = []
+    exact = not within_compile
+    key = (_key(args, seen, exact), _key(kwargs, seen, exact), torch.is_grad_enabled())
+    if within_compile:
+        return key
+    return (*key, torch.is_inference_mode_enabled(), _autocast(), collected_keys())
+
+
+def _autocast() -> tuple[Any, ...]:
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return tuple([torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in devices])
+
+
+def collected_keys() -> tuple[str, ...]:
+    """The outputs that a model of Transformers collects by hooks in the call under way."""
+    home = sys.modules.get("transformers.utils.output_capturing")
+    active = home._active_collector.get() if home is not None else None
+    return tuple(active) if active else ()
+
+
+def _key(value: Any, seen: list[Tensor], exact: bool) -> Any:
+    if isinstance(value, Tensor):
+        alias = next((k for k, other in enumerate(seen) if other is value), len(seen))
+        seen.append(value)
+        small = tuple([s if s < 2 else 2 for s in value.shape])  # 0 and 1 are cases of their own
+        return (small, value.dtype, value.device, value.requires_grad, alias)
+    if value is None:
+        return None
+    kind = type(value)
+    if kind in _PLAIN:
+        return (kind, value) if exact else value
+    elements = parts(value)
+    if elements is not None:
+        return (kind, *[(key, _key(item, seen, exact)) for _, key, item in elements])
+    if isinstance(value, _HASHABLE) or not exact:
+        return value
+    return _Same(value)
+
+
+def size_check(conditions: Iterable[str]) -> Callable[[Any, Any], bool]:
+    """A function of ``(args, kwargs)`` that tells whether all conditions hold."""
+    text = " and ".join(f"({condition})" for condition in conditions) or "True"
+    check: Callable[[Any, Any], bool] = eval(  # written by torch's shape engine
+        f"lambda args, kwargs: {text}", {"math": math, "torch": torch}
+    )
+    return check

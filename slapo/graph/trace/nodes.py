@@ -18,8 +18,8 @@ from slapo.errors import TraceError
 #: Gives the module for the target of a ``call_module`` node, as ``gm.get_submodule`` does.
 ModuleLookup = Callable[[str], nn.Module]
 
+#: Values that are compared part by part.
 CONTAINERS = (tuple, list, dict, slice)
-"""Values that are compared part by part."""
 
 Pair = tuple[Any, Any]
 
@@ -42,7 +42,9 @@ class FunctionApply:
     it, and stays one node when the graph is traced symbolically.
     """
 
+    #: a subclass of ``torch.autograd.Function``
     function: Any
+    #: (position, argument) that generated code could not spell out, such as a process group
     constants: tuple[tuple[int, Any], ...] = ()
 
     @property
@@ -106,8 +108,6 @@ def switches_mode(node: fx.Node) -> bool:
 class OpenRegions:
     """The regions of ``no_grad``, ``autocast`` or inference mode that are open at a node.
 
-    Examples
-    --------
     >>> graph = fx.Graph()
     >>> nodes = [graph.call_function(torch._C._set_grad_enabled, (on,)) for on in (False, True)]
     >>> regions = OpenRegions()
@@ -164,8 +164,6 @@ def spare_self(graph: fx.Graph) -> fx.Graph:
     Nodes are named after the modules they call, and BERT has a child ``self``: its result would
     take the name of the first parameter of the generated forward.
 
-    Examples
-    --------
     >>> graph = spare_self(fx.Graph())
     >>> graph.call_module("self").name
     'self_1'
@@ -206,8 +204,6 @@ class _Reference:
 def rows_of(graph: fx.Graph) -> list[tuple[Any, ...]]:
     """A graph as data that can be pickled: nodes refer to each other, too deep for a long graph.
 
-    Examples
-    --------
     >>> graph = fx.Graph()
     >>> graph.output(graph.call_function(torch.relu, (graph.placeholder("x"),))).name
     'output'

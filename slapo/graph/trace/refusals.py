@@ -58,14 +58,20 @@ _TRACELESS = {
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
 
 
-def checked(target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """A call as the graph makes it."""
+def module_path(source: str) -> str:
+    """``L['module']._modules['layers']._modules['0'].fc`` as ``layers.0.fc``."""
+    inner = source.removeprefix("L['module']")
+    return re.sub(r"\._modules\['([^']+)'\]", r".\1", inner).lstrip(".")
+
+
+def checked(target: Any) -> Any:
+    """The target of a call as the graph makes it, unless a graph cannot hold it."""
     origin = getattr(target, "_origin", None)
     if getattr(origin, "__name__", "") == "produce_trampoline_autograd_apply":
         function = target.__closure__[0].cell_contents
         if issubclass(function, CheckpointFunction):
             raise TraceError(_CHECKPOINT_REFUSED)
-        return FunctionApply(function), args, kwargs
+        return FunctionApply(function)
     name = str(getattr(target, "__name__", target))
     home = getattr(target, "__module__", None) or ""
     if name in _TRACELESS:
@@ -81,7 +87,7 @@ def checked(target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         raise TraceError(_COLLECTIVE_REFUSED.format(name))
     if home in ("torch.random", "torch.cuda.random") or _is_numpys(target):
         raise TraceError(_RANDOM_REASON)
-    return target, args, kwargs
+    return target
 
 
 def _is_numpys(target: Any) -> bool:
@@ -90,17 +96,17 @@ def _is_numpys(target: Any) -> bool:
 
 
 def refuse_effects(effects: Iterable[Effect]) -> None:
-    """Refuse a forward that changes objects that existed before."""
+    """Refuse a forward that changes objects that existed before; the message names the first."""
     for source, names in effects:
         # Transformers' collector, which is ours here; and its heads note the kind of their labels.
         noted = source.endswith(".config") and set(names) <= {"problem_type"}
         if noted or source.endswith(("_active_collector", ".COLLECTOR")):
             continue
-        owner = re.sub(r"\._modules\['([^']+)'\]", r".\1", source.removeprefix("L['module']"))
-        where = ".".join(filter(None, (owner.lstrip("."), *names[:1])))
+        owner = module_path(source)
+        where = ".".join(filter(None, (owner, *names[:1])))
         raise TraceError(
             f"the forward changes attribute {where!r}, which a graph cannot do; make "
-            f"{owner.lstrip('.') or 'the module'} a leaf"
+            f"{owner or 'the module'} a leaf"
         )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from slapo.graph.trace.hf import as_captured
-from slapo.graph.trace.state import generators_kept
+from slapo.graph.trace.leaves import generators_kept, tensor_slots
 from slapo.graph.trace.torch_private import (
     DeviceContext,
     ShapeEnv,
@@ -42,7 +42,11 @@ Effect = tuple[str, tuple[str, ...]]
 
 @contextmanager
 def surroundings(root: nn.Module, any_batch: bool) -> Iterator[list[Effect]]:
-    """Dynamo as a capture needs it, in this thread and for the time of the block."""
+    """Dynamo as a capture of `root` needs it, in this thread and for the time of the block.
+
+    With `any_batch` sizes 0 and 1 are sizes like others, so that a graph serves a batch of one too.
+    Yields the changes that the forward makes to objects, filled in while it is captured.
+    """
     settings: dict[str, Any] = {
         "replay_side_effects": False,
         "side_effect_replay_policy": "silent",
@@ -66,17 +70,27 @@ def surroundings(root: nn.Module, any_batch: bool) -> Iterator[list[Effect]]:
         enter(modes_off())
         enter(_function_modes_off())
         enter(_plain_calls())
-        enter(_collections_deferred())
-        enter(_autocast_cache_off())
+        if gc.isenabled():  # dynamo frees few objects: collecting them took a third of the time
+            gc.disable()
+            stack.callback(gc.enable)
+        # The cache would hand real tensors to a run on fake ones.
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
         enter(one_device(root))
         enter(as_captured(root))
         enter(dynamo_config.patch(**settings))
         enter(shape_config.patch(backed_size_oblivious=any_batch))  # type: ignore[attr-defined]
         enter(mock.patch.object(output_graph, "ShapeEnv", _shape_env(any_batch)))
         enter(_effects_noted(effects))
-        enter(_no_fixed_addresses())
+        # Dynamo marks each parameter of a module as staying where it is, for graphs of CUDA.
+        addresses = ("og_module_named_parameters_fn_ptr", "og_module_named_buffers_fn_ptr")
+        for home, name in itertools.product((builder, output_graph), addresses):
+            enter(mock.patch.object(home, name, None, create=True))
+        # Which kernel a convolution would take for some sizes is no condition on them.
+        for name in ("_select_conv_backend", "_conv_determine_backend_memory_format"):
+            ask = partial(_unconditionally, getattr(torch._C, name))
+            enter(mock.patch.object(torch._C, name, ask))
         enter(_functions_kept())
-        enter(_kernels_unasked())
         enter(told_once())
         # What dynamo would log of its settings: it takes a copy of them all.
         enter(mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", _nothing))
@@ -132,29 +146,6 @@ def _plain_calls() -> Iterator[None]:
 
 
 @contextmanager
-def _collections_deferred() -> Iterator[None]:
-    """Dynamo makes many objects and frees few: collecting them took a third of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextmanager
-def _autocast_cache_off() -> Iterator[None]:
-    """The cache would hand real tensors to a run on fake ones."""
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)
-
-
-@contextmanager
 def _effects_noted(effects: list[Effect]) -> Iterator[None]:
     suffix = output_graph.OutputGraph.codegen_suffix
 
@@ -168,26 +159,6 @@ def _effects_noted(effects: list[Effect]) -> Iterator[None]:
         suffix(graph, *args, **kwargs)
 
     with mock.patch.object(output_graph.OutputGraph, "codegen_suffix", codegen_suffix):
-        yield
-
-
-@contextmanager
-def _no_fixed_addresses() -> Iterator[None]:
-    """Dynamo marks each parameter of a module as staying where it is, for graphs of CUDA."""
-    names = ("og_module_named_parameters_fn_ptr", "og_module_named_buffers_fn_ptr")
-    with ExitStack() as stack:
-        for home, name in itertools.product((builder, output_graph), names):
-            stack.enter_context(mock.patch.object(home, name, None, create=True))
-        yield
-
-
-@contextmanager
-def _kernels_unasked() -> Iterator[None]:
-    """Which kernel a convolution would take for some sizes is no condition on them."""
-    with ExitStack() as stack:
-        for name in ("_select_conv_backend", "_conv_determine_backend_memory_format"):
-            ask = getattr(torch._C, name)
-            stack.enter_context(mock.patch.object(torch._C, name, partial(_unconditionally, ask)))
         yield
 
 
@@ -247,19 +218,14 @@ def one_device(root: nn.Module) -> Iterator[None]:
         yield
         return
     made: dict[int, Tensor] = {}
-    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+    replaced = [slot for slot in tensor_slots(root) if not slot[2].is_meta]
     # What torch.tensor(..., device="meta") makes is no fake tensor, even among fake ones.
     name = "allow_non_fake_inputs_override"
     try:
-        for module in root.modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for table in tables:
-                for key, tensor in list(table.items()):
-                    if tensor is not None and not tensor.is_meta:
-                        replaced.append((table, key, tensor))
-                        table[key] = made.setdefault(id(tensor), _on_meta(tensor))
+        for table, key, tensor in replaced:
+            if id(tensor) not in made:
+                made[id(tensor)] = _on_meta(tensor)
+            table[key] = made[id(tensor)]
         with mock.patch.object(fake_tls, name, True, create=True):
             yield
     finally:

@@ -5,39 +5,35 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
-from slapo.graph.trace.leaves import Depth, is_sealed
-from slapo.graph.trace.module import (
-    Shared,
-    Trace,
-    captured,
-    check_traceable,
-    origin_of,
+from slapo.graph.trace.leaves import (
+    Depth,
+    IsLeaf,
+    attributes_kept,
+    generators_kept,
+    is_sealed,
+    syncs_replaced,
 )
-from slapo.graph.trace.nodes import nodes_in
-from slapo.graph.trace.preview import constants_of, preview
+from slapo.graph.trace.module import Shared, Trace, captured, check_traceable, origin_of
+from slapo.graph.trace.nests import OWNER
+from slapo.graph.trace.nodes import add_placeholder, nodes_in, spare_self
 from slapo.graph.trace.views import as_before
 from slapo.wrapper import innermost
 
 if TYPE_CHECKING:
     from slapo.graph.trace.examples import Inputs
 
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 
 @dataclass
 class TraceResult:
-    """Traces by path from the traced module, and why other modules stay opaque.
-
-    Parameters
-    ----------
-    traces
-        ``""`` for the module itself, then paths of children.
-    skipped
-        Path -> reason.
-    """
+    """Traces by path from the traced module, and why other modules stay opaque, also by path."""
 
     traces: dict[str, Trace] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -54,13 +50,7 @@ def trace_by_preview(
     concrete_args: Mapping[str, Any],
     shared: Shared,
 ) -> TraceResult:
-    """Trace with proxies: the module, and with `recursive` the modules that it calls.
-
-    Raises
-    ------
-    TraceError
-        If the module itself cannot be traced. Children that cannot stay opaque.
-    """
+    """Trace with proxies; with `recursive` also what it calls, where that can be traced."""
 
     def trace(part: nn.Module, path: str, calls: list[fx.Node]) -> Trace:
         constants = _constants_of(part, calls) if calls else concrete_args
@@ -75,13 +65,7 @@ def trace_by_preview(
 def trace_by_capture(
     module: nn.Module, inputs: Inputs, recursive: bool, depth: Depth, shared: Shared
 ) -> TraceResult:
-    """Capture the module, and with `recursive` the modules it calls, on the inputs it gave them.
-
-    Raises
-    ------
-    TraceError
-        If the module itself cannot be captured. Children that cannot stay opaque.
-    """
+    """Capture the module, and with `recursive` the modules it calls, on the inputs it gave them."""
     found: dict[str, Inputs] = {"": inputs}
 
     def trace(part: nn.Module, path: str, calls: list[fx.Node]) -> Trace:
@@ -144,34 +128,139 @@ def _constants_of(module: nn.Module, calls: list[fx.Node]) -> dict[str, Any]:
     return {k: v for k, v in bound.arguments.items() if not nodes_in(v)}
 
 
+# --- proxies --------------------------------------------------------------------------------------
+def preview(
+    module: nn.Module, is_leaf: IsLeaf, concrete_args: Mapping[str, Any] | None = None
+) -> tuple[fx.Graph, frozenset[str]]:
+    """Trace a module with proxies; returns the graph, and the paths whose operations it holds.
+
+    It is torch.fx's own trace, to look at where nobody says what a module is called with. It never
+    runs: a module with rewrites runs captures. So a proxy that answers wrongly can mislead a
+    search, and no number. Parameters with a default other than None, and those in `concrete_args`,
+    are constants of it.
+
+    >>> graph, _ = preview(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), lambda module, path: True)
+    >>> [node.target for node in graph.nodes]
+    ['input', '0', '1', 'output']
+    """
+    tracer = _Tracer(is_leaf, constants_of(module, concrete_args or {}))
+
+    def as_node(collective: Any) -> Any:
+        return lambda value: tracer.create_proxy("call_function", collective, (value,), {})
+
+    with attributes_kept(module), generators_kept(), syncs_replaced(module, as_node):
+        try:
+            graph = tracer.trace(module)
+        except TraceError:
+            raise
+        except fx.proxy.TraceError as error:
+            raise TraceError("a branch or loop depends on a tensor or its size") from error
+        except Exception as error:  # of any code that proxies run
+            first = next(iter(str(error).strip().splitlines()), "")
+            raise TraceError(f"{type(error).__name__}: {first}") from error
+    for node in graph.nodes:
+        stack = node.meta.pop("nn_module_stack", None) or {}
+        paths = [str(path) for path, _ in stack.values()]
+        node.meta[OWNER] = paths[-1 - (node.op == "call_module")] if len(paths) > 1 else ""
+    return graph, frozenset(tracer.entered)
+
+
+def constants_of(module: nn.Module, concrete_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that a preview has as constants, and their values."""
+    parameters = inspect.signature(module.forward).parameters
+    defaults = {name: p.default for name, p in parameters.items() if p.kind not in _VARIADIC}
+    fixed = {k: v for k, v in defaults.items() if v is not None and v is not inspect._empty}
+    return {**fixed, **concrete_args}
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, is_leaf: IsLeaf, constants: dict[str, Any]) -> None:
+        super().__init__(autowrap_modules=())  # type: ignore[arg-type]
+        self._is_leaf, self._constants = is_leaf, constants
+        self.entered: set[str] = set()
+        self._names: dict[int, str] = {}
+
+    def is_leaf_module(self, module: nn.Module, path: str) -> bool:
+        """Whether a call of `module` is one node."""
+        if self._is_leaf(module, path):
+            return True
+        self.entered.add(path)
+        return False
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Modules that the forward itself makes are no children, and are run."""
+        if all(m is not each for each in self.root.modules()):
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """A node for a parameter or buffer; fx would look for its name in all of the model."""
+        name = self._names.get(id(attr_val)) if isinstance(attr_val, Tensor) else None
+        if name is None:
+            return attr_val
+        if name not in parameter_proxy_cache:
+            parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
+        return parameter_proxy_cache[name]
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        """Placeholders under the names and defaults of the forward's parameters."""
+        spare_self(self.graph)
+        held = [*self.root.named_parameters(), *self.root.named_buffers()]
+        self._names = {id(tensor): name for name, tensor in reversed(held)}
+        values: dict[str, Any] = {}
+        for name, parameter in inspect.signature(self.root.forward).parameters.items():
+            proxy = self.proxy(add_placeholder(self.graph, parameter))
+            if parameter.kind in _VARIADIC:
+                continue
+            values[name] = self._constants.get(name, proxy)
+
+        def run(*_: Any) -> Any:
+            return self.root.forward(**values)
+
+        return run, []
+
+
+def named_constants(module: nn.Module, concrete_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Constants for parameters of a forward, as scripts write them.
+
+    Entries for ``*args`` and ``**kwargs``, and those without a value, as an inspection of the
+    signature gives them, are dropped.
+
+    >>> import inspect
+    >>> class Loose(nn.Module):
+    ...     def forward(self, x, scale=2, **kwargs):
+    ...         return x * scale
+    >>> parameters = inspect.signature(Loose().forward).parameters.values()
+    >>> named_constants(Loose(), {p.name: p.default for p in parameters})
+    {'scale': 2}
+    """
+    parameters = inspect.signature(module.forward).parameters
+    given = {k: v for k, v in (concrete_args or {}).items() if v is not inspect.Parameter.empty}
+    is_open = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    unknown = [name for name in given if name not in parameters]
+    if unknown and not is_open:
+        raise ValueError(
+            f"concrete_args names {unknown}, which {type(module).__name__}.forward does not take; "
+            f"pass parameters of it: {', '.join(parameters)}"
+        )
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in parameters or parameters[name].kind not in _VARIADIC
+    }
+
+
 # --- containers ----------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Containers:
-    """The depth of a joined graph: some containers are entered, all else is called."""
-
-    paths: frozenset[str]
-
-    def __call__(self, module: nn.Module, path: str) -> bool:
-        """Whether the module at `path` stays one call."""
-        return path not in self.paths
-
-
 @dataclass
 class Joined:
-    """One graph of a root and of the containers below it; targets are paths from the root.
-
-    Parameters
-    ----------
-    graph
-        The graph.
-    sizes
-        Conditions on the sizes of its inputs; None for a preview.
-    fixed
-        Arguments that a preview has as constants.
-    """
+    """One graph of a root and of the containers below it; targets are paths from the root."""
 
     graph: fx.Graph
+    #: conditions on the sizes of its inputs; None for a preview
     sizes: list[str] | None = None
+    #: arguments that a preview has as constants
     fixed: dict[str, Any] = field(default_factory=dict)
 
 
@@ -185,27 +274,23 @@ def join(
 
     With `inputs` it is captured, for a batch of any size; without, it is traced with proxies.
 
-    Raises
-    ------
-    TraceError
-        If the root and its containers do not fit into a graph.
-
-    Examples
-    --------
     >>> from torch import nn
     >>> net = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2))
     >>> [str(node.target) for node in join(net, ["", "0"], None).graph.nodes]
     ['input', '0.0', '0.1', '1', 'output']
     """
-    depth = Containers(frozenset(containers))
+
+    def is_leaf(_: nn.Module, path: str) -> bool:
+        return path not in containers
+
     with as_before(root):
         check_traceable(root)
         if inputs is None:
             fixed = constants_of(root, concrete_args or {})
-            return Joined(preview(root, depth, fixed)[0], fixed=fixed)
+            return Joined(preview(root, is_leaf, fixed)[0], fixed=fixed)
         from slapo.graph.trace.capture import capture  # brings torch._dynamo: a second
 
-        found = capture(root, *inputs, depth, any_batch=True)
+        found = capture(root, *inputs, is_leaf, any_batch=True)
     return Joined(found.graph, found.sizes)
 
 
@@ -216,13 +301,7 @@ def trace_containers(
     concrete_args: Mapping[str, Any],
     shared: Shared,
 ) -> TraceResult:
-    """Trace the containers; their own graphs are made when somebody looks at them.
-
-    Raises
-    ------
-    TraceError
-        If the root and its containers do not fit into one graph.
-    """
+    """Trace the containers as one graph; their own are made when somebody looks at them."""
     graph = join(root, containers, inputs, concrete_args).graph
     called = [str(node.target) for node in graph.find_nodes(op="call_module")]
     result = TraceResult()
@@ -232,42 +311,37 @@ def trace_containers(
             raise TraceError(f"{path!r} cannot be a graph: no module above it calls it")
         if type(module).forward is nn.Module.forward:
             continue  # a mere namespace, such as a list of layers
-        show = _Show(root, module, inputs, dict(concrete_args) if not path else {}, shared)
+        constants = {} if path else dict(concrete_args)
         start = f"{path}." if path else ""
         below = frozenset(t.removeprefix(start) for t in called if t.startswith(start))
         inner = frozenset(c.removeprefix(start) for c in containers if c.startswith(start))
         result.traces[path] = Trace(
             origin_of(module),
             Depth(),
-            show,
+            partial(_own_graph, root, module, inputs, constants, shared),
             inputs=inputs,
-            constants=show.constants,
+            constants=constants,
             called=below | inner,
             shared=shared,
         )
     return result
 
 
-@dataclass
-class _Show:
-    """Makes the graph of a container when it is asked for."""
-
-    root: nn.Module
-    module: nn.Module
-    inputs: Inputs | None
-    constants: dict[str, Any]
-    shared: Shared
-
-    def __call__(self) -> fx.Graph:
-        with as_before(self.root):
-            if self.inputs is None:
-                return preview(self.module, Depth(), self.constants)[0]
+def _own_graph(
+    root: nn.Module,
+    module: nn.Module,
+    inputs: Inputs | None,
+    constants: dict[str, Any],
+    shared: Shared,
+) -> fx.Graph:
+    with as_before(root):
+        if inputs is None:
+            return preview(module, Depth(), constants)[0]
+        if module is not root:
             from slapo.graph.trace.examples import inputs_within
 
-            inputs = self.inputs
-            if self.module is not self.root:
-                inputs = inputs_within(self.root, inputs, self.module)
-            return captured(self.module, *inputs, Depth(), self.shared).graph
+            inputs = inputs_within(root, inputs, module)
+        return captured(module, *inputs, Depth(), shared).graph
 
 
 def containers_down_to(paths: Collection[str], exists: Callable[[str], bool]) -> list[str]:

@@ -11,26 +11,18 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from slapo.graph.trace.leaves import tensor_slots
 from slapo.graph.trace.nodes import HeldModule
 from slapo.wrapper import innermost
 
 
 @dataclass
 class View:
-    """One graph of a traced module, as matching and rewriting take it.
-
-    Parameters
-    ----------
-    module
-        The traced module.
-    graph
-        The graph.
-    is_shown
-        True for the graph that the schedule sees.
-    """
+    """One graph of a traced module, as matching and rewriting take it."""
 
     module: nn.Module
     graph: fx.Graph
+    #: True for the graph that the schedule sees
     is_shown: bool = True
 
     @property
@@ -139,13 +131,10 @@ def _without_tensors(module: nn.Module) -> nn.Module:
         state[name] = type(state[name])()
     state["traceable"] = False  # it was a call, and stays one
     new.__dict__.update(state)
-    for table in (new._parameters, new._buffers):
-        for name, tensor in table.items():
-            if tensor is not None:
-                table[name] = _blank(tensor, tensor.dtype, tensor.device)
     for name, child in new._modules.items():
-        if child is not None:
-            new._modules[name] = _without_tensors(child)
+        new._modules[name] = None if child is None else _without_tensors(child)
+    for table, name, tensor in tensor_slots(new):
+        table[name] = _blank(tensor, tensor.dtype, tensor.device)
     return new
 
 
@@ -197,14 +186,7 @@ def _renew(stub: nn.Module, owner: nn.Module, device: torch.device | None) -> No
     held = [*owner.parameters(), *owner.buffers()]
     device = held[0].device if device is None and held else device
     floating = next((t.dtype for t in held if t.is_floating_point()), None)
-    for module in stub.modules():
-        tables = () if isinstance(module, torch.jit.ScriptModule) else _tables(module)
-        for table, name, tensor in tables:
-            dtype = (floating or tensor.dtype) if tensor.is_floating_point() else tensor.dtype
-            if (tensor.dtype, tensor.device) != (dtype, device or tensor.device):
-                table[name] = _blank(tensor, dtype, device or tensor.device)
-
-
-def _tables(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
-    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-    return [(table, k, t) for table in tables for k, t in table.items() if t is not None]
+    for table, name, tensor in tensor_slots(stub):
+        dtype = (floating or tensor.dtype) if tensor.is_floating_point() else tensor.dtype
+        if (tensor.dtype, tensor.device) != (dtype, device or tensor.device):
+            table[name] = _blank(tensor, dtype, device or tensor.device)
