@@ -88,7 +88,7 @@ def capture(
     """Write down what ``root.forward`` does with arguments like these.
 
     Nothing stays changed or patched, and the module's own hooks are not captured. Gradients and
-    autocast are as they are on. The graph shows which module, line and reason a TraceError names.
+    autocast are as they are on. A TraceError names the module, the line and the remedy.
 
     Parameters
     ----------
