@@ -233,7 +233,7 @@ class Node:
     def follow(self, name: str) -> None:
         """See a module that the user has put in the place of a child, or has added."""
         child, present = self.child.get(name), _slot(self.mod, name)
-        if child is None and (present is None or _is_transparent(present, name, self._hidden())):
+        if child is None and (present is None or _is_transparent(present, name, self._hides)):
             return
         if child is None and self._is_kept_whole():
             return
@@ -292,7 +292,7 @@ class Node:
         """What to say of a path to a module that graphs do not call any more."""
         for above, node in self.named_schedules():
             name = path[len(above) :].lstrip(".") if path.startswith(above) else ""
-            if name and name in node._hidden():
+            if name and node._hides(name):
                 below = [p for p, _ in self.named_schedules() if p.startswith(f"{path}.")]
                 return (
                     f"{path!r} was inlined when {node.path or 'the root'} was traced, whose graph "
@@ -419,9 +419,12 @@ class Node:
                 owner._modules[name] = new
             node.rebuild_children()
 
-    def rebuild_children(self) -> None:
-        """Make the children agree with the module; nodes of unchanged modules stay."""
-        modules = {} if self._is_kept_whole() else children_of(self.mod, self._hidden())
+    def rebuild_children(self, deep: bool = False) -> None:
+        """Make the children agree with the module; nodes of unchanged modules stay.
+
+        With `deep` those below too, as after a trace.
+        """
+        modules = {} if self._is_kept_whole() else children_of(self.mod, self._hides)
         child = self.child
         left = [node for name, node in child.items() if modules.get(name) is not node.mod]
         for node in left:
@@ -435,19 +438,22 @@ class Node:
             child.update(ordered)
         for node in left:
             node._forget()
-        if _is_flat(innermost(self.mod)) or self.graph_above()[0] is not None:
-            for node in child.values():
-                if node.child:  # from before the trace
-                    node.rebuild_children()
+        for node in child.values() if deep else ():
+            if node.child:
+                node.rebuild_children(deep=True)
 
-    def _hidden(self) -> frozenset[str]:
-        """Paths from here of modules that a flat graph has inlined, but for its own children."""
+    def _hides(self, name: str) -> bool:
+        """Whether a flat graph has inlined the module at a path, its own children aside."""
         own = inlined_in(innermost(self.mod))
         if own:
-            return own - children_of(self.mod).keys()
+            return name in own and not self._is_direct(name)
         graph, start = self.graph_above()
-        inlined = frozenset() if graph is None else inlined_in(innermost(graph.mod))
-        return frozenset(p[len(start) + 1 :] for p in inlined if p.startswith(f"{start}."))
+        return graph is not None and f"{start}.{name}" in inlined_in(innermost(graph.mod))
+
+    def _is_direct(self, name: str) -> bool:
+        """Whether only lists stand between here and a path."""
+        ends = [k for k, letter in enumerate(name) if letter == "."]
+        return all(isinstance(_slot(self.mod, name[:end]), nn.ModuleList) for end in ends)
 
     def _is_kept_whole(self) -> bool:
         """Whether a flat trace above was told to leave this module alone."""
@@ -489,7 +495,7 @@ class Node:
         if present is not None:
             del self.child[name]
             present._forget()
-        if module is not None and not _is_transparent(module, name, self._hidden()):
+        if module is not None and not _is_transparent(module, name, self._hides):
             self.child[name] = self._make_child(name, module)  # last, where modules are added
 
     def _make_child(self, name: str, module: nn.Module) -> Any:
@@ -523,7 +529,7 @@ class Node:
 
 
 def children_of(
-    module: nn.Module, inlined: frozenset[str] = frozenset(), prefix: str = ""
+    module: nn.Module, hides: Callable[[str], bool], prefix: str = ""
 ) -> dict[str, nn.Module]:
     """Children as the schedule names them.
 
@@ -532,8 +538,8 @@ def children_of(
 
     Parameters
     ----------
-    inlined
-        Paths of modules whose operations are in a graph.
+    hides
+        Of a name, whether the operations of that module are in a graph.
     prefix
         Stands before all names, with a dot.
     """
@@ -542,8 +548,8 @@ def children_of(
     found: dict[str, nn.Module] = {}
     for name, child in module._modules.items():
         full = f"{prefix}{name}"
-        if child is not None and _is_transparent(child, full, inlined):
-            found.update(children_of(child, inlined, f"{full}."))
+        if child is not None and _is_transparent(child, full, hides):
+            found.update(children_of(child, hides, f"{full}."))
         elif child is not None:
             found[full] = child
     return found
@@ -553,14 +559,14 @@ def _is_flat(module: nn.Module) -> bool:
     return bool(inlined_in(module) or kept_whole_in(module))
 
 
-def _is_transparent(module: nn.Module, name: str, inlined: frozenset[str]) -> bool:
+def _is_transparent(module: nn.Module, name: str, hides: Callable[[str], bool]) -> bool:
     """Whether a module is no node, and its children belong to what is around it.
 
     One that a graph has inlined, but whose own parameters it reads, is a node: of those.
     """
     if isinstance(module, nn.ModuleList):
         return True
-    return name in inlined and all(p is None for p in module._parameters.values())
+    return hides(name) and all(p is None for p in module._parameters.values())
 
 
 def _slot(parent: nn.Module, name: str) -> nn.Module | None:

@@ -320,7 +320,7 @@ def _attach(sch: Node, result: TraceResult) -> None:
         module = innermost(sch.mod.get_submodule(path))
         attach(module, trace)
         if path in sch:
-            sch[path].rebuild_children()
+            sch[path].rebuild_children(deep=True)
     if result.skipped:
         path, reason = next(iter(result.skipped.items()))
         logger.info(

@@ -179,6 +179,7 @@ class _Tracer(fx.Tracer):
         self._is_leaf, self._constants = is_leaf, constants
         self.entered: set[str] = set()
         self._names: dict[int, str] = {}
+        self._below: set[nn.Module] = set()
 
     def is_leaf_module(self, module: nn.Module, path: str) -> bool:
         """Whether a call of `module` is one node."""
@@ -189,7 +190,7 @@ class _Tracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Modules that the forward itself makes are no children, and are run."""
-        if all(m is not each for each in self.root.modules()):
+        if m not in self._below:
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
 
@@ -207,6 +208,7 @@ class _Tracer(fx.Tracer):
     ) -> tuple[Any, list[Any]]:
         """Placeholders under the names and defaults of the forward's parameters."""
         spare_self(self.graph)
+        self._below = set(self.root.modules())
         held = [*self.root.named_parameters(), *self.root.named_buffers()]
         self._names = {id(tensor): name for name, tensor in reversed(held)}
         values: dict[str, Any] = {}
