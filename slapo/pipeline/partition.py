@@ -88,7 +88,7 @@ def generate_pipeline_partition(sch: N) -> N:
     joined = _join_each(root, containers)
     parts = {kind: _split(root, each, cuts) for kind, each in joined.items()}
     _check_alike(parts)
-    for kind in [kind for kind in parts if not _is_told(kind, parts)]:
+    for kind in [kind for kind in parts if not _shows_everywhere(kind, parts)]:
         del parts[kind], joined[kind]
     count = len(next(iter(parts.values())))
     given = [t.device for t in tensors(trace_of(root).inputs)]
@@ -130,7 +130,7 @@ def _join_each(root: Traced, containers: list[str]) -> dict[Kind, Joined]:
         except TraceError as error:
             if Kind(root.training) not in found:
                 raise
-            logger.info("the stages serve no batch of %s: %s", _named(training), error)
+            logger.info("the stages do not serve every call in %s: %s", _named(training), error)
     return found
 
 
@@ -148,7 +148,7 @@ def _with_rows(inputs: Any, least: int) -> Any:
     return map_leaves(inputs, rows)
 
 
-def _is_told(kind: Kind, parts: Mapping[Kind, list[StageGraph]]) -> bool:
+def _shows_everywhere(kind: Kind, parts: Mapping[Kind, list[StageGraph]]) -> bool:
     """Whether each stage can tell from what it receives that a batch is of one sample."""
     many, one = parts[Kind(kind.training)], parts[kind]
     alike = all(len(a.received) == len(b.received) for a, b in zip(many, one, strict=True))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 import torch
@@ -105,7 +106,7 @@ class PipelineInputs:
         order = list(self._signature.parameters)[:count]
         args, kwargs = [given[name] for name in order], {name: given[name] for name in names}
         failing = [
-            next((c for c in each if not size_check([c])(args, kwargs)), None)
+            next((c for c in each if not _check_of(c)(args, kwargs)), None)
             for each in self._conditions
         ]
         if None in failing:
@@ -118,6 +119,11 @@ class PipelineInputs:
             f"{self._label}: the stages hold for inputs with {condition} only; pass such, or trace "
             "with example inputs of other sizes"
         )
+
+
+@lru_cache(maxsize=1024)  # asked for each micro-batch
+def _check_of(condition: str) -> Callable[[Any, Any], bool]:
+    return size_check([condition])
 
 
 def _outline(value: Any) -> Any:

@@ -45,7 +45,7 @@ class _Facts:
         return default
 
     def zeros(self, *shape: int) -> Tensor:
-        """Of the dtype of the parameters."""
+        """Zeros of the dtype that the parameters have."""
         floating = (p.dtype for p in self.module.parameters() if p.is_floating_point())
         return torch.zeros(shape, dtype=next(floating, torch.get_default_dtype()))
 
@@ -95,7 +95,7 @@ def _spectrogram(facts: _Facts) -> Tensor:
 
 
 def _labels(facts: _Facts) -> Tensor:
-    """Of the shape that the head's loss expects."""
+    """Labels of the shape that the head's loss expects."""
     head, problem = type(facts.module).__name__, getattr(facts.config, "problem_type", None)
     if head.endswith(("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")):
         if problem == "multi_label_classification":

@@ -171,11 +171,11 @@ def _unconditionally(ask: Callable[..., Any], tensor: Any, *args: Any, **kwargs:
 def _functions_kept() -> Iterator[None]:
     """Every ``autograd.Function`` is one node, so that its own backward is kept.
 
-    So is a function that is there for its side effect, as fx was told.
+    A function that torch.fx has registered for its side effect is one node too.
     """
     known = trace_rules._allowed_callable_ids
-    told = [f for f in side_effects if isfunction(f) and not f.__module__.startswith("torch.")]
-    kept = [*set(_subclasses(torch.autograd.Function)), *told]
+    impure = [f for f in side_effects if isfunction(f) and not f.__module__.startswith("torch.")]
+    kept = [*set(_subclasses(torch.autograd.Function)), *impure]
     added = [each for each in kept if id(each) not in known]
     for cls in added:
         known.add(id(cls))
