@@ -251,12 +251,12 @@ class Engine(ABC):
         else:
             whole, parts = batch.cut_unevenly(count)[0]
             part = whole if parts == 1 else whole.part(0, whole.part_size(parts))
-        self._check_call(part)
+        self._check_call(part, training=cut_evenly)
         self._form_before = (form, cut_evenly)
 
-    def _check_call(self, part: Batch) -> None:
+    def _check_call(self, part: Batch, training: bool) -> None:
         if self.lowering.pipelined is not None:
-            self.lowering.pipelined.bind(part.args, part.kwargs)
+            self.lowering.pipelined.bind(part.args, part.kwargs, training)
 
     def _loss_of(self, output: Any, targets: Any) -> Tensor:
         """What to go backward from: the loss of a micro-batch, which counts in this step's."""

@@ -96,8 +96,7 @@ def generate_pipeline_partition(sch: N) -> N:
     stages = [
         make_stage(k, {kind: parts[kind][k] for kind in parts}, root, device) for k in range(count)
     ]
-    present = [each for kind, each in joined.items() if kind.training == root.training]
-    sch.set_module(PipelinedModule(root, stages, present))
+    sch.set_module(PipelinedModule(root, stages, joined))
     return sch
 
 

@@ -15,7 +15,7 @@ from slapo.errors import SlapoError
 from slapo.graph.trace.module import Traced, trace_of
 from slapo.graph.trace.nests import parts, size_check
 from slapo.graph.trace.tree import Joined
-from slapo.pipeline.stage import Stage, owner_at, put_tensor
+from slapo.pipeline.stage import Kind, Stage, owner_at, put_tensor
 from slapo.pipeline.ties import StageTie, ties_of_stages
 from slapo.wrapper import innermost
 
@@ -30,11 +30,11 @@ class PipelineInputs:
     names
         The inputs that any stage uses, in the order in which stage 0 takes them.
     joined
-        The graphs that were cut, for the present mode.
+        Kind of calls -> the graph that was cut.
     """
 
-    def __init__(self, root: Traced, names: Sequence[str], joined: Sequence[Joined]) -> None:
-        first = joined[0]
+    def __init__(self, root: Traced, names: Sequence[str], joined: Mapping[Kind, Joined]) -> None:
+        first = next(iter(joined.values()))
         targets = {n.name: str(n.target) for n in first.graph.find_nodes(op="placeholder")}
         self.names = [targets[name].lstrip("*") for name in names]
         self._signature = inspect.signature(trace_of(root).origin.forward)
@@ -42,9 +42,10 @@ class PipelineInputs:
         self._signature = self._signature.replace(parameters=parameters)
         self._label = f"pipelined {trace_of(root).origin.__name__}"
         # Strides follow from sizes, as every tensor is made contiguous.
-        self._conditions = [
-            [c for c in each.sizes or () if ".stride()" not in c] for each in joined
-        ]
+        self._conditions = {
+            kind: [c for c in each.sizes or () if ".stride()" not in c]
+            for kind, each in joined.items()
+        }
         self._split: tuple[int, tuple[str, ...]] | None = None
         self._traced: dict[str, Any] = dict(first.fixed)
         if first.sizes is not None:
@@ -52,8 +53,10 @@ class PipelineInputs:
             self._split = len(args), tuple(kwargs)
             self._traced = {k: _outline(v) for k, v in self._bound(args, kwargs).items()}
 
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """The tensors, in order.
+    def bind(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool
+    ) -> tuple[Tensor, ...]:
+        """The tensors, in order, for a call in train or in eval mode.
 
         Raises
         ------
@@ -61,7 +64,7 @@ class PipelineInputs:
             If the call is outside of what the stages were cut for, or an input is no tensor.
         """
         given = self._bound(args, kwargs)
-        self._check(given)
+        self._check(given, training)
         return self._take(given)
 
     def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
@@ -93,7 +96,7 @@ class PipelineInputs:
         bound.apply_defaults()
         return dict(bound.arguments)
 
-    def _check(self, given: Mapping[str, Any]) -> None:
+    def _check(self, given: Mapping[str, Any], training: bool) -> None:
         for name, traced in self._traced.items():
             now = _outline(given.get(name))
             if now != traced and name != "use_cache":  # no graph makes a cache, asked or not
@@ -107,9 +110,10 @@ class PipelineInputs:
         args, kwargs = [given[name] for name in order], {name: given[name] for name in names}
         failing = [
             next((c for c in each if not _check_of(c)(args, kwargs)), None)
-            for each in self._conditions
+            for kind, each in self._conditions.items()
+            if kind.training == training
         ]
-        if None in failing:
+        if None in failing or not failing:  # a mode without a graph is refused by the stages
             return
         condition = str(failing[0])
         for k, name in enumerate(order):
@@ -155,7 +159,9 @@ class PipelinedModule(nn.Module):
         What the first stage takes.
     """
 
-    def __init__(self, root: Traced, stages: Sequence[Stage], joined: Sequence[Joined]) -> None:
+    def __init__(
+        self, root: Traced, stages: Sequence[Stage], joined: Mapping[Kind, Joined]
+    ) -> None:
         super().__init__()
         self.training = root.training
         # In a tuple, so that it is no child. Initialisation asks the whole model how.
@@ -194,9 +200,11 @@ class PipelinedModule(nn.Module):
         """All stages, in order."""
         return [stage for stage in self.children() if isinstance(stage, Stage)]
 
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """The tensors that stage 0 takes for a call of the model."""
-        return self.inputs.bind(args, kwargs)
+    def bind(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool | None = None
+    ) -> tuple[Tensor, ...]:
+        """The tensors that stage 0 takes for a call of the model, in its own mode or another."""
+        return self.inputs.bind(args, kwargs, self.training if training is None else training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run every stage in this process."""

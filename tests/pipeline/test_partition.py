@@ -265,6 +265,28 @@ def test_a_model_that_asks_for_a_batch_of_one_serves_any(batch: int) -> None:
     assert torch.equal(sch.mod.eval()(x, scale), model(x, scale))
 
 
+def test_each_mode_asks_for_its_own_sizes() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            if not self.training and x.size(1) > 8:
+                x = x * 2
+            return self.b(x)
+
+    model, short, long = Halves(), torch.randn(3, 5, 4), torch.randn(3, 9, 4)
+    sch = cut(copy.deepcopy(model), "", "a", example_inputs=[short])
+    assert torch.equal(sch.mod(long), model(long))
+    sch.mod.eval()
+    model.eval()
+    assert torch.equal(sch.mod(short), model(short))
+    with pytest.raises(slapo.SlapoError, match=r"hold for inputs with .*x.size\(\)\[1\]"):
+        sch.mod(long)
+
+
 def test_stages_that_cannot_see_the_batch_refuse_one_sample() -> None:
     class Pooled(AsksForOne):
         def forward(self, x: Tensor, scale: Tensor) -> Tensor:

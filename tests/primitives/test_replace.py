@@ -361,6 +361,7 @@ class Typed(nn.Linear):
     [
         (first_rows, "'first_rows' returns one tensor"),
         (lambda x: (x, x), "'_lambda_' returns 2 results"),
+        (lambda x: (x, x, x, x), "'_lambda_' returns 4 results"),
         (nn.Sequential(nn.Linear(4, 4)), "'sequential_0' returns one tensor"),
     ],
 )

@@ -68,8 +68,8 @@ class DeepSpeedEngine(Engine):
                 "trains something"
             )
 
-    def _check_call(self, part: Batch) -> None:
-        super()._check_call(part)
+    def _check_call(self, part: Batch, training: bool) -> None:
+        super()._check_call(part, training)
         fixed = self.settings.micro_batch_size
         sizes = Batch(part.args, part.kwargs, None).lengths()
         if fixed is not None and sizes and sizes != {fixed}:

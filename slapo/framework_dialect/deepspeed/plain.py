@@ -148,7 +148,8 @@ def _adopt(engine: Any, model: Any) -> Any:
     from slapo.framework_dialect.deepspeed.pipe import StagePipelineEngine  # imports DeepSpeed
 
     def bind(inputs: Any) -> tuple[Tensor, ...]:
-        return model.bind(*as_call(inputs, "the inputs of a batch"))
+        training = bool(engine.module.training)
+        return model.bind(*as_call(inputs, "the inputs of a batch"), training=training)
 
     engine = StagePipelineEngine.adopt(engine)
     engine.bind = bind

@@ -225,11 +225,12 @@ class TorchPipelineEngine(TorchEngineBase):
         return id(parameter) not in self._uncounted
 
     # --- steps -------------------------------------------------------------------------------
-    def _check_call(self, part: Batch) -> None:
+    def _check_call(self, part: Batch, training: bool) -> None:
         pipelined = self.lowering.pipelined
         assert pipelined is not None, "this engine runs pipelines only"
-        bound = zip(pipelined.inputs.names, pipelined.bind(part.args, part.kwargs), strict=True)
-        flat = [name for name, tensor in bound if not tensor.dim()]
+        tensors = pipelined.bind(part.args, part.kwargs, training)
+        named = zip(pipelined.inputs.names, tensors, strict=True)
+        flat = [name for name, tensor in named if not tensor.dim()]
         if flat:
             raise ValueError(
                 f"inputs {flat} have no dimensions, and a pipeline cuts all of its inputs along "

@@ -71,14 +71,14 @@ class Plan:
 
 
 def check_results(results: Any, count: int, name: str) -> None:
-    """Refuse too few results for several chains: an index would take rows of a tensor for them."""
+    """Refuse other than one result for each chain: an index would take a tensor's rows for them."""
     is_tensor = isinstance(results, Tensor)
-    if is_tensor or len(results) < count:
+    if is_tensor or len(results) != count:
         given = "one tensor" if is_tensor else f"{len(results)} results"
-        raise SlapoError(too_few_results(repr(name), given, count))
+        raise SlapoError(wrong_results(repr(name), given, count))
 
 
-def too_few_results(callee: str, given: str, count: int) -> str:
+def wrong_results(callee: str, given: str, count: int) -> str:
     """Say what a call must return that takes the place of several chains."""
     return (
         f"{callee} returns {given}, but takes the place of {count} subgraphs side by side; "

@@ -28,7 +28,7 @@ from slapo.graph.rewrite.plan import (
     in_order,
     lay_out,
     subgraph_inputs,
-    too_few_results,
+    wrong_results,
 )
 from slapo.graph.trace.module import Traced, rewrite, rules_of
 from slapo.graph.trace.nodes import HeldModule, called_name
@@ -206,7 +206,7 @@ class Replace(Rule):
             args, kwargs = plan_same_call(node, _called(gm, node), callee, constants)
         elif self.several:
             if callee.returns_tensor:
-                raise SlapoError(too_few_results(callee.label, "one tensor", len(chains)))
+                raise SlapoError(wrong_results(callee.label, "one tensor", len(chains)))
             shared = common_bindings(callee, bindings, constants)
             args, kwargs = plan_call(callee, common_inputs(chains), constants, shared)
         else:
