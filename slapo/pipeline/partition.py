@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from slapo.errors import SlapoError, TraceError
 from slapo.graph.trace.module import Traced, trace_of
 from slapo.graph.trace.nests import OWNER, map_leaves, size_check, tensors
+from slapo.graph.trace.nodes import like_input
 from slapo.graph.trace.tree import Joined, join
 from slapo.graph.trace.views import View
 from slapo.hooks import has_backward_hooks, has_forward_hooks
@@ -230,7 +231,7 @@ def _check_container(node: Node) -> None:
 def _ends_of(cut: Node, graph: fx.Graph) -> list[fx.Node]:
     """Where stages end: after the calls of a module that the cut names, else after every one."""
     path = cut.model_path
-    calls = list(graph.find_nodes(op="call_module", target=path))
+    calls = [_checked(call) for call in graph.find_nodes(op="call_module", target=path)]
     if not calls:  # a container that the graph has entered ends with its last operation
         inside = [n for n in graph.nodes if f"{n.meta.get(OWNER, '')}.".startswith(f"{path}.")]
         calls = inside[-1:]
@@ -249,3 +250,8 @@ def _ends_of(cut: Node, graph: fx.Graph) -> list[fx.Node]:
             )
         return [calls[number] for number in sorted(chosen)]
     return calls
+
+
+def _checked(call: fx.Node) -> fx.Node:
+    """What stands for the result of a call: the check of it, where there is one."""
+    return next((user for user in call.users if user.target is like_input), call)

@@ -99,7 +99,7 @@ class PipelineInputs:
     def _check(self, given: Mapping[str, Any], training: bool) -> None:
         for name, traced in self._traced.items():
             now = _outline(given.get(name))
-            if now != traced and name != "use_cache":  # no graph makes a cache, asked or not
+            if now != traced and name != "use_cache":
                 raise SlapoError(
                     f"{self._label}: {name} is {_shown(now)}, and the stages were cut for "
                     f"{_shown(traced)}; pass what trace_until was given as example_inputs, or "
@@ -131,13 +131,17 @@ def _check_of(condition: str) -> Callable[[Any, Any], bool]:
 
 
 def _outline(value: Any) -> Any:
-    """What must be as in the traced call: types of tensors, their ranks, and all constants."""
+    """What must be as in the traced call: types of tensors, their ranks, and all constants.
+
+    No graph makes a cache, asked or not.
+    """
     if isinstance(value, Tensor):
         return (value.dtype, value.dim())
     elements = parts(value)
     if elements is None:
         return value
-    return (type(value), *[(part.key, _outline(part.value)) for part in elements])
+    items = [(part.key, _outline(part.value)) for part in elements if part.key != "use_cache"]
+    return (type(value), *items)
 
 
 def _shown(outline: Any) -> str:

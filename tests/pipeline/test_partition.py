@@ -265,6 +265,53 @@ def test_a_model_that_asks_for_a_batch_of_one_serves_any(batch: int) -> None:
     assert torch.equal(sch.mod.eval()(x, scale), model(x, scale))
 
 
+class Scan(nn.Module):
+    """Loops over the tokens, as the slow path of Mamba does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return torch.stack([self.fc(x[:, k]) for k in range(x.size(1))], 1)
+
+
+class Short(Scan):
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return super().forward(x)[:, :9] if x.size(1) > 9 else super().forward(x)
+
+
+def scans(last: nn.Module) -> nn.Module:
+    class Scans(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Scan(), last
+
+        def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+            y = self.b(self.a(x))
+            return y + torch.arange(y.size(1), dtype=y.dtype)[:, None]
+
+    return Scans()
+
+
+def test_sizes_that_only_a_layer_asks_for_may_differ() -> None:
+    model = scans(Scan())
+    sch = cut(copy.deepcopy(model), "", "a", example_inputs=[torch.randn(3, 5, 4)])
+    for shape in ((3, 5, 4), (2, 11, 4), (1, 7, 4)):
+        x = torch.randn(shape)
+        assert torch.equal(sch.mod(x, use_cache=False), model(x))
+    assert set(sch.mod.stages[0].sent) == {"x", "like_input"}, "the result is checked where it is"
+
+
+def test_a_layer_that_may_cut_its_input_asks_for_the_size() -> None:
+    model = scans(Short())
+    sch = cut(copy.deepcopy(model), "", "a", example_inputs=[torch.randn(3, 13, 4)])
+    x = torch.randn(2, 13, 4)
+    assert torch.equal(sch.mod(x), model(x))
+    with pytest.raises(slapo.SlapoError, match="hold for inputs with"):
+        sch.mod(torch.randn(2, 7, 4))
+
+
 def test_each_mode_asks_for_its_own_sizes() -> None:
     class Halves(nn.Module):
         def __init__(self) -> None:

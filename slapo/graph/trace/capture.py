@@ -117,7 +117,7 @@ def capture(
     args, kwargs = tuple(args), dict(kwargs)
     modules, entered = _sort_out(root, is_leaf)
     refuse_collected(root, entered, collected_keys())
-    calls = LeafCalls(root, modules)
+    calls = LeafCalls(root, modules, any_batch)
     with surroundings(root, any_batch) as effects:
         example = _Example(root, args, kwargs, shares=not any_batch)
         forward = FunctionType(_call_forward.__code__, {"__builtins__": builtins})

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from slapo.errors import TraceError
 from slapo.graph.trace.leaf_calls import LeafCalls, call_leaf, call_sync
 from slapo.graph.trace.nests import KIND, ONES, OWNER, SYMBOLIC, kind_of, ones_of, parts
-from slapo.graph.trace.nodes import HeldTensor, add_placeholder, spare_self
+from slapo.graph.trace.nodes import HeldTensor, add_placeholder, like_input, spare_self
 from slapo.graph.trace.refusals import CACHE_REFUSED, checked, module_path
 from slapo.graph.trace.torch_private import (
     CaptureOutput,
@@ -288,17 +288,6 @@ class GraphImport:
 
 
 # --- helpers -------------------------------------------------------------------------------------
-def like_input(result: Any, given: Tensor, path: str) -> Any:
-    """Check a result that the graph takes to be like an input: experts that pick their tokens."""
-    if not isinstance(result, Tensor) or result.shape != given.shape:
-        shown = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-        raise TraceError(
-            f"{path!r}, whose sizes follow from values, returned {shown} for an input of shape "
-            f"{tuple(given.shape)}; the graph above holds for results like the input only"
-        )
-    return result
-
-
 def _check_squeeze(node: fx.Node) -> None:
     """Refuse a squeeze of a size that may be 1 in one call and not in another.
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -81,8 +82,8 @@ class _SyncCall:
 class LeafCalls:
     """The leaves of one capture: by path all modules below its root that are not entered."""
 
-    def __init__(self, root: nn.Module, leaves: dict[str, nn.Module]) -> None:
-        self.root, self.leaves = root, leaves
+    def __init__(self, root: nn.Module, leaves: dict[str, nn.Module], any_batch: bool) -> None:
+        self.root, self.leaves, self._any_batch = root, leaves, any_batch
         #: path -> how to assemble the last result
         self.structures: dict[str, Any] = {}
         #: path -> the steps to each tensor in the result
@@ -160,7 +161,8 @@ class LeafCalls:
             key = (self._keys[path], _shape_key((args, kwargs)), torch.is_grad_enabled())
         given = tensors([args, kwargs])
         if key not in self._known:
-            result = self._run(path, args, kwargs)
+            run = self._run_unpinned if self._any_batch else self._run
+            result = run(path, args, kwargs)
             with torch._C.DisableTorchFunction():
                 self._known[key] = _without_history(result, given), path in self.assumed
         result, assumed = self._known[key]
@@ -170,6 +172,26 @@ class LeafCalls:
             return map_leaves(
                 result, lambda v: given[v] if isinstance(v, _Given) else _copy_of_fake(v)
             )
+
+    def _run_unpinned(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a leaf so that a loop of it over a size does not fix the size for the graph.
+
+        Such a leaf is taken to return what is like its first input, if it does so here.
+        """
+        mode, given = detect_fake_mode(), tensors([args, kwargs])
+        env = None if mode is None else mode.shape_env
+        if env is None or not given:
+            return self._run(path, args, kwargs)
+        try:
+            with mock.patch.object(env, "_check_frozen", _refuse_pin):
+                return self._run(path, args, kwargs)
+        except _PinnedError:
+            pass
+        with env.suppress_guards():
+            result = self._run(path, args, kwargs)
+            if isinstance(result, Tensor) and _form(result) == _form(given[0]):
+                return self._assume(path, args, kwargs)
+        return self._run(path, args, kwargs)
 
     def _run(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the leaf itself on fake tensors."""
@@ -198,7 +220,7 @@ class LeafCalls:
                 self.left_behind.append((f"{path}.{inner}".rstrip("."), name))
 
     def _assume(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Experts that pick their tokens return a tensor like their input; the graph checks it."""
+        """A tensor like the first input, which the graph checks: experts that pick tokens, say."""
         given = tensors([args, kwargs])
         if not given:
             raise TraceError(f"the sizes of the result of {path!r} follow from values")
@@ -286,6 +308,19 @@ def _fake_counters(module: nn.Module, mode: FakeTensorMode | None) -> Iterator[N
     finally:
         for table, name, buffer in replaced:
             table[name] = buffer
+
+
+class _PinnedError(Exception):
+    pass
+
+
+def _refuse_pin(_condition: Any, value: Any) -> None:
+    if value.is_number:  # the size itself is asked for, and not whether it is of some kind
+        raise _PinnedError
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor.dtype, *map(int, tensor.shape))
 
 
 def _follows_from_values(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
 from slapo.errors import TraceError
@@ -87,6 +87,17 @@ class HeldModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         return self.module(*args, **kwargs)
+
+
+def like_input(result: Any, given: Tensor, path: str) -> Any:
+    """Check a result that the graph takes to be like an input, whatever the sizes of a call."""
+    if not isinstance(result, Tensor) or result.shape != given.shape:
+        shown = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise TraceError(
+            f"{path!r} returned {shown} for an input of shape {tuple(given.shape)}; it returned "
+            "one like its input when the graph above was captured, which holds for such only"
+        )
+    return result
 
 
 def called_name(node: fx.Node) -> str:
