@@ -82,12 +82,21 @@ class Times:
 
 
 def timed(run: Callable[[], T], collect: bool = True) -> tuple[Times, T]:
-    """Call `run`; with `collect`, garbage of earlier measurements is collected before it."""
+    """Call `run`; with `collect`, garbage of earlier measurements is collected before it.
+
+    Its own collections do not search the objects of torch and other packages then, which a long
+    run would do and a short one would not.
+    """
     if collect:
         gc.collect()
-    wall, cpu = time.perf_counter(), time.process_time()
-    value = run()
-    return Times(time.process_time() - cpu, time.perf_counter() - wall), value
+        gc.freeze()
+    try:
+        wall, cpu = time.perf_counter(), time.process_time()
+        value = run()
+        return Times(time.process_time() - cpu, time.perf_counter() - wall), value
+    finally:
+        if collect:
+            gc.unfreeze()
 
 
 def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float:

@@ -272,7 +272,7 @@ def carry_out(module: fx.GraphModule, rule: Rule, keep_modules: bool = False) ->
         raise ValueError(f"{rule} was carried out already; make another rule")
     called = [str(node.target) for node in plan.nodes if node.op == "call_module"]
     rewrite(home, rule)
-    if not keep_modules:
+    if called and not keep_modules:
         used = [targets_of(view.graph) for view in views_of(home)]
         park_unused(home, [t for t in called if not any(is_used(each, t) for each in used)])
     assert plan.call is not None
