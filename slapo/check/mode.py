@@ -41,7 +41,7 @@ from slapo.check.shared import followed, is_shared
 from slapo.check.sizes import ANY, OperationLog, Shape
 from slapo.random import get_rng_tracker
 from slapo.sharding.groups import group_rank, group_size, share_of
-from slapo.sharding.steps import SUM_SHARED, Step
+from slapo.sharding.steps import SHARE, SUM_SHARED, Step
 
 #: Operations that draw random numbers.
 _DRAWS = {"native_dropout", "bernoulli", "rand", "randn", "randint", "uniform", "normal"}
@@ -198,8 +198,9 @@ class PlaceMode(OperationLog):
             return function(tensor, group, **arguments)
         place, axis = place_of(tensor), arguments.get(step.takes_along)
         total = arguments.get("total")
-        # Of masked tokens the rows are given, and no group; of a shared slice those that share it.
-        other = step.gives == MASKED or step == SUM_SHARED
+        # Steps for masked tokens and for 1/n of a tensor are given no group; a shared slice has one
+        # of its own.
+        other = step.gives == MASKED or step in (SHARE, SUM_SHARED)
         why = "" if other else self._other_ranks(group)
         why = why or self._wrong_for(step, place, axis, tensor, total)
         if why:

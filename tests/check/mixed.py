@@ -10,7 +10,7 @@ import functools
 import logging
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,8 +56,8 @@ class Plan:
     done: list[str] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)
     decisions: list[str] = field(default_factory=list)
-    #: of the model before it was scheduled, by name
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    #: address -> a tensor, and its name in the model that is scheduled
+    tensors: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, seed: int) -> Plan:
@@ -93,6 +93,12 @@ class Plan:
     def example(self) -> Batch:
         return self.model.batch(3, 6 if self.spreads else 7, 9)
 
+    def note(self, model: nn.Module, names: Collection[str]) -> None:
+        """Remember what is called by one of `names`: a fusion to come may move it."""
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if name in names and not tensor.is_meta:
+                self.tensors[tensor.data_ptr()] = tensor, name
+
     def apply(self, sch: slapo.Schedule, is_cut: bool) -> None:
         """Choose the moves, and carry out those that are not refused.
 
@@ -118,9 +124,11 @@ class Plan:
             model, ends = self.model, (end,) if is_cut else ()
             run = functools.partial(cut, model=model, ends=ends, tracer=tracer, inputs=inputs)
             moves.insert(place, Move("cut", f"after {end}", 5, run))
-        self.decisions = steps.decisions
+        self.decisions, names = steps.decisions, sch.mod.state_dict().keys()
+        self.note(sch.mod, names)
         for move in moves:
             self._carry_out(sch, move)
+            self.note(sch.mod, names)
 
     def _carry_out(self, sch: slapo.Schedule, move: Move) -> None:
         try:
@@ -187,7 +195,6 @@ def judge(plan: Plan, mesh: Any) -> Pair:
 def _scheduled(plan: Plan, mesh: Any, is_cut: bool = True) -> tuple[Any, nn.Module]:
     model = plan.model.build()
     original = copy.deepcopy(model)
-    plan.tensors = dict(model.state_dict(keep_vars=True))
     sch = slapo.create_schedule(model, group=mesh["tp"])
     try:
         plan.apply(sch, is_cut)
@@ -298,12 +305,10 @@ def _compared(
     start, end = before.state_dict(), after.state_dict()
     changes = {name: float((end[name] - start[name]).abs().max()) for name in end}
     largest = max(changes.values())
-    names = {t.data_ptr(): name for name, t in plan.tensors.items() if not t.is_meta}
     found = set()
     for held, (value, spec) in parts.items():
-        name = (
-            held if held in end else names.get(value.data_ptr(), "")
-        )  # fused modules hold it elsewhere
+        _, moved = plan.tensors.get(value.data_ptr(), (value, ""))
+        name = held if held in end else moved  # fused modules hold it elsewhere
         if not name:
             continue
         found.add(name)

@@ -365,6 +365,16 @@ def test_collectives_of_torch_over_other_ranks() -> None:
             )
 
 
+def test_a_share_of_a_bias_is_one_over_the_ranks_of_the_schedule() -> None:
+    with fake_world(4, 1):
+        pair = dist.new_group([0, 1], use_local_synchronization=True)
+        sch = slapo.create_schedule(Block(), group=pair)
+        sch["fc1"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
+        sch["fc2"].fork_rng()  # so that the sum is formed around the layer
+        sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+        check(sch, X)
+
+
 def test_functional_collectives_in_a_hook(two_ranks: None) -> None:
     from torch.distributed import _functional_collectives as functional
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
@@ -331,6 +332,23 @@ def test_models_on_meta_and_with_weights_share_code() -> None:
     assert all(p.is_meta for p in module.parameters())
     module.to_empty(device="cpu").load_state_dict(plain.state_dict())
     assert_alike(module, plain, torch.rand(3, 4))
+
+
+@pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
+def test_a_norm_that_counts_may_be_taken_out(tracer: str) -> None:
+    """Captures to come see a stand-in of it, to whose statistics its forward writes."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
+    module = copy.deepcopy(plain)
+    sch = slapo.create_schedule(module)
+    inputs = {} if tracer == "pytorch" else {"example_inputs": torch.rand(3, 4)}
+    assert sch.trace(tracer=tracer, **inputs)
+    sch.fuse(sch.find(lambda x: F.relu(slapo.call_module("1", x))), name="NormRelu")
+    for training, size in ((True, 3), (True, 5), (False, 7), (True, 3)):
+        x = torch.rand(size, 4)
+        torch.testing.assert_close(module.train(training)(x), plain.train(training)(x))
+    held = dict(module.named_buffers())
+    for name, buffer in plain[1].named_buffers():
+        torch.testing.assert_close(held[f"NormRelu_0.1.{name}"], buffer)
 
 
 def test_a_child_may_have_attributes_of_any_name() -> None:

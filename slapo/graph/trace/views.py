@@ -139,9 +139,11 @@ def _without_tensors(module: nn.Module) -> nn.Module:
 
 
 def _blank(like: Tensor, dtype: torch.dtype, device: torch.device) -> Any:
-    """Zeros of the shape of a tensor, in the memory of one."""
-    zeros = torch.zeros((), dtype=dtype, device=device).expand(like.shape)
-    return nn.Parameter(zeros, like.requires_grad) if isinstance(like, nn.Parameter) else zeros
+    """Zeros of the shape of a tensor; a parameter, which no forward writes to, takes no memory."""
+    if not isinstance(like, nn.Parameter):
+        return torch.zeros(like.shape, dtype=dtype, device=device)
+    zero = torch.zeros((), dtype=dtype, device=device)
+    return nn.Parameter(zero.expand(like.shape), like.requires_grad)
 
 
 @contextmanager
