@@ -89,10 +89,7 @@ class RNGTracker:
                 f"seed {seed} for {name!r} is that of another random state, which would draw the "
                 f"same numbers; pick a seed other than {sorted(self._seeds)}"
             )
-        self._states[name] = {
-            device: torch.Generator(device).manual_seed(seed).get_state()
-            for device in _device_types()
-        }
+        self._states[name] = _seeded(seed, _device_types())
         self._seeds.add(seed)
 
     @contextmanager
@@ -361,7 +358,7 @@ def tracker_kept(tp_rank: int = 0, seed: int = 2013) -> Iterator[None]:
     """
     states = _tracker.get_states()
     if not states:
-        _tracker.add(TENSOR_PARALLEL, seed + tp_rank)
+        _tracker.set_states({TENSOR_PARALLEL: _seeded(seed + tp_rank, _started_devices())})
     try:
         yield
     finally:
@@ -392,6 +389,16 @@ def _seed_numpy(seed: int) -> None:
 def _device_types() -> list[str]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+
+
+def _started_devices() -> list[str]:
+    """Device types that this process uses: to ask another one would start it."""
+    types = _device_types()
+    return [t for t in types if t == "cpu" or torch.get_device_module(t).is_initialized()]
+
+
+def _seeded(seed: int, devices: list[str]) -> RNGState:
+    return {device: torch.Generator(device).manual_seed(seed).get_state() for device in devices}
 
 
 def _generators(device: str) -> ModuleType:

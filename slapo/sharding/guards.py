@@ -178,9 +178,17 @@ def _ranks_of_fsdp(module: Any) -> list[list[int]]:
     if isinstance(module, FullyShardedDataParallel):
         return [dist.get_process_group_ranks(module.process_group)]
     if isinstance(module, FSDPModule):
-        groups = module._get_fsdp_state()._fsdp_param_groups
+        groups = _parameter_groups(module)
         return [each.mesh_info.mesh.mesh.flatten().tolist() for each in groups]
     return []
+
+
+def _parameter_groups(module: Any) -> list[Any]:
+    """FSDP2's groups of parameters; older releases of torch have one at most."""
+    state = module._get_fsdp_state()
+    one = getattr(state, "_fsdp_param_group", None)
+    groups: list[Any] = getattr(state, "_fsdp_param_groups", [] if one is None else [one])
+    return groups
 
 
 def _refuse_lost_sums(module: Any) -> None:
@@ -197,8 +205,7 @@ def _refuse_lost_sums(module: Any) -> None:
             for name in {**state.tags, **state.specs}
         ]
     elif isinstance(module, FSDPModule):
-        groups = module._get_fsdp_state()._fsdp_param_groups
-        found = [p for each in groups for p in each.fsdp_params]
+        found = [p for each in _parameter_groups(module) for p in each.fsdp_params]
         infos = [p._module_info for p in found if not is_summed(p.sharded_param)]
         places = [(innermost(info.module), info.param_name) for info in infos]
     for owner, name in places:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.graph.served import assert_alike, make, number_of_captures, rewritten
+from tests.versions import guards_classes
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 GAIN = 2.0
@@ -261,8 +262,8 @@ def test_a_function_that_is_bound_anew_is_called(
     [
         (amplified, None, "GAIN"),
         (lambda self, x: x * SETTINGS.gain, SETTINGS, "gain"),
-        (lambda self, x: x * Defaults.scale, Defaults, "scale"),
-        (Gains.forward, Gains, "gain"),
+        pytest.param(lambda self, x: x * Defaults.scale, Defaults, "scale", marks=guards_classes),
+        pytest.param(Gains.forward, Gains, "gain", marks=guards_classes),
     ],
 )
 def test_a_global_that_is_set_is_read(
@@ -314,7 +315,7 @@ class Computed:
     ("config", "name", "set_name"),
     [
         (Defaults, "scale", "scale"),
-        (Aliased, "width", "n"),
+        pytest.param(Aliased, "width", "n", marks=guards_classes),
         (Stored, "scale", "scale"),
         (Computed, "scale", "half"),
     ],

@@ -21,6 +21,7 @@ from slapo.op.gated import GatedMLP, gated_gelu, gated_silu
 from slapo.op.norm import RMSNorm
 from tests.op.test_gated import MLP, numbers, same
 from tests.op.test_norm import GemmaNorm, LlamaNorm
+from tests.versions import interprets_loops, t5_takes_attention
 
 ROOT = Path(__file__).parent.parent.parent
 needs_liger = pytest.mark.skipif(
@@ -271,7 +272,9 @@ def test_norms_that_torch_has_a_kernel_for_or_that_mix_types(calls: list[Any]) -
     [
         ("llama", {}, {"swiglu"}),
         ("gemma", {}, {"geglu", "gemma"}),
-        ("t5", {"feed_forward_proj": "gated-gelu"}, {"geglu"}),
+        pytest.param(
+            "t5", {"feed_forward_proj": "gated-gelu"}, {"geglu"}, marks=t5_takes_attention
+        ),
     ],
 )
 def test_recipes_ask_for_them(
@@ -305,6 +308,7 @@ def worker(*arguments: str, **environment: str) -> str:
 
 
 @needs_liger
+@interprets_loops
 def test_kernels_in_the_interpreter() -> None:
     found = worker("interpret").split()
     assert found[::2] == ["silu", "gelu", "llama", "gemma"]

@@ -159,6 +159,8 @@ def test_set_in_what_is_part_of_a_graph_is_refused() -> None:
 
 
 # --- compile -------------------------------------------------------------------------------------
+# Dynamo of torch 2.14 asks intermediates for their gradient.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compile_keeps_modules_names_and_numbers() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU()))
     x, names = torch.randn(3, 4), list(model.state_dict())
@@ -177,6 +179,8 @@ def test_compile_keeps_modules_names_and_numbers() -> None:
         slapo.create_schedule(nn.ModuleList([nn.Linear(2, 2)])).compile()
 
 
+# Dynamo of torch 2.11 warns of generators, and goes on.
+@pytest.mark.filterwarnings("ignore:.*Dynamo does not know how to trace the builtin:UserWarning")
 def test_compile_with_checkpoints_and_hooks() -> None:
     """Whatever is put around it, before or after, runs too."""
     for first in (True, False):

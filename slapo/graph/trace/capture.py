@@ -354,9 +354,11 @@ def _kept(guard: Any, opaque: Collection[str], gone: tuple[str, ...]) -> bool:
     name = guard.name
     if not _is_asked(name, gone) or guard.create_fn_name() == "WEAKREF_ALIVE":
         return False
+    given = getattr(guard.create_fn, "keywords", None) or {}
+    if "source_b" in given and not _is_asked(given["source_b"].name, gone):
+        return False  # the same object as one that is not in sight
     if name == "L['module']" or name in opaque:  # of any class, but with the attributes they have
-        attribute = (getattr(guard.create_fn, "keywords", None) or {}).get("attr", "forward")
-        return attribute not in ("__call__", "forward")
+        return given.get("attr", "forward") not in ("__call__", "forward")
     return guard.create_fn_name() != "TENSOR_MATCH" or not _IN_MODULE.search(name)
 
 

@@ -7,6 +7,8 @@ import dataclasses
 import inspect
 import operator
 from collections.abc import Collection, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,16 @@ from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
 from slapo.graph.trace.leaf_calls import LeafCalls, call_leaf, call_sync
-from slapo.graph.trace.nests import KIND, ONES, OWNER, SYMBOLIC, kind_of, ones_of, parts
+from slapo.graph.trace.nests import (
+    KIND,
+    ONES,
+    OWNER,
+    SYMBOLIC,
+    kind_of,
+    ones_of,
+    parts,
+    tensors,
+)
 from slapo.graph.trace.nodes import HeldTensor, add_placeholder, like_input, spare_self
 from slapo.graph.trace.refusals import CACHE_REFUSED, checked, module_path
 from slapo.graph.trace.torch_private import (
@@ -140,6 +151,8 @@ class GraphImport:
         if self.any_batch and getattr(target, "__name__", target) in ("squeeze", "squeeze_"):
             _check_squeeze(node)
         args, kwargs = self._argument(node.args), self._argument(node.kwargs)
+        if target in _ATTRIBUTES:  # newer releases of dynamo spell them as operators
+            target, args = getattr, (args[0], _ATTRIBUTES[target])
         new = self.graph.create_node(node.op, checked(target), args, kwargs)
         new.meta[KIND] = kind_of(node.meta.get("example_value"))
         new.meta[OWNER] = _owner_of(node)
@@ -198,6 +211,12 @@ class GraphImport:
                 "the forward uses a parameter of a module that is no child of it; register that "
                 "module as a child"
             )
+        known = (*tensors(self.arguments), *self.root.parameters(), *self.root.buffers())
+        for tensor in (each for each in known if _shares_memory(each, value)):
+            name = next(filter(partial(_is_attribute, tensor, value), _ATTRIBUTES.values()), None)
+            if name is not None:  # dynamo leaves it to its own bytecode, if nothing else is done
+                return self.graph.call_function(getattr, (self._tensor(tensor), name))
+            raise TraceError("the forward returns a view of a tensor that no operation has made")
         return self.graph.call_function(HeldTensor(value))
 
     def _at(self, path: Path) -> fx.Node:
@@ -287,6 +306,16 @@ class GraphImport:
         return frozenset(found.intersection(candidates))
 
 
+_ATTRIBUTES = {
+    torch.ops.aten.numpy_T: "T",
+    torch.ops.aten.mT: "mT",
+    torch.ops.aten.matrix_H: "H",
+    torch.ops.aten.mH: "mH",
+    torch.ops.aten.real: "real",
+    torch.ops.aten.imag: "imag",
+}
+
+
 # --- helpers -------------------------------------------------------------------------------------
 def _check_squeeze(node: fx.Node) -> None:
     """Refuse a squeeze of a size that may be 1 in one call and not in another.
@@ -315,6 +344,22 @@ def _names_of_tensors(root: nn.Module) -> dict[int, str]:
     ]
     held = [*root.named_parameters(), *root.named_buffers(), *plain]
     return {id(tensor): name for name, tensor in reversed(held)}
+
+
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    if not one.layout == other.layout == torch.strided:
+        return False
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _is_attribute(tensor: Tensor, value: Tensor, name: str) -> bool:
+    """Whether `value` is ``tensor.T`` and so on."""
+    forms = []
+    with suppress(RuntimeError):  # not all have all of them
+        for each in (value, getattr(tensor, name)):
+            flags = (each.dtype, each.is_conj(), each.storage_offset())
+            forms.append((flags, each.shape, each.stride()))
+    return len(forms) == 2 and forms[0] == forms[1]
 
 
 def _owner_of(node: fx.Node) -> str:

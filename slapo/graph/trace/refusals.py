@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from slapo.errors import TraceError
 from slapo.graph.trace.nodes import FunctionApply
-from slapo.graph.trace.surroundings import Effect
+from slapo.graph.trace.surroundings import RANDOM, Effect
 from slapo.graph.trace.torch_private import BY_VALUE
 
 _REMEDY = "make the module a leaf: leaf_modules=[...] or an attribute traceable = False"
@@ -102,6 +102,8 @@ def refuse_effects(effects: Iterable[Effect]) -> None:
         noted = source.endswith(".config") and set(names) <= {"problem_type"}
         if noted or source.endswith(("_active_collector", ".COLLECTOR")):
             continue
+        if source == RANDOM or f".{RANDOM}." in source:
+            raise TraceError(_RANDOM_REASON)
         owner = module_path(source)
         where = ".".join(filter(None, (owner, *names[:1])))
         raise TraceError(

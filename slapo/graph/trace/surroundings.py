@@ -38,6 +38,8 @@ _CALL = nn.Module._wrapped_call_impl
 
 #: A change of something that existed before the forward ran: its source, and the attributes.
 Effect = tuple[str, tuple[str, ...]]
+#: Source of the effect of a draw by Python's generator.
+RANDOM = "random"
 
 
 @contextmanager
@@ -92,9 +94,10 @@ def surroundings(root: nn.Module, any_batch: bool) -> Iterator[list[Effect]]:
             enter(mock.patch.object(torch._C, name, ask))
         enter(_functions_kept())
         enter(told_once())
-        # What dynamo would log of its settings: it takes a copy of them all.
-        enter(mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", _nothing))
-        enter(dynamo_utils.get_metrics_context())
+        # Dynamo would log its settings, of which it takes a copy, and may start CUDA for that.
+        metrics = dynamo_utils.get_metrics_context()
+        enter(mock.patch.object(metrics, "_on_exit", _nothing))
+        enter(metrics)
         yield effects
 
 
@@ -106,7 +109,7 @@ def _shape_env(any_batch: bool) -> Callable[..., ShapeEnv]:
     return make
 
 
-def _nothing() -> None:
+def _nothing(*_: Any) -> None:
     return None
 
 
@@ -151,6 +154,8 @@ def _effects_noted(effects: list[Effect]) -> Iterator[None]:
 
     def codegen_suffix(graph: Any, *args: Any, **kwargs: Any) -> None:
         found = graph.side_effects
+        if graph.random_calls:
+            effects.append((RANDOM, ()))
         for variable in found._get_modified_vars():
             exists = type(variable.mutation_type).__name__.endswith("Existing")
             if exists and variable.source is not None:
@@ -162,9 +167,10 @@ def _effects_noted(effects: list[Effect]) -> Iterator[None]:
         yield
 
 
-def _unconditionally(ask: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+def _unconditionally(ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    tensor: Any = next(iter((*args, *kwargs.values())))
     with tensor.fake_mode.shape_env.suppress_guards():
-        return ask(tensor, *args, **kwargs)
+        return ask(*args, **kwargs)
 
 
 @contextmanager
