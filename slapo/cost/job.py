@@ -28,7 +28,7 @@ from slapo.cost.stages import StageParts, Step, divide
 from slapo.errors import SlapoError
 from slapo.model_schedule import apply_schedule
 from slapo.model_schedule.apply import chosen
-from slapo.model_schedule.cuts import chosen_cuts, even_cuts
+from slapo.model_schedule.cuts import chosen_cuts, even_cuts, layer_costs
 from slapo.model_schedule.registry import (
     AUTO,
     have_one_recipe,
@@ -258,11 +258,8 @@ class Job:
         return even_cuts(costs, pp)
 
     def _head_cost(self) -> float:
-        embedding = getattr(self.small.model, "get_output_embeddings", lambda: None)()
-        for path, module in self.small.model.named_modules():
-            if module is embedding:
-                return self.small.head.get(path, 0.0)
-        return 0.0
+        head = getattr(self.small.model, "get_output_embeddings", lambda: None)()
+        return layer_costs(head, [""])[0] if isinstance(head, nn.Module) else 0.0
 
 
 def _key_of(config: Any) -> Any:

@@ -182,7 +182,7 @@ def test_a_model_of_ones_own() -> None:
     assert found.parameters == 6 * (16 * 32 + 32 + 32 * 16 + 16)
     assert found.tokens == 0
     assert "tokens/s" not in str(found)
-    with pytest.raises(TypeError, match=r"says not what it takes; pass inputs=f"):
+    with pytest.raises(TypeError, match=r"which inputs Net expects; pass inputs=f"):
         dryrun(schedule, Net, machine="cpu")
 
 
@@ -450,7 +450,7 @@ def test_a_model_of_images_and_tokens_wants_its_inputs() -> None:
         def forward(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> Tensor:
             return super().forward(input_ids.float())
 
-    with pytest.raises(TypeError, match="Both takes images or sound beside tokens; pass inputs=f"):
+    with pytest.raises(TypeError, match="which inputs Both expects; pass inputs=f"):
         dryrun(lambda sch: None, Both, seq_len=16)
 
 
