@@ -81,8 +81,13 @@ class Update:
             _stepped(optimizer, count, dtype, accelerator) for count in (1, 2, 3)
         )
         of_all = max(three - two, 0)
-        figures = (state, one - of_all, max(two - one - of_all, 0), of_all)
-        return cls(*(round(figure / _ELEMENTS, 2) for figure in figures), kernels)
+        return cls(
+            state=round(state / _ELEMENTS, 2),
+            of_each=(one - of_all) / _ELEMENTS,
+            of_previous=max(two - one - of_all, 0) / _ELEMENTS,
+            of_all=of_all / _ELEMENTS,
+            kernels=kernels,
+        )
 
     def kernels_for(self, elements: Iterable[int]) -> list[Kernel]:
         """Kernels of a step on parameters of these sizes; some work on all at a time."""
