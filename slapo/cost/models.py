@@ -56,24 +56,24 @@ class Small:
 
 def whole_on_meta(source: Source) -> nn.Module:
     """The model of a config or a function, on meta and in training mode."""
-    if isinstance(source, nn.Module):
-        raise TypeError(
-            f"model_config is a model, a {type(source).__name__}; pass its config, or a function "
-            "without arguments that makes it"
-        )
-    is_config = hasattr(source, "model_type") or not callable(source)
+    is_config = hasattr(source, "model_type")
+    made: Any = None
     try:
         with torch.device("meta"):
-            made = for_training(source) if is_config else source()
+            if is_config:
+                made = for_training(source)
+            elif callable(source) and not isinstance(source, nn.Module):
+                made = source()
     except (ArithmeticError, AttributeError, RuntimeError, AssertionError) as error:
         name = getattr(source, "__name__", type(source).__name__)
         raise ValueError(
             f"{name} makes no model: {type(error).__name__}: {str(error)[:400]}"
         ) from error
     if not isinstance(made, nn.Module):
+        given = f"made a {type(made).__name__}" if made is not None else f"is {source!r:.80}"
         raise TypeError(
-            f"model_config made a {type(made).__name__}; pass a config of Transformers, or a "
-            "function without arguments that returns an nn.Module"
+            f"model_config {given}; pass a config of Transformers, or a function without "
+            "arguments that returns an nn.Module"
         )
     return made.train()
 
@@ -90,7 +90,7 @@ def for_training(config: Any) -> nn.Module:
     Raises
     ------
     TypeError
-        If it is no config, or its family has no such model.
+        If its family has no such model.
 
     Examples
     --------
@@ -99,11 +99,6 @@ def for_training(config: Any) -> nn.Module:
     >>> type(for_training(BertConfig(**small))).__name__
     'BertForMaskedLM'
     """
-    if not hasattr(config, "model_type"):
-        raise TypeError(
-            f"model_config is a {type(config).__name__}; pass a config of Transformers, or a "
-            "function without arguments that returns an nn.Module"
-        )
     import transformers
 
     config = copy.deepcopy(config)
