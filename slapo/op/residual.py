@@ -108,27 +108,21 @@ def dropout_add_norm(
 
 def _unsupported(*operands: Tensor | None) -> Exception | None:
     """The error of the kernel for these tensors; the first has the features."""
-    tensors = [each for each in operands if each is not None]
-    devices, types = ({getattr(t, n) for t in tensors} for n in ("device", "dtype"))
-    device, hidden = tensors[0].device, tensors[0].shape[-1]
-    is_interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if importlib.util.find_spec("triton") is None:
         return MissingPackageError(
             "backend 'triton' needs the package 'triton': pip install 'slapo[kernels]'"
         )
-    found = ""
-    if len(devices) > 1:
-        found = f"tensors on {sorted(map(str, devices))}"
-    elif not is_interpreted and (device.type != "cuda" or torch.version.hip):
-        found = f"tensors on {device}"
-    elif not types.issubset(_TYPES):
-        found = f"tensors of {sorted(map(str, types))}"
-    elif not 0 < hidden <= _MAX_HIDDEN:
-        found = f"{hidden} features"
-    if not found:
+    tensors = [each for each in operands if each is not None]
+    hidden, device = tensors[0].shape[-1], tensors[0].device
+    types = {each.dtype for each in tensors}
+    runs = device.type == "cuda" and not torch.version.hip
+    runs |= device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    is_one = all(each.device == device for each in tensors)
+    if runs and is_one and types.issubset(_TYPES) and 0 < hidden <= _MAX_HIDDEN:
         return None
     return ValueError(
-        f"dropout_add_norm: backend 'triton' got {found}; it supports one CUDA device, float16, "
+        f"dropout_add_norm: backend 'triton' got {hidden} features of {sorted(map(str, types))} on "
+        f"{sorted({str(each.device) for each in tensors})}; it supports one CUDA device, float16, "
         f"bfloat16 and float32, and 1 to {_MAX_HIDDEN} features. Pass backend='torch'"
     )
 

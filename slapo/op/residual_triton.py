@@ -1,5 +1,6 @@
 """Triton kernel of :func:`slapo.op.residual.dropout_add_norm`; imported when it first runs."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 from contextlib import nullcontext
@@ -18,21 +19,9 @@ _WARPS = 8
 
 @triton.jit
 def forward_kernel(
-    x_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    seed_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    sum_ptr: tl.tensor,
-    mean_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    size: tl.tensor,
-    p: tl.tensor,
-    factor: tl.tensor,
-    eps: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, seed_ptr, out_ptr, sum_ptr, mean_ptr, scale_ptr,
+    size, p, factor, eps, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Normalize one row; `bias_ptr` and `seed_ptr` may be None."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -59,22 +48,10 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    grad_ptr: tl.tensor,
-    sum_ptr: tl.tensor,
-    mean_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    seed_ptr: tl.tensor,
-    x_grad_ptr: tl.tensor,
-    residual_grad_ptr: tl.tensor,
-    weight_parts_ptr: tl.tensor,
-    bias_parts_ptr: tl.tensor,
-    rows: tl.tensor,
-    size: tl.tensor,
-    p: tl.tensor,
-    factor: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
+    grad_ptr, sum_ptr, mean_ptr, scale_ptr, weight_ptr, seed_ptr,
+    x_grad_ptr, residual_grad_ptr, weight_parts_ptr, bias_parts_ptr,
+    rows, size, p, factor, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Differentiate every n-th row; n is the number of programs."""
     columns = tl.arange(0, BLOCK)
     inside = columns < size

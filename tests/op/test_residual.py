@@ -98,9 +98,13 @@ def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("x", "weight", "message"),
     [
-        (torch.ones(2, 4), torch.ones(4), r"got tensors on cpu.* Pass backend='torch'"),
-        (on_cuda(2, 4), torch.ones(4), r"got tensors on \['cpu', 'cuda:0'\]"),
-        (on_cuda(2, 4, dtype=torch.float64), on_cuda(4), r"got tensors of \['torch.float32', 't"),
+        (torch.ones(2, 4), torch.ones(4), r"on \['cpu'\]; .* Pass backend='torch'"),
+        (on_cuda(2, 4), torch.ones(4), r"on \['cpu', 'cuda:0'\]"),
+        (
+            on_cuda(2, 4, dtype=torch.float64),
+            on_cuda(4),
+            r"of \['torch.float32', 'torch.f",
+        ),
         (on_cuda(2, 8193), on_cuda(8193), "got 8193 features"),
         (on_cuda(2, 0), on_cuda(0), "got 0 features"),
     ],
@@ -169,53 +173,41 @@ def test_traced_and_compiled() -> None:
         assert torch.equal(DenseDropoutAddNorm.like(end)(x, rest), end(x, rest))
 
 
-def hooked(module: Any, name: str) -> None:
-    module.get_submodule(name).register_forward_hook(lambda module, args, output: None)
-
-
-def checkpointed(module: Any, name: str) -> None:
-    slapo.create_schedule(module)[name].checkpoint()
-
-
-def with_a_forward(module: Any, name: str) -> None:
-    module.get_submodule(name).forward = lambda x: x
-
-
-def replaced(module: Any, name: str) -> None:
-    setattr(module, name, nn.Identity())
-
-
-def without_parameters(module: Any, name: str) -> None:
-    module.LayerNorm = nn.LayerNorm(8, elementwise_affine=False)
-
-
-def over_two_axes(module: Any, name: str) -> None:
-    module.LayerNorm = nn.LayerNorm((2, 8))
-
-
-def without_bias(module: Any, name: str) -> None:
-    module.LayerNorm = nn.LayerNorm(8, bias=False)
+ACTIONS: dict[str, Any] = {
+    "nothing": lambda module, name: None,
+    "hook": lambda module, name: module.get_submodule(name).register_forward_hook(lambda *_: None),
+    "checkpoint": lambda module, name: slapo.create_schedule(module)[name].checkpoint(),
+    "forward": lambda module, name: setattr(module.get_submodule(name), "forward", torch.abs),
+    "another": lambda module, name: setattr(module, name, nn.Identity()),
+    "no parameters": lambda module, name: setattr(
+        module, name, nn.LayerNorm(8, elementwise_affine=False)
+    ),
+    "two axes": lambda module, name: setattr(module, name, nn.LayerNorm((2, 8))),
+    "no bias": lambda module, name: setattr(module, name, nn.LayerNorm(8, bias=False)),
+}
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "is_fused"),
+    ("action", "name", "is_fused"),
     [
-        (lambda module, name: None, "", True),
-        (hooked, "dense", True),  # as on a row-sharded layer
-        *((each, "LayerNorm", False) for each in (hooked, checkpointed, with_a_forward, replaced)),
-        *((each, "dropout", False) for each in (hooked, checkpointed, with_a_forward, replaced)),
-        (without_parameters, "", False),
-        (over_two_axes, "", False),
-        (without_bias, "", True),
+        ("nothing", "LayerNorm", True),
+        ("no bias", "LayerNorm", True),
+        ("hook", "dense", True),  # as on a row-sharded layer
+        *((action, "LayerNorm", False) for action in ("no parameters", "two axes")),
+        *(
+            (action, name, False)
+            for action in ("hook", "checkpoint", "forward", "another")
+            for name in ("LayerNorm", "dropout")
+        ),
     ],
 )
 def test_the_kernel_computes_unchanged_children_only(
-    change: Any, name: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+    action: str, name: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(residual, "_unsupported", lambda *operands: None)
     module = DenseDropoutAddNorm.like(End(6, 8))
     x = torch.ones(2, 8)
-    change(module, name)
+    ACTIONS[action](module, name)
     assert not module._is_fused(x, x)  # off by default
     module.backend = "triton"
     assert module._is_fused(x, x) is is_fused
