@@ -295,25 +295,13 @@ def _shorten_config(config: Any, count: int, kept: Sequence[int]) -> None:
 
 
 def on_fakes(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of a model on meta, with fake tensors on the CPU."""
-    made: dict[int, Tensor] = {}
-
-    def fake(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            with mode:
-                new: Tensor = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-                )
-            if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-            made[id(tensor)] = new
-        return made[id(tensor)]
-
-    copied = copy.deepcopy(model)
-    for module in copied.modules():
-        tables: list[dict[str, Any]] = [module._parameters, module._buffers, module.__dict__]
-        for table in tables:
-            for name, value in table.items():
-                if isinstance(value, Tensor):
-                    table[name] = fake(value)
-    return copied
+    """A copy of a model on meta, with fake tensors on the CPU; ties stay."""
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor)]
+    fakes: dict[int, Any] = {}
+    with mode:
+        for tensor in tensors:
+            fake = torch.empty_like(tensor, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+    return copy.deepcopy(model, fakes)
