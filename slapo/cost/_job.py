@@ -238,7 +238,7 @@ class Job:
                 "that run one after another, each once; pass pp=1"
             )
         if cuts is not None:
-            ends = chosen_cuts(cuts, [stack.count for stack in small.stacks])
+            ends = chosen_cuts(cuts, [len(stack.stand_ins) for stack in small.stacks])
             if len(ends) != pp - 1:
                 raise ValueError(
                     f"pipeline_cuts={list(cuts)} make {len(ends) + 1} stages, and the mesh has "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slapo.cost.machine import MACHINES, Machine
+from slapo.cost.machine import MACHINES, SLOW, Machine
 from slapo.cost.meter import Meter
 
 #: More than a processor's caches hold: operands of a step usually come from memory.
@@ -143,46 +145,27 @@ def _bandwidth(clock: _Clock) -> float:
 
 
 def _functions(clock: _Clock) -> dict[str, float]:
-    """Seconds for each element by operator; the median under an empty name."""
-    rows, columns = 512, 1024
-    soft, ops = torch.randn(rows, columns).softmax(-1), torch.ops.aten
-    single, keep, weight = torch.float32, soft > 0.001, torch.ones(columns)
-    _, mean, scale = torch.native_layer_norm(soft, (columns,), weight, weight, 1e-5)
-    chance = torch.empty(rows, columns)
+    """Seconds for each element by operator, for all of :data:`slapo.cost.machine.SLOW`."""
+    shape, ops = (512, 1024), torch.ops.aten
+    other, chance = torch.randn(shape), torch.empty(shape)
+    keep = other > 0
     runs: dict[str, Callable[[Tensor, Tensor], Any]] = {
-        "exp": lambda x, y: x.exp(),
-        "tanh": lambda x, y: x.tanh(),
-        "tanh_backward": lambda x, y: ops.tanh_backward(x, soft),
-        "pow": lambda x, y: x.pow(3.0),
-        "gelu": lambda x, y: F.gelu(x),
-        "gelu_backward": ops.gelu_backward,
-        "silu": lambda x, y: F.silu(x),
-        "silu_backward": ops.silu_backward,
         "_softmax": lambda x, y: x.softmax(-1),
         "_safe_softmax": lambda x, y: ops._safe_softmax(x, -1),
-        "_softmax_backward_data": lambda x, y: ops._softmax_backward_data(x, soft, -1, single),
         "_log_softmax": lambda x, y: x.log_softmax(-1),
-        "_log_softmax_backward_data": lambda x, y: ops._log_softmax_backward_data(
-            x, soft, -1, single
-        ),
-        "native_layer_norm": lambda x, y: F.layer_norm(x, (columns,), weight, weight),
-        "native_layer_norm_backward": lambda x, y: ops.native_layer_norm_backward(
-            x, y, (columns,), mean, scale, weight, weight, (True, True, True)
-        ),
+        "gelu_backward": ops.gelu_backward,
         "native_dropout": lambda x, y: F.dropout(x, 0.1),
-        "rsqrt": lambda x, y: x.rsqrt(),
-        "sqrt": lambda x, y: x.sqrt(),
-        "cos": lambda x, y: x.cos(),
-        "sin": lambda x, y: x.sin(),
-        "sigmoid": lambda x, y: x.sigmoid(),
-        "sigmoid_backward": lambda x, y: ops.sigmoid_backward(x, soft),
-        "erf": lambda x, y: x.erf(),
-        "where": lambda x, y: torch.where(keep, x, soft),
         "bernoulli_": lambda x, y: chance.bernoulli_(0.9),
+        "where": lambda x, y: torch.where(keep, x, other),
     }
-    pair = _pair(rows, columns)
-    found = {name: clock.cold(run, pair) / (rows * columns) for name, run in runs.items()}
-    return {**found, "": statistics.median(found.values())}
+    for name in sorted(SLOW - set(runs)):
+        runs[name] = partial(_on_first, getattr(ops, name))
+    pair, elements = _pair(*shape), math.prod(shape)
+    return {name: clock.cold(run, pair) / elements for name, run in runs.items()}
+
+
+def _on_first(run: Callable[[Tensor], Any], x: Tensor, y: Tensor) -> Any:
+    return run(x)
 
 
 def _overhead(clock: _Clock, bandwidth: float) -> float:

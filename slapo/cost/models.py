@@ -27,13 +27,12 @@ _HEADS = ("MaskedLM", "CausalLM", "Seq2SeqLM", "ImageTextToText", "ImageClassifi
 
 @dataclass
 class Stack:
-    """A list of `count` layers, of which the small model has those numbered `kept`.
+    """A list of layers, of which the small model has those numbered `kept`.
 
     `stand_ins` has for each layer of the whole model the place in `kept` of its equal.
     """
 
     path: str
-    count: int
     kept: list[int]
     stand_ins: list[int]
 
@@ -260,7 +259,7 @@ def _lists(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleL
 def _shrink(model: nn.Module, path: str, layers: nn.ModuleList, few: bool) -> Stack:
     numbers = list(range(len(layers)))
     if not few:
-        return Stack(path, len(layers), numbers, numbers)
+        return Stack(path, numbers, numbers)
     # The first of a kind stands for it; the ends of the list stand for themselves alone.
     kinds = [_kind(layer) for layer in layers]
     firsts = {kinds[n]: n for n in reversed(numbers[1:-1])}
@@ -270,7 +269,7 @@ def _shrink(model: nn.Module, path: str, layers: nn.ModuleList, few: bool) -> St
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, nn.ModuleList(layers[n] for n in kept))
         _shorten_config(getattr(model, "config", None), len(layers), kept)
-    return Stack(path, len(layers), kept, [kept.index(n) for n in stand_ins])
+    return Stack(path, kept, [kept.index(n) for n in stand_ins])
 
 
 def _kind(layer: nn.Module) -> Any:
