@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo.cost.job import InputsFn, Job, LossFn
+from slapo.cost._job import InputsFn, Job, LossFn
 from slapo.cost.layout import Layout, sizes_of
 from slapo.cost.machine import Machine, machine_of
 from slapo.cost.memory import memory_of

@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -17,10 +17,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slapo.cost.machine import MACHINES, Machine
+from slapo.cost.machine import MACHINES, SLOW, Machine
 from slapo.cost.meter import Meter
 
-#: Larger than the caches of a processor: operands of a step come from memory, as a rule.
+#: More than a processor's caches hold: operands of a step usually come from memory.
 _COLD_BYTES = 96 * 2**20
 _SIDES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _FLASH = "_scaled_dot_product_flash_attention_for_cpu"
@@ -29,14 +29,14 @@ _FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 def calibrate(say: Callable[[str], None] = lambda text: None, seconds: float = 20.0) -> Machine:
     """Measure this processor, with as many threads as torch uses, in about twenty seconds.
 
-    In a process group of several ranks each measures with the others, links too; all call this.
+    In a process group all ranks call this together, and it measures links too.
 
     Parameters
     ----------
     say
-        Gets a line of text after each part.
+        Called with a line of text after each part.
     seconds
-        About how long.
+        Approximate duration.
 
     Returns
     -------
@@ -50,24 +50,23 @@ def calibrate(say: Callable[[str], None] = lambda text: None, seconds: float = 2
     ('here', True)
     """
     clock = _Clock(seconds)
-    curve = tuple(_products(clock))
-    say(f"products: {curve[0][1] / 1e9:.1f} to {max(s for _, s in curve) / 1e9:.1f} GFLOP/s")
+    curve = tuple((2.0 * n**3, _product_speed(clock, n)) for n in _SIDES)
+    flops = max(speed for _, speed in curve)
+    say(f"products: {curve[0][1] / 1e9:.1f} to {flops / 1e9:.1f} GFLOP/s")
     speeds = _attention(clock)
     say(f"attention: {speeds[_FLASH] / 1e9:.1f} GFLOP/s")
     bandwidth = _bandwidth(clock)
     say(f"memory: {bandwidth / 1e9:.1f} GB/s")
     slow = _functions(clock)
-    say(
-        f"functions: {1e9 * min(slow.values()):.2f} to {1e9 * max(slow.values()):.2f} ns an element"
-    )
+    least, most = 1e9 * min(slow.values()), 1e9 * max(slow.values())
+    say(f"functions: {least:.2f} to {most:.2f} ns an element")
     overhead = _overhead(clock, bandwidth)
     say(f"overhead: {1e6 * overhead:.1f} us a kernel")
-    cpu = MACHINES["cpu"]
     here = replace(
-        cpu,
+        MACHINES["cpu"],
         name="here",
-        memory=_memory(),
-        flops=max(speed for _, speed in curve),
+        memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        flops=flops,
         bandwidth=bandwidth,
         reached_flops=1.0,
         reached_bandwidth=1.0,
@@ -87,8 +86,8 @@ def calibrate(say: Callable[[str], None] = lambda text: None, seconds: float = 2
 class _Clock:
     """Seconds of one call.
 
-    Of one thread those of the processor, as others on the machine do not count then. Of several
-    that would be the sum over threads, and it is the time that passes.
+    One thread counts processor time, which other processes on the machine do not change. For
+    several threads that is the sum over threads, so they count wall time.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -106,115 +105,71 @@ class _Clock:
             times.append((self._now() - start) / calls)
         return statistics.median(times)
 
-
-def _ring(make: Callable[[], Any], size: int) -> Iterator[Any]:
-    """Operands by turns, so many that each is out of the caches when its turn comes."""
-    count = max(2, min(256, _COLD_BYTES // max(1, size)))
-    return cycle([make() for _ in range(count)])
-
-
-def _products(clock: _Clock) -> Iterator[tuple[float, float]]:
-    for n in _SIDES:
-        ring = _pairs((n, n))
-        floor = _dispatch(clock) if n <= 128 else 0.0
-        yield 2.0 * n**3, 2 * n**3 / max(clock(partial(_on_next, torch.mm, ring)) - floor, 1e-9)
+    def cold(self, run: Callable[..., Any], make: Callable[[], list[Tensor]]) -> float:
+        """Seconds of ``run(*make())`` with operands that have left the caches."""
+        first = make()
+        count = _COLD_BYTES // sum(tensor.nbytes for tensor in first)
+        ring = cycle([first, *(make() for _ in range(max(1, min(255, count - 1))))])
+        return self(lambda: run(*next(ring)))
 
 
-def _pairs(shape: tuple[int, ...]) -> Iterator[Any]:
-    return _ring(lambda: (torch.randn(shape), torch.randn(shape)), 8 * math.prod(shape))
+def _pair(*shape: int) -> Callable[[], list[Tensor]]:
+    return lambda: [torch.rand(shape) + 0.01 for _ in range(2)]
 
 
-def _on_next(run: Callable[..., Any], ring: Iterator[Any]) -> Any:
-    operands = next(ring)
-    return run(*operands) if isinstance(operands, tuple) else run(operands)
-
-
-def _dispatch(clock: _Clock) -> float:
-    """Seconds of an operator on almost nothing, which are overhead of any."""
+def _product_speed(clock: _Clock, n: int) -> float:
+    """Operations per second of a product, without the overhead that any operator has."""
     tiny = torch.randn(2, 2)
-    return clock(lambda: tiny @ tiny)
+    floor = clock(lambda: tiny @ tiny) if n <= 128 else 0.0
+    return 2 * n**3 / max(clock.cold(torch.mm, _pair(n, n)) - floor, 1e-9)
 
 
 def _attention(clock: _Clock) -> dict[str, float]:
     """Operations per second of torch's fused attention, both ways."""
     batch, heads, length, width = 4, 4, 128, 64
-    shape = batch, heads, length, width
+    attend = F.scaled_dot_product_attention
 
     def make() -> list[Tensor]:
-        return [torch.randn(shape, requires_grad=True) for _ in range(3)]
+        return [torch.randn(batch, heads, length, width, requires_grad=True) for _ in range(3)]
 
-    ring = _ring(make, 3 * 4 * batch * heads * length * width)
+    once = clock.cold(attend, make)
+    both = clock.cold(lambda *operands: attend(*operands).sum().backward(), make)
     flops = 4.0 * batch * heads * length * length * width
-
-    def forward() -> Tensor:
-        return F.scaled_dot_product_attention(*next(ring))
-
-    def both() -> None:
-        forward().sum().backward()
-
-    once = clock(forward)
-    back = max(clock(both) - once, once)
-    return {_FLASH: flops / once, f"{_FLASH}_backward": 2.5 * flops / back}
+    return {_FLASH: flops / once, f"{_FLASH}_backward": 2.5 * flops / max(both - once, once)}
 
 
 def _bandwidth(clock: _Clock) -> float:
     """Bytes per second of an addition of tensors as large as activations."""
-    figures = []
-    for elements in (1 << 17, 1 << 19, 1 << 21):
-        ring = _pairs((elements,))
-        figures.append(12 * elements / clock(partial(_on_next, torch.add, ring)))
-    return statistics.median(figures)
+    sizes = (1 << 17, 1 << 19, 1 << 21)
+    return statistics.median(12 * n / clock.cold(torch.add, _pair(n)) for n in sizes)
 
 
 def _functions(clock: _Clock) -> dict[str, float]:
-    """Seconds for each element, by the operator that computes it, on tensors out of the caches."""
-    rows, columns = 512, 1024
-    ring = _ring(lambda: torch.rand(rows, columns) + 0.01, 4 * rows * columns)
-    soft, ops = torch.randn(rows, columns).softmax(-1), torch.ops.aten
-    single, keep, weight = torch.float32, soft > 0.001, torch.ones(columns)
-    _, mean, scale = torch.native_layer_norm(soft, (columns,), weight, weight, 1e-5)
-    runs: dict[str, Callable[[Tensor], Any]] = {
-        "exp": torch.exp,
-        "tanh": torch.tanh,
-        "tanh_backward": lambda x: ops.tanh_backward(x, soft),
-        "pow": lambda x: x.pow(3.0),
-        "gelu": F.gelu,
-        "gelu_backward": lambda x: ops.gelu_backward(x, next(ring)),
-        "silu": F.silu,
-        "silu_backward": lambda x: ops.silu_backward(x, next(ring)),
-        "_softmax": lambda x: x.softmax(-1),
-        "_safe_softmax": lambda x: ops._safe_softmax(x, -1),
-        "_softmax_backward_data": lambda x: ops._softmax_backward_data(x, soft, -1, single),
-        "_log_softmax": lambda x: x.log_softmax(-1),
-        "_log_softmax_backward_data": lambda x: ops._log_softmax_backward_data(x, soft, -1, single),
-        "native_layer_norm": lambda x: F.layer_norm(x, (columns,), weight, weight),
-        "native_layer_norm_backward": lambda x: ops.native_layer_norm_backward(
-            x, next(ring), (columns,), mean, scale, weight, weight, (True, True, True)
-        ),
-        "native_dropout": lambda x: F.dropout(x, 0.1),
-        "rsqrt": torch.rsqrt,
-        "sqrt": torch.sqrt,
-        "cos": torch.cos,
-        "sin": torch.sin,
-        "sigmoid": torch.sigmoid,
-        "sigmoid_backward": lambda x: ops.sigmoid_backward(x, soft),
-        "erf": torch.erf,
-        "where": lambda x: torch.where(keep, x, soft),
+    """Seconds for each element by operator, for all of :data:`slapo.cost.machine.SLOW`."""
+    shape, ops = (512, 1024), torch.ops.aten
+    other, chance = torch.randn(shape), torch.empty(shape)
+    keep = other > 0
+    runs: dict[str, Callable[[Tensor, Tensor], Any]] = {
+        "_softmax": lambda x, y: x.softmax(-1),
+        "_safe_softmax": lambda x, y: ops._safe_softmax(x, -1),
+        "_log_softmax": lambda x, y: x.log_softmax(-1),
+        "gelu_backward": ops.gelu_backward,
+        "native_dropout": lambda x, y: F.dropout(x, 0.1),
+        "bernoulli_": lambda x, y: chance.bernoulli_(0.9),
+        "where": lambda x, y: torch.where(keep, x, other),
     }
-    found = {}
-    for name, run in runs.items():
-        found[name] = clock(partial(_on_next, run, ring)) / (rows * columns)
-    chance = torch.empty(rows, columns)
-    found["bernoulli_"] = clock(lambda: chance.bernoulli_(0.9)) / (rows * columns)
-    found[""] = statistics.median(found.values())
-    return found
+    for name in sorted(SLOW - set(runs)):
+        runs[name] = partial(_on_first, getattr(ops, name))
+    pair, elements = _pair(*shape), math.prod(shape)
+    return {name: clock.cold(run, pair) / elements for name, run in runs.items()}
+
+
+def _on_first(run: Callable[[Tensor], Any], x: Tensor, y: Tensor) -> Any:
+    return run(x)
 
 
 def _overhead(clock: _Clock, bandwidth: float) -> float:
-    """Seconds that modules, autograd and the dispatcher take for each kernel.
-
-    A step of a layer whose tensors are tiny.
-    """
+    """Seconds of modules, autograd and dispatcher for each kernel of a step on tiny tensors."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     optimizer = torch.optim.AdamW(layer.parameters(), foreach=False)
     x = torch.randn(1, 4, 16)
@@ -231,36 +186,32 @@ def _overhead(clock: _Clock, bandwidth: float) -> float:
     return max(clock(step) - moved / bandwidth, 1e-7) / len(meter.kernels)
 
 
-def _memory() -> float:
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
 def _links() -> tuple[float, float]:
-    """Seconds of a start, and bytes per second, from all-reduces between products; wall time.
+    """Latency in seconds and bytes per second of all-reduces between products, in wall time.
 
-    A rank that works on its own in between waits for others as it does in a step. Of waits the mean
-    counts: where processes share cores most are short, and some as long as the system's turns.
+    The products make a rank wait for others as it does in a step. Waits count by their mean: where
+    processes share cores, most are short and some as long as a time slice.
     """
     square, small, large = torch.randn(512, 512), 1 << 8, 1 << 20
     waits = {0: 0.0, small: 0.0, large: 0.0}
-    for warm_up in (True, False):
+    for runs in (2, 8):  # the first warm up
         for elements in waits:
             tensor = torch.zeros(max(elements, 1))
-            runs = []
-            for _ in range(2 if warm_up else 8):
+            total = 0.0
+            for _ in range(runs):
                 dist.barrier()
                 start = time.perf_counter()
                 for _ in range(12):
                     torch.mm(square, square)
                     if elements:
                         dist.all_reduce(tensor)
-                runs.append((time.perf_counter() - start) / 12)
-            waits[elements] = statistics.mean(runs)
+                total += time.perf_counter() - start
+            waits[elements] = total / runs / 12
     ranks = dist.get_world_size()
     moved = 2 * 4 * large * (ranks - 1) / ranks
-    start_of_one = max(waits[small] - waits[0], 1e-6)
-    # Of noise a link may look endless: no faster than memory is for one that waits.
+    latency = max(waits[small] - waits[0], 1e-6) / 2
+    # Noise can make a link look infinitely fast; memory bounds it.
     took = max(waits[large] - waits[small], moved / MACHINES["cpu"].bandwidth)
-    figures = torch.tensor([start_of_one / 2, moved / took])
+    figures = torch.tensor([latency, moved / took])
     dist.broadcast(figures, 0)
     return float(figures[0]), float(figures[1])

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from slapo.cost._report import plot, table
 from slapo.cost.layout import Layout
 from slapo.cost.machine import USABLE, Machine
 from slapo.cost.memory import Memory
-from slapo.cost.report import plot, table
 from slapo.cost.steptime import StepTime
 
 

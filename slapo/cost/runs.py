@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slapo.check.world import fake_world
 from slapo.cost.meter import Meter
-from slapo.cost.models import Small, fake_inputs, on_fakes
+from slapo.cost.models import Small, on_fakes
 from slapo.cost.trace import IrregularError, Pass, Recorder
 from slapo.errors import SlapoError
 from slapo.logger import only_warnings
@@ -107,7 +107,10 @@ def run(
         model = on_fakes(small.model, mode)
         with mode:
             model = schedule(model).mod
-            given = fake_inputs(inputs, mode)
+            given = {
+                name: mode.from_tensor(value) if isinstance(value, Tensor) else value
+                for name, value in inputs.items()
+            }
             layers = [list(model.get_submodule(s.path).children()) for s in small.stacks]
             loss_of = loss_of or loss_of_output
             try:

@@ -1,4 +1,4 @@
-"""What an optimizer keeps and does, found by letting it step on fakes."""
+"""Memory and kernels of an optimizer, measured by steps on fake parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from slapo.cost.meter import Kernel, Meter, is_of_many
 from slapo.errors import SlapoError
 
-#: Of a parameter that stands for others: a square matrix, as some optimizers take nothing else.
+#: Side of the parameter that stands for others; some optimizers take square matrices alone.
 _SIDE = 1 << 10
 _ELEMENTS = _SIDE * _SIDE
 
@@ -25,13 +25,12 @@ class Update:
     Parameters
     ----------
     state
-        Bytes that it keeps.
+        Bytes that the optimizer keeps.
     of_each, of_previous, of_all
-        Bytes that a step needs beyond them, for each element: of the parameter that it works on, of
-        the one before it, whose intermediate results are not gone yet, and of all together, where
-        it works on all at a time.
+        Further bytes of a step for each element of the current parameter, of the one before it
+        (intermediate results are freed late), and of all parameters together.
     kernels
-        Of a step, for one parameter of a million elements.
+        Kernels of a step for one parameter of a million elements.
     """
 
     state: float
@@ -47,24 +46,24 @@ class Update:
         dtype: torch.dtype = torch.float32,
         accelerator: bool = False,
     ) -> Update:
-        """Let an optimizer step on parameters that hold no numbers.
+        """Measure an optimizer by steps on fake parameters.
 
         Parameters
         ----------
         optimizer
-            From a list of parameters to an optimizer, as :func:`slapo.build` takes it.
+            Function from a list of parameters to an optimizer, as :func:`slapo.build` takes it.
         dtype
-            Of the parameters that it steps on.
+            Dtype of the parameters.
         accelerator
-            Whether they lie on one, where torch's optimizers work on all of them at a time unless
-            they are told otherwise.
+            Whether they are on an accelerator. Torch's optimizers step on all parameters at a
+            time there, unless told otherwise.
 
         Raises
         ------
         TypeError
-            If it is no function, or returns no optimizer.
+            If `optimizer` is no function, or returns no optimizer.
         SlapoError
-            If the optimizer cannot step without numbers.
+            If the optimizer cannot step on fake tensors.
 
         Examples
         --------
@@ -78,20 +77,20 @@ class Update:
                 f"optimizer is a {type(optimizer).__name__}; pass a function from a list of "
                 "parameters to an optimizer, such as torch.optim.AdamW"
             )
-        state, one, kernels = _stepped(optimizer, 1, dtype, accelerator)
-        two, three = (_stepped(optimizer, count, dtype, accelerator)[1] for count in (2, 3))
+        (state, one, kernels), (_, two, _), (_, three, _) = (
+            _stepped(optimizer, count, dtype, accelerator) for count in (1, 2, 3)
+        )
         of_all = max(three - two, 0)
-        of_previous = max(two - one - of_all, 0)
         return cls(
-            state=float(round(state / _ELEMENTS, 2)),
+            state=round(state / _ELEMENTS, 2),
             of_each=(one - of_all) / _ELEMENTS,
-            of_previous=of_previous / _ELEMENTS,
+            of_previous=max(two - one - of_all, 0) / _ELEMENTS,
             of_all=of_all / _ELEMENTS,
             kernels=kernels,
         )
 
     def kernels_for(self, elements: Iterable[int]) -> list[Kernel]:
-        """Those of a step on parameters of so many elements; some work on all at a time."""
+        """Kernels of a step on parameters of these sizes; some work on all at a time."""
         sizes = list(elements)
         return [
             replace(
@@ -104,19 +103,16 @@ class Update:
         ]
 
     def working(self, elements: list[int]) -> int:
-        """Bytes of a step on parameters of so many elements, in their order."""
+        """Bytes of a step on parameters of these sizes, in their order."""
         pairs = zip(elements, [0, *elements], strict=False)
         most = max((self.of_each * e + self.of_previous * before for e, before in pairs), default=0)
         return round(most + self.of_all * sum(elements))
 
 
 def _stepped(
-    make: Callable[[list[Any]], torch.optim.Optimizer],
-    count: int,
-    dtype: torch.dtype,
-    accelerator: bool,
+    make: Callable[[list[Any]], Any], count: int, dtype: torch.dtype, accelerator: bool
 ) -> tuple[int, int, tuple[Kernel, ...]]:
-    """Bytes of state, bytes beyond it at the worst moment of the second step, its kernels."""
+    """Bytes of state, bytes beyond it at the peak of the second step, and its kernels."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         parameters = [nn.Parameter(torch.empty(_SIDE, _SIDE, dtype=dtype)) for _ in range(count)]
         optimizer = make(parameters)
@@ -126,12 +122,12 @@ def _stepped(
                 "torch.optim.Optimizer"
             )
         for group in optimizer.param_groups if accelerator else ():
-            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         with Meter(fakes=True) as meter:
-            meter.hold([*parameters, *(p.grad for p in parameters if p.grad is not None)])
+            meter.hold(tensor for p in parameters for tensor in (p, p.grad) if tensor is not None)
             before = meter.alive
             try:
                 optimizer.step()
@@ -140,7 +136,7 @@ def _stepped(
                 optimizer.step()
             except Exception as error:
                 raise SlapoError(
-                    f"{type(optimizer).__name__} could not step without numbers: "
+                    f"{type(optimizer).__name__} could not step on fake tensors: "
                     f"{type(error).__name__}: {str(error)[:200]}; pass another optimizer that "
                     "keeps as much for each parameter"
                 ) from error

@@ -96,7 +96,7 @@ def gated_dense(path: str, module: nn.Module) -> GatedDense:
 
 
 def end_of_half(path: str, module: nn.Module) -> DenseDropoutAddNorm:
-    """Dropout, residual and norm as one kernel, with the same children."""
+    """Dropout, residual and norm as one module, which can run them as one kernel."""
     return DenseDropoutAddNorm.like(module)
 
 

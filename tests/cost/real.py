@@ -10,61 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import slapo
+from benchmark.dry_run import Case
 from slapo.cost import Meter, dryrun
 from slapo.cost.models import for_training
 from slapo.model_schedule import apply_schedule
-from tests.graph import zoo  # skips without transformers, and stays offline
-
-transformers = zoo.transformers
+from tests.graph import zoo  # noqa: F401 - skips without transformers, and stays offline
 
 VOCABULARY, LENGTH, BATCH = 2048, 64, 8
-_COMMON = {"vocab_size": VOCABULARY, "use_cache": False}
 
 
 def config_of(key: str, layers: int = 4, hidden: int = 128) -> Any:
-    """Of a family, with dropout where it has some."""
-    heads = 4
-    if key == "gpt2":
-        return transformers.GPT2Config(
-            n_embd=hidden,
-            n_layer=layers,
-            n_head=heads,
-            n_positions=256,
-            bos_token_id=0,
-            eos_token_id=0,
-            **_COMMON,
-        )
-    if key == "bert":
-        return transformers.BertConfig(
-            hidden_size=hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            intermediate_size=4 * hidden,
-            max_position_embeddings=256,
-            vocab_size=VOCABULARY,
-        )
-    if key == "t5":
-        return transformers.T5Config(
-            d_model=hidden,
-            d_kv=hidden // heads,
-            d_ff=4 * hidden,
-            num_layers=layers,
-            num_decoder_layers=layers,
-            num_heads=heads,
-            decoder_start_token_id=0,
-            **_COMMON,
-        )
-    return transformers.LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2,
-        max_position_embeddings=256,
-        bos_token_id=0,
-        eos_token_id=0,
-        **_COMMON,
-    )
+    """Config of a family, with dropout where it has some."""
+    return Case(key, layers, hidden, BATCH, LENGTH, vocabulary=VOCABULARY).config()
 
 
 def token_loss(output: Any, labels: Tensor) -> Tensor:

@@ -182,7 +182,7 @@ def test_a_model_of_ones_own() -> None:
     assert found.parameters == 6 * (16 * 32 + 32 + 32 * 16 + 16)
     assert found.tokens == 0
     assert "tokens/s" not in str(found)
-    with pytest.raises(TypeError, match=r"says not what it takes; pass inputs=f"):
+    with pytest.raises(TypeError, match=r"which inputs Net expects; pass inputs=f"):
         dryrun(schedule, Net, machine="cpu")
 
 
@@ -227,7 +227,7 @@ def test_layers_that_run_twice_are_all_run() -> None:
         ({"batch": 3, "micro_batches": 2}, ValueError, "batch=3 samples make no 2"),
         ({"batch": 0}, ValueError, "batch is 0"),
         ({"mesh": {"cp": 2}}, ValueError, "mesh is {'cp': 2}"),
-        ({"mesh": {"tp": 3}}, ValueError, "num_attention_heads is 4"),
+        ({"mesh": {"tp": 3}}, ValueError, "num_attention_heads is 8"),
         (
             {"mesh": {"pp": 9}, "batch": 9, "micro_batches": 9},
             ValueError,
@@ -238,7 +238,7 @@ def test_layers_that_run_twice_are_all_run() -> None:
         ({"schedule": "zbv"}, ValueError, "schedule is 'zbv'; the dry run knows"),
         ({"ckpt_ratio": 2}, ValueError, "ckpt_ratio is 2"),
         ({"fused": True}, TypeError, "'fused_loss'"),
-        ({"model_config": 3}, TypeError, "model_config is a int"),
+        ({"model_config": 3}, TypeError, "model_config is 3; pass a config"),
         ({"model_config": dict}, TypeError, "made a dict"),
         (
             {"mesh": {"pp": 2}, "batch": 2, "micro_batches": 2, "pipeline_cuts": [0, 1]},
@@ -248,19 +248,17 @@ def test_layers_that_run_twice_are_all_run() -> None:
         ({"optimizer": lambda parameters: 3}, TypeError, "returned a int"),
         ({"optimizer": None}, TypeError, "optimizer is a NoneType"),
         ({"recipe": None}, TypeError, "recipe is a NoneType"),
-        ({"recipe": "vit"}, ValueError, "'vit' is no key for a LlamaConfig; pass 'llama'"),
-        ({"loss_fn": 3}, TypeError, "loss_fn is a int"),
-        ({"inputs": 3}, TypeError, "inputs is a int"),
+        ({"recipe": "bert"}, ValueError, "pass the key of the model's own family"),
         ({"inputs": lambda samples: None}, TypeError, "inputs(1) returned a NoneType"),
         ({"ckpt_ratio": "a"}, ValueError, "ckpt_ratio is 'a'"),
-        ({"bf16": True, "fp16": True}, ValueError, "ask for different types"),
+        ({"bf16": True, "fp16": True}, ValueError, "fp16 and bf16 are both True"),
         ({"bf16": True, "dtype": torch.float32}, ValueError, "ask for different types"),
         ({"bf16": "yes"}, TypeError, "bf16 is 'yes'; pass True or False"),
         ({"dtype": torch.int8}, TypeError, "dtype is torch.int8"),
         ({"target": "deepspeed", "zero": 1, "bucket": -5}, ValueError, "bucket is -5"),
         ({"pipeline_cuts": [1]}, ValueError, "pp=1 make no pipeline; pass a mesh with pp=2"),
         ({"seq_len": 0}, ValueError, "seq_len is 0"),
-        ({"model_config": nn.Linear(2, 2)}, TypeError, "model_config is a model, a Linear"),
+        ({"model_config": nn.Linear(2, 2)}, TypeError, "model_config is Linear(in_features=2"),
     ],
 )
 def test_mistakes(changes: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -362,7 +360,7 @@ def test_every_machine_has_its_figures() -> None:
 def test_an_accelerator_fuses_attention_with_dropout() -> None:
     """A processor keeps the scores of all heads, of ``length ** 2`` each, for its backward."""
     ask = partial(dryrun, "gpt2", config_of("gpt2"), batch=4, seq_len=256)
-    scores = 4 * 4 * 256 * 256 * 4  # samples, heads, tokens by tokens, bytes
+    scores = 4 * 8 * 256 * 256 * 4  # samples, heads, tokens by tokens, bytes
     here = ask(machine="cpu").stages[0].activations
     there = ask(machine="v100-32gb").stages[0].activations
     assert here - there > 4 * scores
@@ -450,7 +448,7 @@ def test_a_model_of_images_and_tokens_wants_its_inputs() -> None:
         def forward(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> Tensor:
             return super().forward(input_ids.float())
 
-    with pytest.raises(TypeError, match="Both takes images or sound beside tokens; pass inputs=f"):
+    with pytest.raises(TypeError, match="which inputs Both expects; pass inputs=f"):
         dryrun(lambda sch: None, Both, seq_len=16)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import slapo
 from benchmark.measure import peak_of
-from slapo.cost import MACHINES, Machine, Update, dryrun
+from slapo.cost import MACHINES, Update, dryrun
 from slapo.cost.models import example_inputs, for_training
 from slapo.model_schedule import Recipe, apply_schedule, register_recipe
 from slapo.model_schedule.registry import recipe_of, unregister
@@ -187,28 +187,7 @@ def test_a_key_that_is_registered_anew_is_asked_again() -> None:
         unregister("mine")
 
 
-# --- machines -----------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"between": -1.0},
-        {"latency": 3},
-        {"latency": (-1.0, 0.0)},
-        {"reached_flops": 0.0},
-        {"reached_bandwidth": 2.0},
-        {"overhead": float("nan")},
-        {"half_at": -1.0},
-        {"devices": True},
-        {"flops": {"half": 1e12}},
-    ],
-)
-def test_figures_that_no_machine_has(changes: dict[str, Any]) -> None:
-    figures: dict[str, Any] = {"memory": 1e9, "flops": 1e12, "bandwidth": 1e11, "inside": 1e9}
-    with pytest.raises((ValueError, TypeError), match=f"machine 'odd' has .*{next(iter(changes))}"):
-        Machine("odd", **{**figures, **changes})
-
-
 def test_an_optimizer_that_asks_for_numbers_says_so() -> None:
-    with pytest.raises(slapo.SlapoError, match="Adafactor could not step without numbers"):
+    with pytest.raises(slapo.SlapoError, match="Adafactor could not step on fake tensors"):
         dryrun("llama", config_of("llama"), seq_len=16, optimizer=torch.optim.Adafactor)
     dryrun("llama", config_of("llama"), seq_len=16, optimizer=torch.optim.Muon)
