@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import slapo
 from slapo.op import residual
 from slapo.op.residual import DenseDropoutAddNorm, dropout_add_norm
+from tests.versions import interprets_loops
 
 ROOT = Path(__file__).parent.parent.parent
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -216,6 +217,7 @@ def test_the_kernel_computes_unchanged_children_only(
 
 # --- the kernel ----------------------------------------------------------------------------------
 @needs_triton
+@interprets_loops
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", ["gradient", pytest.param("", marks=pytest.mark.slow)])
 def test_the_kernel_by_the_interpreter(part: str) -> None:
