@@ -18,7 +18,7 @@ import torch
 import slapo
 from benchmark.measure import Progress, Result, Target, timed
 from benchmark.partition import CASES, peak_megabytes
-from slapo.check.world import fake_world
+from slapo.verify.placement.offline import fake_world
 
 #: Model -> ranks, and numbers of layers.
 SIZES = {"gpt2": (4, (12, 24, 48)), "llama_70b": (8, (10, 20, 40, 80))}

@@ -144,7 +144,7 @@ class _DeepSpeedLast(torch.nn.Module):
 
 def bare_deepspeed(mesh: Any) -> Step:
     """A PipelineModule of the two stages, whose boundary it can carry: one tensor with gradient."""
-    from slapo.framework_dialect.deepspeed.package import import_deepspeed, quiet
+    from slapo.framework_dialect.deepspeed.load import import_deepspeed, quiet
 
     deepspeed = import_deepspeed("cpu")
     stages = _stages()

@@ -98,7 +98,7 @@ def bare_ddp(mesh: Any) -> Step:
 
 def bare_zero(mesh: Any) -> Step:
     """``deepspeed.initialize`` on the same module, with the same configuration."""
-    from slapo.framework_dialect.deepspeed.package import import_deepspeed, quiet, quiet_warnings
+    from slapo.framework_dialect.deepspeed.load import import_deepspeed, quiet, quiet_warnings
 
     deepspeed = import_deepspeed("cpu")
     module = model()

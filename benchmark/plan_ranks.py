@@ -221,7 +221,7 @@ def compared(model: nn.Module, inputs: dict[str, Any], options: dict[str, Any]) 
     wanted, loss = run(model, inputs)
     try:
         found, new_loss = run(built, inputs)
-        gradients = slapo.verify.setting.gathered_gradients(built, sch.group)
+        gradients = slapo.verify.numeric.harness.gathered_gradients(built, sch.group)
     except Exception as error:
         return Verdict(FAILS, brief(error))
     outputs = max(_difference(found, wanted), _difference(new_loss, loss))

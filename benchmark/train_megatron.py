@@ -28,7 +28,7 @@ def make(
         If it has no such model, is not installed, or there is no CUDA.
     """
     _check(options)
-    from slapo.framework_dialect.megatron.package import megatron_core, quiet
+    from slapo.framework_dialect.megatron.load import megatron_core, quiet
 
     megatron_core()
     with quiet(), warnings.catch_warnings():

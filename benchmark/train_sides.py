@@ -175,7 +175,7 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
 
 # --- DeepSpeed on the unmodified model -----------------------------------------------------------
 def _deepspeed(options: TrainOptions, mesh: DeviceMesh) -> Side:
-    from slapo.framework_dialect.deepspeed.package import import_deepspeed, quiet, quiet_warnings
+    from slapo.framework_dialect.deepspeed.load import import_deepspeed, quiet, quiet_warnings
 
     deepspeed = import_deepspeed(mesh.device_type)
     model = _model(options, mesh)

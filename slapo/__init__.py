@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 # Bound for `slapo.env` and so on; the other modules are by the imports below.
 from slapo import env, initialization, tracer
-from slapo.blame import bisect
 from slapo.build import build
-from slapo.check import check, register_place_rule
 from slapo.clip import clip_grad_norm_
 from slapo.errors import (
     MissingPackageError,
@@ -43,6 +41,8 @@ from slapo.record import ScheduleRecord
 from slapo.replay import replay
 from slapo.schedule import Schedule, create_schedule
 from slapo.verify import Verify
+from slapo.verify.bisect import bisect
+from slapo.verify.placement import check, register_place_rule
 from slapo.weights.meta import init_empty_weights
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from slapo.agreement import all_ranks_or_none, gathered, has_peers, same_on_all_ranks
-from slapo.check import check as check_places
 from slapo.errors import SlapoError, with_nearest
 from slapo.framework_dialect import Lowering, Runtime, get_dialect_cls
 from slapo.framework_dialect.replicas import share_wholes
@@ -24,6 +23,7 @@ from slapo.sharding.checks import check_modules
 from slapo.sharding.guards import guard_wrappers
 from slapo.sharding.state import sharding_of
 from slapo.snapshot import restored_on_error
+from slapo.verify.placement import check as check_places
 from slapo.weights.materialize import has_meta_tensors, materialize
 from slapo.weights.meta import allow_calls
 from slapo.weights.ties import TieGroups, check_ties
@@ -187,7 +187,7 @@ def _build_module(
     _refuse_runtime_features(sch, kwargs)
     check_same_schedule(sch)
     check_ties(sch.mod, sch.state.ties)
-    check_shards(sch)
+    _check_shards(sch)
     _fill_module(sch, init_weights)
     share_wholes(sch.mod, sch.group, sync_replicated)
     guard_wrappers(sch.mod, sch.group)
@@ -209,7 +209,7 @@ def _prepare(sch: Schedule, runtime: Runtime) -> Lowering:
     if isinstance(whole, PipelinedModule):
         return _share_out(sch, whole, runtime)
     check_ties(whole, sch.state.ties)
-    check_shards(sch)
+    _check_shards(sch)
     if not cut_nodes(sch):
         runtime.stages_of_this_rank(1)
         return Lowering(whole, tp_group=sch.group)
@@ -312,7 +312,7 @@ def _first_difference(left: list[Any], right: list[Any]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
-def check_shards(sch: Schedule) -> None:
+def _check_shards(sch: Schedule) -> None:
     """Refuse sharded modules that compute something else than the whole one does."""
     if sch.world_size == 1:
         return

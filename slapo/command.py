@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slapo.check.world import check_at
 from slapo.errors import MissingPackageError, SlapoError, with_nearest
-from slapo.model_schedule.catalogue import list_recipes, show_recipe
+from slapo.model_schedule.listing import list_recipes, show_recipe
+from slapo.verify.placement.offline import check_at
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

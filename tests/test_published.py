@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import slapo
 from slapo.op import Print
-from slapo.op.show import show
+from slapo.op.print import show
 from slapo.utils.common import get_hooks, is_lambda_function, transfer_hooks
 from slapo.utils.report import profile_perf, report_memory
 

@@ -26,10 +26,10 @@ from slapo.cost.stages import StageParts, Step, divide
 from slapo.errors import SlapoError
 from slapo.model_schedule import apply_schedule
 from slapo.model_schedule.apply import chosen
-from slapo.model_schedule.cuts import chosen_cuts, even_cuts, layer_costs
 from slapo.model_schedule.options import Options
 from slapo.model_schedule.registry import AUTO, maker_of, schedule_of
-from slapo.model_schedule.verbs import cast
+from slapo.model_schedule.stage_cuts import chosen_cuts, even_cuts, layer_costs
+from slapo.model_schedule.tensor_parallel import cast
 from slapo.schedule import Schedule, create_schedule
 
 InputsFn = Callable[[int], Mapping[str, Any]]

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from slapo.op.plain import only_counted
+from slapo.op.dispatch import only_counted
 
 aten = torch.ops.aten
 

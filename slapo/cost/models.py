@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from slapo.model_schedule.cuts import layer_costs
+from slapo.model_schedule.stage_cuts import layer_costs
 
 #: A config of Transformers, or a function that makes the model.
 Source = Any

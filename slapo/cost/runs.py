@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from slapo.check.world import fake_world
 from slapo.cost.meter import Meter
 from slapo.cost.models import Small, on_fakes
 from slapo.cost.trace import IrregularError, Pass, Recorder
@@ -20,6 +19,7 @@ from slapo.errors import SlapoError
 from slapo.logger import only_warnings
 from slapo.random import states_kept
 from slapo.schedule import Schedule
+from slapo.verify.placement.offline import fake_world
 
 #: From a model to its schedule.
 ScheduleFn = Callable[[nn.Module], Schedule]

@@ -2,6 +2,7 @@
 
 from slapo.model_schedule.api import apply_schedule
 from slapo.model_schedule.gpt2 import gen_embedding_hooks
+from slapo.model_schedule.recipe import Recipe, Region, Stack
 from slapo.model_schedule.registry import (
     recipe_keys,
     recipe_of,
@@ -9,7 +10,6 @@ from slapo.model_schedule.registry import (
     register_schedule,
     unregister,
 )
-from slapo.model_schedule.tables import Recipe, Region, Stack
 
 __all__ = [
     "Recipe",

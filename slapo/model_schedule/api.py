@@ -12,8 +12,8 @@ from slapo.model_schedule import families
 from slapo.model_schedule.apply import apply_recipe, base_path
 from slapo.model_schedule.auto import auto_recipe
 from slapo.model_schedule.options import Options
+from slapo.model_schedule.recipe import Recipe
 from slapo.model_schedule.registry import AUTO, have_one_recipe, recipe_of, schedule_of
-from slapo.model_schedule.tables import Recipe
 from slapo.schedule import Schedule, create_schedule
 
 assert families.__all__, "imported for the recipes that they register"

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo.model_schedule import verbs
+from slapo.model_schedule import tensor_parallel as verbs
 from slapo.model_schedule.auto import labelled, prove
 from slapo.model_schedule.checks import check, check_own_dropout, dropouts, has_layers
-from slapo.model_schedule.cuts import chosen_cuts, cut, even_cuts, inputs_for, layer_costs
 from slapo.model_schedule.kernels import fuse_bias_gelu, use_backend, use_kernels
 from slapo.model_schedule.losses import (
     check_fused,
@@ -24,7 +23,8 @@ from slapo.model_schedule.losses import (
 )
 from slapo.model_schedule.options import Options
 from slapo.model_schedule.plans import split_by_plan
-from slapo.model_schedule.tables import Recipe
+from slapo.model_schedule.recipe import Recipe
+from slapo.model_schedule.stage_cuts import chosen_cuts, cut, even_cuts, inputs_for, layer_costs
 from slapo.op.attend import check_available
 from slapo.schedule import Schedule
 from slapo.snapshot import restored_on_error

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo.check import check
 from slapo.errors import PlacementError, VerificationError
 from slapo.logger import get_logger
-from slapo.model_schedule.own_loss import own_loss
+from slapo.model_schedule.loss_kind import own_loss
 from slapo.model_schedule.plans import entries, plan_of, unknown_styles
+from slapo.model_schedule.recipe import Recipe, Stack
 from slapo.model_schedule.registry import recipe_keys, recipe_of
-from slapo.model_schedule.tables import Recipe, Stack
 from slapo.schedule import Schedule, create_schedule
 from slapo.verify import Verify
+from slapo.verify.placement import check
 
 logger = get_logger()
 

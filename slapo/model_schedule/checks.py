@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from slapo.model_schedule.options import Options
-from slapo.model_schedule.tables import Recipe, Stack
+from slapo.model_schedule.recipe import Recipe, Stack
 from slapo.schedule import Schedule
 
 #: Names of the config: probabilities of dropout within attention.

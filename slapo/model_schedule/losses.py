@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from slapo.errors import SlapoError
-from slapo.model_schedule.own_loss import OwnLoss, own_loss
+from slapo.model_schedule.loss_kind import OwnLoss, own_loss
 from slapo.op.cross_entropy import IGNORED, token_losses
 from slapo.op.linear_loss import LossHead, Targets
 from slapo.schedule import Schedule

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slapo.model_schedule.tables import TOKENS
-from slapo.model_schedule.verbs import (
+from slapo.model_schedule.recipe import TOKENS
+from slapo.model_schedule.tensor_parallel import (
     group_of,
     split_column,
     split_row,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slapo.errors import with_nearest
-from slapo.model_schedule.tables import Recipe
+from slapo.model_schedule.recipe import Recipe
 
 #: The key that takes any model whose config carries a plan.
 AUTO = "auto"
@@ -35,7 +35,7 @@ def register_recipe(*keys: str) -> Callable[[RecipeMaker], RecipeMaker]:
 
     Examples
     --------
-    >>> from slapo.model_schedule.tables import Recipe, Region, Stack
+    >>> from slapo.model_schedule.recipe import Recipe, Region, Stack
     >>> @register_recipe("my_family")
     ... def my_family(config):
     ...     mlp = Region("mlp", columns="mlp.up", rows="mlp.down")

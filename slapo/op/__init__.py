@@ -16,9 +16,9 @@ from slapo.op.linear import (
 from slapo.op.linear_loss import LossHead, linear_cross_entropy
 from slapo.op.mlp import FusedMLP
 from slapo.op.norm import RMSNorm
+from slapo.op.print import Print
 from slapo.op.qkv import FusedQKV
 from slapo.op.residual import DenseDropoutAddNorm, dropout_add_norm
-from slapo.op.show import Print
 
 __all__ = [
     "CheckPointWrapper",

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from slapo.hooks import has_forward_hooks
 from slapo.op import liger
+from slapo.op.dispatch import is_plain
 from slapo.op.fused_bias import is_new_gelu
-from slapo.op.plain import is_plain
 
 if TYPE_CHECKING:
     from typing_extensions import Self

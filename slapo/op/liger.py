@@ -19,7 +19,7 @@ from torch import Tensor
 from slapo.errors import MissingPackageError
 from slapo.logger import get_logger
 from slapo.op.cross_entropy import is_graph_kept
-from slapo.op.plain import is_plain
+from slapo.op.dispatch import is_plain
 
 logger = get_logger()
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo.op import liger
-from slapo.op.plain import is_plain
+from slapo.op.dispatch import is_plain
 
 #: What modules call the number that is added to the mean of squares.
 _EPSILONS = ("variance_epsilon", "eps")

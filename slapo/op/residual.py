@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from slapo.errors import MissingPackageError
 from slapo.hooks import has_forward_hooks
-from slapo.op.plain import is_plain
+from slapo.op.dispatch import is_plain
 
 _BACKENDS = ("torch", "triton")
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)

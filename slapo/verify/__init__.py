@@ -1,5 +1,5 @@
 """Proof that a schedule does not change what a model computes."""
 
-from slapo.verify.context import Verify
+from slapo.verify.numeric.context import Verify
 
 __all__ = ["Verify"]

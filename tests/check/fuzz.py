@@ -22,11 +22,11 @@ from torch import Tensor, nn
 import slapo
 from benchmark import report
 from benchmark.measure import Result
-from slapo.check import check
 from slapo.sharding.checks import check_modules
 from slapo.sharding.state import shards_of
 from slapo.sharding.steps import carried_by
-from slapo.verify.peers import Peers
+from slapo.verify.numeric.rank_sync import Peers
+from slapo.verify.placement import check
 from slapo.wrapper import innermost
 from tests.check import mixed
 from tests.check.random_steps import Random

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import slapo
 from slapo.sharding.state import shards_of
 from slapo.sharding.steps import carried_by
-from slapo.verify.peers import Peers
+from slapo.verify.numeric.rank_sync import Peers
 from slapo.wrapper import innermost
 from tests.check.mixed_models import MODELS, Batch, Model, loss_of
 from tests.check.mixed_moves import Move, Steps, cut, other_primitives, tensor_parallel

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import slapo
-from slapo.blame import Blame, bisect
+from slapo.verify.bisect import Blame, bisect
 from tests.check.planted import Case, names_the_place
 from tests.check.verdicts import fake_world
 from tests.distributed import run_distributed

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import slapo
-from slapo.check import PlacementError, check, register_place_rule, rules, stand_ins
-from slapo.check.call import RULES, independent_along
-from slapo.check.place import Place
 from slapo.sharding import masked, reduce_from_group
 from slapo.sharding.steps import STEPS
+from slapo.verify.placement import PlacementError, check, register_place_rule, rules
+from slapo.verify.placement import fake_parameters as stand_ins
+from slapo.verify.placement.call import RULES, independent_along
+from slapo.verify.placement.place import Place
 from tests.check.verdicts import fake_world
 from tests.distributed import run_distributed
 from tests.sharding.families import FAMILIES, Steps

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo
-from slapo.check.world import check_at, token_inputs
 from slapo.command import main
+from slapo.verify.placement.offline import check_at, token_inputs
 from tests.check.verdicts import fake_world
 
 SCRIPT = """

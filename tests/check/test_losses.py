@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
-from slapo.check import PlacementError, check
-from slapo.check.world import check_at
 from slapo.op.cross_entropy import ParallelCrossEntropy, token_losses
 from slapo.op.linear_loss import LossHead, Targets, linear_cross_entropy
 from slapo.sharding import reduce_from_group, scatter
 from slapo.sharding.collectives import all_gather, copy_to_group
 from slapo.sharding.state import shards_of
+from slapo.verify.placement import PlacementError, check
+from slapo.verify.placement.offline import check_at
 from tests.check.verdicts import fake_world
 from tests.distributed import run_distributed
 

@@ -16,8 +16,8 @@ from torch import nn
 pytest.importorskip("transformers")
 
 import slapo
-from slapo.check import check
 from slapo.sharding.collectives import reduce_from_group
+from slapo.verify.placement import check
 from tests.check import mixed
 from tests.check.mixed import compared
 from tests.check.mixed_models import HIDDEN, Layer

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
-from slapo.check import PlacementError, check, rules
-from slapo.check.place import PARTIAL_SUM, sliced
-from slapo.check.world import check_at
 from slapo.sharding import reduce_from_group
 from slapo.sharding.groups import group_size
 from slapo.sharding.state import shards_of
+from slapo.verify.placement import PlacementError, check, rules
+from slapo.verify.placement.offline import check_at
+from slapo.verify.placement.place import PARTIAL_SUM, sliced
 from tests.check.verdicts import fake_world
 from tests.distributed import run_distributed
 

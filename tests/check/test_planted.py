@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import slapo
-from slapo.check import PlacementError, check
 from slapo.sharding.checks import check_modules
+from slapo.verify.placement import PlacementError, check
 from tests.check import planted
 from tests.check.fuzz import Verdict, computed_by_ranks, fake_world, model_of
 from tests.check.planted import Case, names_the_place

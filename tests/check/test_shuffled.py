@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
-from slapo.check import PlacementError, check
 from slapo.sharding import reduce_from_group
+from slapo.verify.placement import PlacementError, check
 from tests.check.verdicts import fake_world
 from tests.distributed import run_distributed
 from tests.sharding.parallel_models import HIDDEN, column

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from slapo.check import world
+from slapo.verify.placement import offline as world
 
 
 @dataclass(frozen=True)

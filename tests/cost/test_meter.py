@@ -12,8 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmark.measure import allocated
-from slapo.check.world import fake_world
 from slapo.cost import Meter
+from slapo.verify.placement.offline import fake_world
 
 
 def test_peak_is_that_of_the_allocator() -> None:

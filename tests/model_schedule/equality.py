@@ -13,7 +13,7 @@ import slapo
 from slapo.model_schedule import apply_schedule
 from slapo.sharding.slicing import ShardSpec
 from slapo.sharding.state import shards_of
-from slapo.verify.setting import gathered_gradients
+from slapo.verify.numeric.harness import gathered_gradients
 from slapo.wrapper import innermost
 from tests.model_schedule.models import MODELS
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import slapo
-from slapo.check.world import fake_world
 from slapo.command import main
 from slapo.model_schedule import (
     Recipe,
@@ -27,6 +26,7 @@ from slapo.model_schedule import (
 )
 from slapo.op import RMSNorm
 from slapo.op.linear_loss import LossHead
+from slapo.verify.placement.offline import fake_world
 from tests.distributed import run_distributed
 from tests.model_schedule.models import MODELS, transformers
 

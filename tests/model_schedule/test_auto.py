@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slapo
-from slapo.check.world import fake_world
 from slapo.model_schedule import apply_schedule, plans
+from slapo.verify.placement.offline import fake_world
 from tests.distributed import run_distributed
 from tests.model_schedule.equality import difference
 from tests.model_schedule.models import MODELS, tokens, transformers

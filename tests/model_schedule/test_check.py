@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 import slapo
-from slapo.check import check
-from slapo.check.world import fake_world
 from slapo.model_schedule import (
     apply_schedule,
     recipe_keys,
@@ -17,6 +15,8 @@ from slapo.model_schedule import (
     register_recipe,
     unregister,
 )
+from slapo.verify.placement import check
+from slapo.verify.placement.offline import fake_world
 from tests.model_schedule.models import MODELS
 from tests.model_schedule.modes import MODES, REFUSED
 

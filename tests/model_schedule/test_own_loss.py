@@ -11,7 +11,7 @@ from torch import nn
 
 import slapo
 from slapo.model_schedule import apply_schedule
-from slapo.model_schedule.own_loss import OwnLoss, own_loss
+from slapo.model_schedule.loss_kind import OwnLoss, own_loss
 from tests.distributed import run_distributed
 from tests.model_schedule.models import MODELS, transformers
 

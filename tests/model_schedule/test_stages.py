@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from slapo.model_schedule import apply_schedule
-from slapo.model_schedule.cuts import chosen_cuts, even_cuts, layer_costs
+from slapo.model_schedule.stage_cuts import chosen_cuts, even_cuts, layer_costs
 from tests.distributed import run_distributed
 from tests.model_schedule.models import MODELS
 from tests.model_schedule.modes import UNCUT

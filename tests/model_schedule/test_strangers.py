@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo
-from slapo.check.world import fake_world
 from slapo.model_schedule import apply_schedule, recipe_of, register_recipe, unregister
+from slapo.verify.placement.offline import fake_world
 from tests.distributed import run_distributed
 from tests.model_schedule.models import MODELS, tokens, transformers
 

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from slapo.op import residual
-from slapo.op.plain import is_plain
+from slapo.op.dispatch import is_plain
 
 
 def test_tensors_of_torch_s_own() -> None:

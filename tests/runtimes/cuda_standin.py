@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _triton
 
-from slapo.framework_dialect.megatron.package import megatron_core
+from slapo.framework_dialect.megatron.load import megatron_core
 
 _CPU = torch.device("cpu")
 

@@ -13,9 +13,7 @@ from torch import nn
 
 import slapo
 import slapo.framework_dialect.deepspeed.runtime  # registers the target
-from slapo.framework_dialect.deepspeed.config import Layout, Settings, load, merge
-from slapo.framework_dialect.deepspeed.package import check_installed
-from slapo.framework_dialect.deepspeed.wire import (
+from slapo.framework_dialect.deepspeed.boundary_codec import (
     StageLayer,
     expose_tensors,
     original_output,
@@ -24,6 +22,8 @@ from slapo.framework_dialect.deepspeed.wire import (
     tensors_in,
     unpack,
 )
+from slapo.framework_dialect.deepspeed.config import Layout, Settings, load, merge
+from slapo.framework_dialect.deepspeed.load import check_installed
 from slapo.pipeline.boundaries import TensorMeta
 
 CPU = Layout(1, 2, 1, "cpu")

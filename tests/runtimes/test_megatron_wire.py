@@ -5,7 +5,13 @@ import torch
 from torch import Tensor
 
 from slapo.errors import SlapoError
-from slapo.framework_dialect.megatron.wire import WIRE_DTYPE, Manifest, anchored, pack, unpack
+from slapo.framework_dialect.megatron.boundary_codec import (
+    WIRE_DTYPE,
+    Manifest,
+    anchored,
+    pack,
+    unpack,
+)
 from slapo.pipeline.boundaries import TensorMeta
 
 

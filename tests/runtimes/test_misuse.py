@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slapo
-from slapo.framework_dialect.deepspeed.package import quiet_warnings
+from slapo.framework_dialect.deepspeed.load import quiet_warnings
 from slapo.framework_dialect.precision import half_of
 from tests.distributed import run_distributed
 from tests.runtimes import contract

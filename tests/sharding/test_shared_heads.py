@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
-from slapo.check import PlacementError, check
+from slapo.verify.placement import PlacementError, check
 from tests.check.verdicts import fake_world
 from tests.distributed import run_distributed
 from tests.runtimes.alone import Alone, compare

@@ -14,7 +14,7 @@ from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.deepspeed.config import Settings
 from slapo.framework_dialect.deepspeed.initialize import check_parameters, whole_norm
-from slapo.framework_dialect.deepspeed.package import quiet_warnings
+from slapo.framework_dialect.deepspeed.load import quiet_warnings
 from slapo.framework_dialect.engine import Engine
 from slapo.framework_dialect.gradients import scale_gradients
 from slapo.framework_dialect.options import TrainingOptions

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slapo.framework_dialect.deepspeed.boundary_codec import tensors_in
 from slapo.framework_dialect.deepspeed.config import Config
-from slapo.framework_dialect.deepspeed.package import quiet
-from slapo.framework_dialect.deepspeed.wire import tensors_in
+from slapo.framework_dialect.deepspeed.load import quiet
 from slapo.framework_dialect.gradients import clip_factor, global_norm, scale_gradients
 from slapo.framework_dialect.optimizers import check_scheduler
 

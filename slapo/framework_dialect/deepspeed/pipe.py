@@ -14,8 +14,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
-from slapo.framework_dialect.deepspeed.package import quiet
-from slapo.framework_dialect.deepspeed.wire import StageLayer, original_output, room_for
+from slapo.framework_dialect.deepspeed.boundary_codec import StageLayer, original_output, room_for
+from slapo.framework_dialect.deepspeed.load import quiet
 from slapo.framework_dialect.runtime import Lowering
 from slapo.framework_dialect.ties import SharedParameter
 from slapo.mesh import set_timeout, timeout_of_job

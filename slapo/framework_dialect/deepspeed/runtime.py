@@ -13,8 +13,8 @@ from slapo.framework_dialect.deepspeed import config as configs
 from slapo.framework_dialect.deepspeed.engine import PipeEngine, ZeroEngine
 from slapo.framework_dialect.deepspeed.groups import MeshUnit, mark_sharded, topology_of
 from slapo.framework_dialect.deepspeed.initialize import initialize
-from slapo.framework_dialect.deepspeed.package import check_installed, import_deepspeed
-from slapo.framework_dialect.deepspeed.plain import PlainOptions, lower_plain
+from slapo.framework_dialect.deepspeed.load import check_installed, import_deepspeed
+from slapo.framework_dialect.deepspeed.native_api import PlainOptions, lower_plain
 from slapo.framework_dialect.optimizers import make_optimizer
 from slapo.framework_dialect.options import TrainingOptions, check_names
 from slapo.framework_dialect.runtime import Lowering, Runtime, check_groups, check_stage_count

@@ -15,12 +15,12 @@ from slapo.agreement import all_ranks_or_none
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.engine import Engine
+from slapo.framework_dialect.megatron.boundary_codec import WIRE_DTYPE, Manifest, anchored
 from slapo.framework_dialect.megatron.groups import mark_sharded, mark_shared
+from slapo.framework_dialect.megatron.load import megatron_core, quiet
 from slapo.framework_dialect.megatron.optimizers import make_optimizer, set_masters, torch_optimizer
 from slapo.framework_dialect.megatron.options import MegatronOptions
-from slapo.framework_dialect.megatron.package import megatron_core, quiet
 from slapo.framework_dialect.megatron.stages import ModelChunk
-from slapo.framework_dialect.megatron.wire import WIRE_DTYPE, Manifest, anchored
 from slapo.framework_dialect.optimizers import make_scheduler
 from slapo.framework_dialect.precision import cast_parameters
 from slapo.framework_dialect.runtime import Lowering

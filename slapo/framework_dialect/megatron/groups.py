@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from slapo.agreement import all_ranks_or_none
 from slapo.errors import SlapoError
 from slapo.framework_dialect.gradients import is_counted_slice
-from slapo.framework_dialect.megatron.package import megatron_core
+from slapo.framework_dialect.megatron.load import megatron_core
 from slapo.framework_dialect.ties import SharedParameter
 from slapo.mesh import timeout_of_job
 from slapo.sharding.state import shards_of

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from slapo.errors import SlapoError
+from slapo.framework_dialect.megatron.load import megatron_core
 from slapo.framework_dialect.megatron.options import MegatronOptions
-from slapo.framework_dialect.megatron.package import megatron_core
 from slapo.framework_dialect.optimizers import make_optimizer as make_torch_optimizer
 from slapo.framework_dialect.precision import INITIAL_SCALE
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from slapo.framework_dialect.megatron.groups import initialize_groups
+from slapo.framework_dialect.megatron.load import check_device, check_installed
 from slapo.framework_dialect.megatron.optimizers import resolve
-from slapo.framework_dialect.megatron.package import check_device, check_installed
 from slapo.framework_dialect.runtime import Lowering, Runtime, check_groups, check_stage_count
 from slapo.mesh import check_mesh
 from slapo.node import Node

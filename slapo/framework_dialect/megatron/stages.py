@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from slapo.framework_dialect.batches import Batch
-from slapo.framework_dialect.megatron.package import megatron_core
-from slapo.framework_dialect.megatron.wire import Manifest, pack, unpack
+from slapo.framework_dialect.megatron.boundary_codec import Manifest, pack, unpack
+from slapo.framework_dialect.megatron.load import megatron_core
 
 
 class ModelChunk(nn.Module):
@@ -26,7 +26,7 @@ class ModelChunk(nn.Module):
     arriving, leaving : Manifest or None
         What the boundaries before and after it carry.
     anchor : Tensor or None
-        What the loss has to hang on; see :func:`slapo.framework_dialect.megatron.wire.unpack`.
+        What the loss has to hang on; see :func:`slapo.framework_dialect.megatron.boundary_codec.unpack`.
     """
 
     # Megatron-Core asks for it. Other parameters than its embedding and output layer may be tied

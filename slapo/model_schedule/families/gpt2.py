@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from slapo.model_schedule.recipe import Recipe, Region, Stack
 from slapo.model_schedule.registry import register_recipe
-from slapo.model_schedule.tables import Recipe, Region, Stack
 
 MLP = Region("mlp", columns="mlp.c_fc", rows="mlp.c_proj")
 

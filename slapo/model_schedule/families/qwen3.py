@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from slapo.model_schedule.families.llama import ATTENTION, MLP, decoder, with_head_norms
+from slapo.model_schedule.recipe import Recipe
 from slapo.model_schedule.registry import register_recipe
-from slapo.model_schedule.tables import Recipe
 
 
 @register_recipe("qwen3")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from slapo.model_schedule.recipe import Recipe, Region, Stack
 from slapo.model_schedule.registry import register_recipe
-from slapo.model_schedule.tables import Recipe, Region, Stack
 
 
 @register_recipe("t5")

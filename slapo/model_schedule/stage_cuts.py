@@ -1,0 +1,206 @@
+"""Pipeline stages of about the same work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo.errors import SlapoError
+from slapo.model_schedule.recipe import Recipe, Stack
+from slapo.schedule import Schedule
+
+
+def layer_costs(model: nn.Module, layers: Sequence[str], head: str = "") -> list[float]:
+    """Work of each layer for one token: the parameters that multiply it.
+
+    Parameters
+    ----------
+    layers
+        Their paths.
+    head
+        Path of what makes the logits: its work falls to the last layer's stage.
+
+    Examples
+    --------
+    >>> layer_costs(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 8)), ["0"], head="1")
+    [30.0]
+    """
+    costs = [_matrices(model.get_submodule(path)) for path in layers]
+    if head:
+        costs[-1] += _matrices(model.get_submodule(head))
+    return costs
+
+
+def _matrices(module: nn.Module) -> float:
+    return float(sum(p.numel() for p in module.parameters() if p.dim() > 1))
+
+
+def even_cuts(costs: Sequence[float], stages: int) -> list[int]:
+    """Numbers of the layers that end a stage, but for the last, so that the dearest is cheapest.
+
+    Stages are filled from the last one: the first, which embeds and keeps activations longest, is
+    the one that is left with less.
+
+    Parameters
+    ----------
+    costs
+        Of each layer.
+    stages
+        Wanted.
+
+    Raises
+    ------
+    ValueError
+        If there are more stages than layers.
+
+    Examples
+    --------
+    >>> even_cuts([1, 1, 1, 1, 5], stages=2)
+    [3]
+    >>> even_cuts([1, 1, 1, 1, 1], stages=2)
+    [1]
+    """
+    if not 1 <= stages <= len(costs):
+        raise ValueError(
+            f"{len(costs)} layers make no {stages} stages; pass a number from 1 to {len(costs)}"
+        )
+    limits = sorted({sum(costs[i:j]) for j in range(len(costs) + 1) for i in range(j)})
+    low, high = 0, len(limits) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _filled(costs, limits[middle], stages) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return _filled(costs, limits[low], stages) or []
+
+
+def _filled(costs: Sequence[float], limit: float, stages: int) -> list[int] | None:
+    """Ends of stages none of which costs more than `limit`; None where there are none."""
+    ends: list[int] = []
+    total = 0.0
+    for number in reversed(range(len(costs))):
+        must_end = number + 1 == stages - len(ends) - 1  # a layer for each stage before
+        if number < len(costs) - 1 and (must_end or total + costs[number] > limit):
+            ends.append(number)
+            total = 0.0
+        total += costs[number]
+        if total > limit or len(ends) >= stages:
+            return None
+    return ends[::-1]
+
+
+def chosen_cuts(cuts: Any, counts: Sequence[int]) -> list[int]:
+    """Numbers of layers, over all stacks, from the caller's list, or lists, of them.
+
+    Parameters
+    ----------
+    cuts
+        Numbers of layers; or a list of such lists, one for each stack.
+    counts
+        Layers of each stack.
+
+    Raises
+    ------
+    ValueError
+        If they are no rising numbers of layers that others follow.
+    """
+    flat = list(cuts)
+    if any(isinstance(each, (list, tuple)) for each in flat):
+        if len(flat) != len(counts) or not all(isinstance(each, (list, tuple)) for each in flat):
+            raise ValueError(
+                f"pipeline_cuts is {cuts!r}; pass one list, or as many as stacks: {len(counts)}"
+            )
+        starts = [sum(counts[:number]) for number in range(len(counts))]
+        flat = [start + n for start, each in zip(starts, flat, strict=True) for n in each]
+    last = sum(counts) - 1
+    whole = all(type(n) is int and 0 <= n < last for n in flat)
+    if not whole or flat != sorted(set(flat)):
+        raise ValueError(
+            f"pipeline_cuts is {cuts!r}; pass rising numbers of layers after which a stage ends, "
+            f"from 0 to {last - 1}"
+        )
+    return flat
+
+
+def cut(
+    sch: Schedule,
+    base: str,
+    stacks: Sequence[Stack],
+    layers: Sequence[Sequence[str]],
+    ends: Sequence[int],
+    inputs: Mapping[str, Any],
+) -> None:
+    """Trace down to where stages end, and end them.
+
+    Parameters
+    ----------
+    base
+        Path of the base model.
+    layers
+        Paths of the layers of each stack.
+    ends
+        Numbers of the layers, over all stacks.
+    inputs
+        Example inputs.
+    """
+    containers, places, first = [], [], 0
+    for stack, paths in zip(stacks, layers, strict=True):
+        container = _container(sch, f"{base}.{stack.layers}".lstrip("."))
+        own = [n - first for n in ends if first <= n < first + len(paths)]
+        first += len(paths)
+        whole = own[-1:] == [len(paths) - 1]
+        within = own[:-1] if whole else own
+        containers += [container] if within or not whole else []
+        places += [paths[n] for n in within] + ([container] if whole else [])
+        if not within and not whole:
+            containers.remove(container)
+    _trace(sch, containers or [p.rpartition(".")[0] for p in places], inputs)
+    for path in places:
+        sch[path].cut_pipeline_stage()
+
+
+def _container(sch: Schedule, path: str) -> str:
+    """What runs the layers: a list of them runs nothing."""
+    is_list = isinstance(sch.mod.get_submodule(path), nn.ModuleList)
+    return path.rpartition(".")[0] if is_list else path
+
+
+def _trace(sch: Schedule, containers: Sequence[str], inputs: Mapping[str, Any]) -> None:
+    import inspect
+
+    takes = inspect.signature(sch.mod.forward).parameters
+    fixed = {"use_cache": False} if "use_cache" in takes and "use_cache" not in inputs else {}
+    traced = sch.trace_until(
+        [path for path in containers if path],
+        tracer="huggingface",
+        concrete_args=fixed,
+        example_inputs=dict(inputs),
+    )
+    if not traced:
+        raise SlapoError(
+            "the model could not be traced for pipeline stages; the warning above says why, and "
+            "example_inputs= takes what you will call it with"
+        )
+
+
+def example_tokens(config: Any, ranks: int) -> dict[str, Any]:
+    """Any text, of as many tokens as can be dealt out: sizes stay free."""
+    tokens = torch.ones(2, ranks * math.ceil(6 / ranks), dtype=torch.long)
+    inputs = {"input_ids": tokens, "attention_mask": tokens}
+    if getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = tokens
+    return inputs
+
+
+def inputs_for(
+    recipe: Recipe, config: Any, given: Mapping[str, Any] | None, ranks: int
+) -> Mapping[str, Any]:
+    """Example inputs of the caller's, of the family, or tokens."""
+    if given is not None:
+        return given
+    return recipe.inputs(config) if recipe.inputs is not None else example_tokens(config, ranks)

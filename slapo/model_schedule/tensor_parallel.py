@@ -1,0 +1,277 @@
+"""The verbs of recipes, each once, over the primitives."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from slapo.errors import SlapoError
+from slapo.model_schedule.recipe import TOKENS, Region, Stack
+from slapo.random import TENSOR_PARALLEL, get_rng_tracker
+from slapo.schedule import Schedule
+from slapo.sharding.collectives import copy_to_group
+from slapo.sharding.groups import group_size
+from slapo.sharding.state import sharding_of, shards_of
+from slapo.sharding.steps import BROADCAST, carry_out
+from slapo.sharding.vocab import look_up_own_rows, sum_looked_up
+
+
+# --- layers --------------------------------------------------------------------------------------
+def split_column(node: Schedule, blocks: int = 1, parts: int | None = None, **how: Any) -> Schedule:
+    """Each rank keeps a slice of the output features: of all that lies along them."""
+    names = [*node.mod._parameters.items(), *node.mod._buffers.items()]
+    if not any(tensor is not None and tensor.dim() for _, tensor in names):
+        raise ValueError(
+            f"{node.path!r} ({type(node.mod).__name__}) has no weight of its own to split by "
+            "columns; schedule the model before you wrap its layers (adapters)"
+        )
+    for name, tensor in names:
+        if tensor is not None and tensor.dim():
+            axis = _out_axis(node.mod) if tensor.dim() > 1 else 0
+            node.shard(name, axis=axis, blocks=blocks, parts=parts, **how)
+    return node
+
+
+def split_row(node: Schedule) -> Schedule:
+    """Each rank keeps a slice of the input features, and makes a part of the sum."""
+    return node.shard("weight", axis=1 - _out_axis(node.mod))
+
+
+def _out_axis(module: nn.Module) -> int:
+    """The axis of a weight along which output features lie; GPT-2's are transposed."""
+    return 1 if type(module).__name__ == "Conv1D" else 0
+
+
+def _sum(node: Schedule, axis: int | None) -> None:
+    """Sum the ranks' parts; with an axis, deal the sum out along it."""
+    if axis is None:
+        node.sync("fwd_post", "all_reduce")
+    else:
+        node.sync("fwd_post", "reduce_scatter", axis=axis)
+
+
+# --- regions -------------------------------------------------------------------------------------
+def split_region(
+    layer: Schedule,
+    region: Region,
+    tokens: bool,
+    key_values: int | None,
+    reads_here: bool = False,
+) -> None:
+    """Two collectives each way: one where the region is entered, one where it is left.
+
+    Parameters
+    ----------
+    tokens
+        Whether each rank has a part of the tokens between regions.
+    key_values
+        Heads of keys and values, where there are fewer than ranks.
+    reads_here
+        Whether the gradient of another stack's result is summed at each region that reads it.
+    """
+    axis = region.axis if tokens else None
+    for path in region.enter.split():
+        _enter(layer[path], region, axis, region.reads.split() if reads_here else [])
+    few = region.key_values.split() if key_values else []
+    for path in region.columns.split():
+        split_column(layer[path], region.blocks, key_values if path in few else None)
+    for path in region.rows.split():
+        _sum(split_row(layer[path]), axis)
+    for path in region.inside.split():
+        sum_gradients(layer[path])
+    for path in region.by_head.split():
+        if path in layer:  # of the first layer only
+            layer[path].shard("weight", axis=1)
+    if region.experts:
+        _split_experts(layer[region.experts])
+        _sum(layer[region.enter], axis)
+    for path in region.forked.split():
+        # A dropout of nothing draws no numbers.
+        if path in layer and getattr(layer[path].mod, "p", None) != 0.0:
+            layer[path].fork_rng()
+    _divide(layer, region, key_values)
+
+
+def _enter(node: Schedule, region: Region, axis: int | None, reads: list[str]) -> None:
+    """Whole inputs are gathered, or their gradients summed; `reads` are never dealt out."""
+    takes = region.takes.split()
+    if axis is not None:
+        # A router sees all tokens on every rank: its gradient is whole, and would count once each.
+        parts = {"tensor_parallel_output_grad": not region.whole}
+        node.sync("fwd_pre", "all_gather", axis=axis, argument=takes or None, **parts)
+    if axis is None and not region.whole:
+        node.sync("bwd_post", "all_reduce", argument=[*takes, *reads] or None)
+    elif reads:
+        node.sync("bwd_post", "all_reduce", argument=reads)
+
+
+def _divide(layer: Schedule, region: Region, key_values: int | None) -> None:
+    """Numbers of heads follow."""
+    for name in region.counts.split():
+        path, _, attribute = name.rpartition(".")
+        layer[path].set(attribute, whole=getattr(layer[path].mod, attribute))
+    if key_values:
+        for name in region.groups.split():
+            path, _, attribute = name.rpartition(".")
+            # As many as all heads of queries make over the ranks that share a head of keys.
+            query_heads = getattr(layer[path].mod, attribute) * key_values
+            layer[path].set(attribute, query_heads // layer.world_size)
+
+
+def _split_experts(node: Schedule) -> None:
+    """A slice of every expert; states and routing weights get parts of their gradient."""
+    node.shard("gate_up_proj", axis=1, blocks=2).shard("down_proj", axis=2)
+    node.sync("fwd_pre", enter_experts)
+
+
+def enter_experts(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Hook: sum the gradients of the states and of the routing weights, not of the indices."""
+    states, index, weights, *rest = args
+    group = group_of(module)
+    return copy_to_group(states, group), index, copy_to_group(weights, group), *rest
+
+
+def group_of(module: nn.Module) -> Any:
+    """The ranks of a scheduled module."""
+    state = sharding_of(module)
+    if state is None:
+        raise SlapoError(f"{type(module).__name__} is not scheduled; call sync() on its schedule")
+    return state.group.group
+
+
+def sum_gradients(node: Schedule) -> None:
+    """Whole parameters that have seen a part of the tokens, or of the heads."""
+    for name, parameter in node.mod._parameters.items():
+        if parameter is not None and name not in shards_of(node.mod):
+            node.annotate(name, "sequence_parallel", True)
+
+
+# --- tokens --------------------------------------------------------------------------------------
+def spread_tokens(base: Schedule, stack: Stack, layers: list[Schedule]) -> None:
+    """Each rank keeps a part of the tokens from the first layer to the last.
+
+    Models make positions and masks from the embeddings, so these stay whole: tokens are dealt out
+    at the first layer, and gathered at the end, where each rank goes on with all of them.
+
+    Notes
+    -----
+    Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).
+    """
+    split = frozenset[str]().union(*(region.paths for region in stack.regions))
+    for layer in layers:
+        for name, module in layer.mod.named_modules():
+            if name and name not in split and module._parameters:
+                sum_gradients(layer[name])
+        layer.fork_rng()  # dropout acts on other tokens on each rank
+    deal_out(base, stack, layers)
+
+
+def deal_out(base: Schedule, stack: Stack, layers: list[Schedule]) -> None:
+    """Tokens: to the ranks at the first layer, and together again at the end."""
+    layers[0].sync("fwd_pre", "RR->SR")
+    end = base[stack.last] if stack.last else layers[-1]
+    if stack.last:
+        sum_gradients(end)
+    end.sync("fwd_post", "all_gather", axis=TOKENS, tensor_parallel_output_grad=False)
+
+
+# --- vocabulary ----------------------------------------------------------------------------------
+def split_table(node: Schedule) -> None:
+    """An embedding by rows; what is looked up on other ranks is summed in."""
+    node.shard("weight", axis=0, uneven=True)
+    if type(node.mod).forward is nn.Embedding.forward:
+        node.sync("fwd_post", "all_reduce")
+    else:  # a table that scales what it looks up (Gemma's): zeros stay zeros
+        node.sync("fwd_pre", look_up_own_rows).sync("fwd_post", sum_looked_up)
+
+
+def split_head(node: Schedule, gather: bool) -> None:
+    """The head by rows; `gather` its logits, or leave each rank its columns."""
+    split_column(node, uneven=True).sync("bwd_post", "all_reduce")
+    if gather:
+        node.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+
+
+# --- types and seeds -----------------------------------------------------------------------------
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Into another type, as Transformers' loader does.
+
+    Tables that a model computes and does not save, such as rotary frequencies, keep their
+    precision, and so do parameters that its class names.
+    """
+    names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    if dtype == torch.float16:
+        names = (*names, *(getattr(model, "_keep_in_fp32_modules", None) or ()))
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            kept = any(f".{part}." in f".{path}.{name}." for part in names)
+            if parameter is not None and parameter.is_floating_point() and not kept:
+                parameter.data = parameter.data.to(dtype)
+        for name, buffer in module._buffers.items():
+            saved = name not in module._non_persistent_buffers_set
+            if buffer is not None and buffer.is_floating_point() and saved:
+                module._buffers[name] = buffer.to(dtype)
+
+
+def require_seed(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Hook: heads of each rank need numbers of their own.
+
+    Raises
+    ------
+    SlapoError
+        In train mode, if the random tracker has no state for them.
+    """
+    if module.training and TENSOR_PARALLEL not in get_rng_tracker().get_states():
+        raise SlapoError(
+            "attention drops weights of other heads on each rank, and no numbers are there for "
+            "that; call slapo.set_random_seed(seed, mesh=mesh), or tp_rank=sch.rank, before the "
+            "first step"
+        )
+
+
+def refuse_adapters(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Hook: PEFT puts its layers around those that are split, and knows nothing of the slices.
+
+    Raises
+    ------
+    SlapoError
+        If there is one in the layer.
+    """
+    if torch.compiler.is_compiling():
+        return
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None:
+        return
+    found = [path for path, m in module.named_modules() if isinstance(m, tuners.BaseTunerLayer)]
+    if found:
+        raise SlapoError(
+            f"adapters were put into a layer that is split over ranks, at {found}: their sums and "
+            "gradients would be of one rank's slice; take a group of one rank for tensor "
+            "parallelism, and more for data parallelism"
+        )
+
+
+# --- inputs --------------------------------------------------------------------------------------
+def broadcast_inputs(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Hook: all ranks of the group compute on what its first rank was given."""
+    group = group_of(module)
+    if group_size(group) == 1:
+        return args, kwargs
+
+    def received(tensor: Tensor) -> Tensor:
+        return carry_out(BROADCAST, _from_first, tensor.detach(), group)
+
+    return tree_map_only(Tensor, received, (args, kwargs))
+
+
+def _from_first(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    copy = tensor.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(copy, group=group, group_src=0)
+    return copy

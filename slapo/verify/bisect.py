@@ -1,0 +1,426 @@
+"""Which primitive of a schedule makes it wrong, or which one it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slapo.agreement import all_ranks_or_none, has_peers
+from slapo.errors import PlacementError, SlapoError
+from slapo.history import Record, numberless
+from slapo.logger import get_logger
+from slapo.schedule import Schedule, create_schedule
+from slapo.verify import Verify
+from slapo.verify.placement import check
+from slapo.verify.placement.remedy import Remedy
+
+logger = get_logger()
+
+#: Primitives that are left out one by one, the nearest to the finding first.
+_TRIES = 48
+
+
+@dataclass(frozen=True)
+class Blame:
+    """What makes a schedule wrong.
+
+    Parameters
+    ----------
+    kind
+        ``"surplus"``: right without `record`; ``"missing"``: right with `call` after `record`;
+        ``"different"``: right with `call` in the place of `record`; ``"since"``: never right again
+        from `record` on, and no change of one module's primitives that was tried makes it right;
+        ``"beside"``: wrong by what the function does beside primitives, such as hooks of its own.
+    record
+        The primitive; None where the missing one is the first.
+    call
+        The line to write.
+    error
+        What is wrong with the whole schedule.
+    """
+
+    kind: str
+    record: Record | None
+    call: str
+    error: Exception
+
+    def __str__(self) -> str:
+        shown = "the beginning" if self.record is None else str(self.record)
+        return {
+            "surplus": f"the schedule is right without {shown}",
+            "missing": f"the schedule is right with {self.call} after {shown}",
+            "different": f"the schedule is right with {self.call} in place of {shown}",
+            "beside": f"wrong by what the function does beside primitives: {self.error}",
+            "since": f"the schedule is never right again from {shown} on: {self.error}",
+        }[self.kind]
+
+
+def bisect(
+    make_model: Callable[[], nn.Module],
+    schedule_fn: Callable[[Schedule], Any],
+    inputs: Any,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Blame | None:
+    """Find the primitive that makes a schedule wrong, or the place of the one that is missing.
+
+    Schedules models anew, each time with a small change: the call that the check advises, a
+    primitive as it was applied to the same module of another layer, one primitive left out, only
+    the first ones applied. Each is judged by :func:`slapo.check` under several ranks, and by
+    :class:`slapo.Verify` where they exist, or in one process.
+
+    Parameters
+    ----------
+    make_model
+        Makes the model, the same each time.
+    schedule_fn
+        Applies the primitives to a schedule.
+    inputs
+        As `example_inputs` of :func:`slapo.check`.
+    loss_fn
+        Output -> scalar to differentiate.
+    group
+        As for :func:`slapo.create_schedule`. All ranks call this.
+
+    Returns
+    -------
+    Blame or None
+        None if nothing is wrong.
+
+    Raises
+    ------
+    SlapoError
+        If the model is refused before it is scheduled.
+    Exception
+        What a primitive of the schedule raises by itself, which names it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> def make():
+    ...     return nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    >>> def schedule(sch):
+    ...     sch["0"].decompose()
+    ...     sch["1"].replace(nn.ReLU())
+    >>> blame = bisect(make, schedule, torch.ones(2, 4))
+    >>> blame.kind, blame.record.path
+    ('surplus', '1')
+    """
+    return _Search(make_model, schedule_fn, inputs, loss_fn, group).blame()
+
+
+@dataclass
+class _Applied:
+    """One call of a primitive, with what it was given."""
+
+    record: Record
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def at(self, path: str) -> Remedy:
+        """The same for another node."""
+        return Remedy(path, ((self.record.primitive, self.args, self.kwargs),))
+
+
+@dataclass
+class _Edit:
+    """A change of a schedule."""
+
+    left_out: frozenset[int] = frozenset()
+    length: int | None = None
+    added: tuple[Remedy, ...] = ()
+    seen: list[_Applied] = field(default_factory=list)
+
+    def admits(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the primitive is to be applied."""
+        number = len(self.seen)
+        self.seen.append(_Applied(record, args, kwargs))
+        return number not in self.left_out and (self.length is None or number < self.length)
+
+
+class _Search:
+    """One search."""
+
+    def __init__(self, make: Any, schedule: Any, inputs: Any, loss_fn: Any, group: Any) -> None:
+        self.make, self.schedule = make, schedule
+        self.inputs, self.loss_fn, self.group = inputs, loss_fn, group
+        self.modules: set[str] = set()
+        #: what the function that schedules has raised, when it was last called
+        self.raised: Exception | None = None
+
+    def blame(self) -> Blame | None:
+        """The first explanation that holds."""
+        whole = _Edit()
+        error = self.judge(whole)
+        if self.raised is not None:
+            raise self.raised
+        if error is None:
+            return None
+        alone = self.judge(_Edit(length=0))
+        if alone is not None:
+            return self._beside(alone)
+        applied = whole.seen
+        for kind, record, call, edit in self._explanations(applied, error):
+            if self.judge(edit) is None:
+                return Blame(kind, record, call, error)
+        return Blame("since", applied[self._last_good(applied)].record, "", error)
+
+    def _beside(self, error: Exception) -> Blame:
+        """Of a function under which the model is wrong without any primitive."""
+        schedule, self.schedule = self.schedule, lambda sch: None
+        try:
+            alone = self.judge(_Edit())
+        finally:
+            self.schedule = schedule
+        if alone is not None:
+            raise SlapoError(f"bisect: the model is refused before it is scheduled: {alone}")
+        return Blame("beside", None, "", error)
+
+    # --- judging -----------------------------------------------------------------------------
+    def judge(self, edit: _Edit) -> Exception | None:
+        """What is wrong with a schedule after a change."""
+        self.raised = None
+        edit.seen.clear()
+        sch = create_schedule(self.make(), group=self.group)
+        self.modules = {path for path, _ in sch.mod.named_modules()}
+        sch.state.admits = edit.admits
+        verifies = sch.world_size == 1 or has_peers(sch.group)
+        try:
+            with Verify(sch, self.inputs, enable=verifies, loss_fn=self.loss_fn):
+                self._apply(sch, edit)
+                if sch.world_size > 1:  # Verify does so too, and goes on to numbers
+                    check(sch, self.inputs, self.loss_fn)
+        except _OfPrimitive as error:
+            self.raised = error.error
+            return error.error
+        except SlapoError as error:
+            return error
+        return None
+
+    def _apply(self, sch: Schedule, edit: _Edit) -> None:
+        """Schedule with the change; where that raises on one rank, it does so on all of them."""
+
+        def scheduled() -> None:
+            self.schedule(sch)
+            sch.state.admits = None
+            for remedy in edit.added:
+                remedy.apply(sch)
+
+        try:
+            all_ranks_or_none("bisect", scheduled, sch.group)
+        except Exception as error:
+            raise _OfPrimitive(error) from error
+
+    # --- explanations ------------------------------------------------------------------------
+    def _explanations(
+        self, applied: Sequence[_Applied], error: Exception
+    ) -> Iterator[tuple[str, Record | None, str, _Edit]]:
+        remedy = getattr(error, "remedy", None)
+        if isinstance(remedy, Remedy):
+            last = _last_at(applied, remedy.path)
+            yield "missing", last, str(remedy), _Edit(added=(remedy,))
+            everywhere = self._everywhere(remedy)
+            if len(everywhere) > 1:
+                first = _last_at(applied, everywhere[0].path)
+                yield "missing", first, "; ".join(map(str, everywhere)), _Edit(added=everywhere)
+        near = _nearness(error)
+        for found in sorted(
+            _against_siblings(applied, self.modules), key=lambda each: near(each.path)
+        ):
+            edit = _Edit(frozenset(found.instead), added=found.remedies)
+            first = applied[found.instead[0]].record if found.instead else None
+            call = "; ".join(map(str, found.remedies))
+            if not found.remedies:
+                yield "surplus", first, "", edit
+            elif first is not None:
+                yield "different", first, call, edit
+            else:
+                yield "missing", _last_at(applied, found.path), call, edit
+        for number, each in enumerate(applied):
+            other = _other_gradient(each)
+            if other is not None and near(each.record.path) <= near(""):
+                yield (
+                    "different",
+                    each.record,
+                    str(other),
+                    _Edit(frozenset({number}), None, (other,)),
+                )
+        by_nearness = sorted(range(len(applied)), key=lambda i: near(applied[i].record.path))
+        for number in by_nearness[:_TRIES]:
+            yield "surplus", applied[number].record, "", _Edit(frozenset({number}))
+
+    def _everywhere(self, remedy: Remedy) -> tuple[Remedy, ...]:
+        """The same for this module of every layer."""
+        like = numberless(remedy.path)
+        paths = sorted(path for path in self.modules if numberless(path) == like)
+        return tuple(replace(remedy, path=path) for path in paths) or (remedy,)
+
+    def _last_good(self, applied: Sequence[_Applied]) -> int:
+        """How many primitives may be applied until it is never right again."""
+        good, bad = 0, len(applied)
+        bounds = [n for n in range(1, bad) if _unit(applied[n - 1]) != _unit(applied[n])]
+        while any(good < bound < bad for bound in bounds):
+            inside = [bound for bound in bounds if good < bound < bad]
+            middle = inside[len(inside) // 2]
+            if self.judge(_Edit(length=middle)) is None:
+                good = middle
+            else:
+                bad = middle
+        for length in range(bad - 1, good, -1):
+            if self.judge(_Edit(length=length)) is None:
+                return length
+        return good
+
+
+class _OfPrimitive(Exception):
+    """A primitive, or the function that applies them, has raised."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """How a module's primitives differ from those of the same module in another layer."""
+
+    path: str
+    remedies: tuple[Remedy, ...]
+    #: primitives that are there instead, or that the other lacks
+    instead: tuple[int, ...]
+
+
+def _against_siblings(applied: Sequence[_Applied], modules: set[str]) -> list[_Difference]:
+    """What the modules of one layer have and those of another have not.
+
+    `modules` are the paths that there are.
+    """
+    by_path: dict[str, list[int]] = {}
+    for number, each in enumerate(applied):
+        by_path.setdefault(each.record.path, []).append(number)
+    found = []
+    for path in [*by_path, *sorted(modules & _absent(by_path))]:
+        for sibling in by_path:
+            if sibling != path and numberless(sibling) == numberless(path):
+                found += _differences(applied, path, by_path.get(path, []), by_path[sibling])
+    single = {(d.path, str(d.remedies), d.instead): d for d in found}
+    return [*single.values(), *_together(list(single.values()))]
+
+
+def _absent(by_path: dict[str, list[int]]) -> set[str]:
+    """Paths without primitives, that have some in another layer."""
+    layers = {_layer(path) for path in by_path} - {""}
+    wanted = {
+        layer + path[len(_layer(path)) :]
+        for path in by_path
+        for layer in layers
+        if _layer(path) and numberless(layer) == numberless(_layer(path))
+    }
+    return wanted - by_path.keys()
+
+
+def _differences(
+    applied: Sequence[_Applied], path: str, mine: list[int], theirs: list[int]
+) -> list[_Difference]:
+    own = [_text(applied[number]) for number in mine]
+    others = [_text(applied[number]) for number in theirs]
+    extra = [number for number, text in zip(mine, own, strict=True) if text not in others]
+    lacking = [number for number, text in zip(theirs, others, strict=True) if text not in own]
+    found = [_Difference(path, (), (number,)) for number in extra]
+    for number in lacking:
+        remedy = applied[number].at(path)
+        found.append(_Difference(path, (remedy,), ()))
+        same = (i for i in extra if applied[i].record.primitive == applied[number].record.primitive)
+        found += [_Difference(path, (remedy,), (i,)) for i in same]
+    if len(lacking) > 1:
+        steps = [step for number in lacking for step in applied[number].at(path).steps]
+        found.append(_Difference(path, (Remedy(path, tuple(steps)),), tuple(extra)))
+    return found
+
+
+def _together(found: Sequence[_Difference]) -> list[_Difference]:
+    """All differences of the modules of one block together, and of those of one layer."""
+    by_block: dict[str, list[_Difference]] = {}
+    for each in found:
+        for block in dict.fromkeys((each.path.rpartition(".")[0], _layer(each.path))):
+            if block:
+                by_block.setdefault(block, []).append(each)
+    together = []
+    for layer, parts in by_block.items():
+        steps = [sum(len(remedy.steps) for remedy in p.remedies) for p in parts]
+        pairs = zip(parts, steps, strict=True)
+        single = [p for p, count in pairs if count + len(p.instead) == 1]
+        remedies = {str(p.remedies[0]): p.remedies[0] for p in single if p.remedies}
+        out = {number for p in single for number in p.instead}
+        together.append(_Difference(layer, tuple(remedies.values()), tuple(sorted(out))))
+    return together
+
+
+def _other_gradient(applied: _Applied) -> Remedy | None:
+    """A gather whose gradient is treated the other way."""
+    record, kwargs = applied.record, dict(applied.kwargs)
+    if record.primitive != "sync" or "'all_gather'" not in record.arguments.values():
+        return None
+    kwargs["tensor_parallel_output_grad"] = not kwargs.get("tensor_parallel_output_grad", True)
+    return Remedy(record.path, (("sync", applied.args, kwargs),))
+
+
+def _text(applied: _Applied) -> str:
+    """A primitive without its place."""
+    record = applied.record
+    return f"{record.primitive} {dict(record.arguments)} {record.identity}"
+
+
+def _nearness(error: Exception) -> Callable[[str], tuple[int, int]]:
+    """How near a path is to where an error shows: 0 for the same."""
+    if isinstance(error, PlacementError):
+        places = [error.suspect, error.path]
+    else:
+        places = _quoted_paths(str(error))
+
+    def near(path: str) -> tuple[int, int]:
+        shared = [_shared(path, place) for place in places if place]
+        return -max(shared, default=0), len(path)
+
+    return near
+
+
+def _quoted_paths(text: str) -> list[str]:
+    return [part for part in text.split("'")[1::2] if "." in part or part.isalnum()]
+
+
+def _shared(left: str, right: str) -> int:
+    """Parts that two paths begin with."""
+    count = 0
+    for a, b in zip(left.split("."), right.split("."), strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _last_at(applied: Sequence[_Applied], path: str) -> Record | None:
+    """The last primitive of a module, or else of what is around it."""
+    while True:
+        inside = f"{path}."
+        for each in reversed(applied):
+            if each.record.path == path or (path and each.record.path.startswith(inside)):
+                return each.record
+        if not path:
+            return applied[-1].record if applied else None
+        path = path.rpartition(".")[0]
+
+
+def _unit(applied: _Applied) -> str:
+    return _layer(applied.record.path) or applied.record.path
+
+
+def _layer(path: str) -> str:
+    """The path up to its first number."""
+    parts = path.split(".")
+    index = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return "" if index is None else ".".join(parts[: index + 1])

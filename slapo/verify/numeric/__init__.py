@@ -1,0 +1,1 @@
+"""Values of a schedule and of the model, compared."""

@@ -1,0 +1,241 @@
+"""The context manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from slapo.agreement import has_peers, same_on_all_ranks
+from slapo.errors import PlacementError, SlapoError, VerificationError
+from slapo.primitives.base import find_primitive
+from slapo.random import states_kept
+from slapo.schedule import Schedule
+from slapo.sharding.checks import check_modules
+from slapo.snapshot import attributes_kept
+from slapo.utils.calls import as_call, outline, refuse_batch
+from slapo.verify.numeric.harness import SEED, copy_model
+from slapo.verify.numeric.origins import Origins
+from slapo.verify.numeric.pair import Sides
+from slapo.verify.numeric.procedure import compare_all
+from slapo.verify.numeric.rank_sync import Peers
+from slapo.verify.numeric.state import changes, check_replicas
+from slapo.verify.placement import check
+from slapo.weights.materialize import materialize
+from slapo.weights.ties import check_ties
+from slapo.wrapper import innermost
+
+
+@contextmanager
+def _explained_by(misplaced: PlacementError | None) -> Iterator[None]:
+    """Of numbers that differ, with what the placement check has found."""
+    try:
+        yield
+    except VerificationError as error:
+        if misplaced is not None and misplaced.is_certain:
+            found = str(misplaced).partition("; primitives applied there")[0]
+            error.args = (f"{error}\n{found}", *error.args[1:])
+        raise
+
+
+class Verify:
+    """Check that the schedule inside a ``with`` block does not change what the model computes.
+
+    On entry the module is copied. On exit the tensors of both are compared, then both run on the
+    same inputs, weights and random state, forward and backward: outputs, and parameter gradients
+    gathered from all ranks, must agree, in float64 where the model allows it. Parameters whose
+    elements are all equal get some noise for that. The model's weights, gradients, buffers, mode
+    and random states are left as they were.
+
+    Parameters
+    ----------
+    sch
+        The schedule whose module is verified; any node.
+    example_inputs
+        A tensor, a tuple of positional arguments or a dict of keyword arguments. All ranks use
+        those of rank 0.
+    device
+        Where to run; by default where the model is, for a model on ``meta`` where it would be
+        built.
+    eval_mode
+        Compare in eval mode, and, with dropouts told by their probabilities and let through, in
+        train mode. False: in train mode alone, where random masks must be the same on both sides,
+        which they are not under tensor parallelism.
+    enable
+        False does nothing.
+    loss_fn
+        Output -> scalar to differentiate. By default the product of every output tensor with fixed
+        random numbers.
+    rtol
+        Largest difference relative to the largest value of a tensor; by default that of the dtype
+        in which both run (1e-9 for float64, 2e-5 for float32, 3e-2 for bfloat16).
+
+    Raises
+    ------
+    VerificationError
+        On every rank, naming the tensor that the schedule changed, or the module where the fault
+        most likely is, the parameters whose gradients differ, and the primitives applied there.
+    SlapoError
+        If ranks hold different originals, or the original cannot run.
+
+    Examples
+    --------
+    >>> import torch, slapo
+    >>> from torch import nn
+    >>> sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.GELU()))
+    >>> with Verify(sch, torch.ones(2, 4)):
+    ...     _ = sch["0"].decompose()
+    >>> try:
+    ...     with Verify(sch, torch.ones(2, 4)):
+    ...         _ = sch["1"].replace(nn.ReLU())
+    ... except slapo.VerificationError as error:
+    ...     print(str(error)[:47])
+    Verify: the output differs, first at '1' (ReLU)
+    """
+
+    def __init__(
+        self,
+        sch: Schedule,
+        example_inputs: Any,
+        device: torch.device | str | None = None,
+        eval_mode: bool = True,
+        enable: bool = True,
+        loss_fn: Callable[[Any], Tensor] | None = None,
+        rtol: float | None = None,
+    ) -> None:
+        if not isinstance(sch, Schedule):
+            raise TypeError(
+                f"Verify takes a schedule, got {type(sch).__name__}; pass what "
+                "slapo.create_schedule(model) returned"
+            )
+        self.sch = sch
+        self.args, self.kwargs = as_call(example_inputs)
+        refuse_batch(innermost(sch.mod), self.args)
+        self.device = torch.device(device) if device is not None else None
+        self.eval_mode, self.enable = eval_mode, enable
+        self.loss_fn, self.rtol = loss_fn, rtol
+
+    # --- the block ---------------------------------------------------------------------------
+    def __enter__(self) -> Verify:
+        if self.enable:
+            if self.sch.world_size > 1 and not has_peers(self.sch.group):
+                raise SlapoError(
+                    f"Verify compares numbers of {self.sch.world_size} ranks, but this group is a "
+                    "fake one, whose other ranks do not exist; verify in real processes: torchrun "
+                    "--nproc-per-node 2, over gloo where there is no GPU, or pass enable=False"
+                )
+            if not self.sch.path:  # for build(check=True)
+                self.sch.state.example_inputs = outline(self.kwargs or self.args)
+            self.peers = Peers(self.sch.group)
+            self.start = len(self.sch.history)
+            self.reference = copy_model(self.sch)
+            self.origins = Origins(self.sch, self.reference)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if self.enable and error is not None:
+                self.peers.tell(error)
+            elif self.enable:
+                with self.peers.told():
+                    self._check_primitives()
+                    self._verify()
+        finally:
+            self.__dict__.pop("reference", None)
+            self.__dict__.pop("origins", None)
+
+    def _check_primitives(self) -> None:
+        for record in self.sch.history[self.start :]:
+            primitive = find_primitive(record.primitive)
+            if primitive is not None and not primitive.is_verifiable():
+                raise SlapoError(
+                    f"Verify cannot run a model after {record}; apply it after the verified block"
+                )
+
+    # --- the comparison ----------------------------------------------------------------------
+    def _verify(self) -> None:
+        self.peers.meet("block")
+        if self.sch.world_size > 1:
+            check_modules(self.sch.mod)
+        device = self._pick_device()
+        self._move_inputs(device)
+        check_replicas(self.reference, self.sch.group)
+        sides = Sides(self.sch, self.reference, self.origins, self.peers, self.start)
+        self._check_state(sides)
+        self._materialize_reference(device)
+        self.reference.to(device)
+        sides.args, sides.kwargs = self.args, self.kwargs
+        sides.loss_fn, sides.rtol = self.loss_fn, self.rtol
+        misplaced = self._check_places()
+        kept = attributes_kept(self.sch.mod)
+        with states_kept(self.sch.rank, SEED), kept, _explained_by(misplaced):
+            sides.load(device)
+            compare_all(sides, self.eval_mode)
+        if misplaced is not None and misplaced.is_certain:  # numbers do not show all, such as masks
+            raise misplaced
+
+    def _check_places(self) -> PlacementError | None:
+        """What the placement check says of a whole model on several ranks."""
+        if self.sch.world_size == 1 or self.sch.path:
+            return None
+        try:
+            check(self.sch, self.kwargs or self.args, self.loss_fn)
+        except PlacementError as error:
+            return error
+        return None
+
+    def _check_state(self, sides: Sides) -> None:
+        """Tensors are what they were, but for what the schedule declares."""
+        found = sides.first(changes(self.sch, self.reference, self.origins))
+        if found:
+            where = sides.applied(found[0].path)
+            raise VerificationError(f"Verify: {found[0].told(found)}; {where}")
+        if not self.sch.path:
+            check_ties(self.sch.mod, self.sch.state.ties)
+
+    def _materialize_reference(self, device: torch.device) -> None:
+        """Values for a copy on meta, by the way that the whole model would initialise it."""
+        own: Any = getattr(self.reference, "_init_weights", None)
+        top: Any = getattr(self.sch.get_top_schedule().mod, "_init_weights", None)
+        init = True if own is not None or top is None else top
+        materialize(self.reference, init, self.sch.group, device)
+
+    def _pick_device(self) -> torch.device:
+        if self.device is not None:
+            return self.device
+        tensors = [*self.reference.parameters(), *self.reference.buffers()]
+        real = [t.device for t in tensors if not t.is_meta]
+        if real:
+            return real[0]
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        gloo = self.sch.group is not None and dist.get_backend(self.sch.group) == "gloo"
+        return accelerator if accelerator is not None and not gloo else torch.device("cpu")
+
+    def _move_inputs(self, device: torch.device) -> None:
+        def move(tensor: Tensor) -> Tensor:
+            moved = tensor.detach().to(device).clone()
+            if self.sch.group is not None and self.sch.world_size > 1:
+                dist.broadcast(moved, dist.get_global_rank(self.sch.group, 0), self.sch.group)
+            return moved.requires_grad_(tensor.requires_grad)
+
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        shapes = [(tuple(t.shape), t.dtype) for t in leaves if isinstance(t, Tensor)]
+        # Of other sizes, the broadcast would end the process.
+        same_on_all_ranks(
+            "Verify: example_inputs",
+            (shapes, str(spec)),
+            self.sch.group,
+            "pass inputs of one shape on all ranks; the values are those of rank 0",
+        )
+        self.args, self.kwargs = pytree.tree_map_only(Tensor, move, (self.args, self.kwargs))

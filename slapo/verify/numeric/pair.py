@@ -1,0 +1,97 @@
+"""The two models of a verification, with what is the same for both of them and on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo.agreement import gathered
+from slapo.history import Record, applied_at, listed
+from slapo.schedule import Schedule
+from slapo.verify.numeric.harness import full_tensors, local_tensors
+from slapo.verify.numeric.origins import Origins
+from slapo.verify.numeric.perturb import perturbed
+from slapo.verify.numeric.rank_sync import Peers
+
+
+@dataclass
+class Sides:
+    """What every run of a verification needs.
+
+    Parameters
+    ----------
+    sch
+        The schedule, whose module is compared.
+    reference
+        The copy from entry.
+    origins
+        Where the tensors of the first come from in the second.
+    peers
+        Where ranks meet.
+    start
+        Length of the history on entry.
+    args, kwargs
+        Inputs.
+    loss_fn, rtol
+        As `Verify` takes them.
+    full
+        Tensors that both models get, whole, by the original's names.
+    original, values, compiled
+        This rank's share of them: of the copy, of the scheduled model by its names, and of its
+        compiled modules by identity.
+    """
+
+    sch: Schedule
+    reference: nn.Module
+    origins: Origins
+    peers: Peers
+    start: int
+    args: Any = ()
+    kwargs: Any = None
+    loss_fn: Callable[[Any], Tensor] | None = None
+    rtol: float | None = None
+    full: dict[str, Tensor] = field(default_factory=dict)
+    original: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)
+    compiled: dict[int, Tensor] = field(default_factory=dict)
+
+    def load(self, device: torch.device) -> None:
+        """Values for both sides, of which the constant ones get noise."""
+        full = perturbed(self.reference, full_tensors(self.reference, self.sch.group))
+        self.full, self.original = full, local_tensors(self.reference, full)
+        self.values = self.origins.values(self.full, device)
+        self.compiled = self.origins.compiled_values(self.full)
+
+    def records(self) -> list[Record]:
+        """What was applied in the block."""
+        return self.sch.history[self.start :]
+
+    def of_all_ranks(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order."""
+        alone = self.sch.group is None or self.sch.world_size == 1
+        return [value] if alone else gathered(value, self.sch.group)
+
+    def any_rank(self, condition: bool) -> bool:
+        """Whether a condition holds on any rank."""
+        return any(self.of_all_ranks(condition))
+
+    def largest(self, value: float) -> float:
+        """The largest of the ranks' values: all of them tell the same."""
+        return max(self.of_all_ranks(value))
+
+    def first(self, findings: Sequence[Any]) -> list[Any]:
+        """Those of the first rank that has some, so that all ranks tell the same."""
+        return next(filter(None, self.of_all_ranks(list(findings))), [])
+
+    def applied(self, *paths: str | None) -> str:
+        """Records of the block at some modules and below them, or else above them."""
+        prefix = f"{self.sch.path}." if self.sch.path else ""
+        full = [(prefix + path).rstrip(".") for path in paths if path is not None]
+        records = self.records()
+        if not records:
+            return "no primitive was applied in the block"
+        return listed(applied_at(records, full) or records)

@@ -1,0 +1,244 @@
+"""Both models run in one way: a mode, a precision, with random numbers or without."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from slapo.agreement import is_broken_collective, is_on_every_rank, on_every_rank
+from slapo.errors import SlapoError, VerificationError
+from slapo.history import contains
+from slapo.random import get_rng_tracker
+from slapo.sharding.numbers import sizes_kept
+from slapo.sharding.steps import carried_by
+from slapo.utils.raised import running_in
+from slapo.verify.numeric.harness import SEED, Outcome, fresh_input, weighed
+from slapo.verify.numeric.module_calls import shapes_noted
+from slapo.verify.numeric.pair import Sides
+from slapo.verify.numeric.precision import RTOL, Widened, default_dtype, refuses, rtol_for
+from slapo.verify.numeric.randomness import Quiet
+from slapo.verify.numeric.rank_sync import Peers
+from slapo.verify.numeric.tensors import other_tensors
+from slapo.wrapper import in_mode
+
+
+@dataclass(frozen=True)
+class Way:
+    """How both models run.
+
+    Parameters
+    ----------
+    training
+        In train mode.
+    wide
+        A dtype for all floating point numbers, wider than the model's; None for its own.
+    quiet
+        Without random numbers.
+    gradients
+        With a backward pass.
+    """
+
+    training: bool
+    wide: torch.dtype | None = None
+    quiet: bool = False
+    gradients: bool = True
+
+    def __str__(self) -> str:
+        return "train mode" if self.training else "eval mode"
+
+
+class Refused(Exception):
+    """A way in which some rank's model cannot run; all ranks raise it."""
+
+
+class Trial:
+    """Both models, run in one way.
+
+    Parameters
+    ----------
+    sides
+        The models.
+    way
+        How they run.
+    """
+
+    def __init__(self, sides: Sides, way: Way) -> None:
+        self.sides, self.way = sides, way
+        self.peers = sides.peers
+        self._narrow: set[torch.dtype] = set()
+        self._shapes: dict[str, list[tuple[int, ...]]] = {}
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Both models on copies of their tensors, in the mode and the precision."""
+        sides, way = self.sides, self.way
+        with ExitStack() as stack:
+            for model in (sides.reference, sides.sch.mod):
+                mine = model is sides.sch.mod
+                values = sides.values if mine else sides.original
+                compiled = sides.compiled if mine else None
+                stack.enter_context(
+                    other_tensors(model, values, sides.sch.group, compiled, way.wide)
+                )
+                stack.enter_context(in_mode(model, way.training))
+            stack.enter_context(torch.set_grad_enabled(way.gradients))
+            if way.wide is not None:
+                stack.enter_context(default_dtype(way.wide))
+            yield
+
+    @contextmanager
+    def attempt(self, whatever: bool = False) -> Iterator[None]:
+        """What fails within on any rank, for its dtypes or `whatever`, is `Refused` on all."""
+        peers, self.peers = self.peers, Peers(self.sides.sch.group)
+        error: Exception | None = None
+        try:
+            with self.peers.told():
+                yield
+        except Exception as raised:
+            if is_broken_collective(raised):
+                raise
+            error = raised
+        finally:
+            self.peers = peers
+        heard = error is not None and is_on_every_rank(error)
+        fatal = error is not None and not heard and not (whatever or refuses(error))
+        told = self.sides.of_all_ranks((fatal, error and f"{type(error).__name__}: {error}"))
+        self._go_on_together(told, error)
+
+    def _go_on_together(self, told: list[tuple[bool, str | None]], error: Exception | None) -> None:
+        """Raise on every rank or on none."""
+        wrong = next((rank for rank, (fatal, _) in enumerate(told) if fatal), None)
+        if wrong is not None:
+            group = self.sides.sch.group
+            number = wrong if group is None else dist.get_process_group_ranks(group)[wrong]
+            text = f"Verify failed on rank {number} with {told[wrong][1]}"
+            raise error if error is not None else on_every_rank(VerificationError(text))
+        failed = next((text for _, text in told if text is not None), None)
+        if failed is not None:
+            raise Refused(failed) from error
+
+    # --- runs --------------------------------------------------------------------------------
+    @contextmanager
+    def modes(self, quiet: Quiet | None) -> Iterator[Widened | None]:
+        """What is changed of torch's functions while a model runs, forward or backward."""
+        dtypes = {t.dtype for t in self.sides.full.values() if t.is_floating_point()}
+        widened = Widened(self.way.wide, dtypes) if self.way.wide is not None else None
+        with quiet or nullcontext(), widened or nullcontext(), carried_by(self.peers.carry_out):
+            yield widened
+
+    def run(self, model: nn.Module, quiet: Quiet | None = None) -> Outcome:
+        """Run on the same inputs and random states each time."""
+        sides, tracker = self.sides, get_rng_tracker()
+        quiet = quiet or (Quiet() if self.way.quiet else None)
+        states = tracker.get_states()
+        torch.manual_seed(SEED)
+        inputs: list[Tensor] = []
+        wide = self.way.wide
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda t: fresh_input(t, inputs, wide), (sides.args, sides.kwargs)
+        )
+        try:
+            with self.modes(quiet) as widened:
+                output = model(*args, **kwargs)
+            if widened is not None and model is sides.reference:
+                self._narrow = widened.narrow
+            return Outcome(output, inputs)
+        finally:
+            tracker.set_states(states)
+
+    def run_original(self, quiet: Quiet | None = None) -> Outcome:
+        """The copy; its failure is one of the inputs."""
+        reference = self.sides.reference
+        try:
+            with shapes_noted(reference) as self._shapes:
+                return self.run(reference, quiet)
+        except Exception as error:
+            if is_broken_collective(error) or is_on_every_rank(error):
+                raise
+            names = list(inspect.signature(reference.forward).parameters)
+            raise SlapoError(
+                f"Verify: the original model fails on the example_inputs with "
+                f"{type(error).__name__}: {error}; pass what its forward takes: {names}"
+            ) from error
+
+    def run_scheduled(self, quiet: Quiet | None = None) -> Outcome:
+        """The scheduled model; its failure names the module that was running."""
+        with shapes_noted(self.sides.sch.mod) as shapes, self._explained("", shapes):
+            return self.run(self.sides.sch.mod, quiet)
+
+    def backward(self, outcome: Outcome) -> None:
+        """Of either, from the user's loss or from all outputs."""
+        loss_fn = self.sides.loss_fn
+        loss = None if loss_fn is not None else weighed(outcome.output)  # which draws numbers
+        with self.modes(Quiet() if self.way.quiet else None):
+            loss = loss_fn(outcome.output) if loss_fn is not None else loss
+            if loss is not None:
+                _run_backward(loss)
+
+    def backward_scheduled(self, outcome: Outcome) -> None:
+        """Of the scheduled model, whose failure names the module."""
+        with self._explained("the backward pass of "):
+            self.backward(outcome)
+
+    @contextmanager
+    def _explained(
+        self, what: str, shapes: Mapping[str, list[tuple[int, ...]]] = MappingProxyType({})
+    ) -> Iterator[None]:
+        """Name the module in which the block fails, and what was applied there."""
+        sides = self.sides
+        try:
+            yield
+        except Exception as error:
+            if is_broken_collective(error) or is_on_every_rank(error):
+                raise  # the fault is another rank's
+            path = running_in(error, sides.sch.mod) or ""
+            module = sides.sch.mod.get_submodule(path)
+            where = f" in {path!r} ({type(module).__name__})" if path else ""
+            before = None if path else self._other_shape_in(path, shapes)
+            full = ".".join(filter(None, (sides.sch.path, path)))
+            raise VerificationError(
+                f"Verify: {what}the scheduled model fails with {type(error).__name__}{where}"
+                f"{self._described(before, shapes)}: {error}; {sides.applied(path or before or '')}"
+                f"{sizes_kept(module, full, sides.records(), sides.sch.world_size)}"
+            ) from error
+
+    def _other_shape_in(self, path: str, shapes: Mapping[str, list[tuple[int, ...]]]) -> str | None:
+        """The last part of a module that ran before it failed, if its output has another shape."""
+        last = next((p for p in reversed(list(shapes)) if p != path and contains(path, p)), None)
+        wrong = last is not None and self._shapes.get(last, shapes[last]) != shapes[last]
+        return last if wrong else None
+
+    def _described(self, before: str | None, shapes: Mapping[str, list[tuple[int, ...]]]) -> str:
+        if before is None:
+            return ""
+        mine, theirs = shapes[before], self._shapes[before]
+        return f" behind {before!r}, which gives {mine}, in the original {theirs}"
+
+    # --- tolerances --------------------------------------------------------------------------
+    def rtol(self, tensor: Tensor) -> float:
+        """The largest difference allowed, relative to the largest value of a tensor."""
+        if self.sides.rtol is not None:
+            return self.sides.rtol
+        dtypes = [tensor.dtype, *(self._narrow if tensor.dtype in RTOL else ())]
+        return max(rtol_for(dtype, self.sides.reference) for dtype in dtypes)
+
+
+def _run_backward(loss: Tensor) -> None:
+    """``loss.backward()``, which runs without the modes of its caller.
+
+    Checkpoints compute forward again within it.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    ones = (torch.ones_like(loss),)
+    engine.run_backward(
+        (loss,), ones, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )

@@ -1,0 +1,267 @@
+"""The tensors that will be trained, against those on entry: what the block changed undeclared.
+
+Numbers are compared on equal weights, so they say nothing of the weights themselves. Here values,
+dtypes, ``requires_grad`` and names are compared, on each rank its own, before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from slapo.agreement import checksum, gathered, has_peers
+from slapo.errors import SlapoError
+from slapo.schedule import Schedule
+from slapo.verify.numeric.origins import Origins
+from slapo.weights.slots import Slot, compiled_parameters, slots
+from slapo.wrapper import innermost
+
+
+@dataclass(frozen=True)
+class Change:
+    """One tensor that is not what it was.
+
+    Parameters
+    ----------
+    name
+        In the scheduled model; of a parameter that is gone, in the original.
+    what
+        What has changed, to be read behind the name.
+    remedy
+        What to do.
+    """
+
+    name: str
+    what: str
+    remedy: str
+
+    @property
+    def path(self) -> str:
+        """The module that holds it."""
+        return self.name.rpartition(".")[0]
+
+    def told(self, others: Sequence[Change]) -> str:
+        """In a sentence, with those that changed in the same way."""
+        alike = [other.name for other in others if other.remedy == self.remedy][1:]
+        shown = ", ".join(map(repr, alike[:4])) + (", ..." if alike[4:] else "")
+        more = f" (as do {len(alike)} more: {shown})" if alike else ""
+        return f"{self.name!r} {self.what}{more}; {self.remedy}"
+
+
+def changes(sch: Schedule, reference: nn.Module, origins: Origins) -> list[Change]:
+    """Undeclared differences of a scheduled model from the copy of entry, the gravest first."""
+    before = {slot.name: slot for slot in slots(reference)}
+    now = slots(sch.mod)
+    found = [*_gone(sch.mod, before, origins), *_new(now, origins), *_untied(now, before, origins)]
+    for slot in now:
+        name = origins.original_name(slot)
+        if origins.source_of(slot.name) is None and name in before:
+            found.extend(_changed(slot, before[name]))
+        elif origins.source_of(slot.name) is not None:
+            found.extend(_changed_sources(slot, before, origins))
+    return found
+
+
+def _gone(model: nn.Module, before: dict[str, Slot], origins: Origins) -> Iterator[Change]:
+    """Parameters of the original that nothing here comes from."""
+    names = origins.names_by_tensor()
+    accounted: set[str] = set()
+    for slot in slots(model):
+        source = origins.source_of(slot.name)
+        accounted.update(source[1] if source is not None else [origins.original_name(slot)])
+    accounted.update(names[id(p)] for p in compiled_parameters(model).values() if id(p) in names)
+    kept = {id(before[name].tensor) for name in accounted if name in before}
+    for name, slot in before.items():
+        if isinstance(slot.tensor, nn.Parameter) and id(slot.tensor) not in kept:
+            kept.add(id(slot.tensor))
+            yield Change(
+                name,
+                "is a parameter of the original and is gone",
+                f"{_holder(model, name)}, or leave what it is meant to change to after the block",
+            )
+
+
+def _holder(model: nn.Module, name: str) -> str:
+    """What the module could say that took a parameter's place."""
+    path = name.rpartition(".")[0]
+    while path:
+        try:
+            module = innermost(model.get_submodule(path))
+        except AttributeError:
+            path = path.rpartition(".")[0]
+            continue
+        return f"let {path!r} ({type(module).__name__}) say by weight_sources() where it went"
+    return "let the module that took its place say by weight_sources() where it went"
+
+
+def _new(now: Sequence[Slot], origins: Origins) -> Iterator[Change]:
+    """Parameters that the original does not have."""
+    for slot in now:
+        if not isinstance(slot.tensor, nn.Parameter) or origins.source_of(slot.name) is not None:
+            continue
+        if origins.original_name(slot) not in origins.original_names:
+            owner = type(slot.owner).__name__
+            yield Change(
+                slot.name,
+                "is a parameter that the original does not have",
+                f"let {owner} say by weight_sources() what it is made of, or add what is new after "
+                "the verified block",
+            )
+
+
+def _untied(now: Sequence[Slot], before: dict[str, Slot], origins: Origins) -> Iterator[Change]:
+    """Names that led to one parameter and lead to several, or the other way round."""
+    tensors: dict[int, tuple[Slot, str]] = {}
+    first: dict[int, Slot] = {}
+    for slot in now:
+        name = origins.original_name(slot)
+        if name not in before or not isinstance(slot.tensor, nn.Parameter):
+            continue
+        original = before[name].tensor
+        other = first.setdefault(id(original), slot)
+        if other.tensor is not slot.tensor:
+            yield Change(
+                slot.name,
+                f"was one parameter with {other.name!r} and is not any more",
+                "schedule both sides of a tie alike, or untie them before create_schedule",
+            )
+        known, known_name = tensors.setdefault(id(slot.tensor), (slot, name))
+        if before[known_name].tensor is not original:
+            yield Change(
+                slot.name,
+                f"is one parameter with {known.name!r} now, and was another",
+                "tie parameters before create_schedule",
+            )
+
+
+def _changed(slot: Slot, old: Slot) -> Iterator[Change]:
+    """One tensor against the one it was."""
+    mine, theirs = slot.tensor, old.tensor
+    if isinstance(mine, nn.Parameter) != isinstance(theirs, nn.Parameter):
+        kinds = ["parameter" if isinstance(t, nn.Parameter) else "buffer" for t in (mine, theirs)]
+        yield Change(slot.name, f"is a {kinds[0]} and was a {kinds[1]}", "keep its kind")
+        return
+    if mine.dtype != theirs.dtype:
+        yield Change(
+            slot.name,
+            f"is of {mine.dtype} and was of {theirs.dtype}",
+            "convert the model before create_schedule or after the verified block",
+        )
+        return
+    if mine.requires_grad != theirs.requires_grad:
+        word = "needs a gradient now" if mine.requires_grad else "is frozen now"
+        yield Change(
+            slot.name,
+            f"{word}, and was not before" if word[0] == "i" else f"{word}, and was frozen",
+            f"set requires_grad_({theirs.requires_grad}) on it, or freeze and unfreeze before "
+            "create_schedule or after the verified block",
+        )
+    if not isinstance(mine, nn.Parameter) and _persistent(slot) != _persistent(old):
+        word = "not " if _persistent(old) else ""
+        yield Change(
+            slot.name,
+            f"is {word}part of the state_dict now",
+            f"register_buffer(..., persistent={_persistent(old)})",
+        )
+    yield from _values_changed(slot, _expected(slot, old))
+
+
+def _expected(slot: Slot, old: Slot) -> Tensor | None:
+    """This rank's part of the value on entry; None for one that cannot be told here."""
+    if slot.spec is None or old.spec is not None:
+        return old.tensor.detach()
+    if tuple(old.tensor.shape) != tuple(slot.spec.full_shape):
+        return old.tensor.detach()
+    return slot.spec.slice(old.tensor.detach())
+
+
+def _changed_sources(slot: Slot, before: dict[str, Slot], origins: Origins) -> Iterator[Change]:
+    """A parameter that says what it is made of, against that."""
+    source = origins.source_of(slot.name)
+    assert source is not None, "the caller has looked"
+    parts = [before[name] for name in source[1]]
+    dtypes = {part.tensor.dtype for part in parts}
+    if slot.tensor.dtype not in dtypes:
+        was = ", ".join(sorted(map(str, dtypes)))
+        yield Change(
+            slot.name,
+            f"is of {slot.tensor.dtype} and what it is made of was of {was}",
+            "convert the model before create_schedule or after the verified block",
+        )
+        return
+    if slot.tensor.requires_grad != any(part.tensor.requires_grad for part in parts):
+        word = "needs a gradient" if slot.tensor.requires_grad else "is frozen"
+        yield Change(
+            slot.name,
+            f"{word} now, other than what it is made of",
+            "freeze and unfreeze before create_schedule or after the verified block",
+        )
+    if any(part.tensor.is_meta or part.spec is not None for part in parts):
+        return
+    with torch.no_grad():
+        whole = source[0].pack([part.tensor.detach() for part in parts])
+        yield from _values_changed(slot, slot.spec.slice(whole) if slot.spec else whole)
+
+
+def _values_changed(slot: Slot, wanted: Tensor | None) -> Iterator[Change]:
+    mine = slot.tensor.detach()
+    if wanted is None or mine.is_meta or wanted.is_meta:
+        return
+    if mine.shape != wanted.shape:
+        yield Change(
+            slot.name,
+            f"has shape {tuple(mine.shape)} and had {tuple(wanted.shape)}",
+            "keep the sizes of what is replaced",
+        )
+    elif not _equal(mine, wanted.to(mine.device)):
+        yield Change(
+            slot.name,
+            "holds other values than on entry",
+            "a schedule leaves weights as they are: make a new module under "
+            "slapo.init_empty_weights(), load the old one's state_dict into it, or give it "
+            "weight_sources()",
+        )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if torch.equal(one, other):
+        return True
+    if not (one.is_floating_point() or one.is_complex()):
+        return False
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _persistent(slot: Slot) -> bool:
+    return slot.leaf not in slot.owner._non_persistent_buffers_set
+
+
+def check_replicas(model: nn.Module, group: torch.distributed.ProcessGroup | None) -> None:
+    """Refuse, on every rank, an original of which ranks hold different values.
+
+    Raises
+    ------
+    SlapoError
+        Naming the first tensor.
+    """
+    if group is None or not has_peers(group):
+        return
+    mine = {
+        slot.name: int(checksum(slot.tensor))
+        for slot in slots(model)
+        if slot.spec is None and not slot.tensor.is_meta
+    }
+    ranks = torch.distributed.get_process_group_ranks(group)
+    all_sums = gathered(mine, group)
+    first = all_sums[0]
+    for rank, sums in zip(ranks, all_sums, strict=True):
+        wrong = next((name for name in first if sums.get(name, first[name]) != first[name]), None)
+        if wrong is not None:
+            raise SlapoError(
+                f"Verify: {wrong!r} of the original has other values on rank {rank} than on rank "
+                f"{ranks[0]}; ranks of a tensor-parallel group make one model: call "
+                "slapo.set_random_seed(seed) before the model is made, load one checkpoint on all "
+                "of them, or broadcast the values of one"
+            )

@@ -1,0 +1,7 @@
+"""Proof before training that a tensor-parallel schedule puts every tensor where it belongs."""
+
+from slapo.errors import PlacementError
+from slapo.verify.placement.rules import register_place_rule
+from slapo.verify.placement.run import check
+
+__all__ = ["PlacementError", "check", "register_place_rule"]

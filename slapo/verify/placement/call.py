@@ -1,0 +1,161 @@
+"""One operation as rules see it, and the registry of rules."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from slapo.verify.placement.place import Misfit, Place
+
+
+@dataclass
+class Call:
+    """One call of an operation that has run on this rank.
+
+    Parameters
+    ----------
+    func
+        The operation.
+    name
+        Its name without the overload; that of another namespace than ``aten`` in front, as in
+        ``"mylib::gelu"``. In-place operations have the name of the others.
+    args, kwargs
+        As it was called.
+    tensors, places
+        Tensors among the arguments, in order, and how they lie.
+    outs
+        Tensors that it returned.
+    rank, ranks
+        This rank, and how many there are.
+    """
+
+    func: Any
+    name: str
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    tensors: list[Tensor]
+    places: list[Place]
+    outs: list[Tensor]
+    rank: int
+    ranks: int
+    #: of a view, the shape of its result where nothing is sharded
+    shape_in_one_process: tuple[int, ...] | None = None
+    #: whether it draws random numbers of this rank's own, for slices that it will meet
+    draws_own: bool = False
+    #: of a view in the backward pass, how the tensor lay whose gradient its result is
+    of_gradient_of: Place | None = None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An argument by its name in the operation's schema."""
+        return argument(self.func, self.args, self.kwargs, name, default)
+
+    def place(self, name: str) -> Place | None:
+        """How the tensor of an argument lies; None where there is none."""
+        value = self.get(name)
+        pairs = zip(self.tensors, self.places, strict=True)
+        return next((place for tensor, place in pairs if tensor is value), None)
+
+    def dims(self) -> set[int]:
+        """The dimensions that a reduction runs over."""
+        ndim, given = self.tensors[0].ndim, self.get("dim")
+        if given is None or given == []:
+            return set(range(ndim))
+        return {dim % ndim for dim in ([given] if isinstance(given, int) else given)}
+
+    def misfit(self, why: str) -> Misfit:
+        """An error to raise; what the operation was given is said before."""
+        return Misfit(why)
+
+
+def argument(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, default: Any = None
+) -> Any:
+    """An argument of an operation, by its name in the operation's schema."""
+    index, ordinary = _parameters(func).get(name, (len(args), default))
+    return args[index] if index < len(args) else kwargs.get(name, ordinary)
+
+
+@functools.cache
+def _parameters(func: Any) -> dict[str, tuple[int, Any]]:
+    """Argument -> its position and default value."""
+    found = {}
+    for index, argument in enumerate(func._schema.arguments):
+        position = index if not argument.kwarg_only else 1_000
+        found[argument.name] = (position, argument.default_value)
+    return found
+
+
+Rule = Callable[[Call], Place | Sequence[Place]]
+
+
+def by_rule(rule: Rule, call: Call) -> list[Place]:
+    """A place for each result, of which a rule may give one for all."""
+    found = rule(call)
+    return [found] * len(call.outs) if isinstance(found, Place) else list(found)
+
+
+#: Name of an operation -> its rule.
+RULES: dict[str, Rule] = {}
+
+
+def rule_for(*names: str) -> Callable[[Rule], Rule]:
+    """Enter a rule of this library for operations of torch."""
+
+    def enter(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, rule))
+        return rule
+
+    return enter
+
+
+@functools.cache
+def name_of(func: Any) -> str:
+    """The name that rules have."""
+    name = func.overloadpacket.__name__
+    base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    return base if func.namespace == "aten" else f"{func.namespace}::{base}"
+
+
+def independent_along(*dims: int) -> Rule:
+    """A rule: what is sliced along one of these dimensions is computed slice by slice.
+
+    All tensors with as many dimensions as the first result have to be sliced there alike; others
+    have to be whole, or constant.
+    """
+
+    def rule(call: Call) -> list[Place]:
+        first = next(place for place in call.places if not place.is_whole)
+        size = call.outs[0].ndim
+        allowed = {dim % size for dim in dims}
+        for tensor, place in zip(call.tensors, call.places, strict=True):
+            if tensor.ndim == size and not (first.is_slice and place.same(first)):
+                if place.is_whole and (tensor.shape[first.dim] == 1 or first.dim in place.uniform):
+                    continue
+                raise call.misfit("its inputs lie differently, or are partial sums")
+        if first.dim not in allowed:
+            raise call.misfit(f"it mixes what lies along dimension {first.dim}")
+        return [first if out.ndim == size else Place() for out in call.outs]
+
+    return rule
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Those of arguments or results, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operation; what torch cannot run on fakes gets the shape that it would have."""
+    if name_of(func) == "_grouped_mm" and isinstance(args[0], FakeTensor):
+        left, right = args[:2]  # torch's fake takes bfloat16 alone, its kernels others too
+        groups = len(args[2]) if len(args) > 2 and args[2] is not None else 0
+        middle = [groups] if left.ndim == right.ndim == 2 else []
+        lead = [*left.shape[:1]] if left.ndim == right.ndim == 3 else middle
+        return left.new_empty(*lead, left.shape[-2], right.shape[-1])
+    return func(*args, **kwargs)

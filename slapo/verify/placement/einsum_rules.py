@@ -1,0 +1,186 @@
+"""Rules of products: matrix products and convolutions, by the letters of their dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from slapo.verify.placement.call import Call, rule_for
+from slapo.verify.placement.place import PARTIAL_SUM, WHOLE, Place
+
+#: The two factors' dimensions by letters, as in ``torch.einsum``.
+_PRODUCTS = {
+    "mm": "mk,kn->mn",
+    "addmm": "mk,kn->mn",
+    "bmm": "bmk,bkn->bmn",
+    "baddbmm": "bmk,bkn->bmn",
+    "mv": "mk,k->m",
+    "addmv": "mk,k->m",
+    "dot": "k,k->",
+    "linear": "*k,nk->*n",
+    "outer": "m,n->mn",
+}
+
+
+@rule_for("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "outer")
+def product(call: Call) -> list[Place]:
+    """Slices of a shared dimension give summands, of another one slices of the result."""
+    factors = call.places[-2:]
+    result = multiplied(call, _PRODUCTS[call.name], factors[0], factors[1])
+    if len(call.places) == 3:
+        _check_added(call, result)
+    return [result]
+
+
+def multiplied(call: Call, equation: str, left: Place, right: Place) -> Place:
+    """Where the product of two tensors lies."""
+    inputs, output = equation.split("->")
+    if left.is_partial or right.is_partial:
+        if {left.kind, right.kind} == {PARTIAL_SUM.kind, WHOLE.kind}:
+            return left if left.is_partial else right
+        raise call.misfit("a product with a partial sum is right for whole factors only")
+    names = inputs.split(",")
+    slices = [
+        (each[place.dim], place)
+        for each, place in zip(names, (left, right), strict=True)
+        if place.is_slice
+    ]
+    if any(place.kind == "masked" for place in (left, right)) or not slices:
+        raise call.misfit("masked tokens, and random numbers of a rank's own, are no factors")
+    letter, first = slices[0]
+    for each, place in zip(names, (left, right), strict=True):
+        constant = place.is_whole and each.find(letter) in place.uniform
+        if not (constant or _lies_along(letter, each, place)):
+            raise call.misfit("a slice meets a dimension that is whole, or other slices")
+    if not all(other == letter and place.is_cut_as(first) for other, place in slices):
+        raise call.misfit("the two are sliced in other blocks, or other shares")
+    return PARTIAL_SUM if letter not in output else first.anew(output.index(letter))
+
+
+def _lies_along(letter: str, names: str, place: Place) -> bool:
+    """Whether a factor is sliced along a letter if it has that, and whole if not."""
+    return names[place.dim] == letter if place.is_slice else letter not in names
+
+
+def _check_added(call: Call, result: Place) -> None:
+    """A bias that is added lies as the product does."""
+    bias, place, ndim = call.tensors[0], call.places[0], call.outs[0].ndim
+    if place.is_zero:
+        return
+    if result.is_partial:
+        if not place.is_partial:
+            raise call.misfit("it adds a bias to a partial sum: that would count once per rank")
+        return
+    axis = result.dim - ndim + bias.ndim
+    wanted = result.along(axis) if axis >= 0 and bias.shape[axis] > 1 else WHOLE
+    if not place.same(wanted) and axis not in place.uniform:
+        raise call.misfit("the bias that it adds lies differently from the product")
+
+
+@rule_for("_grouped_mm")
+def grouped_product(call: Call) -> list[Place]:
+    """Products of groups of rows, each with a matrix of its own: experts and their tokens."""
+    left, right = call.tensors[:2]
+    if not all(place.is_whole for place in call.places[2:]):
+        raise call.misfit("the offsets of the groups have to be whole")
+    equation = {
+        (2, 3): "tk,ekn->tn",
+        (2, 2): "kt,tn->ekn",
+        (3, 2): "emk,kt->mt",
+        (3, 3): "emk,ekn->emn",
+    }[left.ndim, right.ndim]
+    return [multiplied(call, equation, *call.places[:2])]
+
+
+@rule_for("convolution", "_convolution")
+def convolution(call: Call) -> list[Place]:
+    """Of a batch, of output channels, of input channels, or of groups."""
+    x, weight = call.places[:2]
+    bias = call.place("bias")
+    place = _convolved(call, x, weight, call.get("groups"), bool(call.get("transposed")))
+    if bias is not None:
+        fits = bias.is_partial if place.is_partial else bias.is_slice == (place.dim == 1)
+        if not fits:
+            raise call.misfit("the bias that it adds lies differently from the product")
+    return [place]
+
+
+def _convolved(call: Call, x: Place, weight: Place, groups: int, transposed: bool) -> Place:
+    """Input (batch, in, ...), weight (out, in, ...), or (in, out, ...) where it is transposed."""
+    if x.is_slice and x.dim > 1:
+        raise call.misfit("it mixes pixels, of which each rank has a slice")
+    if _by_groups(x, weight):
+        own = call.tensors[0].shape[1]
+        if any(block % (own // groups) for block in x.blocks_in(own)):
+            raise call.misfit("a group of channels has parts on several ranks")
+        cut = _cut_of_groups(call, (0, 1), (1, 0))
+        return x.anew(1).along(1, [int(part * call.outs[0].shape[1]) for part in cut])
+    if groups > 1:
+        if x.is_slice and x.dim == 0 and weight.is_whole:
+            return x
+        raise call.misfit("groups of channels and their weights are to be sliced alike")
+    return multiplied(call, "bi,io->bo" if transposed else "bi,oi->bo", x, weight)
+
+
+def _by_groups(x: Place, weight: Place) -> bool:
+    """Whether each rank has some of the groups: their channels, and the weights for these alone.
+
+    One group may be left of several. Of a convolution that had one, such weights would be for more
+    channels than the rank has.
+    """
+    return x.is_slice and x.dim == 1 and weight.is_slice and weight.dim == 0
+
+
+def _cut_of_groups(call: Call, at: Sequence[int], dims: Sequence[int]) -> list[Fraction]:
+    """How a rank's channels are cut in blocks, alike in some tensors and along these dimensions.
+
+    Their numbers may differ: of a group there are as many inputs and outputs as there are.
+    """
+    cuts = []
+    for index, dim in zip(at, dims, strict=True):
+        place, size = call.places[index], call.tensors[index].shape[dim]
+        blocks = [Fraction(block, size) for block in place.blocks_in(size)]
+        cuts.append((place.is_slice and place.dim == dim, place.share, blocks))
+    if not all(cut[0] and cut == cuts[0] for cut in cuts):
+        raise call.misfit("groups of channels and their weights are to be sliced alike")
+    return cuts[0][2]
+
+
+@rule_for("convolution_backward")
+def convolution_backward(call: Call) -> list[Place]:
+    """Gradients of input, weight and bias."""
+    grad, x, weight = call.places[:3]
+    groups, transposed = call.get("groups"), bool(call.get("transposed"))
+    mask = call.get("output_mask")
+    if groups > 1 or _by_groups(x, weight):
+        places = _grouped_gradients(call)
+    else:
+        io = "io" if transposed else "oi"
+        of_x = multiplied_or_whole(call, f"bo,{io}->bi", grad, weight) if mask[0] else WHOLE
+        of_weight = multiplied_or_whole(call, f"bo,bi->{io}", grad, x) if mask[1] else WHOLE
+        places = [of_x, of_weight, _summed_to_channels(grad)]
+    # What is not wanted is no tensor.
+    return [place for place, wanted in zip(places, mask, strict=True) if wanted]
+
+
+def multiplied_or_whole(call: Call, equation: str, left: Place, right: Place) -> Place:
+    """As `multiplied`; two whole factors give a whole product."""
+    both = left.is_whole and right.is_whole
+    return WHOLE if both else multiplied(call, equation, left, right)
+
+
+def _grouped_gradients(call: Call) -> list[Place]:
+    grad, x, weight = call.places[:3]
+    if grad.is_slice and grad.dim == 1:
+        _cut_of_groups(call, (0, 1, 2), (1, 1, 0))
+        return [x, weight, grad.anew(0)]
+    if grad.is_slice and grad.dim == 0 and grad.same(x) and weight.is_whole:
+        return [x, PARTIAL_SUM, PARTIAL_SUM]
+    raise call.misfit("groups of channels, their weights and gradients are to be sliced alike")
+
+
+def _summed_to_channels(grad: Place) -> Place:
+    """The gradient of a bias: summed over all but the channels."""
+    if grad.is_slice:
+        return grad.anew(0) if grad.dim == 1 else PARTIAL_SUM
+    return grad

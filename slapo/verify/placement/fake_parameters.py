@@ -1,0 +1,151 @@
+"""Tensors to run a model on that stand in for its own: no weights needed, and none touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from slapo.node import Numbers
+from slapo.sharding.state import sharding_of
+from slapo.sharding.tags import apply_tags, new_parameter
+from slapo.verify.placement.place import WHOLE, Birth, Place, put_place, share_of_whole, sliced
+from slapo.weights.slots import Slot, compiled_parameters, exchanged, slots
+from slapo.wrapper import innermost
+
+#: Up to this many bytes of weights a model runs on numbers, which take the branches that numbers
+#: take; larger ones run on fakes, which have sizes alone.
+REAL_BYTES = 128 * 2**20
+
+
+class StandIns:
+    """Makes tensors in place of others, with numbers in them or without.
+
+    Parameters
+    ----------
+    model
+        The sharded model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        tensors = [*model.parameters(), *model.buffers()]
+        whole = sum(_full_size(t) * t.element_size() for t in tensors)
+        self.fake = None if whole <= REAL_BYTES else FakeTensorMode(allow_non_fake_inputs=True)
+        devices = {t.device for t in tensors if not t.is_meta}
+        self.device = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
+        self._generator = torch.Generator().manual_seed(1)
+
+    def mode(self) -> Any:
+        """The context to run in."""
+        return nullcontext() if self.fake is None else self.fake
+
+    def like(self, tensor: Tensor, shape: torch.Size) -> Tensor:
+        """A tensor of its type, of another shape perhaps."""
+        device = self.device if tensor.is_meta else tensor.device
+        if self.fake is not None:
+            with self.fake:
+                return torch.empty(shape, dtype=tensor.dtype, device=device)
+        if not tensor.is_meta and shape == tensor.shape:
+            return tensor.detach().clone()
+        if not tensor.is_floating_point():
+            return torch.zeros(shape, dtype=tensor.dtype, device=device)
+        numbers = torch.empty(shape, dtype=torch.float32).uniform_(
+            0.1, 1, generator=self._generator
+        )
+        return numbers.to(device, tensor.dtype)
+
+    def given(self, tensor: Tensor) -> Tensor:
+        """An input of the user's, to be differentiated where that was asked for."""
+        if self.fake is not None:
+            copy = self.like(tensor, tensor.shape)
+        elif tensor.is_meta:
+            copy = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.device)
+        else:
+            copy = tensor.detach().to(self.device, copy=True)
+        return copy.requires_grad_(tensor.requires_grad)
+
+
+def _full_size(tensor: Tensor) -> int:
+    shape = getattr(tensor, "orig_shape", tensor.shape)
+    return int(torch.Size(shape).numel())
+
+
+@contextmanager
+def standing_in(
+    model: nn.Module, stand_ins: StandIns, group: dist.ProcessGroup | None, whole: bool = False
+) -> Iterator[dict[str, tuple[Tensor, Place]]]:
+    """Put stand-ins into a model while the block runs.
+
+    Parameters
+    ----------
+    whole
+        Of the full size, as if nothing was sharded.
+
+    Yields
+    ------
+    dict
+        Parameter name -> stand-in and its place, those that are tied by one of their names.
+    """
+    named: dict[str, tuple[Tensor, Place]] = {}
+
+    def made(slot: Slot) -> Tensor:
+        old, place = slot.tensor, _place(slot)
+        shape = slot.full_shape if whole else old.shape
+        new = stand_ins.like(old, shape)
+        if isinstance(old, nn.Parameter):
+            with stand_ins.mode():
+                new = new_parameter(new, old)
+            if not whole:
+                apply_tags(new, {}, group)
+            named[slot.name] = new, place
+        put_place(new, WHOLE if whole else place)
+        return new
+
+    compiled = compiled_parameters(model)
+    gradients = [(param, param.grad) for param in compiled.values()]
+    for name, param in compiled.items():  # which run as they are
+        named[name] = param, WHOLE
+        put_place(param, WHOLE)
+    try:
+        with exchanged(slots(model), made):
+            yield named
+    finally:
+        for param, grad in gradients:
+            param.grad = grad
+
+
+def _place(slot: Slot) -> Place:
+    spec = slot.spec
+    if spec is None or spec.world_size == 1:
+        return WHOLE
+    blocks = spec.local_blocks()
+    uneven = share_of_whole(blocks[0], spec.blocks[0], spec.parts)
+    share = uneven if spec.copies == 1 else Fraction(1, spec.parts)
+    birth = Birth("shard", slot.name.rpartition(".")[0])
+    return replace(sliced(spec.axis, blocks, share), birth=birth, copies=spec.copies)
+
+
+@contextmanager
+def as_before(model: nn.Module, numbers: Numbers) -> Iterator[None]:
+    """Modules with the whole numbers that they had before they were scheduled."""
+    before: list[tuple[nn.Module, dict[str, Any]]] = [
+        (module, own) for ref, own in numbers if (module := ref()) is not None
+    ]
+    for outer in model.modules():
+        state = sharding_of(innermost(outer))
+        if state is not None:
+            before.append((innermost(outer), state.sizes))
+    with ExitStack() as stack:
+        for module, own in before:
+            for name, value in own.items():
+                if name in module.__dict__ and module.__dict__[name] != value:
+                    stack.callback(module.__dict__.__setitem__, name, module.__dict__[name])
+                    module.__dict__[name] = value
+        yield

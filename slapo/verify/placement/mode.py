@@ -1,0 +1,410 @@
+"""A dispatch mode that follows the places of tensors through every operation."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slapo.random import get_rng_tracker
+from slapo.sharding.groups import group_rank, group_size, share_of
+from slapo.sharding.steps import SHARE, SUM_SHARED, Step
+from slapo.verify.placement import row_order as shuffled
+
+# Rules enter the registry when they are imported: also those of products and of pixels.
+from slapo.verify.placement.call import RULES, Call, Rule, by_rule, name_of, run, tensors_in
+from slapo.verify.placement.finding import OURS, Finding, Stop
+from slapo.verify.placement.memory import through_memory
+from slapo.verify.placement.place import (
+    MASKED,
+    OWN,
+    OWN_FOR_WHOLE,
+    WHOLE,
+    Birth,
+    Misfit,
+    NoRule,
+    Place,
+    place_of,
+    put_place,
+    share_of_whole,
+    sliced,
+)
+from slapo.verify.placement.pointwise import (
+    is_constant,
+    is_pointwise,
+    of_wholes,
+    others_whole,
+    pointwise,
+)
+from slapo.verify.placement.raw_collectives import group_in, raw_collective
+from slapo.verify.placement.reduction_rules import ATTENTION, attention
+from slapo.verify.placement.replicated_shards import followed, is_shared
+from slapo.verify.placement.sizes import ANY, OperationLog, Shape
+from slapo.verify.placement.view_rules import VIEWS
+
+#: Operations that draw random numbers.
+_DRAWS = {"native_dropout", "bernoulli", "rand", "randn", "randint", "uniform", "normal"}
+_DRAWS |= {"rand_like", "randn_like", "randint_like", "exponential", "random", "multinomial"}
+_DRAWS |= {"randperm", "dropout"}
+
+
+class PlaceMode(OperationLog):
+    """Give every tensor a place, and stop at the first operation that misfits."""
+
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup | None, alone: OperationLog
+    ) -> None:
+        super().__init__(model)
+        self.group = group
+        self.rank, self.ranks = group_rank(group), group_size(group)
+        #: operations so far
+        self.calls = 0
+        #: module -> shapes that its views have in one process, in order
+        self._views: defaultdict[str, deque[Shape]] = defaultdict(deque)
+        for each in alone.operations:
+            self._views[each.path] += (part[2] for part in each.parts if part[0] in VIEWS)
+        #: memory -> tensors there that are known to be constant
+        self._constants: dict[int, list[weakref.ref[Tensor]]] = {}
+        #: autograd's number of a view -> how its input lies
+        self._places_of_views: dict[int, Place] = {}
+
+    def operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run the operation, and say where its results lie."""
+        self.calls += 1
+        tensors = tensors_in((args, kwargs))
+        places = [place_of(tensor) for tensor in tensors]
+        name = name_of(func)
+        call = Call(func, name, args, kwargs, tensors, places, [], self.rank, self.ranks)
+        if name in _DRAWS or (name.startswith(ATTENTION) and "backward" not in name):
+            call.draws_own = self._draws_own(call)
+        try:
+            out = run(func, args, kwargs)
+        except (RuntimeError, IndexError) as error:
+            stop = self.stop(name, tensors, places, str(error))
+            stop.finding = replace(stop.finding, fits=False)
+            raise stop from error
+        call.outs = tensors_in(out)
+        if name in VIEWS:
+            self._compare_view(call)
+        self._settle(call)
+        pairs = zip(tensors, places, strict=True)
+        on_one = any(place.is_slice and tensor.shape[place.dim] == 1 for tensor, place in pairs)
+        self.note(func, args, kwargs, out, self._whole_shape, on_one)
+        return out
+
+    # --- places ------------------------------------------------------------------------------
+    def _settle(self, call: Call) -> None:
+        """Places of the results."""
+        try:
+            if call.name == "_local_scalar_dense" and not call.places[0].is_whole:
+                raise Misfit("a Python number is read from what differs between ranks")
+            found = _places_of(call)
+            if any(out is tensor for out in call.outs for tensor in call.tensors):
+                self._check_in_place(call, found)
+        except Misfit as misfit:
+            stop = self.stop(call.name, call.tensors, call.places, str(misfit))
+            if isinstance(misfit, NoRule):
+                stop.finding = replace(stop.finding, is_certain=False)
+            raise stop from None
+        for out, place in zip(call.outs, found, strict=False):
+            if any(out is tensor for tensor in call.tensors):
+                self._forget_constants(out)
+            put_place(out, self.born(call, place))
+            if place.uniform or place.is_zero:
+                self._constants.setdefault(_memory(out), []).append(weakref.ref(out))
+
+    def _forget_constants(self, written: Tensor) -> None:
+        """What has the memory of a tensor that was written is not constant any more."""
+        for tensor in self._constants_at(_memory(written)):
+            put_place(tensor, replace(place_of(tensor), uniform=frozenset(), is_zero=False))
+        self._constants.pop(_memory(written), None)
+
+    def born(self, call: Call, place: Place) -> Place:
+        """With where it came to be; of what is whole, with the last step that made it so."""
+        if place.birth is not None or place.kind == MASKED:
+            return place
+        births = [p.birth for p in call.places if p.kind == place.kind and p.birth is not None]
+        if births:
+            return replace(place, birth=max(births, key=lambda birth: birth.number))
+        if place.is_whole:
+            return place
+        birth, owner = self._birth(call.name), self._owner(call)
+        return replace(place, birth=birth if owner is None else replace(birth, path=owner))
+
+    def _birth(self, operation: str) -> Birth:
+        path, in_backward = self.paths.now()
+        return Birth(operation, path, in_backward, self.calls)
+
+    def _owner(self, call: Call) -> str | None:
+        """The module whose parameter is used, where the operation stands in a graph of another."""
+        owners = [p.birth.path for p in call.places if p.birth and p.birth.operation == "shard"]
+        return owners[-1] if owners and self.paths.in_graph() else None
+
+    def _check_in_place(self, call: Call, found: list[Place]) -> None:
+        """What is changed in place has views that are not followed: they must stay right."""
+        for out, place in zip(call.outs, found, strict=False):
+            at = next((i for i, t in enumerate(call.tensors) if t is out), None)
+            if at is None or call.places[at].same(place):
+                continue
+            before = call.places[at]
+            others = [t for t in self._constants_at(_memory(out)) if t is not out]
+            if not _may_become(before, place) or _users(out) > len(others) + 1:
+                raise Misfit(
+                    f"it writes what is {place} into a tensor that is {before}; make a new tensor "
+                    "in place of the write"
+                )
+            for other in others:
+                self._write_through(out, place, other)
+
+    def _write_through(self, written: Tensor, place: Place, other: Tensor) -> None:
+        """A constant tensor lies as what was written into it, by a view."""
+        lies = through_memory(place, written, other)
+        if lies is None or not _may_become(place_of(other), lies):
+            raise Misfit(
+                f"it writes what is {place} into a part of a tensor of shape {tuple(other.shape)} "
+                f"that is {place_of(other)}; make a new tensor in place of the write"
+            )
+        put_place(other, lies)
+
+    def _constants_at(self, memory: int) -> list[Tensor]:
+        found = (ref() for ref in self._constants.get(memory, []))
+        return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
+
+    def stop(
+        self,
+        operation: str,
+        tensors: Iterable[Tensor],
+        places: Iterable[Place],
+        why: str,
+        step: Step | None = None,
+    ) -> Stop:
+        """The exception that ends the run."""
+        path, in_backward = self.paths.now()
+        given = tuple((tuple(t.shape), p) for t, p in zip(tensors, places, strict=True))
+        return Stop(Finding(operation, path, in_backward, given, why, step))
+
+    # --- steps -------------------------------------------------------------------------------
+    def carry_out(
+        self,
+        step: Step,
+        function: Callable[..., Tensor],
+        tensor: Tensor,
+        group: dist.ProcessGroup | None,
+        **arguments: Any,
+    ) -> Tensor:
+        """A step of tensor parallelism: checked by what it takes, without communication."""
+        if not self.is_watching():
+            return function(tensor, group, **arguments)
+        place, axis = place_of(tensor), arguments.get(step.takes_along)
+        total = arguments.get("total")
+        # Steps for masked tokens and for 1/n of a tensor are given no group; a shared slice has one
+        # of its own.
+        other = step.gives == MASKED or step in (SHARE, SUM_SHARED)
+        why = "" if other else self._other_ranks(group)
+        why = why or self._wrong_for(step, place, axis, tensor, total)
+        if why:
+            raise self.stop(step.name, [tensor], [place], why, step)
+        given = self._given_by(step, tensor, arguments)
+        given = shuffled.given_by(step, place, given)
+        with self.unseen():
+            if step.communicates:
+                result = self._alone(step, tensor, arguments)
+            else:
+                result = function(tensor, group, **arguments)
+        self.calls += 1
+        put_place(result, replace(given, birth=self._birth(step.name)))
+        return result
+
+    def _other_ranks(self, group: dist.ProcessGroup | None) -> str:
+        if self.ranks == 1:
+            return ""
+        theirs, ours = ranks_of(group), ranks_of(self.group)
+        if theirs == ours:
+            return ""
+        return f"it runs over ranks {theirs}, and {OURS} is {ours}"
+
+    def _wrong_for(
+        self, step: Step, place: Place, axis: int | None, tensor: Tensor, total: int | None
+    ) -> str:
+        if step == SUM_SHARED:
+            return "" if place.is_part else f"{step.name} takes a part of what ranks share: {place}"
+        if place.is_slice and place.copies > 1:
+            return f"{step.name} of what several ranks hold: this is {place}"
+        if place.order and step not in shuffled.STEPS:
+            return f"{step.name} of what is {place}"
+        if place.kind != step.takes and not (step.takes == "partial" and place.is_zero):
+            wanted = {"partial": "a partial sum", "shard": "slices", "replicate": "what is whole"}
+            return f"{step.name} takes {wanted[step.takes]}, and this is {place}"
+        if axis is not None and place.dim != axis % tensor.ndim:
+            return f"{step.name} along axis {axis} of what is {place}"
+        if place.is_slice and place.blocks and not shuffled.may_shuffle(step, place):
+            return f"{step.name} would put the ranks' blocks one behind the other: this is {place}"
+        if axis is not None and place.is_slice:
+            size = place.whole_size(tensor.shape[axis], self.ranks)
+            if total not in (None, size) or (total is None and place.share is not None):
+                return (
+                    f"of uneven slices, of {size} in all, it gets total={total}; pass total={size}"
+                )
+        return ""
+
+    def _given_by(self, step: Step, tensor: Tensor, arguments: dict[str, Any]) -> Place:
+        """Where the result of a step lies."""
+        if step.gives == "shard":
+            axis = arguments[step.gives_along]
+            size = tensor.shape[axis]
+            own = share_of(size, self.rank, self.ranks)[1]
+            return sliced(axis % tensor.ndim, share=share_of_whole(own, size, self.ranks))
+        if step.gives == MASKED:
+            start, count = arguments["start"], arguments["count"]
+            share = share_of_whole(count, arguments["total"], self.ranks)
+            return Place(MASKED, rows=(start, count), share=share)
+        if step == SUM_SHARED:
+            return replace(place_of(tensor), is_part=False)
+        return WHOLE if step.gives == "replicate" else Place(step.gives)
+
+    def _alone(self, step: Step, tensor: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """The result's shape, with any values: nothing is communicated."""
+        with torch.no_grad():
+            result = tensor.clone(memory_format=torch.contiguous_format)
+            if step.gives_along:
+                axis = arguments[step.gives_along]
+                own = share_of(result.shape[axis], self.rank, self.ranks)
+                result = result.narrow(axis, *own).contiguous()
+            if step.takes_along:
+                axis = arguments[step.takes_along]
+                total = arguments.get("total") or result.shape[axis] * self.ranks
+                times = -(-total // result.shape[axis])
+                result = torch.cat([result] * times, axis).narrow(axis, 0, total).contiguous()
+            return result
+
+    def collective(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A collective that the model, or a hook of the user's, calls itself."""
+        tensors = tensors_in((args, kwargs))
+        places = [place_of(tensor) for tensor in tensors]
+        group = group_in((*args, *kwargs.values()))
+        try:
+            why = "" if group is None else self._other_ranks(group)
+            if why:
+                raise Misfit(why)
+            with self.unseen():
+                return raw_collective(func, args, kwargs, tensors, places)
+        except Misfit as misfit:
+            raise self.stop(func.overloadpacket.__name__, tensors, places, str(misfit)) from None
+
+    # --- random numbers and sizes ----------------------------------------------------------------
+    def _draws_own(self, call: Call) -> bool:
+        """Whether it draws this rank's own numbers for what nobody knows yet.
+
+        Numbers for slices come from this rank's state, those for wholes from the common one.
+        """
+        name, places = call.name, call.places
+        if name.startswith(ATTENTION) and not call.get("dropout_p"):
+            return False
+        if name in ("bernoulli", "dropout", "native_dropout") and call.get("p") == 0:
+            return False
+        is_slice = any(place.is_slice for place in places)
+        is_forked = get_rng_tracker().is_forked
+        blank = next((p.blank_of for p in places if p.blank_of is not None), None)
+        if is_slice == is_forked and blank is None:
+            return False
+        pairs = zip(call.tensors, places, strict=True)
+        if is_forked and all(p.is_zero or is_constant(t, p) for t, p in pairs) and blank is None:
+            return True
+        if blank is not None:
+            why = "random numbers for a partial sum"
+        elif is_slice:
+            why = "random numbers for a slice are drawn from the state that all ranks share"
+        else:
+            why = OWN_FOR_WHOLE
+        raise self.stop(name, call.tensors, places, why)
+
+    def _compare_view(self, call: Call) -> None:
+        """Tell a view what it gives in one process, or what its input was in the forward pass."""
+        path, in_backward = self.paths.now()
+        if in_backward:
+            call.of_gradient_of = self._places_of_views.get(self.paths.number())
+            return
+        self._places_of_views[self.paths.number()] = call.places[0]
+        own, shapes = tuple(call.outs[0].shape), self._views[path]
+        # Some may be left out here, as where each rank has a head of its own, not a repeated one.
+        for _ in range(len(shapes)):
+            shapes.rotate(-1)  # a module that runs again does so again
+            pairs = [*zip(shapes[-1], own, strict=False)]
+            is_longer = [whole > size for whole, size in pairs if whole != size]
+            if len(shapes[-1]) == len(own) and is_longer in ([], [True]):
+                call.shape_in_one_process = shapes[-1]
+                return
+
+    def _whole_shape(self, tensor: Tensor) -> Shape:
+        place = place_of(tensor)
+        # One head that several ranks hold is repeated for the queries of each by itself.
+        is_one = place.copies > 1 and {*place.blocks_in(tensor.shape[place.dim])} == {1}
+        if place.kind == OWN or is_one:
+            return (ANY,) * tensor.ndim
+        if place.is_slice:
+            sizes = list(tensor.shape)
+            sizes[place.dim] = place.whole_size(sizes[place.dim], self.ranks)
+            return tuple(sizes)
+        constant = {*place.uniform, *(d for d, n in enumerate(tensor.shape) if n == 1)}
+        return tuple(ANY if d in constant else n for d, n in enumerate(tensor.shape))
+
+
+def _memory(tensor: Tensor) -> int:
+    """What tensors share that are views of each other."""
+    return tensor.untyped_storage()._cdata
+
+
+def _users(tensor: Tensor) -> int:
+    """How many tensors have its memory, which the storage object here has too."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+
+
+def _may_become(before: Place, place: Place) -> bool:
+    """Whether a constant may be written in part with what lies so."""
+    return before.is_zero or (place.is_slice and place.dim in before.uniform)
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Global ranks of a group; None for all of the job, as collectives take it."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
+def _places_of(call: Call) -> list[Place]:
+    """By a rule, where something is not whole."""
+    if shuffled.is_shuffled(call.places):
+        there = _places_of(replace(call, places=shuffled.in_order(call.places)))
+        return shuffled.followed(call, _rule(call), there)
+    if call.draws_own:
+        return [Place(OWN)] * len(call.outs)
+    if all(place.is_whole for place in call.places):
+        return of_wholes(call)
+    if _is_linear(call):
+        return [call.places[0]] * len(call.outs)
+    if is_shared(call):
+        return followed(call, _rule(call))
+    return by_rule(_rule(call), call)
+
+
+def _is_linear(call: Call) -> bool:
+    """Whether it is a derivative, of a gradient that is a partial sum, where all else is whole."""
+    is_derivative = call.name.endswith(("_backward", "_backward_data"))
+    return is_derivative and call.places[0].is_partial and others_whole(call.places)
+
+
+def _rule(call: Call) -> Rule:
+    if call.name in RULES:
+        return RULES[call.name]
+    if call.name.startswith(ATTENTION):
+        return attention
+    if is_pointwise(call):
+        return pointwise
+    raise NoRule(
+        f"no rule says what {call.func} makes of a tensor that is not whole; give one to "
+        "slapo.register_place_rule"
+    )

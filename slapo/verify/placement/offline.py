@@ -1,0 +1,201 @@
+"""A schedule of many ranks, checked on one process: the ranks do not exist."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slapo.errors import SlapoError
+from slapo.history import describe
+from slapo.schedule import create_schedule
+from slapo.verify.placement.run import check
+from slapo.weights.meta import init_empty_weights
+from slapo.weights.slots import slots
+
+ScheduleFn = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a function of the user's made: a model, its schedule as a function, and inputs."""
+
+    model: nn.Module
+    schedule: ScheduleFn
+    example_inputs: Any = None
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was found right.
+
+    Parameters
+    ----------
+    model
+        Name of its class.
+    ranks
+        How many there would be.
+    primitives
+        How many were applied.
+    seconds
+        Of the check.
+    """
+
+    model: str
+    ranks: int
+    primitives: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model} on {self.ranks} ranks: {self.primitives} primitives, every tensor where "
+            f"it belongs ({self.seconds:.1f} s)"
+        )
+
+
+def check_at(
+    make: Callable[[], Any],
+    ranks: int,
+    sequence_parallel: bool = False,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+) -> Iterator[Checked]:
+    """Check a schedule for a number of ranks, and for two, where no rank's share is one.
+
+    Parameters
+    ----------
+    make
+        Returns the model and a function that schedules it, and example inputs for models other
+        than those of Transformers that take tokens. Parameters are created without memory.
+    ranks
+        Of the tensor-parallel group; 2 or more.
+    sequence_parallel
+        Call the function with ``sequence_parallel=True``.
+    loss_fn
+        As for :func:`slapo.check`.
+
+    Yields
+    ------
+    Checked
+        After each of the two.
+
+    Raises
+    ------
+    PlacementError
+        As for :func:`slapo.check`.
+    SlapoError
+        If this process has a process group already.
+
+    Examples
+    --------
+    >>> def make():
+    ...     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    ...     def schedule(sch):
+    ...         sch["0"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+    ...         sch["1"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    ...     return model, schedule, torch.ones(3, 8)
+    >>> for checked in check_at(make, 4):  # doctest: +SKIP
+    ...     print(checked.model, checked.ranks, checked.primitives)
+    Sequential 4 5
+    Sequential 2 5
+    """
+    if ranks < 2:
+        raise ValueError(f"{ranks} ranks share nothing out; check for 2 or more")
+    for count in dict.fromkeys((ranks, 2)):
+        with fake_world(count):
+            checked, is_uneven = _check_once(make, count, sequence_parallel, loss_fn)
+        if is_uneven:  # the last has the least, and others have more
+            with fake_world(count, count - 2):
+                _check_once(make, count, sequence_parallel, loss_fn)
+        yield checked
+
+
+def _check_once(
+    make: Callable[[], Any], ranks: int, sequence_parallel: bool, loss_fn: Any
+) -> tuple[Checked, bool]:
+    """What was checked, and whether ranks have shares of several sizes."""
+    with init_empty_weights():
+        made = read_made(make())
+    sch = create_schedule(made.model)
+    if sequence_parallel:
+        made.schedule(sch, sequence_parallel=True)
+    else:
+        made.schedule(sch)
+    inputs = made.example_inputs
+    if inputs is None:
+        inputs = token_inputs(made.model, ranks)
+    begun = time.monotonic()
+    check(sch, inputs, loss_fn)
+    name = type(made.model).__name__
+    checked = Checked(name, ranks, len(sch.history), time.monotonic() - begun)
+    return checked, any(slot.spec is not None and slot.spec.is_uneven for slot in slots(sch.mod))
+
+
+def read_made(made: Any) -> Made:
+    """A model, a function, and inputs or none.
+
+    Raises
+    ------
+    TypeError
+        If it is something else.
+    """
+    parts = made if isinstance(made, tuple) else (made,)
+    good = len(parts) in (2, 3) and isinstance(parts[0], nn.Module) and callable(parts[1])
+    if not good:
+        raise TypeError(
+            f"make() returned {describe(made)}; return (model, schedule) or (model, schedule, "
+            "example_inputs), where schedule(sch) applies the primitives"
+        )
+    return Made(*parts)
+
+
+def token_inputs(model: nn.Module, ranks: int) -> Mapping[str, Tensor]:
+    """Tokens and labels for a model of Transformers: three texts, of an odd number for each rank.
+
+    Raises
+    ------
+    SlapoError
+        If the model takes something else than tokens.
+    """
+    if getattr(model, "main_input_name", "") != "input_ids":
+        raise SlapoError(
+            f"{type(model).__name__} is no model of Transformers that takes tokens; return "
+            "example inputs too: (model, schedule, example_inputs)"
+        )
+    tokens = torch.zeros(3, 5 * ranks, dtype=torch.long)
+    takes = inspect.signature(model.forward).parameters
+    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+    return {name: tensor for name, tensor in given.items() if name in takes}
+
+
+@contextmanager
+def fake_world(ranks: int, rank: int | None = None) -> Iterator[None]:
+    """A default group of ranks that do not exist, of which this process is the last, or another.
+
+    Not the first, for which a wrong offset is often right.
+
+    Raises
+    ------
+    SlapoError
+        If there is a group already.
+    """
+    # It registers the backend.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise SlapoError(
+            "this process has a process group already; call slapo.check(sch, example_inputs), "
+            "which works in any, or this in a process of its own"
+        )
+    rank = ranks - 1 if rank is None else rank
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

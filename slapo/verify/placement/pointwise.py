@@ -1,0 +1,299 @@
+"""Rules of operations that work element by element, and of the copies and constants among them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from slapo.verify.placement.call import Call, rule_for
+from slapo.verify.placement.place import (
+    MASKED,
+    MASKED_ELSEWHERE,
+    OWN,
+    OWN_FOR_WHOLE,
+    PARTIAL_SUM,
+    SHARD,
+    WHOLE,
+    Place,
+)
+from slapo.verify.placement.view_rules import COPIES, REORDERS, VIEWS
+
+#: Linear in the argument at one of these positions, when the others are whole.
+_LINEAR_IN = {
+    "mul": (0, 1),
+    "div": (0,),
+    "true_divide": (0,),
+    "neg": (0,),
+    "_to_copy": (0,),
+    "real": (0,),
+}
+#: Linear in all of their arguments together.
+_ADDITIVE = ("add", "sub", "rsub", "_foreach_add")
+#: Element by element, though torch does not say so.
+_UNTAGGED: tuple[str, ...] = ("copy", "masked_fill", "_to_copy", "hardswish", "log_sigmoid_forward")
+_UNTAGGED += ("leaky_relu_backward", "elu_backward", "hardtanh_backward", "hardsigmoid_backward")
+_UNTAGGED += ("hardswish_backward", "softplus_backward", "mish_backward", "softshrink_backward")
+_UNTAGGED += (
+    "_prelu_kernel",
+    "_prelu_kernel_backward",
+    "hardshrink_backward",
+    "log_sigmoid_backward",
+)
+#: Makers of tensors that hold one value.
+_CONSTANT = (
+    "ones",
+    "full",
+    "scalar_tensor",
+    "new_ones",
+    "new_full",
+    "ones_like",
+    "full_like",
+    "fill",
+)
+_ZERO: tuple[str, ...] = (
+    "zeros",
+    "new_zeros",
+    "zeros_like",
+    "zero",
+    "empty",
+    "new_empty",
+    "empty_like",
+    "empty_strided",
+)
+_ZERO += ("new_empty_strided", "_efficientzerotensor")
+
+
+def is_pointwise(call: Call) -> bool:
+    """Whether the operation works element by element."""
+    return torch.Tag.pointwise in call.func.tags or call.name in _UNTAGGED
+
+
+def of_wholes(call: Call) -> list[Place]:
+    """Places of what was made of whole tensors alone: whole, and perhaps constant."""
+    if call.name in _CONSTANT or call.name in _ZERO:
+        zero = call.name in _ZERO or (call.name == "full" and call.get("fill_value") == 0)
+        return [Place(uniform=frozenset(range(out.ndim)), is_zero=zero) for out in call.outs]
+    pairs = zip(call.tensors, call.places, strict=True)
+    known = any(p.uniform or p.is_zero or tensor.ndim == 0 for tensor, p in pairs)
+    if not known and call.name != "expand":
+        return [WHOLE] * len(call.outs)
+    return [Place(uniform=_uniform_dims(call, out), is_zero=_stays_zero(call)) for out in call.outs]
+
+
+#: What they give of one value everywhere has one value everywhere.
+_MOVES: tuple[str, ...] = (
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "transpose",
+    "t",
+    "permute",
+    "slice",
+    "select",
+    "expand",
+)
+_MOVES += ("squeeze", "unsqueeze", "clone", "detach", "split", "repeat", "narrow", "as_strided")
+
+
+def is_constant(tensor: Tensor, place: Place) -> bool:
+    """Whether a whole tensor has one value everywhere."""
+    return all(size == 1 or dim in place.uniform for dim, size in enumerate(tensor.shape))
+
+
+def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
+    """Dimensions along which all that it was made of is constant."""
+    pairs = zip(call.tensors, call.places, strict=True)
+    if call.name in _MOVES and all(is_constant(tensor, place) for tensor, place in pairs):
+        return frozenset(range(out.ndim))
+    if call.name in VIEWS:
+        return _kept_by_view(call)
+    if call.name in REORDERS:
+        moved = REORDERS[call.name]
+        return frozenset(moved(dim, call, out.ndim) for dim in call.places[0].uniform)
+    if call.name == "mm":
+        rows, columns = (place.uniform for place in call.places)
+        return frozenset({0} & rows | {1} & columns)
+    if call.name == "sum":
+        return _left_by_sum(call)
+    if not is_pointwise(call) and call.name not in ("expand", *COPIES):
+        return frozenset()
+    found = set()
+    for dim, size in enumerate(out.shape):
+        alike = True
+        for tensor, place in zip(call.tensors, call.places, strict=True):
+            here = dim - (out.ndim - tensor.ndim)
+            alike &= here < 0 or tensor.shape[here] == 1 or here in place.uniform
+        if alike and size > 1:
+            found.add(dim)
+    return frozenset(found)
+
+
+def _kept_by_view(call: Call) -> frozenset[int]:
+    """Of the dimensions along which it is constant, those that are still there."""
+    old, new = call.tensors[0].shape, call.outs[0].shape
+    kept = {(old[dim], prod(old[dim + 1 :])) for dim in call.places[0].uniform}
+    return frozenset(d for d, size in enumerate(new) if (size, prod(new[d + 1 :])) in kept)
+
+
+def _left_by_sum(call: Call) -> frozenset[int]:
+    """Of the dimensions that a sum leaves, those along which it is constant."""
+    ndim, gone = call.tensors[0].ndim, call.dims()
+    left = [dim for dim in range(ndim) if call.get("keepdim") or dim not in gone]
+    return frozenset(left.index(dim) for dim in call.places[0].uniform if dim in left)
+
+
+def _stays_zero(call: Call) -> bool:
+    """Of what was all zero: whether the result is."""
+    if call.name in ("expand", "neg", *VIEWS, *COPIES):
+        return call.places[0].is_zero
+    if call.name in ("add", "mul"):
+        scalars = [a for a in call.args[:2] if not isinstance(a, Tensor)]
+        if scalars and call.name == "add":
+            return False
+        zeros = [place.is_zero for place in call.places]
+        return all(zeros) if call.name == "add" else any(zeros)
+    return False
+
+
+def pointwise(call: Call) -> list[Place]:
+    """Slices meet slices of the same kind, or what is broadcast or constant along them."""
+    if call.name == "copy":
+        return _copied(call)
+    if any(place.is_partial for place in call.places):
+        return _linear(call)
+    kinds = {place.kind for place in call.places}
+    if MASKED in kinds:
+        raise call.misfit(MASKED_ELSEWHERE)
+    if SHARD not in kinds:
+        return _drawn_for(call)
+    first_at = next(i for i, place in enumerate(call.places) if place.is_slice)
+    first = call.places[first_at]
+    size = call.tensors[first_at].shape[first.dim]
+    # From the end, as broadcasting aligns.
+    dim = first.dim - call.tensors[first_at].ndim
+    for tensor, place in zip(call.tensors, call.places, strict=True):
+        here = tensor.ndim + dim
+        constant = here < 0 or tensor.shape[here] == 1 or here in place.uniform
+        alike = place.is_slice and place.dim == here and place.is_cut_as(first)
+        own = place.kind == OWN and here >= 0 and here not in place.uniform
+        alike |= own and tensor.shape[here] == size
+        if place.kind == OWN and not alike:  # one number for all of a slice
+            raise call.misfit(OWN_FOR_WHOLE)
+        if not (alike or (place.is_whole and constant)):
+            raise call.misfit("its inputs lie differently")
+    return [first.along(out.ndim + dim) for out in call.outs]
+
+
+def _drawn_for(call: Call) -> list[Place]:
+    """Random numbers of this rank's own among themselves, and with constants."""
+    for tensor, place in zip(call.tensors, call.places, strict=True):
+        if place.is_whole and not is_constant(tensor, place):
+            raise call.misfit(OWN_FOR_WHOLE)
+    return [Place(OWN, uniform=_uniform_dims(call, out)) for out in call.outs]
+
+
+def _copied(call: Call) -> list[Place]:
+    """What a tensor is overwritten with; slices, with what is the same along them, stay slices."""
+    target, source = call.places[0], call.places[-1]
+    if target.is_slice and source.is_whole:
+        written = call.tensors[-1]
+        here = target.dim - (call.outs[0].ndim - written.ndim)
+        if here < 0 or written.shape[here] == 1 or here in source.uniform:
+            return [target] * len(call.outs)
+    if source.is_slice:
+        source = source.along(source.dim + call.outs[0].ndim - call.tensors[-1].ndim)
+    return [source] * len(call.outs)
+
+
+def _linear(call: Call) -> list[Place]:
+    """A sum of summands is a summand of the sum; what is not linear has to wait for the sum."""
+    name, places = call.name, call.places
+    rounds = name in ("div", "true_divide") and call.get("rounding_mode") is not None
+    if rounds or any(not (out.is_floating_point() or out.is_complex()) for out in call.outs):
+        raise call.misfit("it rounds what is a partial sum, that nobody has summed")
+    partial = next(place for place in places if place.is_partial)
+    at = [index for index, place in enumerate(places) if place.is_partial]
+    summands = all(place.is_partial or place.is_zero for place in places)
+    if name in _ADDITIVE:
+        if summands and not any(isinstance(a, (int, float)) and a for a in call.args[:2]):
+            return [partial] * len(call.outs)
+        raise call.misfit("a partial sum is added to what is none: that would count once per rank")
+    if name == "where":
+        chosen = all(place.is_partial or place.is_zero for place in places[1:])
+        if chosen and places[0].is_whole and call.tensors[0].dtype is torch.bool:
+            return [partial] * len(call.outs)
+    elif name == "masked_fill":
+        value = call.get("value")
+        zero = value == 0 if not isinstance(value, Tensor) else places[-1].is_zero
+        if at == [0] and places[1].is_whole and zero:
+            return [partial] * len(call.outs)
+    elif at[0] in _LINEAR_IN.get(name, ()) and others_whole(places):
+        return [partial] * len(call.outs)
+    raise call.misfit(
+        "it is not linear, and what it is given is a partial sum that nobody has summed"
+    )
+
+
+def others_whole(places: list[Place]) -> bool:
+    """All but the one that is partial."""
+    return sum(place.is_whole for place in places) == len(places) - 1
+
+
+@rule_for("detach", "alias", "clone", "contiguous", "lift_fresh", "positive", "conj", "_conj")
+def same(call: Call) -> list[Place]:
+    """What is copied lies as before."""
+    return [call.places[0]] * len(call.outs)
+
+
+@rule_for("ones_like", "full_like", "zeros_like", "empty_like", "new_empty_strided")
+def like(call: Call) -> list[Place]:
+    """Constants in the shape of a slice are slices; in that of a summand they are whole."""
+    place = call.places[0]
+    if place.is_slice:
+        return [place] * len(call.outs)
+    zero = call.name in _ZERO
+    return [
+        # A random mask may be drawn into it, for what is no mask's.
+        Place(uniform=frozenset(range(out.ndim)), is_zero=zero, blank_of=place.birth)
+        for out in call.outs
+    ]
+
+
+@rule_for("new_zeros", "new_ones", "new_full", "new_empty")
+def new(call: Call) -> list[Place]:
+    """A constant of another shape than the tensor it takes its type from."""
+    return of_wholes(replace_places(call, WHOLE))
+
+
+def replace_places(call: Call, place: Place) -> Call:
+    """The same call with all tensors lying alike."""
+    return replace(call, places=[place] * len(call.places))
+
+
+@rule_for("bernoulli", "native_dropout", "rand_like", "randn_like", "randint_like")
+@rule_for("uniform", "normal", "exponential", "random", "dropout")
+def drawn(call: Call) -> list[Place]:
+    """Numbers for a slice are drawn slice by slice; the mode checks from which state."""
+    if not call.places[0].is_slice:
+        if call.name in ("uniform", "normal", "exponential", "random", "rand_like", "randn_like"):
+            return [WHOLE] * len(call.outs)
+        raise call.misfit("a random mask on a partial sum differs from that on the sum")
+    return [call.places[0]] * len(call.outs)
+
+
+@rule_for("cumsum", "cumprod", "flip", "logcumsumexp", "cummax", "cummin")
+def along_one(call: Call) -> list[Place]:
+    """Along another dimension each slice by itself."""
+    place = call.places[0]
+    dims = call.get("dim", call.get("dims"))
+    dims = [dims] if isinstance(dims, int) else dims
+    if place.is_partial:
+        if call.name in ("cumsum", "flip"):
+            return [PARTIAL_SUM] * len(call.outs)
+        raise call.misfit("it is not linear, and what it is given is a partial sum")
+    if place.dim in {dim % call.tensors[0].ndim for dim in dims}:
+        raise call.misfit(f"it runs along dimension {place.dim}, of which each rank has a slice")
+    return [place] * len(call.outs)

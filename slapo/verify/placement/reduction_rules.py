@@ -1,0 +1,231 @@
+"""Rules of what mixes values along a dimension: sums, softmax, norms, attention, lookups."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from torch import Tensor
+
+from slapo.sharding.groups import share_of
+from slapo.verify.placement.call import Call, rule_for
+from slapo.verify.placement.place import MASKED, MASKED_ELSEWHERE, PARTIAL_SUM, WHOLE, Place
+
+_SUMS = ("sum", "mean", "nansum")
+
+
+@rule_for(*_SUMS)
+def total(call: Call) -> list[Place]:
+    """A sum over slices is a summand; a mean over them is none that could be added up."""
+    place, dims = call.places[0], call.dims()
+    if place.kind == MASKED:
+        raise call.misfit(MASKED_ELSEWHERE)
+    if place.is_slice and place.dim in dims:
+        if call.name != "sum":
+            raise call.misfit(
+                f"{call.name} over dimension {place.dim}, of which each rank has a slice"
+            )
+        return [PARTIAL_SUM]
+    if not place.is_slice or call.get("keepdim"):
+        return [place]
+    return [place.along(place.dim - sum(dim < place.dim for dim in dims))]
+
+
+_NOT_LINEAR: tuple[str, ...] = (
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "any",
+    "all",
+    "prod",
+    "argmax",
+    "argmin",
+    "logsumexp",
+)
+_NOT_LINEAR += (
+    "var",
+    "std",
+    "var_mean",
+    "std_mean",
+    "topk",
+    "sort",
+    "norm",
+    "linalg_vector_norm",
+    "median",
+)
+
+
+@rule_for(*_NOT_LINEAR)
+def reduced(call: Call) -> list[Place]:
+    """Over other dimensions each slice by itself; no summands."""
+    place, ndim = call.places[0], call.tensors[0].ndim
+    if place.is_partial:
+        raise call.misfit("it is not linear, and what it is given is a partial sum")
+    dims = {-1 % ndim} if call.name in ("topk", "sort") and call.get("dim") is None else call.dims()
+    if not place.is_slice or place.dim in dims:
+        raise call.misfit(f"it runs over dimension {place.dim}, of which each rank has a slice")
+    keeps = call.get("keepdim") or call.name in ("topk", "sort")
+    moved = 0 if keeps else sum(dim < place.dim for dim in dims)
+    return [place.along(place.dim - moved)] * len(call.outs)
+
+
+@rule_for("_softmax", "_safe_softmax", "_log_softmax", "softmax", "log_softmax")
+@rule_for("_softmax_backward_data", "_log_softmax_backward_data")
+def softmax(call: Call) -> list[Place]:
+    """It needs all of its dimension."""
+    axis = call.get("dim") % call.tensors[0].ndim
+    first = call.places[0]
+    if not all(place.is_slice and place.same(first) for place in call.places):
+        raise call.misfit("it is not linear, and its inputs are partial sums or lie differently")
+    if first.dim == axis:
+        raise call.misfit(f"it runs over dimension {axis}, of which each rank has a slice")
+    return [first] * len(call.outs)
+
+
+@rule_for("native_layer_norm", "_fused_rms_norm", "rms_norm")
+@rule_for("native_layer_norm_backward", "_fused_rms_norm_backward")
+def norm(call: Call) -> list[Place]:
+    """Sliced along the other dimensions; its weights get parts of their gradients then."""
+    count = len(call.get("normalized_shape"))
+    rows = [p for t, p in zip(call.tensors, call.places, strict=True) if t.ndim > count]
+    weights = [p for t, p in zip(call.tensors, call.places, strict=True) if t.ndim <= count]
+    first = rows[0]
+    if any(place.is_partial for place in rows):
+        raise call.misfit("it is not linear, and what it is given is a partial sum")
+    if not (first.is_slice and first.dim < call.tensors[0].ndim - count):
+        raise call.misfit("it needs all of the normalised dimensions on one rank")
+    if not all(place.same(first) for place in rows) or not all(p.is_whole for p in weights):
+        raise call.misfit("its inputs lie differently")
+    return [first if out.ndim > count else PARTIAL_SUM for out in call.outs]
+
+
+@rule_for("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "miopen_batch_norm")
+@rule_for("_native_batch_norm_legit_no_training", "_batch_norm_with_update")
+@rule_for("native_batch_norm_backward", "cudnn_batch_norm_backward", "batch_norm_backward")
+def batch_norm(call: Call) -> list[Place]:
+    """Channels may be sliced, with everything that there is one of for each."""
+    first = call.places[0]
+    if not (first.is_slice and first.dim == 1):
+        raise call.misfit(
+            "its statistics run over the batch and the pixels: only channels may be sliced"
+        )
+    for tensor, place in zip(call.tensors, call.places, strict=True):
+        wanted = first if tensor.ndim > 1 else first.anew(0)
+        if tensor.numel() and not place.same(wanted):
+            raise call.misfit("channels, and what there is one of for each, lie differently")
+    return [first if out.ndim > 1 else first.anew(0) for out in call.outs]
+
+
+@rule_for("native_group_norm", "native_group_norm_backward")
+def group_norm(call: Call) -> list[Place]:
+    """Whole groups of channels may be sliced, or the batch."""
+    first = call.places[0]
+    if first.is_slice and first.dim == 0:
+        if not all(p.same(first) or p.is_whole for p in call.places):
+            raise call.misfit("its inputs lie differently")
+        ndim = call.tensors[0].ndim
+        return [first if out.ndim in (2, ndim) else PARTIAL_SUM for out in call.outs]
+    if not (first.is_slice and first.dim == 1):
+        raise call.misfit("it needs whole groups of channels on one rank, and no partial sums")
+    for tensor, place in zip(call.tensors, call.places, strict=True):
+        wanted = first.anew(0 if tensor.ndim == 1 else 1)
+        if not place.same(wanted):
+            raise call.misfit("channels, and what there is one of for each, lie differently")
+    return [first.anew(0 if out.ndim == 1 else 1) for out in call.outs]
+
+
+#: Operations that make less of a dimension.
+REDUCTIONS = (*_SUMS, *_NOT_LINEAR)
+#: Names of torch's attention functions begin so, forward and backward.
+ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
+
+
+def attention(call: Call) -> list[Place]:
+    """Batch or heads may be sliced, of query, key, value and what belongs to them alike.
+
+    A mask, or the one head of keys and values that all heads share, may be whole: each rank sends
+    back a part of its gradient.
+    """
+    big = [
+        (tensor, place)
+        for tensor, place in zip(call.tensors, call.places, strict=True)
+        if tensor.ndim >= 3 and not _is_shared(tensor, place)
+    ]
+    first = big[0][1]
+    if any(place.is_partial for _, place in big):
+        raise call.misfit("it is not linear, and what it is given is a partial sum")
+    if not first.is_slice or first.dim > 1 or not all(p.same(first) for _, p in big):
+        shown = ", ".join(str(place) for _, place in big)
+        raise call.misfit(f"query, key and value lie differently: {shown}")
+    found = [first if out.ndim >= 3 else WHOLE for out in call.outs]
+    if "backward" in call.name:
+        shared = [_is_whole(call, name) for name in ("query", "key", "value")]
+        found = [PARTIAL_SUM if whole else place for whole, place in zip_longest(shared, found)]
+    return found
+
+
+def _is_whole(call: Call, name: str) -> bool:
+    place = call.place(name)
+    return place is not None and place.is_whole
+
+
+def _is_shared(tensor: Tensor, place: Place) -> bool:
+    """Whether a whole tensor is the same for all heads: a mask."""
+    return place.is_whole and (tensor.shape[1] == 1 or 1 in place.uniform)
+
+
+@rule_for("embedding")
+def lookup(call: Call) -> list[Place]:
+    """Rows of a table: of a part of it, for tokens that are masked for that part."""
+    table, tokens = call.places[:2]
+    if table.is_slice and table.dim == 0:
+        _check_mask(call, table, tokens)
+        return [PARTIAL_SUM]
+    if table.is_slice and tokens.is_whole:
+        return [table.anew(call.outs[0].ndim - 1)]
+    if table.is_whole and tokens.is_slice:
+        return [tokens]
+    raise call.misfit("the table and the tokens are not sliced so that they go together")
+
+
+def _check_mask(call: Call, table: Place, tokens: Place) -> None:
+    rows = call.tensors[0].shape[0]
+    first = share_of(table.whole_size(rows, call.ranks), call.rank, call.ranks)[0]
+    if tokens.kind != MASKED:
+        raise call.misfit(
+            "the rows of the table are spread over the ranks, and its tokens are not masked: "
+            "those of other ranks would be looked up here"
+        )
+    if tokens.rows != (first, rows):
+        raise call.misfit(
+            f"rank {call.rank} has rows {first} to {first + rows - 1} of the table, and the mask "
+            f"keeps tokens {tokens.rows[0]} to {sum(tokens.rows) - 1}"
+        )
+    if tokens.share != table.share:
+        raise call.misfit(
+            "the ranks' parts of the table are uneven; say how many rows the whole has, as by "
+            f"slapo.sharding.masked(..., total={table.whole_size(rows, call.ranks)})"
+        )
+
+
+@rule_for("embedding_dense_backward")
+def lookup_backward(call: Call) -> list[Place]:
+    """The gradient of a table lies as the table does."""
+    grad, tokens = call.places[:2]
+    if tokens.kind == MASKED and grad.is_whole:
+        return [tokens.anew(0)]
+    if tokens.is_slice and grad.same(tokens):
+        return [PARTIAL_SUM]
+    if tokens.is_whole and not grad.is_slice:
+        return [grad]
+    if tokens.is_whole and grad.dim == call.tensors[0].ndim - 1:
+        return [grad.anew(1)]
+    raise call.misfit("the gradient and the tokens are not sliced so that they go together")
+
+
+@rule_for("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "mse_loss", "l1_loss")
+def loss(call: Call) -> list[Place]:
+    """A loss of slices is a mean over parts, which nobody can add up."""
+    partial = any(place.is_partial for place in call.places)
+    what = "a partial sum" if partial else "a slice"
+    raise call.misfit(f"a loss of {what}; put the parts together before it")

@@ -1,0 +1,184 @@
+"""Rules of users' own operations, and of kernels that torch does not see."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from slapo.verify.placement.call import RULES, Call, Rule, by_rule, tensors_in
+from slapo.verify.placement.mode import PlaceMode
+from slapo.verify.placement.place import Misfit, Place, place_of, put_place
+from slapo.verify.placement.sizes import OperationLog
+
+#: On the context of a function: whether anything that it was given was not whole.
+_SAW_PARTS = "_slapo_saw_parts"
+
+#: Functions of autograd with rules of their own: forward, and backward.
+_FUNCTIONS: dict[type[torch.autograd.Function], tuple[Rule, Rule]] = {}
+#: Those whose rules are asked where all is whole too: which ranks they ask may not fit that.
+ASKED_OF_WHOLES: set[type[torch.autograd.Function]] = set()
+
+
+def register_place_rule(operation: Any, rule: Rule, backward: Rule | None = None) -> None:
+    """Say where the results of an operation lie, for :func:`slapo.check`.
+
+    Needed for operations of ``torch.library`` and for functions of autograd around kernels of your
+    own, where they get slices or partial sums; of whole tensors every operation makes whole ones.
+
+    Parameters
+    ----------
+    operation
+        ``torch.ops.mylib.gelu``, one of its overloads, or its name, ``"mylib::gelu"``. Or a
+        subclass of ``torch.autograd.Function``: what its two functions do is not looked at then.
+    rule
+        Takes a :class:`slapo.verify.placement.call.Call`; returns a :class:`slapo.verify.placement.place.Place` for each
+        tensor that the operation returns, or one for all; or raises ``call.misfit(why)``.
+        :func:`slapo.verify.placement.call.independent_along` makes one for operations that work slice by slice
+        along some dimensions.
+    backward
+        Of a function of autograd, the same for its backward: tensors are the gradients that it is
+        given. An operation of ``torch.library`` has another operation for it.
+
+    Raises
+    ------
+    TypeError
+        If a function of autograd has no rule for its backward, or something else has.
+
+    Examples
+    --------
+    >>> from slapo.verify.placement.call import independent_along
+    >>> class Double(torch.autograd.Function):
+    ...     @staticmethod
+    ...     def forward(ctx, x):
+    ...         return 2 * x
+    ...     @staticmethod
+    ...     def backward(ctx, grad):
+    ...         return 2 * grad
+    >>> by_batch = independent_along(0)
+    >>> register_place_rule(Double, by_batch, backward=by_batch)
+    """
+    is_function = isinstance(operation, type) and issubclass(operation, torch.autograd.Function)
+    if is_function != (backward is not None):
+        raise TypeError(
+            "register_place_rule: a subclass of torch.autograd.Function needs backward=, the rule "
+            f"of its gradient, and nothing else takes it; got {operation!r}"
+        )
+    if is_function and backward is not None:
+        _FUNCTIONS[operation] = (rule, backward)
+        return
+    name = operation if isinstance(operation, str) else _name(operation)
+    RULES[name.removeprefix("aten::")] = rule
+
+
+def _name(operation: Any) -> str:
+    return str(getattr(operation, "_qualified_op_name", None) or operation.name()).partition(".")[0]
+
+
+@contextmanager
+def rules_of_functions(mode: OperationLog) -> Iterator[None]:
+    """Functions of autograd go by their rules while the block runs, and other kernels are seen."""
+    with ExitStack() as stack:
+        for cls, (forward, backward) in _FUNCTIONS.items():
+            for name, rule in (("forward", forward), ("backward", backward)):
+                _wrap(cls, name, functools.partial(_ruled, mode, cls, name, rule), stack)
+            if cls.setup_context is not torch.autograd.Function.setup_context:
+                _wrap(cls, "setup_context", _marking, stack)
+        _watch_kernels(mode, stack)
+        yield
+
+
+def _wrap(cls: type, name: str, wrapper: Callable[..., Any], stack: ExitStack) -> None:
+    """Put what a wrapper makes in the place of a static method, until the stack is closed."""
+    original = inspect.getattr_static(cls, name)
+    function = original.__func__ if isinstance(original, staticmethod) else original
+    setattr(cls, name, staticmethod(wrapper(function)))
+    stack.callback(setattr, cls, name, original)
+
+
+def _ruled(
+    mode: OperationLog, cls: type, name: str, rule: Rule, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    shown = cls.__name__ if name == "forward" else f"the backward of {cls.__name__}"
+
+    def run(*args: Any) -> Any:
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        places = [place_of(tensor) for tensor in tensors]
+        with mode.unseen():
+            result = function(*args)
+        if not isinstance(mode, PlaceMode):
+            return result
+        outs = tensors_in(result)
+        call = Call(None, shown, args, {}, tensors, places, outs, mode.rank, mode.ranks)
+        saw_parts = not all(place.is_plain for place in places)
+        if name == "forward":
+            _mark(args[0], saw_parts)
+        if saw_parts or cls in ASKED_OF_WHOLES or getattr(args[0], _SAW_PARTS, False):
+            try:
+                _check_order(places)
+                found = by_rule(rule, call)
+            except Misfit as misfit:
+                raise mode.stop(shown, tensors, places, str(misfit)) from None
+            for out, place in zip(outs, found, strict=False):
+                put_place(out, mode.born(call, place))
+        return result
+
+    return run
+
+
+def _check_order(places: Sequence[Place]) -> None:
+    shuffled = next((place for place in places if place.order), None)
+    if shuffled is not None:
+        raise Misfit(f"rules know nothing of what is {shuffled}")
+
+
+def _marking(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(ctx: Any, inputs: Any, output: Any) -> None:
+        function(ctx, inputs, output)
+        _mark(ctx, not all(place_of(tensor).is_plain for tensor in tensors_in(inputs)))
+
+    return run
+
+
+def _mark(ctx: Any, saw_parts: bool) -> None:
+    """Note for the backward pass, whose gradients may be whole where what was kept is sliced.
+
+    What was kept can be asked for once only under a checkpoint, by the function itself.
+    """
+    if isinstance(ctx, torch.autograd.function.FunctionCtx):
+        setattr(ctx, _SAW_PARTS, saw_parts)
+
+
+def _watch_kernels(mode: OperationLog, stack: ExitStack) -> None:
+    """Kernels of Triton write into tensors without an operation of torch."""
+    jit = sys.modules.get("triton.runtime.jit")
+    kernel: Any = getattr(jit, "JITFunction", None)
+    if kernel is None:
+        return
+    launch = kernel.run
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        places = [place_of(tensor) for tensor in tensors]
+        name = getattr(self, "__name__", "a kernel of Triton")
+        is_plain = all(place.is_plain for place in places)
+        if isinstance(mode, PlaceMode) and not (mode.quiet or is_plain):
+            why = (
+                "a kernel of Triton, of which nothing is known: give the function of autograd, or "
+                "the operation of torch.library, around it to slapo.register_place_rule"
+            )
+            raise mode.stop(name, tensors, places, why)
+        # Without memory, its results have their sizes and nothing else.
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return launch(self, *args, **kwargs)
+        return None
+
+    kernel.run = watched
+    stack.callback(setattr, kernel, "run", launch)

@@ -1,0 +1,264 @@
+"""``slapo.check``: one forward and one backward pass, in which every tensor has a place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from slapo.agreement import gathered, has_peers
+from slapo.errors import PlacementError, SlapoError
+from slapo.logger import get_logger
+from slapo.random import states_kept
+from slapo.schedule import Schedule
+from slapo.sharding.checks import check_modules
+from slapo.sharding.groups import as_if_alone
+from slapo.sharding.steps import carried_by
+from slapo.snapshot import attributes_kept
+from slapo.utils.calls import as_call, outline, refuse_batch
+from slapo.utils.outputs import tensors_in
+from slapo.utils.raised import running_in
+
+# Rules of functions of autograd, which enter the registry when they are imported.
+from slapo.verify.placement import losses as losses
+from slapo.verify.placement.fake_parameters import StandIns, as_before, standing_in
+from slapo.verify.placement.finding import Finding, Stop
+from slapo.verify.placement.mode import PlaceMode
+from slapo.verify.placement.place import Place, place_of
+from slapo.verify.placement.report import explain, explain_difference, explain_gradient, unrunnable
+from slapo.verify.placement.rules import rules_of_functions
+from slapo.verify.placement.sizes import Operation, OperationLog, Pair, first_difference
+from slapo.wrapper import in_mode, innermost
+
+logger = get_logger()
+
+LossFn = Callable[[Any], Tensor]
+
+
+def check(sch: Schedule, example_inputs: Any, loss_fn: LossFn | None = None) -> None:
+    """Refuse a tensor-parallel schedule under which the model would train something else.
+
+    The scheduled model runs once forward and once backward, on this process, without communication:
+    every tensor is followed as whole, sliced or a partial sum through every operation that torch
+    runs, those of the backward pass too, and in the end each gradient has to lie as its parameter
+    does. Models up to some 100 MB run on numbers, larger ones and those on ``meta`` without memory
+    for their weights, which are not touched either way.
+
+    It knows nothing of the values: whether a replacement computes the same, see
+    :class:`slapo.Verify`.
+
+    Parameters
+    ----------
+    sch
+        The root schedule, before ``slapo.build``. Its group may be one of real processes, all of
+        which call this and hear the same, or a fake one of any size.
+    example_inputs
+        A tensor, a tuple of positional arguments or a dict of keyword arguments; sizes that differ
+        from each other, and from those of the model, tell most.
+    loss_fn
+        Output -> scalar. By default the output's ``loss`` if it has one, else all of its tensors.
+
+    Raises
+    ------
+    PlacementError
+        Naming the module, the operation, what it was given, and the call that mends it where that
+        is known.
+    SlapoError
+        If the model cannot run on these inputs.
+
+    Examples
+    --------
+    >>> import slapo, torch
+    >>> from torch import nn
+    >>> sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)))
+    >>> _ = sch["0"].shard("weight", axis=0).shard("bias", axis=0)
+    >>> slapo.check(sch, torch.ones(3, 4))  # of one rank each slice is the whole
+    """
+    if not isinstance(sch, Schedule):
+        raise TypeError(
+            f"check takes a schedule, got {type(sch).__name__}; pass what "
+            "slapo.create_schedule(model) returned"
+        )
+    error: Exception | None = None
+    try:
+        args, kwargs = as_call(example_inputs)
+        refuse_batch(innermost(sch.mod), args)
+        if not sch.path:  # for build(check=True)
+            sch.state.example_inputs = outline(example_inputs)
+        if sch.world_size > 1:
+            check_modules(sch.mod)
+        _Check(sch, args, kwargs, loss_fn).run()
+    except Exception as raised:  # all ranks are to hear of it
+        error = raised
+    _raise_alike(sch, error)
+
+
+def _raise_alike(sch: Schedule, error: Exception | None) -> None:
+    """What one rank has found all ranks raise: rank 0 takes a wrong offset for right."""
+    if not has_peers(sch.group) or sch.world_size == 1:
+        if error is not None:
+            raise error
+        return
+    told = None if error is None else (str(error), *_attributes(error))
+    certain = getattr(error, "is_certain", True)
+    found = gathered((told, certain), sch.group)
+    if error is not None:
+        raise error
+    first = next((each for each in found if each[0] is not None), None)
+    if first is not None:
+        heard = PlacementError(*first[0])
+        heard.is_certain = first[1]
+        raise heard
+
+
+def _attributes(error: Exception) -> tuple[Any, ...]:
+    return tuple(getattr(error, name, None) for name in ("path", "suspect", "remedy"))
+
+
+class _Check:
+    """One check of one schedule."""
+
+    def __init__(
+        self, sch: Schedule, args: Any, kwargs: dict[str, Any], loss_fn: LossFn | None
+    ) -> None:
+        self.sch, self.loss_fn = sch, loss_fn
+        self.stand_ins = StandIns(sch.mod)
+        self.inputs = (args, kwargs)
+
+    def run(self) -> None:
+        """Check it, and put everything back."""
+        with ExitStack() as stack:
+            if not self.sch.mod.training:  # one in train mode has its own flags
+                stack.enter_context(in_mode(self.sch.mod, True))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(_eager())
+            # A first run may make what later ones find where it was kept.
+            pair = self._compare() and self._compare()
+            if pair is not None:
+                raise explain_difference(self.sch, *pair)
+
+    def _compare(self) -> Pair | None:
+        """Follow every tensor; return the first operation that is not that of one process."""
+        alone = self._run_alone()
+        with states_kept(self.sch.rank), attributes_kept(self.sch.mod):
+            return first_difference(self._follow(alone), alone)
+
+    def _fresh_inputs(self) -> tuple[Any, Any]:
+        return pytree.tree_map_only(Tensor, self.stand_ins.given, self.inputs)
+
+    def _follow(self, alone: OperationLog) -> list[Operation]:
+        sch, mode = self.sch, PlaceMode(self.sch.mod, self.sch.group, alone)
+        gradients: dict[str, Place] = {}
+        with ExitStack() as stack:
+            params = stack.enter_context(standing_in(sch.mod, self.stand_ins, sch.group))
+            for name, (param, _) in params.items():
+                if param.requires_grad:
+                    handle = param.register_hook(_noting(gradients, name))
+                    stack.callback(handle.remove)
+            try:
+                for context in (
+                    self.stand_ins.mode(),
+                    rules_of_functions(mode),
+                    carried_by(mode.carry_out),
+                    mode.paths.followed(),
+                    mode.called,
+                    mode,
+                ):
+                    stack.enter_context(context)
+                args, kwargs = self._fresh_inputs()
+                output = sch.mod(*args, **kwargs)
+                operations = [*mode.operations]
+                losses = losses_in(output) if self.loss_fn is None else [self.loss_fn(output)]
+                self._backward(losses)
+            except Stop as stop:
+                raise explain(sch, stop.finding) from None
+            except Exception as error:
+                raise unrunnable(sch, error) from error
+            if not losses:
+                raise SlapoError(
+                    f"check: the output, a {type(output).__name__}, holds no tensor that could be "
+                    "followed back; pass a loss_fn that makes a scalar of it, or return tensors, "
+                    "in a tuple, a dict or a dataclass"
+                )
+            for name, (_, wanted) in params.items():
+                found = gradients.get(name, wanted)
+                alike = found.is_whole and wanted.dim in found.uniform
+                if not (found.same(wanted) or alike):
+                    raise explain_gradient(sch, name, wanted, found)
+        return operations
+
+    def _backward(self, losses: list[Tensor]) -> None:
+        for loss in losses:
+            place = place_of(loss)
+            if not place.is_plain:
+                finding = Finding("output", "", False, ((tuple(loss.shape), place),), "")
+                raise Stop(finding)
+        wanted = [loss for loss in losses if loss.requires_grad]
+        if not wanted and any(param.requires_grad for param in self.sch.mod.parameters()):
+            logger.warning("check: no output depends on parameters: no gradient was followed")
+        if wanted:
+            torch.autograd.backward(wanted, [torch.ones_like(loss) for loss in wanted])
+
+    def _run_alone(self) -> OperationLog:
+        """The operations of the model where nothing is sharded, as far as it runs so."""
+        sch = self.sch
+        mode = OperationLog(sch.mod)
+        if sch.world_size == 1:
+            return mode
+        try:
+            with ExitStack() as stack:
+                for context in (
+                    states_kept(sch.rank),
+                    attributes_kept(sch.mod),
+                    as_if_alone(),
+                    as_before(sch.mod, sch.state.numbers),
+                    standing_in(sch.mod, self.stand_ins, sch.group, whole=True),
+                    # As in the run that is compared: kernels ask what needs a gradient.
+                    torch.enable_grad(),
+                    self.stand_ins.mode(),
+                    rules_of_functions(mode),
+                    carried_by(mode.run_unseen),
+                    mode.paths.followed(),
+                    mode.called,
+                    mode,
+                ):
+                    stack.enter_context(context)
+                args, kwargs = self._fresh_inputs()
+                sch.mod(*args, **kwargs)
+                mode.is_complete = True
+        except Exception as error:
+            # As a graph does that numbers of this rank are built in: what ran before it is known.
+            where = running_in(error, sch.mod) or "the beginning"
+            logger.info(
+                "check: no sizes are compared from %r on, as in one process: %s", where, error
+            )
+        return mode
+
+
+def _noting(gradients: dict[str, Place], name: str) -> Callable[[Tensor], None]:
+    def note(grad: Tensor) -> None:
+        gradients[name] = place_of(grad)
+
+    return note
+
+
+def losses_in(output: Any) -> list[Tensor]:
+    """What is differentiated without a loss function."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor) and loss.ndim == 0:
+        return [loss]
+    return [tensor for _, tensor in tensors_in(output)]
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """What was compiled runs operation by operation."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,0 +1,497 @@
+"""Rules of operations that move, cut, join or choose along dimensions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from math import prod
+
+import torch
+
+from slapo.verify.placement.call import Call, Rule, rule_for
+from slapo.verify.placement.place import (
+    MASKED,
+    MASKED_ELSEWHERE,
+    OWN,
+    OWN_FOR_WHOLE,
+    PARTIAL_SUM,
+    Place,
+)
+
+#: Operations after which a slice may lie along one of several dimensions.
+VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten")
+#: Operations that compute nothing.
+COPIES = ("clone", "contiguous", "detach", "alias", "_to_copy", "lift_fresh")
+#: New dimension of a slice, from its dimension, the call and the number of dimensions before.
+Where = Callable[[int, Call, int], int]
+
+
+def _first(call: Call) -> Place:
+    """Of the tensor that is moved; masked tokens are for a lookup alone."""
+    place = call.places[0]
+    if place.kind == MASKED:
+        raise call.misfit(MASKED_ELSEWHERE)
+    if place.kind == OWN and place.uniform:  # by which they are for several slices
+        raise call.misfit(OWN_FOR_WHOLE)
+    return place
+
+
+@rule_for(*VIEWS)
+def view(call: Call) -> list[Place]:
+    """A slice is runs of elements, one for every index before it: it is where such runs are after.
+
+    Where several dimensions fit, as where a rank's share is one head, that is taken which is longer
+    in one process, or along which the tensor lies that it is the gradient of; if neither is known,
+    which the caller left open by -1, or the outermost.
+    """
+    place, old, new = _first(call), call.tensors[0].shape, call.outs[0].shape
+    if not place.is_slice:
+        return [place]
+    asked = call.get("size", call.get("shape", new))
+    fits = []
+    for dim, blocks in fitting(place, old, new):
+        left_open = dim < len(asked) and asked[dim] == -1
+        unlikely = not (_is_longer(call, place, dim) or _is_like_forward(call, dim, blocks))
+        fits.append((unlikely, len(blocks), not left_open, dim, blocks))
+    if not fits:
+        raise call.misfit(f"{tuple(old)} -> {tuple(new)} cuts across the ranks' slices")
+    *_, dim, found = min(fits)
+    return [place.along(dim, found)]
+
+
+def fitting(
+    place: Place, old: Sequence[int], new: Sequence[int]
+) -> Iterator[tuple[int, list[int]]]:
+    """Dimensions of a view along which a slice may lie, with its blocks there."""
+    inner = prod(old[place.dim + 1 :])
+    runs = [size * inner for size in place.blocks_in(old[place.dim])]
+    for dim, size in enumerate(new):
+        blocks = _covered(runs, size, prod(new[dim + 1 :]))
+        if blocks:
+            yield dim, blocks
+
+
+def _is_longer(call: Call, place: Place, dim: int) -> bool:
+    """Whether this dimension alone of the result is that of all ranks in one process."""
+    shape = list(call.outs[0].shape)
+    own = shape[dim]
+    # A head that ranks share may be repeated there, for each of them.
+    sizes = {place.whole_size(own, call.ranks), own * call.ranks if place.copies > 1 else 0}
+    wholes = [(*shape[:dim], size, *shape[dim + 1 :]) for size in sizes]
+    return call.shape_in_one_process in wholes
+
+
+def _is_like_forward(call: Call, dim: int, blocks: list[int]) -> bool:
+    """Whether the tensor that this is the gradient of lies so."""
+    before = call.of_gradient_of
+    return before is not None and before.same(before.along(dim, blocks)) and before.is_slice
+
+
+def _covered(runs: list[int], size: int, inner: int) -> list[int]:
+    """The blocks of a dimension of `size`, `inner` elements each, that is made of runs.
+
+    Empty if they do not fill it, or if a boundary between two runs falls into an element.
+    """
+    if not inner or any(run % inner for run in runs):
+        return []
+    blocks = [run // inner for run in runs]
+    whole = sum(blocks)
+    if size % whole == 0:
+        return blocks * (size // whole)
+    # The dimension has some of the blocks, and others before it tell which.
+    ends = list(itertools.accumulate(blocks))
+    if whole % size or size not in ends:
+        return []
+    some = blocks[: ends.index(size) + 1]
+    return some if blocks == some * (whole // size) else []
+
+
+def _moved(where: Where) -> Rule:
+    def rule(call: Call) -> list[Place]:
+        place = _first(call)
+        if place.is_slice:
+            place = place.along(where(place.dim, call, call.tensors[0].ndim))
+        return [place] * len(call.outs)
+
+    return rule
+
+
+def _swapped(dim: int, call: Call, ndim: int) -> int:
+    given = call.args[1:3] if len(call.args) > 2 else (0, ndim - 1)
+    a, b = (axis % ndim for axis in given)
+    return {a: b, b: a}.get(dim, dim)
+
+
+def _permuted(dim: int, call: Call, ndim: int) -> int:
+    return [axis % ndim for axis in call.get("dims")].index(dim)
+
+
+def _behind_new(dim: int, call: Call, ndim: int) -> int:
+    return dim + (dim >= call.get("dim") % (ndim + 1))
+
+
+def _without(dim: int, call: Call, ndim: int) -> int:
+    gone = call.get("dim")
+    gone = range(ndim) if gone is None else [gone] if isinstance(gone, int) else gone
+    shape = call.tensors[0].shape
+    return dim - sum(axis % ndim < dim and shape[axis] == 1 for axis in gone)
+
+
+def _expanded(dim: int, call: Call, ndim: int) -> int:
+    return dim + call.outs[0].ndim - ndim
+
+
+#: Operations that put the dimensions in another order.
+REORDERS = {"transpose": _swapped, "t": _swapped, "swapaxes": _swapped, "permute": _permuted}
+for _name, _where in REORDERS.items():
+    rule_for(_name)(_moved(_where))
+rule_for("unsqueeze")(_moved(_behind_new))
+rule_for("squeeze")(_moved(_without))
+rule_for("select_backward")(_moved(_behind_new))
+
+
+@rule_for("expand", "expand_as")
+def expand(call: Call) -> list[Place]:
+    """A slice stays one, unless its one element is repeated: then ranks repeat different ones."""
+    if call.places[0].kind == OWN:
+        return [_repeated_own(call)]
+    place = _first(call)
+    if not place.is_slice:
+        return [place]
+    dim = _expanded(place.dim, call, call.tensors[0].ndim)
+    if call.outs[0].shape[dim] != call.tensors[0].shape[place.dim]:
+        raise call.misfit(f"it repeats dimension {place.dim}, of which each rank has a slice")
+    return [place.along(dim)]
+
+
+def _repeated_own(call: Call) -> Place:
+    """Random numbers of a rank's own are the same ones along what they are repeated along."""
+    place, old, new = call.places[0], call.tensors[0].shape, call.outs[0].shape
+    behind = len(new) - len(old)
+    grown = {d for d, size in enumerate(new) if d < behind or old[d - behind] != size}
+    return replace(place, uniform=frozenset(grown | {d + behind for d in place.uniform}))
+
+
+@rule_for("repeat", "tile")
+def repeat(call: Call) -> list[Place]:
+    """Along other dimensions each slice by itself; along its own it makes as many blocks."""
+    if call.places[0].kind == OWN:
+        return [_repeated_own(call)]
+    place, repeats = _first(call), call.get("repeats", call.get("dims"))
+    if not place.is_slice:
+        return [place]
+    dim = place.dim + len(repeats) - call.tensors[0].ndim
+    size = call.tensors[0].shape[place.dim]
+    return [place.along(dim, place.blocks_in(size) * repeats[dim])]
+
+
+@rule_for(
+    "split", "split_with_sizes", "slice", "select", "narrow", "chunk", "unbind", "unsafe_split"
+)
+def cut(call: Call) -> list[Place]:
+    """Free along other dimensions; along the sliced one only whole blocks are taken."""
+    place, tensor = _first(call), call.tensors[0]
+    axis = (call.get("dim") or 0) % tensor.ndim
+    drops = call.name in ("select", "unbind")
+    if not place.is_slice or axis != place.dim:
+        moved = drops and place.is_slice and axis < place.dim
+        return [place.along(place.dim - moved)] * len(call.outs)
+    if drops:
+        raise call.misfit(f"it takes one of dimension {axis}, of which each rank has a slice")
+    size = tensor.shape[axis]
+    if all(out.shape[axis] == size for out in call.outs):
+        return [place] * len(call.outs)
+    start = call.get("start") or 0 if call.name in ("slice", "narrow") else 0
+    if call.name != "slice" or call.get("step", 1) == 1:
+        found = _whole_blocks(
+            place.blocks_in(size), start % size, [o.shape[axis] for o in call.outs]
+        )
+        if found:
+            return [place.along(axis, blocks) for blocks in found]
+    raise call.misfit(
+        f"it takes dimension {axis} apart, of which each rank has a slice"
+        + (f" in {len(place.blocks)} blocks" if place.blocks else "")
+        + "; pack parts in one weight by shard(..., blocks=...), and divide the sizes by which "
+        "the module splits"
+    )
+
+
+def _whole_blocks(
+    blocks: tuple[int, ...], start: int, sizes: list[int]
+) -> list[tuple[int, ...]] | None:
+    """The blocks of parts that follow one another from `start`; None if they cut one."""
+    ends = [0, *itertools.accumulate(blocks)]
+    found = []
+    for size in sizes:
+        if start not in ends or start + size not in ends or not size:
+            return None
+        found.append(blocks[ends.index(start) : ends.index(start + size)])
+        start += size
+    return found
+
+
+@rule_for("slice_backward")
+def slice_backward(call: Call) -> list[Place]:
+    """Among zeros: a slice along the same dimension has got other blocks beside it."""
+    place, axis = call.places[0], call.get("dim") % call.tensors[0].ndim
+    if not place.is_slice or axis != place.dim:
+        return [place]
+    own = place.blocks_in(call.tensors[0].shape[axis])
+    after = call.outs[0].shape[axis]
+    if len(set(own)) > 1 or after % own[0]:
+        raise call.misfit(f"it puts blocks of {own} among others of which the sizes are not known")
+    return [place.along(axis, own[:1] * (after // own[0]))]
+
+
+@rule_for("cat", "concat")
+def cat(call: Call) -> list[Place]:
+    """Parts that lie alike; along the sliced dimension they become blocks."""
+    ndim = call.outs[0].ndim
+    axis = (call.get("dim") or 0) % ndim
+    parts = [(t, p) for t, p in zip(call.tensors, call.places, strict=True) if t.numel()]
+    first = next(place for _, place in parts if not place.is_whole)
+    if first.is_partial:
+        if all(place.is_partial or place.is_zero for _, place in parts):
+            return [first]
+        raise call.misfit("it joins partial sums with what is none")
+    joins_slices = first.dim == axis
+    for _, place in parts:
+        constant = place.is_whole and first.dim in place.uniform and not joins_slices
+        alike = place.is_slice and place.dim == first.dim and place.share == first.share
+        if not (constant or (alike and (joins_slices or place.is_cut_as(first)))):
+            raise call.misfit("it joins tensors that lie differently")
+    if not joins_slices:
+        return [first]
+    blocks = [size for t, p in parts for size in p.blocks_in(t.shape[axis])]
+    return [first.along(axis, blocks)]
+
+
+@rule_for("stack")
+def stack(call: Call) -> list[Place]:
+    """Parts that lie alike."""
+    axis = (call.get("dim") or 0) % call.outs[0].ndim
+    first = call.places[0]
+    if not all(place.same(first) for place in call.places):
+        raise call.misfit("it joins tensors that lie differently")
+    return [first.along(first.dim + (first.dim >= axis)) if first.is_slice else first]
+
+
+@rule_for("constant_pad_nd")
+def pad(call: Call) -> list[Place]:
+    """Free along other dimensions than the sliced one; a partial sum takes zeros."""
+    place, ndim = _first(call), call.tensors[0].ndim
+    padding = call.get("pad")
+    padded = {ndim - 1 - i // 2 for i, amount in enumerate(padding) if amount}
+    if place.is_slice and place.dim in padded:
+        raise call.misfit(f"it pads dimension {place.dim}, of which each rank has a slice")
+    if place.is_partial and call.get("value"):
+        raise call.misfit("it pads a partial sum by another number than zero")
+    return [place]
+
+
+# --- choice by index -----------------------------------------------------------------------------
+@rule_for("index", "_unsafe_index")
+def index(call: Call) -> list[Place]:
+    """Rows chosen by whole indices: of all dimensions but the sliced one."""
+    place, chosen = call.places[0], call.get("indices")
+    others = [p for t, p in zip(call.tensors[1:], call.places[1:], strict=True) if t is not None]
+    if not all(other.is_whole for other in others):
+        return _sliced_indices(call)
+    if not place.is_slice:
+        return [place]
+    at = [dim for dim, tensor in enumerate(chosen) if tensor is not None]
+    if place.dim in at:
+        raise call.misfit(f"it chooses along dimension {place.dim}, of which each rank has a slice")
+    if any(chosen[dim].dtype is torch.bool for dim in at):
+        mask = chosen[0]
+        if at == [0] and place.dim >= mask.ndim:
+            return [place.along(place.dim - mask.ndim + 1)]
+        raise call.misfit("no rule follows a slice through a choice by a boolean mask")
+    wide = max(chosen[dim].ndim for dim in at)
+    together = at == list(range(at[0], at[-1] + 1))
+    start = at[0] if together else 0
+    before = sum(dim < place.dim for dim in at)
+    kept = place.dim - before
+    return [place.along(kept if kept < start else kept + wide)]
+
+
+def _sliced_indices(call: Call) -> list[Place]:
+    """A whole table looked up by slices of indices: the result is sliced as they are."""
+    table, chosen = call.places[0], call.get("indices")
+    given = [tensor for tensor in chosen if tensor is not None]
+    if table.is_whole and len(given) == 1 and chosen[0] is not None:
+        return [call.places[1]]
+    raise call.misfit("indices that differ between ranks choose from what is no whole table")
+
+
+@rule_for("index_select", "gather")
+def index_select(call: Call) -> list[Place]:
+    """As `index`, along one dimension."""
+    place, indices = call.places[0], call.places[1]
+    axis = call.get("dim") % call.tensors[0].ndim
+    if place.is_slice and call.name == "gather" and place.dim != axis:
+        alike = place.same(indices) or (indices.is_whole and place.dim in indices.uniform)
+        if alike and call.tensors[1].shape[place.dim] == call.tensors[0].shape[place.dim]:
+            return [place]
+    if not indices.is_whole or (place.is_slice and place.dim == axis):
+        raise call.misfit(f"it chooses along dimension {axis}, of which each rank has a slice")
+    if place.is_slice and call.name == "gather":
+        raise call.misfit("whole indices choose from slices")
+    return [place]
+
+
+def _put_in(call: Call) -> list[Place]:
+    """Rows put in, or added, at whole indices: the rows lie as what takes them."""
+    target, source = call.places[0], call.places[-1]
+    if target.is_zero and source.is_slice and _rows_of_slices(call):
+        return [PARTIAL_SUM]
+    if not all(place.is_whole for place in call.places[1:-1]):
+        raise call.misfit("the indices differ between ranks")
+    if source.is_partial and (target.is_partial or target.is_zero):
+        return [PARTIAL_SUM if not source.birth else source]
+    if target.is_partial and source.is_zero:
+        return [target]
+    if source.is_slice and call.name in ("index_put", "_index_put_impl", "index_add"):
+        return [_put_slices(call, target, source)]
+    if target.is_slice and source.is_whole and target.dim in source.uniform:
+        if target.dim in _written_dims(call):
+            raise call.misfit(
+                f"it writes along dimension {target.dim}, of which each rank has a slice"
+            )
+        return [target]
+    raise call.misfit("what is put in lies differently from what takes it")
+
+
+@rule_for("scatter", "scatter_add")
+def scatter(call: Call) -> list[Place]:
+    """Along another dimension than the sliced one each slice by itself."""
+    first = next(place for place in call.places if not place.is_whole)
+    axis = call.get("dim") % call.tensors[0].ndim
+    if not first.is_slice:
+        return _put_in(call)
+    if first.dim == axis:
+        raise call.misfit(f"it writes along dimension {axis}, of which each rank has a slice")
+    size = call.tensors[0].shape[first.dim]
+    for tensor, place in zip(call.tensors, call.places, strict=True):
+        constant = place.is_zero or first.dim in place.uniform
+        if not (place.same(first) or constant) or tensor.shape[first.dim] != size:
+            raise call.misfit("what is put in, where, and what takes it lie differently")
+    return [first]
+
+
+rule_for("index_put", "_index_put_impl", "index_add", "index_copy")(_put_in)
+
+
+def _rows_of_slices(call: Call) -> bool:
+    """Whether each rank adds rows to a table of zeros, by indices that are sliced as they are."""
+    (*between, source), chosen = call.places[1:], call.get("indices") or []
+    first = bool(chosen) and chosen[0] is not None and all(i is None for i in chosen[1:])
+    return first and bool(call.get("accumulate")) and all(p.same(source) for p in between)
+
+
+def _written_dims(call: Call) -> set[int]:
+    """Dimensions along which indices say where to write."""
+    chosen, ndim = call.get("indices"), call.tensors[0].ndim
+    if chosen is None:
+        return {call.get("dim") % ndim}
+    found: set[int] = set()
+    dim = 0
+    for index in chosen:
+        several = index.ndim if index is not None and index.dtype is torch.bool else 1
+        found.update(range(dim, dim + several) if index is not None else ())
+        dim += several
+    return found
+
+
+def _put_slices(call: Call, target: Place, source: Place) -> Place:
+    """Rows that are sliced along a dimension behind the index, as what takes them is."""
+    values, rows = call.tensors[-1], call.tensors[0]
+    behind = values.ndim - source.dim
+    dim = rows.ndim - behind
+    chosen = call.get("indices")
+    first = call.get("dim", 0) if chosen is None else len(chosen) - 1
+    if dim <= first or source.dim < 1:
+        raise call.misfit("it puts slices of rows in, where each rank has others")
+    if target.same(source.along(dim)) or target.is_zero or dim in target.uniform:
+        return source.along(dim)
+    raise call.misfit("what is put in lies differently from what takes it")
+
+
+@rule_for("index_fill")
+def fill(call: Call) -> list[Place]:
+    """Along another dimension than the sliced one."""
+    place, axis = call.places[0], call.get("dim") % call.tensors[0].ndim
+    if place.is_slice and place.dim != axis and all(p.is_whole for p in call.places[1:]):
+        return [place]
+    raise call.misfit(f"it writes along dimension {axis}, of which each rank has a part")
+
+
+@rule_for("glu", "glu_backward")
+def halves(call: Call) -> list[Place]:
+    """Halves of a dimension: slices have both halves as blocks."""
+    place, tensor = call.places[-1], call.tensors[-1]
+    axis = call.get("dim") % tensor.ndim
+    if not place.is_slice:
+        raise call.misfit("it is not linear, and what it is given is a partial sum")
+    half = place
+    if place.dim == axis:
+        blocks = place.blocks_in(tensor.shape[axis])
+        middle = len(blocks) // 2
+        if blocks[:middle] * 2 != blocks:
+            raise call.misfit(f"it halves dimension {axis}, of which each rank has a slice")
+        half = place.along(axis, blocks[:middle])
+    if call.name == "glu":
+        return [half]
+    if not call.places[0].same(half):
+        raise call.misfit("its inputs lie differently")
+    return [place]
+
+
+@rule_for("masked_scatter", "masked_select", "nonzero", "argwhere")
+def refuse_data(call: Call) -> list[Place]:
+    """The size of what is chosen would be another one on each rank."""
+    raise call.misfit("what it chooses depends on values that differ between ranks")
+
+
+@rule_for("roll", "unfold", "unfold_backward", "_fft_r2c", "_fft_c2c", "_fft_c2r")
+def along_others(call: Call) -> list[Place]:
+    """Linear, and slice by slice along other dimensions; `unfold` makes its own at the end."""
+    place, ndim = _first(call), min(call.tensors[0].ndim, call.outs[0].ndim)
+    given = call.get("dimension", call.get("dims", call.get("dim")))
+    dims = {given} if isinstance(given, int) else set(given or range(ndim))
+    if place.is_slice and place.dim in {dim % ndim for dim in dims}:
+        raise call.misfit(f"it runs along dimension {place.dim}, of which each rank has a slice")
+    return [place]
+
+
+@rule_for("view_as_complex", "view_as_real")
+def complex_numbers(call: Call) -> list[Place]:
+    """Pairs along a last dimension."""
+    place = _first(call)
+    if place.is_slice and place.dim == call.outs[0].ndim:
+        raise call.misfit(f"it joins pairs along dimension {place.dim}, of which ranks have slices")
+    return [place]
+
+
+@rule_for("pixel_shuffle", "pixel_unshuffle")
+def shuffle(call: Call) -> list[Place]:
+    """Channels become pixels, those of one after the other."""
+    place, ndim = _first(call), call.tensors[0].ndim
+    if not place.is_slice or place.dim < ndim - 3:
+        return [place]
+    own, after = call.tensors[0].shape[-3], call.outs[0].shape[-3]
+    blocks = [Fraction(size * after, own) for size in place.blocks_in(own)]
+    if place.dim > ndim - 3 or any(block.denominator > 1 for block in blocks):
+        raise call.misfit("it cuts across the ranks' slices")
+    return [place.along(place.dim, [int(block) for block in blocks])]
+
+
+@rule_for("diagonal")
+def refuse_strides(call: Call) -> list[Place]:
+    """Along other dimensions nobody knows yet."""
+    place = _first(call)
+    if place.is_partial:
+        return [place]
+    raise call.misfit("no rule follows a slice through it")
