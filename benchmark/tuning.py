@@ -45,7 +45,7 @@ WAYS = {"predictions": True, "sampler alone": False}
 
 
 @dataclass(frozen=True)
-class _Job:
+class _RecipeRun:
     """What to run, and where to keep it."""
 
     space: Callable[..., dict[str, Any]]
@@ -81,19 +81,19 @@ def run(quick: bool, progress: Progress, folder: Path = report.RESULTS) -> Resul
         progress(f"left out: {' and '.join(missing)} not installed")
         return result
     if not quick:
-        return _run(_Job(space, WORK, PASSES, SEEDS, 20.0, folder), progress, result)
+        return _run(_RecipeRun(space, WORK, PASSES, SEEDS, 20.0, folder), progress, result)
     tiny = Work(hidden=32, layers=2, heads=2, vocabulary=64, length=16, warm_up=1, steps=3)
     with tempfile.TemporaryDirectory() as scratch:
-        job = _Job(quick_space, tiny, 1, SEEDS[:1], 0.5, Path(scratch), patience=0.0)
+        job = _RecipeRun(quick_space, tiny, 1, SEEDS[:1], 0.5, Path(scratch), patience=0.0)
         return _run(job, progress, result)
 
 
-def _run(job: _Job, progress: Progress, result: Result) -> Result:
+def _run(job: _RecipeRun, progress: Progress, result: Result) -> Result:
     with quiet():
         return _searched(job, progress, result)
 
 
-def _searched(job: _Job, progress: Progress, result: Result) -> Result:
+def _searched(job: _RecipeRun, progress: Progress, result: Result) -> Result:
     import transformers.models.gpt2.modeling_gpt2  # noqa: F401  # so that processes start with it
 
     points = survey(job.space).points
@@ -133,7 +133,7 @@ def _columns(point: Point, points: Sequence[Point]) -> dict[str, Any]:
 
 # --- every point ---------------------------------------------------------------------------------
 def predict_all(
-    points: Sequence[Point], job: _Job, here: Mapping[int, Machine], progress: Progress
+    points: Sequence[Point], job: _RecipeRun, here: Mapping[int, Machine], progress: Progress
 ) -> dict[str, Any]:
     """Key of a point -> its dry run."""
     start = time.perf_counter()
@@ -146,7 +146,7 @@ def predict_all(
     return found
 
 
-def measure_all(points: Sequence[Point], job: _Job, progress: Progress) -> dict[str, float]:
+def measure_all(points: Sequence[Point], job: _RecipeRun, progress: Progress) -> dict[str, float]:
     """Key of a point -> samples per second, of its quietest run; rows are kept one by one."""
     path = job.folder / POINTS
     kept = read_points(path)
@@ -228,7 +228,7 @@ def read_points(path: Path) -> dict[str, list[tuple[float, float]]]:
 # --- searches ------------------------------------------------------------------------------------
 def search(
     points: Sequence[Point],
-    job: _Job,
+    job: _RecipeRun,
     measured: Mapping[str, float],
     predicted: Mapping[str, Any] | None,
     way: str,

@@ -16,7 +16,7 @@ from slapo.errors import SlapoError, with_nearest
 from slapo.history import Record, identify, warn_caller
 from slapo.primitives.base import Primitive, find_primitive, list_primitives
 from slapo.primitives.run import perform
-from slapo.record import Part, Recipe, ScheduleRecord, revive, walk
+from slapo.record import ModuleSpec, Part, ScheduleRecord, revive, walk
 from slapo.record.callables import MadeBy, Named
 from slapo.record.subgraphs import Found, searches_kept
 from slapo.schedule import Schedule, create_schedule
@@ -157,7 +157,7 @@ def _parts(record: ScheduleRecord) -> Iterator[tuple[int, Record, str, Part]]:
 def _check_imports(record: ScheduleRecord) -> None:
     """Import all that is named, before anything is changed."""
     for step, each, name, part in _parts(record):
-        named = part.cls if isinstance(part, Recipe) else part
+        named = part.cls if isinstance(part, ModuleSpec) else part
         if isinstance(named, Named):
             try:
                 named.revive()

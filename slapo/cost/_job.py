@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slapo.cost.layout import Layout
 from slapo.cost.machine import Machine
 from slapo.cost.models import (
-    Small,
+    ReducedModel,
     Source,
     check_length,
     example_inputs,
@@ -41,7 +41,7 @@ T = TypeVar("T")
 _OWN = ("bf16", "fp16", "ckpt_ratio", "checkpoint_method", "compile", "check")
 
 #: Results of configs and recipes. Functions may return something else at the next call.
-_MODELS: dict[Hashable, Small] = {}
+_MODELS: dict[Hashable, ReducedModel] = {}
 _RUNS: dict[Hashable, Run] = {}
 
 
@@ -53,7 +53,7 @@ def _cached(cache: dict[Hashable, T], size: int, key: Hashable, make: Callable[[
     return value
 
 
-class Job:
+class DryRunSession:
     """The runs of one call of :func:`slapo.dryrun`, made when they are asked for."""
 
     def __init__(
@@ -85,14 +85,14 @@ class Job:
         self._is_recipe = isinstance(recipe, str) and (recipe == AUTO or not schedule_of(recipe))
         is_cached = self._is_recipe and self._key is not None and inputs is None and loss_fn is None
         self._runs: dict[Hashable, Run] = _RUNS if is_cached else {}
-        self._smalls: dict[Hashable, Small] = {}
+        self._smalls: dict[Hashable, ReducedModel] = {}
         #: whether few layers stand in for all
         self._few = isinstance(recipe, str)
         #: names of tied parameters within one stage
         self._together: frozenset[frozenset[str]] = frozenset()
 
     @property
-    def small(self) -> Small:
+    def small(self) -> ReducedModel:
         """The model; parameters that stages share are untied."""
         wanted = self._few, self._together
         if wanted not in self._smalls:
@@ -102,7 +102,7 @@ class Job:
             self._smalls[wanted] = whole if self.layout.pp == 1 else untie(whole, self._together)
         return self._smalls[wanted]
 
-    def _make_small(self) -> Small:
+    def _make_small(self) -> ReducedModel:
         model = whole_on_meta(self._source)
         if self._dtype is not None:
             cast(model, self._dtype)
@@ -149,7 +149,7 @@ class Job:
             layout = replace(self.layout, pp=1, tp=1, micro_batches=1, batch=self.layout.micro)
             options = {n: v for n, v in self.options.items() if n != "sequence_parallel"}
             given = self.machine, self._dtype, self._inputs, self._loss_fn
-            parts = Job(self.recipe, self._source, layout, *given, options).stages(None)
+            parts = DryRunSession(self.recipe, self._source, layout, *given, options).stages(None)
         return sum(_flops_of(step) for each in parts for step in each.steps)
 
     # --- runs ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo.cost._job import InputsFn, Job, LossFn
+from slapo.cost._job import DryRunSession, InputsFn, LossFn
 from slapo.cost.layout import Layout, sizes_of
 from slapo.cost.machine import Machine, machine_of
 from slapo.cost.memory import memory_of
@@ -134,7 +134,7 @@ def dryrun(
         zero=zero,
         bucket=bucket,
     )
-    job = Job(recipe, model_config, layout, node, dtype, inputs, loss_fn, options)
+    job = DryRunSession(recipe, model_config, layout, node, dtype, inputs, loss_fn, options)
     parts, small = job.stages(pipeline_cuts), job.small
     update = Update.of(optimizer, accelerator=node.is_asynchronous)
     any_run = parts[0].steps[0].run

@@ -38,7 +38,7 @@ class Stack:
 
 
 @dataclass
-class Small:
+class ReducedModel:
     """A model of few layers on meta; `costs`, `parameters` and `dtype` are the whole model's.
 
     `costs` has the matrix parameters of each layer by path, `ties` the names of parameters that
@@ -180,7 +180,7 @@ def check_length(model: Any, length: int) -> None:
 
 
 # --- few layers instead of many -------------------------------------------------------------------
-def shrink(model: nn.Module, few: bool = True) -> Small:
+def shrink(model: nn.Module, few: bool = True) -> ReducedModel:
     """Keep the first layer of each list, the last, and one of each kind between them, in place.
 
     Layers of one kind have the same modules, the same parameters by name, shape and type, and the
@@ -205,10 +205,10 @@ def shrink(model: nn.Module, few: bool = True) -> Small:
     paths = [f"{path}.{number}" for path, layers in lists for number in range(len(layers))]
     costs = dict(zip(paths, layer_costs(model, paths), strict=True)) if paths else {}
     stacks = [_shrink(model, path, layers, few) for path, layers in lists]
-    return Small(model, stacks, costs, count, dtype)
+    return ReducedModel(model, stacks, costs, count, dtype)
 
 
-def untie(small: Small, together: Collection[frozenset[str]] = ()) -> Small:
+def untie(small: ReducedModel, together: Collection[frozenset[str]] = ()) -> ReducedModel:
     """A copy without tied parameters, as in pipeline stages; names in `together` stay tied.
 
     Examples

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slapo.cost.meter import Meter
-from slapo.cost.models import Small, on_fakes
+from slapo.cost.models import ReducedModel, on_fakes
 from slapo.cost.trace import IrregularError, Pass, Recorder
 from slapo.errors import SlapoError
 from slapo.logger import only_warnings
@@ -26,7 +26,7 @@ ScheduleFn = Callable[[nn.Module], Schedule]
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameter:
     """A parameter of this rank."""
 
     elements: int
@@ -60,14 +60,14 @@ class Run:
 
     first: Pass
     again: Pass
-    held: dict[str, Held]
+    held: dict[str, HeldParameter]
     buffers: int
     inputs: int
     regular: bool
 
 
 def run(
-    small: Small,
+    small: ReducedModel,
     schedule: ScheduleFn,
     inputs: Mapping[str, Any],
     tp: int = 1,
@@ -156,7 +156,9 @@ def _run(
                 recorder.run(model, inputs, loss_of)
     finally:
         recorder.remove()
-    held = {n: Held(p.numel(), p.element_size(), p.grad is not None) for n, p in named.items()}
+    held = {
+        n: HeldParameter(p.numel(), p.element_size(), p.grad is not None) for n, p in named.items()
+    }
     first, again = recorder.passes
     return Run(
         first,

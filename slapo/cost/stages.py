@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from slapo.cost.models import Small
-from slapo.cost.runs import Held, Run
+from slapo.cost.models import ReducedModel
+from slapo.cost.runs import HeldParameter, Run
 from slapo.cost.trace import Place, Segment
 
 
@@ -24,7 +24,7 @@ class Step:
 
     place: Place
     run: Run
-    owned: tuple[Held, ...] = ()
+    owned: tuple[HeldParameter, ...] = ()
 
     @property
     def forward(self) -> Segment:
@@ -56,7 +56,7 @@ class StageParts:
     """
 
     steps: list[Step] = field(default_factory=list)
-    held: dict[str, Held] = field(default_factory=dict)
+    held: dict[str, HeldParameter] = field(default_factory=dict)
     layer_of: dict[str, Place] = field(default_factory=dict)
     received: Segment | None = None
     sent: Segment | None = None
@@ -64,7 +64,7 @@ class StageParts:
 
 
 def divide(
-    small: Small, runs: dict[bool, Run], again: set[str], ends: Sequence[int]
+    small: ReducedModel, runs: dict[bool, Run], again: set[str], ends: Sequence[int]
 ) -> list[StageParts]:
     """Divide the whole model into stages.
 
@@ -108,7 +108,9 @@ def divide(
     return stages
 
 
-def _steps(small: Small, runs: dict[bool, Run], again: set[str]) -> Iterator[tuple[Step, int, str]]:
+def _steps(
+    small: ReducedModel, runs: dict[bool, Run], again: set[str]
+) -> Iterator[tuple[Step, int, str]]:
     """Segments of the whole model, the number of the layer, and its path."""
     plain = next(iter(runs.values()))
     if not plain.regular:
@@ -125,7 +127,7 @@ def _steps(small: Small, runs: dict[bool, Run], again: set[str]) -> Iterator[tup
     yield Step(("after",), plain), -1, ""
 
 
-def _held(small: Small, step: Step, layer: str) -> dict[str, Held]:
+def _held(small: ReducedModel, step: Step, layer: str) -> dict[str, HeldParameter]:
     """The parameters that a segment reads; those of a layer wherever they are read."""
     found = {}
     own = ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from slapo.cost.layout import Layout
-from slapo.cost.runs import Held
+from slapo.cost.runs import HeldParameter
 from slapo.cost.stages import StageParts, Step
 from slapo.cost.trace import Place
 from slapo.cost.update import Update
@@ -86,11 +86,11 @@ def state_of(
     return _replicated(held, layout, update)
 
 
-def _trained(held: list[Held]) -> list[int]:
+def _trained(held: list[HeldParameter]) -> list[int]:
     return [each.elements for each in held if each.is_trained]
 
 
-def _replicated(held: list[Held], layout: Layout, update: Update) -> State:
+def _replicated(held: list[HeldParameter], layout: Layout, update: Update) -> State:
     """Whole on every rank; DDP has buckets beside the gradients."""
     elements = _trained(held)
     gradients = sum(each.size for each in held if each.is_trained)
@@ -149,7 +149,7 @@ def _each(parts: StageParts, sums: dict[Place, int]) -> dict[Place, int]:
     return {place: size // times.get(place, 1) for place, size in sums.items()}
 
 
-def _deepspeed(held: list[Held], layout: Layout, update: Update, is_half: bool) -> State:
+def _deepspeed(held: list[HeldParameter], layout: Layout, update: Update, is_half: bool) -> State:
     """ZeRO (Rajbhandari et al. 2020) shares out states (1), gradients (2), parameters (3)."""
     elements = _trained(held)
     shares = layout.dp if layout.zero else 1
@@ -179,7 +179,7 @@ def _deepspeed(held: list[Held], layout: Layout, update: Update, is_half: bool) 
     return state
 
 
-def _megatron(held: list[Held], layout: Layout, update: Update, is_half: bool) -> State:
+def _megatron(held: list[HeldParameter], layout: Layout, update: Update, is_half: bool) -> State:
     """Gradients in one float32 buffer for the whole of a step."""
     elements = _trained(held)
     shares = layout.dp if layout.zero else 1

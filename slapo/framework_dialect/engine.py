@@ -20,7 +20,7 @@ from slapo.agreement import (
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch, BatchCheck, next_batch
 from slapo.framework_dialect.failures import failures_of
-from slapo.framework_dialect.losses import LossMean, LossTally, MeanLoss
+from slapo.framework_dialect.losses import LossAccumulator, LossReducer, PendingLoss
 from slapo.framework_dialect.options import TrainingOptions
 from slapo.framework_dialect.precision import BuffersNamed
 from slapo.framework_dialect.replicas import share_over_mesh
@@ -70,10 +70,10 @@ class Engine(ABC):
         if options.half is not None:
             self._explained_dtypes = BuffersNamed(self.module, options.half)
         self._batch_check = BatchCheck(options.mesh) if options.check_batches else None
-        self._loss_mean = LossMean(
+        self._loss_mean = LossReducer(
             options.mesh, self.device, self.last_pp_rank, options.half or self._dtype()
         )
-        self._tally = LossTally()
+        self._tally = LossAccumulator()
         self._weight: float | None = None
         self._outputs: list[Any] | None = None
         #: replicas that gather parameters from each other in each forward; None where none do
@@ -131,7 +131,7 @@ class Engine(ABC):
                 )
             batch = self._load("train_batch", data_iter, cut_evenly=True)
             self._set_training()
-            self._tally, self._weight = LossTally(self.options.micro_batches), None
+            self._tally, self._weight = LossAccumulator(self.options.micro_batches), None
             with self._all_or_nothing(), self._explained_dtypes:
                 loss = self._train(batch)
             self._refuse_nonfinite()
@@ -144,7 +144,7 @@ class Engine(ABC):
         self._optimizer_step(mean.scale())
         return mean.loss()
 
-    def _begin_mean(self) -> MeanLoss:
+    def _begin_mean(self) -> PendingLoss:
         """The loss of this step, and what gradients are to be multiplied by."""
         return self._loss_mean.begin(self._tally, self.options.is_checked(self.step_count))
 
@@ -171,7 +171,7 @@ class Engine(ABC):
         with self._failures.named(), self._explained_dtypes:
             self._refuse_autocast("eval_batch")
             batch = self._load("eval_batch", data_iter, cut_evenly=False)
-            self._tally, self._outputs = LossTally(), [] if return_outputs else None
+            self._tally, self._outputs = LossAccumulator(), [] if return_outputs else None
             try:
                 with self._evaluating(), torch.no_grad():
                     cuts = batch.cut_unevenly(self.options.micro_batches)

@@ -17,7 +17,7 @@ from slapo.errors import SlapoError
 _SPREAD = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 
 
-class LossTally:
+class LossAccumulator:
     """The losses of one step on this rank.
 
     A loss function returns a mean, and micro-batches weigh the same; or ``(sum, count)``, as of
@@ -31,7 +31,7 @@ class LossTally:
 
     Examples
     --------
-    >>> tally = LossTally(2)
+    >>> tally = LossAccumulator(2)
     >>> tally.add(torch.tensor(1.0)), tally.add(torch.tensor(2.0))
     (tensor(0.5000), tensor(1.))
     >>> float(tally.total), float(tally.count)
@@ -123,7 +123,7 @@ def one_number(loss: Any) -> Tensor:
     return loss.float()
 
 
-class LossMean:
+class LossReducer:
     """The mean of the losses of a step over the job, told to every rank.
 
     Parameters
@@ -156,7 +156,7 @@ class LossMean:
         #: whether the loss function counts; None before this rank knows
         self.counts: bool | None = None
 
-    def begin(self, tally: LossTally, check: bool) -> MeanLoss:
+    def begin(self, tally: LossAccumulator, check: bool) -> PendingLoss:
         """Begin to tell every rank. A collective of the world: the only one a step needs for it.
 
         Parameters
@@ -173,13 +173,13 @@ class LossMean:
         """
         found = self._told_of_parts(tally) if self._is_short(tally) else self._told(tally)
         work = dist.all_reduce(found, async_op=True) if self._has_peers else None
-        return MeanLoss(self, found, work, check and self._tp > 1)
+        return PendingLoss(self, found, work, check and self._tp > 1)
 
-    def _is_short(self, tally: LossTally) -> bool:
+    def _is_short(self, tally: LossAccumulator) -> bool:
         """Whether all know what a sum is to be divided by: the number of replicas."""
         return self.counts is False and tally.parts is not None
 
-    def _told_of_parts(self, tally: LossTally) -> Tensor:
+    def _told_of_parts(self, tally: LossAccumulator) -> Tensor:
         """What this rank adds: its sum, in the place of its tensor-parallel rank."""
         if self._tp == 1:
             return self._total(tally) if self._is_last else torch.zeros((), device=self._device)
@@ -188,7 +188,7 @@ class LossMean:
             found[self._place] = self._total(tally)
         return found
 
-    def _told(self, tally: LossTally) -> Tensor:
+    def _told(self, tally: LossAccumulator) -> Tensor:
         """A row for each tensor-parallel rank, so that none hides another's: sum, count, mark."""
         found = torch.zeros(self._tp, 3, dtype=self._wide, device=self._device)
         if self._is_last:
@@ -197,7 +197,7 @@ class LossMean:
             own[1], own[2] = tally.count, float(bool(tally.counts))
         return found
 
-    def _total(self, tally: LossTally) -> Tensor:
+    def _total(self, tally: LossAccumulator) -> Tensor:
         total = tally.total
         if self.counts not in (None, tally.counts):
             raise ValueError(
@@ -236,10 +236,10 @@ class LossMean:
             )
 
 
-class MeanLoss:
-    """The mean of a step's losses while it is on its way; see :meth:`LossMean.begin`."""
+class PendingLoss:
+    """The mean of a step's losses while it is on its way; see :meth:`LossReducer.begin`."""
 
-    def __init__(self, mean: LossMean, found: Tensor, work: Any, check: bool) -> None:
+    def __init__(self, mean: LossReducer, found: Tensor, work: Any, check: bool) -> None:
         self._mean, self._found, self._work, self._check = mean, found, work, check
         self._read: tuple[Tensor, Tensor | None] | None = None
 

@@ -51,7 +51,7 @@ def apply_recipe(
     is_foreign
         Whether the recipe was made for another family than the model's, and so is to be proved.
     """
-    job = _Job(sch, recipe, options, config, prefix, is_foreign)
+    job = _RecipeRun(sch, recipe, options, config, prefix, is_foreign)
     job.check()
     model: Any = sch.mod
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
@@ -64,7 +64,7 @@ def apply_recipe(
         raise
 
 
-class _Job:
+class _RecipeRun:
     """One application of a recipe."""
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from slapo.record.keep import keep, made_by
 from slapo.record.kept import Part, revive, walk
-from slapo.record.modules import Recipe
+from slapo.record.modules import ModuleSpec
 from slapo.record.schedule_record import ScheduleRecord
 
-__all__ = ["Part", "Recipe", "ScheduleRecord", "keep", "made_by", "revive", "walk"]
+__all__ = ["ModuleSpec", "Part", "ScheduleRecord", "keep", "made_by", "revive", "walk"]

@@ -11,12 +11,12 @@ from slapo.history import describe
 from slapo.node import Node
 from slapo.record.callables import MadeBy, Named, Partial, Unnamed, keep_callable
 from slapo.record.kept import PLAIN, Part, decode_plain
-from slapo.record.modules import Recipe, keep_module
+from slapo.record.modules import ModuleSpec, keep_module
 from slapo.record.subgraphs import Found, is_found, keep_found
 from slapo.record.tensors import Values, keep_tensor
 
 _PARTS: dict[str, type[Part]] = {
-    part.tag: part for part in (Found, MadeBy, Named, Partial, Recipe, Values)
+    part.tag: part for part in (Found, MadeBy, Named, Partial, ModuleSpec, Values)
 }
 
 

@@ -32,7 +32,7 @@ _DEFAULTS: WeakKeyDictionary[type[nn.Module], Mapping[str, Any]] = WeakKeyDictio
 
 
 @dataclass(frozen=True)
-class Recipe(Part):
+class ModuleSpec(Part):
     """A module that its class makes anew.
 
     Parameters
@@ -73,7 +73,7 @@ class Recipe(Part):
         return {**made, "empty": True} if self.empty else made
 
     @classmethod
-    def decode(cls, data: Any, decode: Decode) -> Recipe:
+    def decode(cls, data: Any, decode: Decode) -> ModuleSpec:
         """The same again."""
         args = tuple(map(decode, data.get("args", ())))
         kwargs = {name: decode(value) for name, value in data.get("kwargs", {}).items()}
@@ -118,7 +118,7 @@ def keep_module(module: nn.Module, keep: Keep, node: Node) -> Part:
     try:
         empty = _is_empty(module, node)
         made = _recipe(module, keep)
-        return Recipe(*made, empty, _state_of(module))
+        return ModuleSpec(*made, empty, _state_of(module))
     except _OpaqueError as error:
         return Unnamed(describe(module), str(error))
     except Exception as error:  # of the module's own code, before its primitive has checked it

@@ -28,7 +28,7 @@ FOUR = survey(tuning.quick_space).points
 
 
 def _job(folder: Path, passes: int = 1) -> Any:
-    return tuning._Job(tuning.quick_space, tuning_space.WORK, passes, [0], 1.0, folder, 0.0)
+    return tuning._RecipeRun(tuning.quick_space, tuning_space.WORK, passes, [0], 1.0, folder, 0.0)
 
 
 # --- the space -----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from benchmark.measure import Result
 from slapo.sharding.checks import check_modules
 from slapo.sharding.state import shards_of
 from slapo.sharding.steps import carried_by
-from slapo.verify.numeric.rank_sync import Peers
+from slapo.verify.numeric.rank_sync import RankSync
 from slapo.verify.placement import check
 from slapo.wrapper import innermost
 from tests.check import mixed
@@ -121,7 +121,7 @@ def computed_by_ranks(
     seed: int, sch: slapo.Schedule, original: nn.Module, inputs: dict[str, Tensor]
 ) -> Verdict:
     """Loss and gradients of the ranks of this job, against those of one process."""
-    peers = Peers(dist.group.WORLD)
+    peers = RankSync(dist.group.WORLD)
     try:
         with peers.told():
             with carried_by(peers.carry_out):

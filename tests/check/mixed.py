@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import slapo
 from slapo.sharding.state import shards_of
 from slapo.sharding.steps import carried_by
-from slapo.verify.numeric.rank_sync import Peers
+from slapo.verify.numeric.rank_sync import RankSync
 from slapo.wrapper import innermost
 from tests.check.mixed_models import MODELS, Batch, Model, loss_of
 from tests.check.mixed_moves import Move, Steps, cut, other_primitives, tensor_parallel
@@ -211,7 +211,7 @@ def _trained(plan: Plan, sch: slapo.Schedule, original: nn.Module, mesh: Any) ->
         return Verdict(plan.seed, "not built", str(error))
     except Exception as error:
         return Verdict(plan.seed, "crash", f"build: {type(error).__name__}: {error}")
-    peers = Peers(mesh["tp"].get_group())
+    peers = RankSync(mesh["tp"].get_group())
     try:
         with peers.told():
             with carried_by(peers.carry_out):

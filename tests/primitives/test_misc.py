@@ -268,7 +268,7 @@ def test_bad_cuts() -> None:
 
 
 # --- mistakes and what they are told -----------------------------------------------------------
-class Small(nn.Module):
+class ReducedModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc, self.act = nn.Linear(2, 2), nn.GELU()
@@ -278,7 +278,7 @@ class Small(nn.Module):
 
 
 def test_values_that_a_replacement_drops_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    sch = slapo.create_schedule(Small())
+    sch = slapo.create_schedule(ReducedModel())
     copied = nn.Linear(2, 2)
     copied.load_state_dict(sch["fc"].mod.state_dict())
     sch["fc"].replace(copied)

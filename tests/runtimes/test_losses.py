@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slapo.errors import SlapoError
-from slapo.framework_dialect.losses import LossMean, LossTally
+from slapo.framework_dialect.losses import LossAccumulator, LossReducer
 from slapo.mesh import init_mesh
 from tests.distributed import run_distributed
 
@@ -16,11 +16,11 @@ CPU = torch.device("cpu")
 
 
 def test_means_weigh_the_same_unless_they_are_told_what() -> None:
-    tally = LossTally(4)
+    tally = LossAccumulator(4)
     for value in (1.0, 2.0, 3.0, 6.0):
         assert float(tally.add(torch.tensor([value]))) == value / 4
     assert (float(tally.total), tally.count, tally.counts) == (3.0, 1.0, False)
-    tally = LossTally()
+    tally = LossAccumulator()
     tally.add(torch.tensor(2.0), weight=3)
     tally.add(torch.tensor(6.0), weight=1)
     assert (float(tally.total), tally.count) == (12.0, 4.0)
@@ -28,11 +28,11 @@ def test_means_weigh_the_same_unless_they_are_told_what() -> None:
 
 @pytest.mark.parametrize("count", [3, 3.0, torch.tensor(3), torch.tensor([3.0])])
 def test_sums_bring_their_counts(count: Any) -> None:
-    tally = LossTally(2)
+    tally = LossAccumulator(2)
     assert float(tally.add((torch.tensor(6.0), count))) == 6.0
     tally.add((torch.tensor(0.0), 0))
     assert (float(tally.total), float(tally.count), tally.counts) == (6.0, 3.0, True)
-    mean = LossMean(init_mesh(device="cpu"), CPU).begin(tally, check=True)
+    mean = LossReducer(init_mesh(device="cpu"), CPU).begin(tally, check=True)
     loss, scale = mean.loss(), mean.scale()
     assert float(loss) == 2.0
     assert scale is not None
@@ -40,9 +40,9 @@ def test_sums_bring_their_counts(count: Any) -> None:
 
 
 def test_nothing_that_counts_is_a_loss_of_zero() -> None:
-    tally = LossTally()
+    tally = LossAccumulator()
     tally.add((torch.tensor(0.0), 0))
-    mean = LossMean(init_mesh(device="cpu"), CPU).begin(tally, check=True)
+    mean = LossReducer(init_mesh(device="cpu"), CPU).begin(tally, check=True)
     loss, scale = mean.loss(), mean.scale()
     assert float(loss) == 0
     assert scale is not None
@@ -62,17 +62,17 @@ def test_nothing_that_counts_is_a_loss_of_zero() -> None:
 )
 def test_what_is_no_loss(returned: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LossTally().add(returned)
+        LossAccumulator().add(returned)
 
 
 def test_a_loss_function_does_not_change_its_kind() -> None:
-    tally = LossTally(2)
+    tally = LossAccumulator(2)
     tally.add(torch.tensor(1.0))
     with pytest.raises(ValueError, match="of the same batch"):
         tally.add((torch.tensor(1.0), 1))
-    mean = LossMean(init_mesh(device="cpu"), CPU)
+    mean = LossReducer(init_mesh(device="cpu"), CPU)
     mean.begin(tally, check=False).loss()
-    counted = LossTally()
+    counted = LossAccumulator()
     counted.add((torch.tensor(1.0), 1))
     with pytest.raises(ValueError, match="one number for a batch and"):
         mean.begin(counted, check=False)
@@ -80,20 +80,20 @@ def test_a_loss_function_does_not_change_its_kind() -> None:
 
 def test_the_last_stage_has_a_loss() -> None:
     with pytest.raises(SlapoError, match="no loss"):
-        LossMean(init_mesh(device="cpu"), CPU).begin(LossTally(), check=False)
+        LossReducer(init_mesh(device="cpu"), CPU).begin(LossAccumulator(), check=False)
 
 
 def reduce(rank: int, world: int, apart: float) -> list[Any]:
     """Of three steps, of which the first and the last are checked, and of an evaluation."""
     mesh = init_mesh(pp=2, tp=2)
-    mean, found = LossMean(mesh, CPU), []
+    mean, found = LossReducer(mesh, CPU), []
     for check, parts, weight in (
         (True, 1, None),
         (False, 1, None),
         (True, 1, None),
         (True, None, 3),
     ):
-        tally = LossTally(parts)
+        tally = LossAccumulator(parts)
         if mesh.get_local_rank("pp"):
             tally.add(torch.tensor(1.0 + apart * mesh.get_local_rank("tp")), weight)
         told = mean.begin(tally, check)

@@ -7,7 +7,7 @@ from torch import Tensor
 from slapo.errors import SlapoError
 from slapo.framework_dialect.megatron.boundary_codec import (
     WIRE_DTYPE,
-    Manifest,
+    BufferLayout,
     anchored,
     pack,
     unpack,
@@ -15,8 +15,8 @@ from slapo.framework_dialect.megatron.boundary_codec import (
 from slapo.pipeline.boundaries import TensorMeta
 
 
-def manifest_of(*tensors: Tensor) -> Manifest:
-    return Manifest(tuple(TensorMeta.of(f"t{i}", t) for i, t in enumerate(tensors)))
+def manifest_of(*tensors: Tensor) -> BufferLayout:
+    return BufferLayout(tuple(TensorMeta.of(f"t{i}", t) for i, t in enumerate(tensors)))
 
 
 def transfer(packed: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def test_received_tensors_may_be_changed() -> None:
 def test_without_gradients_nothing_is_recorded() -> None:
     with torch.no_grad():
         hidden = torch.ones(2)
-        manifest = Manifest((TensorMeta("hidden", (2,), torch.float32, requires_grad=True),))
+        manifest = BufferLayout((TensorMeta("hidden", (2,), torch.float32, requires_grad=True),))
         packed = pack(manifest, (hidden,), None)
         (received,), anchor = unpack(manifest, transfer(packed))
         assert not packed.requires_grad

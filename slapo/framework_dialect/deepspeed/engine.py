@@ -21,7 +21,7 @@ from slapo.framework_dialect.options import TrainingOptions
 from slapo.framework_dialect.runtime import Lowering
 
 
-class Labels:
+class OpaqueTargets:
     """Targets in a shell: DeepSpeed would take a nest of tensors for a tuple of them."""
 
     def __init__(self, targets: Any) -> None:
@@ -291,7 +291,7 @@ class PipeEngine(DeepSpeedEngine):
         super().drive(engine)
         engine.around_step = self._around_step
 
-    def loss_of_labels(self, output: Any, labels: Labels) -> Tensor:
+    def loss_of_labels(self, output: Any, labels: OpaqueTargets) -> Tensor:
         """DeepSpeed's loss function; it divides by the number of micro-batches."""
         loss = self._loss_of(output, labels.targets)
         return loss * self.settings.micro_batches if torch.is_grad_enabled() else loss
@@ -333,5 +333,5 @@ class PipeEngine(DeepSpeedEngine):
         if form != self._form:
             self.engine.reset_activation_shape()
             self._form = form
-        labels = [Labels(part.targets) for part in cut]
+        labels = [OpaqueTargets(part.targets) for part in cut]
         return iter(list(zip(inputs, labels, strict=True)))

@@ -25,7 +25,7 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Manifest:
+class BufferLayout:
     """Where each tensor of a boundary lies in the buffer.
 
     Parameters
@@ -37,7 +37,7 @@ class Manifest:
     --------
     >>> hidden = TensorMeta("hidden", (2, 3), torch.bfloat16, requires_grad=True)
     >>> mask = TensorMeta("mask", (5,), torch.bool, requires_grad=False)
-    >>> Manifest((hidden, mask)).starts, Manifest((hidden, mask)).shape
+    >>> BufferLayout((hidden, mask)).starts, BufferLayout((hidden, mask)).shape
     ((0, 16), (8,))
     """
 
@@ -97,7 +97,7 @@ class Manifest:
                 )
 
 
-def pack(manifest: Manifest, tensors: Sequence[Tensor], anchor: Tensor | None) -> Tensor:
+def pack(manifest: BufferLayout, tensors: Sequence[Tensor], anchor: Tensor | None) -> Tensor:
     """One buffer of all tensors, through which gradients go back to them.
 
     Parameters
@@ -114,7 +114,7 @@ def pack(manifest: Manifest, tensors: Sequence[Tensor], anchor: Tensor | None) -
     return packed
 
 
-def unpack(manifest: Manifest, buffer: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+def unpack(manifest: BufferLayout, buffer: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
     """The tensors in a buffer, and an anchor.
 
     What leaves the stage has to hang on the anchor too (:func:`pack`, :func:`anchored`): so the
@@ -140,13 +140,15 @@ def anchored(loss: Tensor, anchor: Tensor | None) -> Tensor:
 
 class _Pack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, manifest: Manifest, anchor: Tensor | None, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, manifest: BufferLayout, anchor: Tensor | None, *tensors: Tensor
+    ) -> Tensor:
         ctx.manifest = manifest
         return manifest.write(tensors, tensors[0].device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        manifest: Manifest = ctx.manifest
+        manifest: BufferLayout = ctx.manifest
         parts = manifest.read(gradients[0])
         wanted = ctx.needs_input_grad[2:]
         anchor = gradients[0].new_zeros(()) if ctx.needs_input_grad[1] else None
@@ -155,7 +157,7 @@ class _Pack(torch.autograd.Function):
 
 class _Unpack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, manifest: Manifest, buffer: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, manifest: BufferLayout, buffer: Tensor) -> tuple[Tensor, ...]:
         ctx.manifest, ctx.device = manifest, buffer.device
         tensors = manifest.read(buffer)
         metas = zip(tensors, manifest.tensors, strict=True)
@@ -165,7 +167,7 @@ class _Unpack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        manifest: Manifest = ctx.manifest
+        manifest: BufferLayout = ctx.manifest
         return None, manifest.write(gradients[1:], ctx.device)
 
 

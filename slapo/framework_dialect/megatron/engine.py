@@ -15,7 +15,7 @@ from slapo.agreement import all_ranks_or_none
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.engine import Engine
-from slapo.framework_dialect.megatron.boundary_codec import WIRE_DTYPE, Manifest, anchored
+from slapo.framework_dialect.megatron.boundary_codec import WIRE_DTYPE, BufferLayout, anchored
 from slapo.framework_dialect.megatron.groups import mark_sharded, mark_shared
 from slapo.framework_dialect.megatron.load import megatron_core, quiet
 from slapo.framework_dialect.megatron.optimizers import make_optimizer, set_masters, torch_optimizer
@@ -182,9 +182,9 @@ class MegatronEngine(Engine):
                 lambda index: index,
             )
         boundaries, here = self._boundaries[inputs], self.mesh.get_local_rank("pp")
-        self.chunk.arriving = Manifest(boundaries[here])
+        self.chunk.arriving = BufferLayout(boundaries[here])
         last = here == self.lowering.n_stages - 1
-        self.chunk.leaving = None if last else Manifest(boundaries[here + 1])
+        self.chunk.leaving = None if last else BufferLayout(boundaries[here + 1])
 
     def _shapes(self, *_: Any) -> tuple[list[Any], list[Any]]:
         """Shapes of what the schedule receives and sends; both ways over a boundary the same."""

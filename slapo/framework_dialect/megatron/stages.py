@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from slapo.framework_dialect.batches import Batch
-from slapo.framework_dialect.megatron.boundary_codec import Manifest, pack, unpack
+from slapo.framework_dialect.megatron.boundary_codec import BufferLayout, pack, unpack
 from slapo.framework_dialect.megatron.load import megatron_core
 
 
@@ -23,10 +23,10 @@ class ModelChunk(nn.Module):
 
     Attributes
     ----------
-    arriving, leaving : Manifest or None
+    arriving, leaving : BufferLayout or None
         What the boundaries before and after it carry.
     anchor : Tensor or None
-        What the loss has to hang on; see :func:`slapo.framework_dialect.megatron.boundary_codec.unpack`.
+        What the loss has to hang on; see :func:`.boundary_codec.unpack`.
     """
 
     # Megatron-Core asks for it. Other parameters than its embedding and output layer may be tied
@@ -38,8 +38,8 @@ class ModelChunk(nn.Module):
         self.part = part
         self.model_type = megatron_core().enums.ModelType.encoder_or_decoder
         self.pre_process, self.post_process = index == 0, index == n_stages - 1
-        self.arriving: Manifest | None = None
-        self.leaving: Manifest | None = None
+        self.arriving: BufferLayout | None = None
+        self.leaving: BufferLayout | None = None
         self.anchor: Tensor | None = None
         self._received: Tensor | None = None
 

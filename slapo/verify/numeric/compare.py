@@ -23,8 +23,8 @@ from slapo.verify.numeric.harness import (
 )
 from slapo.verify.numeric.module_calls import Comparison, amount, hookable, recorded
 from slapo.verify.numeric.precision import is_compiled
-from slapo.verify.numeric.randomness import Drop, Quiet
-from slapo.verify.numeric.run import Trial
+from slapo.verify.numeric.randomness import Drop, DropoutRecorder
+from slapo.verify.numeric.run import PairedRun
 from slapo.verify.numeric.tensors import difference, scale_of
 from slapo.weights.slots import slots
 
@@ -33,7 +33,7 @@ from slapo.weights.slots import slots
 _GRADIENT_FLOOR = 1e-2
 
 
-def compare_outputs(trial: Trial, given: Any, wanted: Any) -> None:
+def compare_outputs(trial: PairedRun, given: Any, wanted: Any) -> None:
     """Every tensor of the outputs, their kinds and names."""
     sides = trial.sides
     left, right = dict(tensors_in(given)), dict(tensors_in(wanted))
@@ -62,7 +62,7 @@ def _check_comparable(wanted: Any, tensors: dict[str, Tensor], has_loss: bool) -
     )
 
 
-def compare_kinds(trial: Trial, given: Any, wanted: Any) -> None:
+def compare_kinds(trial: PairedRun, given: Any, wanted: Any) -> None:
     """Types, names, dtypes, numbers and texts of the outputs."""
     left, right = dict(tensors_in(given)), dict(tensors_in(wanted))
     same = type(given) is type(wanted) and left.keys() == right.keys()
@@ -89,7 +89,7 @@ def compare_kinds(trial: Trial, given: Any, wanted: Any) -> None:
     )
 
 
-def _raise_output(trial: Trial, worst: float, shapes: Sequence[str]) -> None:
+def _raise_output(trial: PairedRun, worst: float, shapes: Sequence[str]) -> None:
     sides, mode = trial.sides, _in_mode(trial)
     guess = _guess_output(trial)
     if guess is None:
@@ -102,22 +102,22 @@ def _raise_output(trial: Trial, worst: float, shapes: Sequence[str]) -> None:
     )
 
 
-def _in_mode(trial: Trial) -> str:
+def _in_mode(trial: PairedRun) -> str:
     return " in train mode" if trial.way.training else ""
 
 
-def _sizes(trial: Trial, guess: Guess) -> str:
+def _sizes(trial: PairedRun, guess: Guess) -> str:
     """Numbers that count the whole, in a module that holds shards."""
     sides = trial.sides
     full = ".".join(filter(None, (sides.sch.path, guess.path)))
     return sizes_kept(guess.module, full, sides.records(), sides.sch.world_size)
 
 
-def _guess_output(trial: Trial) -> Guess | None:
+def _guess_output(trial: PairedRun) -> Guess | None:
     return _blame(trial, gradients=False).output()
 
 
-def _blame(trial: Trial, gradients: bool) -> Blame:
+def _blame(trial: PairedRun, gradients: bool) -> Blame:
     """Run both models again, and note what each module gives."""
     sides, runs = trial.sides, []
     for model in (sides.reference, sides.sch.mod):
@@ -132,7 +132,7 @@ def _blame(trial: Trial, gradients: bool) -> Blame:
 
 
 # --- gradients -----------------------------------------------------------------------------------
-def compare_gradients(trial: Trial, given: Outcome, wanted: Outcome) -> None:
+def compare_gradients(trial: PairedRun, given: Outcome, wanted: Outcome) -> None:
     """Gradients of parameters, whole, and of inputs."""
     sides = trial.sides
     expected: dict[str, Tensor] = {}
@@ -157,7 +157,7 @@ def compare_gradients(trial: Trial, given: Outcome, wanted: Outcome) -> None:
 
 
 def _raise_gradients(
-    trial: Trial, failures: list[tuple[str, float, float]], expected: dict[str, Tensor]
+    trial: PairedRun, failures: list[tuple[str, float, float]], expected: dict[str, Tensor]
 ) -> None:
     sides = trial.sides
     partial = _partial_wholes(trial, [name for name, *_ in failures], expected)
@@ -193,7 +193,9 @@ def _listed(failures: list[tuple[str, float, float]]) -> str:
     return f"the gradients of {shown}{more} differ, that of {name!r} {by}"
 
 
-def _partial_wholes(trial: Trial, names: Sequence[str], expected: dict[str, Tensor]) -> list[str]:
+def _partial_wholes(
+    trial: PairedRun, names: Sequence[str], expected: dict[str, Tensor]
+) -> list[str]:
     """Whole parameters of which the ranks' gradients add up to the original's."""
     sides = trial.sides
     if sides.sch.group is None or sides.sch.world_size == 1:
@@ -211,7 +213,7 @@ def _partial_wholes(trial: Trial, names: Sequence[str], expected: dict[str, Tens
 
 
 # --- what is left behind, and what is drawn ------------------------------------------------------
-def compare_buffers(trial: Trial) -> None:
+def compare_buffers(trial: PairedRun) -> None:
     """Running statistics and the like after the run."""
     sides = trial.sides
     wanted = full_tensors(sides.reference, sides.sch.group)
@@ -236,7 +238,7 @@ def compare_buffers(trial: Trial) -> None:
     )
 
 
-def compare_finite(trial: Trial, given: Any, wanted: Any) -> None:
+def compare_finite(trial: PairedRun, given: Any, wanted: Any) -> None:
     """In the model's own dtype, of which the numbers are not compared: NaN where there was none."""
     left, right = dict(tensors_in(given)), dict(tensors_in(wanted))
     lost = [
@@ -250,7 +252,7 @@ def compare_finite(trial: Trial, given: Any, wanted: Any) -> None:
         _raise_output(trial, float("inf"), [])
 
 
-def compare_drops(trial: Trial, given: Quiet, wanted: Quiet) -> None:
+def compare_drops(trial: PairedRun, given: DropoutRecorder, wanted: DropoutRecorder) -> None:
     """Probabilities of dropouts, in the order of their calls, and whose numbers they draw."""
     sides = trial.sides
     mine, theirs = ([drop.p for drop in side.drops] for side in (given, wanted))
@@ -268,7 +270,7 @@ def compare_drops(trial: Trial, given: Quiet, wanted: Quiet) -> None:
         _raise_forked(trial)
 
 
-def _raise_drops(trial: Trial) -> None:
+def _raise_drops(trial: PairedRun) -> None:
     sides = trial.sides
     theirs, mine = (
         {path: [d.p for d in drops] for path, drops in _drops_by_module(trial, model).items()}
@@ -282,7 +284,7 @@ def _raise_drops(trial: Trial) -> None:
     )
 
 
-def _raise_forked(trial: Trial) -> None:
+def _raise_forked(trial: PairedRun) -> None:
     """Ranks go apart: each drops other numbers of what they all hold."""
     sides = trial.sides
     theirs, mine = (_drops_by_module(trial, m) for m in (sides.reference, sides.sch.mod))
@@ -306,10 +308,10 @@ def _list(values: list[float] | None) -> str:
     return ", ".join(map(str, values or [0]))
 
 
-def _drops_by_module(trial: Trial, model: nn.Module) -> dict[str, list[Drop]]:
+def _drops_by_module(trial: PairedRun, model: nn.Module) -> dict[str, list[Drop]]:
     """Run again and note where the dropouts are."""
     open_paths = [""]
-    quiet = Quiet(lambda: open_paths[-1])
+    quiet = DropoutRecorder(lambda: open_paths[-1])
     with ExitStack() as stack:
         for path, module in hookable(model):
             enter, leave = _entering(open_paths, path)

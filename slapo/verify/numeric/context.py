@@ -22,9 +22,9 @@ from slapo.snapshot import attributes_kept
 from slapo.utils.calls import as_call, outline, refuse_batch
 from slapo.verify.numeric.harness import SEED, copy_model
 from slapo.verify.numeric.origins import Origins
-from slapo.verify.numeric.pair import Sides
+from slapo.verify.numeric.pair import ModelPair
 from slapo.verify.numeric.procedure import compare_all
-from slapo.verify.numeric.rank_sync import Peers
+from slapo.verify.numeric.rank_sync import RankSync
 from slapo.verify.numeric.state import changes, check_replicas
 from slapo.verify.placement import check
 from slapo.weights.materialize import materialize
@@ -132,7 +132,7 @@ class Verify:
                 )
             if not self.sch.path:  # for build(check=True)
                 self.sch.state.example_inputs = outline(self.kwargs or self.args)
-            self.peers = Peers(self.sch.group)
+            self.peers = RankSync(self.sch.group)
             self.start = len(self.sch.history)
             self.reference = copy_model(self.sch)
             self.origins = Origins(self.sch, self.reference)
@@ -171,7 +171,7 @@ class Verify:
         device = self._pick_device()
         self._move_inputs(device)
         check_replicas(self.reference, self.sch.group)
-        sides = Sides(self.sch, self.reference, self.origins, self.peers, self.start)
+        sides = ModelPair(self.sch, self.reference, self.origins, self.peers, self.start)
         self._check_state(sides)
         self._materialize_reference(device)
         self.reference.to(device)
@@ -195,7 +195,7 @@ class Verify:
             return error
         return None
 
-    def _check_state(self, sides: Sides) -> None:
+    def _check_state(self, sides: ModelPair) -> None:
         """Tensors are what they were, but for what the schedule declares."""
         found = sides.first(changes(self.sch, self.reference, self.origins))
         if found:

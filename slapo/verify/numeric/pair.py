@@ -15,11 +15,11 @@ from slapo.schedule import Schedule
 from slapo.verify.numeric.harness import full_tensors, local_tensors
 from slapo.verify.numeric.origins import Origins
 from slapo.verify.numeric.perturb import perturbed
-from slapo.verify.numeric.rank_sync import Peers
+from slapo.verify.numeric.rank_sync import RankSync
 
 
 @dataclass
-class Sides:
+class ModelPair:
     """What every run of a verification needs.
 
     Parameters
@@ -48,7 +48,7 @@ class Sides:
     sch: Schedule
     reference: nn.Module
     origins: Origins
-    peers: Peers
+    peers: RankSync
     start: int
     args: Any = ()
     kwargs: Any = None

@@ -27,10 +27,10 @@ from slapo.verify.numeric.compare import (
     compare_kinds,
     compare_outputs,
 )
-from slapo.verify.numeric.pair import Sides
+from slapo.verify.numeric.pair import ModelPair
 from slapo.verify.numeric.precision import wider
-from slapo.verify.numeric.randomness import Quiet
-from slapo.verify.numeric.run import Refused, Trial, Way
+from slapo.verify.numeric.randomness import DropoutRecorder
+from slapo.verify.numeric.run import PairedRun, Refused, RunMode
 from slapo.verify.numeric.tensors import difference, scale_of
 
 #: Outputs of the two modes that are further apart, relative to their scale, come of more than
@@ -44,12 +44,12 @@ logger = get_logger()
 class _Plain:
     """The first run: the original's output, and what both drop; None in eval mode."""
 
-    trial: Trial
+    trial: PairedRun
     wanted: Any
-    drops: tuple[Quiet, Quiet] | None
+    drops: tuple[DropoutRecorder, DropoutRecorder] | None
 
 
-def compare_all(sides: Sides, eval_mode: bool) -> None:
+def compare_all(sides: ModelPair, eval_mode: bool) -> None:
     """Make the runs.
 
     Parameters
@@ -66,15 +66,15 @@ def compare_all(sides: Sides, eval_mode: bool) -> None:
     plain = _run_plainly(sides, eval_mode)
     if not eval_mode:
         _compare_drops(plain)  # first: masks of other probabilities are other numbers
-        _compare_numbers(sides, Way(training=True))
+        _compare_numbers(sides, RunMode(training=True))
         return
     if plain.drops is not None and plain.drops[1].differs:
-        _compare_numbers(sides, Way(training=True, quiet=True))
-        _compare_numbers(sides, Way(training=False, gradients=False))
+        _compare_numbers(sides, RunMode(training=True, quiet=True))
+        _compare_numbers(sides, RunMode(training=False, gradients=False))
     else:
-        wanted = _compare_numbers(sides, Way(training=False))
+        wanted = _compare_numbers(sides, RunMode(training=False))
         if plain.drops is not None and sides.any_rank(_are_apart(plain.wanted, wanted)):
-            _compare_numbers(sides, Way(training=True, quiet=True))
+            _compare_numbers(sides, RunMode(training=True, quiet=True))
     _compare_drops(plain)
 
 
@@ -84,7 +84,7 @@ def _compare_drops(plain: _Plain) -> None:
             compare_drops(plain.trial, *plain.drops)
 
 
-def _run_plainly(sides: Sides, eval_mode: bool) -> _Plain:
+def _run_plainly(sides: ModelPair, eval_mode: bool) -> _Plain:
     """The first run, in eval mode where there is no other for this model."""
     # A graph of a model in eval mode may hold for that alone.
     may_refuse = eval_mode and not sides.any_rank(sides.sch.mod.training)
@@ -95,9 +95,9 @@ def _run_plainly(sides: Sides, eval_mode: bool) -> _Plain:
     return _plain_in(sides, False, False, False)
 
 
-def _plain_in(sides: Sides, training: bool, may_refuse: bool, original_may: bool) -> _Plain:
-    trial = Trial(sides, Way(training, quiet=True, gradients=False))
-    theirs, mine = Quiet(), Quiet()
+def _plain_in(sides: ModelPair, training: bool, may_refuse: bool, original_may: bool) -> _Plain:
+    trial = PairedRun(sides, RunMode(training, quiet=True, gradients=False))
+    theirs, mine = DropoutRecorder(), DropoutRecorder()
     with trial.prepared():
         with trial.attempt(whatever=True) if original_may else nullcontext():
             wanted = trial.run_original(theirs)
@@ -110,7 +110,7 @@ def _plain_in(sides: Sides, training: bool, may_refuse: bool, original_may: bool
     return _Plain(trial, wanted.output, (mine, theirs) if training else None)
 
 
-def _compare_numbers(sides: Sides, way: Way) -> Any:
+def _compare_numbers(sides: ModelPair, way: RunMode) -> Any:
     """One comparison of numbers, as precise as may be; returns the original's output."""
     *wide, own = wider(sides.reference, sides.sch.mod)
     for dtype in wide:
@@ -121,8 +121,8 @@ def _compare_numbers(sides: Sides, way: Way) -> Any:
     return _numbers(sides, replace(way, wide=own))
 
 
-def _numbers(sides: Sides, way: Way) -> Any:
-    trial, may_refuse = Trial(sides, way), way.wide is not None
+def _numbers(sides: ModelPair, way: RunMode) -> Any:
+    trial, may_refuse = PairedRun(sides, way), way.wide is not None
     with ExitStack() as stack:
         with trial.attempt(whatever=True) if may_refuse else nullcontext():
             stack.enter_context(trial.prepared())  # for which there may be no room

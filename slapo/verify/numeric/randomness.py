@@ -76,7 +76,7 @@ class Drop:
     where: str
 
 
-class Quiet(TorchFunctionMode):
+class DropoutRecorder(TorchFunctionMode):
     """Lets dropouts through and makes draws constant while it is entered.
 
     Attributes

@@ -26,7 +26,7 @@ from slapo.sharding.steps import Step
 _TIMES: Counter[tuple[int, ...]] = Counter()
 
 
-class Peers:
+class RankSync:
     """Where the ranks of a group meet; alone, nothing here does anything.
 
     Parameters

@@ -23,16 +23,16 @@ from slapo.sharding.steps import carried_by
 from slapo.utils.raised import running_in
 from slapo.verify.numeric.harness import SEED, Outcome, fresh_input, weighed
 from slapo.verify.numeric.module_calls import shapes_noted
-from slapo.verify.numeric.pair import Sides
+from slapo.verify.numeric.pair import ModelPair
 from slapo.verify.numeric.precision import RTOL, Widened, default_dtype, refuses, rtol_for
-from slapo.verify.numeric.randomness import Quiet
-from slapo.verify.numeric.rank_sync import Peers
+from slapo.verify.numeric.randomness import DropoutRecorder
+from slapo.verify.numeric.rank_sync import RankSync
 from slapo.verify.numeric.tensors import other_tensors
 from slapo.wrapper import in_mode
 
 
 @dataclass(frozen=True)
-class Way:
+class RunMode:
     """How both models run.
 
     Parameters
@@ -60,7 +60,7 @@ class Refused(Exception):
     """A way in which some rank's model cannot run; all ranks raise it."""
 
 
-class Trial:
+class PairedRun:
     """Both models, run in one way.
 
     Parameters
@@ -71,7 +71,7 @@ class Trial:
         How they run.
     """
 
-    def __init__(self, sides: Sides, way: Way) -> None:
+    def __init__(self, sides: ModelPair, way: RunMode) -> None:
         self.sides, self.way = sides, way
         self.peers = sides.peers
         self._narrow: set[torch.dtype] = set()
@@ -98,7 +98,7 @@ class Trial:
     @contextmanager
     def attempt(self, whatever: bool = False) -> Iterator[None]:
         """What fails within on any rank, for its dtypes or `whatever`, is `Refused` on all."""
-        peers, self.peers = self.peers, Peers(self.sides.sch.group)
+        peers, self.peers = self.peers, RankSync(self.sides.sch.group)
         error: Exception | None = None
         try:
             with self.peers.told():
@@ -128,17 +128,17 @@ class Trial:
 
     # --- runs --------------------------------------------------------------------------------
     @contextmanager
-    def modes(self, quiet: Quiet | None) -> Iterator[Widened | None]:
+    def modes(self, quiet: DropoutRecorder | None) -> Iterator[Widened | None]:
         """What is changed of torch's functions while a model runs, forward or backward."""
         dtypes = {t.dtype for t in self.sides.full.values() if t.is_floating_point()}
         widened = Widened(self.way.wide, dtypes) if self.way.wide is not None else None
         with quiet or nullcontext(), widened or nullcontext(), carried_by(self.peers.carry_out):
             yield widened
 
-    def run(self, model: nn.Module, quiet: Quiet | None = None) -> Outcome:
+    def run(self, model: nn.Module, quiet: DropoutRecorder | None = None) -> Outcome:
         """Run on the same inputs and random states each time."""
         sides, tracker = self.sides, get_rng_tracker()
-        quiet = quiet or (Quiet() if self.way.quiet else None)
+        quiet = quiet or (DropoutRecorder() if self.way.quiet else None)
         states = tracker.get_states()
         torch.manual_seed(SEED)
         inputs: list[Tensor] = []
@@ -155,7 +155,7 @@ class Trial:
         finally:
             tracker.set_states(states)
 
-    def run_original(self, quiet: Quiet | None = None) -> Outcome:
+    def run_original(self, quiet: DropoutRecorder | None = None) -> Outcome:
         """The copy; its failure is one of the inputs."""
         reference = self.sides.reference
         try:
@@ -170,7 +170,7 @@ class Trial:
                 f"{type(error).__name__}: {error}; pass what its forward takes: {names}"
             ) from error
 
-    def run_scheduled(self, quiet: Quiet | None = None) -> Outcome:
+    def run_scheduled(self, quiet: DropoutRecorder | None = None) -> Outcome:
         """The scheduled model; its failure names the module that was running."""
         with shapes_noted(self.sides.sch.mod) as shapes, self._explained("", shapes):
             return self.run(self.sides.sch.mod, quiet)
@@ -179,7 +179,7 @@ class Trial:
         """Of either, from the user's loss or from all outputs."""
         loss_fn = self.sides.loss_fn
         loss = None if loss_fn is not None else weighed(outcome.output)  # which draws numbers
-        with self.modes(Quiet() if self.way.quiet else None):
+        with self.modes(DropoutRecorder() if self.way.quiet else None):
             loss = loss_fn(outcome.output) if loss_fn is not None else loss
             if loss is not None:
                 _run_backward(loss)

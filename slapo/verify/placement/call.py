@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from slapo.verify.placement.place import Misfit, Place
+from slapo.verify.placement.place import Place, PlacementViolation
 
 
 @dataclass
@@ -68,9 +68,9 @@ class Call:
             return set(range(ndim))
         return {dim % ndim for dim in ([given] if isinstance(given, int) else given)}
 
-    def misfit(self, why: str) -> Misfit:
+    def misfit(self, why: str) -> PlacementViolation:
         """An error to raise; what the operation was given is said before."""
-        return Misfit(why)
+        return PlacementViolation(why)
 
 
 def argument(

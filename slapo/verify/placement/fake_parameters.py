@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from slapo.node import Numbers
 from slapo.sharding.state import sharding_of
 from slapo.sharding.tags import apply_tags, new_parameter
-from slapo.verify.placement.place import WHOLE, Birth, Place, put_place, share_of_whole, sliced
+from slapo.verify.placement.place import WHOLE, Origin, Place, put_place, share_of_whole, sliced
 from slapo.weights.slots import Slot, compiled_parameters, exchanged, slots
 from slapo.wrapper import innermost
 
@@ -25,7 +25,7 @@ from slapo.wrapper import innermost
 REAL_BYTES = 128 * 2**20
 
 
-class StandIns:
+class FakeParameters:
     """Makes tensors in place of others, with numbers in them or without.
 
     Parameters
@@ -79,7 +79,10 @@ def _full_size(tensor: Tensor) -> int:
 
 @contextmanager
 def standing_in(
-    model: nn.Module, stand_ins: StandIns, group: dist.ProcessGroup | None, whole: bool = False
+    model: nn.Module,
+    stand_ins: FakeParameters,
+    group: dist.ProcessGroup | None,
+    whole: bool = False,
 ) -> Iterator[dict[str, tuple[Tensor, Place]]]:
     """Put stand-ins into a model while the block runs.
 
@@ -128,7 +131,7 @@ def _place(slot: Slot) -> Place:
     blocks = spec.local_blocks()
     uneven = share_of_whole(blocks[0], spec.blocks[0], spec.parts)
     share = uneven if spec.copies == 1 else Fraction(1, spec.parts)
-    birth = Birth("shard", slot.name.rpartition(".")[0])
+    birth = Origin("shard", slot.name.rpartition(".")[0])
     return replace(sliced(spec.axis, blocks, share), birth=birth, copies=spec.copies)
 
 

@@ -26,10 +26,10 @@ from slapo.verify.placement.place import (
     OWN,
     OWN_FOR_WHOLE,
     WHOLE,
-    Birth,
-    Misfit,
     NoRule,
+    Origin,
     Place,
+    PlacementViolation,
     place_of,
     put_place,
     share_of_whole,
@@ -103,11 +103,11 @@ class PlaceMode(OperationLog):
         """Places of the results."""
         try:
             if call.name == "_local_scalar_dense" and not call.places[0].is_whole:
-                raise Misfit("a Python number is read from what differs between ranks")
+                raise PlacementViolation("a Python number is read from what differs between ranks")
             found = _places_of(call)
             if any(out is tensor for out in call.outs for tensor in call.tensors):
                 self._check_in_place(call, found)
-        except Misfit as misfit:
+        except PlacementViolation as misfit:
             stop = self.stop(call.name, call.tensors, call.places, str(misfit))
             if isinstance(misfit, NoRule):
                 stop.finding = replace(stop.finding, is_certain=False)
@@ -137,9 +137,9 @@ class PlaceMode(OperationLog):
         birth, owner = self._birth(call.name), self._owner(call)
         return replace(place, birth=birth if owner is None else replace(birth, path=owner))
 
-    def _birth(self, operation: str) -> Birth:
+    def _birth(self, operation: str) -> Origin:
         path, in_backward = self.paths.now()
-        return Birth(operation, path, in_backward, self.calls)
+        return Origin(operation, path, in_backward, self.calls)
 
     def _owner(self, call: Call) -> str | None:
         """The module whose parameter is used, where the operation stands in a graph of another."""
@@ -155,7 +155,7 @@ class PlaceMode(OperationLog):
             before = call.places[at]
             others = [t for t in self._constants_at(_memory(out)) if t is not out]
             if not _may_become(before, place) or _users(out) > len(others) + 1:
-                raise Misfit(
+                raise PlacementViolation(
                     f"it writes what is {place} into a tensor that is {before}; make a new tensor "
                     "in place of the write"
                 )
@@ -166,7 +166,7 @@ class PlaceMode(OperationLog):
         """A constant tensor lies as what was written into it, by a view."""
         lies = through_memory(place, written, other)
         if lies is None or not _may_become(place_of(other), lies):
-            raise Misfit(
+            raise PlacementViolation(
                 f"it writes what is {place} into a part of a tensor of shape {tuple(other.shape)} "
                 f"that is {place_of(other)}; make a new tensor in place of the write"
             )
@@ -291,10 +291,10 @@ class PlaceMode(OperationLog):
         try:
             why = "" if group is None else self._other_ranks(group)
             if why:
-                raise Misfit(why)
+                raise PlacementViolation(why)
             with self.unseen():
                 return raw_collective(func, args, kwargs, tensors, places)
-        except Misfit as misfit:
+        except PlacementViolation as misfit:
             raise self.stop(func.overloadpacket.__name__, tensors, places, str(misfit)) from None
 
     # --- random numbers and sizes ----------------------------------------------------------------

@@ -24,7 +24,7 @@ ScheduleFn = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Made:
+class CheckInput:
     """What a function of the user's made: a model, its schedule as a function, and inputs."""
 
     model: nn.Module
@@ -33,7 +33,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """What was found right.
 
     Parameters
@@ -65,7 +65,7 @@ def check_at(
     ranks: int,
     sequence_parallel: bool = False,
     loss_fn: Callable[[Any], Tensor] | None = None,
-) -> Iterator[Checked]:
+) -> Iterator[CheckResult]:
     """Check a schedule for a number of ranks, and for two, where no rank's share is one.
 
     Parameters
@@ -82,7 +82,7 @@ def check_at(
 
     Yields
     ------
-    Checked
+    CheckResult
         After each of the two.
 
     Raises
@@ -118,7 +118,7 @@ def check_at(
 
 def _check_once(
     make: Callable[[], Any], ranks: int, sequence_parallel: bool, loss_fn: Any
-) -> tuple[Checked, bool]:
+) -> tuple[CheckResult, bool]:
     """What was checked, and whether ranks have shares of several sizes."""
     with init_empty_weights():
         made = read_made(make())
@@ -133,11 +133,11 @@ def _check_once(
     begun = time.monotonic()
     check(sch, inputs, loss_fn)
     name = type(made.model).__name__
-    checked = Checked(name, ranks, len(sch.history), time.monotonic() - begun)
+    checked = CheckResult(name, ranks, len(sch.history), time.monotonic() - begun)
     return checked, any(slot.spec is not None and slot.spec.is_uneven for slot in slots(sch.mod))
 
 
-def read_made(made: Any) -> Made:
+def read_made(made: Any) -> CheckInput:
     """A model, a function, and inputs or none.
 
     Raises
@@ -152,7 +152,7 @@ def read_made(made: Any) -> Made:
             f"make() returned {describe(made)}; return (model, schedule) or (model, schedule, "
             "example_inputs), where schedule(sch) applies the primitives"
         )
-    return Made(*parts)
+    return CheckInput(*parts)
 
 
 def token_inputs(model: nn.Module, ranks: int) -> Mapping[str, Tensor]:

@@ -13,7 +13,7 @@ _ATTRIBUTE = "_slapo_place"
 
 
 @dataclass(frozen=True)
-class Birth:
+class Origin:
     """Where a tensor came to lie as it does.
 
     Parameters
@@ -89,8 +89,8 @@ class Place:
     within: int = -1
     shuffled: int = -1
     order: tuple[int, ...] = ()
-    birth: Birth | None = None
-    blank_of: Birth | None = None
+    birth: Origin | None = None
+    blank_of: Origin | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -180,11 +180,11 @@ def share_of_whole(own: int, total: int | None, ranks: int) -> Fraction | None:
     return None if total is None or total % ranks == 0 else Fraction(own, total)
 
 
-class Misfit(Exception):
+class PlacementViolation(Exception):
     """An operation whose result would not be that of the whole model."""
 
 
-class NoRule(Misfit):
+class NoRule(PlacementViolation):
     """An operation of which nothing is known."""
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slapo.verify.placement.place import WHOLE, Misfit, Place, put_place
+from slapo.verify.placement.place import WHOLE, Place, PlacementViolation, put_place
 
 #: Namespaces of torch's collectives.
 RAW = ("c10d", "_c10d_functional")
@@ -32,15 +32,15 @@ def raw_collective(
     """Its result without communication; places of sums over the ranks are known."""
     name = func.overloadpacket.__name__
     if any(place.order for place in places):
-        raise Misfit(f"nothing is known of it for rows in the ranks' order; {_REMEDY}")
+        raise PlacementViolation(f"nothing is known of it for rows in the ranks' order; {_REMEDY}")
     if name in ("allreduce_", "all_reduce", "all_reduce_"):
         _check_sum(args, kwargs)
         if not all(place.is_partial for place in places):
-            raise Misfit(f"it sums over the ranks what is no partial sum; {_REMEDY}")
+            raise PlacementViolation(f"it sums over the ranks what is no partial sum; {_REMEDY}")
         return _summed(name, args, tensors)
     if name in ("wait_tensor", "_wrap_tensor_autograd", "barrier"):
         return tensors[0] if tensors else _work()
-    raise Misfit(f"nothing is known of this collective here; {_REMEDY}")
+    raise PlacementViolation(f"nothing is known of this collective here; {_REMEDY}")
 
 
 def group_in(args: Iterable[Any]) -> dist.ProcessGroup | None:
@@ -70,7 +70,7 @@ def _check_sum(args: Any, kwargs: dict[str, Any]) -> None:
     """Refuse a maximum or another reduction than a sum."""
     names = [value.lower() for value in (*args, *kwargs.values()) if isinstance(value, str)]
     if any(name in ("avg", "max", "min", "product") for name in names) or not _asked_for_sum():
-        raise Misfit(f"it is no sum over the ranks; {_REMEDY}")
+        raise PlacementViolation(f"it is no sum over the ranks; {_REMEDY}")
 
 
 def _asked_for_sum() -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slapo.verify.placement.call import Call, Rule, by_rule
-from slapo.verify.placement.place import Misfit, Place, sliced
+from slapo.verify.placement.place import Place, PlacementViolation, sliced
 from slapo.verify.placement.reduction_rules import ATTENTION
 from slapo.verify.placement.view_rules import COPIES, VIEWS
 
@@ -102,4 +102,4 @@ def _check_linear(call: Call) -> None:
         )
     )
     if not good:
-        raise Misfit("it is not linear, and ranks have parts of what it is given")
+        raise PlacementViolation("it is not linear, and ranks have parts of what it is given")

@@ -16,7 +16,7 @@ from slapo.sharding.steps import REDUCE_SCATTER
 from slapo.utils.raised import running_in
 from slapo.verify.placement import remedy
 from slapo.verify.placement.finding import OURS, Finding
-from slapo.verify.placement.place import Birth, Place
+from slapo.verify.placement.place import Origin, Place
 from slapo.verify.placement.remedy import Remedy
 from slapo.verify.placement.sizes import Operation
 from slapo.wrapper import innermost
@@ -116,7 +116,7 @@ def _judge(sch: Schedule, finding: Finding) -> Advice:
     return _about_slice(sch, finding)
 
 
-def _latest(births: Iterable[Birth | None]) -> Birth | None:
+def _latest(births: Iterable[Origin | None]) -> Origin | None:
     return max((b for b in births if b is not None), key=lambda birth: birth.number, default=None)
 
 
@@ -147,7 +147,7 @@ def _about_step(finding: Finding) -> Advice:
     return Advice(finding.path, words=words)
 
 
-def _about_partial(sch: Schedule, finding: Finding, birth: Birth) -> Advice:
+def _about_partial(sch: Schedule, finding: Finding, birth: Origin) -> Advice:
     path = birth.path
     if birth.in_backward:
         return _sum_of_gradients(sch, path)

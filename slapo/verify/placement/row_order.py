@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from slapo.sharding.steps import ALL_GATHER, ALL_REDUCE, COPY, PAD, REDUCE_SCATTER, SCATTER, Step
 from slapo.verify.placement.call import Call, Rule, by_rule
-from slapo.verify.placement.place import OWN, WHOLE, Misfit, Place, sliced
+from slapo.verify.placement.place import OWN, WHOLE, Place, PlacementViolation, sliced
 from slapo.verify.placement.pointwise import is_pointwise
 from slapo.verify.placement.reduction_rules import REDUCTIONS
 from slapo.verify.placement.view_rules import VIEWS
@@ -50,7 +50,7 @@ def followed(call: Call, rule: Rule, found: list[Place]) -> list[Place]:
     try:
         as_slices = [_as_slice(place) for place in call.places]
         rows = by_rule(rule, replace(call, places=as_slices))
-    except Misfit:
+    except PlacementViolation:
         raise _misfit(call) from None
     (order,) = orders
     pairs = zip(call.tensors, call.places, strict=True)
@@ -73,9 +73,9 @@ def _as_slice(place: Place) -> Place:
     return WHOLE
 
 
-def _misfit(call: Call) -> Misfit:
+def _misfit(call: Call) -> PlacementViolation:
     place = next(place for place in call.places if place.order)
-    return Misfit(
+    return PlacementViolation(
         f"rows along dimension {place.shuffled} are those of one rank after the other, not in the "
         "order of one process, and it needs that; gather the tokens before samples and tokens "
         "become one dimension"

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from slapo.verify.placement.call import RULES, Call, Rule, by_rule, tensors_in
 from slapo.verify.placement.mode import PlaceMode
-from slapo.verify.placement.place import Misfit, Place, place_of, put_place
+from slapo.verify.placement.place import Place, PlacementViolation, place_of, put_place
 from slapo.verify.placement.sizes import OperationLog
 
 #: On the context of a function: whether anything that it was given was not whole.
@@ -39,10 +39,10 @@ def register_place_rule(operation: Any, rule: Rule, backward: Rule | None = None
         ``torch.ops.mylib.gelu``, one of its overloads, or its name, ``"mylib::gelu"``. Or a
         subclass of ``torch.autograd.Function``: what its two functions do is not looked at then.
     rule
-        Takes a :class:`slapo.verify.placement.call.Call`; returns a :class:`slapo.verify.placement.place.Place` for each
-        tensor that the operation returns, or one for all; or raises ``call.misfit(why)``.
-        :func:`slapo.verify.placement.call.independent_along` makes one for operations that work slice by slice
-        along some dimensions.
+        Takes a :class:`.call.Call`; returns a :class:`.place.Place` for each tensor that the
+        operation returns, or one for all; or raises ``call.misfit(why)``.
+        :func:`.call.independent_along` makes a rule for operations that work slice by slice along
+        some dimensions.
     backward
         Of a function of autograd, the same for its backward: tensors are the gradients that it is
         given. An operation of ``torch.library`` has another operation for it.
@@ -124,7 +124,7 @@ def _ruled(
             try:
                 _check_order(places)
                 found = by_rule(rule, call)
-            except Misfit as misfit:
+            except PlacementViolation as misfit:
                 raise mode.stop(shown, tensors, places, str(misfit)) from None
             for out, place in zip(outs, found, strict=False):
                 put_place(out, mode.born(call, place))
@@ -136,7 +136,7 @@ def _ruled(
 def _check_order(places: Sequence[Place]) -> None:
     shuffled = next((place for place in places if place.order), None)
     if shuffled is not None:
-        raise Misfit(f"rules know nothing of what is {shuffled}")
+        raise PlacementViolation(f"rules know nothing of what is {shuffled}")
 
 
 def _marking(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from slapo.utils.raised import running_in
 
 # Rules of functions of autograd, which enter the registry when they are imported.
 from slapo.verify.placement import losses as losses
-from slapo.verify.placement.fake_parameters import StandIns, as_before, standing_in
+from slapo.verify.placement.fake_parameters import FakeParameters, as_before, standing_in
 from slapo.verify.placement.finding import Finding, Stop
 from slapo.verify.placement.mode import PlaceMode
 from slapo.verify.placement.place import Place, place_of
@@ -126,7 +126,7 @@ class _Check:
         self, sch: Schedule, args: Any, kwargs: dict[str, Any], loss_fn: LossFn | None
     ) -> None:
         self.sch, self.loss_fn = sch, loss_fn
-        self.stand_ins = StandIns(sch.mod)
+        self.stand_ins = FakeParameters(sch.mod)
         self.inputs = (args, kwargs)
 
     def run(self) -> None:
