@@ -15,10 +15,6 @@ Examples
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Bound for `slapo.env` and so on; the other modules are by the imports below.
-from slapo import env, initialization, tracer
-from slapo.build import build
-from slapo.clip import clip_grad_norm_
 from slapo.errors import (
     MissingPackageError,
     PlacementError,
@@ -26,8 +22,8 @@ from slapo.errors import (
     TraceError,
     VerificationError,
 )
+from slapo.late import submodule
 from slapo.logger import get_logger
-from slapo.mesh import init_mesh
 from slapo.op.checkpoint import checkpoint
 from slapo.pattern import ModulePattern, Pattern, call_module
 from slapo.primitives.base import Primitive, list_primitives, register_primitive
@@ -37,19 +33,26 @@ from slapo.random import (
     is_random_seed_set,
     set_random_seed,
 )
-from slapo.record import ScheduleRecord
-from slapo.replay import replay
 from slapo.schedule import Schedule, create_schedule
-from slapo.verify import Verify
-from slapo.verify.bisect import bisect
-from slapo.verify.placement import check, register_place_rule
 from slapo.weights.meta import init_empty_weights
 
 if TYPE_CHECKING:
     import slapo.autotune as autotune
     import slapo.cost as cost
+    import slapo.env as env
+    import slapo.initialization as initialization
+    import slapo.tracer as tracer
+    from slapo._build import build
+    from slapo._replay import replay
     from slapo.autotune import Database, Space, Symbol
+    from slapo.clip import clip_grad_norm_
     from slapo.cost import dryrun
+    from slapo.mesh import init_mesh
+    from slapo.model_schedule import apply_schedule
+    from slapo.record import ScheduleRecord
+    from slapo.verify import Verify
+    from slapo.verify.bisect import bisect
+    from slapo.verify.placement import check, register_place_rule
 
 __version__ = "0.1.0"
 
@@ -68,6 +71,7 @@ __all__ = [
     "TraceError",
     "VerificationError",
     "Verify",
+    "apply_schedule",
     "autotune",
     "bisect",
     "build",
@@ -94,23 +98,31 @@ __all__ = [
     "tracer",
 ]
 
-#: What is imported when it is first asked for: few programs tune, or ask for costs.
+#: Names that are imported when they are first asked for, and where from.
 _LATE = {
-    "autotune": "slapo.autotune",
-    "cost": "slapo.cost",
-    "Database": "slapo.autotune.database",
-    "Space": "slapo.autotune.symbols",
-    "Symbol": "slapo.autotune.symbols",
-    "dryrun": "slapo.cost.api",
+    "Database": "slapo.autotune",
+    "ScheduleRecord": "slapo.record",
+    "Space": "slapo.autotune",
+    "Symbol": "slapo.autotune",
+    "Verify": "slapo.verify",
+    "apply_schedule": "slapo.model_schedule",
+    "bisect": "slapo.verify.bisect",
+    "build": "slapo._build",
+    "check": "slapo.verify.placement",
+    "clip_grad_norm_": "slapo.clip",
+    "dryrun": "slapo.cost",
+    "init_mesh": "slapo.mesh",
+    "register_place_rule": "slapo.verify.placement",
+    "replay": "slapo._replay",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(_LATE[name])
-    return module if name in ("autotune", "cost") else getattr(module, name)
+        return submodule(__name__, name)
+    value = globals()[name] = getattr(importlib.import_module(_LATE[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATE})
+    return sorted({*globals(), *_LATE, *__all__})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-import pydoc
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -244,7 +244,7 @@ def graph_of(rows: list[tuple[Any, ...]]) -> fx.Graph:
         return nodes[value.row] if isinstance(value, _Reference) else value
 
     for op, saved, args, kwargs, name, meta in rows:
-        target: Any = pydoc.locate(saved.name) if isinstance(saved, _Name) else saved
+        target: Any = _located(saved.name) if isinstance(saved, _Name) else saved
         args, kwargs = (fx.node.map_aggregate(each, restored) for each in (args, kwargs))
         nodes.append(graph.create_node(op, target, args, kwargs, name))
         nodes[-1].meta.update(meta)
@@ -262,4 +262,11 @@ def _name_of(target: Any) -> Any:
     home, name = getattr(target, "__module__", None) or "", getattr(target, "__name__", "")
     path = f"{home.replace('torch._ops', 'torch.ops')}.{name}"
     is_torchs = home.startswith("torch") and callable(target)
-    return _Name(path) if is_torchs and pydoc.locate(path) is target else target
+    return _Name(path) if is_torchs and _located(path) is target else target
+
+
+def _located(path: str) -> Any:
+    try:
+        return pkgutil.resolve_name(path)
+    except (AttributeError, ImportError, ValueError):
+        return None
