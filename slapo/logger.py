@@ -38,6 +38,9 @@ class RankLogger(_LoggerAdapter):
         self, msg: Any, kwargs: MutableMapping[str, Any]
     ) -> tuple[Any, MutableMapping[str, Any]]:
         """Move ``ranks`` into the record, where the logger's filter finds it."""
+        if not _has_output(self.logger):  # with the first message: an import adds no handler
+            is_ours = self.logger.name.startswith("slapo.")
+            (logging.getLogger("slapo") if is_ours else self.logger).addHandler(_FallbackHandler())
         ranks = kwargs.pop("ranks", 0)
         return msg, {**kwargs, "extra": {**(kwargs.get("extra") or {}), "ranks": ranks}}
 
@@ -66,10 +69,8 @@ def get_logger(name: str = "slapo", level: int | str | None = None) -> RankLogge
     True
     """
     logger = logging.getLogger(name)
-    if not _has_output(logger):
-        logger.addHandler(_FallbackHandler())
-        if logger.level == logging.NOTSET:
-            logger.setLevel(logging.INFO)
+    if not _has_level(logger):
+        logger.setLevel(logging.INFO)
     if level is not None:
         logger.setLevel(level)
     # On each logger, since a filter acts only where a record is made. Added once, however often.
@@ -116,6 +117,15 @@ def _has_output(logger: logging.Logger | None) -> bool:
     """Whether this logger or one that it hands its records to has our handler."""
     while logger is not None:
         if any(isinstance(handler, _FallbackHandler) for handler in logger.handlers):
+            return True
+        logger = logger.parent
+    return False
+
+
+def _has_level(logger: logging.Logger) -> bool:
+    """Whether this logger or one above it has a level of its own; the root always has one."""
+    while logger.parent is not None:
+        if logger.level != logging.NOTSET:
             return True
         logger = logger.parent
     return False
