@@ -1,4 +1,4 @@
-"""What a search shows: its progress, the table, the plot."""
+"""The output of a search: progress, table, plot."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from slapo.autotune.options import Result
+from slapo.autotune.database import Trial
+from slapo.autotune.search import Result
 from slapo.autotune.space import Point
-from slapo.autotune.study import Trial
 
 _ROWS = 10
 _COLOURS = {
@@ -28,13 +28,7 @@ _COLOURS = {
 
 
 class Progress:
-    """Shows a line for each trial, and on a terminal a bar with the best so far.
-
-    Parameters
-    ----------
-    stream
-        Where to; standard error by default.
-    """
+    """A line for each trial, and on a terminal a bar with the best result so far."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -52,17 +46,17 @@ class Progress:
             self._bar.stop()
 
     def predicted(self, done: int, total: int) -> None:
-        """So many points have their prediction."""
+        """`done` of `total` points have their prediction."""
         self._show("predicting", done, total)
         if done == total:
             self._say(f"predicted {total} points")
 
     def started(self, point: Point, done: int, total: int) -> None:
-        """A trial runs now."""
+        """A trial starts."""
         self._show(f"{self._best}running {words(point.values)}", done, total)
 
     def ended(self, trial: Trial, best: Trial | None, done: int, total: int) -> None:
-        """A trial, or the look at a point that is not run, ended."""
+        """A trial ended, or a point was judged that does not run."""
         what = trial.outcome if trial.result is None else f"{trial.result:.4g}"
         why = f" ({trial.reason})" if trial.reason else ""
         top = "" if best is None or best.result is None else f"; best {best.result:.4g}"
@@ -75,7 +69,7 @@ class Progress:
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
         else:
-            # Who reads it may leave, as head does; the search goes on.
+            # The reader may leave, as head does; the search continues.
             with contextlib.suppress(BrokenPipeError):
                 print(line, file=self._stream, flush=True)
 
@@ -106,38 +100,16 @@ def _bar(stream: TextIO) -> Any:
 
 
 def words(values: Mapping[str, Any]) -> str:
-    """A point in a line.
-
-    Examples
-    --------
-    >>> words({"tp": 2, "kernel": "flash"})
-    'tp=2 kernel=flash'
-    """
+    """A point in a line."""
     return " ".join(f"{name}={value}" for name, value in values.items())
 
 
 def summary(result: Result) -> str:
-    """The table of the best trials, what became of the others, and the command of the best.
-
-    Parameters
-    ----------
-    result
-        What :func:`slapo.autotune.tune` returned.
-
-    Examples
-    --------
-    >>> from slapo.autotune import tune
-    >>> def space(choose):
-    ...     return {"micro": choose("micro", [1, 2, 4])}
-    >>> print(summary(tune(space, run=lambda point: 10.0 * point["micro"])))
-    trial  throughput  micro
-    ...
-    3 trials of 3 points: 3 ok
-    """
+    """Table of the best trials, counts of the outcomes, and the command of the best point."""
     measured = [trial for trial in result.trials if trial.result is not None]
     measured.sort(key=lambda trial: -(trial.result or 0.0))
     lines = [_table(measured[:_ROWS], result.metric)] if measured else []
-    # Of a point that was run again, the last.
+    # The last trial of a point that ran again.
     run = list({trial.key: trial for trial in result.trials if trial.is_run}.values())
     kinds = Counter(trial.outcome for trial in run)
     counts = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
@@ -175,23 +147,10 @@ def _table(trials: Sequence[Trial], metric: str) -> str:
     return "\n".join("  ".join(row) for row in aligned)
 
 
-def save_plot(result: Result, path: Path) -> bool:
-    """Draw the search as a PNG file; False without matplotlib.
+def save_plot(result: Result, path: Path) -> None:
+    """Draw the results in order and, with predictions, predicted against measured figures."""
+    from matplotlib.figure import Figure
 
-    On the left the result of each trial in its order, with the best so far; on the right, if there
-    are predictions, what was predicted and what was measured.
-
-    Parameters
-    ----------
-    result
-        What :func:`slapo.autotune.tune` returned.
-    path
-        The file.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
     run = [trial for trial in result.trials if trial.is_run]
     pairs = [(t.predicted.throughput, t.result) for t in run if t.predicted and t.result]
     figure = Figure(figsize=(11 if pairs else 6, 4.5), layout="constrained")
@@ -203,7 +162,6 @@ def save_plot(result: Result, path: Path) -> bool:
         axes[1].scatter(*zip(*pairs, strict=True), s=16)
         axes[1].set(xlabel=f"predicted {result.metric}", ylabel=f"measured {result.metric}")
     figure.savefig(path, dpi=120)
-    return True
 
 
 def _draw_order(axes: Any, run: Sequence[Trial], metric: str) -> None:

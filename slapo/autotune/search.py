@@ -1,22 +1,110 @@
-"""Searching a space."""
+"""The search: best predictions first, then what a sampler makes of the results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import json
+import math
+import random
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from slapo.autotune.launch import Launcher
-from slapo.autotune.loop import Search
-from slapo.autotune.options import Options, Result, Watcher
-from slapo.autotune.settled import check_grows
-from slapo.autotune.space import SpaceFunction, TuneError, survey
-from slapo.autotune.study import import_optuna, locked
+from slapo.autotune.database import (
+    Trial,
+    best_of,
+    check_search,
+    close,
+    import_optuna,
+    locked,
+    open_study,
+    read_trial,
+    report_of,
+    state_of,
+)
+from slapo.autotune.prediction import Prediction, Predictor
+from slapo.autotune.space import (
+    Choices,
+    Point,
+    Question,
+    Refused,
+    SpaceFunction,
+    Survey,
+    TuneError,
+    make_point,
+    survey,
+)
+from slapo.autotune.trial import Launcher, Outcome, end_leftovers, run_command, run_function
+from slapo.errors import with_nearest
+
+#: Share of the trials that the best predictions get.
+_PREDICTED = 2 / 3
+#: Proposals in a row that need no run, until a point that needs one is taken.
+_MISSES = 3
+#: Proposals in a row without a run, after which the space must be giving other points than asked.
+_HOPELESS = 200
+_STOPS = ("none", "symbol", "all")
+
+
+class Watcher(Protocol):
+    """Receives the events of a search."""
+
+    def predicted(self, done: int, total: int) -> None:
+        """`done` of `total` points have their prediction."""
+
+    def started(self, point: Point, done: int, total: int) -> None:
+        """A trial starts."""
+
+    def ended(self, trial: Trial, best: Trial | None, done: int, total: int) -> None:
+        """A trial ended, or a point was judged that does not run."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a search.
+
+    Attributes
+    ----------
+    best
+        The trial with the largest result; None without results.
+    trials
+        All trials of this space in the database, in order.
+    size
+        Number of points of the space; an estimate for more than some thousands.
+    refused
+        Reason -> number of points or branches that the space refused.
+    does_not_fit
+        Number of points that need more memory than there is, by their prediction.
+    command
+        Shell command that runs the best point; empty without one.
+    metric
+        Name of the maximized figure.
+    foreign
+        Number of trials in the database whose points are not of this space, nor in `trials`.
+
+    Examples
+    --------
+    >>> found = tune(lambda choose: {"a": choose("a", [1, 2])}, run=lambda point: point["a"])
+    >>> found.size, found.best.result, found.refused
+    (2, 2.0, {})
+    """
+
+    best: Trial | None
+    trials: list[Trial]
+    size: int
+    refused: dict[str, int]
+    does_not_fit: int
+    command: str
+    metric: str
+    foreign: int = 0
 
 
 def tune(
     space: SpaceFunction,
-    command: str | Sequence[str] | Callable[[dict[str, Any]], Sequence[str]] | None = None,
+    command: Launcher | str | Sequence[str] | Callable[..., Sequence[str]] | None = None,
     *,
     db: str | Path | None = None,
     predict: Callable[[dict[str, Any]], Any] | None = None,
@@ -34,48 +122,48 @@ def tune(
     """Search a space for the point with the largest throughput.
 
     A trial is a process that gets its values as JSON in the environment's ``SLAPO_TRIAL``
-    (:func:`slapo.autotune.trial_values`) and in its arguments, and prints its result
+    (:func:`slapo.autotune.trial_values`) and in its arguments, and reports its result
     (:func:`slapo.autotune.report_result`). Points that do not fit the memory by their prediction
-    are not run; the best predictions run first and get two thirds of the trials, optuna's TPE
-    sampler [1]_ proposes the others. With a database the same call goes on where the last one
-    ended, however it did.
+    do not run. The best predictions run first and get two thirds of the trials, optuna's TPE
+    sampler [1]_ proposes the others. With a database the same call continues where the last one
+    ended, however it ended.
 
     Parameters
     ----------
     space
         Calls its argument as ``choose(name, candidates)``, where candidates may depend on earlier
-        answers, and returns a dict of values; None, or :class:`slapo.autotune.Refused` raised, for
-        a point that nothing can run.
+        answers, and returns a dict of values. For a point that cannot run it returns None or
+        raises :class:`slapo.autotune.Refused`.
     command
-        The program of a trial and its arguments, with ``{name}`` where a value goes; or a function
+        Program of a trial and its arguments, with ``{name}`` where a value goes; or a function
         from the values to that list.
     db
-        The file of the search; without one, it is kept in memory.
+        File of the search; in memory by default.
     predict
-        Values -> what is predicted of them, as keys or attributes: ``memory`` and ``capacity`` in
-        bytes, ``throughput``, optionally ``fits``.
+        Values -> their prediction, with keys or attributes ``memory`` and ``capacity`` in bytes,
+        ``throughput``, optionally ``fits``.
     constraint
         Values -> whether they may run.
     run
-        In place of a command: a function of this process, from the values to the throughput.
+        Function of this process instead of a command, from the values to the throughput.
     watcher
-        Is told how it goes on.
+        Receives the events of the search.
     trials
-        Points to run in all, those in the database included; a tenth of the space by default, from
-        10 to 200.
+        Number of points to run, including those in the database; by default a tenth of the space,
+        from 10 to 200.
     timeout
-        Seconds that a trial may take.
+        Seconds until a trial is ended.
     seed
-        Of the sampler.
+        Seed of the sampler.
     metric
-        Which figure of the line of JSON that a trial prints is made large.
+        Name of the reported figure that is maximized.
     error_stop
-        ``"none"``: go on after a trial that failed. ``"symbol"``: points that are like one that
-        failed, but for a larger value of one name, are not run. ``"all"``: end.
+        ``"none"`` continues after a trial that failed. ``"symbol"`` skips points that differ from
+        it by a larger value of one name. ``"all"`` ends the search.
     grows
-        The names that ``"symbol"`` is about; by default all whose candidates are numbers.
+        Names for ``"symbol"``; by default all whose candidates are numbers.
     retry
-        Run again what crashed, took too long, or gave no result.
+        Run again what crashed, timed out, or gave no result.
 
     Returns
     -------
@@ -85,7 +173,7 @@ def tune(
     Raises
     ------
     TuneError
-        If something given cannot be searched; the message says what.
+        If an argument cannot be searched.
     MissingPackageError
         If optuna is not installed.
 
@@ -103,30 +191,379 @@ def tune(
     (10, {'tp': 2, 'micro': 8})
     """
     import_optuna()
-    options = Options(trials, timeout, seed, metric, error_stop, grows, retry)
+    if trials is not None and trials < 1:
+        raise TuneError(f"trials={trials}: a search needs at least 1")
+    if not 0 < timeout < math.inf:
+        raise TuneError(f"timeout={timeout}: give the seconds that a trial may take")
+    if seed < 0:
+        raise TuneError(f"seed={seed}: give a whole number of at least 0")
+    if error_stop not in _STOPS:
+        raise TuneError(f"error_stop={error_stop!r}; choose one of {', '.join(_STOPS)}")
     if (command is None) == (run is None):
         raise TuneError("give either a command or a function run=, and not both")
-    launcher = None if command is None else Launcher(command)
-    return search(space, launcher or run, db, predict, constraint, watcher, options)
-
-
-def search(
-    space: SpaceFunction,
-    runner: Launcher | Callable[[dict[str, Any]], Any] | None,
-    db: str | Path | None,
-    predict: Callable[[dict[str, Any]], Any] | None,
-    constraint: Callable[[Any], Any] | None,
-    watcher: Watcher | None,
-    options: Options,
-) -> Result:
-    """:func:`tune` with its arguments in objects."""
+    launcher = command if command is None or isinstance(command, Launcher) else Launcher(command)
+    options = _Options(trials, timeout, seed, metric, error_stop, grows, retry)
     path = None if db is None else Path(db)
-    found = survey(space, constraint, seed=options.seed)
-    check_grows(found, options)
-    if isinstance(runner, Launcher):
-        kinds = {frozenset(point.values): point.values for point in found.points}
-        runner.check(frozenset[str]().union(*kinds), kinds.values())
+    found = survey(space, constraint, seed=seed)
+    _check_names(found, options, launcher)
     with locked(path):
-        going = Search(space, constraint, runner, path, found, options, watcher)
-        going.predict_all(predict)
-        return going.run()
+        search = _Search(space, constraint, launcher, run, path, found, options, watcher)
+        if predict is not None:
+            search.predict_all(predict)
+        return search.run()
+
+
+@dataclass(frozen=True)
+class _Options:
+    trials: int | None
+    timeout: float
+    seed: int
+    metric: str
+    error_stop: str
+    grows: Collection[str] | None
+    retry: bool
+
+
+def _check_names(found: Survey, options: _Options, launcher: Launcher | None) -> None:
+    """Refuse names in `grows` and in the command that no point has."""
+    names = {name for point in found.points for name in point.choices}
+    for name in options.grows or () if options.error_stop == "symbol" else ():
+        if name not in names:
+            rest = f"a point chooses {sorted(names)}"
+            raise TuneError(f"grows has {name!r}: {with_nearest(name, names, rest)}")
+    if launcher is not None:
+        launcher.check({frozenset(point.values): point.values for point in found.points}.values())
+
+
+class _Search:
+    """One start of a search.
+
+    Only trials that ran settle a point for good. A point that was refused, did not fit or was
+    skipped is judged again at each start: the constraint, the prediction or the options may differ.
+    """
+
+    def __init__(
+        self,
+        space: SpaceFunction,
+        constraint: Callable[[Any], Any] | None,
+        launcher: Launcher | None,
+        function: Callable[[dict[str, Any]], Any] | None,
+        db: Path | None,
+        found: Survey,
+        options: _Options,
+        watcher: Watcher | None,
+    ) -> None:
+        self._space, self._constraint = space, constraint
+        self._launcher, self._function = launcher, function
+        self._db, self._survey, self._options, self._watcher = db, found, options, watcher
+        self._study = open_study(db)
+        mine = {
+            "space": sorted(found.questions)[:1000],
+            "metric": options.metric,
+            "command": self._launcher.text if self._launcher else "",
+        }
+        check_search(self._study, db, mine)
+        self._logs = Path()
+        if self._launcher is not None:
+            named = db or Path(tempfile.mkdtemp(prefix="slapo-tune-"), "memory")
+            self._logs = named.with_name(named.name + ".logs")
+            end_leftovers(self._logs)
+        #: Trials of this space by number, and by point those that settle it in this start.
+        self._trials: dict[int, Trial] = {}
+        self._ended: dict[str, Trial] = {}
+        #: Points that the rule of ``error_stop="symbol"`` skips.
+        self._skipped: set[str] = set()
+        self._queue: list[tuple[dict[str, Any], str]] = []
+        self._foreign = 0
+        number = len(self._study.get_trials(deepcopy=False))
+        self._take_over([read_trial(close(self._study, n)) for n in range(number)])
+        self._study.sampler = _sampler((options.seed + number) % 2**32)
+        self._random = random.Random(options.seed)
+        self._fresh: list[Trial] = []
+        self._predict: Predictor | None = None
+        self._ranked: list[Point] = []
+        self._proposals = 0
+        self._total = options.trials or min(found.size, max(10, min(-(-found.size // 10), 200)))
+
+    # What the database holds.
+
+    def _take_over(self, trials: Iterable[Trial | None]) -> None:
+        points = {point.key: point for point in self._survey.points}
+        by_answers = {_text(point.parameters): point for point in self._survey.points}
+        shapes = {frozenset(point.values) for point in self._survey.points}
+        cut: dict[str, Trial] = {}
+        for trial in trials:
+            if trial is None or not (trial.is_run or trial.outcome == "cut_off"):
+                continue
+            point = points.get(trial.key)
+            if point is not None and not trial.parameters:
+                # An imported trial: its values say which point it is.
+                trial = replace(trial, choices=point.choices, parameters=point.parameters)
+            now = by_answers.get(_text(trial.parameters)) if trial.parameters else None
+            if now is not None and now.key != trial.key:
+                raise TuneError(
+                    f"{self._db} is of another space: its trial {trial.number} ran "
+                    f"{dict(trial.values)}, of which the space now makes {dict(now.values)}; name "
+                    "another database, or restore the space"
+                )
+            # A space too large to enumerate recognizes its points by the names of their values.
+            is_unseen = not self._survey.is_complete and frozenset(trial.values) in shapes
+            if point is None and not is_unseen:
+                self._foreign += trial.is_run
+                continue
+            self._trials[trial.number] = trial
+            (self._ended if trial.is_run else cut)[trial.key] = trial
+        again = [trial for trial in self._ended.values() if self._may_retry(trial)]
+        self._queue += [(t.parameters, "cut_off") for k, t in cut.items() if k not in self._ended]
+        self._queue += [(trial.parameters, "retry") for trial in again]
+        for trial in again:
+            del self._ended[trial.key]
+        for trial in self._ended.values():
+            self._skip_larger(trial)
+
+    def _may_retry(self, trial: Trial) -> bool:
+        is_ill = trial.is_failure and trial.outcome != "out_of_memory"
+        # An imported trial of a space too large to enumerate has no parameters to ask for.
+        is_known = bool(trial.parameters) or self._survey.is_complete
+        return self._options.retry and is_ill and is_known
+
+    # Predictions.
+
+    def predict_all(self, predict: Callable[[dict[str, Any]], Any]) -> None:
+        """Ask for the prediction of every point, and rank the points that fit."""
+        self._predict = Predictor(predict, self._study)
+        ranked: list[tuple[float, int, Point]] = []
+        refused: Counter[str] = Counter()
+        points = self._survey.points
+        try:
+            for at, point in enumerate(points):
+                found = self._predict(point)
+                if found.refused:
+                    refused[found.refused] += 1
+                elif found.fits:
+                    ranked.append((-found.throughput, at, point))
+                if self._watcher is not None:
+                    self._watcher.predicted(at + 1, len(points))
+        finally:
+            self._predict.save()
+        self._survey.refused.update(refused)
+        self._ranked = [point for _, _, point in sorted(ranked, key=lambda entry: entry[:2])]
+        if not self._ranked:
+            raise TuneError(self._nothing_fits(self._predict, refused))
+        if self._survey.is_complete and self._options.trials is None:
+            self._total = min(self._total, len(self._ranked))
+
+    def _nothing_fits(self, predict: Predictor, refused: Counter[str]) -> str:
+        text = f"by their predictions none of {len(self._survey.points)} points can run"
+        sizes = [found for found in map(predict, self._survey.points) if not found.refused]
+        if sizes:
+            text += f"; the smallest needs {min(sizes, key=lambda one: one.memory)}"
+        for reason, number in refused.most_common(1):
+            text += f"; {number} are refused, the first: {reason}"
+        return f"{text}; add points that need less, such as smaller batches or more checkpoints"
+
+    # The loop.
+
+    def run(self) -> Result:
+        """Run trials until there are enough."""
+        misses = 0
+        while self._queue or self._count() < self._total:
+            left = self._left()
+            if not (self._queue or left) and (self._survey.is_complete or misses >= _MISSES):
+                break
+            plan = self._next(left, misses)
+            if plan is not None:
+                self._study.enqueue_trial(plan[0], user_attrs={"source": plan[1]})
+            asked = self._study.ask()
+            try:
+                trial = self._settle(asked)
+            except BaseException:
+                close(self._study, asked.number)  # cut off, and first when the search continues
+                raise
+            misses = 0 if trial is not None and trial.is_run else misses + 1
+            if misses > _HOPELESS or (trial is not None and self._must_stop(trial)):
+                break
+        return self._result()
+
+    def _count(self) -> int:
+        return sum(trial.is_run for trial in self._ended.values())
+
+    def _left(self) -> list[Point]:
+        """Points without a trial: those that may run, and at the end those to skip."""
+        points = [p for p in self._ranked or self._survey.points if p.key not in self._ended]
+        return [point for point in points if point.key not in self._skipped] or points
+
+    def _next(self, left: list[Point], misses: int) -> tuple[dict[str, Any], str] | None:
+        """Parameters and source of the next point; None to let the sampler propose one."""
+        if self._queue:
+            return self._queue.pop(0)
+        by_prediction = sum(t.source == "prediction" for t in self._ended.values() if t.is_run)
+        if self._ranked and left and by_prediction < math.ceil(self._total * _PREDICTED):
+            return left[0].parameters, "prediction"
+        self._proposals += 1
+        if misses >= _MISSES:
+            return (self._one_of(left).parameters, "unseen") if left else None
+        near = self._neighbours(left) if self._proposals % 2 == 0 else []
+        return (self._one_of(near).parameters, "neighbour") if near else None
+
+    def _neighbours(self, left: list[Point]) -> list[Point]:
+        """Points that differ from the best one in as few choices as possible.
+
+        The sampler alone is slow to try them: a space with conditions has many names in the study,
+        and each is learned by itself.
+        """
+        best = best_of(list(self._trials.values()))
+        if best is None:
+            return []
+        distances = [len(_differences(point.choices, best.choices)) for point in left]
+        nearest = min(distances, default=0)
+        return [p for p, far in zip(left, distances, strict=True) if far == nearest]
+
+    def _one_of(self, points: list[Point]) -> Point:
+        return points[0] if self._ranked else self._random.choice(points)
+
+    def _settle(self, asked: Any) -> Trial | None:
+        """Judge a point that the study gives, and run it; None for a repetition."""
+        choices = Choices(lambda question: _suggest(asked, question))
+        point: Point | None = None
+        outcome: Outcome | None = None
+        predicted: Prediction | None = None
+        command: list[str] | None = None
+        try:
+            point = make_point(self._space, choices, self._constraint)
+            if point.key not in self._ended:
+                predicted, outcome = self._judge(point)
+            if self._launcher is not None and outcome is None:
+                command = self._launcher(point.values)
+        except Refused as reason:
+            point = point or Point(choices.values, choices.values, {})
+            outcome = Outcome("refused", reason=str(reason))
+        same = self._ended.get(point.key)
+        if same is not None:
+            asked.set_user_attr("same_as", same.number)
+            self._study.tell(asked, same.result, state=state_of(same.outcome))
+            return None
+        if point.choices != point.values:
+            asked.set_user_attr("choices", point.choices)
+        asked.set_user_attr("values", point.values)
+        log, is_started = "", outcome is None
+        if outcome is None:
+            outcome, log = self._execute(point, command, asked.number)
+        asked.set_user_attr("report", report_of(outcome, predicted, log, is_started))
+        trial = read_trial(close(self._study, asked.number))
+        if trial is not None:
+            self._add(trial)
+        return trial
+
+    def _judge(self, point: Point) -> tuple[Prediction | None, Outcome | None]:
+        """The prediction of a point, and why it does not run."""
+        found = None
+        if self._predict is not None:
+            found = self._predict(point)
+            self._predict.save()
+            if found.refused:
+                return found, Outcome("refused", reason=found.refused)
+            if not found.fits:
+                return found, Outcome("does_not_fit", reason=f"predicted {found}")
+        for failed in self._ended.values():
+            name = self._larger_in(point, failed)
+            if name:
+                less = failed.choices[name]
+                reason = f"trial {failed.number} failed with {name}={less}: {failed.outcome}"
+                return found, Outcome("skipped", reason=reason)
+        return found, None
+
+    def _execute(self, point: Point, command: list[str] | None, number: int) -> tuple[Outcome, str]:
+        options = self._options
+        if self._watcher is not None:
+            self._watcher.started(point, self._count(), self._total)
+        if self._function is not None:
+            return run_function(self._function, point.values, options.metric), ""
+        log = self._logs / f"trial-{number:04}.log"
+        timeout, metric = options.timeout, options.metric
+        return run_command(command or [], point.values, log, timeout, metric), str(log)
+
+    def _add(self, trial: Trial) -> None:
+        self._ended[trial.key] = self._trials[trial.number] = trial
+        self._skip_larger(trial)
+        if trial.is_run:
+            self._fresh.append(trial)
+        if self._watcher is not None:
+            best = best_of(list(self._trials.values()))
+            self._watcher.ended(trial, best, self._count(), self._total)
+
+    def _skip_larger(self, failed: Trial) -> None:
+        points = self._survey.points
+        self._skipped |= {point.key for point in points if self._larger_in(point, failed)}
+
+    def _larger_in(self, point: Point, failed: Trial) -> str:
+        """The one name whose value is larger than in a trial that failed, all others equal."""
+        choices, grows = point.choices, self._options.grows
+        is_same_shape = failed.choices.keys() == choices.keys()
+        if not (self._options.error_stop == "symbol" and failed.is_failure and is_same_shape):
+            return ""
+        names = _differences(choices, failed.choices)
+        if len(names) != 1 or (grows is not None and names[0] not in grows):
+            return ""
+        one, other = choices[names[0]], failed.choices[names[0]]
+        numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (one, other))
+        return names[0] if numbers and one > other else ""
+
+    def _must_stop(self, trial: Trial) -> bool:
+        silent = [one.outcome in ("no_result", "garbage") for one in self._fresh]
+        is_silent = all(silent) and len(silent) == min(2, self._total)
+        if is_silent and trial.log and best_of(list(self._trials.values())) is None:
+            raise TuneError(
+                f"the script gives no result: {trial.reason}. Call "
+                "slapo.autotune.report_result(samples_per_second) at its end, or print a line such "
+                f'as {{"{self._options.metric}": 12.5}}; then start again with --retry. Its log: '
+                f"{trial.log}"
+            )
+        return self._options.error_stop == "all" and trial.is_failure
+
+    def _result(self) -> Result:
+        best = best_of(list(self._trials.values()))
+        does_not_fit = 0
+        if self._predict is not None:
+            found = [self._predict(point) for point in self._survey.points]
+            does_not_fit = sum(not one.fits and not one.refused for one in found)
+        return Result(
+            best,
+            [trial for _, trial in sorted(self._trials.items())],
+            self._survey.size,
+            dict(self._survey.refused),
+            does_not_fit,
+            self._launcher.line(best.values) if best is not None and self._launcher else "",
+            self._options.metric,
+            self._foreign,
+        )
+
+
+def _sampler(seed: int) -> Any:
+    optuna = import_optuna()
+    with warnings.catch_warnings():
+        # Older versions call some of these options experimental.
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True)
+
+
+def _suggest(asked: Any, question: Question) -> int:
+    """Position of the candidate that the study proposes."""
+    count = len(question.values)
+    if count == 1:
+        return 0
+    if question.is_ordered:
+        return int(asked.suggest_int(question.key, 0, count - 1))
+    labels = [str(question.label(position)) for position in range(count)]
+    return labels.index(asked.suggest_categorical(question.key, labels))
+
+
+def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Names that only one has, or that have another value."""
+    missing = object()
+    names = {**one, **other}
+    return [name for name in names if one.get(name, missing) != other.get(name, missing)]
+
+
+def _text(parameters: dict[str, Any]) -> str:
+    return json.dumps(parameters, sort_keys=True)

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from slapo.autotune import Database, Refused, TuneError, tune
+from slapo.autotune import Database, Refused, Trial, TuneError, tune
 from slapo.autotune.report import summary
 from slapo.autotune.space import Choices
-from slapo.autotune.study import Trial
 
 pytest.importorskip("optuna")
 
@@ -67,9 +66,7 @@ def test_a_prediction_that_changes(tmp_path: Path) -> None:
     for predict, trials in [(small, 7), (small, 8), (large, 16)]:
         found = tune(space, run=run, db=tmp_path / "db", predict=predict, trials=trials)
         assert len(run.points) == trials
-        # What is judged as before is not written again.
         ruled_out = [t.values["bs"] for t in found.trials if t.outcome == "does_not_fit"]
-        assert ruled_out
         assert len(ruled_out) == len(set(ruled_out))
 
 
@@ -131,7 +128,7 @@ def test_the_rule_leaves_the_points_that_may_run() -> None:
 
 
 def test_the_rule_is_about_names_of_the_space() -> None:
-    with pytest.raises(TuneError, match=r"grows has 'bss', .* did you mean 'bs'"):
+    with pytest.raises(TuneError, match=r"grows has 'bss': did you mean 'bs'"):
         tune(sizes, run=Runs(), error_stop="symbol", grows=["bss"])
 
 
