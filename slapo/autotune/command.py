@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,22 +70,21 @@ def _tune(given: argparse.Namespace) -> int:
             f"{given.config} has command(point), and the command line a script, {given.script}; "
             "leave one of them out"
         )
-    with Progress() as progress:
-        result = tune(
-            config.space,
-            Launcher(config.command or words, bare=config.is_published),
-            db=given.db,
-            predict=config.predict,
-            constraint=config.constraint,
-            watcher=progress,
-            trials=given.trials,
-            timeout=given.timeout,
-            seed=given.seed,
-            metric=given.metric,
-            error_stop=given.error_stop,
-            grows=config.grows,
-            retry=given.retry,
-        )
+    result = tune(
+        config.space,
+        Launcher(config.command or words, bare=config.is_published),
+        db=given.db,
+        predict=config.predict,
+        constraint=config.constraint,
+        watcher=Progress(),
+        trials=given.trials,
+        timeout=given.timeout,
+        seed=given.seed,
+        metric=given.metric,
+        error_stop=given.error_stop,
+        grows=config.grows,
+        retry=given.retry,
+    )
     try:
         _show(result, Path(given.db))
         sys.stdout.flush()
@@ -111,16 +109,13 @@ def _show(result: Result, db: Path) -> None:
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the search and its trial as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    numbers = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
     # An ignored signal stays ignored: under nohup a search outlives its terminal.
-    numbers = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
+    both = (signal.SIGTERM, signal.SIGHUP)
+    numbers = [number for number in both if signal.getsignal(number) is not signal.SIG_IGN]
     before = [signal.signal(number, interrupt) for number in numbers]
     try:
         yield

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slapo.autotune.prediction import Prediction, saved_predictions
-from slapo.autotune.space import TuneError, check_json, point_key
+from slapo.autotune.space import TuneError, point_key
 from slapo.autotune.trial import NOT_RUN, RUN, Outcome
 from slapo.autotune.values import finite_number
 from slapo.errors import MissingPackageError
@@ -174,7 +174,6 @@ class Database:
         number = finite_number(result)
         if result is not None and number is None:
             raise ValueError(f"the result is {result!r}, which cannot be compared; give a number")
-        check_json(f"the values of a trial are {str(dict(values))[:200]}", dict(values))
         report = report_of(Outcome(kind, number))
         attributes = {"values": dict(values), "source": "import", "report": report}
         self._study.add_trial(
@@ -316,7 +315,7 @@ def report_of(
     outcome: Outcome, predicted: Prediction | None = None, log: str = "", started: bool = False
 ) -> dict[str, Any]:
     """The part of a trial that is known at its end, for one write."""
-    found: dict[str, Any] = {
+    return {
         "outcome": outcome.kind,
         "result": outcome.value,
         "reason": outcome.reason,
@@ -326,7 +325,6 @@ def report_of(
         "figures": outcome.figures,
         "started": started,
     }
-    return {name: value for name, value in found.items() if value or name == "result"}
 
 
 def close(study: optuna.Study, number: int) -> Any:

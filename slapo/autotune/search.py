@@ -191,14 +191,12 @@ def tune(
     (10, {'tp': 2, 'micro': 8})
     """
     import_optuna()
-    if trials is not None and trials < 1:
-        raise TuneError(f"trials={trials}: a search needs at least 1")
-    if not 0 < timeout < math.inf:
-        raise TuneError(f"timeout={timeout}: give the seconds that a trial may take")
-    if seed < 0:
-        raise TuneError(f"seed={seed}: give a whole number of at least 0")
-    if error_stop not in _STOPS:
-        raise TuneError(f"error_stop={error_stop!r}; choose one of {', '.join(_STOPS)}")
+    is_positive = (trials is None or trials > 0) and 0 < timeout < math.inf and seed >= 0
+    if not is_positive or error_stop not in _STOPS:
+        raise TuneError(
+            f"trials={trials}, timeout={timeout}, seed={seed}, error_stop={error_stop!r}: give "
+            f"numbers above 0, a seed of at least 0, and one of {', '.join(_STOPS)}"
+        )
     if (command is None) == (run is None):
         raise TuneError("give either a command or a function run=, and not both")
     launcher = command if command is None or isinstance(command, Launcher) else Launcher(command)
@@ -271,18 +269,17 @@ class _Search:
         #: Trials of this space by number, and by point those that settle it in this start.
         self._trials: dict[int, Trial] = {}
         self._ended: dict[str, Trial] = {}
-        #: Points that the rule of ``error_stop="symbol"`` skips.
-        self._skipped: set[str] = set()
+        #: Points that ``error_stop="symbol"`` skips, and why.
+        self._skipped: dict[str, str] = {}
         self._queue: list[tuple[dict[str, Any], str]] = []
         self._foreign = 0
         number = len(self._study.get_trials(deepcopy=False))
         self._take_over([read_trial(close(self._study, n)) for n in range(number)])
         self._study.sampler = _sampler((options.seed + number) % 2**32)
         self._random = random.Random(options.seed)
-        self._fresh: list[Trial] = []
         self._predict: Predictor | None = None
         self._ranked: list[Point] = []
-        self._proposals = 0
+        self._proposals = self._does_not_fit = 0
         self._total = options.trials or min(found.size, max(10, min(-(-found.size // 10), 200)))
 
     # What the database holds.
@@ -348,6 +345,7 @@ class _Search:
             self._predict.save()
         self._survey.refused.update(refused)
         self._ranked = [point for _, _, point in sorted(ranked, key=lambda entry: entry[:2])]
+        self._does_not_fit = len(points) - len(ranked) - refused.total()
         if not self._ranked:
             raise TuneError(self._nothing_fits(self._predict, refused))
         if self._survey.is_complete and self._options.trials is None:
@@ -465,13 +463,8 @@ class _Search:
                 return found, Outcome("refused", reason=found.refused)
             if not found.fits:
                 return found, Outcome("does_not_fit", reason=f"predicted {found}")
-        for failed in self._ended.values():
-            name = self._larger_in(point, failed)
-            if name:
-                less = failed.choices[name]
-                reason = f"trial {failed.number} failed with {name}={less}: {failed.outcome}"
-                return found, Outcome("skipped", reason=reason)
-        return found, None
+        reason = self._skipped.get(point.key)
+        return found, None if reason is None else Outcome("skipped", reason=reason)
 
     def _execute(self, point: Point, command: list[str] | None, number: int) -> tuple[Outcome, str]:
         options = self._options
@@ -486,33 +479,29 @@ class _Search:
     def _add(self, trial: Trial) -> None:
         self._ended[trial.key] = self._trials[trial.number] = trial
         self._skip_larger(trial)
-        if trial.is_run:
-            self._fresh.append(trial)
         if self._watcher is not None:
             best = best_of(list(self._trials.values()))
             self._watcher.ended(trial, best, self._count(), self._total)
 
-    def _skip_larger(self, failed: Trial) -> None:
-        points = self._survey.points
-        self._skipped |= {point.key for point in points if self._larger_in(point, failed)}
-
-    def _larger_in(self, point: Point, failed: Trial) -> str:
-        """The one name whose value is larger than in a trial that failed, all others equal."""
-        choices, grows = point.choices, self._options.grows
-        is_same_shape = failed.choices.keys() == choices.keys()
-        if not (self._options.error_stop == "symbol" and failed.is_failure and is_same_shape):
-            return ""
-        names = _differences(choices, failed.choices)
-        if len(names) != 1 or (grows is not None and names[0] not in grows):
-            return ""
-        one, other = choices[names[0]], failed.choices[names[0]]
-        numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (one, other))
-        return names[0] if numbers and one > other else ""
+    def _skip_larger(self, trial: Trial) -> None:
+        """Skip points that differ from a trial that failed by a larger value of one name."""
+        if self._options.error_stop != "symbol" or not trial.is_failure:
+            return
+        grows = self._options.grows
+        for point in self._survey.points:
+            name, *more = _differences(point.choices, trial.choices) or [""]
+            if more or name not in (trial.choices if grows is None else grows):
+                continue
+            pair = less, larger = trial.choices.get(name), point.choices.get(name)
+            numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in pair)
+            if numbers and larger > less:
+                reason = f"trial {trial.number} failed with {name}={less}: {trial.outcome}"
+                self._skipped.setdefault(point.key, reason)
 
     def _must_stop(self, trial: Trial) -> bool:
-        silent = [one.outcome in ("no_result", "garbage") for one in self._fresh]
-        is_silent = all(silent) and len(silent) == min(2, self._total)
-        if is_silent and trial.log and best_of(list(self._trials.values())) is None:
+        run = [one.outcome for one in self._trials.values() if one.is_run]
+        is_silent = set(run) <= {"no_result", "garbage"} and len(run) >= min(2, self._total)
+        if is_silent and trial.log:
             raise TuneError(
                 f"the script gives no result: {trial.reason}. Call "
                 "slapo.autotune.report_result(samples_per_second) at its end, or print a line such "
@@ -523,16 +512,12 @@ class _Search:
 
     def _result(self) -> Result:
         best = best_of(list(self._trials.values()))
-        does_not_fit = 0
-        if self._predict is not None:
-            found = [self._predict(point) for point in self._survey.points]
-            does_not_fit = sum(not one.fits and not one.refused for one in found)
         return Result(
             best,
             [trial for _, trial in sorted(self._trials.items())],
             self._survey.size,
             dict(self._survey.refused),
-            does_not_fit,
+            self._does_not_fit,
             self._launcher.line(best.values) if best is not None and self._launcher else "",
             self._options.metric,
             self._foreign,

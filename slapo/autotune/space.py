@@ -47,29 +47,16 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Question:
-    """A value that a space asks for, and the candidates."""
+    """A value that a space asks for: its candidates, and the name of the parameter in the study.
+
+    That name contains the candidates: these may change with earlier answers, and a study refuses
+    parameters whose choices do.
+    """
 
     name: str
     values: tuple[Any, ...]
-
-    @functools.cached_property
-    def is_ordered(self) -> bool:
-        """Whether the candidates are numbers, so that neighbours are alike."""
-        return all(isinstance(v, int | float) and not isinstance(v, bool) for v in self.values)
-
-    @functools.cached_property
-    def key(self) -> str:
-        """Name of the parameter in the study.
-
-        It contains the candidates: these may change with earlier answers, and a study refuses
-        parameters whose choices do.
-        """
-        shown = json.dumps(list(self.values))
-        if len(shown) > 100:
-            digest = hashlib.sha256(shown.encode()).hexdigest()[:8]
-            first, last = json.dumps(self.values[0])[:30], json.dumps(self.values[-1])[:30]
-            shown = f"{first} .. {last} ({len(self.values)}, {digest})"
-        return f"{self.name} of {shown}"
+    key: str
+    is_ordered: bool
 
     def label(self, position: int) -> int | str:
         """An answer as the study holds it: the position of a number, the text of anything else."""
@@ -77,8 +64,6 @@ class Question:
 
 
 def _question(name: str, values: Sequence[Any]) -> Question:
-    if not isinstance(name, str) or not name:
-        raise TuneError(f"choose({name!r}, ...): the name is no text; give the value a name")
     if isinstance(values, str | bytes | set | frozenset):
         raise TuneError(
             f"choose({name!r}, {values!r}): the candidates are a {type(values).__name__}, which is "
@@ -95,9 +80,13 @@ def _question(name: str, values: Sequence[Any]) -> Question:
 # key since 1, 1.0 and True are equal.
 @functools.lru_cache(maxsize=256)
 def _cached(name: str, values: Sequence[Any], types: tuple[type, ...]) -> Question:
-    question = Question(name, tuple(values))
-    check_json(f"choose({name!r}, {str(question.values[:8])[:200]})", list(question.values))
-    return question
+    shown = json.dumps(list(values))
+    if len(shown) > 100:
+        digest = hashlib.sha256(shown.encode()).hexdigest()[:8]
+        first, last = json.dumps(values[0])[:30], json.dumps(values[-1])[:30]
+        shown = f"{first} .. {last} ({len(values)}, {digest})"
+    is_ordered = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    return Question(name, tuple(values), f"{name} of {shown}", is_ordered)
 
 
 class Choices:
@@ -199,7 +188,8 @@ def make_point(
             f"the space returned {values!r}; return a dict of names and values, or None for a "
             "point that cannot run"
         )
-    check_json("the space returned values", dict(values))
+    with configured("the space", lambda: f", as it returned {values}"):
+        json.dumps(dict(values))
     point = Point(
         dict(values),
         choices.values,
@@ -223,16 +213,6 @@ def configured(what: str, where: Callable[[], str] = str) -> Iterator[None]:
             f"{what} failed with {type(error).__name__}: {error}{where()}; raise "
             "slapo.autotune.Refused for what cannot run"
         ) from error
-
-
-def check_json(what: str, value: Any) -> None:
-    """Refuse values that neither a file nor a trial can hold."""
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise TuneError(
-            f"{what}, which JSON cannot hold ({error}); use numbers, texts, and lists of them"
-        ) from None
 
 
 @dataclass

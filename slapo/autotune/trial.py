@@ -50,7 +50,6 @@ class Launcher:
         bare: bool = False,
     ) -> None:
         self._bare = bare
-        self._names: set[str] = set()
         self._make = command if callable(command) else None
         words = [] if callable(command) else command
         self._words = shlex.split(words) if isinstance(words, str) else [str(w) for w in words]
@@ -77,10 +76,8 @@ class Launcher:
             words = self(values)
         except (Refused, TuneError):  # such as an imported trial
             return ""
-        found = shutil.which("python")
-        # Compare the folders too: Pythons of two environments may be links to one file.
-        is_beside = found is not None and Path(found).parent == Path(sys.executable).parent
-        if found is not None and is_beside and os.path.samefile(found, sys.executable):
+        # By its folder: Pythons of two environments may be links to one file.
+        if Path(shutil.which("python") or "").parent == Path(sys.executable).parent:
             words = ["python" if word == sys.executable else word for word in words]
         return f"{VARIABLE}={shlex.quote(json.dumps(dict(values)))} {shlex.join(words)}"
 
@@ -93,17 +90,7 @@ class Launcher:
         return shlex.join("python" if word == sys.executable else word for word in self._words)
 
     def check(self, points: Iterable[Mapping[str, Any]]) -> None:
-        """Refuse a placeholder that is no name of these points, or that one of them lacks."""
-        points = list(points)
-        names = self._names = {name for values in points for name in values}
-        for word in self._words:
-            for _, name in _PLACE.findall(word):
-                if name and name not in names:
-                    rest = f"points of this space have {sorted(names)}; write {{{{{name}}}}} for "
-                    raise TuneError(
-                        f"the argument {word!r} has the placeholder {{{name}}}: "
-                        + with_nearest(name, names, rest + "braces that are no placeholder")
-                    )
+        """Refuse a placeholder that one of these points has no value for."""
         try:
             for values in points:
                 _ = [self._filled(word, values) for word in self._words]
@@ -116,13 +103,15 @@ class Launcher:
     def _filled(self, word: str, values: Mapping[str, Any]) -> str:
         def value(name: str) -> str:
             if name not in values:
+                rest = f"the point {dict(values)} lacks it; write {{{{{name}}}}} for braces"
                 raise Refused(
-                    f"the argument {word!r} has a place for {name!r}, which {dict(values)} lacks"
+                    f"the argument {word!r} has the placeholder {{{name}}}: "
+                    + with_nearest(name, values, rest)
                 )
             found = values[name]
             return json.dumps(found) if isinstance(found, list | dict) else str(found)
 
-        if self._bare and word in self._names | values.keys():
+        if self._bare and word in values:
             return value(word)
         return _PLACE.sub(lambda m: f"{{{m[1]}}}" if m[1] else value(m[2]), word)
 
@@ -132,12 +121,7 @@ def _with_program(words: Sequence[str]) -> list[str]:
     if not words:
         raise TuneError("there is no script to run; name one, and its arguments, after the options")
     first, *rest = words
-    if first.endswith((".py", ".sh")):
-        if not Path(first).is_file():
-            raise TuneError(
-                f"there is no script {first!r} in {Path.cwd()}; name one that exists, before its "
-                "arguments"
-            )
+    if first.endswith((".py", ".sh")) and Path(first).is_file():
         return [sys.executable if first.endswith(".py") else "bash", first, *rest]
     if first in ("python", "python3"):
         return [sys.executable, *rest]
@@ -147,8 +131,8 @@ def _with_program(words: Sequence[str]) -> list[str]:
     beside = shutil.which(first, path=str(Path(sys.executable).parent))
     if beside is None:
         raise TuneError(
-            f"there is no program {first!r} that can be executed; name a file .py or .sh, or a "
-            "program on the PATH"
+            f"there is no script {first!r} in {Path.cwd()}, and no program of that name that can "
+            "be executed; name a file .py or .sh, or a program on the PATH, before its arguments"
         )
     return [beside, *rest]
 

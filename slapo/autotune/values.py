@@ -48,26 +48,14 @@ def trial_values(**defaults: Any) -> dict[str, Any]:
     dict
         Name -> value.
 
-    Raises
-    ------
-    ValueError
-        If the environment variable ``SLAPO_TRIAL`` is not a JSON object.
-
     Examples
     --------
     >>> trial_values(micro_batch=4, checkpoint=0.5)
     {'micro_batch': 4, 'checkpoint': 0.5}
     """
-    text = os.environ.get(VARIABLE, "{}")
-    try:
-        given = json.loads(text)
-    except ValueError:
-        given = None
-    if not isinstance(given, dict):
-        raise ValueError(f"{VARIABLE}={text!r} is no JSON object; unset it, or write one")
     if RESULTS in os.environ and not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
-    return {**defaults, **given}
+    return {**defaults, **json.loads(os.environ.get(VARIABLE, "{}"))}
 
 
 def report_result(throughput: float, **figures: Any) -> None:
