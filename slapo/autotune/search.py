@@ -34,6 +34,7 @@ from slapo.autotune.space import (
     SpaceFunction,
     Survey,
     TuneError,
+    are_numbers,
     make_point,
     survey,
 )
@@ -492,10 +493,9 @@ class _Search:
             name, *more = _differences(point.choices, trial.choices) or [""]
             if more or name not in (trial.choices if grows is None else grows):
                 continue
-            pair = less, larger = trial.choices.get(name), point.choices.get(name)
-            numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in pair)
-            if numbers and larger > less:
-                reason = f"trial {trial.number} failed with {name}={less}: {trial.outcome}"
+            pair: list[Any] = [trial.choices.get(name), point.choices.get(name)]
+            if are_numbers(pair) and pair[0] < pair[1]:
+                reason = f"trial {trial.number} failed with {name}={pair[0]}: {trial.outcome}"
                 self._skipped.setdefault(point.key, reason)
 
     def _must_stop(self, trial: Trial) -> bool:

@@ -85,8 +85,12 @@ def _cached(name: str, values: Sequence[Any], types: tuple[type, ...]) -> Questi
         digest = hashlib.sha256(shown.encode()).hexdigest()[:8]
         first, last = json.dumps(values[0])[:30], json.dumps(values[-1])[:30]
         shown = f"{first} .. {last} ({len(values)}, {digest})"
-    is_ordered = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-    return Question(name, tuple(values), f"{name} of {shown}", is_ordered)
+    return Question(name, tuple(values), f"{name} of {shown}", are_numbers(values))
+
+
+def are_numbers(values: Sequence[Any]) -> bool:
+    """Whether all values are numbers, so that they have an order."""
+    return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
 
 
 class Choices:

@@ -319,38 +319,41 @@ def _tail(log: Path) -> str:
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
     """End a trial: SIGTERM, by which a launcher ends its ranks, then SIGKILL for the rest."""
     try:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGTERM)
+        _send(process, signal.SIGTERM)
         deadline = time.monotonic() + _GRACE
-        while _is_left(process, mark) and time.monotonic() < deadline:
+        while process.poll() is None or any(True for _ in _marked(mark)):
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.01)
     finally:  # also if a second Ctrl-C interrupts the grace
         _kill(process, mark)
 
 
 def _kill(process: subprocess.Popen[bytes] | None, mark: str) -> None:
+    """Kill until no process is left, so that the memory of its GPU is free again."""
+    pids: set[int] = set()
     deadline = time.monotonic() + _GIVE_UP
-    while True:
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for pid in _marked(mark):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if not _is_left(process, mark) or time.monotonic() > deadline:
+    while time.monotonic() < deadline:
+        pids = {pid for pid in pids if _runs(pid)} | set(_marked(mark))
+        _send(process, signal.SIGKILL, pids)
+        if not pids and (process is None or process.poll() is not None):
             return
         time.sleep(0.01)
 
 
-def _is_left(process: subprocess.Popen[bytes] | None, mark: str) -> bool:
-    """Whether processes of a trial run, without those that ended and wait to be reaped."""
-    if process is not None and process.poll() is None:
-        return True
-    if process is None or sys.platform == "linux":
-        return any(True for _ in _marked(mark))
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, 0)
-        return True
+def _send(process: subprocess.Popen[bytes] | None, number: int, pids: Iterable[int] = ()) -> None:
+    if process is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process has not ended; one that waits to be reaped has."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
 
 

@@ -177,6 +177,8 @@ def test_predictions_may_refuse() -> None:
             raise Refused("no kernel")
         if point["a"] == 2:
             raise SlapoError("size 9 is not divisible")
+        if point == {"a": 3, "b": 1}:
+            raise ValueError("7 heads and 3 ranks")  # as recipes and the dry run do
         return None if point["a"] == 3 else {"memory": 1, "capacity": 2, "throughput": 1}
 
     run = Runs()
@@ -185,7 +187,8 @@ def test_predictions_may_refuse() -> None:
     assert found.refused == {
         "no kernel": 3,
         "SlapoError: size 9 is not divisible": 3,
-        "the prediction is None": 3,
+        "ValueError: 7 heads and 3 ranks": 1,
+        "the prediction is None": 2,
     }
 
 
@@ -199,6 +202,7 @@ def test_predictions_may_refuse() -> None:
         ({"memory": "much", "capacity": 1, "throughput": 1}, "memory='much'; give a finite number"),
         ({"memory": float("nan"), "capacity": 1, "throughput": 1}, "memory=nan"),
         ({"memory": -5, "capacity": 1, "throughput": 1}, "give a finite number from 0 on"),
+        ({"memory": 1, "capacity": 1, "throughput": float("inf")}, "throughput=inf"),
         ({"memory": 10**400, "capacity": 1, "throughput": 1}, "memory=10.*; give a finite number"),
         ({"memory": 2**30, "capacity": 1, "throughput": 1}, "none of 12 .* needs 1.00 of 0.00 GiB"),
         (lambda point: point["c"], r"predict\(.*\) failed with KeyError: 'c'; raise"),
@@ -373,6 +377,15 @@ def test_a_database_of_another_search(tmp_path: Path) -> None:
     ]:
         with pytest.raises(TuneError, match=f"holds a search with another {message}"):
             tune(space, command, db=db, metric=metric)
+
+
+def test_equal_answers_that_make_another_point(tmp_path: Path) -> None:
+    def space_of(gpus: int) -> Callable[[Choices], dict[str, Any]]:
+        return lambda choose: {"tp": choose("tp", [1, 2]), "dp": gpus}
+
+    tune(space_of(8), run=lambda point: 1.0, db=tmp_path / "db", trials=1)
+    with pytest.raises(TuneError, match=r"another space: .* ran .*'dp': 8.* makes .*'dp': 16"):
+        tune(space_of(16), run=lambda point: 1.0, db=tmp_path / "db")
 
 
 def test_two_searches_do_not_share_a_database(tmp_path: Path) -> None:

@@ -249,14 +249,6 @@ while not os.path.exists(sys.argv[1]) or open(sys.argv[1]).read().count("\\n") <
 """
 
 
-def is_there(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
 @linux
 @pytest.mark.parametrize("rest", ["print('{\"throughput\": 1}')", "time.sleep(600)", "1 / 0"])
 def test_no_process_of_a_trial_is_left(
@@ -269,7 +261,7 @@ def test_no_process_of_a_trial_is_left(
     assert outcome.seconds < 5
     pids = [int(line) for line in file.read_text().split()]
     assert len(pids) == 2
-    assert not any(map(is_there, pids))
+    assert not any(map(trial._runs, pids))
 
 
 def test_a_launcher_has_time_to_end_its_ranks(tmp_path: Path) -> None:
@@ -296,11 +288,11 @@ def test_the_next_start_ends_the_trial_of_a_tuner_that_was_killed(tmp_path: Path
     process.kill()
     process.wait()
     pids = [int(line) for line in file.read_text().split()]
-    assert all(map(is_there, pids))
+    assert all(map(trial._runs, pids))
     trial.end_leftovers(tmp_path / "other")
-    assert all(map(is_there, pids))
+    assert all(map(trial._runs, pids))
     trial.end_leftovers(tmp_path / "logs")
-    assert not any(map(is_there, pids))
+    assert not any(map(trial._runs, pids))
 
 
 # --- command lines -------------------------------------------------------------------------------
