@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo.autotune.prediction import Prediction, saved_predictions
 from slapo.autotune.space import TuneError, point_key
-from slapo.autotune.trial import NOT_RUN, RUN, Outcome
+from slapo.autotune.trial import NOT_RUN, RUN
 from slapo.autotune.values import finite_number
 from slapo.errors import MissingPackageError
 
@@ -174,11 +174,10 @@ class Database:
         number = finite_number(result)
         if result is not None and number is None:
             raise ValueError(f"the result is {result!r}, which cannot be compared; give a number")
-        report = report_of(Outcome(kind, number))
-        attributes = {"values": dict(values), "source": "import", "report": report}
+        attributes = {"trial": asdict(Trial(0, dict(values), kind, number, source="import"))}
         self._study.add_trial(
             import_optuna().trial.create_trial(
-                state=state_of(kind), value=report["result"], user_attrs=attributes
+                state=state_of(kind), value=number, user_attrs=attributes
             )
         )
 
@@ -292,49 +291,29 @@ def locked(db: Path | None) -> Iterator[None]:
 
 
 def read_trial(frozen: Any) -> Trial | None:
-    """A trial of the study; None for a repetition, and for one without values yet."""
-    attributes = frozen.user_attrs
-    if "same_as" in attributes or frozen.state.name == "WAITING" or "values" not in attributes:
-        return None
-    report = {**attributes.get("report", {})}
-    predicted = report.pop("predicted", None)
-    return Trial(
-        frozen.number,
-        dict(attributes["values"]),
-        # Without a report the tuner was killed before it could write one.
-        report.pop("outcome", "cut_off"),
-        choices=dict(attributes.get("choices", attributes["values"])),
-        predicted=Prediction(**predicted) if predicted else None,
-        parameters=frozen.params,
-        source=attributes.get("source", "sampler"),
-        **report,
-    )
+    """A trial of the study; None for a repetition, and for one that has no point yet."""
+    held = frozen.user_attrs
+    if "trial" in held:
+        predicted = held["trial"]["predicted"]
+        prediction = Prediction(**predicted) if predicted else None
+        return Trial(**{**held["trial"], "number": frozen.number, "predicted": prediction})
+    if "point" in held:  # the tuner was killed before the trial ended
+        source = held.get("source", "sampler")
+        return Trial(
+            frozen.number,
+            outcome="cut_off",
+            parameters=frozen.params,
+            source=source,
+            **held["point"],
+        )
+    return None
 
 
-def report_of(
-    outcome: Outcome, predicted: Prediction | None = None, log: str = "", started: bool = False
-) -> dict[str, Any]:
-    """The part of a trial that is known at its end, for one write."""
-    return {
-        "outcome": outcome.kind,
-        "result": outcome.value,
-        "reason": outcome.reason,
-        "predicted": None if predicted is None else asdict(predicted),
-        "seconds": round(outcome.seconds, 3),
-        "log": log,
-        "figures": outcome.figures,
-        "started": started,
-    }
-
-
-def close(study: optuna.Study, number: int) -> Any:
-    """End a running trial of the study: by its report, or without one as cut off."""
-    frozen = study.get_trials(deepcopy=False)[number]
-    if frozen.state != import_optuna().trial.TrialState.RUNNING:
-        return frozen
-    report = frozen.user_attrs.get("report", {"outcome": "cut_off"})
-    study.tell(number, report.get("result"), state=state_of(report["outcome"]))
-    return study.get_trials(deepcopy=False)[number]
+def finish(study: optuna.Study, number: int, trial: Trial | None) -> None:
+    """End a trial of the study that runs; without a `Trial` it was cut off."""
+    if study.get_trials(deepcopy=False)[number].state == import_optuna().trial.TrialState.RUNNING:
+        state = state_of("cut_off" if trial is None else trial.outcome)
+        study.tell(number, None if trial is None else trial.result, state=state)
 
 
 def state_of(kind: str) -> Any:

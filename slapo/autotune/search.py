@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,12 +17,11 @@ from slapo.autotune.database import (
     Trial,
     best_of,
     check_search,
-    close,
+    finish,
     import_optuna,
     locked,
     open_study,
     read_trial,
-    report_of,
     state_of,
 )
 from slapo.autotune.prediction import Prediction, Predictor
@@ -274,9 +273,11 @@ class _Search:
         self._skipped: dict[str, str] = {}
         self._queue: list[tuple[dict[str, Any], str]] = []
         self._foreign = 0
-        number = len(self._study.get_trials(deepcopy=False))
-        self._take_over([read_trial(close(self._study, n)) for n in range(number)])
-        self._study.sampler = _sampler((options.seed + number) % 2**32)
+        trials = list(map(read_trial, self._study.get_trials(deepcopy=False)))
+        for n, trial in enumerate(trials):
+            finish(self._study, n, trial if trial and trial.outcome != "cut_off" else None)
+        self._take_over(trials)
+        self._study.sampler = _sampler((options.seed + len(trials)) % 2**32)
         self._random = random.Random(options.seed)
         self._predict: Predictor | None = None
         self._ranked: list[Point] = []
@@ -377,7 +378,7 @@ class _Search:
             try:
                 trial = self._settle(asked)
             except BaseException:
-                close(self._study, asked.number)  # cut off, and first when the search continues
+                finish(self._study, asked.number, None)  # it runs first when the search continues
                 raise
             misses = 0 if trial is not None and trial.is_run else misses + 1
             if misses > _HOPELESS or (trial is not None and self._must_stop(trial)):
@@ -442,16 +443,28 @@ class _Search:
             asked.set_user_attr("same_as", same.number)
             self._study.tell(asked, same.result, state=state_of(same.outcome))
             return None
-        if point.choices != point.values:
-            asked.set_user_attr("choices", point.choices)
-        asked.set_user_attr("values", point.values)
+        asked.set_user_attr("point", {"values": point.values, "choices": point.choices})
         log, is_started = "", outcome is None
         if outcome is None:
             outcome, log = self._execute(point, command, asked.number)
-        asked.set_user_attr("report", report_of(outcome, predicted, log, is_started))
-        trial = read_trial(close(self._study, asked.number))
-        if trial is not None:
-            self._add(trial)
+        trial = Trial(
+            asked.number,
+            point.values,
+            outcome.kind,
+            outcome.value,
+            point.choices,
+            outcome.reason,
+            predicted,
+            round(outcome.seconds, 3),
+            log,
+            outcome.figures,
+            asked.params,
+            asked.user_attrs.get("source", "sampler"),
+            is_started,
+        )
+        asked.set_user_attr("trial", asdict(trial))  # one write: it ended, or it did not
+        finish(self._study, asked.number, trial)
+        self._add(trial)
         return trial
 
     def _judge(self, point: Point) -> tuple[Prediction | None, Outcome | None]:
