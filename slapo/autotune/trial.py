@@ -193,11 +193,11 @@ def run_command(
         seconds = time.monotonic() - started
         if process is not None:
             _end(process, str(results))
+    entries = _entries(results)
+    results.unlink(missing_ok=True)
     if code is None:
         return Outcome("timeout", reason=f"it was ended after {timeout:g} s", seconds=seconds)
-    outcome = _outcome(code, _entries(results), _tail(log), metric)
-    results.unlink(missing_ok=True)
-    return replace(outcome, seconds=seconds)
+    return replace(_outcome(code, entries, _tail(log), metric), seconds=seconds)
 
 
 def run_function(
