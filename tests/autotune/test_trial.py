@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import slapo
-from slapo.autotune import report_result, trial, trial_values
+from slapo.autotune import report_result, trial, trial_values, tune
 from slapo.autotune.space import Refused, TuneError
 from slapo.autotune.trial import Launcher, Outcome, run_command, run_function
 from slapo.autotune.values import kind_of, report_failure
@@ -275,12 +276,13 @@ def test_a_launcher_has_time_to_end_its_ranks(tmp_path: Path) -> None:
 
 
 @linux
+@pytest.mark.skipif(importlib.util.find_spec("optuna") is None, reason="searches")
 def test_the_next_start_ends_the_trial_of_a_tuner_that_was_killed(tmp_path: Path) -> None:
     file = tmp_path / "pids"
     tuner = (
         "from slapo.autotune.trial import run_command; from pathlib import Path;"
         f"command = {[*PYTHON, CHILDREN + 'time.sleep(600)', str(file)]!r};"
-        f"run_command(command, {{}}, Path({str(tmp_path / 'logs' / 'trial-0000.log')!r}), 60)"
+        f"run_command(command, {{}}, Path({str(tmp_path / 'db.logs' / 'trial-0000.log')!r}), 60)"
     )
     process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", tuner])
     while not (file.exists() and file.read_text().count("\n") == 2):
@@ -289,10 +291,11 @@ def test_the_next_start_ends_the_trial_of_a_tuner_that_was_killed(tmp_path: Path
     process.wait()
     pids = [int(line) for line in file.read_text().split()]
     assert all(map(trial._runs, pids))
-    trial.end_leftovers(tmp_path / "other")
-    assert all(map(trial._runs, pids))
-    trial.end_leftovers(tmp_path / "logs")
-    assert not any(map(trial._runs, pids))
+    command = ["echo", '{"throughput": 1}']
+    for name, is_other in [("other", True), ("db", False)]:
+        found = tune(lambda choose: {"a": choose("a", [1])}, command, db=tmp_path / name)
+        assert found.best is not None
+        assert [trial._runs(pid) for pid in pids] == [is_other] * 2
 
 
 # --- command lines -------------------------------------------------------------------------------
