@@ -4,10 +4,11 @@
 :func:`tune` in a program. Needs the extra ``tune``.
 """
 
-from slapo.autotune.database import Database, Trial
+from slapo.autotune.database import Database
 from slapo.autotune.search import Result, tune
 from slapo.autotune.space import Choices, Refused, TuneError, point_key
 from slapo.autotune.symbols import Space, Symbol
+from slapo.autotune.trial import Trial
 from slapo.autotune.values import report_result, trial_values
 
 __all__ = [

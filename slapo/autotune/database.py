@@ -9,13 +9,13 @@ import re
 import sqlite3
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slapo.autotune.prediction import Prediction, saved_predictions
 from slapo.autotune.space import TuneError, point_key
-from slapo.autotune.trial import NOT_RUN, RUN
+from slapo.autotune.trial import NOT_RUN, RUN, Trial
 from slapo.autotune.values import finite_number
 from slapo.errors import MissingPackageError
 
@@ -24,79 +24,6 @@ if TYPE_CHECKING:
 
 #: Name of the study in the file.
 _NAME = "slapo"
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A trial that ended, or a point that a search decided not to run.
-
-    Attributes
-    ----------
-    number
-        Number in the study.
-    values
-        Values of the point.
-    outcome
-        ``"ok"``, ``"out_of_memory"``, ``"crash"``, ``"timeout"``, ``"wrong_schedule"``,
-        ``"no_result"``, ``"garbage"``, ``"refused"``; ``"cut_off"`` if the tuner ended first; of a
-        point that did not run, ``"does_not_fit"`` or ``"skipped"``.
-    result
-        The figure that the search maximizes; None unless the outcome is ``"ok"``.
-    choices
-        Name -> value of each question of the space.
-    reason
-        A line about any other outcome than ``"ok"``.
-    predicted
-        The prediction; None without one.
-    seconds
-        Run time.
-    log
-        Path of the output.
-    figures
-        Further figures of the trial.
-    parameters
-        Parameters in the study.
-    source
-        Origin of the point: ``"prediction"``, ``"sampler"``, ``"neighbour"``, ``"unseen"``,
-        ``"retry"``, ``"cut_off"`` or ``"import"``.
-    started
-        Whether it ran, also if it refused itself.
-
-    Examples
-    --------
-    >>> trial = Trial(0, {"tp": 2}, "ok", 12.5)
-    >>> trial.is_run, trial.is_failure, trial.key
-    (True, False, '{"tp": 2}')
-    """
-
-    number: int
-    values: dict[str, Any]
-    outcome: str
-    result: float | None = None
-    choices: dict[str, Any] = field(default_factory=dict)
-    reason: str = ""
-    predicted: Prediction | None = None
-    seconds: float = 0.0
-    log: str = ""
-    figures: dict[str, Any] = field(default_factory=dict)
-    parameters: dict[str, Any] = field(default_factory=dict)
-    source: str = ""
-    started: bool = False
-
-    @property
-    def is_run(self) -> bool:
-        """Whether it ran to its end."""
-        return self.outcome in RUN or (self.started and self.outcome == "refused")
-
-    @property
-    def is_failure(self) -> bool:
-        """Whether it ran without a result."""
-        return self.outcome in RUN[1:]
-
-    @property
-    def key(self) -> str:
-        """The same text for equal points."""
-        return point_key(self.values)
 
 
 class Database:

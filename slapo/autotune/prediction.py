@@ -58,6 +58,10 @@ class Predictor:
                 self.save()
         return self._known[point.key]
 
+    def get(self, point: Point) -> Prediction | None:
+        """The prediction of a point that was asked for."""
+        return self._known.get(point.key)
+
     def save(self) -> None:
         """Write new predictions to the study."""
         if self._is_new:

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slapo.autotune.database import Trial
 from slapo.autotune.search import Result
 from slapo.autotune.space import Point
+from slapo.autotune.trial import Trial
 
 #: Trials in the table, and seconds between lines about predictions.
 _ROWS, _PAUSE = 10, 10.0

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slapo.autotune.database import (
-    Trial,
     best_of,
     check_search,
     finish,
@@ -24,7 +23,7 @@ from slapo.autotune.database import (
     read_trial,
     state_of,
 )
-from slapo.autotune.prediction import Prediction, Predictor
+from slapo.autotune.prediction import Predictor
 from slapo.autotune.space import (
     Choices,
     Point,
@@ -37,7 +36,14 @@ from slapo.autotune.space import (
     make_point,
     survey,
 )
-from slapo.autotune.trial import Launcher, Outcome, end_leftovers, run_command, run_function
+from slapo.autotune.trial import (
+    Launcher,
+    Trial,
+    end_leftovers,
+    judged,
+    run_command,
+    run_function,
+)
 from slapo.errors import with_nearest
 
 #: Share of the trials that the best predictions get.
@@ -426,69 +432,58 @@ class _Search:
         """Judge a point that the study gives, and run it; None for a repetition."""
         choices = Choices(lambda question: _suggest(asked, question))
         point: Point | None = None
-        outcome: Outcome | None = None
-        predicted: Prediction | None = None
+        trial: Trial | None = None
         command: list[str] | None = None
         try:
             point = make_point(self._space, choices, self._constraint)
             if point.key not in self._ended:
-                predicted, outcome = self._judge(point)
-            if self._launcher is not None and outcome is None:
+                trial = self._judge(point)
+            if self._launcher is not None and trial is None:
                 command = self._launcher(point.values)
         except Refused as reason:
             point = point or Point(choices.values, choices.values, {})
-            outcome = Outcome("refused", reason=str(reason))
+            trial = judged("refused", reason=str(reason))
         same = self._ended.get(point.key)
         if same is not None:
             asked.set_user_attr("same_as", same.number)
             self._study.tell(asked, same.result, state=state_of(same.outcome))
             return None
         asked.set_user_attr("point", {"values": point.values, "choices": point.choices})
-        log, is_started = "", outcome is None
-        if outcome is None:
-            outcome, log = self._execute(point, command, asked.number)
-        trial = Trial(
-            asked.number,
-            point.values,
-            outcome.kind,
-            outcome.value,
-            point.choices,
-            outcome.reason,
-            predicted,
-            round(outcome.seconds, 3),
-            log,
-            outcome.figures,
-            asked.params,
-            asked.user_attrs.get("source", "sampler"),
-            is_started,
+        trial = replace(
+            trial or self._execute(point, command, asked.number),
+            number=asked.number,
+            values=point.values,
+            choices=point.choices,
+            predicted=self._predict.get(point) if self._predict else None,
+            parameters=asked.params,
+            source=asked.user_attrs.get("source", "sampler"),
         )
         asked.set_user_attr("trial", asdict(trial))  # one write: it ended, or it did not
         finish(self._study, asked.number, trial)
         self._add(trial)
         return trial
 
-    def _judge(self, point: Point) -> tuple[Prediction | None, Outcome | None]:
-        """The prediction of a point, and why it does not run."""
-        found = None
+    def _judge(self, point: Point) -> Trial | None:
+        """The trial of a point that does not run."""
         if self._predict is not None:
             found = self._predict(point)
             self._predict.save()
             if found.refused:
-                return found, Outcome("refused", reason=found.refused)
+                return judged("refused", reason=found.refused)
             if not found.fits:
-                return found, Outcome("does_not_fit", reason=f"predicted {found}")
+                return judged("does_not_fit", reason=f"predicted {found}")
         reason = self._skipped.get(point.key)
-        return found, None if reason is None else Outcome("skipped", reason=reason)
+        return None if reason is None else judged("skipped", reason=reason)
 
-    def _execute(self, point: Point, command: list[str] | None, number: int) -> tuple[Outcome, str]:
-        options = self._options
+    def _execute(self, point: Point, command: list[str] | None, number: int) -> Trial:
+        metric = self._options.metric
         if self._watcher is not None:
             self._watcher.started(point, self._count(), self._total)
         if self._function is not None:
-            return run_function(self._function, point.values, options.metric), ""
+            return replace(run_function(self._function, point.values, metric), started=True)
         log = self._logs / f"trial-{number:04}.log"
-        timeout, metric = options.timeout, options.metric
-        return run_command(command or [], point.values, log, timeout, metric), str(log)
+        trial = run_command(command or [], point.values, log, self._options.timeout, metric)
+        return replace(trial, started=True, log=str(log))
 
     def _add(self, trial: Trial) -> None:
         self._ended[trial.key] = self._trials[trial.number] = trial

@@ -17,12 +17,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slapo.autotune.space import Refused, TuneError, configured
+from slapo.autotune.space import Refused, TuneError, configured, point_key
 from slapo.autotune.values import RESULTS, VARIABLE, finite_number, is_out_of_memory, kind_of
 from slapo.errors import with_nearest
 from slapo.framework_dialect import get_dialect_cls
+
+if TYPE_CHECKING:
+    from slapo.autotune.prediction import Prediction
 
 #: Outcomes of a trial that ran, ``"ok"`` first; the others are failures.
 RUN = ("ok", "out_of_memory", "crash", "timeout", "wrong_schedule", "no_result", "garbage")
@@ -147,14 +150,81 @@ def source_of(function: Callable[..., Any]) -> str:
 
 # --- outcomes ------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Outcome:
-    """Outcome of a trial: one of `RUN` and `NOT_RUN`, with a `value` only for ``"ok"``."""
+class Trial:
+    """A trial that ended, or a point that a search decided not to run.
 
-    kind: str
-    value: float | None = None
+    Attributes
+    ----------
+    number
+        Number in the study.
+    values
+        Values of the point.
+    outcome
+        ``"ok"``, ``"out_of_memory"``, ``"crash"``, ``"timeout"``, ``"wrong_schedule"``,
+        ``"no_result"``, ``"garbage"``, ``"refused"``; ``"cut_off"`` if the tuner ended first; of a
+        point that did not run, ``"does_not_fit"`` or ``"skipped"``.
+    result
+        The figure that the search maximizes; None unless the outcome is ``"ok"``.
+    choices
+        Name -> value of each question of the space.
+    reason
+        A line about any other outcome than ``"ok"``.
+    predicted
+        The prediction; None without one.
+    seconds
+        Run time.
+    log
+        Path of the output.
+    figures
+        Further figures of the trial.
+    parameters
+        Parameters in the study.
+    source
+        Origin of the point: ``"prediction"``, ``"sampler"``, ``"neighbour"``, ``"unseen"``,
+        ``"retry"``, ``"cut_off"`` or ``"import"``.
+    started
+        Whether it ran, also if it refused itself.
+
+    Examples
+    --------
+    >>> trial = Trial(0, {"tp": 2}, "ok", 12.5)
+    >>> trial.is_run, trial.is_failure, trial.key
+    (True, False, '{"tp": 2}')
+    """
+
+    number: int
+    values: dict[str, Any]
+    outcome: str
+    result: float | None = None
+    choices: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
+    predicted: Prediction | None = None
     seconds: float = 0.0
+    log: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+    started: bool = False
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it ran to its end."""
+        return self.outcome in RUN or (self.started and self.outcome == "refused")
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it ran without a result."""
+        return self.outcome in RUN[1:]
+
+    @property
+    def key(self) -> str:
+        """The same text for equal points."""
+        return point_key(self.values)
+
+
+def judged(outcome: str, result: float | None = None, **more: Any) -> Trial:
+    """A trial that the search has to give its number and its point."""
+    return Trial(0, {}, outcome, result, **more)
 
 
 def run_command(
@@ -163,7 +233,7 @@ def run_command(
     log: Path,
     timeout: float,
     metric: str = "throughput",
-) -> Outcome:
+) -> Trial:
     """Run a trial as a session of processes; none of them is left when this returns or raises."""
     results = log.resolve().with_suffix(".results")
     try:
@@ -188,7 +258,7 @@ def run_command(
             )
         code = _wait(process, log, started + timeout)
     except (OSError, ValueError) as error:  # such as values that are too long
-        return Outcome("crash", reason=f"it could not be started: {error}")
+        return judged("crash", reason=f"it could not be started: {error}")
     finally:
         seconds = time.monotonic() - started
         if process is not None:
@@ -196,24 +266,25 @@ def run_command(
     entries = _entries(results)
     results.unlink(missing_ok=True)
     if code is None:
-        return Outcome("timeout", reason=f"it was ended after {timeout:g} s", seconds=seconds)
+        reason = f"it was ended after {timeout:g} s"
+        return judged("timeout", reason=reason, seconds=seconds)
     return replace(_outcome(code, entries, _tail(log), metric), seconds=seconds)
 
 
 def run_function(
     run: Callable[[dict[str, Any]], Any], values: Mapping[str, Any], metric: str
-) -> Outcome:
+) -> Trial:
     """Run a trial as a function of this process that returns the result."""
     try:
         value = run(dict(values))
     except (Exception, SystemExit) as error:
         kind, reason = kind_of(error)
-        return Outcome(kind, reason=reason)
+        return judged(kind, reason=reason)
     # Numbers of numpy, and tensors with one.
     return _value(value.item() if hasattr(value, "item") else value, metric, {})
 
 
-def _outcome(code: int, entries: Sequence[Any], text: str, metric: str) -> Outcome:
+def _outcome(code: int, entries: Sequence[Any], text: str, metric: str) -> Trial:
     """Outcome by exit status, result file and log, in this order."""
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
     last = lines[-1][:300] if lines else "it printed nothing"
@@ -226,29 +297,29 @@ def _outcome(code: int, entries: Sequence[Any], text: str, metric: str) -> Outco
                 return _value(figures.pop(metric), metric, figures)
         speed = _logged_speed(text) if metric == "throughput" else 0.0
         if speed:
-            return Outcome("ok", speed)
+            return judged("ok", speed)
     if errors:
         # Other ranks fail because one did, and may be the first to say so.
         kind, reason = next((e for e in errors if e[0] != "crash"), errors[0])
-        return Outcome(kind, reason=reason)
+        return judged(kind, reason=reason)
     if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
         reason = "it was killed (signal 9), as the kernel does when memory runs out"
-        return Outcome("out_of_memory", reason=reason)
+        return judged("out_of_memory", reason=reason)
     if is_out_of_memory(last):
-        return Outcome("out_of_memory", reason=last)
+        return judged("out_of_memory", reason=last)
     if code:
-        return Outcome("crash", reason=f"exit status {code}: {last}")
+        return judged("crash", reason=f"exit status {code}: {last}")
     other = next(filter(None, objects), None)
     found = f"its last line of JSON has {list(other)[:20]}" if other else f"its last line: {last!r}"
-    return Outcome("no_result", reason=f"no line of JSON with {metric!r}; {found}")
+    return judged("no_result", reason=f"no line of JSON with {metric!r}; {found}")
 
 
-def _value(value: Any, metric: str, figures: dict[str, Any]) -> Outcome:
+def _value(value: Any, metric: str, figures: dict[str, Any]) -> Trial:
     number = finite_number(value)
     if number is None:
         reason = f"{metric} is {repr(value)[:200]}; it must be a finite number"
-        return Outcome("garbage", reason=reason, figures=figures)
-    return Outcome("ok", number, figures=figures)
+        return judged("garbage", reason=reason, figures=figures)
+    return judged("ok", number, figures=figures)
 
 
 def _object(line: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 import slapo
 from slapo.autotune import report_result, trial, trial_values, tune
 from slapo.autotune.space import Refused, TuneError
-from slapo.autotune.trial import Launcher, Outcome, run_command, run_function
+from slapo.autotune.trial import Launcher, Trial, run_command, run_function
 from slapo.autotune.values import kind_of, report_failure
 
 #: Starts in some milliseconds.
@@ -27,7 +27,7 @@ PYTHON = [sys.executable, "-S", "-E", "-c"]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def run(tmp_path: Path, code: str, timeout: float = 20.0, values: Any = None) -> Outcome:
+def run(tmp_path: Path, code: str, timeout: float = 20.0, values: Any = None) -> Trial:
     return run_command([*PYTHON, code], values or {}, tmp_path / "log", timeout)
 
 
@@ -96,11 +96,11 @@ OOM, PEER = ["out_of_memory", "CUDA out of memory"], ["crash", "Connection close
 )
 def test_outcomes(tmp_path: Path, code: str, kind: str, reason: str) -> None:
     outcome = run(tmp_path, code, timeout=0.5 if kind == "timeout" else 20.0)
-    assert outcome.kind == kind, outcome
+    assert outcome.outcome == kind, outcome
     if kind == "ok":
-        assert f"{outcome.value} {outcome.figures or ''}".strip() == reason
+        assert f"{outcome.result} {outcome.figures or ''}".strip() == reason
     else:
-        assert outcome.value is None
+        assert outcome.result is None
         assert re.search(reason, outcome.reason)
         assert 0 < len(outcome.reason) < 400
     assert outcome.seconds > 0
@@ -132,8 +132,8 @@ def test_errors(error: Exception, kind: str, reason: str) -> None:
         raise error
 
     outcome = run_function(raises, {}, "throughput")
-    assert (outcome.kind, outcome.reason) == kind_of(error)
-    assert outcome.kind == kind
+    assert (outcome.outcome, outcome.reason) == kind_of(error)
+    assert outcome.outcome == kind
     assert re.search(reason, outcome.reason)
 
 
@@ -141,14 +141,16 @@ def test_functions_as_trials() -> None:
     def interrupt(values: Any) -> None:
         raise KeyboardInterrupt
 
-    assert run_function(lambda values: 2 * values["a"], {"a": 3}, "throughput").value == 6.0
-    assert run_function(sys.exit, {}, "throughput").kind == "crash"
+    assert run_function(lambda values: 2 * values["a"], {"a": 3}, "throughput").result == 6.0
+    assert run_function(sys.exit, {}, "throughput").outcome == "crash"
     with pytest.raises(KeyboardInterrupt):
         run_function(interrupt, {}, "throughput")
     for value in (None, "4", True, 10**400):
-        assert run_function(lambda values, value=value: value, {}, "throughput").kind == "garbage"
+        assert (
+            run_function(lambda values, value=value: value, {}, "throughput").outcome == "garbage"
+        )
     for value in (torch.tensor(4.0), torch.tensor(4.0).numpy()[()]):
-        assert run_function(lambda values, value=value: value, {}, "throughput").value == 4.0
+        assert run_function(lambda values, value=value: value, {}, "throughput").result == 4.0
 
 
 def test_a_failed_cause_is_the_outcome() -> None:
@@ -199,7 +201,10 @@ def test_a_script_of_the_library(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-W", "ignore", "-c", code]
     outcome = run_command(command, {"tp": 2, "kernel": "flash"}, tmp_path / "log", 60)
-    assert (outcome.kind, outcome.reason) == ("refused", "{'tp': 2, 'kernel': 'flash'} is too much")
+    assert (outcome.outcome, outcome.reason) == (
+        "refused",
+        "{'tp': 2, 'kernel': 'flash'} is too much",
+    )
     assert "Traceback" in (tmp_path / "log").read_text()
 
 
@@ -214,7 +219,7 @@ def test_a_script_of_the_library(tmp_path: Path) -> None:
 )
 def test_programs_that_cannot_start(tmp_path: Path, command: Any, values: Any) -> None:
     outcome = run_command(command, values, tmp_path / "log", 5)
-    assert outcome.kind == "crash"
+    assert outcome.outcome == "crash"
     assert "could not be started" in outcome.reason
 
 
@@ -226,7 +231,7 @@ def test_logs_that_grow_without_bound(tmp_path: Path, monkeypatch: pytest.Monkey
         "for _ in range(32): print('x' * 2**14, flush=True); time.sleep(0.05)\n"
         "print('{\"throughput\": 2}')"
     )
-    assert run(tmp_path, code).value == 2.0
+    assert run(tmp_path, code).result == 2.0
     text = (tmp_path / "log").read_text()
     assert text.startswith("first")
     assert "its middle was dropped" in text
@@ -258,7 +263,7 @@ def test_no_process_of_a_trial_is_left(
     monkeypatch.setattr(trial, "_GRACE", 0.1)
     file = tmp_path / "pids"
     outcome = run_command([*PYTHON, CHILDREN + rest, str(file)], {}, tmp_path / "log", 1.0)
-    assert outcome.kind in ("ok", "timeout", "crash")
+    assert outcome.outcome in ("ok", "timeout", "crash")
     assert outcome.seconds < 5
     pids = [int(line) for line in file.read_text().split()]
     assert len(pids) == 2
@@ -271,7 +276,7 @@ def test_a_launcher_has_time_to_end_its_ranks(tmp_path: Path) -> None:
         "def end(*_): time.sleep(0.2); print('ended', flush=True); sys.exit()\n"
         "signal.signal(signal.SIGTERM, end); time.sleep(60)"
     )
-    assert run(tmp_path, code, timeout=0.5).kind == "timeout"
+    assert run(tmp_path, code, timeout=0.5).outcome == "timeout"
     assert (tmp_path / "log").read_text() == "ended\n"
 
 
