@@ -5,7 +5,8 @@
 """
 
 from slapo.autotune.database import Database
-from slapo.autotune.search import Result, tune
+from slapo.autotune.report import Result
+from slapo.autotune.search import tune
 from slapo.autotune.space import Choices, Refused, TuneError, point_key
 from slapo.autotune.symbols import Space, Symbol
 from slapo.autotune.trial import Trial

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from slapo.autotune.database import import_optuna
-from slapo.autotune.report import Progress, save_plot, summary
-from slapo.autotune.search import Result, tune
+from slapo.autotune.report import Progress, Result, save_plot, summary
+from slapo.autotune.search import tune
 from slapo.autotune.space import TuneError
 from slapo.autotune.symbols import load_config
 from slapo.autotune.trial import Launcher

@@ -1,4 +1,4 @@
-"""The output of a search: progress, table, plot."""
+"""The events and the result of a search, and how they are shown: lines, table, plot."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from slapo.autotune.search import Result
 from slapo.autotune.space import Point
 from slapo.autotune.trial import Trial
 
@@ -18,8 +18,62 @@ from slapo.autotune.trial import Trial
 _ROWS, _PAUSE = 10, 10.0
 
 
+class Watcher(Protocol):
+    """Receives the events of a search."""
+
+    def predicted(self, done: int, total: int) -> None:
+        """`done` of `total` points have their prediction."""
+
+    def started(self, point: Point, done: int, total: int) -> None:
+        """A trial starts."""
+
+    def ended(self, trial: Trial, best: Trial | None, done: int, total: int) -> None:
+        """A trial ended, or a point was judged that does not run."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a search.
+
+    Attributes
+    ----------
+    best
+        The trial with the largest result; None without results.
+    trials
+        All trials of this space in the database, in order.
+    size
+        Number of points of the space; an estimate for more than some thousands.
+    refused
+        Reason -> number of points or branches that the space refused.
+    does_not_fit
+        Number of points that need more memory than there is, by their prediction.
+    command
+        Shell command that runs the best point; empty without one.
+    metric
+        Name of the maximized figure.
+    foreign
+        Number of trials in the database whose points are not of this space, nor in `trials`.
+
+    Examples
+    --------
+    >>> from slapo.autotune import tune
+    >>> found = tune(lambda choose: {"a": choose("a", [1, 2])}, run=lambda point: point["a"])
+    >>> found.size, found.best.result, found.refused
+    (2, 2.0, {})
+    """
+
+    best: Trial | None
+    trials: list[Trial]
+    size: int
+    refused: dict[str, int]
+    does_not_fit: int
+    command: str
+    metric: str
+    foreign: int = 0
+
+
 class Progress:
-    """A :class:`slapo.autotune.search.Watcher` that prints lines to standard error."""
+    """A :class:`Watcher` that prints lines to standard error."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from slapo.autotune.database import (
     best_of,
@@ -24,6 +24,7 @@ from slapo.autotune.database import (
     state_of,
 )
 from slapo.autotune.prediction import Predictor
+from slapo.autotune.report import Result, Watcher
 from slapo.autotune.space import (
     Choices,
     Point,
@@ -53,59 +54,6 @@ _MISSES = 3
 #: Proposals in a row without a run, after which the space must be giving other points than asked.
 _HOPELESS = 200
 _STOPS = ("none", "symbol", "all")
-
-
-class Watcher(Protocol):
-    """Receives the events of a search."""
-
-    def predicted(self, done: int, total: int) -> None:
-        """`done` of `total` points have their prediction."""
-
-    def started(self, point: Point, done: int, total: int) -> None:
-        """A trial starts."""
-
-    def ended(self, trial: Trial, best: Trial | None, done: int, total: int) -> None:
-        """A trial ended, or a point was judged that does not run."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of a search.
-
-    Attributes
-    ----------
-    best
-        The trial with the largest result; None without results.
-    trials
-        All trials of this space in the database, in order.
-    size
-        Number of points of the space; an estimate for more than some thousands.
-    refused
-        Reason -> number of points or branches that the space refused.
-    does_not_fit
-        Number of points that need more memory than there is, by their prediction.
-    command
-        Shell command that runs the best point; empty without one.
-    metric
-        Name of the maximized figure.
-    foreign
-        Number of trials in the database whose points are not of this space, nor in `trials`.
-
-    Examples
-    --------
-    >>> found = tune(lambda choose: {"a": choose("a", [1, 2])}, run=lambda point: point["a"])
-    >>> found.size, found.best.result, found.refused
-    (2, 2.0, {})
-    """
-
-    best: Trial | None
-    trials: list[Trial]
-    size: int
-    refused: dict[str, int]
-    does_not_fit: int
-    command: str
-    metric: str
-    foreign: int = 0
 
 
 def tune(
@@ -206,32 +154,23 @@ def tune(
     if (command is None) == (run is None):
         raise TuneError("give either a command or a function run=, and not both")
     launcher = command if command is None or isinstance(command, Launcher) else Launcher(command)
-    options = _Options(trials, timeout, seed, metric, error_stop, grows, retry)
-    path = None if db is None else Path(db)
     found = survey(space, constraint, seed=seed)
-    _check_names(found, options, launcher)
+    _check_names(found, grows if error_stop == "symbol" else None, launcher)
+    path = None if db is None else Path(db)
     with locked(path):
-        search = _Search(space, constraint, launcher, run, path, found, options, watcher)
+        search = _Search(
+            space, constraint, launcher, run, watcher, found, timeout, metric, error_stop, grows
+        )
+        search.open(path, trials, seed, retry)
         if predict is not None:
             search.predict_all(predict)
         return search.run()
 
 
-@dataclass(frozen=True)
-class _Options:
-    trials: int | None
-    timeout: float
-    seed: int
-    metric: str
-    error_stop: str
-    grows: Collection[str] | None
-    retry: bool
-
-
-def _check_names(found: Survey, options: _Options, launcher: Launcher | None) -> None:
+def _check_names(found: Survey, grows: Collection[str] | None, launcher: Launcher | None) -> None:
     """Refuse names in `grows` and in the command that no point has."""
     names = {name for point in found.points for name in point.choices}
-    for name in options.grows or () if options.error_stop == "symbol" else ():
+    for name in grows or ():
         if name not in names:
             rest = f"a point chooses {sorted(names)}"
             raise TuneError(f"grows has {name!r}: {with_nearest(name, names, rest)}")
@@ -239,6 +178,7 @@ def _check_names(found: Survey, options: _Options, launcher: Launcher | None) ->
         launcher.check({frozenset(point.values): point.values for point in found.points}.values())
 
 
+@dataclass(eq=False)
 class _Search:
     """One start of a search.
 
@@ -246,28 +186,26 @@ class _Search:
     skipped is judged again at each start: the constraint, the prediction or the options may differ.
     """
 
-    def __init__(
-        self,
-        space: SpaceFunction,
-        constraint: Callable[[Any], Any] | None,
-        launcher: Launcher | None,
-        function: Callable[[dict[str, Any]], Any] | None,
-        db: Path | None,
-        found: Survey,
-        options: _Options,
-        watcher: Watcher | None,
-    ) -> None:
-        self._space, self._constraint = space, constraint
-        self._launcher, self._function = launcher, function
-        self._db, self._survey, self._options, self._watcher = db, found, options, watcher
+    _space: SpaceFunction
+    _constraint: Callable[[Any], Any] | None
+    _launcher: Launcher | None
+    _function: Callable[[dict[str, Any]], Any] | None
+    _watcher: Watcher | None
+    _survey: Survey
+    _timeout: float
+    _metric: str
+    _error_stop: str
+    _grows: Collection[str] | None
+
+    def open(self, db: Path | None, trials: int | None, seed: int, retry: bool) -> None:
+        """Open the study of the search, and take over its trials."""
         self._study = open_study(db)
         mine = {
-            "space": sorted(found.questions)[:1000],
-            "metric": options.metric,
+            "space": sorted(self._survey.questions)[:1000],
+            "metric": self._metric,
             "command": self._launcher.text if self._launcher else "",
         }
         check_search(self._study, db, mine)
-        self._logs = Path()
         if self._launcher is not None:
             named = db or Path(tempfile.mkdtemp(prefix="slapo-tune-"), "memory")
             self._logs = named.with_name(named.name + ".logs")
@@ -278,21 +216,21 @@ class _Search:
         #: Points that ``error_stop="symbol"`` skips, and why.
         self._skipped: dict[str, str] = {}
         self._queue: list[tuple[dict[str, Any], str]] = []
-        self._foreign = 0
-        trials = list(map(read_trial, self._study.get_trials(deepcopy=False)))
-        for n, trial in enumerate(trials):
-            finish(self._study, n, trial if trial and trial.outcome != "cut_off" else None)
-        self._take_over(trials)
-        self._study.sampler = _sampler((options.seed + len(trials)) % 2**32)
-        self._random = random.Random(options.seed)
         self._predict: Predictor | None = None
         self._ranked: list[Point] = []
-        self._proposals = self._does_not_fit = 0
-        self._total = options.trials or min(found.size, max(10, min(-(-found.size // 10), 200)))
+        self._foreign = self._proposals = self._does_not_fit = 0
+        held = list(map(read_trial, self._study.get_trials(deepcopy=False)))
+        for number, trial in enumerate(held):
+            is_cut = trial is None or trial.outcome == "cut_off"
+            finish(self._study, number, None if is_cut else trial)
+        self._take_over(held, db, retry)
+        self._study.sampler = _sampler((seed + len(held)) % 2**32)
+        self._random = random.Random(seed)
+        size = self._survey.size
+        self._total = trials or min(size, max(10, min(math.ceil(size / 10), 200)))
+        self._is_default = trials is None
 
-    # What the database holds.
-
-    def _take_over(self, trials: Iterable[Trial | None]) -> None:
+    def _take_over(self, trials: Iterable[Trial | None], db: Path | None, retry: bool) -> None:
         points = {point.key: point for point in self._survey.points}
         by_answers = {_text(point.parameters): point for point in self._survey.points}
         shapes = {frozenset(point.values) for point in self._survey.points}
@@ -307,7 +245,7 @@ class _Search:
             now = by_answers.get(_text(trial.parameters)) if trial.parameters else None
             if now is not None and now.key != trial.key:
                 raise TuneError(
-                    f"{self._db} is of another space: its trial {trial.number} ran "
+                    f"{db} is of another space: its trial {trial.number} ran "
                     f"{dict(trial.values)}, of which the space now makes {dict(now.values)}; name "
                     "another database, or restore the space"
                 )
@@ -318,19 +256,15 @@ class _Search:
                 continue
             self._trials[trial.number] = trial
             (self._ended if trial.is_run else cut)[trial.key] = trial
-        again = [trial for trial in self._ended.values() if self._may_retry(trial)]
         self._queue += [(t.parameters, "cut_off") for k, t in cut.items() if k not in self._ended]
-        self._queue += [(trial.parameters, "retry") for trial in again]
-        for trial in again:
-            del self._ended[trial.key]
+        for trial in [*self._ended.values()] if retry else []:
+            # An imported trial of a space too large to enumerate has no parameters to ask for.
+            is_known = bool(trial.parameters) or self._survey.is_complete
+            if trial.is_failure and trial.outcome != "out_of_memory" and is_known:
+                self._queue.append((trial.parameters, "retry"))
+                del self._ended[trial.key]
         for trial in self._ended.values():
             self._skip_larger(trial)
-
-    def _may_retry(self, trial: Trial) -> bool:
-        is_ill = trial.is_failure and trial.outcome != "out_of_memory"
-        # An imported trial of a space too large to enumerate has no parameters to ask for.
-        is_known = bool(trial.parameters) or self._survey.is_complete
-        return self._options.retry and is_ill and is_known
 
     # Predictions.
 
@@ -356,7 +290,7 @@ class _Search:
         self._does_not_fit = len(points) - len(ranked) - refused.total()
         if not self._ranked:
             raise TuneError(self._nothing_fits(self._predict, refused))
-        if self._survey.is_complete and self._options.trials is None:
+        if self._survey.is_complete and self._is_default:
             self._total = min(self._total, len(self._ranked))
 
     def _nothing_fits(self, predict: Predictor, refused: Counter[str]) -> str:
@@ -476,13 +410,13 @@ class _Search:
         return None if reason is None else judged("skipped", reason=reason)
 
     def _execute(self, point: Point, command: list[str] | None, number: int) -> Trial:
-        metric = self._options.metric
+        metric = self._metric
         if self._watcher is not None:
             self._watcher.started(point, self._count(), self._total)
         if self._function is not None:
             return replace(run_function(self._function, point.values, metric), started=True)
         log = self._logs / f"trial-{number:04}.log"
-        trial = run_command(command or [], point.values, log, self._options.timeout, metric)
+        trial = run_command(command or [], point.values, log, self._timeout, metric)
         return replace(trial, started=True, log=str(log))
 
     def _add(self, trial: Trial) -> None:
@@ -494,9 +428,9 @@ class _Search:
 
     def _skip_larger(self, trial: Trial) -> None:
         """Skip points that differ from a trial that failed by a larger value of one name."""
-        if self._options.error_stop != "symbol" or not trial.is_failure:
+        if self._error_stop != "symbol" or not trial.is_failure:
             return
-        grows = self._options.grows
+        grows = self._grows
         for point in self._survey.points:
             name, *more = _differences(point.choices, trial.choices) or [""]
             if more or name not in (trial.choices if grows is None else grows):
@@ -513,10 +447,10 @@ class _Search:
             raise TuneError(
                 f"the script gives no result: {trial.reason}. Call "
                 "slapo.autotune.report_result(samples_per_second) at its end, or print a line such "
-                f'as {{"{self._options.metric}": 12.5}}; then start again with --retry. Its log: '
+                f'as {{"{self._metric}": 12.5}}; then start again with --retry. Its log: '
                 f"{trial.log}"
             )
-        return self._options.error_stop == "all" and trial.is_failure
+        return self._error_stop == "all" and trial.is_failure
 
     def _result(self) -> Result:
         best = best_of(list(self._trials.values()))
@@ -527,7 +461,7 @@ class _Search:
             dict(self._survey.refused),
             self._does_not_fit,
             self._launcher.line(best.values) if best is not None and self._launcher else "",
-            self._options.metric,
+            self._metric,
             self._foreign,
         )
 

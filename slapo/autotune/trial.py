@@ -79,8 +79,9 @@ class Launcher:
             words = self(values)
         except (Refused, TuneError):  # such as an imported trial
             return ""
-        # By its folder: Pythons of two environments may be links to one file.
-        if Path(shutil.which("python") or "").parent == Path(sys.executable).parent:
+        # Compare the folders too: Pythons of two environments may be links to one file.
+        found, used = Path(shutil.which("python") or "nowhere"), Path(sys.executable)
+        if found.parent == used.parent and found.samefile(used):
             words = ["python" if word == sys.executable else word for word in words]
         return f"{VARIABLE}={shlex.quote(json.dumps(dict(values)))} {shlex.join(words)}"
 
