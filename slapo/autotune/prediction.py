@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from slapo.autotune.space import Point, Refused, TuneError, configured
-from slapo.autotune.trial import source_of
+from slapo.autotune.space import Point, Refused, TuneError, configured, source_of
 from slapo.autotune.values import finite_number
 from slapo.errors import SlapoError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import json
 import math
 import random
@@ -217,6 +218,14 @@ def configured(what: str, where: Callable[[], str] = str) -> Iterator[None]:
             f"{what} failed with {type(error).__name__}: {error}{where()}; raise "
             "slapo.autotune.Refused for what cannot run"
         ) from error
+
+
+def source_of(function: Callable[..., Any]) -> str:
+    """Digest of a function's source; empty for a method or a partial, whose state has no text."""
+    if inspect.isfunction(function):
+        with contextlib.suppress(OSError, TypeError):
+            return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+    return ""
 
 
 @dataclass

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import inspect
 import json
 import os
 import re
@@ -17,15 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from slapo.autotune.space import Refused, TuneError, configured, point_key
+from slapo.autotune.prediction import Prediction
+from slapo.autotune.space import Refused, TuneError, configured, point_key, source_of
 from slapo.autotune.values import RESULTS, VARIABLE, finite_number, is_out_of_memory, kind_of
 from slapo.errors import with_nearest
 from slapo.framework_dialect import get_dialect_cls
-
-if TYPE_CHECKING:
-    from slapo.autotune.prediction import Prediction
 
 #: Outcomes of a trial that ran, ``"ok"`` first; the others are failures.
 RUN = ("ok", "out_of_memory", "crash", "timeout", "wrong_schedule", "no_result", "garbage")
@@ -139,14 +135,6 @@ def _with_program(words: Sequence[str]) -> list[str]:
             "be executed; name a file .py or .sh, or a program on the PATH, before its arguments"
         )
     return [beside, *rest]
-
-
-def source_of(function: Callable[..., Any]) -> str:
-    """Digest of a function's source; empty for a method or a partial, whose state has no text."""
-    if inspect.isfunction(function):
-        with contextlib.suppress(OSError, TypeError):
-            return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
-    return ""
 
 
 # --- outcomes ------------------------------------------------------------------------------------
