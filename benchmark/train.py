@@ -23,6 +23,7 @@ import torch.distributed as dist
 from benchmark import report
 from benchmark.train_options import TrainOptions, parse, parser
 from benchmark.train_ranks import OK, launch, measured, without_figures
+from slapo.autotune.values import report_failure
 
 __all__ = ["heading", "line", "main", "peers", "run", "without_figures"]
 
@@ -142,6 +143,6 @@ def show(row: dict[str, Any]) -> None:
         )
     elif row["outcome"] == "out_of_memory":
         print("out of memory")
-    elif row["outcome"] == "refused":
-        print(f"slapo.autotune.Refused: {row['reason']}")  # as a tuner reads it
+    if row["outcome"] in ("out_of_memory", "refused"):
+        report_failure(row["outcome"], row["reason"])
     sys.stdout.flush()

@@ -1,15 +1,15 @@
-"""The tuner: finds the schedule, the layout and the batch that train a model fastest.
+"""The tuner: search for the schedule, layout and batch that train a model fastest.
 
 ``slapo tune --config space.py --db trials.db train.py ARGUMENTS`` on the command line,
 :func:`tune` in a program. Needs the extra ``tune``.
 """
 
 from slapo.autotune.database import Database
-from slapo.autotune.options import Result
+from slapo.autotune.report import Result
 from slapo.autotune.search import tune
 from slapo.autotune.space import Choices, Refused, TuneError, point_key
-from slapo.autotune.study import Trial
 from slapo.autotune.symbols import Space, Symbol
+from slapo.autotune.trial import Trial
 from slapo.autotune.values import report_result, trial_values
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The trials of a search as a program reads and adds them."""
+"""The trials of a search: a study of optuna in one SQLite file."""
 
 from __future__ import annotations
 
@@ -6,39 +6,40 @@ import ast
 import contextlib
 import json
 import re
-from collections.abc import Mapping
+import sqlite3
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slapo.autotune.prediction import Prediction, saved_predictions
-from slapo.autotune.space import TuneError, check_json, point_key
-from slapo.autotune.study import (
-    Trial,
-    best_of,
-    import_optuna,
-    open_study,
-    read_trial,
-    report_of,
-    state_of,
-)
-from slapo.autotune.trial import RUN, Outcome
+from slapo.autotune.space import TuneError, point_key
+from slapo.autotune.trial import NOT_RUN, RUN, Trial
 from slapo.autotune.values import finite_number
+from slapo.errors import MissingPackageError
+
+if TYPE_CHECKING:
+    import optuna
+
+#: Name of the study in the file.
+_NAME = "slapo"
 
 
 class Database:
     """The trials of a search in a file.
 
-    The file is SQLite with a study of optuna, which optuna's dashboard shows, too.
+    The file is SQLite with a study of optuna, so that optuna's dashboard shows it too.
 
     Parameters
     ----------
     path
-        The file; made if there is none.
+        The file, created if it does not exist.
 
     Raises
     ------
     TuneError
-        If it is a file of another kind.
+        If the file is of another kind.
     MissingPackageError
         If optuna is not installed.
 
@@ -58,22 +59,22 @@ class Database:
 
     @property
     def trials(self) -> list[Trial]:
-        """All that ended, in order."""
+        """All trials that ended, in order."""
         found = map(read_trial, self._study.get_trials(deepcopy=False))
         return [trial for trial in found if trial is not None]
 
     @property
     def best(self) -> Trial | None:
-        """The trial with the largest result; None if none has one."""
+        """The trial with the largest result; None without results."""
         return best_of(self.trials)
 
     @property
     def predictions(self) -> dict[str, Prediction]:
-        """Key of a point (:func:`slapo.autotune.point_key`) -> what was predicted of it."""
-        return saved_predictions(self.path)
+        """Key of a point (:func:`slapo.autotune.point_key`) -> its prediction."""
+        return saved_predictions(self._study)
 
     def get(self, values: Mapping[str, Any]) -> Trial | None:
-        """The last trial of a point that was run."""
+        """The last trial that ran a point; None if it never ran."""
         key = point_key(values)
         same = [trial for trial in self.trials if trial.is_run and trial.key == key]
         return same[-1] if same else None
@@ -81,16 +82,16 @@ class Database:
     def commit(
         self, values: Mapping[str, Any], result: float | None = None, outcome: str = ""
     ) -> None:
-        """Add a trial that was run elsewhere.
+        """Add a trial that ran elsewhere.
 
         Parameters
         ----------
         values
-            Of the point.
+            Values of the point.
         result
-            What it measured.
+            The measured figure.
         outcome
-            What became of it, where there is no result.
+            Outcome of a trial without a result.
         """
         kind = outcome or ("no_result" if result is None else "ok")
         if kind not in RUN or (kind == "ok") != (result is not None):
@@ -100,22 +101,19 @@ class Database:
         number = finite_number(result)
         if result is not None and number is None:
             raise ValueError(f"the result is {result!r}, which cannot be compared; give a number")
-        check_json(f"the values of a trial are {str(dict(values))[:200]}", dict(values))
-        optuna = import_optuna()
-        report = report_of(Outcome(kind, number))
-        attributes = {"values": dict(values), "source": "import", "report": report}
+        attributes = {"trial": asdict(Trial(0, dict(values), kind, number, source="import"))}
         self._study.add_trial(
-            optuna.trial.create_trial(
-                state=state_of(kind), value=report["result"], user_attrs=attributes
+            import_optuna().trial.create_trial(
+                state=state_of(kind), value=number, user_attrs=attributes
             )
         )
 
     def import_json(self, path: str | Path) -> int:
-        """Take over a JSON database: an object of texts that name points, and their results.
+        """Import a JSON database of the published package.
 
-        Names and values of a point are read from ``name-value``, ``name:value`` or ``name=value``,
-        or from JSON; a result is a number, or an object with ``throughput``. A name without any
-        value is no point, and left.
+        It is an object whose keys are points: JSON, or ``name-value``, ``name:value`` or
+        ``name=value`` for each value. A result is a number, or an object with ``throughput``. Keys
+        without values are skipped.
 
         Parameters
         ----------
@@ -125,12 +123,12 @@ class Database:
         Returns
         -------
         int
-            How many were taken; points that are there already are left.
+            Number of imported points; points that are in the database already are skipped.
 
         Raises
         ------
         TuneError
-            If the file, or the name of a point in it, cannot be read; then nothing is taken.
+            If the file or one of its keys cannot be read; nothing is imported then.
         """
         try:
             held = json.loads(Path(path).read_text())
@@ -145,14 +143,142 @@ class Database:
             if values and point_key(values) not in known:
                 new.setdefault(point_key(values), (values, entry))
         for values, entry in new.values():
-            result = _old_result(entry)
-            failure = "out_of_memory" if _old_code(entry) == 1 else "crash"
+            result, code = _old_result(entry)
+            failure = "out_of_memory" if code == 1 else "crash"
             self.commit(values, result, "" if result is not None else failure)
         return len(new)
 
 
+# --- the study -----------------------------------------------------------------------------------
+def import_optuna() -> Any:
+    """The package optuna, or one clear error."""
+    try:
+        import optuna
+    except ImportError:
+        raise MissingPackageError(
+            "the tuner needs optuna; install it by: pip install 'slapo[tune]'"
+        ) from None
+    return optuna
+
+
+def open_study(db: Path | None) -> optuna.Study:
+    """The study of a file, created if there is none; in memory without a file."""
+    optuna = import_optuna()
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        if db is None:
+            return optuna.create_study(direction="maximize")
+        if db.exists():
+            with db.open("rb") as file:
+                if file.read(6) not in (b"", b"SQLite"):
+                    raise ValueError("it is not SQLite")
+        path = db.resolve()
+        storage = optuna.storages.RDBStorage(
+            f"sqlite:///{_NAME}.db",  # a path may have characters with a meaning in a URL
+            engine_kwargs={
+                "creator": lambda: sqlite3.connect(path, timeout=60, check_same_thread=False)
+            },
+        )
+        return optuna.create_study(
+            storage=storage, study_name=_NAME, direction="maximize", load_if_exists=True
+        )
+    except Exception as error:
+        raise TuneError(
+            f"{db} cannot be used as a database: {str(error).splitlines()[0]}; name a new file, or "
+            "one that a search wrote. A JSON database of the published package is imported by "
+            'slapo.autotune.Database("trials.db").import_json("old.json")'
+        ) from error
+    finally:
+        optuna.logging.set_verbosity(before)
+
+
+@contextlib.contextmanager
+def locked(db: Path | None) -> Iterator[None]:
+    """Hold a database against a second search; the system unlocks it when the process ends."""
+    if db is None or sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    path = db.resolve()  # one lock for all links to the file
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(path.with_name(path.name + ".lock").open("ab"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TuneError(
+                f"another search is using {db}; wait for it, end it, or name another database"
+            ) from None
+        except OSError as error:
+            raise TuneError(
+                f"{db} cannot be written: {error.strerror}; name a file in a folder that can be"
+            ) from None
+        yield
+
+
+def read_trial(frozen: Any) -> Trial | None:
+    """A trial of the study; None for a repetition, and for one that has no point yet."""
+    held = frozen.user_attrs
+    if "trial" in held:
+        predicted = held["trial"]["predicted"]
+        prediction = Prediction(**predicted) if predicted else None
+        return Trial(**{**held["trial"], "number": frozen.number, "predicted": prediction})
+    if "point" in held:  # the tuner was killed before the trial ended
+        source = held.get("source", "sampler")
+        return Trial(
+            frozen.number,
+            outcome="cut_off",
+            parameters=frozen.params,
+            source=source,
+            **held["point"],
+        )
+    return None
+
+
+def finish(study: optuna.Study, number: int, trial: Trial | None) -> None:
+    """End a trial of the study that runs; without a `Trial` it was cut off."""
+    if study.get_trials(deepcopy=False)[number].state == import_optuna().trial.TrialState.RUNNING:
+        state = state_of("cut_off" if trial is None else trial.outcome)
+        study.tell(number, None if trial is None else trial.result, state=state)
+
+
+def state_of(kind: str) -> Any:
+    """State of an outcome in the study; the sampler avoids pruned points."""
+    states = import_optuna().trial.TrialState
+    if kind == "ok":
+        return states.COMPLETE
+    return states.PRUNED if kind in ("out_of_memory", "timeout", *NOT_RUN) else states.FAIL
+
+
+def best_of(trials: Sequence[Trial]) -> Trial | None:
+    """The trial with the largest result."""
+    measured = [trial for trial in trials if trial.result is not None]
+    return max(measured, key=lambda trial: trial.result or 0.0, default=None)
+
+
+def check_search(study: optuna.Study, db: Path | None, mine: Mapping[str, Any]) -> None:
+    """Refuse a database of another search; note in a new one which search it belongs to."""
+    held = study.user_attrs
+    for what, new in mine.items():
+        old = held.get(what, new)
+        if old != new and what == "space":
+            old, new = (
+                ", ".join(sorted(set(one) - set(other))[:3]) or "nothing else"
+                for one, other in ((old, new), (new, old))
+            )
+        if old != new:
+            raise TuneError(
+                f"{db} holds a search with another {what}: there {old}; here {new}. Name another "
+                "database for this one"
+            )
+        if what not in held:
+            study.set_user_attr(what, new)
+
+
+# --- JSON databases of the published package -----------------------------------------------------
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-#: A name and its value: a number, which may have the sign of the next pair in it, or a text.
+#: A name and its value: a number, which may contain the separator of pairs as its sign, or a text.
 _PAIR = re.compile(
     rf"\s*([A-Za-z_]\w*)\s*[-:=]\s*({_NUMBER}(?=[-,;\s]|$)|[^-,;:=\s'\"]+)(?:\s*[-,;]|\s+|$)"
 )
@@ -161,13 +287,14 @@ _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": Fal
 
 def _old_values(key: str, path: object) -> dict[str, Any]:
     for read in (json.loads, ast.literal_eval):
-        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+        with contextlib.suppress(ValueError, SyntaxError):
             found = read(key)
             if isinstance(found, dict):
                 return found
     if not re.search(r"[-:=]", key):
         return {}
-    values, at = {}, 0
+    values: dict[str, Any] = {}
+    at = 0
     while at < len(key):
         pair = _PAIR.match(key, at)
         if pair is None or pair[1] in values:
@@ -175,27 +302,21 @@ def _old_values(key: str, path: object) -> dict[str, Any]:
                 f"{path} names a point {key!r}, of which {key[at:]!r} cannot be read; write "
                 "name-value, name:value or name=value for each of its values, or JSON"
             )
-        at = pair.end()
-        values[pair[1]] = _old_value(pair[2])
+        at, text = pair.end(), pair[2]
+        if re.fullmatch(_NUMBER, text):
+            values[pair[1]] = int(text) if text.lstrip("+-").isdigit() else float(text)
+        else:
+            values[pair[1]] = _WORDS.get(text, text)
     return values
 
 
-def _old_value(text: str) -> Any:
-    if re.fullmatch(_NUMBER, text):
-        return int(text) if text.lstrip("+-").isdigit() else float(text)
-    return _WORDS.get(text, text)
-
-
-def _old_result(entry: Any) -> float | None:
+def _old_result(entry: Any) -> tuple[float | None, Any]:
+    """Result and error code: of a number, of an object, or of a list [code, speed]."""
+    code = None
     if isinstance(entry, Mapping):
-        entry = next((entry[n] for n in ("throughput", "samples_per_sec") if n in entry), None)
-    elif isinstance(entry, list):  # an error code and the speed
-        entry = entry[-1] if entry and not entry[0] else None
+        code = entry.get("error_code")
+        entry = entry.get("throughput", entry.get("samples_per_sec"))
+    elif isinstance(entry, list) and entry:
+        code, entry = entry[0], None if entry[0] else entry[-1]
     number = finite_number(entry)
-    return number if number is not None and number > 0 else None
-
-
-def _old_code(entry: Any) -> Any:
-    if isinstance(entry, Mapping):
-        return entry.get("error_code")
-    return entry[0] if isinstance(entry, list) and entry else None
+    return (number if number is not None and number > 0 else None), code

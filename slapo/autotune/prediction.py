@@ -1,38 +1,28 @@
-"""What a dry run says of a point, and the memory for it."""
+"""Predictions of points, asked once for each."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import inspect
-import json
-import math
-import sqlite3
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slapo.autotune.space import Point, Refused, TuneError, configured
+from slapo.autotune.space import Point, Refused, TuneError, configured, source_of
+from slapo.autotune.values import finite_number
 from slapo.errors import SlapoError
 
-_MISSING = object()
+if TYPE_CHECKING:
+    import optuna
+
+#: Seconds after which new predictions are written.
+_PAUSE = 5.0
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted of a point.
+    """Bytes that the fullest device needs and has, samples per second, and why a point is refused.
 
-    Attributes
-    ----------
-    memory, capacity
-        Bytes that the fullest device needs, and bytes that it has.
-    throughput
-        Samples per second.
-    fits
-        Whether it fits the device.
-    refused
-        Why nothing can run it; empty if something can.
+    `refused` is empty for a point that can run.
     """
 
     memory: float = 0.0
@@ -42,99 +32,41 @@ class Prediction:
     refused: str = ""
 
     def __str__(self) -> str:
-        if self.refused:
-            return f"refused: {self.refused}"
         of = "" if self.capacity is None else f" of {self.capacity / 2**30:.2f}"
         return f"{self.memory / 2**30:.2f}{of} GiB, {self.throughput:.4g} samples/s"
 
 
-def read_prediction(found: Any, values: Mapping[str, Any]) -> Prediction:
-    """A prediction from what a user's function returned: a mapping, or an object.
-
-    Parameters
-    ----------
-    found
-        Has ``memory``, ``throughput``, and ``capacity`` or ``fits``.
-    values
-        The point, for the message.
-
-    Raises
-    ------
-    TuneError
-        If a figure is missing or is no number.
-
-    Examples
-    --------
-    >>> read_prediction({"memory": 3.0, "capacity": 2.0, "throughput": 5.0}, {}).fits
-    False
-    """
-    memory = _number(found, "memory", values)
-    throughput = _number(found, "throughput", values)
-    fits, capacity = _get(found, "fits"), None
-    if _get(found, "capacity") not in (_MISSING, None) or fits in (_MISSING, None):
-        capacity = _number(found, "capacity", values)
-    if fits in (_MISSING, None):
-        fits = capacity is not None and memory <= capacity
-    return Prediction(memory, capacity, throughput, bool(fits))
-
-
-def _get(found: Any, name: str) -> Any:
-    if isinstance(found, Mapping):
-        return found.get(name, _MISSING)
-    return getattr(found, name, _MISSING)
-
-
-def _number(found: Any, name: str, values: Mapping[str, Any]) -> float:
-    value = _get(found, name)
-    if value is _MISSING:
-        raise TuneError(
-            f"predict({dict(values)}) returned {str(found)[:200]}, which has no {name!r}; give "
-            "'memory' and 'capacity' in bytes and 'throughput' in samples/s, as keys or attributes"
-        )
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        number = float(value)
-        if math.isfinite(number) and number >= 0 and not isinstance(value, (str, bool)):
-            return number
-    raise TuneError(
-        f"predict({dict(values)}) gave {name}={value!r}; give a finite number from 0 on"
-    )
-
-
 class Predictor:
-    """A user's function ``predict``, asked once for each point.
+    """The function ``predict`` of a user; its answers are kept in the study."""
 
-    Parameters
-    ----------
-    predict
-        Values -> figures, or None or :class:`Refused` for what nothing can run.
-    db
-        Where answers are kept, in a table of their own beside the study; None: in memory alone.
-    """
-
-    def __init__(self, predict: Callable[[dict[str, Any]], Any], db: Path | None = None) -> None:
-        self._predict = predict
-        self._known: dict[str, Prediction] = {}
-        self._rows: list[tuple[str, str, str]] = []
-        self._db = db
+    def __init__(self, predict: Callable[[dict[str, Any]], Any], study: optuna.Study) -> None:
+        self._predict, self._study = predict, study
         self._source = source_of(predict)
-        if db is not None:
-            self._load(db)
+        held = study.user_attrs.get("predictions", {})
+        # Without a source another function cannot be told from this one.
+        same = self._source and held.get("source") == self._source
+        self._known = saved_predictions(study) if same else {}
+        self._saved, self._is_new = time.monotonic(), False
 
     def __call__(self, point: Point) -> Prediction:
-        """The prediction of a point.
-
-        Raises
-        ------
-        TuneError
-            If the function fails, or what it returns lacks a figure.
-        """
-        key = point.key
-        if key not in self._known:
-            self._known[key] = self._ask(point.values)
-            self._rows.append((key, self._source, json.dumps(asdict(self._known[key]))))
-            if len(self._rows) >= 50:
+        """The prediction of a point."""
+        if point.key not in self._known:
+            self._known[point.key] = self._ask(point.values)
+            self._is_new = True
+            if time.monotonic() - self._saved > _PAUSE:
                 self.save()
-        return self._known[key]
+        return self._known[point.key]
+
+    def get(self, point: Point) -> Prediction | None:
+        """The prediction of a point that was asked for."""
+        return self._known.get(point.key)
+
+    def save(self) -> None:
+        """Write new predictions to the study."""
+        if self._is_new:
+            points = {key: asdict(found) for key, found in self._known.items()}
+            self._study.set_user_attr("predictions", {"source": self._source, "points": points})
+        self._saved, self._is_new = time.monotonic(), False
 
     def _ask(self, values: dict[str, Any]) -> Prediction:
         with configured(f"predict({values})"):
@@ -142,48 +74,42 @@ class Predictor:
                 found = self._predict(dict(values))
             except Refused as reason:
                 return Prediction(fits=False, refused=str(reason) or "refused")
-            except (SlapoError, ValueError) as error:  # what recipes and the dry run refuse with
+            except (SlapoError, ValueError) as error:  # raised by recipes and the dry run
                 return Prediction(fits=False, refused=f"{type(error).__name__}: {error}")
         if found is None:
             return Prediction(fits=False, refused="the prediction is None")
-        return read_prediction(found, values)
-
-    def save(self) -> None:
-        """Write what is not written yet."""
-        if self._db is not None and self._rows:
-            with contextlib.closing(sqlite3.connect(self._db, timeout=60)) as base, base:
-                base.executemany("INSERT OR REPLACE INTO predictions VALUES (?, ?, ?)", self._rows)
-        self._rows.clear()
-
-    def _load(self, db: Path) -> None:
-        with contextlib.closing(sqlite3.connect(db, timeout=60)) as base, base:
-            base.execute(
-                "CREATE TABLE IF NOT EXISTS predictions "
-                "(point TEXT, source TEXT, figures TEXT, PRIMARY KEY (point, source))"
-            )
-            if not self._source:  # whose, nobody knows
-                base.execute("DELETE FROM predictions WHERE source = ''")
-            query = "SELECT point, figures FROM predictions WHERE source = ?"
-            for key, figures in base.execute(query, (self._source,)):
-                self._known[key] = Prediction(**json.loads(figures))
+        return _read(found, values)
 
 
-def saved_predictions(db: Path) -> dict[str, Prediction]:
-    """Key of a point -> its last prediction that a database holds."""
-    with contextlib.closing(sqlite3.connect(db, timeout=60)) as base:
-        has = "SELECT 1 FROM sqlite_master WHERE name = 'predictions'"
-        if base.execute(has).fetchone() is None:
-            return {}
-        rows = base.execute("SELECT point, figures FROM predictions ORDER BY rowid").fetchall()
-    return {key: Prediction(**json.loads(figures)) for key, figures in rows}
+def saved_predictions(study: optuna.Study) -> dict[str, Prediction]:
+    """Key of a point -> its prediction in a study."""
+    held = study.user_attrs.get("predictions", {"points": {}})
+    return {key: Prediction(**figures) for key, figures in held["points"].items()}
 
 
-def source_of(function: Callable[..., Any]) -> str:
-    """Tells functions apart, so that an edited one is known as another; empty if nothing does.
+def _read(found: Any, values: dict[str, Any]) -> Prediction:
+    """A prediction from keys or attributes; `fits` overrules `capacity`."""
+    memory, throughput = (_number(found, name, values) for name in ("memory", "throughput"))
+    fits, capacity = _get(found, "fits"), None
+    if fits is None or _get(found, "capacity") is not None:
+        capacity = _number(found, "capacity", values)
+    if fits is None:
+        fits = capacity is not None and memory <= capacity
+    return Prediction(memory, capacity, throughput, bool(fits))
 
-    What is no plain function, such as a method or a partial, has a state that no text shows.
-    """
-    if inspect.isfunction(function):
-        with contextlib.suppress(OSError, TypeError):
-            return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
-    return ""
+
+def _get(found: Any, name: str) -> Any:
+    return found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
+
+
+def _number(found: Any, name: str, values: dict[str, Any]) -> float:
+    value = _get(found, name)
+    if value is None:
+        raise TuneError(
+            f"predict({values}) returned {str(found)[:200]}, which has no {name!r}; give "
+            "'memory' and 'capacity' in bytes and 'throughput' in samples/s, as keys or attributes"
+        )
+    number = finite_number(value.item() if hasattr(value, "item") else value)
+    if number is None or number < 0:
+        raise TuneError(f"predict({values}) gave {name}={value!r}; give a finite number from 0 on")
+    return number

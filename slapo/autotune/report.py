@@ -1,143 +1,117 @@
-"""What a search shows: its progress, the table, the plot."""
+"""The events and the result of a search, and how they are shown: lines, table, plot."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol
 
-from slapo.autotune.options import Result
 from slapo.autotune.space import Point
-from slapo.autotune.study import Trial
+from slapo.autotune.trial import Trial
 
-_ROWS = 10
-_COLOURS = {
-    "ok": "tab:blue",
-    "out_of_memory": "tab:red",
-    "crash": "black",
-    "timeout": "tab:orange",
-    "wrong_schedule": "tab:purple",
-    "no_result": "tab:gray",
-    "garbage": "tab:brown",
-    "refused": "tab:pink",
-}
+#: Trials in the table, and seconds between lines about predictions.
+_ROWS, _PAUSE = 10, 10.0
 
 
-class Progress:
-    """Shows a line for each trial, and on a terminal a bar with the best so far.
-
-    Parameters
-    ----------
-    stream
-        Where to; standard error by default.
-    """
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._bar = _bar(self._stream)
-        self._task: Any = None
-        self._best = ""
-
-    def __enter__(self) -> Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+class Watcher(Protocol):
+    """Receives the events of a search."""
 
     def predicted(self, done: int, total: int) -> None:
-        """So many points have their prediction."""
-        self._show("predicting", done, total)
-        if done == total:
-            self._say(f"predicted {total} points")
+        """`done` of `total` points have their prediction."""
 
     def started(self, point: Point, done: int, total: int) -> None:
-        """A trial runs now."""
-        self._show(f"{self._best}running {words(point.values)}", done, total)
+        """A trial starts."""
 
     def ended(self, trial: Trial, best: Trial | None, done: int, total: int) -> None:
-        """A trial, or the look at a point that is not run, ended."""
-        what = trial.outcome if trial.result is None else f"{trial.result:.4g}"
-        why = f" ({trial.reason})" if trial.reason else ""
-        top = "" if best is None or best.result is None else f"; best {best.result:.4g}"
-        head = f"[{done}/{total}]" if trial.is_run else "[not run]"
-        self._say(f"{head} {words(trial.values)}: {what}{why}{top}")
-        self._best = f"{top[2:]}, " if top else ""
-        self._show(top[2:], done, total)
-
-    def _say(self, line: str) -> None:
-        if self._bar is not None:
-            self._bar.console.print(line, markup=False, highlight=False)
-        else:
-            # Who reads it may leave, as head does; the search goes on.
-            with contextlib.suppress(BrokenPipeError):
-                print(line, file=self._stream, flush=True)
-
-    def _show(self, text: str, done: int, total: int) -> None:
-        if self._bar is None:
-            return
-        if self._task is None:
-            self._task = self._bar.add_task(text, total=total)
-        self._bar.update(self._task, description=text[:60], completed=done, total=total)
+        """A trial ended, or a point was judged that does not run."""
 
 
-def _bar(stream: TextIO) -> Any:
-    if not stream.isatty():
-        return None
-    with contextlib.suppress(ImportError):
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as Bar
+@dataclass(frozen=True)
+class Result:
+    """The result of a search.
 
-        return Bar(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}", markup=False),
-            console=Console(file=stream),
-        )
-    return None
-
-
-def words(values: Mapping[str, Any]) -> str:
-    """A point in a line.
-
-    Examples
-    --------
-    >>> words({"tp": 2, "kernel": "flash"})
-    'tp=2 kernel=flash'
-    """
-    return " ".join(f"{name}={value}" for name, value in values.items())
-
-
-def summary(result: Result) -> str:
-    """The table of the best trials, what became of the others, and the command of the best.
-
-    Parameters
+    Attributes
     ----------
-    result
-        What :func:`slapo.autotune.tune` returned.
+    best
+        The trial with the largest result; None without results.
+    trials
+        All trials of this space in the database, in order.
+    size
+        Number of points of the space; an estimate for more than some thousands.
+    refused
+        Reason -> number of points or branches that the space refused.
+    does_not_fit
+        Number of points that need more memory than there is, by their prediction.
+    command
+        Shell command that runs the best point; empty without one.
+    metric
+        Name of the maximized figure.
+    foreign
+        Number of trials in the database whose points are not of this space, nor in `trials`.
 
     Examples
     --------
     >>> from slapo.autotune import tune
-    >>> def space(choose):
-    ...     return {"micro": choose("micro", [1, 2, 4])}
-    >>> print(summary(tune(space, run=lambda point: 10.0 * point["micro"])))
-    trial  throughput  micro
-    ...
-    3 trials of 3 points: 3 ok
+    >>> found = tune(lambda choose: {"a": choose("a", [1, 2])}, run=lambda point: point["a"])
+    >>> found.size, found.best.result, found.refused
+    (2, 2.0, {})
     """
+
+    best: Trial | None
+    trials: list[Trial]
+    size: int
+    refused: dict[str, int]
+    does_not_fit: int
+    command: str
+    metric: str
+    foreign: int = 0
+
+
+class Progress:
+    """A :class:`Watcher` that prints lines to standard error."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def predicted(self, done: int, total: int) -> None:
+        """`done` of `total` points have their prediction."""
+        if done == total or time.monotonic() - self._last > _PAUSE:
+            self._last = time.monotonic()
+            self._say(f"predicted {done} of {total} points")
+
+    def started(self, point: Point, done: int, total: int) -> None:
+        """A trial starts."""
+        self._say(f"[{done + 1}/{total}] runs {_words(point.values)}")
+
+    def ended(self, trial: Trial, best: Trial | None, done: int, total: int) -> None:
+        """A trial ended, or a point was judged that does not run."""
+        found = trial.outcome if trial.result is None else f"{trial.result:.4g}"
+        why = f" ({trial.reason})" if trial.reason else ""
+        top = "" if best is None or best.result is None else f"; best {best.result:.4g}"
+        head = f"[{done}/{total}]" if trial.is_run else "[not run]"
+        self._say(f"{head} {_words(trial.values)}: {found}{why}{top}")
+
+    def _say(self, line: str) -> None:
+        # The reader may leave, as head does; the search continues.
+        with contextlib.suppress(BrokenPipeError):
+            print(line, file=sys.stderr, flush=True)
+
+
+def _words(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+def summary(result: Result) -> str:
+    """Table of the best trials, counts of the outcomes, and the command of the best point."""
     measured = [trial for trial in result.trials if trial.result is not None]
     measured.sort(key=lambda trial: -(trial.result or 0.0))
     lines = [_table(measured[:_ROWS], result.metric)] if measured else []
-    # Of a point that was run again, the last.
+    # The last trial of a point that ran again.
     run = list({trial.key: trial for trial in result.trials if trial.is_run}.values())
     kinds = Counter(trial.outcome for trial in run)
     counts = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
@@ -149,16 +123,12 @@ def summary(result: Result) -> str:
     if result.foreign:
         lines.append(f"{result.foreign} trials of the database are of points of another space")
     if not measured:
-        lines += ["no trial gave a result", *_failures(run)]
+        firsts = {trial.outcome: trial for trial in reversed(run)}
+        lines.append("no trial gave a result")
+        lines += [f"{k}, trial {t.number}: {t.reason} {t.log}".rstrip() for k, t in firsts.items()]
     if result.command:
         lines += ["", "the best again:", result.command]
     return "\n".join(lines)
-
-
-def _failures(run: Sequence[Trial]) -> list[str]:
-    """One trial of each kind of failure."""
-    firsts = {trial.outcome: trial for trial in reversed(run)}
-    return [f"{kind}, trial {t.number}: {t.reason} {t.log}".rstrip() for kind, t in firsts.items()]
 
 
 def _table(trials: Sequence[Trial], metric: str) -> str:
@@ -175,49 +145,21 @@ def _table(trials: Sequence[Trial], metric: str) -> str:
     return "\n".join("  ".join(row) for row in aligned)
 
 
-def save_plot(result: Result, path: Path) -> bool:
-    """Draw the search as a PNG file; False without matplotlib.
+def save_plot(result: Result, path: Path) -> None:
+    """Draw the figure of each trial in order and, with predictions, against the predicted one."""
+    from matplotlib.figure import Figure
 
-    On the left the result of each trial in its order, with the best so far; on the right, if there
-    are predictions, what was predicted and what was measured.
-
-    Parameters
-    ----------
-    result
-        What :func:`slapo.autotune.tune` returned.
-    path
-        The file.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
     run = [trial for trial in result.trials if trial.is_run]
     pairs = [(t.predicted.throughput, t.result) for t in run if t.predicted and t.result]
     figure = Figure(figsize=(11 if pairs else 6, 4.5), layout="constrained")
-    axes = figure.subplots(1, 2 if pairs else 1, squeeze=False)[0]
-    _draw_order(axes[0], run, result.metric)
-    if pairs:
-        top = max(max(pair) for pair in pairs) * 1.05
-        axes[1].plot([0, top], [0, top], color="lightgray")
-        axes[1].scatter(*zip(*pairs, strict=True), s=16)
-        axes[1].set(xlabel=f"predicted {result.metric}", ylabel=f"measured {result.metric}")
-    figure.savefig(path, dpi=120)
-    return True
-
-
-def _draw_order(axes: Any, run: Sequence[Trial], metric: str) -> None:
+    left, *right = figure.subplots(1, 2 if pairs else 1, squeeze=False)[0]
     for kind in dict.fromkeys(trial.outcome for trial in run):
         marks = [(n, t.result or 0.0) for n, t in enumerate(run, 1) if t.outcome == kind]
-        style = {"s": 16, "color": _COLOURS[kind], "marker": "o" if kind == "ok" else "x"}
-        axes.scatter(*zip(*marks, strict=True), label=kind, **style)
-    best, line = math.nan, []
-    for trial in run:
-        if trial.result is not None and not best >= trial.result:
-            best = trial.result
-        line.append(best)
-    axes.plot(
-        range(1, len(line) + 1), line, color="tab:green", drawstyle="steps-post", label="best"
-    )
-    axes.set(xlabel="trial", ylabel=metric)
-    axes.legend(fontsize="small")
+        left.scatter(*zip(*marks, strict=True), s=16, label=kind, marker="ox"[kind != "ok"])
+    left.set(xlabel="trial", ylabel=result.metric)
+    left.legend(fontsize="small")
+    for axes in right:
+        axes.axline((0, 0), slope=1, color="lightgray")
+        axes.scatter(*zip(*pairs, strict=True), s=16)
+        axes.set(xlabel=f"predicted {result.metric}", ylabel=f"measured {result.metric}")
+    figure.savefig(path, dpi=120)

@@ -1,22 +1,64 @@
-"""Searching a space."""
+"""The search: best predictions first, then what a sampler makes of the results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import json
+import math
+import random
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slapo.autotune.launch import Launcher
-from slapo.autotune.loop import Search
-from slapo.autotune.options import Options, Result, Watcher
-from slapo.autotune.settled import check_grows
-from slapo.autotune.space import SpaceFunction, TuneError, survey
-from slapo.autotune.study import import_optuna, locked
+from slapo.autotune.database import (
+    best_of,
+    check_search,
+    finish,
+    import_optuna,
+    locked,
+    open_study,
+    read_trial,
+    state_of,
+)
+from slapo.autotune.prediction import Predictor
+from slapo.autotune.report import Result, Watcher
+from slapo.autotune.space import (
+    Choices,
+    Point,
+    Question,
+    Refused,
+    SpaceFunction,
+    Survey,
+    TuneError,
+    are_numbers,
+    make_point,
+    survey,
+)
+from slapo.autotune.trial import (
+    Launcher,
+    Trial,
+    end_leftovers,
+    judged,
+    run_command,
+    run_function,
+)
+from slapo.errors import with_nearest
+
+#: Share of the trials that the best predictions get.
+_PREDICTED = 2 / 3
+#: Proposals in a row that need no run, until a point that needs one is taken.
+_MISSES = 3
+#: Proposals in a row without a run, after which the space must be giving other points than asked.
+_HOPELESS = 200
+_STOPS = ("none", "symbol", "all")
 
 
 def tune(
     space: SpaceFunction,
-    command: str | Sequence[str] | Callable[[dict[str, Any]], Sequence[str]] | None = None,
+    command: Launcher | str | Sequence[str] | Callable[..., Sequence[str]] | None = None,
     *,
     db: str | Path | None = None,
     predict: Callable[[dict[str, Any]], Any] | None = None,
@@ -34,48 +76,48 @@ def tune(
     """Search a space for the point with the largest throughput.
 
     A trial is a process that gets its values as JSON in the environment's ``SLAPO_TRIAL``
-    (:func:`slapo.autotune.trial_values`) and in its arguments, and prints its result
+    (:func:`slapo.autotune.trial_values`) and in its arguments, and reports its result
     (:func:`slapo.autotune.report_result`). Points that do not fit the memory by their prediction
-    are not run; the best predictions run first and get two thirds of the trials, optuna's TPE
-    sampler [1]_ proposes the others. With a database the same call goes on where the last one
-    ended, however it did.
+    do not run. The best predictions run first and get two thirds of the trials, optuna's TPE
+    sampler [1]_ proposes the others. With a database the same call continues where the last one
+    ended, however it ended.
 
     Parameters
     ----------
     space
         Calls its argument as ``choose(name, candidates)``, where candidates may depend on earlier
-        answers, and returns a dict of values; None, or :class:`slapo.autotune.Refused` raised, for
-        a point that nothing can run.
+        answers, and returns a dict of values. For a point that cannot run it returns None or
+        raises :class:`slapo.autotune.Refused`.
     command
-        The program of a trial and its arguments, with ``{name}`` where a value goes; or a function
+        Program of a trial and its arguments, with ``{name}`` where a value goes; or a function
         from the values to that list.
     db
-        The file of the search; without one, it is kept in memory.
+        File of the search; in memory by default.
     predict
-        Values -> what is predicted of them, as keys or attributes: ``memory`` and ``capacity`` in
-        bytes, ``throughput``, optionally ``fits``.
+        Values -> their prediction, with keys or attributes ``memory`` and ``capacity`` in bytes,
+        ``throughput``, optionally ``fits``.
     constraint
         Values -> whether they may run.
     run
-        In place of a command: a function of this process, from the values to the throughput.
+        Function of this process instead of a command, from the values to the throughput.
     watcher
-        Is told how it goes on.
+        Receives the events of the search.
     trials
-        Points to run in all, those in the database included; a tenth of the space by default, from
-        10 to 200.
+        Number of points to run, including those in the database; by default a tenth of the space,
+        from 10 to 200.
     timeout
-        Seconds that a trial may take.
+        Seconds until a trial is ended.
     seed
-        Of the sampler.
+        Seed of the sampler.
     metric
-        Which figure of the line of JSON that a trial prints is made large.
+        Name of the reported figure that is maximized.
     error_stop
-        ``"none"``: go on after a trial that failed. ``"symbol"``: points that are like one that
-        failed, but for a larger value of one name, are not run. ``"all"``: end.
+        ``"none"`` continues after a trial that failed. ``"symbol"`` skips points that differ from
+        it by a larger value of one name. ``"all"`` ends the search.
     grows
-        The names that ``"symbol"`` is about; by default all whose candidates are numbers.
+        Names for ``"symbol"``; by default all whose candidates are numbers.
     retry
-        Run again what crashed, took too long, or gave no result.
+        Run again what crashed, timed out, or gave no result.
 
     Returns
     -------
@@ -85,7 +127,7 @@ def tune(
     Raises
     ------
     TuneError
-        If something given cannot be searched; the message says what.
+        If an argument cannot be searched.
     MissingPackageError
         If optuna is not installed.
 
@@ -103,30 +145,352 @@ def tune(
     (10, {'tp': 2, 'micro': 8})
     """
     import_optuna()
-    options = Options(trials, timeout, seed, metric, error_stop, grows, retry)
+    is_positive = (trials is None or trials > 0) and 0 < timeout < math.inf and seed >= 0
+    if not is_positive or error_stop not in _STOPS:
+        raise TuneError(
+            f"trials={trials}, timeout={timeout}, seed={seed}, error_stop={error_stop!r}: give "
+            f"numbers above 0, a seed of at least 0, and one of {', '.join(_STOPS)}"
+        )
     if (command is None) == (run is None):
         raise TuneError("give either a command or a function run=, and not both")
-    launcher = None if command is None else Launcher(command)
-    return search(space, launcher or run, db, predict, constraint, watcher, options)
-
-
-def search(
-    space: SpaceFunction,
-    runner: Launcher | Callable[[dict[str, Any]], Any] | None,
-    db: str | Path | None,
-    predict: Callable[[dict[str, Any]], Any] | None,
-    constraint: Callable[[Any], Any] | None,
-    watcher: Watcher | None,
-    options: Options,
-) -> Result:
-    """:func:`tune` with its arguments in objects."""
+    launcher = command if command is None or isinstance(command, Launcher) else Launcher(command)
+    found = survey(space, constraint, seed=seed)
+    _check_names(found, grows if error_stop == "symbol" else None, launcher)
     path = None if db is None else Path(db)
-    found = survey(space, constraint, seed=options.seed)
-    check_grows(found, options)
-    if isinstance(runner, Launcher):
-        kinds = {frozenset(point.values): point.values for point in found.points}
-        runner.check(frozenset[str]().union(*kinds), kinds.values())
     with locked(path):
-        going = Search(space, constraint, runner, path, found, options, watcher)
-        going.predict_all(predict)
-        return going.run()
+        search = _Search(
+            space, constraint, launcher, run, watcher, found, timeout, metric, error_stop, grows
+        )
+        search.open(path, trials, seed, retry)
+        if predict is not None:
+            search.predict_all(predict)
+        return search.run()
+
+
+def _check_names(found: Survey, grows: Collection[str] | None, launcher: Launcher | None) -> None:
+    """Refuse names in `grows` and in the command that no point has."""
+    names = {name for point in found.points for name in point.choices}
+    for name in grows or ():
+        if name not in names:
+            rest = f"a point chooses {sorted(names)}"
+            raise TuneError(f"grows has {name!r}: {with_nearest(name, names, rest)}")
+    if launcher is not None:
+        launcher.check({frozenset(point.values): point.values for point in found.points}.values())
+
+
+@dataclass(eq=False)
+class _Search:
+    """One start of a search.
+
+    Only trials that ran settle a point for good. A point that was refused, did not fit or was
+    skipped is judged again at each start: the constraint, the prediction or the options may differ.
+    """
+
+    _space: SpaceFunction
+    _constraint: Callable[[Any], Any] | None
+    _launcher: Launcher | None
+    _function: Callable[[dict[str, Any]], Any] | None
+    _watcher: Watcher | None
+    _survey: Survey
+    _timeout: float
+    _metric: str
+    _error_stop: str
+    _grows: Collection[str] | None
+
+    def open(self, db: Path | None, trials: int | None, seed: int, retry: bool) -> None:
+        """Open the study of the search, and take over its trials."""
+        self._study = open_study(db)
+        mine = {
+            "space": sorted(self._survey.questions)[:1000],
+            "metric": self._metric,
+            "command": self._launcher.text if self._launcher else "",
+        }
+        check_search(self._study, db, mine)
+        if self._launcher is not None:
+            named = db or Path(tempfile.mkdtemp(prefix="slapo-tune-"), "memory")
+            self._logs = named.with_name(named.name + ".logs")
+            end_leftovers(self._logs)
+        #: Trials of this space by number, and by point those that settle it in this start.
+        self._trials: dict[int, Trial] = {}
+        self._ended: dict[str, Trial] = {}
+        #: Points that ``error_stop="symbol"`` skips, and why.
+        self._skipped: dict[str, str] = {}
+        self._queue: list[tuple[dict[str, Any], str]] = []
+        self._predict: Predictor | None = None
+        self._ranked: list[Point] = []
+        self._foreign = self._proposals = self._does_not_fit = 0
+        held = list(map(read_trial, self._study.get_trials(deepcopy=False)))
+        for number, trial in enumerate(held):
+            is_cut = trial is None or trial.outcome == "cut_off"
+            finish(self._study, number, None if is_cut else trial)
+        self._take_over(held, db, retry)
+        self._study.sampler = _sampler((seed + len(held)) % 2**32)
+        self._random = random.Random(seed)
+        size = self._survey.size
+        self._total = trials or min(size, max(10, min(math.ceil(size / 10), 200)))
+        self._is_default = trials is None
+
+    def _take_over(self, trials: Iterable[Trial | None], db: Path | None, retry: bool) -> None:
+        points = {point.key: point for point in self._survey.points}
+        by_answers = {_text(point.parameters): point for point in self._survey.points}
+        shapes = {frozenset(point.values) for point in self._survey.points}
+        cut: dict[str, Trial] = {}
+        for trial in trials:
+            if trial is None or not (trial.is_run or trial.outcome == "cut_off"):
+                continue
+            point = points.get(trial.key)
+            if point is not None and not trial.parameters:
+                # An imported trial: its values say which point it is.
+                trial = replace(trial, choices=point.choices, parameters=point.parameters)
+            now = by_answers.get(_text(trial.parameters)) if trial.parameters else None
+            if now is not None and now.key != trial.key:
+                raise TuneError(
+                    f"{db} is of another space: its trial {trial.number} ran "
+                    f"{dict(trial.values)}, of which the space now makes {dict(now.values)}; name "
+                    "another database, or restore the space"
+                )
+            # A space too large to enumerate recognizes its points by the names of their values.
+            is_unseen = not self._survey.is_complete and frozenset(trial.values) in shapes
+            if point is None and not is_unseen:
+                self._foreign += trial.is_run
+                continue
+            self._trials[trial.number] = trial
+            (self._ended if trial.is_run else cut)[trial.key] = trial
+        self._queue += [(t.parameters, "cut_off") for k, t in cut.items() if k not in self._ended]
+        for trial in [*self._ended.values()] if retry else []:
+            # An imported trial of a space too large to enumerate has no parameters to ask for.
+            is_known = bool(trial.parameters) or self._survey.is_complete
+            if trial.is_failure and trial.outcome != "out_of_memory" and is_known:
+                self._queue.append((trial.parameters, "retry"))
+                del self._ended[trial.key]
+        for trial in self._ended.values():
+            self._skip_larger(trial)
+
+    # Predictions.
+
+    def predict_all(self, predict: Callable[[dict[str, Any]], Any]) -> None:
+        """Ask for the prediction of every point, and rank the points that fit."""
+        self._predict = Predictor(predict, self._study)
+        ranked: list[tuple[float, int, Point]] = []
+        refused: Counter[str] = Counter()
+        points = self._survey.points
+        try:
+            for at, point in enumerate(points):
+                found = self._predict(point)
+                if found.refused:
+                    refused[found.refused] += 1
+                elif found.fits:
+                    ranked.append((-found.throughput, at, point))
+                if self._watcher is not None:
+                    self._watcher.predicted(at + 1, len(points))
+        finally:
+            self._predict.save()
+        self._survey.refused.update(refused)
+        self._ranked = [point for _, _, point in sorted(ranked, key=lambda entry: entry[:2])]
+        self._does_not_fit = len(points) - len(ranked) - refused.total()
+        if not self._ranked:
+            raise TuneError(self._nothing_fits(self._predict, refused))
+        if self._survey.is_complete and self._is_default:
+            self._total = min(self._total, len(self._ranked))
+
+    def _nothing_fits(self, predict: Predictor, refused: Counter[str]) -> str:
+        text = f"by their predictions none of {len(self._survey.points)} points can run"
+        sizes = [found for found in map(predict, self._survey.points) if not found.refused]
+        if sizes:
+            text += f"; the smallest needs {min(sizes, key=lambda one: one.memory)}"
+        for reason, number in refused.most_common(1):
+            text += f"; {number} are refused, the first: {reason}"
+        return f"{text}; add points that need less, such as smaller batches or more checkpoints"
+
+    # The loop.
+
+    def run(self) -> Result:
+        """Run trials until there are enough."""
+        misses = 0
+        while self._queue or self._count() < self._total:
+            left = self._left()
+            if not (self._queue or left) and (self._survey.is_complete or misses >= _MISSES):
+                break
+            plan = self._next(left, misses)
+            if plan is not None:
+                self._study.enqueue_trial(plan[0], user_attrs={"source": plan[1]})
+            asked = self._study.ask()
+            try:
+                trial = self._settle(asked)
+            except BaseException:
+                finish(self._study, asked.number, None)  # it runs first when the search continues
+                raise
+            misses = 0 if trial is not None and trial.is_run else misses + 1
+            if misses > _HOPELESS or (trial is not None and self._must_stop(trial)):
+                break
+        return self._result()
+
+    def _count(self) -> int:
+        return sum(trial.is_run for trial in self._ended.values())
+
+    def _left(self) -> list[Point]:
+        """Points without a trial: those that may run, and at the end those to skip."""
+        points = [p for p in self._ranked or self._survey.points if p.key not in self._ended]
+        return [point for point in points if point.key not in self._skipped] or points
+
+    def _next(self, left: list[Point], misses: int) -> tuple[dict[str, Any], str] | None:
+        """Parameters and source of the next point; None to let the sampler propose one."""
+        if self._queue:
+            return self._queue.pop(0)
+        by_prediction = sum(t.source == "prediction" for t in self._ended.values() if t.is_run)
+        if self._ranked and left and by_prediction < math.ceil(self._total * _PREDICTED):
+            return left[0].parameters, "prediction"
+        self._proposals += 1
+        if misses >= _MISSES:
+            return (self._one_of(left).parameters, "unseen") if left else None
+        near = self._neighbours(left) if self._proposals % 2 == 0 else []
+        return (self._one_of(near).parameters, "neighbour") if near else None
+
+    def _neighbours(self, left: list[Point]) -> list[Point]:
+        """Points that differ from the best one in as few choices as possible.
+
+        The sampler alone is slow to try them: a space with conditions has many names in the study,
+        and each is learned by itself.
+        """
+        best = best_of(list(self._trials.values()))
+        if best is None:
+            return []
+        distances = [len(_differences(point.choices, best.choices)) for point in left]
+        nearest = min(distances, default=0)
+        return [p for p, far in zip(left, distances, strict=True) if far == nearest]
+
+    def _one_of(self, points: list[Point]) -> Point:
+        return points[0] if self._ranked else self._random.choice(points)
+
+    def _settle(self, asked: Any) -> Trial | None:
+        """Judge a point that the study gives, and run it; None for a repetition."""
+        choices = Choices(lambda question: _suggest(asked, question))
+        point: Point | None = None
+        trial: Trial | None = None
+        command: list[str] | None = None
+        try:
+            point = make_point(self._space, choices, self._constraint)
+            if point.key not in self._ended:
+                trial = self._judge(point)
+            if self._launcher is not None and trial is None:
+                command = self._launcher(point.values)
+        except Refused as reason:
+            point = point or Point(choices.values, choices.values, {})
+            trial = judged("refused", reason=str(reason))
+        same = self._ended.get(point.key)
+        if same is not None:
+            asked.set_user_attr("same_as", same.number)
+            self._study.tell(asked, same.result, state=state_of(same.outcome))
+            return None
+        asked.set_user_attr("point", {"values": point.values, "choices": point.choices})
+        trial = replace(
+            trial or self._execute(point, command, asked.number),
+            number=asked.number,
+            values=point.values,
+            choices=point.choices,
+            predicted=self._predict.get(point) if self._predict else None,
+            parameters=asked.params,
+            source=asked.user_attrs.get("source", "sampler"),
+        )
+        asked.set_user_attr("trial", asdict(trial))  # one write: it ended, or it did not
+        finish(self._study, asked.number, trial)
+        self._add(trial)
+        return trial
+
+    def _judge(self, point: Point) -> Trial | None:
+        """The trial of a point that does not run."""
+        if self._predict is not None:
+            found = self._predict(point)
+            self._predict.save()
+            if found.refused:
+                return judged("refused", reason=found.refused)
+            if not found.fits:
+                return judged("does_not_fit", reason=f"predicted {found}")
+        reason = self._skipped.get(point.key)
+        return None if reason is None else judged("skipped", reason=reason)
+
+    def _execute(self, point: Point, command: list[str] | None, number: int) -> Trial:
+        metric = self._metric
+        if self._watcher is not None:
+            self._watcher.started(point, self._count(), self._total)
+        if self._function is not None:
+            return replace(run_function(self._function, point.values, metric), started=True)
+        log = self._logs / f"trial-{number:04}.log"
+        trial = run_command(command or [], point.values, log, self._timeout, metric)
+        return replace(trial, started=True, log=str(log))
+
+    def _add(self, trial: Trial) -> None:
+        self._ended[trial.key] = self._trials[trial.number] = trial
+        self._skip_larger(trial)
+        if self._watcher is not None:
+            best = best_of(list(self._trials.values()))
+            self._watcher.ended(trial, best, self._count(), self._total)
+
+    def _skip_larger(self, trial: Trial) -> None:
+        """Skip points that differ from a trial that failed by a larger value of one name."""
+        if self._error_stop != "symbol" or not trial.is_failure:
+            return
+        grows = self._grows
+        for point in self._survey.points:
+            name, *more = _differences(point.choices, trial.choices) or [""]
+            if more or name not in (trial.choices if grows is None else grows):
+                continue
+            pair: list[Any] = [trial.choices.get(name), point.choices.get(name)]
+            if are_numbers(pair) and pair[0] < pair[1]:
+                reason = f"trial {trial.number} failed with {name}={pair[0]}: {trial.outcome}"
+                self._skipped.setdefault(point.key, reason)
+
+    def _must_stop(self, trial: Trial) -> bool:
+        run = [one.outcome for one in self._trials.values() if one.is_run]
+        is_silent = set(run) <= {"no_result", "garbage"} and len(run) >= min(2, self._total)
+        if is_silent and trial.log:
+            raise TuneError(
+                f"the script gives no result: {trial.reason}. Call "
+                "slapo.autotune.report_result(samples_per_second) at its end, or print a line such "
+                f'as {{"{self._metric}": 12.5}}; then start again with --retry. Its log: '
+                f"{trial.log}"
+            )
+        return self._error_stop == "all" and trial.is_failure
+
+    def _result(self) -> Result:
+        best = best_of(list(self._trials.values()))
+        return Result(
+            best,
+            [trial for _, trial in sorted(self._trials.items())],
+            self._survey.size,
+            dict(self._survey.refused),
+            self._does_not_fit,
+            self._launcher.line(best.values) if best is not None and self._launcher else "",
+            self._metric,
+            self._foreign,
+        )
+
+
+def _sampler(seed: int) -> Any:
+    optuna = import_optuna()
+    with warnings.catch_warnings():
+        # Older versions call some of these options experimental.
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True)
+
+
+def _suggest(asked: Any, question: Question) -> int:
+    """Position of the candidate that the study proposes."""
+    count = len(question.values)
+    if count == 1:
+        return 0
+    if question.is_ordered:
+        return int(asked.suggest_int(question.key, 0, count - 1))
+    labels = [str(question.label(position)) for position in range(count)]
+    return labels.index(asked.suggest_categorical(question.key, labels))
+
+
+def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Names that only one has, or that have another value."""
+    missing = object()
+    names = {**one, **other}
+    return [name for name in names if one.get(name, missing) != other.get(name, missing)]
+
+
+def _text(parameters: dict[str, Any]) -> str:
+    return json.dumps(parameters, sort_keys=True)

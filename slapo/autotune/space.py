@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import json
 import math
 import random
@@ -13,16 +14,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Points that are looked at one by one; of a larger space, so many are drawn.
+#: Points that are enumerated; of a larger space this many are drawn at random.
 LIMIT = 4000
 
 
 class TuneError(ValueError):
-    """A search that cannot be made as it was asked for; the message says what to do."""
+    """A search that cannot run as requested; the message names the fix.
+
+    Examples
+    --------
+    >>> from slapo.autotune import tune
+    >>> tune(lambda choose: None, run=lambda point: 1.0)
+    Traceback (most recent call last):
+    ...
+    slapo.autotune.space.TuneError: the space is empty: the space returned None (1 times); ...
+    """
 
 
 class Refused(Exception):
-    """Raised by a space, a constraint, a prediction or a trial: nothing can run this point.
+    """Raise it in a space, a constraint, a prediction or a trial for a point that cannot run.
 
     Examples
     --------
@@ -38,38 +48,23 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Question:
-    """A value that a space asks for, and the candidates."""
+    """A value that a space asks for: its candidates, and the name of the parameter in the study.
+
+    That name contains the candidates: these may change with earlier answers, and a study refuses
+    parameters whose choices do.
+    """
 
     name: str
     values: tuple[Any, ...]
-
-    # Kept: of a long list each takes a millisecond, and a survey asks thousands of times.
-    @functools.cached_property
-    def is_ordered(self) -> bool:
-        """Whether its candidates are numbers, so that neighbours are alike."""
-        return all(isinstance(v, int | float) and not isinstance(v, bool) for v in self.values)
-
-    @functools.cached_property
-    def key(self) -> str:
-        """Its name in the study.
-
-        It contains the candidates: those of a name may change with earlier answers, and a study
-        refuses parameters whose choices do.
-        """
-        shown = json.dumps(list(self.values))
-        if len(shown) > 100:
-            digest = hashlib.sha256(shown.encode()).hexdigest()[:8]
-            first, last = json.dumps(self.values[0])[:30], json.dumps(self.values[-1])[:30]
-            shown = f"{first} .. {last} ({len(self.values)}, {digest})"
-        return f"{self.name} of {shown}"
+    key: str
+    is_ordered: bool
 
     def label(self, position: int) -> int | str:
-        """How the study holds an answer: numbers by their position, others by their text."""
+        """An answer as the study holds it: the position of a number, the text of anything else."""
         return position if self.is_ordered else json.dumps(self.values[position])
 
 
 def _question(name: str, values: Sequence[Any]) -> Question:
-    """The question for some candidates; the same object when they are asked for again."""
     if isinstance(values, str | bytes | set | frozenset):
         raise TuneError(
             f"choose({name!r}, {values!r}): the candidates are a {type(values).__name__}, which is "
@@ -77,21 +72,30 @@ def _question(name: str, values: Sequence[Any]) -> Question:
         )
     kept = values if isinstance(values, range) else tuple(values)
     try:
-        return _checked(name, kept, () if isinstance(kept, range) else tuple(map(type, kept)))
+        return _cached(name, kept, () if isinstance(kept, range) else tuple(map(type, kept)))
     except TypeError:  # candidates that are lists have no hash
-        return _checked.__wrapped__(name, kept, ())
+        return _cached.__wrapped__(name, kept, ())
 
 
+# A survey asks thousands of times, and a long list takes a millisecond. The types are part of the
+# key since 1, 1.0 and True are equal.
 @functools.lru_cache(maxsize=256)
-def _checked(name: str, values: Sequence[Any], types: tuple[type, ...]) -> Question:
-    """`types` tells 1, 1.0 and True apart, which are equal."""
-    question = Question(name, tuple(values))
-    check_json(f"choose({name!r}, {str(question.values[:8])[:200]})", list(question.values))
-    return question
+def _cached(name: str, values: Sequence[Any], types: tuple[type, ...]) -> Question:
+    shown = json.dumps(list(values))
+    if len(shown) > 100:
+        digest = hashlib.sha256(shown.encode()).hexdigest()[:8]
+        first, last = json.dumps(values[0])[:30], json.dumps(values[-1])[:30]
+        shown = f"{first} .. {last} ({len(values)}, {digest})"
+    return Question(name, tuple(values), f"{name} of {shown}", are_numbers(values))
+
+
+def are_numbers(values: Sequence[Any]) -> bool:
+    """Whether all values are numbers, so that they have an order."""
+    return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
 
 
 class Choices:
-    """What a space asks for its values; may be called in place of ``choose``.
+    """The argument of a space function: call it, or its method ``choose``, to ask for a value.
 
     Parameters
     ----------
@@ -110,37 +114,33 @@ class Choices:
         self.taken: dict[str, tuple[Question, int]] = {}
 
     def choose(self, name: str, values: Sequence[Any]) -> Any:
-        """One of `values`, which may depend on what was chosen before.
+        """Ask for one of `values`, which may depend on earlier answers.
 
         Parameters
         ----------
         name
-            A name for it; asked again with the same candidates, the answer is the same.
+            Name of the value. Asked again with the same candidates, the answer is the same.
         values
-            The candidates: what JSON can hold. Without any, the point is refused.
+            The candidates, of types that JSON can hold. An empty list refuses the point.
         """
-        if not isinstance(name, str) or not name:
-            raise TuneError(f"choose({name!r}, ...): the name is no text; give the value a name")
         question = _question(name, values)
         if not question.values:
             raise Refused(f"{name!r} has no candidates")
-        if name in self.taken:
-            asked, position = self.taken[name]
-            if asked != question:
-                raise TuneError(
-                    f"{name!r} was chosen from {list(asked.values)} and is asked for from "
-                    f"{list(question.values)} in the same point; give the second one another name"
-                )
-            return asked.values[position]
-        position = self._pick(question)
-        self.taken[name] = question, position
-        return question.values[position]
+        if name not in self.taken:
+            self.taken[name] = question, self._pick(question)
+        asked, position = self.taken[name]
+        if asked != question:
+            raise TuneError(
+                f"{name!r} was chosen from {list(asked.values)} and is asked for from "
+                f"{list(question.values)} in the same point; give the second one another name"
+            )
+        return asked.values[position]
 
     __call__ = choose
 
     @property
     def values(self) -> dict[str, Any]:
-        """Name -> what was chosen."""
+        """Name -> the chosen value."""
         return {name: asked.values[position] for name, (asked, position) in self.taken.items()}
 
 
@@ -149,30 +149,20 @@ SpaceFunction = Callable[[Choices], "Mapping[str, Any] | None"]
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a space.
-
-    Attributes
-    ----------
-    values
-        What the space returned, which a trial gets.
-    choices
-        Name -> value of what it asked for.
-    parameters
-        The same as the study holds it.
-    """
+    """The dict of a space, its answers by name, and these as the study holds them."""
 
     values: dict[str, Any]
     choices: dict[str, Any]
     parameters: dict[str, int | str]
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """The same text for equal values."""
         return point_key(self.values)
 
 
 def point_key(values: Mapping[str, Any]) -> str:
-    """A text that is the same for equal points, whatever the order of their names.
+    """Text that is the same for equal points, whatever the order of their names.
 
     Examples
     --------
@@ -193,7 +183,7 @@ def _plain(value: Any) -> Any:
 def make_point(
     space: SpaceFunction, choices: Choices, constraint: Callable[[Any], Any] | None = None
 ) -> Point:
-    """Ask a space for a point; raises :class:`Refused` where nothing can run it."""
+    """Ask a space for a point; raises `Refused` for one that cannot run."""
     with configured("the space", lambda: f", after it chose {choices.values}"):
         values = space(choices)
     if values is None:
@@ -203,7 +193,8 @@ def make_point(
             f"the space returned {values!r}; return a dict of names and values, or None for a "
             "point that cannot run"
         )
-    check_json("the space returned values", dict(values))
+    with configured("the space", lambda: f", as it returned {values}"):
+        json.dumps(dict(values))
     point = Point(
         dict(values),
         choices.values,
@@ -217,7 +208,7 @@ def make_point(
 
 @contextlib.contextmanager
 def configured(what: str, where: Callable[[], str] = str) -> Iterator[None]:
-    """Call a function of the user's: whatever it fails with is one error that says which."""
+    """Turn the failure of a user's function into a `TuneError` that names the function."""
     try:
         yield
     except (Refused, TuneError):
@@ -229,30 +220,20 @@ def configured(what: str, where: Callable[[], str] = str) -> Iterator[None]:
         ) from error
 
 
-def check_json(what: str, value: Any) -> None:
-    """Refuse values that no file and no trial can be given, by a :class:`TuneError`."""
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TuneError(
-            f"{what}, which JSON cannot hold ({error}); use numbers, texts, and lists of them"
-        ) from None
+def source_of(function: Callable[..., Any]) -> str:
+    """Digest of a function's source; empty for a method or a partial, whose state has no text."""
+    if inspect.isfunction(function):
+        with contextlib.suppress(OSError, TypeError):
+            return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+    return ""
 
 
 @dataclass
 class Survey:
-    """What a space holds.
+    """The points of a space.
 
-    Attributes
-    ----------
-    points
-        All of them, or as many as were drawn.
-    size
-        How many there are; estimated where `is_complete` is false.
-    refused
-        Reason -> how many points, or branches of the space, had it.
-    questions
-        What was asked for, as the study names it.
+    Of a space that is not complete here, `points` are drawn at random and `size` is an estimate.
+    `refused` counts points and branches by reason, `questions` are the parameters of the study.
     """
 
     points: list[Point] = field(default_factory=list)
@@ -261,11 +242,6 @@ class Survey:
     refused: Counter[str] = field(default_factory=Counter)
     questions: set[str] = field(default_factory=set)
 
-    @property
-    def digest(self) -> str:
-        """The same text for spaces that ask the same."""
-        return hashlib.sha256("\n".join(sorted(self.questions)).encode()).hexdigest()[:16]
-
 
 def survey(
     space: SpaceFunction,
@@ -273,33 +249,7 @@ def survey(
     limit: int = LIMIT,
     seed: int = 0,
 ) -> Survey:
-    """Look at every point of a space; at random ones if there are more than `limit`.
-
-    Parameters
-    ----------
-    space
-        A function that calls its argument as ``choose(name, values)`` and returns a dict.
-    constraint
-        Gets the values of a point; false, or :class:`Refused` raised, leaves it out.
-    limit
-        Points to look at.
-    seed
-        For what is drawn.
-
-    Raises
-    ------
-    TuneError
-        If there is no point at all.
-
-    Examples
-    --------
-    >>> def space(choose):
-    ...     tp = choose("tp", [1, 2])
-    ...     return {"tp": tp, "pp": choose("pp", [1, 2] if tp == 1 else [1])}
-    >>> found = survey(space)
-    >>> found.size, [point.values for point in found.points]
-    (3, [{'tp': 1, 'pp': 1}, {'tp': 1, 'pp': 2}, {'tp': 2, 'pp': 1}])
-    """
+    """Enumerate a space, or draw `limit` points of a larger one; refuses an empty space."""
     found = _walk(space, constraint, limit)
     if not found.is_complete:
         _draw(space, constraint, limit, seed, found)
@@ -316,9 +266,9 @@ def survey(
 
 
 def _walk(space: SpaceFunction, constraint: Callable[[Any], Any] | None, limit: int) -> Survey:
-    """Depth first: the last answer that has a next candidate takes it, those after it start anew.
+    """Depth first: the last answer with a next candidate takes it, later answers restart.
 
-    A refusal cuts off all that would have been asked after it.
+    A refusal cuts off all questions after it.
     """
     found, seen, path = Survey(), set[str](), list[int]()
     for _ in range(4 * limit):
@@ -353,7 +303,7 @@ def _draw(
     seed: int,
     found: Survey,
 ) -> None:
-    """Replace the points by random ones, and estimate how many there are.
+    """Replace the points by random ones, and estimate the size of the space.
 
     The product of the numbers of candidates along a random walk is, on average, the number of
     walks (Knuth, Estimating the efficiency of backtrack programs, 1975).
@@ -366,7 +316,7 @@ def _draw(
         try:
             point = make_point(space, choices, constraint)
         except Refused as reason:
-            if not found.points:  # of the looks that the message of an empty space counts
+            if not found.points:  # counted by the message about an empty space
                 found.refused[str(reason)] += 1
             continue
         points.setdefault(point.key, point)

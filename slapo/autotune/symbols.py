@@ -1,22 +1,28 @@
-"""Symbols and spaces as published configuration files use them."""
+"""Configuration files, and the symbols of those written for the published package."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import importlib.util
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from slapo.autotune.space import Choices, Refused, SpaceFunction, TuneError, configured
+from slapo.errors import with_nearest
 
 
 class Symbol:
-    """A value to be found, with its candidates.
+    """A value to find, with its candidates.
 
     Parameters
     ----------
     name
-        What it is called.
+        Name of the value.
     vals
-        The candidates; while it is not fixed, the first stands for it.
+        The candidates. The first one is the value until another is fixed.
 
     Examples
     --------
@@ -38,21 +44,15 @@ class Symbol:
 
     @property
     def val(self) -> Any:
-        """Its value: the first candidate until it is fixed."""
+        """The value: the first candidate until it is fixed."""
         return self._val
 
     def is_fixed(self) -> bool:
-        """Whether its value is settled."""
+        """Whether the value is fixed."""
         return self._is_fixed
 
     def fix(self, val: Any) -> None:
-        """Settle its value.
-
-        Raises
-        ------
-        ValueError
-            If it is no candidate.
-        """
+        """Fix the value; raises ``ValueError`` if it is no candidate."""
         if val not in self.vals:
             raise ValueError(f"{self.name!r} cannot be {val!r}; its candidates are {self.vals}")
         self._val, self._is_fixed = val, True
@@ -62,12 +62,12 @@ class Symbol:
 
 
 class Space:
-    """Symbols by name, some of them fixed.
+    """Symbols by name.
 
     Parameters
     ----------
     fixed
-        Name -> value of symbols that are settled as soon as they are created.
+        Name -> value of symbols that are fixed when they are created.
 
     Examples
     --------
@@ -83,19 +83,14 @@ class Space:
         self._symbols: dict[str, Symbol] = {}
 
     def create_symbol(self, name: str, vals: Sequence[Any]) -> Symbol:
-        """A symbol; the one that is there if the name was created before.
+        """Create a symbol, or return the one of that name.
 
         Parameters
         ----------
         name
-            What the trial gets it as.
+            Name of the value in a trial.
         vals
-            The candidates, which may depend on the values of symbols created before.
-
-        Raises
-        ------
-        ValueError
-            If it was settled on a value that is no candidate any more.
+            The candidates, which may depend on the values of earlier symbols.
         """
         if name not in self._symbols:
             symbol = Symbol(name, vals)
@@ -105,7 +100,7 @@ class Space:
         return self._symbols[name]
 
     def is_fixed(self) -> bool:
-        """Whether all of its symbols are."""
+        """Whether all symbols are fixed."""
         return self.next_open() is None
 
     def next_open(self) -> Symbol | None:
@@ -137,31 +132,7 @@ def space_of_symbols(
     get_bs_range: Callable[[Any], Sequence[Any]] | None = None,
     update_space: Callable[[Any, Space], Any] | None = None,
 ) -> SpaceFunction:
-    """The space that the functions of a published configuration file describe.
-
-    It is made again after each symbol that is settled, until none is open.
-
-    Parameters
-    ----------
-    args
-        What both functions get as their first argument.
-    get_bs_range
-        Returns (smallest, largest, step) of the batch size, both ends included.
-    update_space
-        Creates the other symbols.
-
-    Examples
-    --------
-    >>> from slapo.autotune.space import survey
-    >>> def update_space(args, space):
-    ...     space.create_symbol("ckpt_ratio", [0.0, 1.0] if space["batch_size"].val > 4 else [0.0])
-    >>> space = space_of_symbols(None, lambda args: (4, 8, 4), update_space)
-    >>> for point in survey(space).points:
-    ...     print(point.values)
-    {'batch_size': 4, 'ckpt_ratio': 0.0}
-    {'batch_size': 8, 'ckpt_ratio': 0.0}
-    {'batch_size': 8, 'ckpt_ratio': 1.0}
-    """
+    """The space of a published configuration file, made again after each symbol is fixed."""
     sizes = None if get_bs_range is None else _batch_sizes(get_bs_range, args)
 
     def space(choose: Choices) -> dict[str, Any]:
@@ -186,13 +157,77 @@ def _batch_sizes(get_bs_range: Callable[[Any], Any], args: Any) -> list[int]:
     try:
         smallest, largest, step = (int(number) for number in found)
     except (TypeError, ValueError):
-        raise TuneError(
-            f"get_bs_range returned {found!r}; return three whole numbers: the smallest batch "
-            "size, the largest, and the step"
-        ) from None
+        smallest = largest = step = 0
     if smallest < 1 or step < 1 or largest < smallest:
         raise TuneError(
-            f"get_bs_range returned {found!r}, which holds no batch size; return (smallest, "
-            "largest, step) with 1 <= smallest <= largest and a step of at least 1"
+            f"get_bs_range returned {found!r}, which holds no batch size; return three whole "
+            "numbers (smallest, largest, step) with 1 <= smallest <= largest and 1 <= step"
         )
     return list(range(smallest, largest + 1, step))
+
+
+# --- configuration files -------------------------------------------------------------------------
+_FUNCTIONS = ("space", "get_bs_range", "update_space", "predict", "constraint", "command")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The functions of a configuration file, as :func:`slapo.autotune.tune` takes them."""
+
+    space: SpaceFunction
+    predict: Callable[[dict[str, Any]], Any] | None
+    constraint: Callable[[Any], Any] | None
+    command: Callable[[dict[str, Any]], Sequence[str]] | None
+    grows: Collection[str] | None
+    is_published: bool
+
+
+def load_config(path: str | Path, args: Any = None) -> Config:
+    """Read a file with ``space(choose)``, or with the functions of the published package.
+
+    Those are ``get_bs_range(args)`` and ``update_space(args, space)``.
+    """
+    module = _import(Path(path))
+    found = {name: getattr(module, name, None) for name in _FUNCTIONS}
+    for name, value in found.items():
+        if value is not None and not callable(value):
+            raise TuneError(f"{path}: {name} is {value!r}; make it a function")
+    own, sizes, update, predict, constraint, command = found.values()
+    published = sizes is not None or update is not None
+    if (own is None) != published:
+        known = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
+        rest = f"its functions are {', '.join(known[:8]) or 'none'}; write one of the two forms"
+        what = "both space(choose) and" if own else "neither space(choose) nor"
+        raise TuneError(
+            f"{path} has {what} get_bs_range(args) or update_space(args, space): "
+            + (rest if own else with_nearest("space", known, rest))
+        )
+    grows = getattr(module, "grows", ("batch_size",) if published else None)
+    if isinstance(grows, str):
+        raise TuneError(f"{path}: grows is {grows!r}; write a list of names")
+    space = own or space_of_symbols(args, sizes, update)
+    return Config(space, predict, constraint, command, grows, published)
+
+
+def _import(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise TuneError(f"there is no configuration file {path}; name a Python file by --config")
+    name = f"slapo_tune_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise TuneError(f"the configuration {path} is no Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.parent.resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as Python does for a script
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        line, trace = "", error.__traceback__
+        while trace is not None:
+            if Path(trace.tb_frame.f_code.co_filename).resolve() == path.resolve():
+                line = f", line {trace.tb_lineno},"
+            trace = trace.tb_next
+        raise TuneError(f"{path}{line} failed: {type(error).__name__}: {error}; fix it") from error
+    return module

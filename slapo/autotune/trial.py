@@ -1,4 +1,4 @@
-"""A trial: a process that gets the values of a point and prints what it measured."""
+"""One trial: its command line, its processes, and its outcome."""
 
 from __future__ import annotations
 
@@ -6,93 +6,214 @@ import contextlib
 import json
 import os
 import re
-import select
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slapo.autotune.space import Refused, TuneError
-from slapo.autotune.values import VARIABLE, finite_number
-from slapo.errors import MissingPackageError, SlapoError
+from slapo.autotune.prediction import Prediction
+from slapo.autotune.space import Refused, TuneError, configured, point_key, source_of
+from slapo.autotune.values import RESULTS, VARIABLE, finite_number, is_out_of_memory, kind_of
+from slapo.errors import with_nearest
 from slapo.framework_dialect import get_dialect_cls
 
-#: What becomes of a trial that is run, ``"ok"`` first; the others are errors.
-RUN = (
-    "ok",
-    "out_of_memory",
-    "crash",
-    "timeout",
-    "wrong_schedule",
-    "no_result",
-    "garbage",
-)
-#: What becomes of a point that is not run, or says that nothing can run it.
+#: Outcomes of a trial that ran, ``"ok"`` first; the others are failures.
+RUN = ("ok", "out_of_memory", "crash", "timeout", "wrong_schedule", "no_result", "garbage")
+#: Outcomes of a point that did not run, or refused itself.
 NOT_RUN = ("refused", "does_not_fit", "skipped")
 
-_SUPERVISOR = Path(__file__).with_name("supervisor.py")
-#: Seconds that the supervisor gets to end a trial.
-_GRACE = 30.0
-
-#: How launchers and torch mark the lines of a rank.
-_RANK = r"^(?:\[[^\]\n]*\](?:<\w+>)?:? ?|\d+: )*"
-#: The last line of a traceback, which quotes source, too, but indented.
-_EXCEPTION = re.compile(
-    _RANK
-    + r"(?P<name>(?:[\w<>]+\.)+_?[A-Z]\w*|(?:[\w<>]+\.)*\w+(?:[eE]rror|Exception|Exit|Interrupt))"
-    r"(?:: (?P<text>.*))?$",
-    re.MULTILINE,
-)
-_OUT_OF_MEMORY_NAME = re.compile(r"(?:^|\.)\w*(?:OutOfMemory|Memory)Error$")
-_OUT_OF_MEMORY_TEXT = (
-    r"\bout of memory\b|OutOfMemoryError:|bad_alloc|CUBLAS_STATUS_ALLOC_FAILED|"
-    r"(?:can't|cannot) allocate memory|not enough memory"
-)
-#: What C++, CUDA, shells and the kernel print without a traceback, and the loops of this library.
-_OUT_OF_MEMORY_LINE = re.compile(
-    _RANK + r"(?:.*\b\w+ out of memory\. Tried to allocate|"
-    r"\s*(?:terminate called .*|what\(\): +)?'?std::bad_alloc|"
-    r"(?:error: )?(?:CUDA (?:error: )?)?out of memory\W*$|.*: cannot allocate memory$)",
-    re.IGNORECASE | re.MULTILINE,
-)
-#: A rank that the kernel ended for its memory, as torchrun tells it.
-_RANK_KILLED = re.compile(r"exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\) received")
-#: What the other ranks, and the launcher, die of when one rank does.
-_CONSEQUENCE = re.compile(
-    r"ChildFailedError|ProcessExitedException|ProcessRaisedException|Dist\w*Error|SignalException|"
-    r"ConnectionResetError|Connection (?:closed|reset) by peer"
-)
-_LIBRARY = re.compile(r"slapo(?:\.\w+)*\.(?:Refused|\w*Error)$")
-#: Characters of JSON that are kept of the other figures of a trial, and how deep they may be.
-_ROOM, _DEPTH = 10_000, 50
+#: Seconds between SIGTERM and SIGKILL, and until processes that survive SIGKILL are given up.
+_GRACE, _GIVE_UP = 5.0, 10.0
+#: Bytes of a log at which its middle is dropped, and bytes kept of its beginning and its end.
+_LOG_LIMIT, _KEPT = 64 * 2**20, 2**20
+_PLACE = re.compile(r"\{\{([A-Za-z_][\w.-]*)\}\}|\{([A-Za-z_][\w.-]*)\}")
 
 
+# --- command lines -------------------------------------------------------------------------------
+class Launcher:
+    """Makes the command line of a point.
+
+    `command` is a program and its arguments, as a list or one line, or a function from the values
+    to a list. With `bare` an argument that is a name stands for its value, without braces.
+    """
+
+    def __init__(
+        self,
+        command: str | Sequence[str] | Callable[[dict[str, Any]], Sequence[str]],
+        bare: bool = False,
+    ) -> None:
+        self._bare = bare
+        self._make = command if callable(command) else None
+        words = [] if callable(command) else command
+        self._words = shlex.split(words) if isinstance(words, str) else [str(w) for w in words]
+        if self._make is None:
+            self._words = _with_program(self._words)
+
+    def __call__(self, values: Mapping[str, Any]) -> list[str]:
+        """Program and arguments of a point; raises `Refused` where a value is missing."""
+        if self._make is None:
+            return [self._filled(word, values) for word in self._words]
+        call = f"command({dict(values)})"
+        with configured(call):
+            made = self._make(dict(values))
+        is_list = isinstance(made, list | tuple)
+        if not is_list or not all(isinstance(w, str | int | float | Path) for w in made):
+            raise TuneError(
+                f"{call} returned {made!r}; return a list of the program and its arguments"
+            )
+        return _with_program([str(word) for word in made])
+
+    def line(self, values: Mapping[str, Any]) -> str:
+        """Shell command that runs a point; empty for a point that has no command."""
+        try:
+            words = self(values)
+        except (Refused, TuneError):  # such as an imported trial
+            return ""
+        # Compare the folders too: Pythons of two environments may be links to one file.
+        found, used = Path(shutil.which("python") or "nowhere"), Path(sys.executable)
+        if found.parent == used.parent and found.samefile(used):
+            words = ["python" if word == sys.executable else word for word in words]
+        return f"{VARIABLE}={shlex.quote(json.dumps(dict(values)))} {shlex.join(words)}"
+
+    @property
+    def text(self) -> str:
+        """Identity of the command in a database."""
+        if self._make is not None:
+            name, source = getattr(self._make, "__qualname__", "command"), source_of(self._make)
+            return f"the function {name}" + (f" (text {source})" if source else "")
+        return shlex.join("python" if word == sys.executable else word for word in self._words)
+
+    def check(self, points: Iterable[Mapping[str, Any]]) -> None:
+        """Refuse a placeholder that one of these points has no value for."""
+        try:
+            for values in points:
+                _ = [self._filled(word, values) for word in self._words]
+        except Refused as reason:
+            raise TuneError(
+                f"{reason}; let the space give every point a value of it, or write a function "
+                "command(point)"
+            ) from None
+
+    def _filled(self, word: str, values: Mapping[str, Any]) -> str:
+        def value(name: str) -> str:
+            if name not in values:
+                rest = f"the point {dict(values)} lacks it; write {{{{{name}}}}} for braces"
+                raise Refused(
+                    f"the argument {word!r} has the placeholder {{{name}}}: "
+                    + with_nearest(name, values, rest)
+                )
+            found = values[name]
+            return json.dumps(found) if isinstance(found, list | dict) else str(found)
+
+        if self._bare and word in values:
+            return value(word)
+        return _PLACE.sub(lambda m: f"{{{m[1]}}}" if m[1] else value(m[2]), word)
+
+
+def _with_program(words: Sequence[str]) -> list[str]:
+    """A command whose first word the system can run."""
+    if not words:
+        raise TuneError("there is no script to run; name one, and its arguments, after the options")
+    first, *rest = words
+    if first.endswith((".py", ".sh")) and Path(first).is_file():
+        return [sys.executable if first.endswith(".py") else "bash", first, *rest]
+    if first in ("python", "python3"):
+        return [sys.executable, *rest]
+    if shutil.which(first) is not None:
+        return list(words)
+    # Such as torchrun, of an environment that is not activated.
+    beside = shutil.which(first, path=str(Path(sys.executable).parent))
+    if beside is None:
+        raise TuneError(
+            f"there is no script {first!r} in {Path.cwd()}, and no program of that name that can "
+            "be executed; name a file .py or .sh, or a program on the PATH, before its arguments"
+        )
+    return [beside, *rest]
+
+
+# --- outcomes ------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Outcome:
-    """What became of a trial.
+class Trial:
+    """A trial that ended, or a point that a search decided not to run.
 
     Attributes
     ----------
-    kind
-        One of ``RUN`` and ``NOT_RUN``.
-    value
-        What it measured, of kind ``"ok"`` only.
+    number
+        Number in the study.
+    values
+        Values of the point.
+    outcome
+        ``"ok"``, ``"out_of_memory"``, ``"crash"``, ``"timeout"``, ``"wrong_schedule"``,
+        ``"no_result"``, ``"garbage"``, ``"refused"``; ``"cut_off"`` if the tuner ended first; of a
+        point that did not run, ``"does_not_fit"`` or ``"skipped"``.
+    result
+        The figure that the search maximizes; None unless the outcome is ``"ok"``.
+    choices
+        Name -> value of each question of the space.
     reason
-        A line that says more, for the other kinds.
+        A line about any other outcome than ``"ok"``.
+    predicted
+        The prediction; None without one.
     seconds
-        How long it ran.
+        Run time.
+    log
+        Path of the output.
     figures
-        What else it reported.
+        Further figures of the trial.
+    parameters
+        Parameters in the study.
+    source
+        Origin of the point: ``"prediction"``, ``"sampler"``, ``"neighbour"``, ``"unseen"``,
+        ``"retry"``, ``"cut_off"`` or ``"import"``.
+    started
+        Whether it ran, also if it refused itself.
+
+    Examples
+    --------
+    >>> trial = Trial(0, {"tp": 2}, "ok", 12.5)
+    >>> trial.is_run, trial.is_failure, trial.key
+    (True, False, '{"tp": 2}')
     """
 
-    kind: str
-    value: float | None = None
+    number: int
+    values: dict[str, Any]
+    outcome: str
+    result: float | None = None
+    choices: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
+    predicted: Prediction | None = None
     seconds: float = 0.0
+    log: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+    started: bool = False
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it ran to its end."""
+        return self.outcome in RUN or (self.started and self.outcome == "refused")
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it ran without a result."""
+        return self.outcome in RUN[1:]
+
+    @property
+    def key(self) -> str:
+        """The same text for equal points."""
+        return point_key(self.values)
+
+
+def judged(outcome: str, result: float | None = None, **more: Any) -> Trial:
+    """A trial that the search has to give its number and its point."""
+    return Trial(0, {}, outcome, result, **more)
 
 
 def run_command(
@@ -101,224 +222,107 @@ def run_command(
     log: Path,
     timeout: float,
     metric: str = "throughput",
-) -> Outcome:
-    """Run a trial in processes of its own, none of which is left when this returns or raises.
-
-    Parameters
-    ----------
-    command
-        The program and its arguments.
-    values
-        What the trial gets as JSON in the environment's ``SLAPO_TRIAL``.
-    log
-        The file for what it prints: the first and the last MiB.
-    timeout
-        Seconds until it is killed.
-    metric
-        Which figure of the line of JSON that it prints is the result.
-    """
+) -> Trial:
+    """Run a trial as a session of processes; none of them is left when this returns or raises."""
+    results = log.resolve().with_suffix(".results")
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_bytes(b"")
+        results.unlink(missing_ok=True)
     except OSError as error:
-        raise TuneError(
-            f"the folder {log.parent} for what trials print cannot be made: {error.strerror}; "
-            "move what is there, or name another database"
-        ) from None
-    ended = _supervised(command, values, log, timeout)
-    with contextlib.suppress(OSError):
-        text = log.read_text(errors="replace")
-        return classify(text, ended, timeout, metric)
-    return classify("", ended, timeout, metric)
-
-
-def _supervised(
-    command: Sequence[str], values: Mapping[str, Any], log: Path, timeout: float
-) -> dict[str, Any]:
-    ended = {"returncode": None, "timed_out": False, "seconds": 0.0, "error": ""}
-    # Without the user's site and paths: it starts in milliseconds, whatever the environment.
-    start = [sys.executable, "-I", "-S", str(_SUPERVISOR)]
+        raise TuneError(f"the log {log} cannot be written: {error}; free it, or move it") from None
+    # Unbuffered, so that the last line of a log is that of the error, and not of an earlier print.
+    environment = {"PYTHONUNBUFFERED": "1", **os.environ, RESULTS: str(results)}
+    environment[VARIABLE] = json.dumps(dict(values))
+    started, process, code = time.monotonic(), None, None
     try:
-        process = subprocess.Popen(
-            [*start, str(log), str(timeout), str(os.getpid()), *command],
-            env={**os.environ, VARIABLE: json.dumps(dict(values))},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the tuner, which ends the trial in its own way
-        )
-    except (OSError, ValueError) as error:  # values that are too long, or have a zero byte
-        return {**ended, "error": f"it could not be started: {error}"}
-    try:
-        if process.stdout is None:
-            raise RuntimeError("the supervisor has no pipe")
-        # It says nothing before the end.
-        ready, _, _ = select.select([process.stdout], [], [], timeout + _GRACE)
-        if not ready:
-            return {**ended, "timed_out": True, "seconds": timeout}
-        said = process.stdout.read()
+        with log.open("ab") as file:  # appends, so that it can be shortened while it grows
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        code = _wait(process, log, started + timeout)
+    except (OSError, ValueError) as error:  # such as values that are too long
+        return judged("crash", reason=f"it could not be started: {error}")
     finally:
-        _end(process)
+        seconds = time.monotonic() - started
+        if process is not None:
+            _end(process, str(results))
+    entries = _entries(results)
+    results.unlink(missing_ok=True)
+    if code is None:
+        reason = f"it was ended after {timeout:g} s"
+        return judged("timeout", reason=reason, seconds=seconds)
+    return replace(_outcome(code, entries, _tail(log), metric), seconds=seconds)
+
+
+def run_function(
+    run: Callable[[dict[str, Any]], Any], values: Mapping[str, Any], metric: str
+) -> Trial:
+    """Run a trial as a function of this process that returns the result."""
     try:
-        return dict(json.loads(said))
-    except ValueError:
-        reason = f"the process that watches over it ended with status {process.returncode}"
-        return {**ended, "error": reason}
+        value = run(dict(values))
+    except (Exception, SystemExit) as error:
+        kind, reason = kind_of(error)
+        return judged(kind, reason=reason)
+    # Numbers of numpy, and tensors with one.
+    return _value(value.item() if hasattr(value, "item") else value, metric, {})
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Close the pipe, by which the supervisor ends the trial if it still runs."""
-    if process.stdin is not None:
-        process.stdin.close()
-    try:
-        process.wait(_GRACE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    finally:
-        if process.stdout is not None:
-            process.stdout.close()
-
-
-def classify(text: str, ended: Mapping[str, Any], timeout: float, metric: str) -> Outcome:
-    r"""Tell what became of a trial by what it printed and how it ended.
-
-    Parameters
-    ----------
-    text
-        Its log.
-    ended
-        ``returncode``, ``timed_out``, ``seconds`` and ``error``, as its supervisor said.
-    timeout
-        Its limit, for the message.
-    metric
-        The figure to look for.
-
-    Examples
-    --------
-    >>> ended = {"returncode": 1, "timed_out": False, "seconds": 2.0, "error": ""}
-    >>> text = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n"
-    >>> classify(text, ended, 60, "throughput").kind
-    'out_of_memory'
-    >>> classify('{"throughput": 8.5}\n', {**ended, "returncode": 0}, 60, "throughput").value
-    8.5
-    """
-    code, seconds = ended["returncode"], float(ended["seconds"])
-    rest: dict[str, Any] = {"seconds": seconds}
-    if ended["error"]:
-        return Outcome("crash", reason=ended["error"], **rest)
-    if ended["timed_out"]:
-        return Outcome("timeout", reason=f"it was ended after {timeout:g} s", **rest)
-    text = text.replace("\r", "\n")
-    memory = _out_of_memory(text)
+def _outcome(code: int, entries: Sequence[Any], text: str, metric: str) -> Trial:
+    """Outcome by exit status, result file and log, in this order."""
+    lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
+    last = lines[-1][:300] if lines else "it printed nothing"
+    errors = [entry for entry in entries if isinstance(entry, list)]
     if code == 0:
-        outcome = _result(text, metric)
-        if outcome.kind == "no_result" and memory:
-            return Outcome("out_of_memory", reason=memory, **rest)
-        return Outcome(outcome.kind, outcome.value, outcome.reason, figures=outcome.figures, **rest)
-    if memory:
-        return Outcome("out_of_memory", reason=memory, **rest)
-    if code in (-9, 137) or _RANK_KILLED.search(text):
-        reason = "it was killed (signal 9), as the kernel does where memory runs out"
-        return Outcome("out_of_memory", reason=reason, **rest)
-    kind, reason = _cause(text)
-    if kind:
-        return Outcome(kind, reason=reason, **rest)
-    last = _lines(text)[-1:] or ["it printed nothing"]
-    return Outcome("crash", reason=f"exit status {code}: {last[0][:300]}", **rest)
+        reported = [entry for entry in entries if isinstance(entry, dict)]
+        objects = [*reversed(reported), *map(_object, reversed(lines))]
+        for figures in objects:
+            if metric in figures:
+                return _value(figures.pop(metric), metric, figures)
+        speed = _logged_speed(text) if metric == "throughput" else 0.0
+        if speed:
+            return judged("ok", speed)
+    if errors:
+        # Other ranks fail because one did, and may be the first to say so.
+        kind, reason = next((e for e in errors if e[0] != "crash"), errors[0])
+        return judged(kind, reason=reason)
+    if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        reason = "it was killed (signal 9), as the kernel does when memory runs out"
+        return judged("out_of_memory", reason=reason)
+    if is_out_of_memory(last):
+        return judged("out_of_memory", reason=last)
+    if code:
+        return judged("crash", reason=f"exit status {code}: {last}")
+    other = next(filter(None, objects), None)
+    found = f"its last line of JSON has {list(other)[:20]}" if other else f"its last line: {last!r}"
+    return judged("no_result", reason=f"no line of JSON with {metric!r}; {found}")
 
 
-def _out_of_memory(text: str) -> str:
-    """The line that says that memory ran out, of whichever rank; empty if none does."""
-    lines = [found[0] for found in _EXCEPTION.finditer(text) if _is_out_of_memory(found)]
-    other = None if lines else _OUT_OF_MEMORY_LINE.search(text)
-    if other is not None:
-        lines = [text[other.start() :].split("\n", 1)[0]]
-    return lines[0].strip()[:300] if lines else ""
-
-
-def _is_out_of_memory(found: re.Match[str]) -> bool:
-    said = re.search(_OUT_OF_MEMORY_TEXT, found["text"] or "", re.IGNORECASE)
-    return bool(said or _OUT_OF_MEMORY_NAME.search(found["name"]))
-
-
-def _cause(text: str) -> tuple[str, str]:
-    """The outcome by the exception that the trial died of, which is the last one of its own."""
-    found = [one for one in _EXCEPTION.finditer(text) if not _CONSEQUENCE.search(one[0])]
-    name = found[-1]["name"] if found else ""
-    if not _LIBRARY.match(name) or name.endswith(".MissingPackageError"):
-        return "", ""
-    kind = "refused" if name.endswith(".Refused") else "wrong_schedule"
-    return kind, found[-1][0].strip()[:300]
-
-
-def _lines(text: str) -> list[str]:
-    """Lines that are not empty; a progress bar begins a new one by a carriage return."""
-    return [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
-
-
-def _result(text: str, metric: str) -> Outcome:
-    """The last line of JSON that has the figure; else what a log parser of a runtime finds."""
-    lines = _lines(text)
-    other: list[str] = []
-    for line in reversed(lines):
-        for data in _json_objects(line):
-            if metric in data:
-                value = data.pop(metric)
-                return read_value(value, metric, _kept(data))
-            other = other or list(data)[:20]
-    speed = _logged_speed(text)
-    if speed > 0 and metric == "throughput":
-        return Outcome("ok", speed)
-    last = f"its last line is {lines[-1][:200]!r}" if lines else "it printed nothing"
-    if other:
-        last = f"its line of JSON has {other} and no {metric!r}"
-    return Outcome("no_result", reason=f"no line of JSON with {metric!r}: {last}")
-
-
-def read_value(value: Any, metric: str, figures: dict[str, Any] | None = None) -> Outcome:
-    """An outcome by a result: ok if it is a number that can be compared, else garbage.
-
-    Examples
-    --------
-    >>> read_value(float("nan"), "throughput").kind
-    'garbage'
-    """
+def _value(value: Any, metric: str, figures: dict[str, Any]) -> Trial:
     number = finite_number(value)
     if number is None:
         reason = f"{metric} is {repr(value)[:200]}; it must be a finite number"
-        return Outcome("garbage", reason=reason, figures=figures or {})
-    return Outcome("ok", number, figures=figures or {})
+        return judged("garbage", reason=reason, figures=figures)
+    return judged("ok", number, figures=figures)
 
 
-def _json_objects(line: str) -> Iterator[dict[str, Any]]:
-    """Objects of JSON in a line, which may have other braces, too."""
-    at, decoder = 0, json.JSONDecoder()
-    for _ in range(100):
-        begin = line.find("{", at)
-        if begin < 0:
-            return
-        at = begin + 1
+def _object(line: str) -> dict[str, Any]:
+    """The object of JSON in a line, which launchers begin with the rank; empty without one."""
+    begin = line.find('{"')
+    if begin >= 0:
         with contextlib.suppress(ValueError, RecursionError):
-            found, at = decoder.raw_decode(line, begin)
-            yield found
-
-
-def _kept(figures: dict[str, Any]) -> dict[str, Any]:
-    """Those that a database and its readers can take: not what is very long or deep."""
-    kept: dict[str, Any] = {}
-    room = _ROOM
-    for name, value in figures.items():
-        with contextlib.suppress(ValueError, RecursionError):
-            text = json.dumps({name: value})
-            if len(text) <= room and text.count("[") + text.count("{") <= _DEPTH:
-                kept[name] = value
-                room -= len(text)
-    return kept
+            return dict(json.JSONDecoder().raw_decode(line, begin)[0])
+    return {}
 
 
 def _logged_speed(text: str) -> float:
-    """Samples per second as the training loop of a runtime prints them; 0 if none does."""
-    for target in ("deepspeed", "megatron"):  # each reads what the loop for torch prints, too
-        # What looks like a number may be none, such as 1.2.3, or have no end.
+    """Samples per second as the training loops of the runtimes print them; 0 without any."""
+    for target in ("deepspeed", "megatron"):  # both read the lines of the loop for torch too
         with contextlib.suppress(ValueError, ArithmeticError):
             found = get_dialect_cls("log_parser", target).parse_log(text + "\n")
             speed = finite_number(found.samples_per_sec)
@@ -327,37 +331,99 @@ def _logged_speed(text: str) -> float:
     return 0.0
 
 
-def run_function(
-    run: Callable[[dict[str, Any]], Any], values: Mapping[str, Any], metric: str
-) -> Outcome:
-    """A trial in this process: a function in place of a command.
+def _entries(results: Path) -> list[Any]:
+    entries = []
+    with contextlib.suppress(OSError):
+        for line in results.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):  # cut off with the process that wrote it
+                entries.append(json.loads(line))
+    return entries
 
-    Parameters
-    ----------
-    run
-        Gets the values; returns the result, or raises.
-    values
-        Of the point.
-    metric
-        What the result is called.
-    """
+
+# --- processes -----------------------------------------------------------------------------------
+def end_leftovers(logs: Path) -> None:
+    """End the trial of a search that was killed before it could end the trial itself."""
+    _kill(None, f"{logs.resolve()}/")
+
+
+def _wait(process: subprocess.Popen[bytes], log: Path, deadline: float) -> int | None:
+    """Exit status of a process; None at the deadline."""
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return process.wait(max(0.0, min(left, 1.0)))
+        except subprocess.TimeoutExpired:
+            if left <= 0:
+                return None
+            _shorten(log)
+
+
+def _shorten(log: Path) -> None:
+    """Drop the middle of a log that grows without bound."""
+    with contextlib.suppress(OSError):
+        if log.stat().st_size > _LOG_LIMIT:
+            end = _tail(log)
+            with log.open("r+") as file:
+                file.truncate(_KEPT)
+                file.seek(0, os.SEEK_END)
+                file.write(f"\n[... the log was too long, its middle was dropped ...]\n{end}")
+
+
+def _tail(log: Path) -> str:
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _KEPT))
+        return file.read().decode(errors="replace")
+    return ""
+
+
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+    """End a trial: SIGTERM, by which a launcher ends its ranks, then SIGKILL for the rest."""
     try:
-        value = run(dict(values))
-        # Numbers of numpy, and tensors with one.
-        return read_value(value.item() if hasattr(value, "item") else value, metric)
-    except Refused as reason:
-        return Outcome("refused", reason=str(reason))
-    except (Exception, SystemExit) as error:
-        line = f"{type(error).__module__}.{type(error).__qualname__}: {error}"
-        is_library = isinstance(error, SlapoError) and not isinstance(error, MissingPackageError)
-        if is_library:  # also by a class of the user's own, which no line tells
-            return Outcome("wrong_schedule", reason=line[:300])
-        ended = {"returncode": 1, "timed_out": False, "seconds": 0.0, "error": ""}
-        return classify(line, ended, 0.0, metric)
+        _send(process, signal.SIGTERM)
+        deadline = time.monotonic() + _GRACE
+        while process.poll() is None or any(True for _ in _marked(mark)):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+    finally:  # also if a second Ctrl-C interrupts the grace
+        _kill(process, mark)
 
 
-def default_logs(db: Path | None) -> Path:
-    """Where the logs of trials go: beside the database, or in a new folder."""
-    if db is None:
-        return Path(tempfile.mkdtemp(prefix="slapo-tune-"))
-    return db.with_name(db.name + ".logs")
+def _kill(process: subprocess.Popen[bytes] | None, mark: str) -> None:
+    """Kill until no process is left, so that the memory of its GPU is free again."""
+    pids: set[int] = set()
+    deadline = time.monotonic() + _GIVE_UP
+    while time.monotonic() < deadline:
+        pids = {pid for pid in pids if _runs(pid)} | set(_marked(mark))
+        _send(process, signal.SIGKILL, pids)
+        if not pids and (process is None or process.poll() is not None):
+            return
+        time.sleep(0.01)
+
+
+def _send(process: subprocess.Popen[bytes] | None, number: int, pids: Iterable[int] = ()) -> None:
+    if process is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process has not ended; one that waits to be reaped has."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def _marked(mark: str) -> Iterator[int]:
+    """Processes of a trial by their environment, which they inherit; on Linux only.
+
+    torchrun gives each rank a session of its own, so that the group of the trial lacks them.
+    """
+    text = f"{RESULTS}={mark}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if text in path.read_bytes():
+                yield int(path.parent.name)

@@ -1,4 +1,4 @@
-"""``python -m slapo.autotune.tune``: the command line under the name of the published package."""
+"""``python -m slapo.autotune.tune``, the command line by the name of the published package."""
 
 import sys
 from types import ModuleType
@@ -13,10 +13,9 @@ __all__ = ["Database", "Space", "Symbol", "main"]
 
 
 class _Callable(ModuleType):
-    """A module that is called as the function :func:`slapo.autotune.tune`.
+    """A module that can be called as the function :func:`slapo.autotune.tune`.
 
-    Python binds a module in its package under its own name once it is imported, which is the
-    function's, too.
+    Importing it binds it in its package under the name of the function.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

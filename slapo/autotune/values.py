@@ -1,4 +1,4 @@
-"""What the script of a trial calls."""
+"""The functions that the script of a trial calls."""
 
 from __future__ import annotations
 
@@ -6,77 +6,74 @@ import contextlib
 import json
 import math
 import os
+import sys
+import traceback
 from numbers import Real
 from typing import Any
 
-#: The variable of the environment that holds the values of a trial.
+import torch
+
+from slapo.autotune.space import Refused
+from slapo.errors import MissingPackageError, SlapoError
+
+#: Environment variable with the values of a trial.
 VARIABLE = "SLAPO_TRIAL"
-
-
-def finite_number(value: Any) -> float | None:
-    """A number that can be compared, as a float; None of anything else.
-
-    Examples
-    --------
-    >>> finite_number(3), finite_number(True), finite_number(float("nan")), finite_number(10**400)
-    (3.0, None, None, None)
-    """
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return None
-    with contextlib.suppress(OverflowError):
-        return float(value) if math.isfinite(value) else None
-    return None
+#: Environment variable with the path of a trial's result file: a line of JSON for each result and
+#: each error, in the order in which the processes of the trial write them.
+RESULTS = "SLAPO_RESULTS"
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "memoryerror",
+    "bad_alloc",
+    "cublas_status_alloc_failed",
+    "cannot allocate memory",
+    "can't allocate memory",
+    "not enough memory",
+)
 
 
 def trial_values(**defaults: Any) -> dict[str, Any]:
-    """The values of the trial that this process runs.
+    """Read the values of the trial that this process runs.
+
+    In a trial it also sets ``sys.excepthook``, so that the tuner learns which error ended this
+    process. The hook that was there before runs too.
 
     Parameters
     ----------
     **defaults
-        Values of names that the trial does not give: all of them outside of a search.
+        Values of names that the trial does not set; all of them outside of a search.
 
     Returns
     -------
     dict
         Name -> value.
 
-    Raises
-    ------
-    ValueError
-        If the environment's ``SLAPO_TRIAL`` is no JSON object.
-
     Examples
     --------
     >>> trial_values(micro_batch=4, checkpoint=0.5)
     {'micro_batch': 4, 'checkpoint': 0.5}
     """
-    text = os.environ.get(VARIABLE, "{}")
-    try:
-        given = json.loads(text)
-    except ValueError:
-        given = None
-    if not isinstance(given, dict):
-        raise ValueError(f"{VARIABLE}={text!r} is no JSON object; unset it, or write one")
-    return {**defaults, **given}
+    if RESULTS in os.environ and not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(sys.excepthook)
+    return {**defaults, **json.loads(os.environ.get(VARIABLE, "{}"))}
 
 
 def report_result(throughput: float, **figures: Any) -> None:
-    """Print what a trial measured, as the line of JSON that the tuner looks for.
+    """Report the throughput of a trial to the tuner, and print it as a line of JSON.
 
     Call it at the end, on one rank.
 
     Parameters
     ----------
     throughput
-        Samples per second: more is better.
+        Samples per second; more is better.
     **figures
-        Others to be kept with it.
+        Further figures that the database keeps with it.
 
     Raises
     ------
     ValueError
-        If the throughput is no number that a search can compare.
+        If the throughput is not a finite number, or is negative.
 
     Examples
     --------
@@ -86,4 +83,60 @@ def report_result(throughput: float, **figures: Any) -> None:
     number = float(throughput)
     if not math.isfinite(number) or number < 0:
         raise ValueError(f"a throughput of {throughput!r} cannot be compared; report samples/s")
-    print(json.dumps({"throughput": number, **figures}), flush=True)
+    line = json.dumps({"throughput": number, **figures})
+    print(line, flush=True)
+    _append(line)
+
+
+def report_failure(kind: str, reason: str) -> None:
+    """Report why a trial has no result, for a script that handles its errors itself."""
+    _append(json.dumps([kind, reason]))
+
+
+def kind_of(error: BaseException) -> tuple[str, str]:
+    """Outcome of a trial that ended by an exception, and a line about it."""
+    if isinstance(error, Refused):
+        return "refused", str(error)
+    text = "".join(traceback.format_exception_only(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    memory = [line for line in lines if is_out_of_memory(line)]
+    if memory or isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return "out_of_memory", (memory or lines)[0][:300]
+    if error.__cause__ is not None and kind_of(error.__cause__)[0] == "out_of_memory":
+        return kind_of(error.__cause__)
+    is_schedule = isinstance(error, SlapoError) and not isinstance(error, MissingPackageError)
+    return "wrong_schedule" if is_schedule else "crash", lines[0][:300]
+
+
+def is_out_of_memory(line: str) -> bool:
+    """Whether an error message is about memory that ran out."""
+    return any(text in line.lower() for text in _OUT_OF_MEMORY)
+
+
+def finite_number(value: Any) -> float | None:
+    """The value as a float; None for anything but a finite number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    with contextlib.suppress(OverflowError):
+        return float(value) if math.isfinite(value) else None
+    return None
+
+
+class _Hook:
+    """``sys.excepthook`` that writes the error to the result file first."""
+
+    def __init__(self, previous: Any) -> None:
+        self._previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, Exception):
+            report_failure(*kind_of(error))
+        self._previous(kind, error, trace)
+
+
+def _append(line: str) -> None:
+    path = os.environ.get(RESULTS)
+    with contextlib.suppress(OSError):
+        if path:
+            with open(path, "a") as file:
+                file.write(line + "\n")

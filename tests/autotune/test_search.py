@@ -1,10 +1,9 @@
-"""The search: how soon it finds, what it leaves out, how it goes on."""
+"""The search: how soon it finds the best point, which points it runs, how it continues."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
-import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from slapo.autotune import Database, Refused, TuneError, point_key, tune
+from slapo.autotune import Database, Refused, Trial, TuneError, point_key, tune
 from slapo.autotune.report import save_plot, summary
 from slapo.autotune.space import Choices, survey
 from slapo.errors import MissingPackageError, SlapoError
@@ -22,6 +21,45 @@ from tests.autotune import landscape
 pytest.importorskip("optuna")
 
 
+def grid(choose: Choices) -> dict[str, Any]:
+    return {"a": choose("a", [1, 2, 3, 4]), "b": choose("b", [1, 2, 3])}
+
+
+def sizes(choose: Choices) -> dict[str, Any]:
+    return {"bs": choose("bs", range(1, 7))}
+
+
+class Runs:
+    """A trial that counts its points. The result is the product of the values.
+
+    `errors` are raised for values of the first name.
+    """
+
+    def __init__(self, errors: dict[int, BaseException] | None = None) -> None:
+        self.errors, self.points = errors or {}, list[str]()
+
+    def __call__(self, point: dict[str, Any]) -> float:
+        self.points.append(point_key(point))
+        first, *rest = point.values()
+        if first in self.errors:
+            raise self.errors[first]
+        return float(first * (rest[0] if rest else 1))
+
+    @property
+    def firsts(self) -> list[int]:
+        return [next(iter(json.loads(point).values())) for point in self.points]
+
+
+def every(values: Any, error: BaseException) -> dict[int, BaseException]:
+    return dict.fromkeys(values, error)
+
+
+def last(trials: list[Trial]) -> dict[int, str]:
+    """Value of the first name -> outcome of its last trial."""
+    return {next(iter(trial.values.values())): trial.outcome for trial in trials}
+
+
+# --- how soon it finds ---------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def best() -> float:
     """The largest throughput of all layouts that fit."""
@@ -47,247 +85,14 @@ def test_without_predictions(best: float) -> None:
     assert (found.best.result or 0) >= 0.8 * best
 
 
-def grid(choose: Choices) -> dict[str, Any]:
-    return {"a": choose("a", [1, 2, 3, 4]), "b": choose("b", [1, 2, 3])}
+def test_equal_seeds_give_equal_searches() -> None:
+    def searched(seed: int) -> list[Any]:
+        return [
+            t.values
+            for t in tune(landscape.layouts, run=landscape.measure, trials=12, seed=seed).trials
+        ]
 
-
-class Counting:
-    """A trial that knows which points it ran."""
-
-    def __init__(self, result: Callable[[dict[str, Any]], Any]) -> None:
-        self.result, self.points = result, list[str]()
-
-    def __call__(self, point: dict[str, Any]) -> Any:
-        self.points.append(point_key(point))
-        return self.result(point)
-
-
-def test_no_point_runs_twice(tmp_path: Path) -> None:
-    run = Counting(lambda point: point["a"] * point["b"])
-    found = tune(grid, run=run, db=tmp_path / "db", trials=5)
-    assert len(run.points) == 5
-    for _ in range(2):  # the second has nothing left to do
-        found = tune(grid, run=run, db=tmp_path / "db", trials=50)
-        assert len(run.points) == len(set(run.points)) == 12
-    assert found.best is not None
-    assert (found.best.values, found.best.result) == ({"a": 4, "b": 3}, 12.0)
-    assert [trial.number for trial in found.trials] == sorted(t.number for t in found.trials)
-
-
-def test_a_space_of_one_point() -> None:
-    found = tune(lambda choose: {"a": choose("a", [1])}, run=lambda point: 1.0)
-    assert found.best is not None
-    assert len(found.trials) == 1
-
-
-def test_what_does_not_fit_is_not_run(tmp_path: Path) -> None:
-    def predict(point: dict[str, Any]) -> Any:
-        return SimpleNamespace(memory=point["a"], capacity=2, throughput=point["b"])
-
-    run = Counting(lambda point: point["a"] * point["b"])
-    found = tune(grid, run=run, db=tmp_path / "db", predict=predict, trials=12)
-    assert run.points[:2] == [point_key({"a": 1, "b": 3}), point_key({"a": 2, "b": 3})]
-    assert set(run.points) == {point_key({"a": a, "b": b}) for a in (1, 2) for b in (1, 2, 3)}
-    assert found.does_not_fit == 6
-    predictions = Database(tmp_path / "db").predictions
-    left_out = predictions[point_key({"a": 4, "b": 1})]
-    assert (left_out.memory, left_out.capacity, left_out.fits) == (4, 2, False)
-    for trial in found.trials:
-        assert trial.predicted is not None
-        assert trial.outcome == ("ok" if trial.values["a"] <= 2 else "does_not_fit")
-    assert "6 points do not fit by their prediction" in summary(found)
-
-
-def test_predictions_are_asked_for_once(tmp_path: Path) -> None:
-    asked = []
-
-    def predict(point: dict[str, Any]) -> dict[str, Any]:
-        asked.append(point_key(point))
-        return {"memory": 1, "fits": point["a"] < 4, "throughput": 1.0}
-
-    for trials in (2, 4):
-        tune(grid, run=lambda point: 1.0, db=tmp_path / "db", predict=predict, trials=trials)
-    assert len(asked) == len(set(asked)) == 12
-
-
-def test_predictions_may_refuse() -> None:
-    def predict(point: dict[str, Any]) -> dict[str, float] | None:
-        if point["a"] == 1:
-            raise Refused("no kernel")
-        if point["a"] == 2:
-            raise SlapoError("size 9 is not divisible")
-        return None if point["a"] == 3 else {"memory": 1, "capacity": 2, "throughput": 1}
-
-    run = Counting(lambda point: 1.0)
-    found = tune(grid, run=run, predict=predict, trials=12)
-    assert len(run.points) == 3
-    assert found.refused == {
-        "no kernel": 3,
-        "SlapoError: size 9 is not divisible": 3,
-        "the prediction is None": 3,
-    }
-
-
-@pytest.mark.parametrize(
-    ("prediction", "message"),
-    [
-        ({"capacity": 1, "throughput": 1}, r"predict\(\{'a': 1, 'b': 1\}\) .* has no 'memory'"),
-        ({"memory": 1, "throughput": 1}, "has no 'capacity'"),
-        ({"memory": 1, "capacity": 1}, "has no 'throughput'"),
-        (7, "returned 7, which has no 'memory'"),
-        ({"memory": "much", "capacity": 1, "throughput": 1}, "memory='much'; give a finite number"),
-        ({"memory": float("nan"), "capacity": 1, "throughput": 1}, "memory=nan"),
-        ({"memory": 10**400, "capacity": 1, "throughput": 1}, "memory=10.*; give a finite number"),
-        ({"memory": 2**30, "capacity": 1, "throughput": 1}, "none of 12 .* needs 1.00 of 0.00 GiB"),
-    ],
-)
-def test_predictions_that_say_too_little(prediction: Any, message: str) -> None:
-    with pytest.raises(TuneError, match=message):
-        tune(grid, run=lambda point: 1.0, predict=lambda point: prediction)
-
-
-def test_a_prediction_that_fails() -> None:
-    for predict, what in [
-        (lambda point: point["c"], "KeyError: 'c'"),
-        (sys.exit, "SystemExit: .*"),
-    ]:
-        with pytest.raises(TuneError, match=rf"predict\(.*\) failed with {what}; raise"):
-            tune(grid, run=lambda point: 1.0, predict=predict)
-
-
-def raises(error: Exception) -> Any:
-    raise error
-
-
-def test_failures_do_not_end_the_search() -> None:
-    outcomes: dict[int, Callable[[], Any]] = {
-        1: lambda: 1.0,
-        2: lambda: raises(MemoryError()),
-        3: lambda: raises(KeyError("a")),
-        4: lambda: float("nan"),
-    }
-    found = tune(grid, run=lambda point: outcomes[point["a"]](), trials=12)
-    kinds = {trial.values["a"]: trial.outcome for trial in found.trials}
-    assert kinds == {1: "ok", 2: "out_of_memory", 3: "crash", 4: "garbage"}
-    assert len(found.trials) == 12
-
-
-def test_the_first_error_ends_it_if_asked() -> None:
-    run = Counting(lambda point: raises(KeyError("a")))
-    found = tune(grid, run=run, trials=12, error_stop="all")
-    assert len(run.points) == 1
-    assert found.best is None
-    assert "no trial gave a result" in summary(found)
-
-
-def test_larger_values_are_left_out_after_an_error() -> None:
-    run = Counting(lambda point: 1.0 if point["a"] < 3 else raises(MemoryError()))
-    found = tune(grid, run=run, trials=12, error_stop="symbol", grows=["a"])
-    skipped = [trial for trial in found.trials if trial.outcome == "skipped"]
-    assert len(run.points) + len(skipped) == 12
-    failed = {(t.values["a"], t.values["b"]) for t in found.trials if t.outcome == "out_of_memory"}
-    assert skipped
-    for trial in skipped:
-        assert trial.values["a"] == 4
-        assert (3, trial.values["b"]) in failed
-        assert "failed with a=3: out_of_memory" in trial.reason
-
-
-def test_retry(tmp_path: Path) -> None:
-    is_ill = True
-    db = tmp_path / "db"
-
-    def result(point: dict[str, Any]) -> float:
-        if point["b"] == 3:
-            raise MemoryError
-        if is_ill and point["b"] == 2:
-            raise KeyError
-        return 1.0
-
-    run = Counting(result)
-    tune(grid, run=run, db=db, trials=12)
-    tune(grid, run=run, db=db, trials=12)
-    assert len(run.points) == 12
-    is_ill = False
-    found = tune(grid, run=run, db=db, trials=12, retry=True)
-    assert len(run.points) == 16
-    last = {trial.key: trial.outcome for trial in found.trials}
-    assert sorted(last.values()) == ["ok"] * 8 + ["out_of_memory"] * 4
-    tune(grid, run=run, db=db, trials=12, retry=True)
-    assert len(run.points) == 16
-
-
-def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
-    def stop(point: dict[str, Any]) -> float:
-        if len(run.points) == 4:
-            raise KeyboardInterrupt
-        return 1.0
-
-    run = Counting(stop)
-    with pytest.raises(KeyboardInterrupt):
-        tune(grid, run=run, db=tmp_path / "db", trials=8)
-    assert [t.outcome for t in Database(tmp_path / "db").trials] == ["ok"] * 3 + ["cut_off"]
-    tune(grid, run=run, db=tmp_path / "db", trials=8)
-    assert run.points[4] == run.points[3]
-    assert len(run.points) == 9
-    assert len(set(run.points)) == 8
-
-
-def test_a_database_of_another_search(tmp_path: Path) -> None:
-    db = tmp_path / "db"
-    tune(grid, run=lambda point: 1.0, db=db, trials=1)
-    with pytest.raises(TuneError, match=r"another space: there a of \[1, .*; here c of \[1, 2\]"):
-        tune(lambda choose: {"c": choose("c", [1, 2])}, run=lambda point: 1.0, db=db)
-    with pytest.raises(TuneError, match=r"another metric: there throughput; here speed. Name"):
-        tune(grid, run=lambda point: 1.0, db=db, metric="speed")
-    with pytest.raises(TuneError, match=r"another command: there ; here echo"):
-        tune(grid, ["echo"], db=db)
-
-
-def test_files_that_are_no_database(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("hello")
-    (tmp_path / "old.json").write_text('{"a": 1}')
-    (tmp_path / "broken").write_bytes(b"SQLite format 3\0" + b"\1" * 4096)
-    for name, message in [
-        ("text", "text is no database"),
-        ("old.json", r"JSON database of the published package; .*import_json"),
-        ("broken", "cannot be opened as a database"),
-        ("no/where/db", "lies in a directory that does not exist"),
-        ("", "is a directory"),
-    ]:
-        with pytest.raises(TuneError, match=message):
-            tune(grid, run=lambda point: 1.0, db=tmp_path / name)
-
-
-def test_two_searches_do_not_share_a_database(tmp_path: Path) -> None:
-    def inner(point: dict[str, Any]) -> float:
-        with pytest.raises(TuneError, match="another search is using"):
-            tune(grid, run=lambda point: 1.0, db=tmp_path / "db")
-        return 1.0
-
-    found = tune(grid, run=inner, db=tmp_path / "db", trials=1)
-    assert found.best is not None
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"trials": 0}, "trials=0: a search needs at least 1"),
-        ({"timeout": 0}, "timeout=0: give the seconds"),
-        ({"timeout": float("nan")}, "timeout=nan"),
-        ({"error_stop": "some"}, "error_stop='some'; choose one of none, symbol, all"),
-        ({"command": ["echo"]}, "either a command or a function run="),
-    ],
-)
-def test_options_that_cannot_be(options: Any, message: str) -> None:
-    with pytest.raises(TuneError, match=message):
-        tune(grid, run=lambda point: 1.0, **options)
-
-
-def test_without_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'slapo\[tune\]'"):
-        tune(grid, run=lambda point: 1.0)
+    assert searched(2**40) == searched(2**40) != searched(1)
 
 
 def test_spaces_too_large_to_enumerate() -> None:
@@ -304,16 +109,301 @@ def test_spaces_too_large_to_enumerate() -> None:
     assert (found.best.result or 0) > 35
 
 
-def test_a_space_that_changes_its_mind_ends() -> None:
+def test_small_and_odd_spaces() -> None:
+    found = tune(lambda choose: {"a": choose("a", [1])}, run=lambda point: 1.0)
+    assert len(found.trials) == 1
     numbers = iter(range(10**6))
 
-    def space(choose: Choices) -> dict[str, Any]:
+    def changes(choose: Choices) -> dict[str, Any]:
         choose("a", [1, 2, 3])
         return {"n": next(numbers) if next(numbers) < 10 else 0}
 
-    assert tune(space, run=lambda point: 1.0, trials=9).best is not None
+    assert tune(changes, run=lambda point: 1.0, trials=9).best is not None
 
 
+# --- predictions ---------------------------------------------------------------------------------
+def test_points_that_do_not_fit_do_not_run(tmp_path: Path) -> None:
+    def predict(point: dict[str, Any]) -> Any:
+        return SimpleNamespace(memory=point["a"], capacity=2, throughput=point["b"])
+
+    run = Runs()
+    found = tune(grid, run=run, db=tmp_path / "db", predict=predict, trials=12)
+    assert run.points[:2] == [point_key({"a": 1, "b": 3}), point_key({"a": 2, "b": 3})]
+    assert set(run.points) == {point_key({"a": a, "b": b}) for a in (1, 2) for b in (1, 2, 3)}
+    assert found.does_not_fit == 6
+    left_out = Database(tmp_path / "db").predictions[point_key({"a": 4, "b": 1})]
+    assert (left_out.memory, left_out.capacity, left_out.fits) == (4, 2, False)
+    for trial in found.trials:
+        assert trial.predicted is not None
+        assert trial.outcome == ("ok" if trial.values["a"] <= 2 else "does_not_fit")
+    assert "6 points do not fit by their prediction" in summary(found)
+
+
+def test_predictions_are_asked_for_once(tmp_path: Path) -> None:
+    asked = []
+
+    def predict(point: dict[str, Any], most: int = 3) -> dict[str, Any]:
+        asked.append(point_key(point))
+        return {"memory": 1, "fits": point["a"] <= most, "throughput": 1.0}
+
+    for trials in (2, 4):
+        tune(grid, run=Runs(), db=tmp_path / "db", predict=predict, trials=trials)
+    assert len(asked) == len(set(asked)) == 12
+    for most in (3, 2):  # no source tells a partial from another
+        partial = functools.partial(predict, most=most)
+        found = tune(grid, run=Runs(), db=tmp_path / "db", predict=partial, trials=1)
+        assert found.does_not_fit == 12 - 3 * most
+        assert Database(tmp_path / "db").predictions['{"a": 3, "b": 1}'].fits == (most == 3)
+
+
+def test_a_prediction_that_changes(tmp_path: Path) -> None:
+    def space(choose: Choices) -> dict[str, Any]:
+        return {"bs": choose("bs", range(16))}
+
+    def small(point: dict[str, Any]) -> dict[str, Any]:
+        return {"memory": point["bs"], "capacity": 7, "throughput": 1}
+
+    def large(point: dict[str, Any]) -> dict[str, Any]:
+        return {"memory": point["bs"], "capacity": 30, "throughput": 1}
+
+    run = Runs()
+    for predict, trials in [(small, 7), (small, 8), (large, 16)]:
+        found = tune(space, run=run, db=tmp_path / "db", predict=predict, trials=trials)
+        assert len(run.points) == trials
+        ruled_out = [t.values["bs"] for t in found.trials if t.outcome == "does_not_fit"]
+        assert len(ruled_out) == len(set(ruled_out))
+
+
+def test_predictions_may_refuse() -> None:
+    def predict(point: dict[str, Any]) -> dict[str, float] | None:
+        if point["a"] == 1:
+            raise Refused("no kernel")
+        if point["a"] == 2:
+            raise SlapoError("size 9 is not divisible")
+        if point == {"a": 3, "b": 1}:
+            raise ValueError("7 heads and 3 ranks")  # as recipes and the dry run do
+        return None if point["a"] == 3 else {"memory": 1, "capacity": 2, "throughput": 1}
+
+    run = Runs()
+    found = tune(grid, run=run, predict=predict, trials=12)
+    assert len(run.points) == 3
+    assert found.refused == {
+        "no kernel": 3,
+        "SlapoError: size 9 is not divisible": 3,
+        "ValueError: 7 heads and 3 ranks": 1,
+        "the prediction is None": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("prediction", "message"),
+    [
+        ({"capacity": 1, "throughput": 1}, r"predict\(\{'a': 1, 'b': 1\}\) .* has no 'memory'"),
+        ({"memory": 1, "throughput": 1}, "has no 'capacity'"),
+        ({"memory": 1, "capacity": 1}, "has no 'throughput'"),
+        (7, "returned 7, which has no 'memory'"),
+        ({"memory": "much", "capacity": 1, "throughput": 1}, "memory='much'; give a finite number"),
+        ({"memory": float("nan"), "capacity": 1, "throughput": 1}, "memory=nan"),
+        ({"memory": -5, "capacity": 1, "throughput": 1}, "give a finite number from 0 on"),
+        ({"memory": 1, "capacity": 1, "throughput": float("inf")}, "throughput=inf"),
+        ({"memory": 10**400, "capacity": 1, "throughput": 1}, "memory=10.*; give a finite number"),
+        ({"memory": 2**30, "capacity": 1, "throughput": 1}, "none of 12 .* needs 1.00 of 0.00 GiB"),
+        (lambda point: point["c"], r"predict\(.*\) failed with KeyError: 'c'; raise"),
+        (sys.exit, r"predict\(.*\) failed with SystemExit"),
+    ],
+)
+def test_mistakes_in_predictions(prediction: Any, message: str) -> None:
+    predict = prediction if callable(prediction) else lambda point: prediction
+    with pytest.raises(TuneError, match=message):
+        tune(grid, run=lambda point: 1.0, predict=predict)
+
+
+# --- failures ------------------------------------------------------------------------------------
+def test_failures_do_not_end_the_search() -> None:
+    run = Runs({2: MemoryError(), 3: KeyError("a")})
+    found = tune(grid, run=lambda p: float("nan") if p["a"] == 4 else run(p), trials=12)
+    assert last(found.trials) == {1: "ok", 2: "out_of_memory", 3: "crash", 4: "garbage"}
+    assert len(found.trials) == 12
+
+
+def test_the_first_error_ends_it_if_asked() -> None:
+    run = Runs(every(range(5), KeyError("a")))
+    found = tune(grid, run=run, trials=12, error_stop="all")
+    assert len(run.points) == 1
+    assert found.best is None
+    assert "no trial gave a result" in summary(found)
+
+
+def test_larger_values_are_skipped_after_an_error() -> None:
+    run = Runs(every((3, 4), MemoryError()))
+    found = tune(grid, run=run, trials=12, error_stop="symbol", grows=["a"])
+    skipped = [trial for trial in found.trials if trial.outcome == "skipped"]
+    assert len(run.points) + len(skipped) == 12
+    failed = {(t.values["a"], t.values["b"]) for t in found.trials if t.outcome == "out_of_memory"}
+    assert skipped
+    for trial in skipped:
+        assert trial.values["a"] == 4
+        assert (3, trial.values["b"]) in failed
+        assert "failed with a=3: out_of_memory" in trial.reason
+
+
+@pytest.mark.parametrize("error_stop", ["none", "symbol"])
+def test_a_skipped_point_runs_when_its_reason_is_gone(tmp_path: Path, error_stop: str) -> None:
+    run = Runs(every(range(1, 7), KeyError()))
+    options: dict[str, Any] = {"run": run, "db": tmp_path / "db", "trials": 6}
+    for _ in range(2):
+        found = tune(sizes, **options, error_stop="symbol")
+    assert "skipped" in last(found.trials).values()
+    run.errors.clear()
+    found = tune(sizes, **options, retry=True, error_stop=error_stop)
+    assert last(found.trials) == dict.fromkeys(range(1, 7), "ok")
+    assert summary(found).count("6 trials of 6 points: 6 ok") == 1
+
+
+def test_the_rule_holds_for_imported_trials(tmp_path: Path) -> None:
+    def space(choose: Choices) -> dict[str, Any]:
+        return {**sizes(choose), "dp": 8}  # not chosen, but a trial gets it
+
+    Database(tmp_path / "db").commit({"bs": 2, "dp": 8}, outcome="out_of_memory")
+    run = Runs()
+    found = tune(space, run=run, db=tmp_path / "db", trials=6, error_stop="symbol")
+    assert run.firsts == [1]
+    assert set(last(found.trials).values()) == {"ok", "out_of_memory", "skipped"}
+
+
+def test_the_rule_leaves_the_points_that_may_run() -> None:
+    def space(choose: Choices) -> dict[str, Any]:
+        return {"bs": choose("bs", range(1, 1001))}
+
+    run = Runs(every(range(5, 1001), MemoryError()))
+    tune(space, run=run, trials=9, error_stop="symbol")
+    assert len(run.points) == 9 or {1, 2, 3, 4} <= set(run.firsts)
+
+
+def test_a_trial_that_refuses_did_run(tmp_path: Path) -> None:
+    run = Runs(every(range(1, 7), Refused("never")))
+    found = tune(sizes, run=run, db=tmp_path / "db", trials=3, error_stop="all")
+    assert len(run.points) == 3
+    assert "3 trials of 6 points: 3 refused" in summary(found)
+    tune(sizes, run=run, db=tmp_path / "db", trials=6)
+    assert sorted(run.firsts) == [1, 2, 3, 4, 5, 6]
+
+
+# --- going on ------------------------------------------------------------------------------------
+def test_no_point_runs_twice(tmp_path: Path) -> None:
+    run = Runs()
+    found = tune(grid, run=run, db=tmp_path / "db", trials=5)
+    assert len(run.points) == 5
+    for _ in range(2):  # the second has nothing left to do
+        found = tune(grid, run=run, db=tmp_path / "db", trials=50)
+        assert len(run.points) == len(set(run.points)) == 12
+    assert found.best is not None
+    assert (found.best.values, found.best.result) == ({"a": 4, "b": 3}, 12.0)
+    assert [trial.number for trial in found.trials] == sorted(t.number for t in found.trials)
+
+
+def test_retry(tmp_path: Path) -> None:
+    run = Runs({3: MemoryError(), 2: KeyError()})
+    options: dict[str, Any] = {"run": run, "db": tmp_path / "db", "trials": 12}
+    for _ in range(2):
+        tune(grid, **options)
+    assert len(run.points) == 12
+    del run.errors[2]
+    found = tune(grid, **options, retry=True)
+    assert len(run.points) == 15
+    assert last(found.trials) == {1: "ok", 2: "ok", 3: "out_of_memory", 4: "ok"}
+    tune(grid, **options, retry=True)
+    assert len(run.points) == 15
+
+
+def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
+    def stop(point: dict[str, Any]) -> float:
+        run(point)
+        if len(run.points) == 4:
+            raise KeyboardInterrupt
+        return 1.0
+
+    run = Runs()
+    with pytest.raises(KeyboardInterrupt):
+        tune(grid, run=stop, db=tmp_path / "db", trials=8)
+    assert [t.outcome for t in Database(tmp_path / "db").trials] == ["ok"] * 3 + ["cut_off"]
+    tune(grid, run=stop, db=tmp_path / "db", trials=8)
+    assert run.points[4] == run.points[3]
+    assert len(run.points) == 9
+    assert len(set(run.points)) == 8
+
+
+def test_a_constraint_that_changes(tmp_path: Path) -> None:
+    run = Runs()
+    tune(sizes, run=run, db=tmp_path / "db", constraint=lambda point: point["bs"] <= 3)
+    assert sorted(run.firsts) == [1, 2, 3]
+    found = tune(sizes, run=run, db=tmp_path / "db")
+    assert sorted(run.firsts) == [1, 2, 3, 4, 5, 6]
+    assert found.best is not None
+    assert found.best.result == 6.0
+    found = tune(sizes, run=run, db=tmp_path / "db", constraint=lambda point: point["bs"] <= 3)
+    assert found.best is not None
+    assert (found.best.result, found.foreign, len(run.points)) == (3.0, 3, 6)
+    assert "3 trials of the database are of points of another space" in summary(found)
+
+
+def test_trials_of_other_points_do_not_count(tmp_path: Path) -> None:
+    db = Database(tmp_path / "db")
+    for other in range(10):
+        db.commit({"other": other}, 100.0 + other)
+        db.commit({"lost": other}, outcome="crash")
+    run = Runs()
+    found = tune(sizes, run=run, db=tmp_path / "db", trials=6, retry=True)
+    assert sorted(run.firsts) == [1, 2, 3, 4, 5, 6]
+    assert found.best is not None
+    assert (found.best.result, found.foreign) == (6.0, 20)
+    assert {trial.source for trial in found.trials}.isdisjoint({"retry", "import"})
+
+
+def first_command(point: dict[str, Any]) -> list[str]:
+    return ["echo", '{"throughput": 1}']
+
+
+def other_command(point: dict[str, Any]) -> list[str]:
+    return ["echo", '{"throughput": 2}']
+
+
+def test_a_database_of_another_search(tmp_path: Path) -> None:
+    db = tmp_path / "db"
+    for trials in (1, 2):
+        tune(grid, first_command, db=db, trials=trials)
+    for space, command, metric, message in [
+        (sizes, first_command, "throughput", r"space: there a of \[1, .*; here bs of \[1, 2"),
+        (grid, first_command, "speed", "metric: there throughput; here speed. Name another"),
+        (grid, ["echo"], "throughput", r"command: there the function .*; here echo"),
+        (grid, other_command, "throughput", r"command: there the function .*; here the function"),
+    ]:
+        with pytest.raises(TuneError, match=f"holds a search with another {message}"):
+            tune(space, command, db=db, metric=metric)
+
+
+def test_equal_answers_that_make_another_point(tmp_path: Path) -> None:
+    def space_of(gpus: int) -> Callable[[Choices], dict[str, Any]]:
+        return lambda choose: {"tp": choose("tp", [1, 2]), "dp": gpus}
+
+    tune(space_of(8), run=lambda point: 1.0, db=tmp_path / "db", trials=1)
+    with pytest.raises(TuneError, match=r"another space: .* ran .*'dp': 8.* makes .*'dp': 16"):
+        tune(space_of(16), run=lambda point: 1.0, db=tmp_path / "db")
+
+
+def test_two_searches_do_not_share_a_database(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "db")
+
+    def inner(point: dict[str, Any]) -> float:
+        for name in ("db", "link"):
+            with pytest.raises(TuneError, match="another search is using"):
+                tune(grid, run=lambda point: 1.0, db=tmp_path / name)
+        return 1.0
+
+    assert tune(grid, run=inner, db=tmp_path / "db", trials=1).best is not None
+
+
+# --- databases -----------------------------------------------------------------------------------
 def test_databases(tmp_path: Path) -> None:
     database = Database(tmp_path / "db")
     database.commit({"a": 4, "b": 3}, 100)
@@ -328,33 +418,39 @@ def test_databases(tmp_path: Path) -> None:
     for number in (float("inf"), float("nan"), 10**400, "fast"):
         with pytest.raises(ValueError, match="cannot be compared"):
             database.commit({"a": 1}, number)  # type: ignore[arg-type]
-    with pytest.raises(TuneError, match="JSON cannot hold"):
-        database.commit({"a": object()}, 1.0)
-    run = Counting(lambda point: point["a"] * point["b"])
+    run = Runs()
     found = tune(grid, run=run, db=tmp_path / "db", trials=12)
     assert len(run.points) == 10
     assert found.best is not None
     assert found.best.source == "import"
-    found = tune(grid, run=run, db=tmp_path / "db", trials=12, retry=True)
+    tune(grid, run=run, db=tmp_path / "db", trials=12, retry=True)
     assert run.points[10:] == [point_key({"a": 1, "b": 1})]
 
 
-def test_old_databases(tmp_path: Path) -> None:
-    (tmp_path / "old.json").write_text(
-        '{"batch_size-8-ckpt_ratio-0.5": {"throughput": 12.5, "error_code": 0},'
-        ' "{\\"batch_size\\": 16, \\"ckpt_ratio\\": 1.0}": 20.0,'
-        ' "batch_size:32,ckpt_ratio:0": [1, 0], "batch_size=64": [2, 0], "x": 1}'
-    )
+OLD = {
+    "batch_size-8-ckpt_ratio-0.5": ({"batch_size": 8, "ckpt_ratio": 0.5}, 1.0),
+    '{"batch_size": 16, "ckpt_ratio": 1.0}': ({"batch_size": 16, "ckpt_ratio": 1.0}, 1.0),
+    "batch_size-8-attn-flash": ({"batch_size": 8, "attn": "flash"}, {"throughput": 1.0}),
+    "{'bs': 4, 'kernel': 'flash'}": ({"bs": 4, "kernel": "flash"}, [0, 1.0]),
+    "lr-1e+5-x-1E5": ({"lr": 1e5, "x": 1e5}, {"samples_per_sec": 1}),
+    "x-.5-y--2-z-08": ({"x": 0.5, "y": -2, "z": 8}, 1),
+    "v-1.2.3,flag=True, n: None": ({"v": "1.2.3", "flag": True, "n": None}, 1),
+    "batch_size:32,ckpt_ratio:0": ({"batch_size": 32, "ckpt_ratio": 0}, [1, 0]),
+    "batch_size=64": ({"batch_size": 64}, [2, 0]),
+    "batch_size=65": ({"batch_size": 65}, {"throughput": 0, "error_code": 1}),
+}
+
+
+def test_json_databases_of_the_published_package(tmp_path: Path) -> None:
+    held = {key: result for key, (_, result) in OLD.items()}
+    (tmp_path / "old.json").write_text(json.dumps({**held, "x": 1}))
     database = Database(tmp_path / "db")
-    assert database.import_json(tmp_path / "old.json") == 4
+    assert database.import_json(tmp_path / "old.json") == len(OLD)
     assert database.import_json(tmp_path / "old.json") == 0
-    assert [(t.values.get("batch_size"), t.result, t.outcome) for t in database.trials] == [
-        (8, 12.5, "ok"),
-        (16, 20.0, "ok"),
-        (32, None, "out_of_memory"),
-        (64, None, "crash"),
-    ]
-    assert database.trials[0].values == {"batch_size": 8, "ckpt_ratio": 0.5}
+    assert [trial.values for trial in database.trials] == [values for values, _ in OLD.values()]
+    outcomes = [(trial.outcome, trial.result) for trial in database.trials]
+    lost = ("out_of_memory", None)
+    assert outcomes == [("ok", 1.0)] * 7 + [lost, ("crash", None), lost]
     for text, message in [
         ("nope", "cannot be read as JSON"),
         ("[]", "holds a list"),
@@ -365,44 +461,58 @@ def test_old_databases(tmp_path: Path) -> None:
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(TuneError, match=message):
             database.import_json(tmp_path / "bad.json")
-    assert len(database.trials) == 4
+    assert len(database.trials) == len(OLD)
 
 
 @pytest.mark.parametrize(
-    ("name", "values"),
+    ("name", "message"),
     [
-        ("batch_size-8-attn-flash", {"batch_size": 8, "attn": "flash"}),
-        ("batch_size-8-attn-eager", {"batch_size": 8, "attn": "eager"}),
-        ("{'bs': 4, 'kernel': 'flash'}", {"bs": 4, "kernel": "flash"}),
-        ("lr-1e+5-x-1E5", {"lr": 1e5, "x": 1e5}),
-        ("x-.5-y--2-z-08", {"x": 0.5, "y": -2, "z": 8}),
-        ("v-1.2.3,flag=True, n: None", {"v": "1.2.3", "flag": True, "n": None}),
+        ("text", "text cannot be used as a database: it is not SQLite; name a new file"),
+        ("old.json", r"is imported by .*import_json"),
+        ("broken", "broken cannot be used as a database"),
+        ("", "cannot be used as a database: .* directory"),
+        ("no/where/db", "cannot be written: No such .*; name a file in a folder that can be"),
     ],
 )
-def test_names_of_points_in_old_databases(
-    tmp_path: Path, name: str, values: dict[str, Any]
-) -> None:
-    (tmp_path / "old.json").write_text(json.dumps({name: 10.0}))
-    database = Database(tmp_path / "db")
-    assert database.import_json(tmp_path / "old.json") == 1
-    assert database.trials[0].values == values
+def test_files_that_are_no_database(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "text").write_text("hello")
+    (tmp_path / "old.json").write_text('{"a": 1}')
+    (tmp_path / "broken").write_bytes(b"SQLite format 3\0" + b"\1" * 4096)
+    with pytest.raises(TuneError, match=message):
+        tune(grid, run=lambda point: 1.0, db=tmp_path / name)
 
 
-def test_the_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    run = Counting(lambda point: 1.0 if point["a"] < 3 else raises(MemoryError()))
-    predict = landscape_of_grid
-    for name, found in [
-        ("plain.png", tune(grid, run=run, trials=12)),
-        ("predicted.png", tune(grid, run=run, trials=12, predict=predict)),
-        ("empty.png", tune(grid, run=lambda point: None, trials=1)),
-    ]:
-        assert save_plot(found, tmp_path / name)
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize("name", ["r?a/t.db", "a {b} %41#.db"])
+def test_paths_with_characters_of_urls(tmp_path: Path, name: str) -> None:
+    db = tmp_path / name
+    db.parent.mkdir(exist_ok=True)
+    tune(grid, run=lambda point: 1.0, db=db, trials=1)
+    assert len(Database(db).trials) == 1
+    assert db.read_bytes().startswith(b"SQLite")
 
 
-def landscape_of_grid(point: dict[str, Any]) -> dict[str, float]:
-    return {"memory": 1, "capacity": 2, "throughput": point["b"]}
+# --- arguments -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trials": 0}, "trials=0, .* give numbers above 0"),
+        ({"timeout": 0}, "timeout=0"),
+        ({"timeout": float("nan")}, "timeout=nan"),
+        ({"seed": -1}, "seed=-1, .* a seed of at least 0"),
+        ({"error_stop": "some"}, "error_stop='some': .* one of none, symbol, all"),
+        ({"command": ["echo"]}, "either a command or a function run="),
+        ({"error_stop": "symbol", "grows": ["aa"]}, r"grows has 'aa': did you mean 'a'"),
+    ],
+)
+def test_options_that_cannot_be(options: Any, message: str) -> None:
+    with pytest.raises(TuneError, match=message):
+        tune(grid, run=lambda point: 1.0, **options)
+
+
+def test_without_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'slapo\[tune\]'"):
+        tune(grid, run=lambda point: 1.0)
 
 
 def test_names_of_the_library() -> None:
@@ -419,71 +529,28 @@ def test_names_of_the_library() -> None:
     assert module(grid, run=lambda point: 1.0, trials=1).best.result == 1.0
 
 
-@pytest.mark.parametrize("name", ["r?a/t.db", "a {b} %41#.db"])
-def test_paths_with_characters_of_urls(tmp_path: Path, name: str) -> None:
-    db = tmp_path / name
-    db.parent.mkdir(exist_ok=True)
-    tune(grid, run=lambda point: 1.0, db=db, trials=1)
-    assert len(Database(db).trials) == 1
-    assert db.read_bytes().startswith(b"SQLite")
+def refuse_many(point: dict[str, Any]) -> list[str]:
+    if point["a"] > 1:
+        raise Refused("too many ranks")
+    return ["echo", '{"throughput": 1}']
 
 
-def test_a_link_to_a_database_has_its_lock(tmp_path: Path) -> None:
-    def inner(point: dict[str, Any]) -> float:
-        (tmp_path / "link").symlink_to(tmp_path / "db")
-        with pytest.raises(TuneError, match="another search is using"):
-            tune(grid, run=lambda point: 1.0, db=tmp_path / "link")
-        return 1.0
-
-    assert tune(grid, run=inner, db=tmp_path / "db", trials=1).best is not None
-
-
-def test_a_database_of_another_program(tmp_path: Path) -> None:
-    with contextlib.closing(sqlite3.connect(tmp_path / "db")) as base, base:
-        base.execute("CREATE TABLE bookmarks (url TEXT)")
-    with pytest.raises(TuneError, match="database of another program, with bookmarks; name"):
-        tune(grid, run=lambda point: 1.0, db=tmp_path / "db")
-    with contextlib.closing(sqlite3.connect(tmp_path / "db")) as base:
-        assert base.execute("SELECT name FROM sqlite_master").fetchall() == [("bookmarks",)]
-
-
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a folder that nobody can write")
-def test_a_folder_that_cannot_be_written() -> None:
-    with pytest.raises(TuneError, match=r"cannot be written: .*; name a file in another"):
-        tune(grid, run=lambda point: 1.0, db="/proc/x.db")
-
-
-def test_another_function_for_the_command_is_another_search(tmp_path: Path) -> None:
-    def make(point: dict[str, Any]) -> list[str]:
-        return ["echo", '{"throughput": 1}']
-
-    first = make
-
-    def make(point: dict[str, Any]) -> list[str]:  # type: ignore[no-redef]
-        return ["echo", '{"throughput": 2}']
-
-    tune(grid, first, db=tmp_path / "db", trials=1)
-    tune(grid, first, db=tmp_path / "db", trials=2)
-    with pytest.raises(TuneError, match="holds a search with another command"):
-        tune(grid, make, db=tmp_path / "db", trials=3)
-
-
-def test_a_function_for_the_command_that_fails() -> None:
-    def refuse(point: dict[str, Any]) -> list[str]:
-        if point["a"] > 1:
-            raise Refused("too many ranks")
-        return ["echo", '{"throughput": 1}']
-
-    found = tune(grid, refuse, trials=12)
+def test_a_function_for_the_command(tmp_path: Path) -> None:
+    found = tune(grid, refuse_many, trials=12)
     kinds = {trial.values["a"]: (trial.outcome, trial.reason) for trial in found.trials}
     assert kinds == {1: ("ok", ""), **dict.fromkeys((2, 3, 4), ("refused", "too many ranks"))}
     assert sum(trial.is_run for trial in found.trials) == 3
-    for wrong, message in [
+    Database(tmp_path / "db").commit({"a": 4, "b": 3}, 100.0)
+    found = tune(grid, refuse_many, db=tmp_path / "db", trials=2)
+    assert found.best is not None
+    assert (found.best.result, found.command) == (100.0, ""), "the best may have no command"
+    wrong: list[tuple[Callable[..., Any], str]] = [
         (lambda point: point["c"], r"command\(\{'a': .*\) failed with KeyError: 'c'; raise"),
         (lambda point: None, r"command\(\{'a': .*\) returned None; return a list"),
-    ]:
+    ]
+    for command, message in wrong:
         with pytest.raises(TuneError, match=message):
-            tune(grid, wrong, trials=1)
+            tune(grid, command, trials=1)
 
 
 def test_placeholders_that_points_lack() -> None:
@@ -494,26 +561,30 @@ def test_placeholders_that_points_lack() -> None:
     text = '{"throughput": 1, "got": "{micro-batch}"}'
     found = tune(space, ["echo", text], trials=2)
     assert {trial.figures["got"] for trial in found.trials} == {"1", "2"}
-    with pytest.raises(TuneError, match=r"\{sched\}.* 'sched', which \{'micro-batch': 1\} lacks"):
+    with pytest.raises(TuneError, match=r"\{sched\}: the point \{'micro-batch': 1\} lacks it"):
         tune(space, ["echo", "{sched}"], trials=2)
     with pytest.raises(TuneError, match=r"\{micro-batches\}: did you mean 'micro-batch'"):
         tune(space, ["echo", "{micro-batches}"], trials=2)
 
 
-def test_a_few_trials_without_a_figure_do_not_end_a_search_that_has_some(tmp_path: Path) -> None:
+def test_a_search_that_has_results_goes_on_without(tmp_path: Path) -> None:
     for b in (1, 2, 3):
         Database(tmp_path / "db").commit({"a": 1, "b": b}, 5.0)
     found = tune(grid, ["echo", "nothing"], db=tmp_path / "db", trials=6)
     assert [trial.outcome for trial in found.trials] == ["ok"] * 3 + ["no_result"] * 3
 
 
-def test_the_best_may_have_no_command(tmp_path: Path) -> None:
-    def make(point: dict[str, Any]) -> list[str]:
-        if point["a"] > 1:
-            raise Refused("too many ranks")
-        return ["echo", '{"throughput": 1}']
+def test_the_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
 
-    Database(tmp_path / "db").commit({"a": 4, "b": 3}, 100.0)
-    found = tune(grid, make, db=tmp_path / "db", trials=2)
-    assert found.best is not None
-    assert (found.best.result, found.command) == (100.0, "")
+    def predict(point: dict[str, Any]) -> dict[str, float]:
+        return {"memory": 1, "capacity": 2, "throughput": point["b"]}
+
+    run = Runs(every((3, 4), MemoryError()))
+    for name, found in [
+        ("plain.png", tune(grid, run=run, trials=12)),
+        ("predicted.png", tune(grid, run=run, trials=12, predict=predict)),
+        ("empty.png", tune(grid, run=lambda point: None, trials=1)),
+    ]:
+        save_plot(found, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from typing import Any
 
@@ -70,12 +69,12 @@ def test_the_size_of_large_spaces_is_estimated() -> None:
     assert survey(space, limit=500).size == pytest.approx(exact, rel=0.15)
 
 
-def test_spaces_that_ask_the_same_have_the_same_digest() -> None:
+def test_spaces_that_ask_the_same_have_the_same_questions() -> None:
     def other(choose: Choices) -> dict[str, Any]:
         return {**layouts(choose), "micro": choose("micro", [1, 2])}
 
-    assert survey(layouts).digest == survey(layouts, lambda p: p["tp"] > 1).digest
-    assert survey(layouts).digest != survey(other).digest
+    assert survey(layouts).questions == survey(layouts, lambda p: p["tp"] > 1).questions
+    assert survey(layouts).questions != survey(other).questions
 
 
 def test_long_lists_of_candidates_have_short_names() -> None:
@@ -103,9 +102,11 @@ def fails(choose: Choices) -> dict[str, Any]:
         (lambda choose: None, r"the space is empty: the space returned None \(1 times\)"),
         (lambda choose: {"a": choose("a", [])}, "the space is empty: 'a' has no candidates"),
         (lambda choose: [1], r"the space returned \[1\]; return a dict"),
-        (lambda choose: {"a": object()}, "JSON cannot hold"),
-        (lambda choose: {"a": choose("a", [object()])}, "JSON cannot hold"),
-        (lambda choose: {"a": choose("", [1])}, "give the value a name"),
+        (lambda choose: {"a": object()}, "not JSON serializable, as it returned"),
+        (lambda choose: {"a": choose("a", [object()])}, "not JSON serializable, after it chose"),
+        (lambda choose: {"a": choose("a", (object(), 1))}, "not JSON serializable"),
+        (lambda choose: {"a": choose("a", "flash")}, r"candidates are a str, .* write \[\.\.\.\]"),
+        (lambda choose: {"a": choose("a", {1, 2})}, r"candidates are a set, .* write \[\.\.\.\]"),
         (asks_twice, r"'a' was chosen from \[1, 2\] and is asked for from \[3, 4\]"),
         (fails, r"failed with ZeroDivisionError: .* after it chose \{'a': 0\}"),
     ],
@@ -162,25 +163,12 @@ def test_the_published_form_is_made_again_until_all_is_fixed() -> None:
 def test_ranges_of_batch_sizes_that_are_none(found: Any) -> None:
     with pytest.raises(TuneError, match=r"get_bs_range returned .* return .*smallest"):
         space_of_symbols(None, lambda args: found)
-
-
-def test_any_answers_give_a_point() -> None:
-    generator = random.Random(0)
-    for _ in range(50):
-        values = layouts(Choices(lambda question: generator.randrange(len(question.values))))
-        assert values["dp"] >= 1
-
-
-@pytest.mark.parametrize("values", ["flash", {1, 2}])
-def test_candidates_without_an_order_or_that_are_one_text(values: Any) -> None:
-    with pytest.raises(TuneError, match=r"choose\('k', .*the candidates are a .* write \[\.\.\.\]"):
-        survey(lambda choose: {"k": choose("k", values)})
+    with pytest.raises(TuneError, match=r"get_bs_range\(args\) failed with KeyError: 'lost'"):
+        space_of_symbols({}, lambda args: args["lost"])
 
 
 def test_candidates_that_can_be_read_once() -> None:
     assert survey(lambda choose: {"k": choose("k", (n for n in (1, 2)))}).size == 2
-    with pytest.raises(TuneError, match="JSON cannot hold"):
-        survey(lambda choose: {"k": choose("k", (object() for _ in range(2)))})
 
 
 def test_equal_candidates_keep_their_types() -> None:
@@ -203,8 +191,3 @@ def test_large_spaces_of_which_no_point_was_seen() -> None:
 
     with pytest.raises(TuneError, match=r"none of \d+ looks at this large space gave a point"):
         survey(space, limit=20)
-
-
-def test_ranges_of_batch_sizes_that_fail() -> None:
-    with pytest.raises(TuneError, match=r"get_bs_range\(args\) failed with KeyError: 'lost'"):
-        space_of_symbols({}, lambda args: args["lost"])

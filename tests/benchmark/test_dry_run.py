@@ -18,8 +18,8 @@ pytest.importorskip("optuna")
 from benchmark import dry_run, report, tuning, tuning_space
 from benchmark.measure import Result, kendall_tau
 from benchmark.tuning_ranks import Run
-from slapo.autotune.config import load_config
 from slapo.autotune.space import survey
+from slapo.autotune.symbols import load_config
 from slapo.cost import MACHINES, Layout
 from slapo.model_schedule.options import Options
 
