@@ -58,7 +58,7 @@ def main():
     model = load(args.model).to(mesh.device_type)
     slapo.set_random_seed(2013, mesh=mesh)
     data = batches(mesh, model.config.vocab_size)
-    sch = slapo.create_schedule(model, group=mesh["tp"])
+    sch = slapo.create_schedule(model, mesh=mesh)
     with slapo.Verify(sch, next(data)[0], enable=args.model is None):  # with a small model, once
         parallelize(sch)
     engine, _ = slapo.build(

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
     model.train().to(mesh.device_type)
     slapo.set_random_seed(args.seed, mesh=mesh)
     key = config.model_type if config.model_type in recipe_keys() else "auto"
-    sch = apply_schedule(model, key, group=mesh["tp"], ckpt_ratio=args.checkpoint_ratio)
+    sch = apply_schedule(model, key, mesh=mesh, ckpt_ratio=args.checkpoint_ratio)
     engine, _ = slapo.build(
         sch,
         target="torch",

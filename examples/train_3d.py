@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> list[float]:
     with slapo.init_empty_weights(enable=args.meta):
         model = family.build(sizes).train()
     slapo.set_random_seed(args.seed, mesh=mesh)
-    sch = slapo.create_schedule(model, group=mesh["tp"])
+    sch = slapo.create_schedule(model, mesh=mesh)
     stages = args.pp * (2 if args.schedule in LOOPED else 1)
     schedule(sch, family, stages, args.checkpoint_ratio, **recipe_options(args))
     engine, _ = slapo.build(

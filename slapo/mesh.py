@@ -150,13 +150,19 @@ def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
-def check_mesh(mesh: DeviceMesh) -> None:
-    """Refuse what is not a mesh over all processes as :func:`init_mesh` makes it.
+def grid_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of pipeline, data and tensor parallelism that a user's mesh stands for.
 
     Parameters
     ----------
     mesh
-        What a user passed.
+        Covers all processes; its dimensions are some of ``"pp"``, ``"dp"`` and ``"tp"``, in any
+        order. The others have size 1.
+
+    Returns
+    -------
+    DeviceMesh
+        With the dimensions ``("pp", "dp", "tp")``; `mesh` itself if these are its own.
 
     Raises
     ------
@@ -167,13 +173,18 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
     Examples
     --------
-    >>> check_mesh(init_mesh(device="cpu"))
+    >>> _ = init_mesh(device="cpu")
+    >>> grid_of(init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))).mesh_dim_names
+    ('pp', 'dp', 'tp')
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh is a {type(mesh).__name__}; pass slapo.init_mesh(pp=, dp=, tp=)")
-    if mesh.mesh_dim_names != DIMS:
+    names = mesh.mesh_dim_names or ()
+    if not names or not set(names) <= set(DIMS):
+        other = [name for name in names if name not in DIMS]
+        what = f"the dimensions {other}, which no target uses" if other else "no names"
         raise ValueError(
-            f"mesh has the dimensions {mesh.mesh_dim_names}, not {DIMS}; make it by "
+            f"mesh has {what}; name its dimensions by some of {DIMS}, or make it by "
             "slapo.init_mesh(pp=, dp=, tp=)"
         )
     if not _is_up():
@@ -187,6 +198,14 @@ def check_mesh(mesh: DeviceMesh) -> None:
             f"{dist.get_world_size()} processes; make it by slapo.init_mesh(pp=, dp=, tp=)"
         )
     _check_backend(mesh.device_type, "mesh")
+    if names == DIMS:
+        return mesh
+    present = [name for name in DIMS if name in names]
+    ranks = mesh.mesh.permute([names.index(name) for name in present])
+    ranks = ranks.reshape([mesh.size(names.index(d)) if d in names else 1 for d in DIMS])
+    alone = group_among([[rank] for rank in range(dist.get_world_size())])
+    groups = [mesh.get_group(name) if name in names else alone for name in DIMS]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=DIMS)
 
 
 def group_among(rank_sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:

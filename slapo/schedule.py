@@ -313,6 +313,7 @@ def create_schedule(
     path: str = "",
     parent: Schedule | None = None,
     group: dist.ProcessGroup | DeviceMesh | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Schedule:
     """Lay a schedule over a model. The model is not copied: primitives rewrite it in place.
 
@@ -325,6 +326,9 @@ def create_schedule(
     group
         The tensor-parallel group: a ``ProcessGroup``, a ``DeviceMesh`` of one dimension, or None
         for the default group (a world of one where ``torch.distributed`` is not initialised).
+    mesh
+        Instead of a group: a mesh, as of :func:`slapo.init_mesh`. Its dimension ``"tp"`` is the
+        group; without one every rank has the whole model.
 
     Returns
     -------
@@ -334,9 +338,9 @@ def create_schedule(
     Raises
     ------
     TypeError
-        If `root` is no module or `group` no group.
+        If `root` is no module or `group` no group, or a mesh is given beside a group.
     ValueError
-        If the mesh has several dimensions or this process is not in the group.
+        If a mesh that is given as `group` has several dimensions, or this process is not in it.
     SlapoError
         If a group is given and ``torch.distributed`` is not initialised.
 
@@ -363,11 +367,11 @@ def create_schedule(
             "returns"
         )
     if parent is not None:
-        tp_group = parent.group if group is None else resolve_group(group)
+        tp_group = parent.group if group is None and mesh is None else resolve_group(group, mesh)
         return Schedule(root, name, path, parent, tp_group, parent.state)
     _warn_of_earlier(root)
     state = ScheduleState(TieGroups(root), _start_note)
-    schedule = Schedule(root, name, path, None, resolve_group(group), state)
+    schedule = Schedule(root, name, path, None, resolve_group(group, mesh), state)
     schedule.metadata.tie_weights = state.ties.as_dict()
     state.parameters, state.numbers = parameters_of(root), numbers_of(root)
     refuse_calls(root)

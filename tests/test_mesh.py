@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -9,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import slapo
 from slapo.errors import SlapoError
 from slapo.mesh import (
-    check_mesh,
     current_device,
     describe_rank,
     device_of_world,
+    grid_of,
     init_mesh,
     new_group,
 )
@@ -45,7 +48,7 @@ def test_a_single_process_is_a_world_of_one() -> None:
     tensor = torch.ones(2)
     dist.all_reduce(tensor, group=mesh.get_group("tp"))
     assert tensor.tolist() == [1.0, 1.0]
-    check_mesh(mesh)
+    assert grid_of(mesh) is mesh
 
 
 def timeouts(rank: int, world_size: int) -> list[float]:
@@ -120,15 +123,55 @@ def test_a_device_without_a_backend_is_refused() -> None:
     assert dist.is_initialized()
 
 
-def test_check_mesh() -> None:
+def test_a_mesh_that_no_target_can_use() -> None:
     with pytest.raises(TypeError, match=r"mesh is a tuple; pass slapo\.init_mesh"):
-        check_mesh((2, 2, 2))  # type: ignore[arg-type]
+        grid_of((2, 2, 2))  # type: ignore[arg-type]
     mesh = init_mesh(device="cpu")
-    with pytest.raises(ValueError, match=r"has the dimensions \('x',\)"):
-        check_mesh(init_device_mesh("cpu", (1,), mesh_dim_names=("x",)))
+    for names, found in ((("dp", "cp"), r"the dimensions \['cp'\], which no target uses"),):
+        with pytest.raises(ValueError, match=found):
+            grid_of(init_device_mesh("cpu", (1, 1), mesh_dim_names=names))
+    with pytest.raises(ValueError, match="mesh has no names"):
+        grid_of(init_device_mesh("cpu", (1,)))
     dist.destroy_process_group()
     with pytest.raises(ValueError, match="outlived its process group"):
-        check_mesh(mesh)
+        grid_of(mesh)
+
+
+def trained_on(rank: int, world_size: int, names: tuple[str, ...], sizes: Any) -> list[float]:
+    """Losses of three steps of data parallelism, tensor parallelism or both."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), mesh=mesh)
+    if sch.world_size > 1:
+        sch["0"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
+        sch["1"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    engine, _ = slapo.build(
+        sch,
+        target="torch",
+        mesh=mesh,
+        loss_fn=lambda output, target: (output - target).square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    replica = mesh.get_local_rank("dp") if "dp" in names else 0
+    replicas = dict(zip(names, sizes, strict=True)).get("dp", 1)
+    x = torch.arange(16.0).view(4, 4).chunk(replicas)[replica] / 10
+    return [float(engine.train_batch(iter([(x, x[:, :2])]))) for _ in range(3)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("names", "sizes"),
+    [(("dp",), (2,)), (("tp",), (2,)), (("tp", "dp"), (2, 2)), (("dp", "pp", "tp"), (2, 1, 2))],
+)
+def test_a_mesh_of_some_dimensions_in_any_order(names: Any, sizes: Any) -> None:
+    alone = trained_on(0, 1, *alone_grid())
+    for found in run_distributed(trained_on, math.prod(sizes), names, sizes):
+        assert found == pytest.approx(alone, rel=1e-5)
+
+
+def alone_grid() -> tuple[tuple[str, ...], tuple[int, ...]]:
+    init_mesh(device="cpu")
+    return ("dp",), (1,)
 
 
 def test_under_the_fake_process_group() -> None:
@@ -137,7 +180,7 @@ def test_under_the_fake_process_group() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
     mesh = init_mesh(pp=4, dp=4, tp=4, device="cpu")
     assert [mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp")] == [0, 1, 1]
-    check_mesh(mesh)
+    assert grid_of(mesh) is mesh
 
 
 def grid(rank: int, world_size: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from slapo.errors import with_nearest
 from slapo.framework_dialect.optimizers import OptimizerFn
 from slapo.framework_dialect.precision import HALVES, half_of
-from slapo.mesh import check_mesh
+from slapo.mesh import grid_of
 
 #: ``loss_fn(output, targets)`` -> the mean over a micro-batch, or ``(sum, count)``.
 LossFn = Callable[[Any, Any], Any]
@@ -35,7 +35,8 @@ class TrainingOptions:
     Parameters
     ----------
     mesh
-        From :func:`slapo.init_mesh`.
+        From :func:`slapo.init_mesh`, or another mesh over all processes whose dimensions are some
+        of ``"pp"``, ``"dp"`` and ``"tp"``.
     loss_fn
         ``loss_fn(output, targets)`` -> the mean loss of a micro-batch, or ``(sum, count)``: the
         loss of a batch is then the quotient of both sums over all micro-batches and replicas,
@@ -98,7 +99,7 @@ class TrainingOptions:
         return options if options.dtype else replace(options, dtype=half_of(model))
 
     def __post_init__(self) -> None:
-        check_mesh(self.mesh)
+        object.__setattr__(self, "mesh", grid_of(self.mesh))
         count = self.micro_batches
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"micro_batches is {count!r}; pass a whole number from 1 up")

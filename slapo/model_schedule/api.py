@@ -26,6 +26,7 @@ def apply_schedule(
     model_config: Any = None,
     prefix: str = "",
     group: Any = None,
+    mesh: Any = None,
     **options: Any,
 ) -> Schedule:
     """Schedule a model by the recipe of its family.
@@ -48,6 +49,8 @@ def apply_schedule(
         Path of the base model, ``"bert"`` in a ``BertForMaskedLM``; by default the model says it.
     group
         The tensor-parallel ranks, as in :func:`slapo.create_schedule`.
+    mesh
+        Instead of a group, as in :func:`slapo.create_schedule`.
     **options
         ==========================  ===============================================================
         ``fp16``, ``bf16``          Turn the model into that type. False.
@@ -101,11 +104,11 @@ def apply_schedule(
     """
     own = None if key == AUTO else schedule_of(key)
     if own is not None:
-        given = {"model_config": model_config, "prefix": prefix, "group": group}
+        given = {"model_config": model_config, "prefix": prefix, "group": group, "mesh": mesh}
         said = {name: value for name, value in given.items() if value not in (None, "")}
         return own(model, **said, **options)
     checked = _options(key, options)
-    sch = _schedule(model, group)
+    sch = _schedule(model, group, mesh)
     config: Any = getattr(sch.mod, "config", None) if model_config is None else model_config
     base = base_path(sch.mod, prefix)
     recipe = auto_recipe(sch.mod, base, config) if key == AUTO else _recipe(key, config)
@@ -163,13 +166,15 @@ def _options(key: str, given: dict[str, Any]) -> Options:
     return Options(**given)
 
 
-def _schedule(model: nn.Module | Schedule, group: Any) -> Schedule:
+def _schedule(model: nn.Module | Schedule, group: Any, mesh: Any) -> Schedule:
     if not isinstance(model, Schedule):
-        return create_schedule(model, group=group)
+        return create_schedule(model, group=group, mesh=mesh)
     if model.parent is not None:
         raise ValueError(
             f"the schedule is that of {model.path!r}; pass the root's, with the path as prefix"
         )
-    if group is not None:
-        raise ValueError("a schedule has its group already; leave group out, or pass the model")
+    if group is not None or mesh is not None:
+        raise ValueError(
+            "a schedule has its group already; leave group and mesh out, or pass the model"
+        )
     return model

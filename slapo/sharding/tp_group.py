@@ -12,8 +12,21 @@ from slapo.errors import SlapoError
 from slapo.history import warn_caller
 
 
-def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The process group that `group` stands for; None for a world of one."""
+def resolve_group(
+    group: dist.ProcessGroup | DeviceMesh | None, mesh: DeviceMesh | None = None
+) -> dist.ProcessGroup | None:
+    """The process group that `group`, or ``mesh["tp"]``, stands for; None for a world of one."""
+    if mesh is not None:
+        if group is not None:
+            raise TypeError("create_schedule: mesh has the group; leave one of mesh and group out")
+        if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names is None:
+            raise TypeError(
+                f"create_schedule: mesh is {mesh!r}; pass slapo.init_mesh(pp=, dp=, tp=), or a "
+                "DeviceMesh with names"
+            )
+        is_split = "tp" in mesh.mesh_dim_names
+        alone = [dist.get_rank()]
+        group = mesh["tp"] if is_split else dist.new_group(alone, use_local_synchronization=True)
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             names: Any = group.mesh_dim_names

@@ -98,7 +98,7 @@ def a_mesh_of_ones_own():
     slapo.init_mesh(device="cpu")
     sch = stack()
     yield sch
-    slapo.build(sch, target="torch", mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
+    slapo.build(sch, target="torch", mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("cp",)))
 
 
 @mistake("build")

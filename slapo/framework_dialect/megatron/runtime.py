@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from slapo.framework_dialect.megatron.groups import initialize_groups
 from slapo.framework_dialect.megatron.load import check_device, check_installed
 from slapo.framework_dialect.megatron.optimizers import resolve
 from slapo.framework_dialect.runtime import Lowering, Runtime, check_groups, check_stage_count
-from slapo.mesh import check_mesh
 from slapo.node import Node
 
 
@@ -20,8 +21,7 @@ class MegatronRuntime(Runtime):
 
     def __init__(self, sch: Node, **options: Any) -> None:
         check_installed()
-        if "mesh" in options:
-            check_mesh(options["mesh"])
+        if isinstance(options.get("mesh"), DeviceMesh):
             check_device(options["mesh"])
         self.options = resolve(options, sch.mod)
         check_groups(sch, self.options.mesh)

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from slapo.random import get_rng_tracker
 from slapo.sharding.groups import group_rank, group_size, share_of
 from slapo.sharding.steps import SHARE, SUM_SHARED, Step
-from slapo.verify.placement import row_order as shuffled
 
-# Rules enter the registry when they are imported: also those of products and of pixels.
+# Rules enter the registry when they are imported: also those of products and of images.
+from slapo.verify.placement import einsum_rules as einsum_rules
+from slapo.verify.placement import row_order
+from slapo.verify.placement import spatial_rules as spatial_rules
 from slapo.verify.placement.call import RULES, Call, Rule, by_rule, name_of, run, tensors_in
 from slapo.verify.placement.finding import OURS, Finding, Stop
 from slapo.verify.placement.memory import through_memory
@@ -211,7 +213,7 @@ class PlaceMode(OperationLog):
         if why:
             raise self.stop(step.name, [tensor], [place], why, step)
         given = self._given_by(step, tensor, arguments)
-        given = shuffled.given_by(step, place, given)
+        given = row_order.given_by(step, place, given)
         with self.unseen():
             if step.communicates:
                 result = self._alone(step, tensor, arguments)
@@ -236,14 +238,14 @@ class PlaceMode(OperationLog):
             return "" if place.is_part else f"{step.name} takes a part of what ranks share: {place}"
         if place.is_slice and place.copies > 1:
             return f"{step.name} of what several ranks hold: this is {place}"
-        if place.order and step not in shuffled.STEPS:
+        if place.order and step not in row_order.STEPS:
             return f"{step.name} of what is {place}"
         if place.kind != step.takes and not (step.takes == "partial" and place.is_zero):
             wanted = {"partial": "a partial sum", "shard": "slices", "replicate": "what is whole"}
             return f"{step.name} takes {wanted[step.takes]}, and this is {place}"
         if axis is not None and place.dim != axis % tensor.ndim:
             return f"{step.name} along axis {axis} of what is {place}"
-        if place.is_slice and place.blocks and not shuffled.may_shuffle(step, place):
+        if place.is_slice and place.blocks and not row_order.may_shuffle(step, place):
             return f"{step.name} would put the ranks' blocks one behind the other: this is {place}"
         if axis is not None and place.is_slice:
             size = place.whole_size(tensor.shape[axis], self.ranks)
@@ -377,9 +379,9 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
 
 def _places_of(call: Call) -> list[Place]:
     """By a rule, where something is not whole."""
-    if shuffled.is_shuffled(call.places):
-        there = _places_of(replace(call, places=shuffled.in_order(call.places)))
-        return shuffled.followed(call, _rule(call), there)
+    if row_order.is_shuffled(call.places):
+        there = _places_of(replace(call, places=row_order.in_order(call.places)))
+        return row_order.followed(call, _rule(call), there)
     if call.draws_own:
         return [Place(OWN)] * len(call.outs)
     if all(place.is_whole for place in call.places):
