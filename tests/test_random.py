@@ -224,6 +224,7 @@ class _Mesh:
 
     def __init__(self, pp: int, dp: int, tp: int) -> None:
         self.place = {"pp": pp, "dp": dp, "tp": tp}
+        self.mesh_dim_names = ("pp", "dp", "tp")
 
     def get_local_rank(self, dim: str) -> int:
         return self.place[dim]
