@@ -12,7 +12,6 @@ Examples
 >>> model, _ = slapo.build(sch)
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from slapo.errors import (
@@ -22,7 +21,7 @@ from slapo.errors import (
     TraceError,
     VerificationError,
 )
-from slapo.late import submodule
+from slapo.late import attribute
 from slapo.logger import get_logger
 from slapo.op.checkpoint import checkpoint
 from slapo.pattern import ModulePattern, Pattern, call_module
@@ -118,11 +117,8 @@ _LATE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATE:
-        return submodule(__name__, name)
-    value = globals()[name] = getattr(importlib.import_module(_LATE[name]), name)
-    return value
+    return attribute(__name__, name, _LATE)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATE, *__all__})
+    return sorted({*globals(), *__all__})

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+import sys
+from collections.abc import Mapping
+from typing import Any
 
 
-def submodule(package: str, name: str) -> ModuleType:
-    """Import a submodule that is asked for as an attribute; ``AttributeError`` if there is none."""
+def attribute(package: str, name: str, homes: Mapping[str, str]) -> Any:
+    """Import an attribute of a package: a name that `homes` has a module for, or a submodule."""
+    if name in homes:
+        value = getattr(importlib.import_module(homes[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
     path = f"{package}.{name}"
     try:
         return importlib.import_module(path)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slapo.agreement import all_ranks_or_none, same_on_all_ranks
 from slapo.errors import SlapoError
+from slapo.sharding.groups import group_of_one
 
 # From the slowest links to the fastest: tensor-parallel peers are neighbours, on one machine.
 DIMS = ("pp", "dp", "tp")
@@ -203,8 +204,7 @@ def grid_of(mesh: DeviceMesh) -> DeviceMesh:
     present = [name for name in DIMS if name in names]
     ranks = mesh.mesh.permute([names.index(name) for name in present])
     ranks = ranks.reshape([mesh.size(names.index(d)) if d in names else 1 for d in DIMS])
-    alone = group_among([[rank] for rank in range(dist.get_world_size())])
-    groups = [mesh.get_group(name) if name in names else alone for name in DIMS]
+    groups = [mesh.get_group(name) if name in names else group_of_one() for name in DIMS]
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=DIMS)
 
 

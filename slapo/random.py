@@ -311,11 +311,12 @@ def set_random_seed(
         beside = [name for name, rank in given.items() if rank is not None]
         if beside:
             raise ValueError(f"set_random_seed: mesh has the ranks; leave out {beside}")
+        names = mesh.mesh_dim_names or ()
         given = {
-            f"{dim}_rank": mesh.get_local_rank(dim) if dim in (mesh.mesh_dim_names or ()) else 0
+            f"{dim}_rank": mesh.get_local_rank(dim) if dim in names else 0
             for dim in ("pp", "dp", "tp")
         }
-        if "dp" in (mesh.mesh_dim_names or ()):
+        if "dp" in names:
             stage_distance = max(stage_distance, 10 * mesh["dp"].size())
     elif tp_rank is None and dist.is_available() and dist.is_initialized():
         given["tp_rank"] = dist.get_rank()

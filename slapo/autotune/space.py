@@ -90,7 +90,7 @@ def _cached(name: str, values: Sequence[Any], types: tuple[type, ...]) -> Questi
 
 
 def are_numbers(values: Sequence[Any]) -> bool:
-    """Whether all values are numbers, so that they have an order."""
+    """True if all values are numbers, which have an order."""
     return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
 
 
@@ -232,7 +232,7 @@ def source_of(function: Callable[..., Any]) -> str:
 class Survey:
     """The points of a space.
 
-    Of a space that is not complete here, `points` are drawn at random and `size` is an estimate.
+    If the survey is not complete, `points` are drawn at random and `size` is an estimate.
     `refused` counts points and branches by reason, `questions` are the parameters of the study.
     """
 

@@ -48,7 +48,7 @@ class Symbol:
         return self._val
 
     def is_fixed(self) -> bool:
-        """Whether the value is fixed."""
+        """True once the value is fixed."""
         return self._is_fixed
 
     def fix(self, val: Any) -> None:
@@ -100,7 +100,7 @@ class Space:
         return self._symbols[name]
 
     def is_fixed(self) -> bool:
-        """Whether all symbols are fixed."""
+        """True once all symbols are fixed."""
         return self.next_open() is None
 
     def next_open(self) -> Symbol | None:

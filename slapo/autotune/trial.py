@@ -172,7 +172,7 @@ class Trial:
         Origin of the point: ``"prediction"``, ``"sampler"``, ``"neighbour"``, ``"unseen"``,
         ``"retry"``, ``"cut_off"`` or ``"import"``.
     started
-        Whether it ran, also if it refused itself.
+        True if the trial ran, also if it refused itself.
 
     Examples
     --------
@@ -197,12 +197,12 @@ class Trial:
 
     @property
     def is_run(self) -> bool:
-        """Whether it ran to its end."""
+        """True if the trial ran to its end."""
         return self.outcome in RUN or (self.started and self.outcome == "refused")
 
     @property
     def is_failure(self) -> bool:
-        """Whether it ran without a result."""
+        """True if the trial ran without a result."""
         return self.outcome in RUN[1:]
 
     @property

@@ -1,9 +1,8 @@
 """Modules and functions that a schedule swaps in."""
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-from slapo.late import submodule
+from slapo.late import attribute
 
 # Files of the same names, which Python would bind in their place.
 from slapo.op.attend import attend
@@ -56,29 +55,34 @@ __all__ = [
     "use_attention",
 ]
 
-#: File -> names that are imported when they are first asked for: schedules need few of them.
-_FILES = {
-    "attention": "FlashAttention FlashAttentionOp",
-    "cross_entropy": "ParallelCrossEntropy",
-    "gated": "GatedDense GatedMLP gated_gelu gated_silu",
-    "gpt_neo": "GPTNeoAttention",
-    "interface": "use_attention",
-    "linear": "LinearWithAct LinearWithDropout LinearWithSeparateBias LinearWithSyncFunc",
-    "linear_loss": "LossHead linear_cross_entropy",
-    "mlp": "FusedMLP",
-    "norm": "RMSNorm",
-    "print": "Print",
-    "qkv": "FusedQKV",
-    "residual": "DenseDropoutAddNorm dropout_add_norm",
+#: Names that are imported when they are first asked for: schedules need few of them.
+_LATE = {
+    "DenseDropoutAddNorm": "slapo.op.residual",
+    "FlashAttention": "slapo.op.attention",
+    "FlashAttentionOp": "slapo.op.attention",
+    "FusedMLP": "slapo.op.mlp",
+    "FusedQKV": "slapo.op.qkv",
+    "GPTNeoAttention": "slapo.op.gpt_neo",
+    "GatedDense": "slapo.op.gated",
+    "GatedMLP": "slapo.op.gated",
+    "LinearWithAct": "slapo.op.linear",
+    "LinearWithDropout": "slapo.op.linear",
+    "LinearWithSeparateBias": "slapo.op.linear",
+    "LinearWithSyncFunc": "slapo.op.linear",
+    "LossHead": "slapo.op.linear_loss",
+    "ParallelCrossEntropy": "slapo.op.cross_entropy",
+    "Print": "slapo.op.print",
+    "RMSNorm": "slapo.op.norm",
+    "dropout_add_norm": "slapo.op.residual",
+    "gated_gelu": "slapo.op.gated",
+    "gated_silu": "slapo.op.gated",
+    "linear_cross_entropy": "slapo.op.linear_loss",
+    "use_attention": "slapo.op.interface",
 }
 
 
 def __getattr__(name: str) -> Any:
-    home = next((file for file, names in _FILES.items() if name in names.split()), None)
-    if home is None:
-        return submodule(__name__, name)
-    value = globals()[name] = getattr(importlib.import_module(f"slapo.op.{home}"), name)
-    return value
+    return attribute(__name__, name, _LATE)
 
 
 def __dir__() -> list[str]:

@@ -268,6 +268,14 @@ def neighbours(group: dist.ProcessGroup, count: int) -> dist.ProcessGroup:
     return found
 
 
+def group_of_one() -> dist.ProcessGroup:
+    """A group of this rank alone."""
+    world = dist.group.WORLD
+    if world is None:
+        raise SlapoError("torch.distributed is not initialised; call slapo.init_mesh first")
+    return neighbours(world, 1)
+
+
 def parse_reshard(spec: str) -> tuple[str, str]:
     """Split a resharding such as ``"RS->SR"`` in the layouts before and after.
 

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from slapo.errors import SlapoError
 from slapo.history import warn_caller
+from slapo.sharding.groups import group_of_one
 
 
 def resolve_group(
@@ -24,9 +25,7 @@ def resolve_group(
                 f"create_schedule: mesh is {mesh!r}; pass slapo.init_mesh(pp=, dp=, tp=), or a "
                 "DeviceMesh with names"
             )
-        is_split = "tp" in mesh.mesh_dim_names
-        alone = [dist.get_rank()]
-        group = mesh["tp"] if is_split else dist.new_group(alone, use_local_synchronization=True)
+        group = mesh["tp"] if "tp" in mesh.mesh_dim_names else group_of_one()
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             names: Any = group.mesh_dim_names

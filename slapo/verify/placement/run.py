@@ -17,7 +17,7 @@ from slapo.random import states_kept
 from slapo.schedule import Schedule
 from slapo.sharding.checks import check_modules
 from slapo.sharding.groups import as_if_alone
-from slapo.sharding.steps import carried_by
+from slapo.sharding.steps import Carrier, carried_by
 from slapo.snapshot import attributes_kept
 from slapo.utils.calls import as_call, outline, refuse_batch
 from slapo.utils.outputs import tensors_in
@@ -160,14 +160,7 @@ class _Check:
                     handle = param.register_hook(_noting(gradients, name))
                     stack.callback(handle.remove)
             try:
-                for context in (
-                    self.stand_ins.mode(),
-                    rules_of_functions(mode),
-                    carried_by(mode.carry_out),
-                    mode.paths.followed(),
-                    mode.called,
-                    mode,
-                ):
+                for context in self._watched_by(mode, mode.carry_out):
                     stack.enter_context(context)
                 args, kwargs = self._fresh_inputs()
                 output = sch.mod(*args, **kwargs)
@@ -203,6 +196,17 @@ class _Check:
         if wanted:
             torch.autograd.backward(wanted, [torch.ones_like(loss) for loss in wanted])
 
+    def _watched_by(self, mode: Any, carrier: Carrier) -> tuple[Any, ...]:
+        """Contexts of a run on fake tensors whose operations a mode sees."""
+        return (
+            self.stand_ins.mode(),
+            rules_of_functions(mode),
+            carried_by(carrier),
+            mode.paths.followed(),
+            mode.called,
+            mode,
+        )
+
     def _run_alone(self) -> OperationLog:
         """The operations of the model where nothing is sharded, as far as it runs so."""
         sch = self.sch
@@ -219,12 +223,7 @@ class _Check:
                     standing_in(sch.mod, self.stand_ins, sch.group, whole=True),
                     # As in the run that is compared: kernels ask what needs a gradient.
                     torch.enable_grad(),
-                    self.stand_ins.mode(),
-                    rules_of_functions(mode),
-                    carried_by(mode.run_unseen),
-                    mode.paths.followed(),
-                    mode.called,
-                    mode,
+                    *self._watched_by(mode, mode.run_unseen),
                 ):
                     stack.enter_context(context)
                 args, kwargs = self._fresh_inputs()
