@@ -69,17 +69,17 @@ def main(arguments: Sequence[str]) -> None:
 # --- mistakes and right schedules -----------------------------------------------------------------
 def measure_planted(quick: bool, say: Progress) -> list[dict[str, Any]]:
     """A row for each mistake: whether it is caught, and what is named first."""
-    from tests.verify.planted import PLANTED, is_right, named_first
+    from tests.verify.planted import PLANTED, is_right
 
     rows = []
-    for name, ranks, message in _run_all(PLANTED, "planted", quick, say):
+    for name, ranks, (message, place) in _run_all(PLANTED, "planted", quick, say):
         rows.append(
             {
                 "mistake": name,
                 "ranks": ranks,
                 "caught": bool(message),
-                "place": named_first(message) if message else "",
-                "right_place": bool(message) and is_right(name, message),
+                "place": place,
+                "right_place": bool(message) and is_right(name, place),
                 "message": _short(message),
             }
         )
@@ -92,7 +92,7 @@ def measure_right(quick: bool, say: Progress) -> list[dict[str, Any]]:
 
     return [
         {"schedule": name, "ranks": ranks, "refused": bool(message), "message": _short(message)}
-        for name, ranks, message in _run_all(RIGHT, "right", quick, say)
+        for name, ranks, (message, _) in _run_all(RIGHT, "right", quick, say)
     ]
 
 
@@ -112,8 +112,8 @@ def measure_left_out(quick: bool, say: Progress) -> list[dict[str, Any]]:
 
 def _run_all(
     table: Mapping[str, Any], kind: str, quick: bool, say: Progress
-) -> Iterator[tuple[str, int, str]]:
-    """Name, ranks and message of every case, those of as many ranks in one job."""
+) -> Iterator[tuple[str, int, tuple[str, str]]]:
+    """Name, ranks, message and place of every case, those of as many ranks in one job."""
     from tests.distributed import run_distributed
 
     for ranks in sorted({case.ranks for case in table.values()}):
@@ -125,13 +125,14 @@ def _run_all(
             yield name, ranks, told[0][number]
 
 
-def messages_of(rank: int, world_size: int, kind: str, names: Sequence[str]) -> list[str]:
-    """What Verify says on this rank."""
+def messages_of(rank: int, world_size: int, kind: str, names: Sequence[str]) -> list[Any]:
+    """What Verify says on this rank, and the place that it names."""
     from tests.verify import planted, right
 
     logging.disable(logging.WARNING)
-    run: Callable[[str], str] = planted.caught if kind == "planted" else right.refused
-    return [run(name) for name in names]
+    if kind == "planted":
+        return [planted.caught(name) for name in names]
+    return [(right.refused(name), "") for name in names]
 
 
 def _short(message: str) -> str:

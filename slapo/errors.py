@@ -13,7 +13,23 @@ class TraceError(SlapoError):
 
 
 class VerificationError(SlapoError):
-    """A schedule that changed what the model computes, found by :class:`slapo.Verify`."""
+    """A schedule that changed what the model computes, found by :class:`slapo.Verify`.
+
+    Attributes
+    ----------
+    path : str
+        The module in which it shows; empty for the whole model.
+    suspect : str
+        The module where the fault most likely is; often the same.
+    remedy
+        The missing call, whose text is the line to write; None where it is not known.
+    """
+
+    def __init__(
+        self, message: str, path: str = "", suspect: str = "", remedy: object = None
+    ) -> None:
+        super().__init__(message)
+        self.path, self.suspect, self.remedy = path, suspect or path, remedy
 
 
 class PlacementError(VerificationError):
@@ -21,23 +37,11 @@ class PlacementError(VerificationError):
 
     Attributes
     ----------
-    path : str
-        The module in which it shows.
-    suspect : str
-        The module where the fault most likely is; often the same.
-    remedy
-        The call to write, whose text reads as it is written; None where it is not known.
     is_certain : bool
-        False where nothing is known of an operation, or the model does not run.
+        False where no rule covers an operation, or the model does not run.
     """
 
     is_certain = True
-
-    def __init__(
-        self, message: str, path: str = "", suspect: str = "", remedy: object = None
-    ) -> None:
-        super().__init__(message)
-        self.path, self.suspect, self.remedy = path, suspect, remedy
 
 
 class MissingPackageError(SlapoError, ImportError):

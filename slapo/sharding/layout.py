@@ -6,40 +6,34 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 
+def written(kind: str, dim: int | None, **details: object) -> str:
+    """A placement as PyTorch writes it, with what is particular about a shard."""
+    given = [str(dim), *(f"{name}={value}" for name, value in details.items() if value)]
+    return {
+        "replicate": "Replicate()",
+        "partial": "Partial()",
+        "shard": f"Shard({', '.join(given)})",
+    }[kind]
+
+
 @dataclass(frozen=True)
 class Placement:
-    """How an activation lies across the ranks.
+    """How an activation is laid out over the ranks, as far as a schedule tells."""
 
-    Parameters
-    ----------
-    kind
-        ``"replicate"``, ``"shard"`` or ``"partial"`` (ranks hold summands).
-    axis
-        The sharded axis, counted from the end (-1 is the last).
-    blocks
-        How many blocks lie along that axis, of which each rank has a part, as in a packed query,
-        key and value.
-    total
-        The whole's size along that axis where the ranks' parts are uneven; else None.
-    copies
-        How many ranks hold each part.
-    """
-
+    #: ``"replicate"``, ``"shard"`` or ``"partial"`` (ranks hold summands)
     kind: str
+    #: the sharded axis, counted from the end (-1 is the last)
     axis: int | None = None
+    #: the number of blocks along that axis that are sharded one by one, as in a packed QKV
     blocks: int = 1
+    #: the whole's size along that axis where shards are uneven
     total: int | None = None
+    #: the number of ranks that hold each shard
     copies: int = 1
 
     def __str__(self) -> str:
-        packed = f" in {self.blocks} blocks" if self.blocks > 1 else ""
-        packed += f" in uneven parts of {self.total}" if self.total is not None else ""
-        packed += f", each part on {self.copies} ranks" if self.copies > 1 else ""
-        return {
-            "replicate": "whole on every rank",
-            "partial": "a partial sum",
-            "shard": f"sharded along axis {self.axis}{packed}",
-        }[self.kind]
+        blocks, copies = (n if n > 1 else 0 for n in (self.blocks, self.copies))
+        return written(self.kind, self.axis, blocks=blocks, total=self.total, copies=copies)
 
 
 REPLICATE = Placement("replicate")

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo.agreement import all_ranks_or_none, has_peers
-from slapo.errors import PlacementError, SlapoError
+from slapo.errors import SlapoError
 from slapo.history import Record, numberless
 from slapo.logger import get_logger
 from slapo.schedule import Schedule, create_schedule
 from slapo.verify import Verify
+from slapo.verify.finding import Remedy
 from slapo.verify.placement import check
-from slapo.verify.placement.remedy import Remedy
 
 logger = get_logger()
 
@@ -377,20 +377,13 @@ def _text(applied: _Applied) -> str:
 
 def _nearness(error: Exception) -> Callable[[str], tuple[int, int]]:
     """How near a path is to where an error shows: 0 for the same."""
-    if isinstance(error, PlacementError):
-        places = [error.suspect, error.path]
-    else:
-        places = _quoted_paths(str(error))
+    places = [getattr(error, name, "") for name in ("suspect", "path")]
 
     def near(path: str) -> tuple[int, int]:
         shared = [_shared(path, place) for place in places if place]
         return -max(shared, default=0), len(path)
 
     return near
-
-
-def _quoted_paths(text: str) -> list[str]:
-    return [part for part in text.split("'")[1::2] if "." in part or part.isalnum()]
 
 
 def _shared(left: str, right: str) -> int:

@@ -238,7 +238,7 @@ def test_the_message(two_ranks: None) -> None:
     block["fc2"].shard("weight", axis=1)
     error = refused(sch)
     text = str(error)
-    assert text.startswith("check: '1' (Block): add of (3, 5, 12) a partial sum (since ")
+    assert text.startswith("check: '1' (Block): add of (3, 5, 12) Partial() (since ")
     assert 'add sch["1.fc2"].sync("fwd_post", "all_reduce")' in text
     assert "test_check.py:" in text
     assert (error.path, error.suspect) == ("1", "1.fc2")
@@ -300,9 +300,9 @@ def test_a_number_that_a_model_has_in_its_code(two_ranks: None) -> None:
 def test_outputs_that_are_not_whole(two_ranks: None) -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(HIDDEN, 8)))
     sch["0"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
-    assert "the output, or the loss, is sliced along dimension 2" in str(refused(sch))
+    assert "the output, or the loss, is Shard(2)" in str(refused(sch))
     check(sch, X, loss_fn=lambda y: reduce_from_group(y.sum()))
-    assert "is a partial sum" in str(refused(sch, loss_fn=lambda y: y.sum()))
+    assert "is Partial()" in str(refused(sch, loss_fn=lambda y: y.sum()))
 
 
 def test_what_is_no_schedule_or_does_not_run(two_ranks: None) -> None:
@@ -505,7 +505,7 @@ def test_writes_in_place(two_ranks: None) -> None:
         return total[..., : x.shape[-1]]
 
     error = refused(split_block(written))
-    assert "that is whole; make a new tensor in place of the write" in str(error)
+    assert "that is Replicate(); make a new tensor in place of the write" in str(error)
 
 
 def test_a_number_read_from_a_slice(two_ranks: None) -> None:
@@ -552,6 +552,8 @@ def test_an_operation_of_ones_own(two_ranks: None) -> None:
         check(split_block(twice), X)  # type: ignore[arg-type]
     finally:
         del RULES["slapo_tests::twice"]
+    register_place_rule("slapo_tests::twice", lambda call: torch.distributed.tensor.Shard(-1))
+    check(split_block(twice), X)  # type: ignore[arg-type]
     register_place_rule("slapo_tests::twice", independent_along(0))
     try:
         assert "mixes what lies along" in str(refused(split_block(twice)))  # type: ignore[arg-type]
@@ -747,11 +749,11 @@ def test_verify_keeps_nothing_of_its_runs() -> None:
 
 
 def test_the_guide_tells_what_steps_take_and_give() -> None:
-    said = {"replicate": "whole", "partial": "a partial sum", "masked": "masked tokens"}
+    said = {"replicate": "`Replicate()`", "partial": "`Partial()`", "masked": "masked tokens"}
     said |= {"part": "a part of a shared slice's gradient", "share": "that gradient"}
 
     def side(kind: str, along: str) -> str:
-        return f"slices along `{along}`" if kind == "shard" else said[kind]
+        return f"`Shard({along})`" if kind == "shard" else said[kind]
 
     rows = [
         f"| `{s.name}` | {side(s.takes, s.takes_along)} | {side(s.gives, s.gives_along)} |"

@@ -75,10 +75,10 @@ def test_each_op_in_each_mode(op: str, modes: set[str], kwargs: Any) -> None:
 
 #: schedule, call, message
 BAD: dict[str, tuple[Callable[[], Schedule], tuple[Any, ...], dict[str, Any], str]] = {
-    "gather a partial sum": (row, ("fwd_post", "all_gather"), {"axis": -1}, "a partial sum"),
-    "scatter a partial sum": (row, ("fwd_post", "scatter"), {"axis": 1}, "a partial sum"),
-    "reshard a partial sum": (row, ("fwd_post", "RS->RR"), {}, "a partial sum"),
-    "gather partial rows": (vocabulary, ("fwd_post", "all_gather"), {"axis": 0}, "a partial sum"),
+    "gather a partial sum": (row, ("fwd_post", "all_gather"), {"axis": -1}, "Partial()"),
+    "scatter a partial sum": (row, ("fwd_post", "scatter"), {"axis": 1}, "Partial()"),
+    "reshard a partial sum": (row, ("fwd_post", "RS->RR"), {}, "Partial()"),
+    "gather partial rows": (vocabulary, ("fwd_post", "all_gather"), {"axis": 0}, "Partial()"),
     "sum a slice's gradient": (column, ("fwd_post", "all_reduce_grad"), {}, "holds a slice"),
     "reduce a slice": (column, ("fwd_post", "all_reduce"), {}, "each rank holds a slice"),
     "reduce-scatter a slice": (column, ("fwd_post", "reduce_scatter"), {"axis": -1}, "a slice"),
@@ -89,7 +89,7 @@ BAD: dict[str, tuple[Callable[[], Schedule], tuple[Any, ...], dict[str, Any], st
     "another axis of images": (conv_column, ("fwd_post", "all_gather"), {"axis": -1}, "axis=-3"),
     "another layout": (column, ("fwd_post", "SR->RS"), {}, "reads 'RS', not 'SR'"),
     "reduce twice": (reduced, ("fwd_post", "all_reduce"), {}, "whole on every rank already"),
-    "gather what is whole": (reduced, ("fwd_post", "all_gather"), {"axis": -1}, "whole on every"),
+    "gather what is whole": (reduced, ("fwd_post", "all_gather"), {"axis": -1}, "Replicate()"),
     "gather the input of rows": (row, ("fwd_pre", "all_gather"), {"axis": -1}, "expects its input"),
     "whole input of rows": (row, ("fwd_pre", "RS->RR"), {}, "reads 'RS', not 'RR'"),
     "gradient of a slice": (row, ("bwd_post", "all_reduce"), {}, "already complete"),

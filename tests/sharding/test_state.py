@@ -326,7 +326,7 @@ def test_schedules_that_would_compute_something_else() -> None:
         assert "no parameter in it is sharded: each rank has the whole" in found["whole"]
         assert found["nothing"] == "None"
         assert "the gradient of the module's inputs is summed over the ranks al" in found["twice"]
-        assert "the module's output is whole on every rank already" in found["sum twice"]
+        assert "the module's output is Replicate() already" in found["sum twice"]
         assert "sharded along axis -1 in 3 blocks, and a gather would put" in found["blocks"]
         assert "would see the gradient before it is summed" in found["late function"]
         assert "argument has ['hidden'], and Linear.forward takes ['input']" in found["argument"]

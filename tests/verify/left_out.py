@@ -20,7 +20,7 @@ from slapo.sharding.state import shards_of
 from slapo.wrapper import innermost
 from tests.sharding.families import FAMILIES, Steps
 from tests.verify.models import build, inputs
-from tests.verify.planted import named_first
+from tests.verify.planted import place_of
 
 _LINES = ("shard", "sync", "annotate", "set")
 
@@ -91,13 +91,12 @@ def outcome(family: str, spread: bool, line: Line) -> dict[str, Any]:
         what was left out, or ``"elsewhere"``.
     """
     sch = slapo.create_schedule(build(family))
-    message = ""
+    message = place = ""
     try:
         with slapo.Verify(sch, inputs(family)), without(line.number):
             Steps(FAMILIES[family], spread).apply(sch)
     except (slapo.SlapoError, ValueError) as error:
-        message = str(error)
-    place = named_first(message)
+        message, place = str(error), place_of(error)
     changes = bool(message) or _changes_numbers(family, spread, line)
     return {
         "caught": bool(message),

@@ -67,8 +67,11 @@ def plant(
     return add
 
 
-def caught(name: str) -> str:
-    """The message, empty where Verify lets a mistake pass. What primitives refuse raises."""
+def caught(name: str) -> tuple[str, str]:
+    """Verify's message and the place that it names; both empty where it lets a mistake pass.
+
+    What primitives refuse raises.
+    """
     state: dict[str, bool] = {}
     case = PLANTED[name]
     seed = torch.distributed.get_rank() if not case.seeded else 0
@@ -82,29 +85,20 @@ def caught(name: str) -> str:
     except slapo.SlapoError as error:
         if not state:
             raise
-        return str(error)
-    return ""
+        return str(error), place_of(error)
+    return "", ""
 
 
-_PLACE = re.compile(
-    r"(?:Most likely|first at|differs(?: in train mode)?\.|train mode|with \w+ (?:in|behind)"
-    r"|Verify:) "
-    r"'([^']*)'"
-)
+def place_of(error: Exception) -> str:
+    """The module that an error names as the place of the fault."""
+    if getattr(error, "suspect", ""):
+        return str(error.suspect)  # type: ignore[attr-defined]
+    found = re.search(r"'([^']*)'|sch\[\"([^\"]*)\"\]", str(error))
+    return (found.group(1) or found.group(2) or "") if found else ""
 
 
-def named_first(message: str) -> str:
-    """The module or parameter that a message names as the place of the fault."""
-    found = _PLACE.search(message)
-    if found is not None:
-        return found.group(1)
-    other = re.search(r"'([^']*)'|sch\[\"([^\"]*)\"\]", message)
-    return (other.group(1) or other.group(2) or "") if other else ""
-
-
-def is_right(name: str, message: str) -> bool:
-    """Whether the message names the right place first."""
-    place = named_first(message)
+def is_right(name: str, place: str) -> bool:
+    """Whether a mistake is in the module that was named, or a tensor of it."""
     return any(
         place == right or (place.startswith(f"{right}.") and place.rpartition(".")[0] == right)
         for right in PLANTED[name].places

@@ -28,7 +28,7 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def messages(rank: int, world: int, names: list[str]) -> list[str]:
+def messages(rank: int, world: int, names: list[str]) -> list[tuple[str, str]]:
     return [caught(name) for name in names]
 
 
@@ -40,12 +40,10 @@ def of_ranks(table: dict[str, object], ranks: int, every: int = 1) -> list[str]:
     return [name for name, case in table.items() if case.ranks == ranks][::every]  # type: ignore[attr-defined]
 
 
-def check_planted(names: list[str], told: list[str]) -> None:
-    missed = [name for name, message in zip(names, told, strict=True) if not message]
-    assert missed == []
-    pairs = zip(names, told, strict=True)
-    wrong = {name: message for name, message in pairs if not is_right(name, message)}
-    assert wrong == {}
+def check_planted(names: list[str], told: list[tuple[str, str]]) -> None:
+    found = dict(zip(names, told, strict=True))
+    assert [name for name, (message, _) in found.items() if not message] == []
+    assert {name: said for name, said in found.items() if not is_right(name, said[1])} == {}
 
 
 def test_there_are_enough_of_both() -> None:

@@ -83,7 +83,7 @@ def test_a_wrong_gradient_behind_an_equal_output_is_found() -> None:
     with pytest.raises(slapo.VerificationError, match="outputs agree, but the gradient") as info:
         with slapo.Verify(sch, X):
             sch["act"].replace(WrongGradient())
-    assert "Most likely 'act' (WrongGradient), which sends back" in str(info.value)
+    assert "'act' (WrongGradient) is the first that sends back another gradient" in str(info.value)
     assert 'sch["act"].replace' in str(info.value)
 
 
@@ -255,15 +255,14 @@ def test_tensor_parallel(world_size: int, empty: bool) -> None:
 
 def test_a_missing_reduction_is_named_on_every_rank() -> None:
     for message in run_distributed(_verify, 2, "no sum", False):
-        assert "'layers.0.fc2' (Linear) gives a partial sum that is used as if it were" in message
+        assert "add of (3, 5, 8) Partial() (since mm in 'layers.0.fc2')" in message
         assert 'sch["layers.0.fc2"].shard' in message
 
 
 def test_a_missing_gradient_sum_is_named_on_every_rank() -> None:
     messages = run_distributed(_verify, 2, "no gradient sum", False)
     for message in messages:
-        assert "outputs agree, but the gradient" in message
-        assert "fc1" in message
+        assert 'add sch["layers.1.fc1"].sync("bwd_post", "all_reduce")' in message
 
 
 def _one_rank_is_wrong(rank: int, world_size: int) -> str:

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo.errors import SlapoError, VerificationError
-from slapo.history import spelled
 from slapo.sharding.numbers import sizes_kept
 from slapo.utils.outputs import constants_in, tensors_in
-from slapo.verify.numeric.blame import Blame, Guess
 from slapo.verify.numeric.harness import (
     Outcome,
     full_tensors,
     gathered_gradients,
     gradient_of,
 )
-from slapo.verify.numeric.module_calls import Comparison, amount, hookable, recorded
+from slapo.verify.numeric.module_calls import Call, Comparison, amount, hookable, recorded
 from slapo.verify.numeric.precision import is_compiled
 from slapo.verify.numeric.randomness import Drop, DropoutRecorder
 from slapo.verify.numeric.run import PairedRun
 from slapo.verify.numeric.tensors import difference, scale_of
 from slapo.weights.slots import slots
+from slapo.wrapper import innermost
 
 #: Gradients far below the largest are rounding of sums that cancel: they are compared on this
 #: fraction of the largest one's scale.
@@ -48,7 +46,8 @@ def compare_outputs(trial: PairedRun, given: Any, wanted: Any) -> None:
         return
     pairs = [(left[name], right[name]) for name in left]
     shapes = [amount(0.0, 0.0, *both) for both in pairs if both[0].shape != both[1].shape]
-    _raise_output(trial, sides.largest(worst), shapes)
+    worst = sides.largest(worst)
+    raise _wrong_output(trial, shapes[0] if shapes else f" by {worst:.3g}")
 
 
 def _check_comparable(wanted: Any, tensors: dict[str, Tensor], has_loss: bool) -> None:
@@ -76,48 +75,37 @@ def compare_kinds(trial: PairedRun, given: Any, wanted: Any) -> None:
         return
     if dtypes:
         name, mine, theirs = dtypes[0]
-        guess = _guess_output(trial)
-        where = f", most likely for {guess.path!r}{guess.why}" if guess else ""
-        raise VerificationError(
-            f"Verify: {name} is of {mine}, the original's of {theirs}{where}; "
-            f"{trial.sides.applied(guess.path if guess else '')}"
-        )
-    raise VerificationError(
-        f"Verify: the output is a {type(given).__name__} with {list(left)} and "
+        raise _wrong_output(trial, "", f"{name} is of {mine}, the original's of {theirs}")
+    raise trial.sides.error(
+        f"the output is a {type(given).__name__} with {list(left)} and "
         f"{dict(constants_in(given))}, the original's a {type(wanted).__name__} with "
         f"{list(right)} and {dict(constants_in(wanted))}"
     )
 
 
-def _raise_output(trial: PairedRun, worst: float, shapes: Sequence[str]) -> None:
-    sides, mode = trial.sides, _in_mode(trial)
-    guess = _guess_output(trial)
-    if guess is None:
-        how = shapes[0] if shapes else f" by {worst:.3g}"
-        raise VerificationError(f"Verify: the output differs{mode}{how}; {sides.applied('')}")
-    said = f", first at {guess}" if guess.seen is None else f". {guess}"
-    raise VerificationError(
-        f"Verify: the output differs{mode}{said}{_sizes(trial, guess)}; "
-        f"{sides.applied(guess.path, guess.seen)}"
-    )
+def _wrong_output(
+    trial: PairedRun, how: str, what: str = "the output differs"
+) -> VerificationError:
+    """The error for outputs that differ, with the first module whose output does."""
+    sides = trial.sides
+    said, found = f"{what}{_in_mode(trial)}", _recorded(trial, False).output()
+    if found is None:
+        return sides.error(said + how)
+    call, by, seen = found
+    full = ".".join(filter(None, (sides.sch.path, call.path)))
+    further = sizes_kept(call.module, full, sides.records(), sides.sch.world_size)
+    return sides.error(f"{said}, first at {_named(call)}{by}", seen, call.path, further)
 
 
 def _in_mode(trial: PairedRun) -> str:
     return " in train mode" if trial.way.training else ""
 
 
-def _sizes(trial: PairedRun, guess: Guess) -> str:
-    """Numbers that count the whole, in a module that holds shards."""
-    sides = trial.sides
-    full = ".".join(filter(None, (sides.sch.path, guess.path)))
-    return sizes_kept(guess.module, full, sides.records(), sides.sch.world_size)
+def _named(call: Call) -> str:
+    return f"{call.path!r} ({type(innermost(call.module)).__name__})"
 
 
-def _guess_output(trial: PairedRun) -> Guess | None:
-    return _blame(trial, gradients=False).output()
-
-
-def _blame(trial: PairedRun, gradients: bool) -> Blame:
+def _recorded(trial: PairedRun, gradients: bool) -> Comparison:
     """Run both models again, and note what each module gives."""
     sides, runs = trial.sides, []
     for model in (sides.reference, sides.sch.mod):
@@ -127,8 +115,8 @@ def _blame(trial: PairedRun, gradients: bool) -> Blame:
             if gradients:
                 trial.backward(outcome)
         runs.append(run)
-    comparison = Comparison(sides.sch.group, trial.rtol, sides.any_rank, sides.largest)
-    return Blame(runs[0], runs[1], comparison, sides.sch.path)
+    wanted, given = runs
+    return Comparison(wanted, given, sides.sch.group, trial.rtol, sides.any_rank, sides.largest)
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -153,33 +141,19 @@ def compare_gradients(trial: PairedRun, given: Outcome, wanted: Outcome) -> None
             failures.append((name, error, limit))
     failures = sides.first(failures)
     if failures:
-        _raise_gradients(trial, failures, expected)
+        _raise_gradients(trial, failures)
 
 
-def _raise_gradients(
-    trial: PairedRun, failures: list[tuple[str, float, float]], expected: dict[str, Tensor]
-) -> None:
-    sides = trial.sides
-    partial = _partial_wholes(trial, [name for name, *_ in failures], expected)
-    names = [name for name, *_ in failures]
-    blame = _blame(trial, gradients=True)
-    owners = {name.rpartition(".")[0] for name in names}
-    # In one order on all ranks: each look is a collective.
-    alone = len(partial) == len(names) and all(map(blame.gets_it_right, sorted(owners)))
-    guess = None if alone else blame.gradient()
-    start = f"Verify: outputs agree{_in_mode(trial)}, but {_listed(failures)}"
-    if guess is not None:
-        raise VerificationError(f"{start}. Most likely {guess}; {sides.applied(guess.path)}")
-    name = (partial or names)[-1]  # the last in the model is the first in the backward
-    path, _, leaf = name.rpartition(".")
-    node = spelled(".".join(filter(None, (sides.sch.path, path))))
-    remedy = (
-        f". Most likely {path!r}: each rank has a part of the gradient of {name!r}, of its tokens "
-        f'or its heads: add {node}.annotate("{leaf}", "partial_grad", True)'
-        if partial
-        else f". Most likely {path!r}"
-    )
-    raise VerificationError(f"{start}{remedy}; {sides.applied(path)}")
+def _raise_gradients(trial: PairedRun, failures: list[tuple[str, float, float]]) -> None:
+    said = f"outputs agree{_in_mode(trial)}, but {_listed(failures)}"
+    # The last in the model is the first in the backward.
+    seen = failures[-1][0].rpartition(".")[0]
+    found = _recorded(trial, True).gradient()
+    if found is None:
+        raise trial.sides.error(said, seen)
+    call, by = found
+    said += f". {_named(call)} is the first that sends back another gradient{by}"
+    raise trial.sides.error(said, seen, call.path)
 
 
 def _listed(failures: list[tuple[str, float, float]]) -> str:
@@ -191,25 +165,6 @@ def _listed(failures: list[tuple[str, float, float]]) -> str:
     shown = ", ".join(repr(name) for name, *_ in failures[:6])
     more = f" and {len(failures) - 6} more" if failures[6:] else ""
     return f"the gradients of {shown}{more} differ, that of {name!r} {by}"
-
-
-def _partial_wholes(
-    trial: PairedRun, names: Sequence[str], expected: dict[str, Tensor]
-) -> list[str]:
-    """Whole parameters of which the ranks' gradients add up to the original's."""
-    sides = trial.sides
-    if sides.sch.group is None or sides.sch.world_size == 1:
-        return []
-    whole = {p.name: p.tensor for p in slots(sides.sch.mod) if p.spec is None}
-    found = []
-    for name in names:
-        grad = gradient_of(whole[name]).clone() if name in whole else None
-        if grad is not None and grad.shape == expected[name].shape:
-            dist.all_reduce(grad, group=sides.sch.group)
-            scale = max(scale_of(expected[name]), 1e-30)
-            if difference(grad, expected[name]) <= max(trial.rtol(grad), 1e-6) * scale:
-                found.append(name)
-    return found
 
 
 # --- what is left behind, and what is drawn ------------------------------------------------------
@@ -232,9 +187,10 @@ def compare_buffers(trial: PairedRun) -> None:
     if not differing:
         return
     name, error, limit = differing[0]
-    raise VerificationError(
-        f"Verify: outputs agree{_in_mode(trial)}, but the buffer {name!r} differs by {error:.3g} "
-        f"after the run where {limit:.3g} is allowed; {sides.applied(name.rpartition('.')[0])}"
+    raise sides.error(
+        f"outputs agree{_in_mode(trial)}, but the buffer {name!r} differs by {error:.3g} after the "
+        f"run where {limit:.3g} is allowed",
+        name.rpartition(".")[0],
     )
 
 
@@ -249,7 +205,7 @@ def compare_finite(trial: PairedRun, given: Any, wanted: Any) -> None:
         and not bool(right[name].isnan().any())
     ]
     if trial.sides.any_rank(bool(lost)):
-        _raise_output(trial, float("inf"), [])
+        raise _wrong_output(trial, f": {sorted(lost)} has NaN where the original has none")
 
 
 def compare_drops(trial: PairedRun, given: DropoutRecorder, wanted: DropoutRecorder) -> None:
@@ -278,9 +234,10 @@ def _raise_drops(trial: PairedRun) -> None:
     )
     wrong = sides.first([p for p in {**mine, **theirs} if mine.get(p) != theirs.get(p)])
     path = wrong[0] if wrong else ""
-    raise VerificationError(
-        f"Verify: in train mode {path!r} drops with p={_list(mine.get(path))}, the original with "
-        f"p={_list(theirs.get(path))}; {sides.applied(path)}"
+    raise sides.error(
+        f"in train mode {path!r} drops with p={_list(mine.get(path))}, the original with "
+        f"p={_list(theirs.get(path))}",
+        path,
     )
 
 
@@ -297,10 +254,11 @@ def _raise_forked(trial: PairedRun) -> None:
         )
     ]
     path = (sides.first(wrong) or [""])[0]
-    raise VerificationError(
-        f"Verify: in train mode {path!r} drops with numbers of each rank's own, under fork_rng(), "
-        "and what it drops is whole: ranks that hold the same would go apart; leave fork_rng() "
-        f"out there, or put it on the part that holds slices; {sides.applied(path)}"
+    raise sides.error(
+        f"in train mode {path!r} draws other random numbers on each rank, under fork_rng(), for a "
+        "tensor that is whole on all ranks, which would diverge",
+        path,
+        advice="leave fork_rng() out there, or put it on the part that holds shards",
     )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from slapo.agreement import has_peers, same_on_all_ranks
-from slapo.errors import PlacementError, SlapoError, VerificationError
+from slapo.errors import PlacementError, SlapoError
 from slapo.primitives.base import find_primitive
 from slapo.random import states_kept
 from slapo.schedule import Schedule
@@ -30,18 +29,6 @@ from slapo.verify.placement import check
 from slapo.weights.materialize import materialize
 from slapo.weights.ties import check_ties
 from slapo.wrapper import innermost
-
-
-@contextmanager
-def _explained_by(misplaced: PlacementError | None) -> Iterator[None]:
-    """Of numbers that differ, with what the placement check has found."""
-    try:
-        yield
-    except VerificationError as error:
-        if misplaced is not None and misplaced.is_certain:
-            found = str(misplaced).partition("; primitives applied there")[0]
-            error.args = (f"{error}\n{found}", *error.args[1:])
-        raise
 
 
 class Verify:
@@ -177,30 +164,26 @@ class Verify:
         self.reference.to(device)
         sides.args, sides.kwargs = self.args, self.kwargs
         sides.loss_fn, sides.rtol = self.loss_fn, self.rtol
-        misplaced = self._check_places()
-        kept = attributes_kept(self.sch.mod)
-        with states_kept(self.sch.rank, SEED), kept, _explained_by(misplaced):
+        self._check_placements()
+        with states_kept(self.sch.rank, SEED), attributes_kept(self.sch.mod):
             sides.load(device)
             compare_all(sides, self.eval_mode)
-        if misplaced is not None and misplaced.is_certain:  # numbers do not show all, such as masks
-            raise misplaced
 
-    def _check_places(self) -> PlacementError | None:
-        """What the placement check says of a whole model on several ranks."""
+    def _check_placements(self) -> None:
+        """Of a whole model on several ranks: it names the missing call, which values do not."""
         if self.sch.world_size == 1 or self.sch.path:
-            return None
+            return
         try:
             check(self.sch, self.kwargs or self.args, self.loss_fn)
         except PlacementError as error:
-            return error
-        return None
+            if error.is_certain:
+                raise
 
     def _check_state(self, sides: ModelPair) -> None:
         """Tensors are what they were, but for what the schedule declares."""
         found = sides.first(changes(self.sch, self.reference, self.origins))
         if found:
-            where = sides.applied(found[0].path)
-            raise VerificationError(f"Verify: {found[0].told(found)}; {where}")
+            raise sides.error(found[0].told(found), found[0].path)
         if not self.sch.path:
             check_ties(self.sch.mod, self.sch.state.ties)
 

@@ -1,9 +1,9 @@
-"""What every module gave, in both models, call by call: where outputs and gradients part."""
+"""What every module took, gave and sent back in two runs, and the first module that differs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from slapo.graph.trace.module import uncalled_in
 from slapo.sharding.groups import group_rank
 from slapo.sharding.slicing import ShardSpec
-from slapo.sharding.state import shards_of
+from slapo.sharding.state import layout_of, shards_of, syncs_of
 from slapo.utils.outputs import tensors_in
 from slapo.verify.numeric.tensors import difference, scale_of
 from slapo.wrapper import innermost
@@ -24,36 +24,22 @@ from slapo.wrapper import innermost
 
 @dataclass
 class Call:
-    """One call of a module.
-
-    Parameters
-    ----------
-    path, index, module
-        Which, and the how manieth of its calls.
-    parent
-        The call that it is part of.
-    inputs, output
-        Its floating point inputs, and its first output tensor.
-    sent, gradient
-        After a backward, what it sends back to each input, and the gradient of its output.
-    needs_gradient
-        Whether the output has one at all.
-    after
-        How many calls had ended when it began.
-    parts
-        Calls that it made.
-    """
+    """One call of a module."""
 
     path: str
+    #: which of its calls
     index: int
     module: nn.Module
+    #: the call that it is part of
     parent: Call | None
+    #: floating point inputs, and the first output tensor
     inputs: list[Tensor] = field(default_factory=list)
     output: Tensor | None = None
+    #: after a backward, what it sends back to each input, and the gradient of its output
     sent: dict[int, Tensor] = field(default_factory=dict)
     gradient: Tensor | None = None
     needs_gradient: bool = False
-    after: int = 0
+    #: calls that it made
     parts: list[Call] = field(default_factory=list)
 
     @property
@@ -64,18 +50,13 @@ class Call:
 
 @dataclass
 class Run:
-    """Calls of a model's modules in the order that they ended; `root` holds the outermost.
-
-    Calls after the forward, those of checkpoints, are not counted: ``ended`` is true then.
-    """
+    """Calls of a model's modules in the order that they ended."""
 
     calls: list[Call] = field(default_factory=list)
+    #: calls that come later, of recomputations, do not count
     ended: bool = False
+    #: holds the outermost calls
     root: Call = field(default_factory=lambda: Call("", -1, nn.Identity(), None))
-
-    def by_key(self) -> dict[tuple[str, int], Call]:
-        """Calls by path and number."""
-        return {call.key: call for call in self.calls}
 
 
 def hookable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -99,7 +80,7 @@ def recorded(model: nn.Module) -> Iterator[Run]:
             if run.ended:
                 return None
             counts[path] = counts.get(path, -1) + 1
-            call = Call(path, counts[path], module, open_calls[-1], after=len(run.calls))
+            call = Call(path, counts[path], module, open_calls[-1])
             open_calls[-1].parts.append(call)
             open_calls.append(call)
             return pytree.tree_map_only(Tensor, lambda t: _enter(call, t), (args, kwargs))
@@ -115,8 +96,8 @@ def recorded(model: nn.Module) -> Iterator[Run]:
                 call = open_calls.pop()
                 if call.path == path:
                     break
-            tensor = next((t for _, t in tensors_in(output)), None)
             run.calls.append(call)
+            tensor = next((t for _, t in tensors_in(output)), None)
             if tensor is None:
                 return
             call.output = tensor.detach().clone()
@@ -179,114 +160,118 @@ def amount(error: float, limit: float, mine: Tensor, target: Tensor) -> str:
     return f", by {error:.3g} where {limit:.3g} is allowed"
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """How a tensor of a call compares with the original's.
-
-    Parameters
-    ----------
-    known
-        Whether the parts of the ranks could be put together.
-    differs
-        Whether they are another tensor.
-    amount
-        By how much, in words.
-    factor
-        What makes the ranks' tensors equal the original: ``"sum"`` of them all, or one
-        ``"share"`` of a rank; empty for neither.
-    """
-
-    known: bool = False
-    differs: bool = False
-    amount: str = ""
-    factor: str = ""
-
-
 class Comparison:
-    """Compares tensors of two runs, parts of all ranks put together; collectives of all of them.
+    """Compares two recorded runs; every method is a collective of all ranks.
 
-    Parameters
-    ----------
-    group
-        Ranks of the scheduled model.
-    rtol
-        Tensor -> tolerance.
-    any_rank, largest
-        Whether a condition holds on any rank; the largest of the ranks' numbers.
+    ``any_rank`` tells whether a condition holds on any rank, ``largest`` the ranks' largest number.
     """
 
     def __init__(
         self,
+        wanted: Run,
+        given: Run,
         group: dist.ProcessGroup | None,
         rtol: Callable[[Tensor], float],
         any_rank: Callable[[bool], bool],
         largest: Callable[[float], float],
     ) -> None:
+        self.expected, self.given = {call.key: call for call in wanted.calls}, given
         self.group, self.rtol, self.any_rank, self.largest = group, rtol, any_rank, largest
         self.world_size = dist.get_world_size(group) if group is not None else 1
 
-    def compare(
-        self,
-        module: nn.Module,
-        mine: Tensor | None,
-        target: Tensor | None,
-        partial: bool = False,
-    ) -> Verdict:
-        """One tensor of a call of `module`.
+    def output(self) -> tuple[Call, str, str] | None:
+        """The call whose module computes other outputs, by how much, and the call that shows it."""
+        new: list[Call] = []
+        for call in self.given.calls:
+            target = self.expected.get(call.key)
+            if target is None:
+                new.append(call)
+                continue
+            found = self._compare(call, call.output, target.output)
+            if found:
+                return self._cause(call, target, found, new)
+            if target.output is not None and call.output is not None:
+                new.clear()
+        return None
 
-        Parameters
-        ----------
-        partial
-            The ranks hold summands.
-        """
-        if self.any_rank(mine is None or target is None):
-            return Verdict()
-        assert mine is not None, "looked at above"
-        assert target is not None, "looked at above"
-        alike = mine.shape == target.shape
-        summed = self._sum(mine) if partial and alike else mine
-        whole = summed if alike else self._put_together(module, mine, target)
+    def _cause(
+        self, call: Call, target: Call, found: str, new: Sequence[Call]
+    ) -> tuple[Call, str, str]:
+        """A module that was put in, or the parent where it computes something else from parts."""
+        is_new = not isinstance(innermost(call.module), type(innermost(target.module)))
+        inside = [] if is_new else [each for each in new if _is_part(each, call)]
+        pairs = zip(call.inputs, target.inputs, strict=False)
+        alike = len(call.inputs) == len(target.inputs)
+        fed_wrong = not inside and alike and any(bool(self._compare(call, *p)) for p in pairs)
+        culprits = inside or (list(new) if fed_wrong else [])
+        if culprits:
+            first = min(culprits, key=lambda c: len(c.path.split(".")))
+            return first, f": what it was put in for differs{found}", call.path
+        if fed_wrong and call.parent is not None and call.parent.parent is not None:
+            return call.parent, f": what it passes on to {call.path!r} differs{found}", call.path
+        return call, found, call.path
+
+    def gradient(self) -> tuple[Call, str] | None:
+        """The innermost call that gets the right gradient and sends back another."""
+        current, found = self.given.root, ""
+        while True:
+            cut = [call for call in current.parts if self._is_cut_off(call)]
+            if cut:
+                current, found = cut[0], ": none goes through it"
+                continue
+            senders = self._senders(current)
+            sharded = {call.path for call, _ in senders if shards_of(innermost(call.module))}
+            # Shards of one region send back summands of its gradient.
+            if not senders or (current.parent is not None and len(sharded) > 1):
+                break
+            current, found = senders[-1]
+            if any(sync.mode == "bwd_post" for sync in syncs_of(innermost(current.module))):
+                break
+        return None if current is self.given.root else (current, found)
+
+    def _is_cut_off(self, call: Call) -> bool:
+        """Whether its output needs no gradient where the original's does."""
+        target = self.expected.get(call.key)
+        has = target is not None and target.gradient is not None
+        return self.any_rank(has and call.gradient is None and not call.needs_gradient)
+
+    def _senders(self, parent: Call) -> list[tuple[Call, str]]:
+        """Parts of a call that get the right gradient and send back a wrong one."""
+        found: list[tuple[Call, str]] = []
+        for call in parent.parts:
+            target = self.expected.get(call.key)
+            if target is None or not target.sent:  # a new one, or of inputs without gradients
+                found.extend(self._senders(call))
+            elif not self._compare(call, call.gradient, target.gradient):
+                count = min(len(call.inputs), len(target.inputs))
+                sent = [
+                    self._compare(call, call.sent.get(k), target.sent.get(k)) for k in range(count)
+                ]
+                found.extend((call, wrong) for wrong in list(filter(None, sent))[:1])
+        return found
+
+    def _compare(self, call: Call, mine: Tensor | None, target: Tensor | None) -> str:
+        """By how much a tensor of a call differs; empty if it does not, or that is not known."""
+        placement = layout_of(innermost(call.module)).output
+        partial = mine is call.output and placement is not None and placement.kind == "partial"
+        whole = None if mine is None or target is None or partial else mine
         if self.any_rank(whole is None):
-            return Verdict()
-        assert whole is not None, "looked at above"
-        error, limit = self._error(whole, target)
-        if not self.any_rank(error > limit):
-            return Verdict(known=True)
-        factor = self._factor(mine, target)
-        return Verdict(True, True, amount(self.largest(error), limit, whole, target), factor)
-
-    def _error(self, mine: Tensor, target: Tensor) -> tuple[float, float]:
-        return difference(mine, target), self.rtol(target) * scale_of(target)
-
-    def _factor(self, mine: Tensor, target: Tensor) -> str:
-        alike = mine.shape == target.shape and mine.is_floating_point()
-        if self.world_size == 1 or self.any_rank(not alike):
             return ""
-        for name, other in (("sum", self._sum(mine)), ("share", mine / self.world_size)):
-            error, limit = self._error(other, target)
-            if not self.any_rank(error > max(limit, 1e-6 * scale_of(target))):
-                return name
-        return ""
-
-    def _sum(self, tensor: Tensor) -> Tensor:
-        if self.world_size == 1:
-            return tensor
-        tensor = tensor.contiguous().clone()
-        dist.all_reduce(tensor, group=self.group)
-        return tensor
-
-    def _put_together(self, module: nn.Module, tensor: Tensor, target: Tensor) -> Tensor | None:
-        """The tensor of all ranks together; None when it is not known how to put it together."""
-        if self.world_size == 1:
-            return tensor  # nothing explains another shape
-        spec = self._cut(module, tensor, target)
-        if self.any_rank(spec is None):
-            return None
-        assert spec is not None, "looked at above"
-        return spec.gather(tensor, self.group)
+        assert whole is not None, "looked at above"
+        assert target is not None, "looked at above"
+        if whole.shape != target.shape and self.world_size > 1:
+            spec = self._cut(call.module, whole, target)
+            if self.any_rank(spec is None):
+                return ""
+            assert spec is not None, "looked at above"
+            whole = spec.gather(whole, self.group)
+        error, limit = difference(whole, target), self.rtol(target) * scale_of(target)
+        if not self.any_rank(error > limit):
+            return ""
+        return amount(self.largest(error), limit, whole, target)
 
     def _cut(self, module: nn.Module, tensor: Tensor, target: Tensor) -> ShardSpec | None:
-        """How the whole is cut in slices such as that of this rank."""
+        """How the whole is cut in slices such as that of this rank; None where that is unclear."""
         pairs = zip(tensor.shape, target.shape, strict=False)
         axes = [axis for axis, (mine, whole) in enumerate(pairs) if mine != whole]
         if tensor.dim() != target.dim() or len(axes) != 1:
@@ -301,3 +286,10 @@ class Comparison:
         rank = group_rank(self.group)
         spec = ShardSpec(axis, target.shape, blocks, rank, self.world_size, copies)
         return spec if spec.local_shape == tensor.shape else None
+
+
+def _is_part(call: Call, of: Call) -> bool:
+    parent = call.parent
+    while parent is not None and parent is not of:
+        parent = parent.parent
+    return parent is of

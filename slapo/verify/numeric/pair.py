@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from slapo.agreement import gathered
-from slapo.history import Record, applied_at, listed
+from slapo.errors import VerificationError
+from slapo.history import Record
 from slapo.schedule import Schedule
+from slapo.verify.finding import Finding
 from slapo.verify.numeric.harness import full_tensors, local_tensors
 from slapo.verify.numeric.origins import Origins
 from slapo.verify.numeric.perturb import perturbed
@@ -20,41 +22,25 @@ from slapo.verify.numeric.rank_sync import RankSync
 
 @dataclass
 class ModelPair:
-    """What every run of a verification needs.
-
-    Parameters
-    ----------
-    sch
-        The schedule, whose module is compared.
-    reference
-        The copy from entry.
-    origins
-        Where the tensors of the first come from in the second.
-    peers
-        Where ranks meet.
-    start
-        Length of the history on entry.
-    args, kwargs
-        Inputs.
-    loss_fn, rtol
-        As `Verify` takes them.
-    full
-        Tensors that both models get, whole, by the original's names.
-    original, values, compiled
-        This rank's share of them: of the copy, of the scheduled model by its names, and of its
-        compiled modules by identity.
-    """
+    """What every run of a verification needs."""
 
     sch: Schedule
+    #: the copy from entry
     reference: nn.Module
+    #: where the tensors of the scheduled model come from in the copy
     origins: Origins
     peers: RankSync
+    #: length of the history on entry
     start: int
     args: Any = ()
     kwargs: Any = None
+    #: as `Verify` takes them
     loss_fn: Callable[[Any], Tensor] | None = None
     rtol: float | None = None
+    #: tensors that both models get, whole, by the original's names
     full: dict[str, Tensor] = field(default_factory=dict)
+    #: this rank's share of them: of the copy, of the scheduled model by its names, and of its
+    #: compiled modules by identity
     original: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
     compiled: dict[int, Tensor] = field(default_factory=dict)
@@ -87,11 +73,9 @@ class ModelPair:
         """Those of the first rank that has some, so that all ranks tell the same."""
         return next(filter(None, self.of_all_ranks(list(findings))), [])
 
-    def applied(self, *paths: str | None) -> str:
-        """Records of the block at some modules and below them, or else above them."""
-        prefix = f"{self.sch.path}." if self.sch.path else ""
-        full = [(prefix + path).rstrip(".") for path in paths if path is not None]
-        records = self.records()
-        if not records:
-            return "no primitive was applied in the block"
-        return listed(applied_at(records, full) or records)
+    def error(
+        self, said: str, path: str = "", suspect: str = "", further: str = "", advice: str = ""
+    ) -> VerificationError:
+        """The error for what is wrong, with what was applied there in the block."""
+        finding = Finding(said, path, suspect, None, advice, further)
+        return finding.error(VerificationError, "Verify", self.sch, self.records())

@@ -33,23 +33,14 @@ from slapo.wrapper import in_mode
 
 @dataclass(frozen=True)
 class RunMode:
-    """How both models run.
-
-    Parameters
-    ----------
-    training
-        In train mode.
-    wide
-        A dtype for all floating point numbers, wider than the model's; None for its own.
-    quiet
-        Without random numbers.
-    gradients
-        With a backward pass.
-    """
+    """How both models run."""
 
     training: bool
+    #: a dtype for all floating point numbers, wider than the model's; None for its own
     wide: torch.dtype | None = None
+    #: without random numbers
     quiet: bool = False
+    #: with a backward pass
     gradients: bool = True
 
     def __str__(self) -> str:
@@ -61,15 +52,7 @@ class Refused(Exception):
 
 
 class PairedRun:
-    """Both models, run in one way.
-
-    Parameters
-    ----------
-    sides
-        The models.
-    way
-        How they run.
-    """
+    """Both models, run in one way."""
 
     def __init__(self, sides: ModelPair, way: RunMode) -> None:
         self.sides, self.way = sides, way
@@ -205,10 +188,11 @@ class PairedRun:
             where = f" in {path!r} ({type(module).__name__})" if path else ""
             before = None if path else self._other_shape_in(path, shapes)
             full = ".".join(filter(None, (sides.sch.path, path)))
-            raise VerificationError(
-                f"Verify: {what}the scheduled model fails with {type(error).__name__}{where}"
-                f"{self._described(before, shapes)}: {error}; {sides.applied(path or before or '')}"
-                f"{sizes_kept(module, full, sides.records(), sides.sch.world_size)}"
+            raise sides.error(
+                f"{what}the scheduled model fails with {type(error).__name__}{where}"
+                f"{self._described(before, shapes)}: {error}",
+                path or before or "",
+                further=sizes_kept(module, full, sides.records(), sides.sch.world_size),
             ) from error
 
     def _other_shape_in(self, path: str, shapes: Mapping[str, list[tuple[int, ...]]]) -> str | None:

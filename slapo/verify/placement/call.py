@@ -11,7 +11,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from slapo.verify.placement.place import Place, PlacementViolation
+from slapo.verify.placement.place import (
+    PARTIAL_SUM,
+    WHOLE,
+    Fault,
+    Place,
+    PlacementViolation,
+    sliced,
+)
 
 
 @dataclass
@@ -68,9 +75,9 @@ class Call:
             return set(range(ndim))
         return {dim % ndim for dim in ([given] if isinstance(given, int) else given)}
 
-    def misfit(self, why: str) -> PlacementViolation:
+    def misfit(self, why: str, fault: Fault | None = None) -> PlacementViolation:
         """An error to raise; what the operation was given is said before."""
-        return PlacementViolation(why)
+        return PlacementViolation(why, fault)
 
 
 def argument(
@@ -91,13 +98,24 @@ def _parameters(func: Any) -> dict[str, tuple[int, Any]]:
     return found
 
 
-Rule = Callable[[Call], Place | Sequence[Place]]
+#: Placements of torch are taken too.
+Rule = Callable[[Call], Any]
 
 
 def by_rule(rule: Rule, call: Call) -> list[Place]:
     """A place for each result, of which a rule may give one for all."""
-    found = rule(call)
-    return [found] * len(call.outs) if isinstance(found, Place) else list(found)
+    found: Any = rule(call)
+    several = found if isinstance(found, Sequence) else [found] * len(call.outs)
+    return [as_place(each, out.ndim) for each, out in zip(several, call.outs, strict=False)]
+
+
+def as_place(found: Any, ndim: int) -> Place:
+    """A placement of torch as the check knows it."""
+    if isinstance(found, Place):
+        return found
+    if found.is_shard():
+        return sliced(found.dim % ndim)
+    return PARTIAL_SUM if found.is_partial() else WHOLE
 
 
 #: Name of an operation -> its rule.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from slapo.verify.placement.call import Call, rule_for
-from slapo.verify.placement.place import PARTIAL_SUM, WHOLE, Place
+from slapo.verify.placement.place import PARTIAL_SUM, WHOLE, Fault, Place
 
 #: The two factors' dimensions by letters, as in ``torch.einsum``.
 _PRODUCTS = {
@@ -53,7 +53,7 @@ def multiplied(call: Call, equation: str, left: Place, right: Place) -> Place:
         if not (constant or _lies_along(letter, each, place)):
             raise call.misfit("a slice meets a dimension that is whole, or other slices")
     if not all(other == letter and place.is_cut_as(first) for other, place in slices):
-        raise call.misfit("the two are sliced in other blocks, or other shares")
+        raise call.misfit("the two are sliced in other blocks, or other shares", Fault.BLOCKS)
     return PARTIAL_SUM if letter not in output else first.anew(output.index(letter))
 
 

@@ -21,17 +21,18 @@ from slapo.verify.placement import einsum_rules as einsum_rules
 from slapo.verify.placement import row_order
 from slapo.verify.placement import spatial_rules as spatial_rules
 from slapo.verify.placement.call import RULES, Call, Rule, by_rule, name_of, run, tensors_in
-from slapo.verify.placement.finding import OURS, Finding, Stop
 from slapo.verify.placement.memory import through_memory
 from slapo.verify.placement.place import (
     MASKED,
     OWN,
-    OWN_FOR_WHOLE,
     WHOLE,
+    Fault,
     NoRule,
     Origin,
     Place,
     PlacementViolation,
+    Stop,
+    own_draws,
     place_of,
     put_place,
     share_of_whole,
@@ -88,8 +89,8 @@ class PlaceMode(OperationLog):
         try:
             out = run(func, args, kwargs)
         except (RuntimeError, IndexError) as error:
-            stop = self.stop(name, tensors, places, str(error))
-            stop.finding = replace(stop.finding, fits=False)
+            stop = self.stop(name, tensors, places, PlacementViolation(str(error)))
+            stop.fits = False
             raise stop from error
         call.outs = tensors_in(out)
         if name in VIEWS:
@@ -110,10 +111,7 @@ class PlaceMode(OperationLog):
             if any(out is tensor for out in call.outs for tensor in call.tensors):
                 self._check_in_place(call, found)
         except PlacementViolation as misfit:
-            stop = self.stop(call.name, call.tensors, call.places, str(misfit))
-            if isinstance(misfit, NoRule):
-                stop.finding = replace(stop.finding, is_certain=False)
-            raise stop from None
+            raise self.stop(call.name, call.tensors, call.places, misfit) from None
         for out, place in zip(call.outs, found, strict=False):
             if any(out is tensor for tensor in call.tensors):
                 self._forget_constants(out)
@@ -183,13 +181,12 @@ class PlaceMode(OperationLog):
         operation: str,
         tensors: Iterable[Tensor],
         places: Iterable[Place],
-        why: str,
+        wrong: PlacementViolation,
         step: Step | None = None,
     ) -> Stop:
         """The exception that ends the run."""
-        path, in_backward = self.paths.now()
-        given = tuple((tuple(t.shape), p) for t, p in zip(tensors, places, strict=True))
-        return Stop(Finding(operation, path, in_backward, given, why, step))
+        pairs = zip(tensors, places, strict=True)
+        return Stop(wrong, operation, self.paths.now(), pairs, step)
 
     # --- steps -------------------------------------------------------------------------------
     def carry_out(
@@ -208,10 +205,11 @@ class PlaceMode(OperationLog):
         # Steps for masked tokens and for 1/n of a tensor are given no group; a shared slice has one
         # of its own.
         other = step.gives == MASKED or step in (SHARE, SUM_SHARED)
-        why = "" if other else self._other_ranks(group)
-        why = why or self._wrong_for(step, place, axis, tensor, total)
-        if why:
-            raise self.stop(step.name, [tensor], [place], why, step)
+        wrong = None if other else self._other_ranks(group)
+        why = "" if wrong else self._wrong_for(step, place, axis, tensor, total)
+        wrong = PlacementViolation(why) if why else wrong
+        if wrong is not None:
+            raise self.stop(step.name, [tensor], [place], wrong, step)
         given = self._given_by(step, tensor, arguments)
         given = row_order.given_by(step, place, given)
         with self.unseen():
@@ -223,13 +221,12 @@ class PlaceMode(OperationLog):
         put_place(result, replace(given, birth=self._birth(step.name)))
         return result
 
-    def _other_ranks(self, group: dist.ProcessGroup | None) -> str:
-        if self.ranks == 1:
-            return ""
+    def _other_ranks(self, group: dist.ProcessGroup | None) -> PlacementViolation | None:
+        if self.ranks == 1 or ranks_of(group) == ranks_of(self.group):
+            return None
         theirs, ours = ranks_of(group), ranks_of(self.group)
-        if theirs == ours:
-            return ""
-        return f"it runs over ranks {theirs}, and {OURS} is {ours}"
+        why = f"it runs over ranks {theirs}, and the group of the schedule is {ours}"
+        return PlacementViolation(why, Fault.GROUP)
 
     def _wrong_for(
         self, step: Step, place: Place, axis: int | None, tensor: Tensor, total: int | None
@@ -291,13 +288,13 @@ class PlaceMode(OperationLog):
         places = [place_of(tensor) for tensor in tensors]
         group = group_in((*args, *kwargs.values()))
         try:
-            why = "" if group is None else self._other_ranks(group)
-            if why:
-                raise PlacementViolation(why)
+            wrong = None if group is None else self._other_ranks(group)
+            if wrong is not None:
+                raise wrong
             with self.unseen():
                 return raw_collective(func, args, kwargs, tensors, places)
         except PlacementViolation as misfit:
-            raise self.stop(func.overloadpacket.__name__, tensors, places, str(misfit)) from None
+            raise self.stop(func.overloadpacket.__name__, tensors, places, misfit) from None
 
     # --- random numbers and sizes ----------------------------------------------------------------
     def _draws_own(self, call: Call) -> bool:
@@ -319,12 +316,14 @@ class PlaceMode(OperationLog):
         if is_forked and all(p.is_zero or is_constant(t, p) for t, p in pairs) and blank is None:
             return True
         if blank is not None:
-            why = "random numbers for a partial sum"
+            why, fault = "random numbers for a partial sum", Fault.DRAWS_FOR_PARTIAL
+            wrong = PlacementViolation(why, fault)
         elif is_slice:
             why = "random numbers for a slice are drawn from the state that all ranks share"
+            wrong = PlacementViolation(why, Fault.SAME_DRAWS)
         else:
-            why = OWN_FOR_WHOLE
-        raise self.stop(name, call.tensors, places, why)
+            wrong = own_draws()
+        raise self.stop(name, call.tensors, places, wrong)
 
     def _compare_view(self, call: Call) -> None:
         """Tell a view what it gives in one process, or what its input was in the forward pass."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from fractions import Fraction
 
 from torch import Tensor
+
+from slapo.errors import SlapoError
+from slapo.sharding.layout import written
+from slapo.sharding.steps import Step
 
 REPLICATE, PARTIAL, SHARD, MASKED, OWN = "replicate", "partial", "shard", "masked", "own"
 _ATTRIBUTE = "_slapo_place"
@@ -14,23 +19,15 @@ _ATTRIBUTE = "_slapo_place"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a tensor came to lie as it does.
+    """Where a tensor came to be laid out as it is."""
 
-    Parameters
-    ----------
-    operation
-        Its name.
-    path
-        The module that was running.
-    in_backward
-        Whether in the backward pass of that module.
-    number
-        Of operations before it.
-    """
-
+    #: the operation
     operation: str
+    #: the module that was running
     path: str
+    #: in the backward pass of that module
     in_backward: bool = False
+    #: number of operations before it
     number: int = 0
 
     def __str__(self) -> str:
@@ -40,56 +37,36 @@ class Origin:
 
 @dataclass(frozen=True)
 class Place:
-    """How one tensor lies across the ranks.
+    """How one tensor is laid out over the ranks."""
 
-    Parameters
-    ----------
-    kind
-        ``"replicate"``: whole on every rank; ``"partial"``: ranks hold summands; ``"shard"``:
-        slices; ``"masked"``: tokens as rows of this rank's part of a table; ``"own"``: random
-        numbers that each rank has drawn by itself, for slices.
-    dim
-        Of a slice: the dimension, from the front.
-    blocks
-        Of a slice: the sizes of what this rank has of each block, where several lie along the
-        dimension and each is split by itself; else empty.
-    share
-        Of an uneven slice, and of masked tokens of such a table: how much of the whole this rank
-        has; None where ranks have equal slices.
-    rows
-        Of masked tokens: the first row, and how many.
-    uniform
-        Of a whole tensor: the dimensions along which it is constant, so that any slice is alike.
-    is_zero
-        Whether all of a whole tensor is zero, or nothing yet: then it may count as a summand too.
-    copies
-        Of a slice: how many ranks hold it.
-    is_part
-        Whether those have summands of it.
-    within
-        Or else the dimension of which each of them has a part, or that is alike along it.
-    shuffled, order
-        A dimension of which rows lie in the order of the ranks, each of which has had blocks of
-        these sizes; an empty order for that of one process.
-    birth
-        For messages.
-    blank_of
-        Of a blank tensor made in the shape of a partial sum: the birth of that.
-    """
-
+    #: whole on every rank; summands; slices; tokens as rows of this rank's part of a table; random
+    #: numbers that each rank has drawn by itself, for slices
     kind: str = REPLICATE
+    #: the dimension of a slice, from the front
     dim: int = -1
+    #: sizes of what this rank has of each block, where several lie along the dimension of a slice
     blocks: tuple[int, ...] = ()
+    #: this rank's fraction of the whole, where slices are uneven (or tokens of such a table)
     share: Fraction | None = None
+    #: the first row and the number of rows, of masked tokens
     rows: tuple[int, int] = (0, 0)
+    #: dimensions along which a whole tensor is constant, so that all slices are alike
     uniform: frozenset[int] = frozenset()
+    #: all of a whole tensor is zero, or not written yet: it may count as a summand too
     is_zero: bool = False
+    #: the number of ranks that hold a slice
     copies: int = 1
+    #: those hold summands of it
     is_part: bool = False
+    #: or else the dimension of which each of them has a part
     within: int = -1
+    #: a dimension of which rows are in the order of the ranks, each of which has had blocks of
+    #: these sizes; no order means that of one process
     shuffled: int = -1
     order: tuple[int, ...] = ()
+    #: for messages
     birth: Origin | None = None
+    #: birth of the partial sum in whose shape a blank tensor was made
     blank_of: Origin | None = None
 
     @property
@@ -145,29 +122,33 @@ class Place:
         return self.blocks or (size,)
 
     def __str__(self) -> str:
-        if self.kind == MASKED:
+        if self.kind == OWN:
+            text = "random numbers of this rank's own"
+        elif self.kind == MASKED:
             text = f"tokens masked for rows {self.rows[0]} to {sum(self.rows) - 1}"
         else:
-            text = {
-                REPLICATE: "whole",
-                PARTIAL: "a partial sum",
-                OWN: "random numbers of this rank's own",
-                SHARD: f"sliced along dimension {self.dim}",
-            }[self.kind]
-            text += f" in {len(self.blocks)} blocks" if self.blocks else ""
-            if self.copies > 1:
-                text += f", held by {self.copies} ranks" + (", in parts" if self.is_part else "")
-            elif self.share is not None:
-                text += f" in uneven parts, here {self.share}"
-            text += f", rows along {self.shuffled} in the ranks' order" if self.order else ""
+            share, copies = (self.share, 0) if self.copies == 1 else (None, self.copies)
+            blocks = len(self.blocks)
+            text = written(self.kind, self.dim, blocks=blocks, share=share, copies=copies)
+            text += ", summands of it" if self.is_part else ""
+        text += f", rows along {self.shuffled} in the ranks' order" if self.order else ""
         return text + (f" (since {self.birth})" if self.birth is not None else "")
 
 
 WHOLE, PARTIAL_SUM = Place(), Place(PARTIAL)
-#: What is wrong with random numbers of a rank's own in what is whole.
-OWN_FOR_WHOLE = "random numbers for what is whole are drawn from a state of this rank's own"
 #: What is wrong with masked tokens everywhere but in a lookup.
 MASKED_ELSEWHERE = "tokens that are masked for a table are looked up there, and nowhere else"
+
+
+class Fault(Enum):
+    """Kinds of faults for which there is advice, beyond what the placements say."""
+
+    GROUP = "another group than the schedule's"
+    SAME_DRAWS = "shards with the random numbers that all ranks share"
+    OWN_DRAWS = "whole tensors with random numbers of each rank's own"
+    DRAWS_FOR_PARTIAL = "a random mask on a partial sum"
+    BLOCKS = "shards in other blocks than those they meet"
+    PACKED = "packed parts that are sharded as one block"
 
 
 def sliced(dim: int, blocks: Sequence[int] = (), share: Fraction | None = None) -> Place:
@@ -183,9 +164,40 @@ def share_of_whole(own: int, total: int | None, ranks: int) -> Fraction | None:
 class PlacementViolation(Exception):
     """An operation whose result would not be that of the whole model."""
 
+    def __init__(self, why: str, fault: Fault | None = None) -> None:
+        super().__init__(why)
+        self.fault = fault
+
+
+def own_draws() -> PlacementViolation:
+    """Random numbers of a rank's own in what is whole."""
+    why = "random numbers for what is whole are drawn from a state of this rank's own"
+    return PlacementViolation(why, Fault.OWN_DRAWS)
+
 
 class NoRule(PlacementViolation):
     """An operation of which nothing is known."""
+
+
+class Stop(SlapoError):
+    """Ends the run at the first operation that is wrong."""
+
+    #: False for sizes that torch refuses
+    fits = True
+
+    def __init__(
+        self,
+        wrong: PlacementViolation,
+        operation: str,
+        at: tuple[str, bool],
+        given: Iterable[tuple[Tensor, Place]],
+        step: Step | None = None,
+    ) -> None:
+        super().__init__(str(wrong))
+        self.fault, self.is_certain = wrong.fault, not isinstance(wrong, NoRule)
+        self.operation, self.step = operation, step
+        self.path, self.in_backward = at
+        self.given = [(tuple(tensor.shape), place) for tensor, place in given]
 
 
 def place_of(tensor: Tensor) -> Place:

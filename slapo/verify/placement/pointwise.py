@@ -13,11 +13,12 @@ from slapo.verify.placement.place import (
     MASKED,
     MASKED_ELSEWHERE,
     OWN,
-    OWN_FOR_WHOLE,
     PARTIAL_SUM,
     SHARD,
     WHOLE,
+    Fault,
     Place,
+    own_draws,
 )
 from slapo.verify.placement.view_rules import COPIES, REORDERS, VIEWS
 
@@ -181,7 +182,7 @@ def pointwise(call: Call) -> list[Place]:
         own = place.kind == OWN and here >= 0 and here not in place.uniform
         alike |= own and tensor.shape[here] == size
         if place.kind == OWN and not alike:  # one number for all of a slice
-            raise call.misfit(OWN_FOR_WHOLE)
+            raise own_draws()
         if not (alike or (place.is_whole and constant)):
             raise call.misfit("its inputs lie differently")
     return [first.along(out.ndim + dim) for out in call.outs]
@@ -191,7 +192,7 @@ def _drawn_for(call: Call) -> list[Place]:
     """Random numbers of this rank's own among themselves, and with constants."""
     for tensor, place in zip(call.tensors, call.places, strict=True):
         if place.is_whole and not is_constant(tensor, place):
-            raise call.misfit(OWN_FOR_WHOLE)
+            raise own_draws()
     return [Place(OWN, uniform=_uniform_dims(call, out)) for out in call.outs]
 
 
@@ -280,7 +281,9 @@ def drawn(call: Call) -> list[Place]:
     if not call.places[0].is_slice:
         if call.name in ("uniform", "normal", "exponential", "random", "rand_like", "randn_like"):
             return [WHOLE] * len(call.outs)
-        raise call.misfit("a random mask on a partial sum differs from that on the sum")
+        raise call.misfit(
+            "a random mask on a partial sum differs from that on the sum", Fault.DRAWS_FOR_PARTIAL
+        )
     return [call.places[0]] * len(call.outs)
 
 

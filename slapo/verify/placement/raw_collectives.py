@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slapo.verify.placement.place import WHOLE, Place, PlacementViolation, put_place
+from slapo.verify.placement.place import WHOLE, NoRule, Place, PlacementViolation, put_place
 
 #: Namespaces of torch's collectives.
 RAW = ("c10d", "_c10d_functional")
@@ -32,7 +32,7 @@ def raw_collective(
     """Its result without communication; places of sums over the ranks are known."""
     name = func.overloadpacket.__name__
     if any(place.order for place in places):
-        raise PlacementViolation(f"nothing is known of it for rows in the ranks' order; {_REMEDY}")
+        raise NoRule(f"nothing is known of it for rows in the ranks' order; {_REMEDY}")
     if name in ("allreduce_", "all_reduce", "all_reduce_"):
         _check_sum(args, kwargs)
         if not all(place.is_partial for place in places):
@@ -40,7 +40,7 @@ def raw_collective(
         return _summed(name, args, tensors)
     if name in ("wait_tensor", "_wrap_tensor_autograd", "barrier"):
         return tensors[0] if tensors else _work()
-    raise PlacementViolation(f"nothing is known of this collective here; {_REMEDY}")
+    raise NoRule(f"nothing is known of this collective here; {_REMEDY}")
 
 
 def group_in(args: Iterable[Any]) -> dist.ProcessGroup | None:

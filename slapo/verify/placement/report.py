@@ -1,62 +1,58 @@
-"""What to tell of a finding: where, what of what, and the call that mends it."""
+"""What the placement check says of what it found: where, which placements, and the call to add."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 
 from torch import nn
 
-from slapo.errors import PlacementError, SlapoError
-from slapo.history import Record, applied_at, contains, listed, numberless, spelled
+from slapo.errors import PlacementError
+from slapo.history import Record, contains, numberless, spelled
 from slapo.schedule import Schedule
 from slapo.sharding.numbers import sizes_kept
 from slapo.sharding.state import sharding_of
 from slapo.sharding.steps import REDUCE_SCATTER
 from slapo.utils.raised import running_in
-from slapo.verify.placement import remedy
-from slapo.verify.placement.finding import OURS, Finding
-from slapo.verify.placement.place import Origin, Place
-from slapo.verify.placement.remedy import Remedy
+from slapo.verify.finding import Finding, Remedy, Step, add_sync
+from slapo.verify.placement.place import Fault, Origin, Place, Stop
 from slapo.verify.placement.sizes import Operation
 from slapo.wrapper import innermost
 
 
-def explain(sch: Schedule, finding: Finding) -> PlacementError:
-    """The error for an operation that misfits."""
-    advice = _judge(sch, finding)
-    shown = ", ".join(f"{shape} {place}" for shape, place in _telling(finding))
-    why = f": {finding.why}" if finding.why else ""
-    if finding.operation == "output":
+def wrong_operation(sch: Schedule, stop: Stop) -> PlacementError:
+    """The error for an operation that does not compute what it does in one process."""
+    # What is not whole, and the first that is.
+    parts = [each for each in stop.given if not each[1].is_whole]
+    wholes = [each for each in stop.given if each[1].is_whole and len(each[0])]
+    shown = ", ".join(f"{s} {p}" for s, p in parts + wholes[: max(1, 3 - len(parts))])
+    if stop.operation == "output":
         said = f"the output, or the loss, is {shown.partition(') ')[2]}"
     else:
-        said = (
-            f"{_where(sch, finding.path, finding.in_backward)}: {finding.operation} of {shown}{why}"
-        )
-    further = "" if finding.fits else _numbers(sch, finding.path)
-    error = _error(sch, said, finding.path, advice, further)
-    error.is_certain = finding.is_certain and finding.fits
-    return error
+        why = f": {stop}" if str(stop) else ""
+        said = f"{_where(sch, stop.path, stop.in_backward)}: {stop.operation} of {shown}{why}"
+    further = "" if stop.fits else _kept_sizes(sch, stop.path)
+    finding = replace(_judged(sch, stop), said=said, path=stop.path, further=further)
+    return _error(sch, finding, stop.is_certain and stop.fits)
 
 
-def explain_gradient(sch: Schedule, name: str, wanted: Place, found: Place) -> PlacementError:
-    """The error for a gradient that lies otherwise than its parameter."""
+def wrong_gradient(sch: Schedule, name: str, wanted: Place, found: Place) -> PlacementError:
+    """The error for a gradient that is laid out otherwise than its parameter."""
     path, _, leaf = name.rpartition(".")
     said = f"{name!r} is {wanted}, and its gradient is {found}"
     if not (wanted.is_whole and found.is_partial):
-        return _error(sch, said, path, Advice(path))
+        return _error(sch, Finding(said, path))
     birth = found.birth
     sent_back = birth is not None and birth.in_backward and not contains(path, birth.path)
     if birth is not None and sent_back and not _is_split_around(sch, path):
-        advice = _sum_of_gradients(sch, birth.path)
-        return _error(sch, f"{said}: nobody has summed what that sends back", path, advice)
+        said += ": missing reduction in the backward pass"
+        return _error(sch, replace(_sum_of_gradients(sch, birth.path), said=said, path=path))
     said += ": each rank sees a part of the tokens, or of the heads"
-    return _error(sch, said, path, Advice(path, remedy.annotate(path, leaf)))
+    remedy = Remedy(path, (("annotate", (leaf, "partial_grad", True), {}),))
+    return _error(sch, Finding(said, path, remedy=remedy))
 
 
-def explain_difference(
-    sch: Schedule, found: Operation | None, wanted: Operation | None
-) -> PlacementError:
+def wrong_sizes(sch: Schedule, found: Operation | None, wanted: Operation | None) -> PlacementError:
     """The error for an operation that is not that of one process."""
     path, *others = [each.path for each in (found, wanted) if each is not None]
     while not all(contains(path, other) for other in others):
@@ -65,120 +61,109 @@ def explain_difference(
         f"{_where(sch, path, False)}: {_shown(found, wanted, path)} over all ranks, and "
         f"{_shown(wanted, found, path)} in one process{_changed(sch, path)}"
     )
-    words = (
-        "a size or a branch there depends on a number of the whole model or on the size of a "
-        f"slice: set the number to this rank's share, {spelled(path)}.set(name, whole=...), or "
-        "write the size as -1"
+    advice = (
+        "a size or a branch there depends on a number of the whole model or on a local size: set "
+        f"the number to this rank's share, {spelled(path)}.set(name, whole=...), or write the size "
+        "as -1"
     )
-    return _error(sch, said, path, Advice(path, words=words))
+    return _error(sch, Finding(said, path, advice=advice))
 
 
-def unrunnable(sch: Schedule, error: Exception) -> SlapoError:
+def unrunnable(sch: Schedule, error: Exception) -> PlacementError:
     """The error for a model that fails by itself."""
     path = running_in(error, sch.mod) or ""
     said = f"{_where(sch, path, False)} fails with {type(error).__name__}: {error}"
-    found = _error(sch, said, path, Advice(path), _numbers(sch, path))
-    found.is_certain = False
-    return found
+    return _error(sch, Finding(said, path, further=_kept_sizes(sch, path)), False)
 
 
-def _numbers(sch: Schedule, path: str) -> str:
+def _error(sch: Schedule, finding: Finding, is_certain: bool = True) -> PlacementError:
+    error = finding.error(PlacementError, "check", sch, sch.history)
+    error.is_certain = is_certain
+    return error
+
+
+def _kept_sizes(sch: Schedule, path: str) -> str:
     """Numbers of a module that holds shards, as far as they may be the cause."""
     module = _module(sch, path)
     full = ".".join(filter(None, (sch.path, path)))
     return "" if module is None else sizes_kept(module, full, sch.history, sch.world_size)
 
 
-# --- judgement -----------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Advice:
-    """The module where the fault most likely is, the call that mends it, or else what to do."""
+# --- judgment: the module where the fault most likely is, and what to do --------------------------
+def _judged(sch: Schedule, stop: Stop) -> Finding:
+    step = stop.step
+    partial = _latest(p.birth for _, p in stop.given if p.is_partial)
+    if stop.fault is Fault.GROUP:
+        return _advised(stop.path, "pass group=sch.group to the collective")
+    if stop.fault in (Fault.SAME_DRAWS, Fault.OWN_DRAWS, Fault.DRAWS_FOR_PARTIAL):
+        return _about_random(sch, stop)
+    if partial is not None and not (step and step.takes == "partial"):
+        return _about_partial(sch, stop, partial)
+    return _about_slice(sch, stop) if step is None else _advised(stop.path, _about_step(stop))
 
-    suspect: str
-    remedy: Remedy | None = None
-    words: str = ""
 
-    def __str__(self) -> str:
-        added = "" if self.remedy is None else f"add {self.remedy}"
-        return ", or ".join(filter(None, (added, self.words)))
-
-
-def _judge(sch: Schedule, finding: Finding) -> Advice:
-    partial = _latest(p.birth for _, p in finding.given if p.is_partial)
-    if OURS in finding.why:
-        return Advice(finding.path, words="pass group=sch.group to the collective")
-    if "random numbers" in finding.why:
-        return _about_random(sch, finding)
-    if partial is not None and not (finding.step and finding.step.takes == "partial"):
-        return _about_partial(sch, finding, partial)
-    if finding.step is not None:
-        return _about_step(finding)
-    return _about_slice(sch, finding)
+def _advised(suspect: str, advice: str = "", remedy: Remedy | None = None) -> Finding:
+    return Finding("", "", suspect, remedy, advice)
 
 
 def _latest(births: Iterable[Origin | None]) -> Origin | None:
     return max((b for b in births if b is not None), key=lambda birth: birth.number, default=None)
 
 
-def _about_random(sch: Schedule, finding: Finding) -> Advice:
-    birth = _latest(p.blank_of or p.birth for _, p in finding.given)
-    if "partial sum" in finding.why and birth is not None:
-        return _about_partial(sch, finding, birth)
-    if "all ranks share" in finding.why:
-        return Advice(finding.path, remedy.fork_rng(finding.path))
-    unfork = f"leave fork_rng out around {finding.path!r}"
+def _about_random(sch: Schedule, stop: Stop) -> Finding:
+    birth = _latest(p.blank_of or p.birth for _, p in stop.given)
+    if stop.fault is Fault.DRAWS_FOR_PARTIAL and birth is not None:
+        return _about_partial(sch, stop, birth)
+    if stop.fault is Fault.SAME_DRAWS:
+        return _advised(stop.path, remedy=Remedy(stop.path, (("fork_rng", (), {}),)))
+    unfork = f"leave fork_rng out around {stop.path!r}"
     if _spreads_tokens(sch) and birth is not None and birth.operation == "all_reduce":
-        instead = remedy.sync(birth.path, "fwd_post", "reduce_scatter", axis=1)
-        return Advice(birth.path, words=f"write {instead} in place of its all_reduce, or {unfork}")
-    return Advice(finding.path, words=f"{unfork}, or fork what draws for slices alone")
+        instead = add_sync(birth.path, "fwd_post", "reduce_scatter", axis=1)
+        return _advised(birth.path, f"write {instead} instead of its all_reduce, or {unfork}")
+    return _advised(stop.path, f"{unfork}, or fork only what draws for shards")
 
 
-def _about_step(finding: Finding) -> Advice:
-    (_, place), step = finding.given[0], finding.step
-    words = ""
-    if step == REDUCE_SCATTER and finding.in_backward and place.is_whole:
-        words = (
+def _about_step(stop: Stop) -> str:
+    (_, place), step = stop.given[0], stop.step
+    if step == REDUCE_SCATTER and stop.in_backward and place.is_whole:
+        return (
             "every rank has the whole gradient of what was gathered: pass "
             "tensor_parallel_output_grad=False to that all_gather"
         )
-    elif step is not None and place.is_whole and step.takes == "partial":
-        what = "the sum of its gradient" if finding.in_backward else step.name
-        words = f"leave {what} out there: it would count once per rank"
-    return Advice(finding.path, words=words)
+    if step is not None and place.is_whole and step.takes == "partial":
+        what = "the sum of its gradient" if stop.in_backward else step.name
+        return f"leave {what} out there: it would count once per rank"
+    return ""
 
 
-def _about_partial(sch: Schedule, finding: Finding, birth: Origin) -> Advice:
+def _about_partial(sch: Schedule, stop: Stop, birth: Origin) -> Finding:
     path = birth.path
     if birth.in_backward:
         return _sum_of_gradients(sch, path)
-    if path == finding.path and not finding.in_backward:
+    if path == stop.path and not stop.in_backward:
         known = "slapo.op.LinearWithSyncFunc adds its bias behind the sum"
-        return Advice(path, words=f"add what is whole behind the sum, not before it: {known}")
-    if _reduces_by_tokens(sch, path):
-        return Advice(path, remedy.sync(path, "fwd_post", "reduce_scatter", axis=1))
-    return Advice(path, remedy.sync(path, "fwd_post", "all_reduce"))
+        return _advised(path, f"add what is whole behind the sum, not before it: {known}")
+    # As its siblings in other layers do.
+    like = numberless(path)
+    if any(numberless(r.path) == like and _names(r, "reduce_scatter") for r in sch.history):
+        return _advised(path, remedy=add_sync(path, "fwd_post", "reduce_scatter", axis=1))
+    return _advised(path, remedy=add_sync(path, "fwd_post", "all_reduce"))
 
 
-def _sum_of_gradients(sch: Schedule, path: str) -> Advice:
+def _sum_of_gradients(sch: Schedule, path: str) -> Finding:
     """Where a module takes what is whole, and sends back parts of its gradient."""
     entry = _entry(sch, path)
     sums = [record for record in sch.history if _names(record, "bwd_post")]
     if any(record.path == entry for record in sums):
-        words = (
-            f"{remedy.sync(entry, 'bwd_post', 'all_reduce')} sums the gradients of some of its "
+        advice = (
+            f"{add_sync(entry, 'bwd_post', 'all_reduce')} sums the gradients of some of its "
             "inputs, or of what comes behind them: name all that are whole in its argument=, or "
             "add sync('fwd_post', 'all_reduce_grad') to the module that makes them"
         )
-        return Advice(entry, words=words)
+        return _advised(entry, advice)
     like = [r for r in sums if numberless(r.path) == numberless(entry) and "argument" in r.given]
     named = {"argument": like[0].given["argument"]} if like else {}
-    return Advice(entry, remedy.sync(entry, "bwd_post", "all_reduce", **named))
-
-
-def _reduces_by_tokens(sch: Schedule, path: str) -> bool:
-    """Whether its siblings in other layers do."""
-    like = numberless(path)
-    return any(numberless(r.path) == like and _names(r, "reduce_scatter") for r in sch.history)
+    return _advised(entry, remedy=add_sync(entry, "bwd_post", "all_reduce", **named))
 
 
 def _spreads_tokens(sch: Schedule) -> bool:
@@ -208,47 +193,34 @@ def _entry(sch: Schedule, path: str) -> str:
     return next((above for above in around if numberless(above) in sums), path)
 
 
-def _about_slice(sch: Schedule, finding: Finding) -> Advice:
-    slices = [p for _, p in finding.given if p.is_slice]
+def _about_slice(sch: Schedule, stop: Stop) -> Finding:
+    slices = [p for _, p in stop.given if p.is_slice]
     birth = _latest(p.birth for p in slices)
     packed = next((p for p in slices if p.blocks and p.birth and p.birth.path), None)
-    if packed is not None and packed.birth is not None and "other blocks" in finding.why:
-        words = (
+    if packed is not None and packed.birth is not None and stop.fault is Fault.BLOCKS:
+        advice = (
             f"{spelled(packed.birth.path)} is sharded in {len(packed.blocks)} blocks: leave "
             "blocks= out if nothing is packed there, or cut what it meets alike"
         )
-        return Advice(packed.birth.path, words=words)
-    module = _module(sch, finding.path)
+        return _advised(packed.birth.path, advice)
+    if stop.fault is Fault.PACKED and birth is not None and birth.path:
+        return _advised(birth.path)
+    module = _module(sch, stop.path)
     is_row = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    if birth and is_row and module and sharding_of(module) is None and not finding.in_backward:
-        split = remedy.row(finding.path, 1 if isinstance(module, nn.Linear) else 0)
-        gather = remedy.sync(birth.path, "fwd_post", "all_gather", axis=-1)
-        return Advice(finding.path, split, str(gather))
-    whole = _latest(p.birth for _, p in finding.given if p.is_whole)
+    if birth and is_row and module and sharding_of(module) is None and not stop.in_backward:
+        axis = 1 if isinstance(module, nn.Linear) else 0
+        shard: Step = ("shard", ("weight",), {"axis": axis})
+        split = Remedy(stop.path, (shard, ("sync", ("fwd_post", "all_reduce"), {})))
+        gather = add_sync(birth.path, "fwd_post", "all_gather", axis=-1)
+        return _advised(stop.path, str(gather), split)
+    whole = _latest(p.birth for _, p in stop.given if p.is_whole)
     if slices and whole is not None and whole.operation == "all_reduce" and _spreads_tokens(sch):
-        instead = remedy.sync(whole.path, "fwd_post", "reduce_scatter", axis=1)
-        return Advice(whole.path, words=f"write {instead} in place of its all_reduce")
-    return Advice(finding.path)
+        instead = add_sync(whole.path, "fwd_post", "reduce_scatter", axis=1)
+        return _advised(whole.path, f"write {instead} instead of its all_reduce")
+    return _advised(stop.path)
 
 
 # --- words ---------------------------------------------------------------------------------------
-def _error(
-    sch: Schedule, said: str, path: str, advice: Advice, further: str = ""
-) -> PlacementError:
-    does = f"; {advice}" if str(advice) else ""
-    records = applied_at(sch.history, [*filter(None, (path, advice.suspect))])
-    applied = f"; {listed(records)}" if records else ""
-    text = f"check: {said}{does}{applied}{further}"
-    return PlacementError(text, path, advice.suspect, advice.remedy)
-
-
-def _telling(finding: Finding) -> list[tuple[tuple[int, ...], Place]]:
-    """What is not whole, and the first that is."""
-    parts = [each for each in finding.given if not each[1].is_whole]
-    wholes = [each for each in finding.given if each[1].is_whole and len(each[0])]
-    return parts + wholes[: max(1, 3 - len(parts))]
-
-
 def _where(sch: Schedule, path: str, in_backward: bool) -> str:
     module = _module(sch, path)
     kind = "" if module is None else f" ({type(module).__name__})"
@@ -275,14 +247,14 @@ def _shown(operation: Operation | None, other: Operation | None, path: str) -> s
 
 
 def _changed(sch: Schedule, path: str) -> str:
-    """Numbers of a module, or of those around it, that are not those from before."""
+    """Numbers of a module that are not those from before the schedule."""
     module = _module(sch, path)
     for ref, own in sch.state.numbers:
-        if ref() is module and module is not None:
-            changed = {
-                n: (v, vars(module).get(n)) for n, v in own.items() if vars(module).get(n) != v
-            }
+        if module is not None and ref() is module:
+            now = vars(module)
+            changed = [
+                f"{n} was {v} and is {now.get(n)}" for n, v in own.items() if now.get(n) != v
+            ]
             if changed:
-                listed = ", ".join(f"{n} was {a} and is {b}" for n, (a, b) in changed.items())
-                return f"; of its numbers, {listed}"
+                return f"; of its numbers, {', '.join(changed)}"
     return ""

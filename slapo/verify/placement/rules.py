@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from slapo.verify.placement.call import RULES, Call, Rule, by_rule, tensors_in
 from slapo.verify.placement.mode import PlaceMode
-from slapo.verify.placement.place import Place, PlacementViolation, place_of, put_place
+from slapo.verify.placement.place import NoRule, Place, PlacementViolation, place_of, put_place
 from slapo.verify.placement.sizes import OperationLog
 
 #: On the context of a function: whether anything that it was given was not whole.
@@ -39,8 +39,9 @@ def register_place_rule(operation: Any, rule: Rule, backward: Rule | None = None
         ``torch.ops.mylib.gelu``, one of its overloads, or its name, ``"mylib::gelu"``. Or a
         subclass of ``torch.autograd.Function``: what its two functions do is not looked at then.
     rule
-        Takes a :class:`.call.Call`; returns a :class:`.place.Place` for each tensor that the
-        operation returns, or one for all; or raises ``call.misfit(why)``.
+        Takes a :class:`.call.Call`, whose ``places`` say how its tensors are laid out; returns one
+        of them, or a placement of ``torch.distributed.tensor`` such as ``Shard(0)``, for each
+        tensor that the operation returns, or one for all; or raises ``call.misfit(why)``.
         :func:`.call.independent_along` makes a rule for operations that work slice by slice along
         some dimensions.
     backward
@@ -125,7 +126,7 @@ def _ruled(
                 _check_order(places)
                 found = by_rule(rule, call)
             except PlacementViolation as misfit:
-                raise mode.stop(shown, tensors, places, str(misfit)) from None
+                raise mode.stop(shown, tensors, places, misfit) from None
             for out, place in zip(outs, found, strict=False):
                 put_place(out, mode.born(call, place))
         return result
@@ -174,7 +175,7 @@ def _watch_kernels(mode: OperationLog, stack: ExitStack) -> None:
                 "a kernel of Triton, of which nothing is known: give the function of autograd, or "
                 "the operation of torch.library, around it to slapo.register_place_rule"
             )
-            raise mode.stop(name, tensors, places, why)
+            raise mode.stop(name, tensors, places, NoRule(why))
         # Without memory, its results have their sizes and nothing else.
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return launch(self, *args, **kwargs)

@@ -26,10 +26,14 @@ from slapo.utils.raised import running_in
 # Rules of functions of autograd, which enter the registry when they are imported.
 from slapo.verify.placement import losses as losses
 from slapo.verify.placement.fake_parameters import FakeParameters, as_before, standing_in
-from slapo.verify.placement.finding import Finding, Stop
 from slapo.verify.placement.mode import PlaceMode
-from slapo.verify.placement.place import Place, place_of
-from slapo.verify.placement.report import explain, explain_difference, explain_gradient, unrunnable
+from slapo.verify.placement.place import Place, PlacementViolation, Stop, place_of
+from slapo.verify.placement.report import (
+    unrunnable,
+    wrong_gradient,
+    wrong_operation,
+    wrong_sizes,
+)
 from slapo.verify.placement.rules import rules_of_functions
 from slapo.verify.placement.sizes import Operation, OperationLog, Pair, first_difference
 from slapo.wrapper import in_mode, innermost
@@ -98,25 +102,18 @@ def check(sch: Schedule, example_inputs: Any, loss_fn: LossFn | None = None) -> 
 
 
 def _raise_alike(sch: Schedule, error: Exception | None) -> None:
-    """What one rank has found all ranks raise: rank 0 takes a wrong offset for right."""
-    if not has_peers(sch.group) or sch.world_size == 1:
-        if error is not None:
-            raise error
-        return
-    told = None if error is None else (str(error), *_attributes(error))
-    certain = getattr(error, "is_certain", True)
-    found = gathered((told, certain), sch.group)
+    """Raise on all ranks what one has found: rank 0 takes a wrong offset for right."""
+    if has_peers(sch.group) and sch.world_size > 1:
+        shared = PlacementError(str(error)) if error is not None else None
+        if isinstance(error, PlacementError):
+            shared = error
+        found = [each for each in gathered(shared, sch.group) if each is not None]
+        if found:
+            error = error or found[0]
+        if isinstance(error, PlacementError):
+            error.is_certain = all(each.is_certain for each in found)
     if error is not None:
         raise error
-    first = next((each for each in found if each[0] is not None), None)
-    if first is not None:
-        heard = PlacementError(*first[0])
-        heard.is_certain = first[1]
-        raise heard
-
-
-def _attributes(error: Exception) -> tuple[Any, ...]:
-    return tuple(getattr(error, name, None) for name in ("path", "suspect", "remedy"))
 
 
 class _Check:
@@ -139,7 +136,7 @@ class _Check:
             # A first run may make what later ones find where it was kept.
             pair = self._compare() and self._compare()
             if pair is not None:
-                raise explain_difference(self.sch, *pair)
+                raise wrong_sizes(self.sch, *pair)
 
     def _compare(self) -> Pair | None:
         """Follow every tensor; return the first operation that is not that of one process."""
@@ -168,7 +165,7 @@ class _Check:
                 losses = losses_in(output) if self.loss_fn is None else [self.loss_fn(output)]
                 self._backward(losses)
             except Stop as stop:
-                raise explain(sch, stop.finding) from None
+                raise wrong_operation(sch, stop) from None
             except Exception as error:
                 raise unrunnable(sch, error) from error
             if not losses:
@@ -181,15 +178,14 @@ class _Check:
                 found = gradients.get(name, wanted)
                 alike = found.is_whole and wanted.dim in found.uniform
                 if not (found.same(wanted) or alike):
-                    raise explain_gradient(sch, name, wanted, found)
+                    raise wrong_gradient(sch, name, wanted, found)
         return operations
 
     def _backward(self, losses: list[Tensor]) -> None:
         for loss in losses:
             place = place_of(loss)
             if not place.is_plain:
-                finding = Finding("output", "", False, ((tuple(loss.shape), place),), "")
-                raise Stop(finding)
+                raise Stop(PlacementViolation(""), "output", ("", False), [(loss, place)])
         wanted = [loss for loss in losses if loss.requires_grad]
         if not wanted and any(param.requires_grad for param in self.sch.mod.parameters()):
             logger.warning("check: no output depends on parameters: no gradient was followed")

@@ -15,9 +15,10 @@ from slapo.verify.placement.place import (
     MASKED,
     MASKED_ELSEWHERE,
     OWN,
-    OWN_FOR_WHOLE,
     PARTIAL_SUM,
+    Fault,
     Place,
+    own_draws,
 )
 
 #: Operations after which a slice may lie along one of several dimensions.
@@ -34,7 +35,7 @@ def _first(call: Call) -> Place:
     if place.kind == MASKED:
         raise call.misfit(MASKED_ELSEWHERE)
     if place.kind == OWN and place.uniform:  # by which they are for several slices
-        raise call.misfit(OWN_FOR_WHOLE)
+        raise own_draws()
     return place
 
 
@@ -214,7 +215,8 @@ def cut(call: Call) -> list[Place]:
         f"it takes dimension {axis} apart, of which each rank has a slice"
         + (f" in {len(place.blocks)} blocks" if place.blocks else "")
         + "; pack parts in one weight by shard(..., blocks=...), and divide the sizes by which "
-        "the module splits"
+        "the module splits",
+        Fault.PACKED,
     )
 
 

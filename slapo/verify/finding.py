@@ -1,0 +1,83 @@
+"""What is wrong with a schedule, and the error that says so: one form for all checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from slapo.errors import VerificationError
+from slapo.history import Record, applied_at, listed, spelled
+from slapo.schedule import Schedule
+
+E = TypeVar("E", bound=VerificationError)
+
+#: A primitive, its positional and its keyword arguments.
+Step = tuple[str, tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Primitives to apply to one node, one after the other: to be read, and to be tried."""
+
+    path: str
+    steps: tuple[Step, ...]
+
+    def __str__(self) -> str:
+        return spelled(self.path) + "".join(map(_written, self.steps))
+
+    def apply(self, sch: Schedule) -> None:
+        """Apply them."""
+        node: Any = sch[self.path] if self.path else sch
+        for name, args, kwargs in self.steps:
+            node = getattr(node, name)(*args, **kwargs)
+
+
+def _written(step: Step) -> str:
+    name, args, kwargs = step
+    shown = [*map(_quoted, args), *(f"{key}={_quoted(value)}" for key, value in kwargs.items())]
+    return f".{name}({', '.join(shown)})"
+
+
+def _quoted(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def add_sync(path: str, mode: str, op: str, **kwargs: Any) -> Remedy:
+    """A collective to add."""
+    return Remedy(path, (("sync", (mode, op), kwargs),))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong with a schedule."""
+
+    #: what is wrong, with the module and the values
+    said: str
+    #: the module in which it shows
+    path: str = ""
+    #: the module where the fault most likely is, if it is another one
+    suspect: str = ""
+    #: the missing call
+    remedy: Remedy | None = None
+    #: what to do instead, in words
+    advice: str = ""
+    #: a line for the end of the message
+    further: str = ""
+
+    def error(self, kind: type[E], what: str, sch: Schedule, records: Sequence[Record]) -> E:
+        """The error of `kind`, with the primitives that were applied there.
+
+        `what` has found it; paths are relative to `sch`.
+        """
+        add = "" if self.remedy is None else f"add {self.remedy}"
+        fix = ", or ".join(filter(None, (add, self.advice)))
+        paths = [
+            ".".join(filter(None, (sch.path, path)))
+            for path in dict.fromkeys((self.path, self.suspect or self.path))
+        ]
+        applied = "no primitive was applied"
+        if records:
+            applied = listed(applied_at(records, [*filter(None, paths)]) or records)
+        message = "; ".join(filter(None, (f"{what}: {self.said}", fix, applied)))
+        return kind(message + self.further, self.path, self.suspect, self.remedy)
