@@ -276,18 +276,7 @@ def _refuse_runtime_features(sch: Schedule, kwargs: dict[str, Any]) -> None:
 
 
 def check_same_schedule(sch: Schedule, everywhere: bool = False) -> None:
-    """Every rank applied the same primitives in the same order.
-
-    Parameters
-    ----------
-    everywhere
-        Compare all ranks of the job, not those of the schedule's group only.
-
-    Raises
-    ------
-    SlapoError
-        On every rank, naming the first difference.
-    """
+    """Every rank applied the same primitives in the same order."""
     group = None if everywhere else sch.group
     if not has_peers(group) or (sch.world_size == 1 and not everywhere):
         return

@@ -49,27 +49,6 @@ def all_ranks_or_none(
 ) -> T:
     """Run ``check`` on each rank; if it raises on any of them, raise on all.
 
-    Parameters
-    ----------
-    what
-        What is being done, for the message of the ranks whose own check went well.
-    check
-        Runs on each rank by itself, without collectives.
-    group
-        The ranks that take part; None for the world.
-
-    Returns
-    -------
-    T
-        What ``check`` returned here.
-
-    Raises
-    ------
-    Exception
-        What ``check`` raised here.
-    SlapoError
-        If it raised on other ranks only, with their numbers and errors.
-
     Examples
     --------
     >>> all_ranks_or_none("read the size", lambda: 3)
@@ -92,23 +71,6 @@ def same_on_all_ranks(
     remedy: str = "pass the same on every rank",
 ) -> None:
     """Refuse, on every rank, values that differ between ranks.
-
-    Parameters
-    ----------
-    what
-        Name of the value, for the message.
-    value
-        This rank's; it must be picklable and comparable by ``==``. Of a dict, the first entry that
-        differs is named.
-    group
-        The ranks that take part; None for the world.
-    remedy
-        What to do about it, for the message.
-
-    Raises
-    ------
-    SlapoError
-        On all ranks, naming the first that differs from the group's first, and both values.
 
     Examples
     --------
@@ -232,13 +194,6 @@ class FirstFailure:
 
     A store whose keeper is gone is met with silence here: who reads it knows that by its error.
 
-    Parameters
-    ----------
-    store
-        Shared by the ranks, and by nothing else: a prefix of the job's.
-    rank
-        This one.
-
     Examples
     --------
     >>> failure = FirstFailure(dist.HashStore(), rank=1)
@@ -266,13 +221,7 @@ class FirstFailure:
             self._store.delete_key("failed")
 
     def wait_for_readers(self, ranks: Callable[[], Iterable[int]]) -> None:
-        """Stay for a moment until others have read it: the store may go with this process.
-
-        Parameters
-        ----------
-        ranks
-            Gives those that are still to read it: not those that are known to be gone.
-        """
+        """Stay for a moment until others have read it: the store may go with this process."""
         deadline = time.monotonic() + _PATIENCE
         with suppress(RuntimeError):
             self._store.set(f"read/{self._rank}", "")

@@ -29,18 +29,6 @@ _STATE = (
 def get_hooks(module: nn.Module) -> dict[str, list[Callable[..., Any]]]:
     """Hooks of `module` by the mode that :meth:`Schedule.sync` calls them.
 
-    Parameters
-    ----------
-    module
-        Any module.
-
-    Returns
-    -------
-    dict
-        Lists under ``fwd_pre``, ``fwd_post`` and ``bwd_post``, in the order they run. A hook that
-        acts on the gradient of the module's input is listed under ``bwd_post`` even where it is
-        carried out by an identity in the forward pass.
-
     Examples
     --------
     >>> import torch.nn as nn
@@ -134,13 +122,7 @@ def _move(source: nn.Module, target: nn.Module, slots: tuple[str, ...]) -> None:
 
 
 class _Held:
-    """A hook in one dictionary, called while it stands in another: its handle removes it there.
-
-    Parameters
-    ----------
-    hooks, key
-        The dictionary that the handle points at, and the hook's place in it.
-    """
+    """A hook in one dictionary, called while it stands in another: its handle removes it there."""
 
     def __init__(self, hooks: dict[int, Callable[..., Any]], key: int) -> None:
         self.hooks, self.key = hooks, key

@@ -130,16 +130,6 @@ def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> N
 def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     """A group of some ranks, with the timeout of the job. A collective of the world.
 
-    Parameters
-    ----------
-    ranks
-        Global ranks; all ranks of the job pass the same.
-
-    Returns
-    -------
-    ProcessGroup or None
-        None on ranks outside.
-
     Examples
     --------
     >>> _ = init_mesh(device="cpu")
@@ -153,24 +143,6 @@ def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
 
 def grid_of(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh of pipeline, data and tensor parallelism that a user's mesh stands for.
-
-    Parameters
-    ----------
-    mesh
-        Covers all processes; its dimensions are some of ``"pp"``, ``"dp"`` and ``"tp"``, in any
-        order. The others have size 1.
-
-    Returns
-    -------
-    DeviceMesh
-        With the dimensions ``("pp", "dp", "tp")``; `mesh` itself if these are its own.
-
-    Raises
-    ------
-    TypeError
-        If it is no mesh.
-    ValueError
-        If its dimensions, its size or its backend do not fit.
 
     Examples
     --------

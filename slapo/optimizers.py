@@ -39,15 +39,7 @@ def parameters_of(model: nn.Module) -> Known:
 
 
 def refuse_earlier_optimizers(model: nn.Module, before: Known) -> None:
-    """Let the first steps of an optimizer raise that has parameters the model has no more.
-
-    Parameters
-    ----------
-    model
-        What was built.
-    before
-        `parameters_of` it before it was scheduled.
-    """
+    """Let the first steps of an optimizer raise that has parameters the model has no more."""
     now = parameters_of(model)
     kept = {key for key, (_, ref) in before.items() if key in now and now[key][1]() is ref()}
     gone = {k: v for k, v in before.items() if k not in kept and v[1]() is not None}

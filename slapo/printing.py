@@ -59,15 +59,7 @@ def _below(node: Node) -> list[_Item]:
 
 
 def _items(nodes: Mapping[str, Node], depth: int) -> list[_Item]:
-    """Nodes by name; lists within lists, whose items the schedule names in one, as a level.
-
-    Parameters
-    ----------
-    nodes
-        Name -> node.
-    depth
-        Parts that a name has outside of lists of lists: an attribute and, of a list, a number.
-    """
+    """Nodes by name; lists within lists, whose items the schedule names in one, as a level."""
     items = []
     for head, group in groupby(nodes, lambda name: ".".join(name.split(".")[:depth])):
         names = list(group)

@@ -42,17 +42,13 @@ class ModuleWrapper(nn.Module):
     and ``named_modules()`` show the same names with and without it, and ``.to()``, ``.train()``
     or loading weights act on the original. The wrapper is an object of the original's class, too:
     ``isinstance`` holds for both, so policies that go by the class find it.
-
-    Parameters
-    ----------
-    mod
-        The module to wrap; it may be a wrapper itself.
     """
 
     #: A graph of the forward would lose the context it runs in.
     traceable = False
     _slapo_origin: type[nn.Module] = nn.Module
 
+    #: the module to wrap; it may be a wrapper itself
     mod: nn.Module
 
     def __init__(self, mod: nn.Module) -> None:

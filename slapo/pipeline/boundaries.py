@@ -33,21 +33,14 @@ _HOOKS = (
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """A tensor that crosses a boundary.
+    """A tensor that crosses a boundary."""
 
-    Parameters
-    ----------
-    name
-        The name it has in the stages.
-    shape
-        For one micro-batch.
-    requires_grad
-        Whether a gradient comes back.
-    """
-
+    #: the name it has in the stages
     name: str
+    #: for one micro-batch
     shape: tuple[int, ...]
     dtype: torch.dtype
+    #: whether a gradient comes back
     requires_grad: bool
 
     @classmethod
@@ -86,15 +79,6 @@ class ShapeProbe:
 
     Make it before the stage is wrapped by an engine: it remembers parameters and hooks as they are
     then, and a run does without those that an engine adds (which would communicate).
-
-    Parameters
-    ----------
-    stage
-        Holds real or ``meta`` tensors.
-    device
-        Where the stage runs.
-    half
-        What parameters are cast to when the stage runs; None if they are not.
     """
 
     def __init__(self, stage: Stage, device: torch.device, half: torch.dtype | None = None) -> None:
@@ -135,13 +119,7 @@ class ShapeProbe:
         return made[id(value)]
 
     def run(self, received: Boundary, autocast: torch.dtype | None = None) -> Boundary:
-        """What the stage sends; of the last stage nothing.
-
-        Raises
-        ------
-        SlapoError
-            If it cannot run on such tensors.
-        """
+        """What the stage sends; of the last stage nothing."""
         try:
             with self._as_probed(), self.mode:
                 sent = self._sent(received, autocast, TensorMeta.empty)
@@ -239,26 +217,7 @@ def infer_boundaries(
     group: dist.ProcessGroup | None = None,
     holder: Callable[[int], int] = lambda index: 0,
 ) -> tuple[Boundary, ...]:
-    """What each stage receives, stage 0 first.
-
-    Parameters
-    ----------
-    n_stages
-        Stages in the whole pipeline.
-    inputs
-        What stage 0 receives.
-    run
-        ``run(index, received)`` -> what the stage sends; it is called for this rank's stages only.
-    group
-        The pipeline's ranks; all of them call this. None: every stage is here.
-    holder
-        Stage -> the rank in `group` that holds it.
-
-    Raises
-    ------
-    SlapoError
-        On every rank, if a stage cannot run.
-    """
+    """What each stage receives, stage 0 first."""
     found = [inputs]
     alone = group is None or group.size() == 1
     here = 0 if alone else dist.get_rank(group)

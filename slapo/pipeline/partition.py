@@ -105,11 +105,6 @@ def _join_each(root: Traced, containers: list[str]) -> dict[Kind, Joined]:
     """The joined graph of each mode, that of the present one first.
 
     A forward that asks whether the batch is of one sample has a further graph for such a batch.
-
-    Raises
-    ------
-    TraceError
-        If the present mode cannot be captured; the other one is left out then.
     """
     trace = trace_of(root)
 

@@ -21,17 +21,7 @@ from slapo.wrapper import innermost
 
 
 class PipelineInputs:
-    """From a call of the model to the tensors that its first stage takes.
-
-    Parameters
-    ----------
-    root
-        The traced model.
-    names
-        The inputs that any stage uses, in the order in which stage 0 takes them.
-    joined
-        Kind of calls -> the graph that was cut.
-    """
+    """From a call of the model to the tensors that its first stage takes."""
 
     def __init__(self, root: Traced, names: Sequence[str], joined: Mapping[Kind, Joined]) -> None:
         first = next(iter(joined.values()))
@@ -56,25 +46,13 @@ class PipelineInputs:
     def bind(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool
     ) -> tuple[Tensor, ...]:
-        """The tensors, in order, for a call in train or in eval mode.
-
-        Raises
-        ------
-        SlapoError
-            If the call is outside of what the stages were cut for, or an input is no tensor.
-        """
+        """The tensors, in order, for a call in train or in eval mode."""
         given = self._bound(args, kwargs)
         self._check(given, training)
         return self._take(given)
 
     def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """The tensors, in order, of a call that was checked, or of many such calls together.
-
-        Raises
-        ------
-        SlapoError
-            If an input is no tensor.
-        """
+        """The tensors, in order, of a call that was checked, or of many such calls together."""
         return self._take(self._bound(args, kwargs))
 
     def _take(self, given: Mapping[str, Any]) -> tuple[Tensor, ...]:

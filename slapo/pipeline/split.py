@@ -21,22 +21,15 @@ from slapo.pipeline.kinds import (
 
 @dataclass
 class StageGraph:
-    """One stage.
+    """One stage."""
 
-    Parameters
-    ----------
-    graph
-        Its placeholders are `received`; it returns the tuple of `sent`, the last stage what the
-        model returns.
-    received, sent
-        Names of the tensors that come in and go out, in the order of their first computation.
-    ones
-        Of each received tensor, which dimensions have one element whatever the inputs are.
-    """
-
+    #: its placeholders are `received`; it returns the tuple of `sent`, the last stage what the
+    #: model returns
     graph: fx.Graph
+    #: names of the tensors that come in and go out, in the order of their first computation
     received: tuple[str, ...] = ()
     sent: tuple[str, ...] = ()
+    #: of each received tensor, which dimensions have one element whatever the inputs are
     ones: tuple[tuple[bool, ...], ...] = ()
 
 
@@ -58,12 +51,6 @@ def split_graph(graph: fx.Graph, ends: list[fx.Node], modules: ModuleLookup) -> 
     A tensor crosses a cut if it is computed before it and used after it. What is no tensor (sizes,
     dtypes, parameters looked up) is computed again in every stage that uses it. A module's output
     that is a tuple is taken apart in the stage of the module.
-
-    Raises
-    ------
-    SlapoError
-        If a cut lies inside a ``no_grad`` or ``autocast`` block, nothing runs after it, or a
-        tensor is written to in a later stage while others still see it.
     """
     plan = _Plan.of(graph, ends, modules)
     return [_StageBuilder(plan, index).build() for index in range(plan.n_stages)]

@@ -156,19 +156,7 @@ def make_stage(
     root: nn.Module,
     captured_on: torch.device | None = None,
 ) -> Stage:
-    """The stage that runs parts of graphs of `root`, with the root's own modules and tensors.
-
-    Parameters
-    ----------
-    index
-        Number of the stage.
-    parts
-        Kind of calls -> their graph, with targets that are paths from `root`.
-    root
-        The traced model; its modules are shared, not copied.
-    captured_on
-        The device that is built in, if one is.
-    """
+    """The stage that runs parts of graphs of `root`, with the root's own modules and tensors."""
     stage = Stage(index, parts, captured_on)
     stage.training = root.training
     for part in parts.values():

@@ -35,11 +35,6 @@ class StageTie:
 def ties_of_stages(stages: Sequence[nn.Module]) -> tuple[StageTie, ...]:
     """Parameters tied across stages, found by identity in one pass.
 
-    Parameters
-    ----------
-    stages
-        Modules of all stages, in order, before any of them is copied or moved.
-
     Examples
     --------
     >>> first, last = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)

@@ -28,29 +28,19 @@ from slapo.wrapper import innermost
 
 @dataclass(frozen=True)
 class Subgraphs:
-    """Matches within one traced module.
+    """Matches within one traced module."""
 
-    Parameters
-    ----------
-    owner
-        The schedule node of the traced module.
-    gm
-        Its graph module.
-    chains
-        Nodes of each match, in graph order.
-    single_node
-        True when the user gave one ``(parent, node)`` pair.
-    bindings
-        For each match, what the arguments of the pattern stand for.
-    picks
-        For each match, the search and its place in the results; None for nodes picked by hand.
-    """
-
+    #: the schedule node of the traced module
     owner: Node
+    #: its graph module
     gm: fx.GraphModule
+    #: nodes of each match, in graph order
     chains: list[list[fx.Node]]
+    #: true when the user gave one ``(parent, node)`` pair
     single_node: bool = False
+    #: for each match, what the arguments of the pattern stand for
     bindings: list[Mapping[str, Any]] = field(default_factory=list)
+    #: for each match, the search and its place in the results; None for nodes picked by hand
     picks: list[Pick | None] = field(default_factory=list)
 
     def modules(self, chain: Sequence[fx.Node]) -> list[nn.Module]:
@@ -59,15 +49,7 @@ class Subgraphs:
 
 
 def parse(sch: Node, target_ops: Any, argument: str = "target_ops") -> Subgraphs:
-    """Sort out one pair, one subgraph, or a list of subgraphs; `argument` is its name in messages.
-
-    Raises
-    ------
-    TypeError
-        If it is nothing that ``find`` or ``find_node`` returns.
-    ValueError
-        If it is empty, or reaches over several traced modules.
-    """
+    """Sort out a pair, a subgraph, or a list of them; `argument` is its name in messages."""
     single = _is_pair(target_ops)
     groups = _groups(sch, target_ops, argument)
     parents = {parent for group in groups for parent, _ in group}
@@ -137,13 +119,7 @@ def _as_search(sch: Node, given: Any) -> str:
 
 
 def check_hooks(subgraphs: Subgraphs, keeps_hooks: bool, scripted: bool = False) -> None:
-    """Refuse a rewrite that would lose a hook, or move one to a script that cannot have it.
-
-    Raises
-    ------
-    RuntimeError
-        Naming the hooks and the module that carries them.
-    """
+    """Refuse a rewrite that would lose a hook, or move one to a script that cannot have it."""
     side_by_side = len(subgraphs.chains) > 1
     for chain in subgraphs.chains:
         for node in (n for n in chain if n.op == "call_module"):
@@ -178,13 +154,7 @@ def _lost(module: nn.Module, is_first: bool, is_last: bool) -> list[str]:
 
 
 def check_hooks_of_other_calls(subgraphs: Subgraphs, plan: Plan) -> None:
-    """Refuse to move the hooks of a module that is also called where nothing is replaced.
-
-    Raises
-    ------
-    RuntimeError
-        Naming the module and the call that stays.
-    """
+    """Refuse to move the hooks of a module that is also called where nothing is replaced."""
     going = set(plan.nodes)
     for target in {str(node.target) for node in going if node.op == "call_module"}:
         if not has_forward_hooks(subgraphs.gm.get_submodule(target)):

@@ -29,13 +29,7 @@ def wrap(sch: Node, wrapper: ModuleWrapper) -> None:
 
 
 def check_runs(sch: Node) -> None:
-    """Refuse a container, which nobody calls: nothing would happen around its forward.
-
-    Raises
-    ------
-    ValueError
-        Naming what is in it.
-    """
+    """Refuse a container, which nobody calls: nothing would happen around its forward."""
     module = innermost(sch.mod)
     if isinstance(module, torch.jit.ScriptModule):
         return  # it has one, for which its class cannot be asked
@@ -47,21 +41,7 @@ def check_runs(sch: Node) -> None:
 
 
 def check_called(sch: Node, tensor: str | None = None) -> None:
-    """Refuse to change a module that no traced ancestor calls any more.
-
-    Parameters
-    ----------
-    sch
-        The module's node.
-    tensor
-        When only a tensor of the module changes: its name. It is enough that the ancestor's graph
-        reads the tensor.
-
-    Raises
-    ------
-    SlapoError
-        If the module was inlined into an ancestor's graph, where a change would have no effect.
-    """
+    """Refuse to change a module that no traced ancestor calls any more."""
     path = sch.name
     for node in sch.ancestors():
         module = innermost(node.mod)

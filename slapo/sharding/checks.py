@@ -19,13 +19,7 @@ from slapo.wrapper import innermost
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse what is wrong with the modules of a model that is split over several ranks.
-
-    Raises
-    ------
-    SlapoError
-        Naming the module, and what to do.
-    """
+    """Refuse what is wrong with the modules of a model that is split over several ranks."""
     for path, outer in model.named_modules():
         module = innermost(outer)
         state = sharding_of(module)

@@ -32,11 +32,6 @@ class GroupHandle:
     It does not keep the group: one that outlives ``dist.destroy_process_group`` ends with the
     interpreter, where threads of gloo that still run abort the process.
 
-    Parameters
-    ----------
-    group
-        The ranks; None for a world of one.
-
     Examples
     --------
     >>> import copy
@@ -53,13 +48,7 @@ class GroupHandle:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The group; of an unpickled handle, one of the same ranks that this process has made.
-
-        Raises
-        ------
-        SlapoError
-            If there is none.
-        """
+        """The group; of an unpickled handle, one of the same ranks that this process has made."""
         if self.ranks is None:
             return None
         found = None if self._ref is None else self._ref()
@@ -139,20 +128,6 @@ def as_if_alone() -> Iterator[None]:
 def group_size(group: dist.ProcessGroup | None = None) -> int:
     """Return the number of ranks in ``group``.
 
-    Parameters
-    ----------
-    group : ProcessGroup, optional
-        None is the default group, or a world of one where ``torch.distributed`` is not initialised.
-
-    Returns
-    -------
-    int
-
-    Raises
-    ------
-    ValueError
-        If this process is not a member of the group.
-
     Examples
     --------
     >>> group_size()
@@ -171,15 +146,6 @@ def group_size(group: dist.ProcessGroup | None = None) -> int:
 
 def group_rank(group: dist.ProcessGroup | None = None) -> int:
     """Return this process' rank inside ``group``.
-
-    Parameters
-    ----------
-    group : ProcessGroup, optional
-        None is the default group, or a world of one where ``torch.distributed`` is not initialised.
-
-    Returns
-    -------
-    int
 
     Examples
     --------
@@ -278,22 +244,6 @@ def group_of_one() -> dist.ProcessGroup:
 
 def parse_reshard(spec: str) -> tuple[str, str]:
     """Split a resharding such as ``"RS->SR"`` in the layouts before and after.
-
-    Parameters
-    ----------
-    spec : str
-        Two layouts joined by ``->``. A layout is two letters, R (replicated) or S (sharded), for
-        the last two dimensions; at most one of them is sharded.
-
-    Returns
-    -------
-    tuple of str
-        The two layouts.
-
-    Raises
-    ------
-    ValueError
-        If ``spec`` is none of the possible ones.
 
     Examples
     --------

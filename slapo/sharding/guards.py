@@ -72,11 +72,6 @@ class WrapperGuard:
     DDP and FSDP must not take its ranks for replicas. Other parameters in the place of its own, by
     ``torch.__future__.set_overwrite_module_params_on_conversion`` or in
     ``torch.func.functional_call``, get what its own carry: gradients are summed over the ranks.
-
-    Parameters
-    ----------
-    group
-        The ranks that the model is sharded over.
     """
 
     #: Forwards in which it looks at all modules: FSDP may come after the first.
@@ -141,13 +136,7 @@ def _both(handle: GroupHandle | None, ranks: list[int]) -> list[int]:
 
 
 def guard_wrappers(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Put a `WrapperGuard` on a built model that is split over several ranks.
-
-    Parameters
-    ----------
-    group
-        The ranks; None where an engine sees to all that.
-    """
+    """Put a `WrapperGuard` on a built model that is split over several ranks."""
     remove_pre_hooks(model, lambda hook: isinstance(hook, WrapperGuard))  # of an earlier build
     handle = GroupHandle(group)
     is_split = any(sharding_of(part) is not None for part in map(innermost, model.modules()))

@@ -59,25 +59,17 @@ class Layout:
 
 @dataclass(frozen=True)
 class KnownSync:
-    """A sync that stands on a module, as far as layouts are concerned.
+    """A sync that stands on a module, as far as layouts are concerned."""
 
-    Parameters
-    ----------
-    mode, op, axis
-        As in ``Schedule.sync``; `op` is empty for a function of the user's.
-    output
-        The placement after it (for ``fwd_post``), None when it is not known.
-    completes_gradient
-        Whether its backward sums the gradient over the ranks.
-    argument
-        Names of the inputs that it is for; None for those that the mode is about.
-    """
-
+    #: as in ``Schedule.sync``; `op` is empty for a function of the user's
     mode: str
     op: str
     axis: int | None = None
+    #: the placement after it (for ``fwd_post``), None when it is not known
     output: Placement | None = None
+    #: whether its backward sums the gradient over the ranks
     completes_gradient: bool = False
+    #: names of the inputs that it is for; None for those that the mode is about
     argument: tuple[str, ...] | None = None
 
     def after(self, layout: Layout) -> Layout:

@@ -137,13 +137,7 @@ def is_deferring(module: nn.Module) -> bool:
 
 
 def check_deferrable(module: nn.Module) -> None:
-    """Refuse a class whose forward we do not know.
-
-    Raises
-    ------
-    ValueError
-        If the bias would be added once per rank and we cannot prevent it.
-    """
+    """Refuse a class whose forward we do not know."""
     if has_bias(module) and not is_deferring(module) and _known_product(module) is None:
         raise ValueError(
             f"{type(module).__name__} adds a bias to what would be a partial sum, once per rank, "
@@ -176,15 +170,7 @@ def add_reducer(
     group: GroupHandle | None = None,
     is_tied: bool = False,
 ) -> None:
-    """Call `reduce` on the product of a deferring module, before its bias.
-
-    Parameters
-    ----------
-    scatter_axis
-        The axis of which each rank of `group` keeps a slice of the sum, if it does.
-    is_tied
-        Whether the bias is another module's too, where its gradient may be complete.
-    """
+    """Call `reduce` on the product of a deferring module, before its bias."""
     state = sharding_of(module)
     assert state is not None, "a deferring module is sharded"
     state.reducers = (reduce,)

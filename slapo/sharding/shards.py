@@ -23,13 +23,7 @@ from slapo.sharding.vocab import check_maskable, mask_vocabulary
 
 
 def tensor_named(module: nn.Module, name: str) -> Tensor:
-    """The parameter or buffer called `name` of `module` itself.
-
-    Raises
-    ------
-    ValueError
-        Naming the tensors there are.
-    """
+    """The parameter or buffer called `name` of `module` itself."""
     for table in (module._parameters, module._buffers):
         tensor = table.get(name)
         if tensor is not None:
@@ -44,24 +38,7 @@ def tensor_named(module: nn.Module, name: str) -> Tensor:
 
 
 class ShardPlan:
-    """A checked decision to shard one tensor of one module; :meth:`carry_out` cannot fail.
-
-    Parameters
-    ----------
-    module
-        The module that owns the tensor.
-    name
-        The tensor's name there.
-    cut
-        As in ``Schedule.shard``.
-    group
-        The ranks; None for a world of one.
-
-    Raises
-    ------
-    ValueError
-        If there is no such tensor or axis, it is sharded already, or sizes do not fit.
-    """
+    """A checked decision to shard one tensor of one module; :meth:`carry_out` cannot fail."""
 
     def __init__(
         self,

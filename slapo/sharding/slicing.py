@@ -110,15 +110,7 @@ class Cut:
 
 
 def make_spec(shape: torch.Size, cut: Cut, rank: int, world_size: int) -> ShardSpec:
-    """The spec for a tensor of `shape`.
-
-    Raises
-    ------
-    ValueError
-        If the axis does not exist, blocks do not fill it, or a block is not divisible; of uneven
-        parts, if a rank had none, or blocks of several sizes were cut in several ways; of a
-        number of parts that the ranks cannot hold alike.
-    """
+    """The spec for a tensor of `shape`."""
     axis = cut.axis
     if not -len(shape) <= axis < len(shape):
         raise ValueError(

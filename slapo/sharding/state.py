@@ -26,36 +26,24 @@ from slapo.wrapper import innermost
 
 @dataclass
 class Sharding:
-    """How the tensors of one module lie across the ranks, and what was changed for it.
+    """How the tensors of one module lie across the ranks, and what was changed for it."""
 
-    Attributes
-    ----------
-    specs
-        Tensor name -> how it is sliced.
-    sizes
-        Attribute -> its value before sharding.
-    layout
-        Of the bare module, before any sync.
-    syncs
-        On the module, in order.
-    tags
-        Parameter name -> attributes that follow it.
-    reducers, bias_part
-        Of a module that adds its bias after a reduction: see :mod:`slapo.sharding.partial`.
-    masks_vocabulary
-        Whether tokens of other ranks are taken out.
-    group
-        Handle of the ranks.
-    """
-
+    #: handle of the ranks
     group: GroupHandle
+    #: tensor name -> how it is sliced
     specs: dict[str, ShardSpec] = field(default_factory=dict)
+    #: attribute -> its value before sharding
     sizes: dict[str, Any] = field(default_factory=dict)
+    #: of the bare module, before any sync
     layout: Layout = field(default_factory=Layout)
+    #: on the module, in order
     syncs: tuple[KnownSync, ...] = ()
+    #: parameter name -> attributes that follow it
     tags: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: of a module that adds its bias after a reduction: see :mod:`slapo.sharding.partial`
     reducers: tuple[Any, ...] = ()
     bias_part: Any = None
+    #: whether tokens of other ranks are taken out
     masks_vocabulary: bool = False
     #: tensors that carry attributes: copies of this object find their copies by them
     _carriers: dict[str, Tensor] = field(default_factory=dict, repr=False)
@@ -152,13 +140,7 @@ def move_syncs(source: nn.Module, target: nn.Module) -> None:
 
 
 def make_sharding(module: nn.Module, group: dist.ProcessGroup | None) -> Sharding:
-    """The state of `module`, new where there is none.
-
-    Parameters
-    ----------
-    group
-        The ranks; None for a world of one.
-    """
+    """The state of `module`, new where there is none."""
     state = sharding_of(module)
     if state is None:
         state = module.__dict__[SHARDING] = Sharding(handle_of(group))

@@ -18,23 +18,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Step:
-    """One kind of step, from how its input lies across the ranks to how its output does.
+    """One kind of step, from how its input lies across the ranks to how its output does."""
 
-    Parameters
-    ----------
-    name
-        Of the collective.
-    takes, gives
-        ``"replicate"`` (whole on every rank), ``"partial"`` (summands), ``"shard"`` (slices), or
-        ``"masked"`` (tokens as rows of this rank's part of a table), ``"part"`` and ``"share"``
-        (summands of a slice that several ranks hold, and that slice).
-    takes_along, gives_along
-        Which of the step's arguments is the axis of the slices that it takes, or gives.
-    """
-
+    #: of the collective
     name: str
+    #: ``"replicate"`` (whole on every rank), ``"partial"`` (summands), ``"shard"`` (slices), or
+    #: ``"masked"`` (tokens as rows of this rank's part of a table), ``"part"`` and ``"share"``
+    #: (summands of a slice that several ranks hold, and that slice)
     takes: str
     gives: str
+    #: which of the step's arguments is the axis of the slices that it takes, or gives
     takes_along: str = ""
     gives_along: str = ""
     communicates: bool = True
@@ -81,12 +74,6 @@ def carry_out(
 @contextmanager
 def carried_by(carrier: Carrier) -> Iterator[None]:
     """Let a function carry out the steps that this process begins within the block.
-
-    Parameters
-    ----------
-    carrier
-        Takes the step, the function that carries it out, the tensor, the group and the function's
-        further arguments by name; returns the result.
 
     Examples
     --------

@@ -27,60 +27,40 @@ MODES = ("fwd_pre", "fwd_post", "bwd_post")
 
 @dataclass(frozen=True)
 class _Row:
-    """What is known of one operation.
+    """What is known of one operation."""
 
-    Parameters
-    ----------
-    modes
-        In which it works.
-    keywords
-        Arguments that it takes.
-    takes
-        The kinds of output of a module, as far as these are known, that it makes sense on: what its
-        collective takes.
-    run
-        The collective, which autograd differentiates into its conjugate.
-    output
-        How the result lies across the ranks.
-    """
-
+    #: in which it works
     modes: tuple[str, ...]
+    #: arguments that it takes
     keywords: tuple[str, ...]
+    #: the kinds of output of a module, as far as these are known, that it makes sense on: what its
+    #: collective takes
     takes: tuple[str, ...]
+    #: the collective, which autograd differentiates into its conjugate
     run: Callable[[SyncOp, Tensor], Tensor]
+    #: how the result lies across the ranks
     output: Callable[[SyncOp], Placement]
 
 
 @dataclass(frozen=True)
 class SyncOp:
-    """One collective on one activation.
+    """One collective on one activation."""
 
-    Parameters
-    ----------
-    name
-        A key of the table in ``Schedule.sync``, or a reshard such as ``"RS->SR"``.
-    group
-        Handle of the ranks.
-    axis
-        Axis of the activation, where the op has one.
-    tensor_parallel_output_grad
-        Of ``all_gather``: whether ranks use the gathered tensor differently.
-    argument
-        In the modes ``bwd_post`` and ``fwd_pre``: names of the inputs it is for. None stands for
-        all in the first, and for the first tensor in the second.
-    known_axis
-        The axis (from the end) that a gathered tensor is known to be sharded along; checked when
-        a tensor with its number of dimensions is at hand.
-    total
-        Of ``all_gather``: the whole's size along the axis, where the ranks' parts are uneven.
-    """
-
+    #: A key of the table in ``Schedule.sync``, or a reshard such as ``"RS->SR"``
     name: str
+    #: handle of the ranks
     group: GroupHandle
+    #: axis of the activation, where the op has one
     axis: int | None = None
+    #: of ``all_gather``: whether ranks use the gathered tensor differently
     tensor_parallel_output_grad: bool = True
+    #: in the modes ``bwd_post`` and ``fwd_pre``: names of the inputs it is for. None stands for
+    #: all in the first, and for the first tensor in the second
     argument: tuple[str, ...] | None = None
+    #: the axis (from the end) that a gathered tensor is known to be sharded along; checked when a
+    #: tensor with its number of dimensions is at hand
     known_axis: int | None = None
+    #: of ``all_gather``: the whole's size along the axis, where the ranks' parts are uneven
     total: int | None = None
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -180,15 +160,7 @@ def _row(name: str) -> _Row:
 
 
 def make_sync_op(mode: str, name: str, group: GroupHandle, arguments: Mapping[str, Any]) -> SyncOp:
-    """The op called `name` in `mode`.
-
-    Raises
-    ------
-    ValueError
-        For an unknown op, one that does not work in this mode, or a missing axis.
-    TypeError
-        For arguments the op does not take.
-    """
+    """The op called `name` in `mode`."""
     if "->" in name:
         parse_reshard(name)
     elif name not in _TABLE:
@@ -238,13 +210,7 @@ def check_mode(mode: str) -> None:
 
 # --- contradictions ------------------------------------------------------------------------------
 def check_syncs(syncs: Iterable[KnownSync], layout: Layout) -> None:
-    """Refuse a layout that syncs which are there already would contradict.
-
-    Raises
-    ------
-    ValueError
-        Saying which sync does not fit.
-    """
+    """Refuse a layout that syncs which are there already would contradict."""
     for sync in syncs:
         if sync.op:
             check_sync(layout, sync.mode, sync.op, sync.axis)
@@ -252,13 +218,7 @@ def check_syncs(syncs: Iterable[KnownSync], layout: Layout) -> None:
 
 
 def check_sync(layout: Layout, mode: str, op: str, axis: int | None) -> None:
-    """Refuse a sync that contradicts `layout`.
-
-    Raises
-    ------
-    ValueError
-        Saying what the layout is and which sync fits it.
-    """
+    """Refuse a sync that contradicts `layout`."""
     if mode == "fwd_post" and layout.output is not None:
         _check_output(layout.output, op, axis)
     elif mode == "bwd_post" and layout.input is not None and layout.input.kind == "shard":

@@ -23,20 +23,7 @@ _TENSORS: tuple[Any, ...] = (Tensor, fx.Proxy)
 
 
 class SyncHook:
-    """A hook of this library: what it does, and in which mode; copies and pickles keep it.
-
-    Parameters
-    ----------
-    function
-        Tensor -> tensor.
-    mode
-        As in ``Schedule.sync``.
-
-    Attributes
-    ----------
-    _slapo_carry
-        The collective that runs on each tensor: one operation of a graph, whatever is inside.
-    """
+    """A hook of this library: what it does, and in which mode; copies and pickles keep it."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], mode: str) -> None:
         self.function, self._slapo_mode = function, mode
@@ -116,14 +103,9 @@ def _with_item(output: Mapping[Any, Any], key: Any, value: Tensor) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class GradientSum:
-    """The identity, with a gradient that is summed over the group.
+    """The identity, with a gradient that is summed over the group."""
 
-    Parameters
-    ----------
-    group
-        Handle of the ranks.
-    """
-
+    #: handle of the ranks
     group: GroupHandle
     __name__ = "copy_to_group"
 
@@ -133,13 +115,7 @@ class GradientSum:
 
 
 class GradientHook(SyncHook):
-    """A pre-forward hook that sums gradients of inputs over the group.
-
-    Parameters
-    ----------
-    op
-        With the names of the inputs, or None for all that need a gradient.
-    """
+    """A pre-forward hook that sums gradients of inputs over the group."""
 
     function: SyncOp
 

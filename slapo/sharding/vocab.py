@@ -164,18 +164,7 @@ class _Rows:
 
 
 def check_maskable(table: nn.Module, outer: nn.Module | None = None) -> None:
-    """Refuse a table that may look up other rows than the tokens it is given.
-
-    Parameters
-    ----------
-    outer
-        What stands in the table's place, where it is wrapped.
-
-    Raises
-    ------
-    ValueError
-        If the class has a forward of its own, or a function that nobody knows stands before it.
-    """
+    """Refuse a table that may look up other rows than the tokens it is given."""
     hooks = {**table._forward_pre_hooks, **(outer._forward_pre_hooks if outer else {})}
     unknown = [hook for hook in hooks.values() if not isinstance(hook, SyncHook)]
     if unknown and not masks_itself(table):

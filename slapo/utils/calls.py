@@ -59,13 +59,7 @@ that takes these
 
 
 def refuse_batch(module: Any, args: Sequence[Any]) -> None:
-    """Refuse a batch of inputs and targets in the place of the inputs of a model of Transformers.
-
-    Raises
-    ------
-    TypeError
-        Saying what to pass.
-    """
+    """Refuse a batch of inputs and targets instead of the inputs of a Transformers model."""
     if args and isinstance(args[0], Mapping) and hasattr(module, "main_input_name"):
         raise TypeError(
             f"example_inputs begins with a {type(args[0]).__name__} of {list(args[0])}, where "
@@ -87,18 +81,6 @@ def outline(inputs: Any) -> Any:
 
 def as_call(inputs: Any, name: str = "example_inputs") -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments.
-
-    Parameters
-    ----------
-    inputs
-        A tensor, a tuple or list of positional arguments or a mapping of keyword arguments.
-    name
-        What it is called, for messages.
-
-    Raises
-    ------
-    TypeError
-        If it is something else.
 
     Examples
     --------

@@ -26,26 +26,18 @@ _TRIES = 48
 
 @dataclass(frozen=True)
 class Blame:
-    """What makes a schedule wrong.
+    """What makes a schedule wrong."""
 
-    Parameters
-    ----------
-    kind
-        ``"surplus"``: right without `record`; ``"missing"``: right with `call` after `record`;
-        ``"different"``: right with `call` in the place of `record`; ``"since"``: never right again
-        from `record` on, and no change of one module's primitives that was tried makes it right;
-        ``"beside"``: wrong by what the function does beside primitives, such as hooks of its own.
-    record
-        The primitive; None where the missing one is the first.
-    call
-        The line to write.
-    error
-        What is wrong with the whole schedule.
-    """
-
+    #: ``"surplus"``: right without `record`; ``"missing"``: right with `call` after `record`;
+    #: ``"different"``: right with `call` in the place of `record`; ``"since"``: never right again
+    #: from `record` on, and no change of one module's primitives that was tried makes it right;
+    #: ``"beside"``: wrong by what the function does beside primitives, such as hooks of its own
     kind: str
+    #: the primitive; None where the missing one is the first
     record: Record | None
+    #: the line to write
     call: str
+    #: what is wrong with the whole schedule
     error: Exception
 
     def __str__(self) -> str:

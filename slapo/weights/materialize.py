@@ -33,25 +33,6 @@ def materialize(
 
     A tensor is created with its full shape, initialised, made equal on all ranks of the group and
     then sliced. Beside this rank's share, one module is in memory at a time.
-
-    Parameters
-    ----------
-    model
-        The scheduled model.
-    init_weights
-        True: the model's ``_init_weights`` (Transformers) or each module's ``reset_parameters``.
-        A callable ``fn(module)`` or ``fn(module, path)``. False leaves tensors on ``meta``.
-    group
-        Ranks that must hold equal values.
-    only
-        Identities of the tensors to create, those of a pipeline stage; None for all.
-    device
-        Where to; the default is the accelerator that goes with the group, else the CPU.
-
-    Raises
-    ------
-    SlapoError
-        Naming a module that cannot initialise its tensors.
     """
     if init_weights is False or not has_meta_tensors(model):
         return

@@ -72,11 +72,6 @@ def inherit_weights(new: nn.Module, originals: Sequence[nn.Module]) -> dict[str,
     - Parameters of `new` on ``meta`` (which have no value of their own) take the original's
       parameter of the same name and shape, the very object, when one module is replaced.
     - Other parameters keep the values that their author gave them.
-
-    Raises
-    ------
-    ValueError
-        If a declaration names a parameter that the originals lack, or shapes do not fit.
     """
     sources = declared_sources(new)
     tables = [dict(m.named_parameters(remove_duplicate=False)) for m in originals]

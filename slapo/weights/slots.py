@@ -85,17 +85,7 @@ def compiled_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def exchanged(
     places: Iterable[Slot], make: Callable[[Slot], Tensor], keeps_ties: bool = True
 ) -> Iterator[None]:
-    """Other tensors in some places while the block runs.
-
-    Parameters
-    ----------
-    places
-        Some of a model's.
-    make
-        Gets a place, and returns what is to stand there.
-    keeps_ties
-        Whether a tensor with several places gets one in its stead, that of the first.
-    """
+    """Other tensors in some places while the block runs."""
     originals = [(slot, slot.tensor) for slot in places]
     made: dict[int, Tensor] = {}
     try:

@@ -12,11 +12,6 @@ from slapo.errors import SlapoError
 class TieGroups:
     """Which names of a model lead to one parameter; found in one pass by identity.
 
-    Parameters
-    ----------
-    model
-        The model as it is when the schedule is created.
-
     Examples
     --------
     >>> model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
@@ -82,13 +77,7 @@ def parameters_named(model: nn.Module, names: Iterable[str]) -> list[nn.Paramete
 
 
 def check_ties(model: nn.Module, ties: TieGroups) -> None:
-    """Every group of names that still exists leads to one parameter.
-
-    Raises
-    ------
-    SlapoError
-        Naming the parameters that were one and are not any more.
-    """
+    """Every group of names that still exists leads to one parameter."""
     for group in ties.groups():
         present = sorted(name for name in group if owner_of(model, name))
         params = parameters_named(model, present)
@@ -105,24 +94,6 @@ class TiePlan:
 
     A parameter of the new module that goes by the old name becomes the tied one; a module that
     holds the tied parameter already, under whatever name, keeps it.
-
-    Parameters
-    ----------
-    model
-        The whole model, before the change.
-    ties
-        Its ties.
-    old_paths
-        Paths of the modules that leave.
-    new_path
-        Path of the new module; it may be set later.
-    new
-        The new module.
-
-    Raises
-    ------
-    ValueError
-        If a tie would break.
     """
 
     def __init__(

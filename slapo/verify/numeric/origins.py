@@ -15,15 +15,7 @@ from slapo.weights.slots import Slot, compiled_parameters, slots
 
 
 class Origins:
-    """The tensors of a model by the names that a copy has from before it was scheduled.
-
-    Parameters
-    ----------
-    sch
-        The schedule, as it is when the copy is taken.
-    reference
-        The copy.
-    """
+    """The tensors of a model by the names that a copy has from before it was scheduled."""
 
     def __init__(self, sch: Schedule, reference: nn.Module) -> None:
         self._sch, self._reference = sch, reference

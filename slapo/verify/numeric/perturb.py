@@ -22,20 +22,7 @@ _LARGEST = 1e3
 
 
 def perturbed(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Full tensors by name, the constant ones with noise.
-
-    Parameters
-    ----------
-    model
-        The original, whose names and ties they have.
-    full
-        Its tensors by name.
-
-    Returns
-    -------
-    dict
-        Tensors of one tie are equal; names are those of `full`.
-    """
+    """Full tensors by name, the constant ones with noise."""
     found: dict[str, Tensor] = {}
     made: dict[int, Tensor] = {}
     for slot in slots(model):

@@ -71,18 +71,6 @@ class Widened(TorchFunctionMode):
 
     Norms and rotary embeddings compute in float32 whatever the model's dtype is: their rounding
     would hide as much as that of a float32 model.
-
-    Parameters
-    ----------
-    wide
-        The wider dtype.
-    dtypes
-        To be taken for it, if they are narrower.
-
-    Attributes
-    ----------
-    narrow
-        Dtypes that results were rounded to all the same.
     """
 
     def __init__(self, wide: torch.dtype, dtypes: Collection[torch.dtype]) -> None:

@@ -50,19 +50,7 @@ class _Plain:
 
 
 def compare_all(sides: ModelPair, eval_mode: bool) -> None:
-    """Make the runs.
-
-    Parameters
-    ----------
-    eval_mode
-        Compare in eval mode, and in train mode without chance where that differs; False for train
-        mode alone, with the random numbers that both sides draw.
-
-    Raises
-    ------
-    VerificationError
-        At the first that differs.
-    """
+    """Make the runs."""
     plain = _run_plainly(sides, eval_mode)
     if not eval_mode:
         _compare_drops(plain)  # first: masks of other probabilities are other numbers

@@ -56,36 +56,20 @@ _STATISTICS = (F.batch_norm, F.instance_norm)
 
 @dataclass(frozen=True)
 class Drop:
-    """One dropout.
+    """One dropout."""
 
-    Parameters
-    ----------
-    p
-        Its probability.
-    shape
-        Of what it drops.
-    forked
-        Whether each rank draws numbers of its own.
-    where
-        The module that was running, if that is noted.
-    """
-
+    #: its probability
     p: float
+    #: of what it drops
     shape: tuple[int, ...]
+    #: whether each rank draws numbers of its own
     forked: bool
+    #: the module that was running, if that is noted
     where: str
 
 
 class DropoutRecorder(TorchFunctionMode):
-    """Lets dropouts through and makes draws constant while it is entered.
-
-    Attributes
-    ----------
-    drops
-        The dropouts that were called, in order, those of probability zero left out.
-    differs
-        Whether the model computes something else in train mode than in eval mode, dropouts aside.
-    """
+    """Lets dropouts through and makes draws constant while it is entered."""
 
     def __init__(self, place: Callable[[], str] = lambda: "") -> None:
         super().__init__()

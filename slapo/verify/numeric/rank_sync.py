@@ -27,13 +27,7 @@ _TIMES: Counter[tuple[int, ...]] = Counter()
 
 
 class RankSync:
-    """Where the ranks of a group meet; alone, nothing here does anything.
-
-    Parameters
-    ----------
-    group
-        The ranks. All of them make one, in the same order with others of the same group.
-    """
+    """Where the ranks of a group meet; alone, nothing here does anything."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._store: dist.Store | None = None
@@ -50,15 +44,7 @@ class RankSync:
         self._patience = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch omits it
 
     def meet(self, step: str) -> None:
-        """Wait until every rank has come to `step`.
-
-        Raises
-        ------
-        VerificationError
-            If one has failed instead, with what it told.
-        SlapoError
-            If one comes to another step, or to none.
-        """
+        """Wait until every rank has come to `step`."""
         if self._store is None:
             return
         self._meetings += 1

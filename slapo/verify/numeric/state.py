@@ -22,20 +22,13 @@ from slapo.wrapper import innermost
 
 @dataclass(frozen=True)
 class Change:
-    """One tensor that is not what it was.
+    """One tensor that is not what it was."""
 
-    Parameters
-    ----------
-    name
-        In the scheduled model; of a parameter that is gone, in the original.
-    what
-        What has changed, to be read behind the name.
-    remedy
-        What to do.
-    """
-
+    #: in the scheduled model; of a parameter that is gone, in the original
     name: str
+    #: what has changed, to be read behind the name
     what: str
+    #: what to do
     remedy: str
 
     @property
@@ -239,13 +232,7 @@ def _persistent(slot: Slot) -> bool:
 
 
 def check_replicas(model: nn.Module, group: torch.distributed.ProcessGroup | None) -> None:
-    """Refuse, on every rank, an original of which ranks hold different values.
-
-    Raises
-    ------
-    SlapoError
-        Naming the first tensor.
-    """
+    """Refuse, on every rank, an original of which ranks hold different values."""
     if group is None or not has_peers(group):
         return
     mine = {

@@ -28,13 +28,6 @@ def other_tensors(
     """The model with copies of its tensors, or with `values` by name, while the block runs.
 
     Values are this rank's slices. Gradients and changes of buffers fall on the copies.
-
-    Parameters
-    ----------
-    compiled
-        Values of parameters inside compiled modules, by their identities.
-    wide
-        Dtype of all floating point tensors; None for their own.
     """
 
     def copied(slot: Slot) -> Tensor:

@@ -23,32 +23,22 @@ from slapo.verify.placement.place import (
 
 @dataclass
 class Call:
-    """One call of an operation that has run on this rank.
+    """One call of an operation that has run on this rank."""
 
-    Parameters
-    ----------
-    func
-        The operation.
-    name
-        Its name without the overload; that of another namespace than ``aten`` in front, as in
-        ``"mylib::gelu"``. In-place operations have the name of the others.
-    args, kwargs
-        As it was called.
-    tensors, places
-        Tensors among the arguments, in order, and how they lie.
-    outs
-        Tensors that it returned.
-    rank, ranks
-        This rank, and how many there are.
-    """
-
+    #: the operation
     func: Any
+    #: its name without the overload; that of another namespace than ``aten`` in front, as in
+    #: ``"mylib::gelu"``. In-place operations have the name of the others
     name: str
+    #: as it was called
     args: Sequence[Any]
     kwargs: dict[str, Any]
+    #: tensors among the arguments, in order, and how they lie
     tensors: list[Tensor]
     places: list[Place]
+    #: tensors that it returned
     outs: list[Tensor]
+    #: this rank, and how many there are
     rank: int
     ranks: int
     #: of a view, the shape of its result where nothing is sharded

@@ -26,13 +26,7 @@ REAL_BYTES = 128 * 2**20
 
 
 class FakeParameters:
-    """Makes tensors in place of others, with numbers in them or without.
-
-    Parameters
-    ----------
-    model
-        The sharded model.
-    """
+    """Makes tensors in place of others, with numbers in them or without."""
 
     def __init__(self, model: nn.Module) -> None:
         tensors = [*model.parameters(), *model.buffers()]
@@ -84,18 +78,7 @@ def standing_in(
     group: dist.ProcessGroup | None,
     whole: bool = False,
 ) -> Iterator[dict[str, tuple[Tensor, Place]]]:
-    """Put stand-ins into a model while the block runs.
-
-    Parameters
-    ----------
-    whole
-        Of the full size, as if nothing was sharded.
-
-    Yields
-    ------
-    dict
-        Parameter name -> stand-in and its place, those that are tied by one of their names.
-    """
+    """Put stand-ins into a model while the block runs."""
     named: dict[str, tuple[Tensor, Place]] = {}
 
     def made(slot: Slot) -> Tensor:

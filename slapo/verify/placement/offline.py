@@ -34,23 +34,15 @@ class CheckInput:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What was found right.
+    """What was found right."""
 
-    Parameters
-    ----------
-    model
-        Name of its class.
-    ranks
-        How many there would be.
-    primitives
-        How many were applied.
-    seconds
-        Of the check.
-    """
-
+    #: name of its class
     model: str
+    #: how many there would be
     ranks: int
+    #: how many were applied
     primitives: int
+    #: of the check
     seconds: float
 
     def __str__(self) -> str:
@@ -138,13 +130,7 @@ def _check_once(
 
 
 def read_made(made: Any) -> CheckInput:
-    """A model, a function, and inputs or none.
-
-    Raises
-    ------
-    TypeError
-        If it is something else.
-    """
+    """A model, a function, and inputs or none."""
     parts = made if isinstance(made, tuple) else (made,)
     good = len(parts) in (2, 3) and isinstance(parts[0], nn.Module) and callable(parts[1])
     if not good:
@@ -156,13 +142,7 @@ def read_made(made: Any) -> CheckInput:
 
 
 def token_inputs(model: nn.Module, ranks: int) -> Mapping[str, Tensor]:
-    """Tokens and labels for a model of Transformers: three texts, of an odd number for each rank.
-
-    Raises
-    ------
-    SlapoError
-        If the model takes something else than tokens.
-    """
+    """Tokens and labels for a model of Transformers: three texts, an odd length for each rank."""
     if getattr(model, "main_input_name", "") != "input_ids":
         raise SlapoError(
             f"{type(model).__name__} is no model of Transformers that takes tokens; return "
@@ -179,11 +159,6 @@ def fake_world(ranks: int, rank: int | None = None) -> Iterator[None]:
     """A default group of ranks that do not exist, of which this process is the last, or another.
 
     Not the first, for which a wrong offset is often right.
-
-    Raises
-    ------
-    SlapoError
-        If there is a group already.
     """
     # It registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -18,11 +18,6 @@ class Paths:
 
     Autograd numbers its nodes in the order they are made, so the module that ran when a node was
     made is known by the node's number when its backward runs.
-
-    Parameters
-    ----------
-    model
-        Whose modules are told.
     """
 
     def __init__(self, model: nn.Module) -> None:
