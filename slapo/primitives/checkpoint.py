@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from torch import fx, nn
 
@@ -70,15 +70,12 @@ class CheckpointPrimitive(Primitive):
         sch: Node,
         /,
         subgraph: Any = None,
-        order_args_fn: OrderArgs | None = None,
+        order_args_fn: Annotated[
+            OrderArgs | None, "from a call's arguments to a tuple of them in order"
+        ] = None,
         use_reentrant: bool = False,
     ) -> Node:
         """Wrap the module, or the matched operations."""
-        if order_args_fn is not None and not callable(order_args_fn):
-            raise TypeError(
-                f"order_args_fn must be a function, got {order_args_fn!r}; pass one of a call's "
-                "arguments that returns them in order"
-            )
         if subgraph is None:
             _check_not_wrapped(sch)
             wrap(sch, CheckPointWrapper(sch.mod, order_args_fn, use_reentrant))

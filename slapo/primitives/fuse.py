@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from slapo.graph.fuse.fusion import Fuse
 from slapo.node import Node
@@ -62,7 +62,7 @@ class FusePrimitive(Primitive):
         sch: Node,
         /,
         subgraph: Any,
-        compiler: str | None = "TorchScript",
+        compiler: Literal["TorchScript", "inductor"] | None = "TorchScript",
         name: str = "FusedModule",
     ) -> Node:
         """Build the fused module, then put it in the place of the operations."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -97,7 +97,10 @@ class ReplacePrimitive(Primitive):
     def apply(
         sch: Node,
         /,
-        new_mod: nn.Module | Callable[..., Any] | None = None,
+        new_mod: Annotated[
+            nn.Module | Callable[..., Any] | None,
+            "such as nn.GELU(), or a node's .mod",
+        ] = None,
         target_ops: Any = None,
         name: str | None = None,
         concrete_args: Mapping[str, Any] | None = None,

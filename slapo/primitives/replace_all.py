@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 from torch import nn
 
@@ -56,20 +56,13 @@ class ReplaceAllPrimitive(Primitive):
 
     @staticmethod
     def apply(
-        sch: Node, /, cls: type[nn.Module], make_fn: Callable[..., nn.Module], **kwargs: Any
+        sch: Node,
+        /,
+        cls: Annotated[type[nn.Module], "such as nn.GELU"],
+        make_fn: Annotated[Callable[..., nn.Module], "such as lambda path, module: nn.GELU()"],
+        **kwargs: Any,
     ) -> Node:
         """Make all new modules first, then put them in place."""
-        given: Any = cls
-        if not (isinstance(given, type) and issubclass(given, nn.Module)):
-            raise TypeError(
-                f"cls must be a class of modules, got {cls!r}; pass the class itself, as nn.GELU"
-            )
-        if isinstance(make_fn, nn.Module) or not callable(make_fn):
-            raise TypeError(
-                f"make_fn is an object of {type(make_fn).__name__}; pass a function of (path, "
-                "module) that makes a new module for each place, such as "
-                "lambda path, module: nn.GELU()"
-            )
         check_takes(make_fn, "make_fn", ("path", "module"), **kwargs)
         nodes = list(_outermost(sch, cls))
         if not nodes:

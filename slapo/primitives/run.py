@@ -13,6 +13,7 @@ from slapo.graph.trace.module import forget_captures
 from slapo.history import Record, caller_location, identify, spelled
 from slapo.logger import get_logger
 from slapo.node import Node
+from slapo.primitives.arguments import check_arguments
 from slapo.primitives.base import Primitive, is_builtin
 from slapo.record.keep import keep
 from slapo.record.kept import PLAIN
@@ -89,7 +90,14 @@ def record_of(
     kept = {k: v if type(v) in PLAIN else keep(v, node) for k, v in given.items()}
     identity = identify((*args, *kwargs.values()))
     place = caller_location()
-    return Record(node.path, primitive.name(), kept, place, len(args), identity)
+    record = Record(node.path, primitive.name(), kept, place, len(args), identity)
+    if is_builtin(primitive):
+        try:
+            check_arguments(primitive.apply, given)
+        except (TypeError, ValueError) as error:
+            _put_in_front(error, record)
+            raise
+    return record
 
 
 def _named(

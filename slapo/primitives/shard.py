@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 from torch import nn
 
-from slapo.history import describe
 from slapo.logger import get_logger
 from slapo.node import Node
 from slapo.primitives.base import Primitive
@@ -77,29 +77,16 @@ class ShardPrimitive(Primitive):
     def apply(
         sch: Node,
         /,
-        tensor_name: str,
-        axis: int,
-        blocks: int | Sequence[int] = 1,
+        tensor_name: Annotated[str, "the name of one tensor; call shard() once for each"],
+        axis: Annotated[int, "an axis of the tensor: 0, 1 or -1"],
+        blocks: Annotated[int | Sequence[int], "the number of equal blocks, or their sizes"] = 1,
         uneven: bool = False,
-        parts: int | None = None,
+        parts: Annotated[int | None, "such as the number of key and value heads"] = None,
     ) -> Node:
         """Check everything, then slice the tensor here and where it is tied."""
-        if not isinstance(tensor_name, str):
-            raise TypeError(
-                f"tensor_name must be the name of one tensor, got {describe(tensor_name)}; pass it "
-                "in quotes, as 'weight', and call shard() once for each"
-            )
-        if type(axis) is not int:
-            raise TypeError(
-                f"axis must be an integer, got {axis!r}; pass an axis of the tensor: 0, 1 or -1"
-            )
         check_own_tensor(sch, tensor_name)
         check_called(sch, tensor_name)
         module = innermost(sch.mod)
-        if type(uneven) is not bool:
-            raise TypeError(f"uneven must be True or False, got {uneven!r}; pass one of them")
-        if parts is not None and (type(parts) is not int or parts < 1):
-            raise TypeError(f"parts must be a number of parts, got {parts!r}; pass that of heads")
         cut = Cut(axis, blocks, uneven, parts)
         if _confirms_tie(sch, module, tensor_name, cut):
             return sch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from slapo.sharding.groups import handle_of
 from slapo.sharding.layout import KnownSync, Placement
 from slapo.sharding.partial import add_reducer, can_reduce
 from slapo.sharding.state import layout_of, make_sharding, syncs_of
-from slapo.sharding.sync import REDUCTIONS, SyncOp, check_mode, check_sync, make_sync_op
+from slapo.sharding.sync import REDUCTIONS, SyncOp, check_sync, make_sync_op
 from slapo.sharding.sync_hooks import (
     GradientHook,
     InputHook,
@@ -107,10 +107,15 @@ class SyncPrimitive(Primitive):
 
     @staticmethod
     def apply(
-        sch: Node, /, mode: str, sync_op_or_fn: str | Callable[..., Any], **kwargs: Any
+        sch: Node,
+        /,
+        mode: Literal["fwd_pre", "fwd_post", "bwd_post"],
+        sync_op_or_fn: Annotated[
+            str | Callable[..., Any], "the name of an op such as 'all_reduce', or a hook"
+        ],
+        **kwargs: Any,
     ) -> Node:
         """Check the sync against what is known, then register it."""
-        check_mode(mode)
         check_runs(sch)
         check_called(sch)
         _check_takes_hooks(sch)
@@ -136,11 +141,6 @@ def _check_takes_hooks(sch: Node) -> None:
 def _add_callable(
     sch: Node, mode: str, function: Callable[..., Any], kwargs: dict[str, Any]
 ) -> None:
-    if not callable(function):
-        raise TypeError(
-            f"sync_op_or_fn must be the name of an op or a hook function, got {function!r}; pass "
-            "one such as 'all_reduce'"
-        )
     if kwargs:
         raise TypeError(
             f"a hook function takes no further arguments, got {sorted(kwargs)}; bind them by "

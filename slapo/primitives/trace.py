@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from torch import fx, nn
 
@@ -26,8 +26,6 @@ from slapo.utils.calls import outline
 from slapo.wrapper import innermost
 
 logger = get_logger()
-
-TRACERS = ("pytorch", "huggingface", "dynamo")
 
 
 class _ClosedError(TraceError):
@@ -96,19 +94,13 @@ class TracePrimitive(Primitive):
         /,
         recursive: bool = True,
         flatten: bool = False,
-        tracer: str = "pytorch",
-        leaf_modules: Collection[str] = (),
+        tracer: Literal["pytorch", "huggingface", "dynamo"] = "pytorch",
+        leaf_modules: Annotated[Collection[str], "names of classes, or paths"] = (),
         concrete_args: Mapping[str, Any] | None = None,
         config: Any = None,
         example_inputs: Any = None,
     ) -> bool:
         """Trace first, then put the graphs in place."""
-        _check_tracer(tracer)
-        if isinstance(leaf_modules, str):
-            raise TypeError(
-                f"leaf_modules is a list of names, got the string {leaf_modules!r}; "
-                f"pass [{leaf_modules!r}]"
-            )
         remember_inputs(sch, example_inputs)
         module = innermost(sch.mod)
         _check_leaves(module, leaf_modules)
@@ -218,13 +210,12 @@ class TraceUntilPrimitive(Primitive):
         sch: Node,
         /,
         paths: str | Collection[str],
-        tracer: str = "pytorch",
+        tracer: Literal["pytorch", "huggingface"] = "pytorch",
         concrete_args: Mapping[str, Any] | None = None,
         config: Any = None,
         example_inputs: Any = None,
     ) -> bool:
         """Trace every container on the way, then put all graphs in place."""
-        _check_tracer(tracer, TRACERS[:2])
         if sch.parent is not None:
             raise ValueError(
                 f"trace_until traces from the root down; call it on the root, with {sch.path!r} "
@@ -250,18 +241,13 @@ class TraceUntilPrimitive(Primitive):
             for path in containers:
                 _check_traceable(innermost(sch[path].mod))
             # A pipeline runs the joined graph: inputs, where there are any, make it exact.
-            how = tracer if example_inputs is None else TRACERS[1]
+            how = tracer if example_inputs is None else "huggingface"
             result = _first_or_second(sch, by_preview, by_capture, how)
         except TraceError as error:
             _warn(sch, tracer, error)
             return False
         _attach(sch, result)
         return True
-
-
-def _check_tracer(tracer: str, known: tuple[str, ...] = TRACERS) -> None:
-    if tracer not in known:
-        raise ValueError(f"unknown tracer {tracer!r}; known are {list(known)}")
 
 
 def _check_leaves(module: nn.Module, leaf_modules: Collection[str]) -> None:

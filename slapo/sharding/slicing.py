@@ -134,6 +134,8 @@ def make_spec(shape: torch.Size, cut: Cut, rank: int, world_size: int) -> ShardS
 
 def _copies(blocks: tuple[int, ...], parts: int, world_size: int) -> int:
     """How many ranks hold each of so many parts, at most: heads, which stay whole."""
+    if parts < 1:
+        raise ValueError(f"parts is {parts}; pass a number of heads, 1 or more")
     bad = [size for size in blocks if size % parts]
     if bad:
         raise ValueError(

@@ -22,8 +22,6 @@ from slapo.sharding.groups import GroupHandle
 from slapo.sharding.layout import REPLICATE, KnownSync, Layout, Placement, shard
 from slapo.sharding.steps import ALL_GATHER, ALL_REDUCE, COPY, REDUCE_SCATTER, SCATTER
 
-MODES = ("fwd_pre", "fwd_post", "bwd_post")
-
 
 @dataclass(frozen=True)
 class _Row:
@@ -200,12 +198,6 @@ def _names(argument: Any) -> tuple[str, ...]:
             f"argument is {argument!r}; pass the name of an input of the module, or several"
         )
     return tuple(names)
-
-
-def check_mode(mode: str) -> None:
-    """Raise ``ValueError`` unless `mode` is one of the three."""
-    if mode not in MODES:
-        raise ValueError(f"unknown sync mode {mode!r}; known are {list(MODES)}")
 
 
 # --- contradictions ------------------------------------------------------------------------------

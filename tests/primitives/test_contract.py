@@ -71,7 +71,7 @@ CASES: dict[str, Case] = {
         {},
         lambda s: s.checkpoint(order_args_fn=3),
         TypeError,
-        "order_args_fn must be a function",
+        "order_args_fn is 3; pass a function",
         signature=("subgraph", "order_args_fn", "use_reentrant"),
     ),
     "compile": Case(

@@ -146,7 +146,9 @@ def test_parameters_on_meta_become_the_old_ones() -> None:
 def test_bad_replacements() -> None:
     sch = slapo.create_schedule(Stack())
     node = sch["layers.0"]
-    for bad in (3, "Linear", torch.relu, nn.Linear):
+    for bad in (3, "Linear"):
+        refused(sch, TypeError, "pass a module or a function", lambda bad=bad: node.replace(bad))
+    for bad in (torch.relu, nn.Linear):
         refused(sch, TypeError, "must be an nn.Module", lambda bad=bad: node.replace(bad))
     refused(sch, ValueError, "is that Block already", lambda: node.replace(node.mod))
     refused(sch, ValueError, "need target_ops", lambda: node.replace(Block(), name="B"))
@@ -228,7 +230,7 @@ def test_bad_calls_of_replace_all() -> None:
         lambda: sch.replace_all(nn.Conv2d, lambda p, m: m),
     )
     refused(
-        sch, TypeError, "class of modules, got 'Linear'", lambda: sch.replace_all("Linear", print)
+        sch, TypeError, "cls is 'Linear'; pass a class", lambda: sch.replace_all("Linear", print)
     )
     refused(
         sch,

@@ -165,7 +165,7 @@ def test_a_weight_and_its_bias_have_like_shares(pair: None) -> None:
 
 @pytest.mark.parametrize("uneven", [1, "yes", None])
 def test_uneven_is_yes_or_no(uneven: Any, pair: None) -> None:
-    with pytest.raises(TypeError, match="uneven must be True or False"):
+    with pytest.raises(TypeError, match="pass True or False"):
         slapo.create_schedule(nn.Linear(3, 5)).shard("weight", 0, uneven=uneven)
 
 
@@ -249,7 +249,7 @@ def test_bad_shards_change_nothing(name: str, pair: None) -> None:
 def test_an_axis_is_an_integer(axis: Any, pair: None) -> None:
     sch = slapo.create_schedule(nn.Linear(4, 4))
     before = fingerprint(sch)
-    with pytest.raises(TypeError, match="axis must be an integer"):
+    with pytest.raises(TypeError, match="pass an integer"):
         sch.shard("weight", axis)
     assert fingerprint(sch) == before
 
@@ -271,7 +271,7 @@ def test_sharding_twice(pair: None) -> None:
 def test_tensors_of_one_module_must_agree(pair: None) -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
     sch["0"].shard("weight", 1)
-    refused(sch, lambda: sch["0"].shard("bias", 0), "would leave the output sharded")
+    refused(sch, lambda: sch["0"].shard("bias", 0), r"would leave the output Shard\(-1\)")
     other = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
     other["0"].shard("bias", 0)
     refused(other, lambda: other["0"].shard("weight", 1), "would leave the output Partial()")
@@ -286,7 +286,7 @@ def test_the_bias_may_be_sharded_after_the_sync(pair: None) -> None:
 @pytest.mark.parametrize(
     ("op", "kwargs", "axis", "message"),
     [
-        ("all_gather", {"axis": -1}, 1, "Partial(), which needs summing; use 'all_reduce'"),
+        ("all_gather", {"axis": -1}, 1, r"Partial\(\), which needs summing; use 'all_reduce'"),
         ("all_reduce", {}, 0, "each rank holds a slice"),
         ("all_gather", {"axis": -2}, 0, "not along axis -2"),
     ],
@@ -379,7 +379,7 @@ def test_shards_are_noted_on_the_node(pair: None) -> None:
 @pytest.mark.parametrize("blocks", [2.0, "ab", [1.5, 2.5], True])
 def test_blocks_are_integers(blocks: object) -> None:
     sch = slapo.create_schedule(nn.Linear(4, 4))
-    with pytest.raises(TypeError, match="blocks must be"):
+    with pytest.raises(TypeError, match="(pass an integer or a sequence|blocks must be a number)"):
         sch.shard("weight", 0, blocks=blocks)
 
 

@@ -88,13 +88,18 @@ BAD: dict[str, tuple[Callable[[], Schedule], tuple[Any, ...], dict[str, Any], st
     "another axis, from the front": (column, ("fwd_post", "all_gather"), {"axis": 0}, "axis=-1"),
     "another axis of images": (conv_column, ("fwd_post", "all_gather"), {"axis": -1}, "axis=-3"),
     "another layout": (column, ("fwd_post", "SR->RS"), {}, "reads 'RS', not 'SR'"),
-    "reduce twice": (reduced, ("fwd_post", "all_reduce"), {}, "whole on every rank already"),
+    "reduce twice": (reduced, ("fwd_post", "all_reduce"), {}, r"is Replicate\(\) already"),
     "gather what is whole": (reduced, ("fwd_post", "all_gather"), {"axis": -1}, "Replicate()"),
     "gather the input of rows": (row, ("fwd_pre", "all_gather"), {"axis": -1}, "expects its input"),
     "whole input of rows": (row, ("fwd_pre", "RS->RR"), {}, "reads 'RS', not 'RR'"),
     "gradient of a slice": (row, ("bwd_post", "all_reduce"), {}, "already complete"),
     "gradient of a gathered input": (gathered_input, ("bwd_post", "all_reduce"), {}, "complete"),
-    "unknown mode": (plain, ("fwd", "all_reduce"), {}, r"unknown sync mode 'fwd'; known are \["),
+    "unknown mode": (
+        plain,
+        ("fwd", "all_reduce"),
+        {},
+        "did you mean 'fwd_pre'",
+    ),
     "unknown op": (plain, ("fwd_post", "broadcast"), {}, "unknown sync op 'broadcast'"),
     "no axis": (plain, ("fwd_post", "all_gather"), {}, "needs an axis of the activation"),
     "an axis that is none": (
@@ -124,7 +129,7 @@ def test_a_bad_sync_changes_nothing(name: str, pair: None) -> None:
     [
         (("fwd_post", "all_reduce"), {"axis": 1}, r"does not take \['axis'\]"),
         (("fwd_post", "scatter"), {"axis": 1, "dim": 1}, r"does not take \['dim'\]"),
-        (("fwd_post", 3), {}, "the name of an op or a hook function, got 3"),
+        (("fwd_post", 3), {}, "sync_op_or_fn is 3; pass a string or a function"),
         (("fwd_post", print), {"axis": 1}, "no further arguments"),
     ],
 )

@@ -131,7 +131,7 @@ def test_primitives_after_a_trace() -> None:
     ("kwargs", "error", "message"),
     [
         ({"tracer": "jit"}, ValueError, r"unknown tracer 'jit'; known are \['pytorch', 'hug"),
-        ({"leaf_modules": "Block"}, TypeError, "leaf_modules is a list of names"),
+        ({"leaf_modules": "Block"}, TypeError, "leaf_modules is 'Block'; pass a sequence"),
         ({"concrete_args": {"nothing": 1}}, ValueError, "nothing"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 import torch.fx as fx
 from torch import nn
 
-from slapo.errors import TraceError, with_nearest
+from slapo.errors import TraceError
 from slapo.graph.fuse.modules import compiled_late, sequential_of
 from slapo.graph.fuse.torchscript import has_state, script
 from slapo.graph.match.subgraph_view import subgraph_view
@@ -56,12 +56,6 @@ class Fuse(MadePerText):
         name: str = "FusedModule",
         pick: Pick | None = None,
     ) -> None:
-        if compiler not in COMPILERS:
-            names = [name for name in COMPILERS if name is not None]
-            known = f"known are {', '.join(map(repr, COMPILERS))}"
-            raise ValueError(
-                f"unknown compiler {compiler!r}; {with_nearest(str(compiler), names, known)}"
-            )
         if any(isinstance(node, (list, tuple)) for node in chain):
             raise ValueError(
                 f"fuse takes one subgraph, got {len(chain)}; fuse them one by one, or replace them "
