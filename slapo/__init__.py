@@ -26,26 +26,24 @@ from slapo.logger import get_logger
 from slapo.op.checkpoint import checkpoint
 from slapo.pattern import ModulePattern, Pattern, call_module
 from slapo.primitives.base import Primitive, list_primitives, register_primitive
-from slapo.random import (
-    get_cuda_rng_tracker,
-    get_rng_tracker,
-    is_random_seed_set,
-    set_random_seed,
-)
+from slapo.random import get_rng_tracker, set_random_seed
 from slapo.schedule import Schedule, create_schedule
 from slapo.weights.meta import init_empty_weights
 
 if TYPE_CHECKING:
-    import slapo.autotune as autotune
-    import slapo.cost as cost
-    import slapo.env as env
-    import slapo.initialization as initialization
-    import slapo.tracer as tracer
+    from slapo import autotune as autotune
+    from slapo import cost as cost
+    from slapo import env as env
+    from slapo import initialization as initialization
+    from slapo import tracer as tracer
     from slapo._build import build
     from slapo._replay import replay
-    from slapo.autotune import Database, Space, Symbol
+    from slapo.autotune import Database as Database
+    from slapo.autotune import Space as Space
+    from slapo.autotune import Symbol as Symbol
     from slapo.clip import clip_grad_norm_
     from slapo.cost import dryrun
+    from slapo.framework_dialect import Engine
     from slapo.mesh import init_mesh
     from slapo.model_schedule import apply_schedule
     from slapo.record import ScheduleRecord
@@ -56,7 +54,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Database",
+    "Engine",
     "MissingPackageError",
     "ModulePattern",
     "Pattern",
@@ -65,41 +63,33 @@ __all__ = [
     "Schedule",
     "ScheduleRecord",
     "SlapoError",
-    "Space",
-    "Symbol",
     "TraceError",
     "VerificationError",
     "Verify",
     "apply_schedule",
-    "autotune",
     "bisect",
     "build",
     "call_module",
     "check",
     "checkpoint",
     "clip_grad_norm_",
-    "cost",
     "create_schedule",
     "dryrun",
-    "env",
-    "get_cuda_rng_tracker",
     "get_logger",
     "get_rng_tracker",
     "init_empty_weights",
     "init_mesh",
-    "initialization",
-    "is_random_seed_set",
     "list_primitives",
     "register_place_rule",
     "register_primitive",
     "replay",
     "set_random_seed",
-    "tracer",
 ]
 
 #: Names that are imported when they are first asked for, and where from.
 _LATE = {
     "Database": "slapo.autotune",
+    "Engine": "slapo.framework_dialect",
     "ScheduleRecord": "slapo.record",
     "Space": "slapo.autotune",
     "Symbol": "slapo.autotune",
@@ -110,7 +100,9 @@ _LATE = {
     "check": "slapo.verify.placement",
     "clip_grad_norm_": "slapo.clip",
     "dryrun": "slapo.cost",
+    "get_cuda_rng_tracker": "slapo.random",
     "init_mesh": "slapo.mesh",
+    "is_random_seed_set": "slapo.random",
     "register_place_rule": "slapo.verify.placement",
     "replay": "slapo._replay",
 }
@@ -121,4 +113,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_LATE})

@@ -387,7 +387,6 @@ def test_what_torchscript_cannot_compile():
 
 
 def test_wrong_arguments(gm):
-    match = find_one(gm, PATTERNS["bias_gelu"])
     with pytest.raises(ValueError, match="takes one subgraph, got 2"):
         fusion_of(gm, find_by_name(gm.graph, "fc"))
     with pytest.raises(ValueError, match="empty"):
