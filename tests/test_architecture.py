@@ -42,8 +42,9 @@ def imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("slapo"):
             for alias in node.names:
-                inner = ROOT / (f"{node.module}.{alias.name}".replace(".", "/") + ".py")
-                yield f"{node.module}.{alias.name}" if inner.exists() else str(node.module)
+                inner = ROOT / f"{node.module}.{alias.name}".replace(".", "/")
+                is_module = inner.is_dir() or inner.with_suffix(".py").exists()
+                yield f"{node.module}.{alias.name}" if is_module else str(node.module)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("slapo"))
 

@@ -1,9 +1,17 @@
-"""What a primitive is, and the registry of all of them."""
+"""What a primitive is, the registry of all of them, and the arguments that they declare."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import collections.abc
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from torch import nn
+
+from slapo.errors import with_nearest
+from slapo.history import describe
 
 T = TypeVar("T")
 
@@ -151,3 +159,61 @@ def list_primitives(name_only: bool = True) -> list[str] | dict[str, type[Primit
     True
     """
     return sorted(_REGISTRY) if name_only else dict(sorted(_REGISTRY.items()))
+
+
+# --- arguments -----------------------------------------------------------------------------------
+# Declared by the annotations of `apply`; Annotated[int, "an axis of the tensor"] adds what to pass.
+_WORDS = {
+    int: "an integer",
+    bool: "True or False",
+    str: "a string",
+    type: "a class",
+    collections.abc.Callable: "a function",
+    collections.abc.Mapping: "a dict",
+    collections.abc.Sequence: "a sequence",
+    collections.abc.Collection: "a sequence",
+    nn.Module: "a module",
+}
+
+
+#: A value of these classes is of others too (a bool is an int, a string a sequence, a module a
+#: function) and is taken where its own class is declared.
+_NAMED = (bool, str, nn.Module)
+
+
+def check_arguments(apply: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for an argument that is not what `apply` declares."""
+    for name, (classes, choices, hint) in _declared(apply).items():
+        if name not in given:
+            continue
+        value = given[name]
+        unnamed = any(isinstance(value, one) and one not in classes for one in _NAMED)
+        if isinstance(value, classes) and not unnamed:
+            continue
+        if choices and not (isinstance(value, str) and value in choices):
+            shown = [*choices, *([None] if type(None) in classes else [])]
+            known = with_nearest(str(value), choices, f"known are {shown}")
+            raise ValueError(f"unknown {name} {value!r}; {known}")
+        if not choices:
+            wanted = " or ".join(_WORDS[one] for one in classes if one in _WORDS)
+            further = f", {hint}" if hint else ""
+            raise TypeError(f"{name} is {describe(value)}; pass {wanted}{further}")
+
+
+@functools.cache
+def _declared(
+    apply: Callable[..., Any],
+) -> dict[str, tuple[tuple[type, ...], tuple[str, ...], str]]:
+    """Name -> the classes that it may have, or else known strings, and what to pass."""
+    found = {}
+    for name, hint in get_type_hints(apply, include_extras=True).items():
+        note = ""
+        if get_origin(hint) is Annotated:
+            hint, note = get_args(hint)
+        is_union = get_origin(hint) in (Union, types.UnionType)
+        kinds = get_args(hint) if is_union else (hint,)
+        choices = [c for kind in kinds if get_origin(kind) is Literal for c in get_args(kind)]
+        classes = [get_origin(kind) or kind for kind in kinds if get_origin(kind) is not Literal]
+        if name != "return" and Any not in kinds:
+            found[name] = tuple(classes), tuple(choices), note
+    return found

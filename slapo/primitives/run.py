@@ -13,8 +13,7 @@ from slapo.graph.trace.module import forget_captures
 from slapo.history import Record, caller_location, identify, spelled
 from slapo.logger import get_logger
 from slapo.node import Node
-from slapo.primitives.arguments import check_arguments
-from slapo.primitives.base import Primitive, is_builtin
+from slapo.primitives.base import Primitive, check_arguments, is_builtin
 from slapo.record.keep import keep
 from slapo.record.kept import PLAIN
 from slapo.snapshot import restored_on_error
