@@ -164,15 +164,7 @@ def _check_uneven(blocks: tuple[int, ...], world_size: int) -> None:
         )
 
 
-def _not_sizes(blocks: int | Sequence[int]) -> bool:
-    return not isinstance(blocks, int) and not all(isinstance(size, int) for size in blocks)
-
-
 def _block_sizes(size: int, blocks: int | Sequence[int]) -> tuple[int, ...]:
-    if isinstance(blocks, bool) or not isinstance(blocks, (int, Sequence)) or _not_sizes(blocks):
-        raise TypeError(
-            f"blocks must be a number of equal blocks or their sizes, integers, got {blocks!r}"
-        )
     if isinstance(blocks, int):
         if blocks < 1 or size % blocks:
             raise ValueError(
@@ -180,9 +172,10 @@ def _block_sizes(size: int, blocks: int | Sequence[int]) -> tuple[int, ...]:
                 "or the sizes of the blocks"
             )
         return (size // blocks,) * blocks
-    sizes = tuple(int(b) for b in blocks)
-    if sum(sizes) != size or min(sizes, default=0) < 1:
+    if not all(isinstance(block, int) for block in blocks):
+        raise TypeError(f"blocks are {blocks!r}; pass sizes that are integers")
+    if sum(blocks) != size or min(blocks, default=0) < 1:
         raise ValueError(
-            f"block sizes {list(sizes)} do not add up to {size}; pass the size of every block"
+            f"block sizes {list(blocks)} do not add up to {size}; pass the size of every block"
         )
-    return sizes
+    return tuple(blocks)

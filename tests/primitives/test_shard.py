@@ -379,7 +379,7 @@ def test_shards_are_noted_on_the_node(pair: None) -> None:
 @pytest.mark.parametrize("blocks", [2.0, "ab", [1.5, 2.5], True])
 def test_blocks_are_integers(blocks: object) -> None:
     sch = slapo.create_schedule(nn.Linear(4, 4))
-    with pytest.raises(TypeError, match=r"(pass an integer or a sequence|blocks must be a number)"):
+    with pytest.raises(TypeError, match=r"(pass an integer or a sequence|pass sizes)"):
         sch.shard("weight", 0, blocks=blocks)
 
 
