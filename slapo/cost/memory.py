@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from slapo.cost.layout import Layout
+from slapo.cost.runs import Run
 from slapo.cost.stages import StageParts, Step
 from slapo.cost.state import State
 
@@ -47,17 +48,10 @@ class Memory:
 
 
 def order(schedule: str, stage: int, stages: int, count: int) -> Iterator[tuple[str, int]]:
-    """Forwards and backwards of a stage: ``("F", micro-batch)`` and ``("B", micro-batch)``.
+    """Yield forwards and backwards of a stage: ``("F", micro-batch)`` and ``("B", micro-batch)``.
 
     Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM", for 1F1B; Huang et al. 2019, "GPipe".
-
-    Examples
-    --------
-    >>> list(order("1f1b", stage=1, stages=2, count=2))
-    [('F', 0), ('B', 0), ('F', 1), ('B', 1)]
-    >>> list(order("gpipe", stage=1, stages=2, count=2))
-    [('F', 0), ('F', 1), ('B', 0), ('B', 1)]
     """
     ahead = count if schedule == "gpipe" else min(count, stages - stage)
     if stages == 1:
@@ -69,36 +63,20 @@ def order(schedule: str, stage: int, stages: int, count: int) -> Iterator[tuple[
             yield "F", ahead + number
 
 
-def memory_of(
-    parts: StageParts, state: State, layout: Layout, stage: int, model_buffers: int, inputs: int
-) -> Memory:
-    """Walk through a step of a stage.
-
-    Parameters
-    ----------
-    parts
-        The stage.
-    state
-        What the engine keeps and adds.
-    layout
-        Of the job.
-    stage
-        Its number.
-    model_buffers, inputs
-        Bytes of the model's buffers, and of a micro-batch of its inputs.
-    """
+def memory_of(parts: StageParts, state: State, layout: Layout, stage: int, run: Run) -> Memory:
+    """Walk through a step of a stage; `run` has the sizes of the model's buffers and inputs."""
     count = layout.micro_batches
     received = parts.received.crossing if parts.received else 0
     back = parts.sent.gradient if parts.sent else 0
-    buffers = state.buffers + inputs * count + (received + back) * count
-    base = state.parameters + model_buffers + state.optimizer + buffers
+    buffers = state.buffers + run.inputs * count + (received + back) * count
+    base = state.parameters + run.buffers + state.optimizer + buffers
     most, peak = _run(parts, state, layout, stage)
     in_step = state.gradients + max(state.reduced, state.working) + state.reducing
     worst = max(base + peak + state.around, base + in_step)
     activations = max(0, min(most, worst - base))
     rest = worst - base - state.gradients - activations
     return Memory(
-        parameters=state.parameters + model_buffers,
+        parameters=state.parameters + run.buffers,
         gradients=state.gradients,
         optimizer=state.optimizer,
         activations=activations,
@@ -109,12 +87,12 @@ def memory_of(
 
 
 def _run(parts: StageParts, state: State, layout: Layout, stage: int) -> tuple[int, int]:
-    """Activations at their most, and all that comes and goes at its most."""
+    """Return the peak of activations, and the peak of all that comes and goes."""
     count = layout.micro_batches
     received = parts.received.gradient if parts.received else 0
     sent = parts.sent.gradient if parts.sent else 0
     alive = gradients = extra = most = peak = 0
-    # What one stage makes and another frees, such as the output: gone with the micro-batch.
+    # Tensors that one stage makes and another frees, such as the output, go with the micro-batch.
     left = sent - received
     left += sum(step.forward.delta + step.backward(first=False).delta for step in parts.steps)
     for kind, number in order(layout.schedule, stage, layout.pp, count):
@@ -142,8 +120,8 @@ def _run(parts: StageParts, state: State, layout: Layout, stage: int) -> tuple[i
 
 
 def _kept(step: Step, state: State, number: int, count: int) -> int:
-    """By how much the gradients that stay of a segment differ from what its backward makes."""
-    assert state.kept is not None, "asked before"
+    """Return the difference of the gradients that stay of a segment and those that it makes."""
+    assert state.kept is not None
     owned = [h for h in step.owned if h.is_trained]
     size, elements = sum(h.size for h in owned), sum(h.elements for h in owned)
     now = state.kept(size, elements, number == count - 1)

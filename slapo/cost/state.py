@@ -1,16 +1,16 @@
-"""What each engine keeps beside activations, and what its way of training adds."""
+"""Bytes that each engine keeps beside activations, and that its way of training adds."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from slapo.cost.layout import Layout
-from slapo.cost.runs import HeldParameter
+from slapo.cost.runs import HeldParameter, Place
 from slapo.cost.stages import StageParts, Step
-from slapo.cost.trace import Place
 from slapo.cost.update import Update
 
 SINGLE = 4
@@ -20,61 +20,36 @@ BUCKETS = 2 * 25 * 2**20
 
 @dataclass
 class State:
-    """Bytes of a rank that do not come from running the model.
+    """Bytes of a rank that do not come from running the model."""
 
-    Parameters
-    ----------
-    parameters, gradients, optimizer
-        As the engine keeps them, the last at the optimizer's step.
-    buffers
-        Of the engine, for the whole of a step.
-    around
-        What is there in forward and backward, and not at the optimizer's step.
-    reducing
-        A buffer that is there from the first gradient on.
-    reduced
-        What reducing gradients needs after the backward.
-    working
-        What the optimizer's step needs.
-    gathered
-        Bytes of parameters that are whole only while a layer runs: by place.
-    kept
-        Bytes of gradients that stay of a segment, out of those its backward makes: in a
-        micro-batch before the last, and in the last. None: what it makes stays.
-    """
-
+    #: As the engine keeps them, the last at the optimizer's step.
     parameters: int
     gradients: int
     optimizer: int
+    #: Of the engine, for the whole of a step.
     buffers: int = 0
+    #: Only in forward and backward, not at the optimizer's step.
     around: int = 0
+    #: A buffer from the first gradient on.
     reducing: int = 0
+    #: Reducing gradients after the backward.
     reduced: int = 0
+    #: The optimizer's step.
     working: int = 0
+    #: Parameters that are whole only while a layer runs, by place.
     gathered: dict[Place, int] = field(default_factory=dict)
+    #: Gradients of a segment that stay, of those that its backward makes: bytes, elements, and
+    #: whether it is the last micro-batch -> bytes. Without it all stay.
     kept: Callable[[int, int, bool], int] | None = None
 
     def whole(self, step: Step, kind: str) -> int:
-        """Bytes of whole parameters while a segment runs; in a backward, of the next one too."""
+        """Return bytes of whole parameters while a segment runs; in a backward, also the next's."""
         return self.gathered.get(step.place, 0) * (2 if kind == "B" else 1)
 
 
-def state_of(
-    parts: StageParts, layout: Layout, update: Update, dtype: torch.dtype = torch.float32
-) -> State:
-    """The state of a stage's parameters on one rank.
-
-    Parameters
-    ----------
-    parts
-        The stage.
-    layout
-        Of the job.
-    update
-        The optimizer.
-    dtype
-        In which the model computes; in half precision, optimizers have float32 copies.
-    """
+def state_of(parts: StageParts, layout: Layout, update: Update, dtype: torch.dtype) -> State:
+    """Compute the state of a stage's parameters on one rank."""
+    # In half precision, optimizers have float32 copies.
     is_half = dtype in (torch.float16, torch.bfloat16)
     held = list(parts.held.values())
     if layout.target == "deepspeed":
@@ -116,11 +91,13 @@ def _sharded(parts: StageParts, layout: Layout, update: Update) -> State:
     held = list(parts.held.values())
     shares = layout.dp if layout.data_parallel == "fsdp" else 1
     elements = [count // shares for count in _trained(held)]
-    in_layers, gathered = set[str](), dict[Place, int]()
+    gathered = Counter[Place]()
     for name, place in parts.layer_of.items():
-        in_layers.add(name)
-        gathered[place] = gathered.get(place, 0) + parts.held[name].size
-    outside = sum(each.size for name, each in parts.held.items() if name not in in_layers)
+        gathered[place] += parts.held[name].size
+    # Several layers of the whole model may share a place.
+    layers = Counter(step.place for step in parts.steps)
+    one_layer = {place: size // max(layers[place], 1) for place, size in gathered.items()}
+    outside = sum(each.size for name, each in parts.held.items() if name not in parts.layer_of)
     stay_whole = layout.pp > 1
     single = SINGLE * sum(each.elements for each in held) // shares
     is_half = any(each.itemsize < SINGLE for each in held)
@@ -136,17 +113,9 @@ def _sharded(parts: StageParts, layout: Layout, update: Update) -> State:
         optimizer=round(update.state * sum(elements)),
         around=copies * (sum(each.size for each in held) if stay_whole else outside),
         working=update.working(elements),
-        gathered={} if stay_whole or not copies else _each(parts, gathered),
+        gathered={} if stay_whole or not copies else one_layer,
         kept=kept,
     )
-
-
-def _each(parts: StageParts, sums: dict[Place, int]) -> dict[Place, int]:
-    """Of one layer at each place, where several of the whole model share it."""
-    times: dict[Place, int] = {}
-    for step in parts.steps:
-        times[step.place] = times.get(step.place, 0) + 1
-    return {place: size // times.get(place, 1) for place, size in sums.items()}
 
 
 def _deepspeed(held: list[HeldParameter], layout: Layout, update: Update, is_half: bool) -> State:
