@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slapo.autotune.database import (
+    Predictor,
     best_of,
     check_search,
     finish,
@@ -23,8 +24,7 @@ from slapo.autotune.database import (
     read_trial,
     state_of,
 )
-from slapo.autotune.prediction import Predictor
-from slapo.autotune.report import Result, Watcher
+from slapo.autotune.report import Progress, Result
 from slapo.autotune.space import (
     Choices,
     Point,
@@ -64,7 +64,7 @@ def tune(
     predict: Callable[[dict[str, Any]], Any] | None = None,
     constraint: Callable[[Any], Any] | None = None,
     run: Callable[[dict[str, Any]], Any] | None = None,
-    watcher: Watcher | None = None,
+    watcher: Progress | None = None,
     trials: int | None = None,
     timeout: float = 1800.0,
     seed: int = 0,
@@ -101,7 +101,7 @@ def tune(
     run
         Function of this process instead of a command, from the values to the throughput.
     watcher
-        Receives the events of the search.
+        Prints the events of the search.
     trials
         Number of points to run, including those in the database; by default a tenth of the space,
         from 10 to 200.
@@ -190,7 +190,7 @@ class _Search:
     _constraint: Callable[[Any], Any] | None
     _launcher: Launcher | None
     _function: Callable[[dict[str, Any]], Any] | None
-    _watcher: Watcher | None
+    _watcher: Progress | None
     _survey: Survey
     _timeout: float
     _metric: str

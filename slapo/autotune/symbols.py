@@ -132,7 +132,7 @@ def space_of_symbols(
     get_bs_range: Callable[[Any], Sequence[Any]] | None = None,
     update_space: Callable[[Any, Space], Any] | None = None,
 ) -> SpaceFunction:
-    """The space of a published configuration file, made again after each symbol is fixed."""
+    """Return the space of a published configuration file, rebuilt after each symbol is fixed."""
     sizes = None if get_bs_range is None else _batch_sizes(get_bs_range, args)
 
     def space(choose: Choices) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import pytest
 
 from slapo import command
 from slapo.autotune import Database
-from slapo.autotune.command import main
+from slapo.autotune.tune import main
 
 pytest.importorskip("optuna")
 Run = Callable[..., tuple[int, str, str]]
@@ -328,7 +328,7 @@ FORKS = """
 import os, signal, sys
 import optuna
 optuna.storages.RDBStorage("sqlite://")  # imports what databases need
-from slapo.autotune.command import main
+from slapo.autotune.tune import main
 for line in sys.stdin:
     child = os.fork()
     if not child:
