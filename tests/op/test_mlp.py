@@ -240,36 +240,25 @@ def test_an_activation_may_be_replaced() -> None:
     assert torch.equal(sch.mod(x), wanted)
 
 
-def _with_forward() -> nn.Module:
+def changed(**attributes: Any) -> nn.Module:
     module = MLP()
-    module.forward = lambda x: x  # type: ignore[method-assign]
-    return module
-
-
-def _with_more() -> nn.Module:
-    module = MLP()
-    module.dropout = nn.Dropout()
-    return module
-
-
-def _with_tensor() -> nn.Module:
-    module = MLP()
-    module.register_buffer("scale", torch.ones(1))
+    for name, value in attributes.items():
+        setattr(module, name, value)
     return module
 
 
 @pytest.mark.parametrize(
-    ("make", "why"),
+    ("module", "why"),
     [
-        (_with_forward, "a forward put on it"),
-        (_with_more, "dropout"),
-        (_with_tensor, "scale"),
-        (lambda: nn.Linear(2, 2), "children \\[\\]"),
+        (changed(forward=torch.abs), "a forward put on it"),
+        (changed(dropout=nn.Dropout()), "dropout"),
+        (changed(scale=nn.Parameter(torch.ones(1))), "scale"),
+        (nn.Linear(2, 2), "children \\[\\]"),
     ],
 )
-def test_what_is_no_such_block(make: Any, why: str) -> None:
+def test_what_is_no_such_block(module: nn.Module, why: str) -> None:
     with pytest.raises(ValueError, match=f"GatedMLP.like.*{why}"):
-        GatedMLP.like(make())
+        GatedMLP.like(module)
 
 
 # --- by name -------------------------------------------------------------------------------------
