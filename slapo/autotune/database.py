@@ -171,10 +171,6 @@ def open_study(db: Path | None) -> optuna.Study:
     try:
         if db is None:
             return optuna.create_study(direction="maximize")
-        if db.exists():
-            with db.open("rb") as file:
-                if file.read(6) not in (b"", b"SQLite"):
-                    raise ValueError("it is not SQLite")
         path = db.resolve()
         storage = optuna.storages.RDBStorage(
             f"sqlite:///{_NAME}.db",  # a path may have characters with a meaning in a URL

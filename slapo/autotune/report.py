@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections import Counter
@@ -84,9 +83,7 @@ class Progress:
         self._say(f"{head} {_words(trial.values)}: {found}{why}{top}")
 
     def _say(self, line: str) -> None:
-        # The reader may leave, as head does; the search continues.
-        with contextlib.suppress(BrokenPipeError):
-            print(line, file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
 
 
 def _words(values: Mapping[str, Any]) -> str:
@@ -132,7 +129,7 @@ def _table(trials: Sequence[Trial], metric: str) -> str:
     return "\n".join("  ".join(row) for row in aligned)
 
 
-def save_plot(result: Result, path: Path) -> None:
+def save_plot(result: Result, path: str | Path) -> None:
     """Draw the figure of each trial in order and, with predictions, against the predicted one."""
     from matplotlib.figure import Figure
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,10 +225,10 @@ def _import(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        line, trace = "", error.__traceback__
-        while trace is not None:
-            if Path(trace.tb_frame.f_code.co_filename).resolve() == path.resolve():
-                line = f", line {trace.tb_lineno},"
-            trace = trace.tb_next
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [
+            f", line {f.lineno}," for f in frames if Path(f.filename).resolve() == path.resolve()
+        ]
+        line = lines[-1] if lines else ""
         raise TuneError(f"{path}{line} failed: {type(error).__name__}: {error}; fix it") from error
     return module

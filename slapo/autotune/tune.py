@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from slapo.autotune import search
 from slapo.autotune.database import Database, import_optuna
-from slapo.autotune.report import Progress, Result, save_plot, summary
+from slapo.autotune.report import Progress, save_plot, summary
 from slapo.autotune.space import TuneError
 from slapo.autotune.symbols import Space, Symbol, load_config
 from slapo.autotune.trial import Launcher
@@ -89,25 +87,14 @@ def _tune(given: argparse.Namespace) -> int:
         grows=config.grows,
         retry=given.retry,
     )
-    try:
-        _show(result, Path(given.db))
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output has left; the database has everything
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-    return 0 if result.best is not None else 1
-
-
-def _show(result: Result, db: Path) -> None:
     print(summary(result))
-    image = db.with_name(db.name + ".png")
+    image = f"{given.db}.png"
     try:
         save_plot(result, image)
         print(f"\nthe search as a plot: {image}")
-    except ImportError:
-        print("\nno plot: matplotlib is not installed", file=sys.stderr)
-    except OSError as error:
-        print(f"\nno plot: {image} cannot be written: {error.strerror}", file=sys.stderr)
+    except (ImportError, OSError) as error:
+        print(f"\nno plot: {error}", file=sys.stderr)
+    return 0 if result.best is not None else 1
 
 
 @contextlib.contextmanager

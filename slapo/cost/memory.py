@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from slapo.cost.layout import Layout
 from slapo.cost.runs import Run
@@ -41,10 +41,6 @@ class Memory:
     buffers: int
     working: int
     peak: int
-
-    def parts(self) -> dict[str, int]:
-        """The parts by name, without the peak."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "peak"}
 
 
 def order(schedule: str, stage: int, stages: int, count: int) -> Iterator[tuple[str, int]]:

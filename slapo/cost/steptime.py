@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 from slapo.cost.layout import Layout
 from slapo.cost.machine import Machine
@@ -45,12 +45,8 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Of the step."""
-        return sum(getattr(self, f.name) for f in fields(self))
-
-    def parts(self) -> dict[str, float]:
-        """By name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        """Seconds of the whole step."""
+        return sum(asdict(self).values())
 
 
 #: Seconds of a micro-batch on a stage, each for forward and backward: compute, and collectives.

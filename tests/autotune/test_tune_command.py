@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import re
@@ -246,31 +245,6 @@ def test_files_in_the_way(tune: Run) -> None:
     status, _, err = tune("--config", "space.py", "--db", "other.db", *PYTHON, "train.py")
     assert status == 2
     assert "other.db.logs/trial-0000.log cannot be written: " in err
-
-
-def test_who_reads_may_leave(tune: Run) -> None:
-    """As in ``slapo tune ... 2>&1 | head -2``."""
-
-    def start(arguments: list[str]) -> int:
-        reads, writes = os.pipe()
-        os.close(reads)
-        with (
-            contextlib.suppress(BrokenPipeError),
-            open(writes, "w") as pipe,
-            contextlib.redirect_stdout(pipe),
-            contextlib.redirect_stderr(pipe),
-        ):
-            status = main(arguments)
-        return status
-
-    status, _, _ = tune("--config", "space.py", "--trials", "4", *PYTHON, "train.py", start=start)
-    assert status == 0
-    assert len(runs()) == 4
-    Path("train.py").write_text("1 / 0")
-    status, _, _ = tune(
-        "--config", "space.py", "--db", "b.db", "--trials", "2", *PYTHON, "train.py", start=start
-    )
-    assert status == 1
 
 
 def test_without_optuna(tune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
