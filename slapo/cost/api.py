@@ -26,7 +26,6 @@ from slapo.cost.models import (
 from slapo.cost.result import DryRun
 from slapo.cost.runs import Run, loss_of_output, run
 from slapo.cost.stages import StageParts, divide
-from slapo.cost.state import state_of
 from slapo.cost.steptime import time_of
 from slapo.cost.update import Update
 from slapo.errors import SlapoError
@@ -168,7 +167,7 @@ def dryrun(
     update = Update.of(optimizer, accelerator=node.is_asynchronous)
     any_run = parts[0].steps[0].run
     memory = tuple(
-        memory_of(each, state_of(each, layout, update, small.dtype), layout, number, any_run)
+        memory_of(each, number, layout, any_run, update, small.dtype)
         for number, each in enumerate(parts)
     )
     micro = job.inputs(layout.micro)

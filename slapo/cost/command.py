@@ -79,16 +79,13 @@ def _machine(name: str) -> Machine:
         return calibrate(lambda text: print(f"calibrating: {text}", file=sys.stderr, flush=True))
     if "," not in name:
         return machine_of(name)
-    try:
-        numbers = [float(part) for part in name.split(",")]
-    except ValueError:
-        numbers = []
+    numbers = name.split(",")
     if len(numbers) != 4:
         raise ValueError(
             f"--machine {name} is no list of four numbers; give bytes of memory, operations per "
             "second, bytes per second of memory and of links, such as 48e9,180e12,860e9,32e9"
         )
-    memory, flops, bandwidth, inside = numbers
+    memory, flops, bandwidth, inside = map(float, numbers)
     return Machine("custom", memory, flops, bandwidth, inside)
 
 

@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass
 
 from slapo.cost.layout import Layout
 from slapo.cost.machine import Machine
-from slapo.cost.memory import order
+from slapo.cost.memory import SINGLE, order
 from slapo.cost.stages import StageParts
-from slapo.cost.state import SINGLE
 from slapo.cost.update import Update
 
 #: The share of the last backward behind which reductions of gradients hide.
