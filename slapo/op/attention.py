@@ -80,7 +80,7 @@ def attend(
     >>> attend(q, k, k, is_causal=True).shape
     torch.Size([2, 4, 5, 8])
     """
-    check_available(backend)
+    check_available(backend, query)
     _check_shapes(query, key, value)
     _check_mask(mask)
     if bias is not None and not bias.is_floating_point():
@@ -89,7 +89,6 @@ def attend(
         # In half precision eager attention rounds the logits, and its gradients are worse.
         few = key.shape[-2] < _LONG and query.device.type == "cpu" and query.dtype not in _HALVES
         backend = "eager" if bias is not None and few else "sdpa"
-    _check_tensor(backend, query)
     if bias is not None and mask is not None:
         is_bool = mask.dtype == torch.bool
         mask = torch.where(mask, bias, _least(bias.dtype)) if is_bool else mask + bias
@@ -107,8 +106,8 @@ def drawing(dropout: float) -> AbstractContextManager[None]:
     return tracker.fork() if is_split else nullcontext()
 
 
-def check_available(backend: str) -> None:
-    """Refuse an unknown backend, and one that this machine cannot run."""
+def check_available(backend: str, query: Tensor | None = None) -> None:
+    """Refuse an unknown backend, and one that this machine cannot run, or not for this query."""
     if backend not in BACKENDS:
         raise ValueError(f"attention by {backend!r} is not known; pass one of {list(BACKENDS)}")
     package = {"flash": "flash_attn", "xformers": "xformers"}.get(backend)
@@ -119,14 +118,9 @@ def check_available(backend: str) -> None:
             f"attention by {backend!r} needs the package {package!r}, which is not installed; "
             "install it, or take 'sdpa', which has such a kernel on CUDA"
         )
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or (query is not None and query.device.type != "cuda"):
         raise ValueError(f"attention by {backend!r} runs on CUDA only; take 'sdpa' elsewhere")
-
-
-def _check_tensor(backend: str, query: Tensor) -> None:
-    if backend in ("flash", "xformers") and query.device.type != "cuda":
-        raise ValueError(f"attention by {backend!r} runs on CUDA only; take 'sdpa' elsewhere")
-    if backend == "flash" and query.dtype not in _HALVES:
+    if backend == "flash" and query is not None and query.dtype not in _HALVES:
         raise ValueError(
             f"attention by 'flash' takes half precision, and the query is {query.dtype}; take "
             "'sdpa', or turn the model into bfloat16"
@@ -205,12 +199,11 @@ def _eager(
     weights = torch.matmul(query, key.transpose(-2, -1)) * scale
     if is_causal:
         mask = both_masks(mask, causal_mask(query, key))
+    least = _least(weights.dtype)
     if mask is not None and mask.dtype == torch.bool:
-        weights = weights.masked_fill(~mask, _least(weights.dtype))
-    elif mask is not None:
-        # Clamped, since a row of -inf alone would be nan.
-        weights = weights + mask
-        weights = weights.clamp(min=_least(weights.dtype))
+        weights = weights.masked_fill(~mask, least)
+    elif mask is not None:  # clamped, since a row of -inf alone would be nan
+        weights = (weights + mask).clamp(min=least)
     precise = torch.promote_types(weights.dtype, torch.float32)
     weights = weights.softmax(-1, dtype=precise).to(query.dtype)
     return torch.matmul(F.dropout(weights, dropout), value)
