@@ -105,7 +105,7 @@ def _dryrun(given: argparse.Namespace) -> int:
 
 
 def _tune(given: argparse.Namespace) -> int:
-    from slapo.autotune.command import main as tune
+    from slapo.autotune.tune import main as tune
 
     return tune(given.arguments)
 

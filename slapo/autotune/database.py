@@ -1,4 +1,4 @@
-"""The trials of a search: a study of optuna in one SQLite file."""
+"""The trials and predictions of a search: a study of optuna in one SQLite file."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ import json
 import re
 import sqlite3
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slapo.autotune.prediction import Prediction, saved_predictions
-from slapo.autotune.space import TuneError, point_key
-from slapo.autotune.trial import NOT_RUN, RUN, Trial
+from slapo.autotune.space import Point, Refused, TuneError, configured, point_key, source_of
+from slapo.autotune.trial import NOT_RUN, RUN, Prediction, Trial
 from slapo.autotune.values import finite_number
-from slapo.errors import MissingPackageError
+from slapo.errors import MissingPackageError, SlapoError
 
 if TYPE_CHECKING:
     import optuna
 
 #: Name of the study in the file.
 _NAME = "slapo"
+#: Seconds after which new predictions are written.
+_PAUSE = 5.0
 
 
 class Database:
@@ -151,7 +153,7 @@ class Database:
 
 # --- the study -----------------------------------------------------------------------------------
 def import_optuna() -> Any:
-    """The package optuna, or one clear error."""
+    """Import optuna, or raise one clear error."""
     try:
         import optuna
     except ImportError:
@@ -162,17 +164,13 @@ def import_optuna() -> Any:
 
 
 def open_study(db: Path | None) -> optuna.Study:
-    """The study of a file, created if there is none; in memory without a file."""
+    """Open or create the study of a file; in memory without a file."""
     optuna = import_optuna()
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         if db is None:
             return optuna.create_study(direction="maximize")
-        if db.exists():
-            with db.open("rb") as file:
-                if file.read(6) not in (b"", b"SQLite"):
-                    raise ValueError("it is not SQLite")
         path = db.resolve()
         storage = optuna.storages.RDBStorage(
             f"sqlite:///{_NAME}.db",  # a path may have characters with a meaning in a URL
@@ -218,7 +216,7 @@ def locked(db: Path | None) -> Iterator[None]:
 
 
 def read_trial(frozen: Any) -> Trial | None:
-    """A trial of the study; None for a repetition, and for one that has no point yet."""
+    """Read a trial of the study; None for a repetition, and for one that has no point yet."""
     held = frozen.user_attrs
     if "trial" in held:
         predicted = held["trial"]["predicted"]
@@ -244,7 +242,7 @@ def finish(study: optuna.Study, number: int, trial: Trial | None) -> None:
 
 
 def state_of(kind: str) -> Any:
-    """State of an outcome in the study; the sampler avoids pruned points."""
+    """Return the state of an outcome in the study; the sampler avoids pruned points."""
     states = import_optuna().trial.TrialState
     if kind == "ok":
         return states.COMPLETE
@@ -252,7 +250,7 @@ def state_of(kind: str) -> Any:
 
 
 def best_of(trials: Sequence[Trial]) -> Trial | None:
-    """The trial with the largest result."""
+    """Return the trial with the largest result."""
     measured = [trial for trial in trials if trial.result is not None]
     return max(measured, key=lambda trial: trial.result or 0.0, default=None)
 
@@ -274,6 +272,86 @@ def check_search(study: optuna.Study, db: Path | None, mine: Mapping[str, Any]) 
             )
         if what not in held:
             study.set_user_attr(what, new)
+
+
+# --- predictions ---------------------------------------------------------------------------------
+class Predictor:
+    """The function ``predict`` of a user; it is asked once for each point of a study."""
+
+    def __init__(self, predict: Callable[[dict[str, Any]], Any], study: optuna.Study) -> None:
+        self._predict, self._study = predict, study
+        self._source = source_of(predict)
+        held = study.user_attrs.get("predictions", {})
+        # Without its source, a changed function looks like this one.
+        same = self._source and held.get("source") == self._source
+        self._known = saved_predictions(study) if same else {}
+        self._saved, self._is_new = time.monotonic(), False
+
+    def __call__(self, point: Point) -> Prediction:
+        """Return the prediction of a point."""
+        if point.key not in self._known:
+            self._known[point.key] = self._ask(point.values)
+            self._is_new = True
+            if time.monotonic() - self._saved > _PAUSE:
+                self.save()
+        return self._known[point.key]
+
+    def get(self, point: Point) -> Prediction | None:
+        """Return the prediction of a point that was asked for."""
+        return self._known.get(point.key)
+
+    def save(self) -> None:
+        """Write new predictions to the study."""
+        if self._is_new:
+            points = {key: asdict(found) for key, found in self._known.items()}
+            self._study.set_user_attr("predictions", {"source": self._source, "points": points})
+        self._saved, self._is_new = time.monotonic(), False
+
+    def _ask(self, values: dict[str, Any]) -> Prediction:
+        with configured(f"predict({values})"):
+            try:
+                found = self._predict(dict(values))
+            except Refused as reason:
+                return Prediction(fits=False, refused=str(reason) or "refused")
+            except (SlapoError, ValueError) as error:  # raised by recipes and the dry run
+                return Prediction(fits=False, refused=f"{type(error).__name__}: {error}")
+        if found is None:
+            return Prediction(fits=False, refused="the prediction is None")
+        return _read(found, values)
+
+
+def saved_predictions(study: optuna.Study) -> dict[str, Prediction]:
+    """Key of a point -> its prediction in a study."""
+    held = study.user_attrs.get("predictions", {"points": {}})
+    return {key: Prediction(**figures) for key, figures in held["points"].items()}
+
+
+def _read(found: Any, values: dict[str, Any]) -> Prediction:
+    """Read a prediction from keys or attributes; `fits` overrules `capacity`."""
+    memory, throughput = (_number(found, name, values) for name in ("memory", "throughput"))
+    fits, capacity = _get(found, "fits"), None
+    if fits is None or _get(found, "capacity") is not None:
+        capacity = _number(found, "capacity", values)
+    if fits is None:
+        fits = capacity is not None and memory <= capacity
+    return Prediction(memory, capacity, throughput, bool(fits))
+
+
+def _get(found: Any, name: str) -> Any:
+    return found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
+
+
+def _number(found: Any, name: str, values: dict[str, Any]) -> float:
+    value = _get(found, name)
+    if value is None:
+        raise TuneError(
+            f"predict({values}) returned {str(found)[:200]}, which has no {name!r}; give "
+            "'memory' and 'capacity' in bytes and 'throughput' in samples/s, as keys or attributes"
+        )
+    number = finite_number(value.item() if hasattr(value, "item") else value)
+    if number is None or number < 0:
+        raise TuneError(f"predict({values}) gave {name}={value!r}; give a finite number from 0 on")
+    return number
 
 
 # --- JSON databases of the published package -----------------------------------------------------

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from slapo.autotune.space import Point
 from slapo.autotune.trial import Trial
 
 #: Trials in the table, and seconds between lines about predictions.
 _ROWS, _PAUSE = 10, 10.0
-
-
-class Watcher(Protocol):
-    """Receives the events of a search."""
-
-    def predicted(self, done: int, total: int) -> None:
-        """`done` of `total` points have their prediction."""
-
-    def started(self, point: Point, done: int, total: int) -> None:
-        """A trial starts."""
-
-    def ended(self, trial: Trial, best: Trial | None, done: int, total: int) -> None:
-        """A trial ended, or a point was judged that does not run."""
 
 
 @dataclass(frozen=True)
@@ -73,23 +59,23 @@ class Result:
 
 
 class Progress:
-    """A :class:`Watcher` that prints lines to standard error."""
+    """Prints the events of a search to standard error."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
 
     def predicted(self, done: int, total: int) -> None:
-        """`done` of `total` points have their prediction."""
+        """Report that `done` of `total` points have their prediction."""
         if done == total or time.monotonic() - self._last > _PAUSE:
             self._last = time.monotonic()
             self._say(f"predicted {done} of {total} points")
 
     def started(self, point: Point, done: int, total: int) -> None:
-        """A trial starts."""
+        """Report the start of a trial."""
         self._say(f"[{done + 1}/{total}] runs {_words(point.values)}")
 
     def ended(self, trial: Trial, best: Trial | None, done: int, total: int) -> None:
-        """A trial ended, or a point was judged that does not run."""
+        """Report the end of a trial, or a point that does not run."""
         found = trial.outcome if trial.result is None else f"{trial.result:.4g}"
         why = f" ({trial.reason})" if trial.reason else ""
         top = "" if best is None or best.result is None else f"; best {best.result:.4g}"
@@ -97,9 +83,7 @@ class Progress:
         self._say(f"{head} {_words(trial.values)}: {found}{why}{top}")
 
     def _say(self, line: str) -> None:
-        # The reader may leave, as head does; the search continues.
-        with contextlib.suppress(BrokenPipeError):
-            print(line, file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
 
 
 def _words(values: Mapping[str, Any]) -> str:
@@ -145,7 +129,7 @@ def _table(trials: Sequence[Trial], metric: str) -> str:
     return "\n".join("  ".join(row) for row in aligned)
 
 
-def save_plot(result: Result, path: Path) -> None:
+def save_plot(result: Result, path: str | Path) -> None:
     """Draw the figure of each trial in order and, with predictions, against the predicted one."""
     from matplotlib.figure import Figure
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slapo.autotune.database import (
+    Predictor,
     best_of,
     check_search,
     finish,
@@ -23,8 +23,7 @@ from slapo.autotune.database import (
     read_trial,
     state_of,
 )
-from slapo.autotune.prediction import Predictor
-from slapo.autotune.report import Result, Watcher
+from slapo.autotune.report import Progress, Result
 from slapo.autotune.space import (
     Choices,
     Point,
@@ -35,6 +34,7 @@ from slapo.autotune.space import (
     TuneError,
     are_numbers,
     make_point,
+    point_key,
     survey,
 )
 from slapo.autotune.trial import (
@@ -64,7 +64,7 @@ def tune(
     predict: Callable[[dict[str, Any]], Any] | None = None,
     constraint: Callable[[Any], Any] | None = None,
     run: Callable[[dict[str, Any]], Any] | None = None,
-    watcher: Watcher | None = None,
+    watcher: Progress | None = None,
     trials: int | None = None,
     timeout: float = 1800.0,
     seed: int = 0,
@@ -101,7 +101,7 @@ def tune(
     run
         Function of this process instead of a command, from the values to the throughput.
     watcher
-        Receives the events of the search.
+        Prints the events of the search.
     trials
         Number of points to run, including those in the database; by default a tenth of the space,
         from 10 to 200.
@@ -190,7 +190,7 @@ class _Search:
     _constraint: Callable[[Any], Any] | None
     _launcher: Launcher | None
     _function: Callable[[dict[str, Any]], Any] | None
-    _watcher: Watcher | None
+    _watcher: Progress | None
     _survey: Survey
     _timeout: float
     _metric: str
@@ -232,7 +232,7 @@ class _Search:
 
     def _take_over(self, trials: Iterable[Trial | None], db: Path | None, retry: bool) -> None:
         points = {point.key: point for point in self._survey.points}
-        by_answers = {_text(point.parameters): point for point in self._survey.points}
+        by_answers = {point_key(point.parameters): point for point in self._survey.points}
         shapes = {frozenset(point.values) for point in self._survey.points}
         cut: dict[str, Trial] = {}
         for trial in trials:
@@ -242,7 +242,7 @@ class _Search:
             if point is not None and not trial.parameters:
                 # An imported trial: its values say which point it is.
                 trial = replace(trial, choices=point.choices, parameters=point.parameters)
-            now = by_answers.get(_text(trial.parameters)) if trial.parameters else None
+            now = by_answers.get(point_key(trial.parameters)) if trial.parameters else None
             if now is not None and now.key != trial.key:
                 raise TuneError(
                     f"{db} is of another space: its trial {trial.number} ran "
@@ -289,18 +289,17 @@ class _Search:
         self._ranked = [point for _, _, point in sorted(ranked, key=lambda entry: entry[:2])]
         self._does_not_fit = len(points) - len(ranked) - refused.total()
         if not self._ranked:
-            raise TuneError(self._nothing_fits(self._predict, refused))
+            text = f"by their predictions none of {len(points)} points can run"
+            found_sizes = [found for found in map(self._predict, points) if not found.refused]
+            if found_sizes:
+                text += f"; the smallest needs {min(found_sizes, key=lambda one: one.memory)}"
+            for reason, number in refused.most_common(1):
+                text += f"; {number} are refused, the first: {reason}"
+            raise TuneError(
+                f"{text}; add points that need less, such as smaller batches or more checkpoints"
+            )
         if self._survey.is_complete and self._is_default:
             self._total = min(self._total, len(self._ranked))
-
-    def _nothing_fits(self, predict: Predictor, refused: Counter[str]) -> str:
-        text = f"by their predictions none of {len(self._survey.points)} points can run"
-        sizes = [found for found in map(predict, self._survey.points) if not found.refused]
-        if sizes:
-            text += f"; the smallest needs {min(sizes, key=lambda one: one.memory)}"
-        for reason, number in refused.most_common(1):
-            text += f"; {number} are refused, the first: {reason}"
-        return f"{text}; add points that need less, such as smaller batches or more checkpoints"
 
     # The loop.
 
@@ -490,7 +489,3 @@ def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     missing = object()
     names = {**one, **other}
     return [name for name in names if one.get(name, missing) != other.get(name, missing)]
-
-
-def _text(parameters: dict[str, Any]) -> str:
-    return json.dumps(parameters, sort_keys=True)

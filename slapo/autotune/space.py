@@ -50,8 +50,7 @@ class Refused(Exception):
 class Question:
     """A value that a space asks for: its candidates, and the name of the parameter in the study.
 
-    That name contains the candidates: these may change with earlier answers, and a study refuses
-    parameters whose choices do.
+    That name contains the candidates, since a study refuses parameters whose choices change.
     """
 
     name: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +133,7 @@ def space_of_symbols(
     get_bs_range: Callable[[Any], Sequence[Any]] | None = None,
     update_space: Callable[[Any, Space], Any] | None = None,
 ) -> SpaceFunction:
-    """The space of a published configuration file, made again after each symbol is fixed."""
+    """Return the space of a published configuration file, rebuilt after each symbol is fixed."""
     sizes = None if get_bs_range is None else _batch_sizes(get_bs_range, args)
 
     def space(choose: Choices) -> dict[str, Any]:
@@ -224,10 +225,10 @@ def _import(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        line, trace = "", error.__traceback__
-        while trace is not None:
-            if Path(trace.tb_frame.f_code.co_filename).resolve() == path.resolve():
-                line = f", line {trace.tb_lineno},"
-            trace = trace.tb_next
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [
+            f", line {f.lineno}," for f in frames if Path(f.filename).resolve() == path.resolve()
+        ]
+        line = lines[-1] if lines else ""
         raise TuneError(f"{path}{line} failed: {type(error).__name__}: {error}; fix it") from error
     return module

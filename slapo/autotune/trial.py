@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slapo.autotune.prediction import Prediction
 from slapo.autotune.space import Refused, TuneError, configured, point_key, source_of
 from slapo.autotune.values import RESULTS, VARIABLE, finite_number, is_out_of_memory, kind_of
 from slapo.errors import with_nearest
@@ -37,10 +36,9 @@ _PLACE = re.compile(r"\{\{([A-Za-z_][\w.-]*)\}\}|\{([A-Za-z_][\w.-]*)\}")
 
 # --- command lines -------------------------------------------------------------------------------
 class Launcher:
-    """Makes the command line of a point.
+    """The command lines of points, from a program and its arguments or a function of the values.
 
-    `command` is a program and its arguments, as a list or one line, or a function from the values
-    to a list. With `bare` an argument that is a name stands for its value, without braces.
+    With `bare` an argument that is a name stands for its value, without braces.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class Launcher:
             self._words = _with_program(self._words)
 
     def __call__(self, values: Mapping[str, Any]) -> list[str]:
-        """Program and arguments of a point; raises `Refused` where a value is missing."""
+        """Return program and arguments of a point; raises `Refused` where a value is missing."""
         if self._make is None:
             return [self._filled(word, values) for word in self._words]
         call = f"command({dict(values)})"
@@ -70,7 +68,7 @@ class Launcher:
         return _with_program([str(word) for word in made])
 
     def line(self, values: Mapping[str, Any]) -> str:
-        """Shell command that runs a point; empty for a point that has no command."""
+        """Return the shell command of a point; empty for a point that has none."""
         try:
             words = self(values)
         except (Refused, TuneError):  # such as an imported trial
@@ -117,7 +115,7 @@ class Launcher:
 
 
 def _with_program(words: Sequence[str]) -> list[str]:
-    """A command whose first word the system can run."""
+    """Return the command with a first word that the system can run."""
     if not words:
         raise TuneError("there is no script to run; name one, and its arguments, after the options")
     first, *rest = words
@@ -138,6 +136,24 @@ def _with_program(words: Sequence[str]) -> list[str]:
 
 
 # --- outcomes ------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes that the fullest device needs and has, samples per second, and why a point is refused.
+
+    `refused` is empty for a point that can run.
+    """
+
+    memory: float = 0.0
+    capacity: float | None = None
+    throughput: float = 0.0
+    fits: bool = True
+    refused: str = ""
+
+    def __str__(self) -> str:
+        of = "" if self.capacity is None else f" of {self.capacity / 2**30:.2f}"
+        return f"{self.memory / 2**30:.2f}{of} GiB, {self.throughput:.4g} samples/s"
+
+
 @dataclass(frozen=True)
 class Trial:
     """A trial that ended, or a point that a search decided not to run.
@@ -274,7 +290,7 @@ def run_function(
 
 
 def _outcome(code: int, entries: Sequence[Any], text: str, metric: str) -> Trial:
-    """Outcome by exit status, result file and log, in this order."""
+    """Judge a process by its exit status, result file and log, in this order."""
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
     last = lines[-1][:300] if lines else "it printed nothing"
     errors = [entry for entry in entries if isinstance(entry, list)]
@@ -333,10 +349,10 @@ def _logged_speed(text: str) -> float:
 
 def _entries(results: Path) -> list[Any]:
     entries = []
-    with contextlib.suppress(OSError):
-        for line in results.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError):  # cut off with the process that wrote it
-                entries.append(json.loads(line))
+    lines = results.read_text(errors="replace").splitlines() if results.exists() else []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # cut off with the process that wrote it
+            entries.append(json.loads(line))
     return entries
 
 

@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from slapo.cost._job import DryRunSession, InputsFn, LossFn
 from slapo.cost.layout import Layout, sizes_of
 from slapo.cost.machine import Machine, machine_of
 from slapo.cost.memory import memory_of
-from slapo.cost.models import Source
+from slapo.cost.models import (
+    ReducedModel,
+    Source,
+    check_length,
+    example_inputs,
+    shrink,
+    untie,
+    whole_on_meta,
+)
 from slapo.cost.result import DryRun
-from slapo.cost.state import state_of
+from slapo.cost.runs import Run, loss_of_output, run
+from slapo.cost.stages import StageParts, divide
 from slapo.cost.steptime import time_of
 from slapo.cost.update import Update
 from slapo.errors import SlapoError
-from slapo.schedule import Schedule
+from slapo.model_schedule import apply_schedule
+from slapo.model_schedule.apply import chosen
+from slapo.model_schedule.options import Options
+from slapo.model_schedule.registry import AUTO, maker_of, schedule_of
+from slapo.model_schedule.stage_cuts import chosen_cuts, even_cuts, layer_costs
+from slapo.model_schedule.tensor_parallel import cast
+from slapo.schedule import Schedule, create_schedule
+
+InputsFn = Callable[[int], Mapping[str, Any]]
+LossFn = Callable[[Any, Any], Tensor]
+T = TypeVar("T")
+
+#: Options of recipes that the dry run takes itself. Kernels count one by one (`compile`), and
+#: nothing is computed that a check could compare.
+_OWN = ("bf16", "fp16", "ckpt_ratio", "checkpoint_method", "compile", "check")
+
+#: Results of configs and recipes. Functions may return something else at the next call.
+_MODELS: dict[Hashable, ReducedModel] = {}
+_RUNS: dict[Hashable, Run] = {}
 
 
 def dryrun(
@@ -134,19 +162,12 @@ def dryrun(
         zero=zero,
         bucket=bucket,
     )
-    job = DryRunSession(recipe, model_config, layout, node, dtype, inputs, loss_fn, options)
+    job = _DryRunSession(recipe, model_config, layout, node, dtype, inputs, loss_fn, options)
     parts, small = job.stages(pipeline_cuts), job.small
     update = Update.of(optimizer, accelerator=node.is_asynchronous)
     any_run = parts[0].steps[0].run
     memory = tuple(
-        memory_of(
-            each,
-            state_of(each, layout, update, small.dtype),
-            layout,
-            number,
-            any_run.buffers,
-            any_run.inputs,
-        )
+        memory_of(each, number, layout, any_run, update, small.dtype)
         for number, each in enumerate(parts)
     )
     micro = job.inputs(layout.micro)
@@ -164,3 +185,236 @@ def dryrun(
         flops=job.flops(parts) * layout.micro_batches * layout.dp,
         tokens=tokens * layout.micro_batches * layout.dp,
     )
+
+
+def _cached(cache: dict[Hashable, T], size: int, key: Hashable, make: Callable[[], T]) -> T:
+    value = cache.pop(key) if key in cache else make()
+    cache[key] = value  # the latest is the last
+    while len(cache) > size:
+        del cache[next(iter(cache))]
+    return value
+
+
+class _DryRunSession:
+    """The runs of one call of :func:`slapo.dryrun`, run when they are needed."""
+
+    def __init__(
+        self,
+        recipe: str | Callable[[Schedule], Any],
+        source: Source,
+        layout: Layout,
+        machine: Machine,
+        dtype: torch.dtype | None,
+        inputs: InputsFn | None,
+        loss_fn: LossFn | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        if not isinstance(recipe, str) and not callable(recipe):
+            raise TypeError(
+                f"recipe is a {type(recipe).__name__}; pass a key, or a function that schedules"
+            )
+        if options and not isinstance(recipe, str):
+            raise TypeError(
+                f"options {sorted(options)} are for recipes, and this is a function; bind them to "
+                "it by functools.partial"
+            )
+        self.recipe, self.layout, self.machine = recipe, layout, machine
+        self._source, self._inputs, self._loss_fn = source, inputs, loss_fn
+        self.options = {name: value for name, value in options.items() if name not in _OWN}
+        self._own = Options(**{name: options[name] for name in _OWN if name in options})
+        self._dtype = _dtype_of(dtype, self._own)
+        self._key = _key_of(source)
+        self._is_recipe = isinstance(recipe, str) and (recipe == AUTO or not schedule_of(recipe))
+        is_cached = self._is_recipe and self._key is not None and inputs is None and loss_fn is None
+        self._runs: dict[Hashable, Run] = _RUNS if is_cached else {}
+        self._smalls: dict[Hashable, ReducedModel] = {}
+        #: Whether few layers stand in for all.
+        self._few = isinstance(recipe, str)
+        #: Names of tied parameters within one stage.
+        self._together: frozenset[frozenset[str]] = frozenset()
+
+    @property
+    def small(self) -> ReducedModel:
+        """The model, with parameters untied that stages share."""
+        wanted = self._few, self._together
+        if wanted not in self._smalls:
+            key = self._key, self._dtype, self._few, torch.get_default_dtype()
+            cache = {} if self._key is None else _MODELS
+            whole = _cached(cache, 8, key, self._make_small)
+            self._smalls[wanted] = whole if self.layout.pp == 1 else untie(whole, self._together)
+        return self._smalls[wanted]
+
+    def _make_small(self) -> ReducedModel:
+        model = whole_on_meta(self._source)
+        if self._dtype is not None:
+            cast(model, self._dtype)
+        return shrink(model, self._few)
+
+    def stages(self, cuts: Sequence[int] | None) -> list[StageParts]:
+        """Divide the whole model into stages."""
+        runs = self._all_runs()  # may run all layers, which changes the small model
+        ends = self._ends(cuts, next(iter(runs.values())).regular)
+        parts = divide(self.small, runs, self._recomputed(), ends)
+        if self.layout.pp > 1 and any(stage.together for stage in parts):
+            self._together = frozenset(names for stage in parts for names in stage.together)
+            parts = divide(self.small, self._all_runs(), self._recomputed(), ends)
+        return parts
+
+    def inputs(self, samples: int) -> Mapping[str, Any]:
+        """Create inputs of so many samples."""
+        if self._inputs is None:
+            check_length(self.small.model, self.layout.length)
+            return example_inputs(self.small.model, samples, self.layout.length)
+        given = self._inputs(samples)
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"inputs({samples}) returned a {type(given).__name__}; return a dict of what the "
+                "model is called with, by name"
+            )
+        tokens = given.get("input_ids")
+        if isinstance(tokens, Tensor) and tokens.dim() == 2:
+            check_length(self.small.model, tokens.shape[1])
+        sizes = {name: t.shape[0] for name, t in given.items() if isinstance(t, Tensor) and t.dim()}
+        if any(size != samples for size in sizes.values()):
+            raise ValueError(
+                f"inputs({samples}) returned tensors of {sizes} samples; make as many as it is "
+                "asked for, along the first dimension"
+            )
+        return given
+
+    def flops(self, parts: Sequence[StageParts]) -> float:
+        """Count operations of a micro-batch's products, without recomputation.
+
+        Tensor-parallel ranks may repeat work, so these count the model of a single rank.
+        """
+        if self.layout.tp > 1:
+            layout = replace(self.layout, pp=1, tp=1, micro_batches=1, batch=self.layout.micro)
+            options = {n: v for n, v in self.options.items() if n != "sequence_parallel"}
+            given = self.machine, self._dtype, self._inputs, self._loss_fn
+            parts = _DryRunSession(self.recipe, self._source, layout, *given, options).stages(None)
+        flops = 0.0
+        for step in (step for each in parts for step in each.steps):
+            forward = sum(kernel.flops for kernel in step.forward.kernels)
+            backward = sum(kernel.flops for kernel in step.backward(first=False).kernels)
+            # The backward is twice the forward, or less for frozen parameters.
+            flops += forward + min(backward, 2.0 * forward)
+        return flops
+
+    # --- runs ------------------------------------------------------------------------------------
+    def _recomputed(self) -> set[str]:
+        """Return the paths of the layers that recompute activations."""
+        ratio, paths = self._own.ckpt_ratio, list(self.small.costs)
+        return set(chosen(paths, ratio, self._own.checkpoint_method)) if ratio and paths else set()
+
+    def _all_runs(self) -> dict[bool, Run]:
+        """Run layers that keep activations, and layers that recompute them, if any."""
+        count = len(self.small.costs)
+        if not self._few or not count:
+            return {False: self._run(self._own.ckpt_ratio)}
+        recomputed = self._recomputed()
+        found = {}
+        if len(recomputed) < count:
+            found[False] = self._run(0.0)
+        if recomputed:
+            found[True] = self._run(1.0)
+        if all(run.regular for run in found.values()):
+            return found
+        self._few = False  # no layer stands in for others
+        return self._all_runs()
+
+    def _run(self, ratio: float) -> Run:
+        layout, machine, cuda = self.layout, self.machine, torch.backends.cuda
+        key = (
+            (self._key, self._dtype, self._few, self._together, ratio),
+            (layout.tp, layout.micro, layout.length, layout.pp > 1),
+            (machine.rounding, machine.is_asynchronous),
+            maker_of(self.recipe) if isinstance(self.recipe, str) else None,
+            repr(sorted(self.options.items())),
+            # Switches of the process change what a model runs.
+            torch.get_default_dtype(),
+            *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+        )
+        return _cached(self._runs, 64, key, partial(self._make_run, ratio))
+
+    def _make_run(self, ratio: float) -> Run:
+        return run(
+            self.small,
+            partial(self._schedule, ratio),
+            self.inputs(self.layout.micro),
+            self.layout.tp,
+            loss_of_output if self._loss_fn is None else self._loss,
+            self.machine.rounding,
+            traced=self.layout.pp > 1,
+            accelerator=self.machine.is_asynchronous,
+        )
+
+    def _schedule(self, ratio: float, model: nn.Module) -> Schedule:
+        if not isinstance(self.recipe, str):
+            sch = create_schedule(model)
+            self.recipe(sch)
+            return sch
+        options = {**self.options, **({"ckpt_ratio": ratio} if ratio else {})}
+        # The placement check takes longer than all else here.
+        options.update({"check": False} if self._is_recipe else {})
+        return apply_schedule(model, self.recipe, **options)
+
+    def _loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        assert self._loss_fn is not None
+        given = dict(inputs)
+        labels = given.pop("labels", None)
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            given.setdefault("decoder_input_ids", labels)  # the model makes them of labels itself
+        return self._loss_fn(model(**given), labels)
+
+    # --- stages ----------------------------------------------------------------------------------
+    def _ends(self, cuts: Sequence[int] | None, regular: bool) -> list[int]:
+        """Return the numbers of the layers that end a stage."""
+        pp, small = self.layout.pp, self.small
+        if pp == 1:
+            if cuts is not None:
+                raise ValueError(
+                    f"pipeline_cuts={list(cuts)} and pp=1 make no pipeline; pass a mesh with "
+                    f"pp={len(list(cuts)) + 1}, or leave the cuts out"
+                )
+            return []
+        if not regular or not small.costs:
+            raise SlapoError(
+                f"pp={pp}, and {type(small.model).__name__} has no list of two layers or more "
+                "that run one after another, each once; pass pp=1"
+            )
+        if cuts is not None:
+            ends = chosen_cuts(cuts, [len(stack.stand_ins) for stack in small.stacks])
+            if len(ends) != pp - 1:
+                raise ValueError(
+                    f"pipeline_cuts={list(cuts)} make {len(ends) + 1} stages, and the mesh has "
+                    f"pp={pp}"
+                )
+            return ends
+        costs = list(small.costs.values())
+        head = getattr(small.model, "get_output_embeddings", lambda: None)()
+        costs[-1] += layer_costs(head, [""])[0] if isinstance(head, nn.Module) else 0.0
+        return even_cuts(costs, pp)
+
+
+def _key_of(config: Any) -> Any:
+    """Return all that a config holds, also what its JSON leaves out; None for a function."""
+    if not hasattr(config, "model_type"):
+        return None
+    entries = sorted(vars(config).items(), key=lambda entry: entry[0])
+    values = [(n, _key_of(v) if hasattr(v, "model_type") else repr(v)) for n, v in entries]
+    return type(config).__name__, tuple(values)
+
+
+def _dtype_of(dtype: torch.dtype | None, own: Options) -> torch.dtype | None:
+    """Return the dtype that the caller or an option of the recipe asks for."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(
+            f"dtype is {dtype!r}; pass a torch.dtype of floating point, such as torch.bfloat16"
+        )
+    half = torch.bfloat16 if own.bf16 else torch.float16 if own.fp16 else dtype
+    if dtype not in (None, half):
+        raise ValueError(f"dtype={dtype} and an option ask for different types; pass one of them")
+    return half

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -113,15 +112,15 @@ class _Clock:
         return self(lambda: run(*next(ring)))
 
 
-def _pair(*shape: int) -> Callable[[], list[Tensor]]:
-    return lambda: [torch.rand(shape) + 0.01 for _ in range(2)]
+def _operands(count: int, *shape: int) -> Callable[[], list[Tensor]]:
+    return lambda: [torch.rand(shape) + 0.01 for _ in range(count)]
 
 
 def _product_speed(clock: _Clock, n: int) -> float:
     """Operations per second of a product, without the overhead that any operator has."""
     tiny = torch.randn(2, 2)
     floor = clock(lambda: tiny @ tiny) if n <= 128 else 0.0
-    return 2 * n**3 / max(clock.cold(torch.mm, _pair(n, n)) - floor, 1e-9)
+    return 2 * n**3 / max(clock.cold(torch.mm, _operands(2, n, n)) - floor, 1e-9)
 
 
 def _attention(clock: _Clock) -> dict[str, float]:
@@ -141,7 +140,7 @@ def _attention(clock: _Clock) -> dict[str, float]:
 def _bandwidth(clock: _Clock) -> float:
     """Bytes per second of an addition of tensors as large as activations."""
     sizes = (1 << 17, 1 << 19, 1 << 21)
-    return statistics.median(12 * n / clock.cold(torch.add, _pair(n)) for n in sizes)
+    return statistics.median(12 * n / clock.cold(torch.add, _operands(2, n)) for n in sizes)
 
 
 def _functions(clock: _Clock) -> dict[str, float]:
@@ -158,14 +157,11 @@ def _functions(clock: _Clock) -> dict[str, float]:
         "bernoulli_": lambda x, y: chance.bernoulli_(0.9),
         "where": lambda x, y: torch.where(keep, x, other),
     }
+    pair, one = _operands(2, *shape), _operands(1, *shape)
+    seconds = {name: clock.cold(run, pair) for name, run in runs.items()}
     for name in sorted(SLOW - set(runs)):
-        runs[name] = partial(_on_first, getattr(ops, name))
-    pair, elements = _pair(*shape), math.prod(shape)
-    return {name: clock.cold(run, pair) / elements for name, run in runs.items()}
-
-
-def _on_first(run: Callable[[Tensor], Any], x: Tensor, y: Tensor) -> Any:
-    return run(x)
+        seconds[name] = clock.cold(getattr(ops, name), one)
+    return {name: total / math.prod(shape) for name, total in seconds.items()}
 
 
 def _overhead(clock: _Clock, bandwidth: float) -> float:

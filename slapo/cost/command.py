@@ -15,36 +15,29 @@ import torch
 
 from slapo.cost.api import dryrun
 from slapo.cost.calibrate import calibrate
-from slapo.cost.layout import SCHEDULES, TARGETS
+from slapo.cost.layout import DATA_PARALLEL, SCHEDULES, TARGETS
 from slapo.cost.machine import MACHINES, Machine, machine_of
 from slapo.cost.result import DryRun
 from slapo.errors import MissingPackageError, SlapoError
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-#: Status for what does not fit, and for wrong usage.
-_NO_FIT, _USAGE = 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the status is 0, 1 where it does not fit, 2 for wrong usage."""
-    parser = _parser()
-    given = parser.parse_args(arguments)
+    given = _parser().parse_args(arguments)
     try:
         found = _run(given)
+        print(json.dumps(found.data(), indent=2) if given.json else found)
+        if given.plot:
+            found.plot(given.plot)
     except Exception as error:  # a status of 1 would say that it does not fit
         message = error.args[0] if isinstance(error, KeyError) and error.args else error
         if not isinstance(error, (SlapoError, ValueError, TypeError, KeyError, OSError)):
             message = f"{type(error).__name__}: {error}"
         print(f"slapo dryrun: {message}", file=sys.stderr)
-        return _USAGE
-    print(json.dumps(found.data(), indent=2) if given.json else found)
-    if given.plot:
-        try:
-            found.plot(given.plot)
-        except (MissingPackageError, OSError, ValueError) as error:
-            print(f"slapo dryrun: {error}", file=sys.stderr)
-            return _USAGE
-    return 0 if found.fits else _NO_FIT
+        return 2
+    return 0 if found.fits else 1
 
 
 def _run(given: argparse.Namespace) -> DryRun:
@@ -81,21 +74,18 @@ def _run(given: argparse.Namespace) -> DryRun:
 
 
 def _machine(name: str) -> Machine:
-    """One of the table, this one, or four numbers."""
+    """Look up a machine, calibrate this one, or build one of four numbers."""
     if name == "here":
         return calibrate(lambda text: print(f"calibrating: {text}", file=sys.stderr, flush=True))
     if "," not in name:
         return machine_of(name)
-    try:
-        numbers = [float(part) for part in name.split(",")]
-    except ValueError:
-        numbers = []
+    numbers = name.split(",")
     if len(numbers) != 4:
         raise ValueError(
             f"--machine {name} is no list of four numbers; give bytes of memory, operations per "
             "second, bytes per second of memory and of links, such as 48e9,180e12,860e9,32e9"
         )
-    memory, flops, bandwidth, inside = numbers
+    memory, flops, bandwidth, inside = map(float, numbers)
     return Machine("custom", memory, flops, bandwidth, inside)
 
 
@@ -152,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seq-len", type=int, default=1024, help="tokens of a sample")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16")
     parser.add_argument("--target", choices=TARGETS, default="torch", help="the engine")
-    parser.add_argument("--data-parallel", choices=("ddp", "fsdp"), default="ddp")
+    parser.add_argument("--data-parallel", choices=DATA_PARALLEL, default="ddp")
     parser.add_argument("--zero", type=int, default=0, help="stage of ZeRO")
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline")
     parser.add_argument("--ckpt-ratio", type=float, default=0.0, help="layers computed again")

@@ -8,6 +8,7 @@ from typing import Any
 
 TARGETS = ("torch", "deepspeed", "megatron")
 SCHEDULES = ("1f1b", "gpipe")
+DATA_PARALLEL = ("ddp", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -60,23 +61,19 @@ class Layout:
                 f"batch={self.batch} samples make no {self.micro_batches} equal micro-batches; "
                 "pass a batch that micro_batches divides"
             )
-        for name, known in (("schedule", SCHEDULES), ("target", TARGETS)):
+        choices = {"schedule": SCHEDULES, "target": TARGETS, "data_parallel": DATA_PARALLEL}
+        for name, known in {**choices, "zero": (0, 1, 2, 3)}.items():
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; the dry run knows {list(known)}"
                 )
-        if self.data_parallel not in ("ddp", "fsdp"):
-            raise ValueError(f"data_parallel is {self.data_parallel!r}; pass 'ddp' or 'fsdp'")
         if self.target == "torch" and self.schedule == "1f1b" and self.micro_batches < self.pp:
             raise ValueError(
                 f"target 'torch' runs 1F1B with at least as many micro-batches as stages, and "
                 f"micro_batches={self.micro_batches} < pp={self.pp}; raise it, or pass "
                 "schedule='gpipe'"
             )
-        if self.zero not in (0, 1, 2, 3):
-            raise ValueError(f"zero is {self.zero!r}; pass 0, 1, 2 or 3")
-        most = {"deepspeed": 3, "megatron": 1, "torch": 0}[self.target]
-        if self.zero > most:
+        if self.zero > {"deepspeed": 3, "megatron": 1, "torch": 0}[self.target]:
             raise ValueError(
                 f"zero={self.zero} and target={self.target!r} do not go together; ZeRO 1 to 3 are "
                 "DeepSpeed's, zero=1 is also Megatron's distributed optimizer"
@@ -88,7 +85,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Of the job."""
+        """Number of ranks of the job."""
         return self.pp * self.dp * self.tp
 
     @property
@@ -98,15 +95,8 @@ class Layout:
 
 
 def sizes_of(mesh: Any) -> dict[str, int]:
-    """pp, dp and tp of a mapping, or of a mesh of :func:`slapo.init_mesh`.
-
-    Examples
-    --------
-    >>> sizes_of({"tp": 2})
-    {'pp': 1, 'dp': 1, 'tp': 2}
-    """
-    if mesh is None:
-        mesh = {}
+    """Return pp, dp and tp of a mapping, or of a mesh of :func:`slapo.init_mesh`."""
+    mesh = {} if mesh is None else mesh
     if not isinstance(mesh, Mapping) and hasattr(mesh, "mesh_dim_names"):
         mesh = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
     if not isinstance(mesh, Mapping) or set(mesh) - {"pp", "dp", "tp"}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,39 +94,31 @@ class Machine:
     def __post_init__(self) -> None:
         if not self.between:
             object.__setattr__(self, "between", self.inside / 8)
-        speeds = self.flops.values() if isinstance(self.flops, Mapping) else [self.flops]
-        kinds = list(self.flops) if isinstance(self.flops, Mapping) else []
-        if not all(isinstance(kind, torch.dtype) for kind in kinds):
-            raise TypeError(f"machine {self.name!r} has flops of {kinds}; name them by torch.dtype")
-        figures = {
-            "memory": self.memory,
-            "flops": min(speeds, default=0),
-            "bandwidth": self.bandwidth,
-            "inside": self.inside,
-            "between": self.between,
-        }
-        for name, value in figures.items():
-            if not _is_number(value) or not value > 0:
-                raise ValueError(
-                    f"machine {self.name!r} has {name}={value!r}; pass a number above 0, in "
-                    "bytes (memory), operations per second (flops) or bytes per second"
-                )
-        for name in ("reached_flops", "reached_bandwidth"):
-            share = getattr(self, name)
-            if not _is_number(share) or not 0 < share <= 1:
-                raise ValueError(f"machine {self.name!r} has {name}={share!r}; pass a share to 1")
-        latency = self.latency if isinstance(self.latency, (tuple, list)) else ()
-        for name, given in (
-            ("latency", latency),
-            ("overhead, half_at", (self.overhead, self.half_at)),
-        ):
-            if len(given) != 2 or not all(_is_number(value) and value >= 0 for value in given):
-                raise ValueError(
-                    f"machine {self.name!r} has {name}={given or self.latency!r}; pass numbers "
-                    "from 0 on, of latency two: within a node, and between nodes"
-                )
-        if isinstance(self.devices, bool) or not isinstance(self.devices, int) or self.devices < 1:
-            raise ValueError(f"machine {self.name!r} has devices={self.devices!r}; pass 1 or more")
+        speeds = self.flops if isinstance(self.flops, Mapping) else {torch.float32: self.flops}
+        if not all(isinstance(kind, torch.dtype) for kind in speeds):
+            raise TypeError(
+                f"machine {self.name!r} has flops of {list(speeds)}; name them by torch.dtype"
+            )
+        above = "a number above 0, in bytes, operations per second (flops) or bytes per second"
+        self._require(above, _is_positive, "memory", "bandwidth", "inside", "between")
+        self._require(above, lambda _: speeds and all(map(_is_positive, speeds.values())), "flops")
+        self._require(
+            "a share up to 1", lambda v: _is_positive(v) and v <= 1,
+            "reached_flops", "reached_bandwidth",
+        )  # fmt: skip
+        self._require("a number from 0 on", _is_number, "overhead", "half_at")
+        self._require(
+            "two numbers from 0 on: within a node, and between nodes",
+            lambda v: isinstance(v, (tuple, list)) and len(v) == 2 and all(map(_is_number, v)),
+            "latency",
+        )
+        self._require("1 or more", lambda v: isinstance(v, int) and _is_positive(v), "devices")
+
+    def _require(self, wanted: str, is_valid: Callable[[Any], Any], *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if not is_valid(value):
+                raise ValueError(f"machine {self.name!r} has {name}={value!r}; pass {wanted}")
 
     @property
     def rounding(self) -> int:
@@ -134,14 +126,14 @@ class Machine:
         return 512 if self.is_asynchronous else 1
 
     def peak_flops(self, dtype: torch.dtype) -> float:
-        """Per second; those of the slowest dtype for one that is not listed."""
+        """Operations per second; those of the slowest dtype for one that is not listed."""
         if not isinstance(self.flops, Mapping):
             return self.flops
         return self.flops.get(dtype, min(self.flops.values()))
 
     # --- kernels ---------------------------------------------------------------------------------
     def seconds(self, kernel: Kernel) -> float:
-        """Of one kernel: the larger of its arithmetic and its traffic."""
+        """Seconds of one kernel: the larger of its arithmetic and its traffic."""
         work = 0.0
         if kernel.flops:
             work = kernel.flops / self._speed(kernel)
@@ -163,7 +155,7 @@ class Machine:
         return peak * kernel.flops / (kernel.flops + self.half_at)
 
     def time_of(self, kernels: Iterable[Kernel]) -> float:
-        """Seconds of all of them, one after another."""
+        """Seconds of kernels that run one after another."""
         return sum(map(self.seconds, kernels))
 
     # --- links -----------------------------------------------------------------------------------
@@ -176,13 +168,13 @@ class Machine:
         Parameters
         ----------
         name
-            Such as ``"all_reduce"``.
+            Its name, such as ``"all_reduce"``.
         size
             Bytes of the whole tensor.
         ranks
-            Of the group.
+            Size of the group.
         stride
-            From one to the next: 1 for neighbours.
+            Distance of its ranks: 1 for neighbours.
 
         Examples
         --------
@@ -192,12 +184,12 @@ class Machine:
         >>> node.collective("all_reduce", 2**30, 8) < node.collective("all_reduce", 2**30, 16)
         True
         """
-        if ranks < 2 and not is_message(name):
+        if name in ("send", "recv", "message"):
+            return self.message(size, stride >= self.devices)
+        if ranks < 2:
             return 0.0
         within = max(1, min(ranks, self.devices // stride if stride < self.devices else 1))
         nodes = math.ceil(ranks / within)
-        if is_message(name):
-            return self.message(size, stride >= self.devices)
         rounds = 2 if "reduce" in name and "scatter" not in name else 1
         # All devices of a node that take part share out what leaves it.
         width = self.inside if nodes == 1 else min(self.inside, self.between * within)
@@ -208,7 +200,7 @@ class Machine:
         return min(ring, tree)
 
     def message(self, size: float, far: bool) -> float:
-        """Seconds of so many bytes to one other device, of another node if it is far."""
+        """Seconds of so many bytes to one other device, which is `far` in another node."""
         return self.latency[far] + size / (self.between if far else self.inside)
 
     def communication(self, collectives: Iterable[Collective]) -> float:
@@ -218,12 +210,11 @@ class Machine:
 
 def _is_number(value: Any) -> bool:
     is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_real and math.isfinite(value)
+    return is_real and math.isfinite(value) and value >= 0
 
 
-def is_message(name: str) -> bool:
-    """Whether this is from one rank to another."""
-    return name in ("send", "recv", "message")
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
 
 
 def _gpu(
@@ -266,28 +257,14 @@ MACHINES: dict[str, Machine] = {
 
 
 def machine_of(given: str | Machine) -> Machine:
-    """A machine by its name, or as given.
-
-    Raises
-    ------
-    KeyError
-        For an unknown name, with the nearest.
-
-    Examples
-    --------
-    >>> machine_of("v100-32gb").devices
-    8
-    """
+    """Look up a machine by its name; a machine is returned as it is."""
     if isinstance(given, Machine):
         return given
     if not isinstance(given, str) or given not in MACHINES:
         known = list(MACHINES)
-        raise KeyError(
-            with_nearest(
-                str(given),
-                known,
-                f"there is no machine {given!r}; there are {known}, and Machine(name, memory, "
-                "flops, bandwidth, inside) makes another",
-            )
+        rest = (
+            f"there is no machine {given!r}; there are {known}, and Machine(name, memory, flops, "
+            "bandwidth, inside) makes another"
         )
+        raise KeyError(with_nearest(str(given), known, rest))
     return MACHINES[given]

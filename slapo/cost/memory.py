@@ -1,13 +1,21 @@
-"""Bytes of a rank, moment by moment through a step."""
+"""Bytes of a rank: those that its engine keeps, and all others moment by moment in a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
 
 from slapo.cost.layout import Layout
+from slapo.cost.runs import HeldParameter, Place, Run
 from slapo.cost.stages import StageParts, Step
-from slapo.cost.state import State
+from slapo.cost.update import Update
+
+SINGLE = 4
+#: Bytes of the buffers in which gradients of stages are reduced, and how many exist at a time.
+_BUCKETS = 2 * 25 * 2**20
 
 
 @dataclass(frozen=True)
@@ -17,20 +25,20 @@ class Memory:
     Parameters
     ----------
     parameters
-        And the model's buffers.
+        Parameters and buffers of the model.
     gradients
-        Once all are there.
+        All gradients, after the backward.
     optimizer
         States of the optimizer, float32 copies of parameters among them.
     activations
-        Kept from forward to backward, of all micro-batches in flight.
+        Tensors kept from forward to backward, of all micro-batches in flight.
     buffers
-        Of the engine: messages between stages, buckets of gradients, a step's inputs.
+        Buffers of the engine: messages between stages, buckets of gradients, a step's inputs.
     working
-        What the worst moment needs beyond these. Gradients and activations are not at their most
-        at the same time, so that the parts may add up to more than the peak.
+        Further bytes of the worst moment. Gradients and activations do not peak at the same time,
+        so the parts may add up to more than the peak.
     peak
-        At that moment.
+        All bytes at that moment.
     """
 
     parameters: int
@@ -41,23 +49,12 @@ class Memory:
     working: int
     peak: int
 
-    def parts(self) -> dict[str, int]:
-        """The parts by name, without the peak."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "peak"}
-
 
 def order(schedule: str, stage: int, stages: int, count: int) -> Iterator[tuple[str, int]]:
-    """Forwards and backwards of a stage: ``("F", micro-batch)`` and ``("B", micro-batch)``.
+    """Yield forwards and backwards of a stage: ``("F", micro-batch)`` and ``("B", micro-batch)``.
 
     Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM", for 1F1B; Huang et al. 2019, "GPipe".
-
-    Examples
-    --------
-    >>> list(order("1f1b", stage=1, stages=2, count=2))
-    [('F', 0), ('B', 0), ('F', 1), ('B', 1)]
-    >>> list(order("gpipe", stage=1, stages=2, count=2))
-    [('F', 0), ('F', 1), ('B', 0), ('B', 1)]
     """
     ahead = count if schedule == "gpipe" else min(count, stages - stage)
     if stages == 1:
@@ -70,35 +67,22 @@ def order(schedule: str, stage: int, stages: int, count: int) -> Iterator[tuple[
 
 
 def memory_of(
-    parts: StageParts, state: State, layout: Layout, stage: int, model_buffers: int, inputs: int
+    parts: StageParts, stage: int, layout: Layout, run: Run, update: Update, dtype: torch.dtype
 ) -> Memory:
-    """Walk through a step of a stage.
-
-    Parameters
-    ----------
-    parts
-        The stage.
-    state
-        What the engine keeps and adds.
-    layout
-        Of the job.
-    stage
-        Its number.
-    model_buffers, inputs
-        Bytes of the model's buffers, and of a micro-batch of its inputs.
-    """
+    """Walk through a step of a stage; `run` has the sizes of the model's buffers and inputs."""
+    state = _state_of(parts, layout, update, dtype)
     count = layout.micro_batches
     received = parts.received.crossing if parts.received else 0
     back = parts.sent.gradient if parts.sent else 0
-    buffers = state.buffers + inputs * count + (received + back) * count
-    base = state.parameters + model_buffers + state.optimizer + buffers
+    buffers = state.buffers + run.inputs * count + (received + back) * count
+    base = state.parameters + run.buffers + state.optimizer + buffers
     most, peak = _run(parts, state, layout, stage)
     in_step = state.gradients + max(state.reduced, state.working) + state.reducing
     worst = max(base + peak + state.around, base + in_step)
     activations = max(0, min(most, worst - base))
     rest = worst - base - state.gradients - activations
     return Memory(
-        parameters=state.parameters + model_buffers,
+        parameters=state.parameters + run.buffers,
         gradients=state.gradients,
         optimizer=state.optimizer,
         activations=activations,
@@ -108,13 +92,13 @@ def memory_of(
     )
 
 
-def _run(parts: StageParts, state: State, layout: Layout, stage: int) -> tuple[int, int]:
-    """Activations at their most, and all that comes and goes at its most."""
+def _run(parts: StageParts, state: _State, layout: Layout, stage: int) -> tuple[int, int]:
+    """Return the peak of activations, and the peak of all that comes and goes."""
     count = layout.micro_batches
     received = parts.received.gradient if parts.received else 0
     sent = parts.sent.gradient if parts.sent else 0
     alive = gradients = extra = most = peak = 0
-    # What one stage makes and another frees, such as the output: gone with the micro-batch.
+    # Tensors that one stage makes and another frees, such as the output, go with the micro-batch.
     left = sent - received
     left += sum(step.forward.delta + step.backward(first=False).delta for step in parts.steps)
     for kind, number in order(layout.schedule, stage, layout.pp, count):
@@ -141,12 +125,159 @@ def _run(parts: StageParts, state: State, layout: Layout, stage: int) -> tuple[i
     return most, peak
 
 
-def _kept(step: Step, state: State, number: int, count: int) -> int:
-    """By how much the gradients that stay of a segment differ from what its backward makes."""
-    assert state.kept is not None, "asked before"
+def _kept(step: Step, state: _State, number: int, count: int) -> int:
+    """Return the difference of the gradients that stay of a segment and those that it makes."""
+    assert state.kept is not None
     owned = [h for h in step.owned if h.is_trained]
     size, elements = sum(h.size for h in owned), sum(h.elements for h in owned)
     now = state.kept(size, elements, number == count - 1)
     if number == 0:
         return now - size
     return now - state.kept(size, elements, False)
+
+
+# --- engines -------------------------------------------------------------------------------------
+@dataclass
+class _State:
+    """Bytes of a rank that do not come from running the model."""
+
+    #: As the engine keeps them, the last at the optimizer's step.
+    parameters: int
+    gradients: int
+    optimizer: int
+    #: Of the engine, for the whole of a step.
+    buffers: int = 0
+    #: Only in forward and backward, not at the optimizer's step.
+    around: int = 0
+    #: A buffer from the first gradient on.
+    reducing: int = 0
+    #: Reducing gradients after the backward.
+    reduced: int = 0
+    #: The optimizer's step.
+    working: int = 0
+    #: Parameters that are whole only while a layer runs, by place.
+    gathered: dict[Place, int] = field(default_factory=dict)
+    #: Gradients of a segment that stay, of those that its backward makes: bytes, elements, and
+    #: whether it is the last micro-batch -> bytes. Without it all stay.
+    kept: Callable[[int, int, bool], int] | None = None
+
+    def whole(self, step: Step, kind: str) -> int:
+        """Return bytes of whole parameters while a segment runs; in a backward, also the next's."""
+        return self.gathered.get(step.place, 0) * (2 if kind == "B" else 1)
+
+
+def _state_of(parts: StageParts, layout: Layout, update: Update, dtype: torch.dtype) -> _State:
+    """Compute the state of a stage's parameters on one rank."""
+    # In half precision, optimizers have float32 copies.
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    held = list(parts.held.values())
+    if layout.target == "deepspeed":
+        return _deepspeed(held, layout, update, is_half)
+    if layout.target == "megatron":
+        return _megatron(held, layout, update, is_half)
+    if layout.data_parallel == "fsdp" or is_half:
+        return _sharded(parts, layout, update)
+    return _replicated(held, layout, update)
+
+
+def _trained(held: list[HeldParameter]) -> list[int]:
+    return [each.elements for each in held if each.is_trained]
+
+
+def _replicated(held: list[HeldParameter], layout: Layout, update: Update) -> _State:
+    """Whole on every rank; DDP has buckets beside the gradients."""
+    elements = _trained(held)
+    gradients = sum(each.size for each in held if each.is_trained)
+    state = _State(
+        parameters=sum(each.size for each in held),
+        gradients=gradients,
+        optimizer=round(update.state * sum(elements)),
+        working=update.working(elements),
+    )
+    if layout.dp > 1 and layout.pp == 1:
+        state.buffers = gradients
+    elif layout.dp > 1:
+        state.reduced = min(_BUCKETS, gradients)
+    return state
+
+
+def _sharded(parts: StageParts, layout: Layout, update: Update) -> _State:
+    """FSDP2, which also keeps the float32 copies where a model computes in half precision.
+
+    What lies outside of layers is whole from the first forward to the last backward. In a pipeline
+    layers stay whole too.
+    """
+    held = list(parts.held.values())
+    shares = layout.dp if layout.data_parallel == "fsdp" else 1
+    elements = [count // shares for count in _trained(held)]
+    gathered = Counter[Place]()
+    for name, place in parts.layer_of.items():
+        gathered[place] += parts.held[name].size
+    # Several layers of the whole model may share a place.
+    layers = Counter(step.place for step in parts.steps)
+    one_layer = {place: size // max(layers[place], 1) for place, size in gathered.items()}
+    outside = sum(each.size for name, each in parts.held.items() if name not in parts.layer_of)
+    stay_whole = layout.pp > 1
+    single = SINGLE * sum(each.elements for each in held) // shares
+    is_half = any(each.itemsize < SINGLE for each in held)
+
+    def kept(size: int, count: int, is_last: bool) -> int:
+        return SINGLE * count // (shares if is_last else 1)
+
+    # Parameters of one float32 rank are their own whole.
+    copies = 1 if shares > 1 or is_half else 0
+    return _State(
+        parameters=single,
+        gradients=SINGLE * sum(elements),
+        optimizer=round(update.state * sum(elements)),
+        around=copies * (sum(each.size for each in held) if stay_whole else outside),
+        working=update.working(elements),
+        gathered={} if stay_whole or not copies else one_layer,
+        kept=kept,
+    )
+
+
+def _deepspeed(held: list[HeldParameter], layout: Layout, update: Update, is_half: bool) -> _State:
+    """ZeRO (Rajbhandari et al. 2020) shares out states (1), gradients (2), parameters (3)."""
+    elements = _trained(held)
+    shares = layout.dp if layout.zero else 1
+    owned = sum(elements) // shares
+    copies = SINGLE * owned if layout.zero or is_half else 0
+    size = sum(each.size for each in held)
+    gradients = sum(each.size for each in held if each.is_trained)
+    own = [owned] if layout.zero or is_half else elements
+    state = _State(
+        parameters=size,
+        gradients=gradients,
+        optimizer=round(update.state * sum(own)) + copies,
+        working=update.working(own),
+    )
+    itemsize = held[0].itemsize if held else SINGLE
+    if layout.zero:
+        state.reducing = layout.bucket * itemsize
+    elif layout.dp > 1:
+        state.reduced = min(layout.bucket * itemsize, gradients)
+    if layout.zero >= 2:
+        state.gradients = gradients // shares
+        state.kept = lambda made, count, is_last: made // shares
+    if layout.zero == 3:
+        largest = max((each.size for each in held), default=0)
+        state.parameters = size // shares
+        state.around = min(size, 2 * largest + layout.bucket * itemsize)
+    return state
+
+
+def _megatron(held: list[HeldParameter], layout: Layout, update: Update, is_half: bool) -> _State:
+    """Gradients in one float32 buffer for the whole of a step."""
+    elements = _trained(held)
+    shares = layout.dp if layout.zero else 1
+    own = [count // shares for count in elements]
+    copies = SINGLE * sum(own) if is_half else 0
+    return _State(
+        parameters=sum(each.size for each in held),
+        gradients=SINGLE * sum(elements),
+        optimizer=round(update.state * sum(own)) + copies,
+        around=SINGLE * sum(elements),
+        working=update.working(own),
+        kept=lambda made, count, is_last: 0,
+    )

@@ -1,4 +1,4 @@
-"""Counts what a run costs: bytes alive, operations, bytes moved, collectives."""
+"""A dispatch mode that counts bytes alive, operations, bytes moved and collectives of a run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _flash_backward(*args: Any, **kwargs: Any) -> int:
 def _grouped_shape(
     left: Tensor, right: Tensor, offs: Any = None, *_: Any, **__: Any
 ) -> tuple[int, ...]:
-    """Of a product in groups, of rows or of columns, whose ends a tensor names."""
+    """Return the shape of a product in groups of rows or of columns, which end at `offs`."""
     if left.dim() == 2 and right.dim() == 2:
         return len(offs), left.shape[0], right.shape[1]
     if left.dim() == 3 and right.dim() == 3:
@@ -72,29 +72,17 @@ _FORMULAS: dict[str, Callable[..., int]] = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel, as far as its time goes.
-
-    Parameters
-    ----------
-    name
-        Of the operator.
-    flops
-        Floating-point operations of its products; 0 for others.
-    products
-        How many matrices it multiplies.
-    moved
-        Bytes read and written, broadcast dimensions once.
-    elements
-        Of the largest tensor that it reads or writes.
-    dtype
-        Of its result.
-    """
+    """One kernel, with the figures that its time depends on."""
 
     name: str
+    #: Floating-point operations of its products; 0 for others.
     flops: int
+    #: Bytes read and written, broadcast dimensions once.
     moved: int
+    #: Elements of the largest tensor that it reads or writes.
     elements: int
     dtype: torch.dtype
+    #: Number of matrices that it multiplies.
     products: int = 1
 
 
@@ -110,20 +98,19 @@ class Collective:
 class Meter(TorchDispatchMode):
     """Counts while it is active, on fake, meta and real tensors alike.
 
-    A tensor lives from the operator that makes it until its storage is released, so the figure is
-    what an allocator without rounding or cache would have handed out.
+    A tensor lives from the operator that creates it until its storage is released, so the figure
+    is that of an allocator without rounding or cache.
 
     Parameters
     ----------
     *modules
-        Whose parameters and buffers are alive from the start.
+        Modules whose parameters and buffers are alive from the start.
     rounding
         Bytes that each storage takes a multiple of: 512 on CUDA.
     kernels
-        Whether to note kernels too, not memory alone.
+        Whether to record kernels too, and not memory alone.
     fakes
-        Whether fake tensors are what is counted; else they take no memory, as when an engine asks
-        for shapes.
+        Whether fake tensors count; else they take no memory, as when an engine asks for shapes.
 
     Examples
     --------
@@ -143,10 +130,10 @@ class Meter(TorchDispatchMode):
         self.rounding, self.alive, self.peak = rounding, 0, 0
         self.kernels: list[Kernel] = []
         self.collectives: list[Collective] = []
-        #: storages of the tensors that :meth:`watch` named, and which of them were touched
+        #: Storages of the tensors that :meth:`watch` named, and the names of those touched.
         self.watched: dict[int, str] = {}
         self.touched: set[str] = set()
-        #: called once, before the next operator
+        #: Called once, before the next operator.
         self.before_next: Callable[[], None] | None = None
         self._notes_kernels, self._fakes = kernels, fakes
         self._sizes: dict[int, tuple[int, Any]] = {}
@@ -154,60 +141,54 @@ class Meter(TorchDispatchMode):
             self.hold([*module.parameters(), *module.buffers()])
 
     def __enter__(self) -> Meter:
-        """Count from now on; kernels of ``slapo.op`` run as they would without."""
+        """Start to count; kernels of ``slapo.op`` run as they would without."""
         self._plain = only_counted(FakeTensor)
         self._plain.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Count no more."""
+        """Stop."""
         super().__exit__(*error)
         self._plain.__exit__(*error)
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors as alive that were made before."""
+        """Count tensors as alive that were created before."""
         for tensor in tensors:
             self._hold(tensor)
 
     def watch(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Tell by :attr:`touched` which of these tensors an operator has read or written."""
+        """List in :attr:`touched` those of these tensors that an operator reads or writes."""
         for name, tensor in named:
             self.watched.setdefault(tensor.untyped_storage()._cdata, name)
 
     def _hold(self, tensor: Tensor) -> None:
-        tensor = _local(tensor)
-        if tensor.layout is not torch.strided or not self._has_memory(tensor):
+        tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+        is_held = self._fakes if isinstance(tensor, FakeTensor) else not tensor.is_meta
+        if tensor.layout is not torch.strided or not is_held:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes:
             return
         size = -(-storage.nbytes() // self.rounding) * self.rounding
-        release = self._release
-
-        def gone(_: Any) -> None:
-            release(key)
-
-        self._sizes[key] = size, weakref.ref(storage, gone)
+        self._sizes[key] = size, weakref.ref(storage, lambda _: self._release(key))
         self.alive += size
         self.peak = max(self.peak, self.alive)
-
-    def _has_memory(self, tensor: Tensor) -> bool:
-        return self._fakes if isinstance(tensor, FakeTensor) else not tensor.is_meta
 
     def _release(self, key: int) -> None:
         self.alive -= self._sizes.pop(key, (0, None))[0]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator and take note of it."""
+        """Run the operator and count it."""
         if any(map(_is_distributed, types)):
-            return NotImplemented  # what it does with its local part comes here next
+            return NotImplemented  # its operators on local tensors come here next
         kwargs = kwargs or {}
         if self.before_next is not None:
             self.before_next()
-        if func is aten._local_scalar_dense.default and _asks_fakes(args[0]):
-            # No padding, no packed sequences: what models ask of masks.
+        is_question = func is aten._local_scalar_dense.default and args[0].dtype == torch.bool
+        if is_question and isinstance(args[0], FakeTensor):
+            # Models ask masks whether there is no padding, and no packed sequence.
             return getattr(args[0], _LIKELY, True)
         if func is aten._grouped_mm.default and isinstance(args[0], FakeTensor):
             # Its shapes for fakes are those of CUDA alone, in half precision.
@@ -248,13 +229,13 @@ class Meter(TorchDispatchMode):
         self.collectives.append(Collective(name.strip("_"), size, ranks))
 
 
-#: Attributes of fakes: of one random number what it most likely is, of a truth the likely answer.
+#: Attributes of fake tensors: the mean of one random number, and the likely answer of a boolean.
 _MIDDLE, _LIKELY = "_slapo_middle", "_slapo_likely"
 _COMPARED = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
 
 
 def _guess(func: Any, args: Any, out: Any) -> None:
-    """Whether a layer is dropped by chance is a question to one number, from 0 to 1."""
+    """Mark random numbers, since models ask one of them whether to drop a layer by chance."""
     name = func.overloadpacket.__name__
     if not isinstance(out, FakeTensor) or out.numel() != 1:
         return
@@ -269,20 +250,10 @@ def is_of_many(name: str) -> bool:
     return name.startswith(("_foreach", "_fused"))
 
 
-def _asks_fakes(tensor: Tensor) -> bool:
-    """Whether this is a truth that a tensor without numbers cannot tell."""
-    return tensor.dtype == torch.bool and isinstance(tensor, FakeTensor)
-
-
 def _is_distributed(kind: type) -> bool:
-    """Whether this is torch's DTensor, whose import would take a second."""
+    """Whether this is torch's DTensor, which is not imported for the question."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and issubclass(kind, module.DTensor)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    inner = getattr(tensor, "_local_tensor", None)
-    return inner if isinstance(inner, Tensor) else tensor
 
 
 def _group(value: Any) -> Any:

@@ -1,28 +1,57 @@
-"""A scheduled model of few layers, run on fakes as one rank of a tensor-parallel group."""
+"""A scheduled model of few layers, run on fake tensors as one rank of a tensor-parallel group.
+
+The run is cut into segments where layers begin and end.
+"""
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
-from slapo.cost.meter import Meter
+from slapo.cost.meter import Collective, Kernel, Meter
 from slapo.cost.models import ReducedModel, on_fakes
-from slapo.cost.trace import IrregularError, Pass, Recorder
 from slapo.errors import SlapoError
 from slapo.logger import only_warnings
 from slapo.random import states_kept
 from slapo.schedule import Schedule
 from slapo.verify.placement.offline import fake_world
 
-#: From a model to its schedule.
-ScheduleFn = Callable[[nn.Module], Schedule]
+#: ("before", stack), ("layer", stack, place in the list) or ("after",)
+Place = tuple[Any, ...]
+
+
+@dataclass
+class Segment:
+    """The part of a run between two marks, forward or backward."""
+
+    #: Bytes alive at its end, and at its worst moment, less those at its start.
+    delta: int
+    peak: int
+    kernels: Sequence[Kernel]
+    collectives: Sequence[Collective]
+    #: Names of the parameters that it reads.
+    parameters: frozenset[str] = frozenset()
+    #: Bytes of the tensors that the next segment is called with, and of those with a gradient.
+    crossing: int = 0
+    gradient: int = 0
+
+
+@dataclass
+class Pass:
+    """A micro-batch, forward and backward: segments by place, in the order they ran."""
+
+    forward: dict[Place, Segment] = field(default_factory=dict)
+    backward: dict[Place, Segment] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -41,67 +70,39 @@ class HeldParameter:
 
 @dataclass
 class Run:
-    """What a micro-batch costs on one rank.
+    """The costs of a micro-batch on one rank."""
 
-    Parameters
-    ----------
-    first, again
-        The first micro-batch of a step, whose backward makes the gradients, and a later one, whose
-        backward adds to them.
-    held
-        Parameters by name.
-    buffers
-        Bytes of the model's buffers.
-    inputs
-        Bytes of a micro-batch.
-    regular
-        Whether its layers run one after another; else it has no marks.
-    """
-
+    #: The first micro-batch of a step, whose backward creates the gradients, and a later one.
     first: Pass
     again: Pass
     held: dict[str, HeldParameter]
+    #: Bytes of the model's buffers, and of the inputs of a micro-batch.
     buffers: int
     inputs: int
+    #: Whether its layers run one after another; else it has no marks.
     regular: bool
 
 
 def run(
     small: ReducedModel,
-    schedule: ScheduleFn,
+    schedule: Callable[[nn.Module], Schedule],
     inputs: Mapping[str, Any],
-    tp: int = 1,
-    loss_of: Callable[..., Tensor] | None = None,
-    rounding: int = 1,
-    traced: bool = False,
-    accelerator: bool = False,
+    tp: int,
+    loss_of: Callable[..., Tensor],
+    rounding: int,
+    traced: bool,
+    accelerator: bool,
 ) -> Run:
-    """Run two micro-batches forward and backward; nothing is computed.
+    """Run two micro-batches forward and backward on fake tensors, as the first rank of `tp`.
 
-    Parameters
-    ----------
-    small
-        The model.
-    schedule
-        Applied to a copy of it.
-    inputs
-        Of a micro-batch.
-    tp
-        Ranks of the group; this is the first, which has the most where shares are uneven.
-    loss_of
-        ``f(model, inputs)``; by default ``model(**inputs).loss``.
-    rounding
-        As for :class:`Meter`.
-    traced
-        Whether the model will be traced, as for pipeline stages: models of Transformers then give
-        attention an explicit mask.
-    accelerator
-        Whether kernels are those of one: its fused attention takes dropout, a processor's does not.
+    The first rank has the most where shares are uneven. With `traced` models of Transformers give
+    attention an explicit mask, as in pipeline stages. The fused attention of an accelerator takes
+    dropout, that of a processor does not.
     """
     tracing = nullcontext() if traced else _not_tracing()
     fused = _fused_dropout() if accelerator else nullcontext()
-    alone = _alone_or_in(tp)
-    with alone, states_kept(0), tracing, fused, only_warnings(), warnings.catch_warnings():
+    world = nullcontext() if tp == 1 else fake_world(tp, 0)
+    with world, states_kept(0), tracing, fused, only_warnings(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         model = on_fakes(small.model, mode)
@@ -112,28 +113,20 @@ def run(
                 for name, value in inputs.items()
             }
             layers = [list(model.get_submodule(s.path).children()) for s in small.stacks]
-            loss_of = loss_of or loss_of_output
             try:
                 try:
                     return _run(model, layers, given, loss_of, rounding)
-                except IrregularError:
+                except _IrregularError:
                     return _run(model, [], given, loss_of, rounding)
             except SlapoError:
                 raise
-            except _UNRUN as error:
-                raise _could_not_run(model, error) from error
-
-
-#: What models and torch raise themselves; refusals of ours and of users are of other kinds.
-_UNRUN = (RuntimeError, AttributeError, IndexError, AssertionError, ValueError)
-
-
-def _could_not_run(model: nn.Module, error: Exception) -> SlapoError:
-    return SlapoError(
-        f"{type(model).__name__} could not be run without numbers: {type(error).__name__}: "
-        f"{str(error)[:400]}; if training fails so too, mend it there, else the model asks for "
-        "numbers, and cannot be dry-run"
-    )
+            # Models and torch raise these; refusals of ours and of users are of other kinds.
+            except (RuntimeError, AttributeError, IndexError, AssertionError, ValueError) as error:
+                raise SlapoError(
+                    f"{type(model).__name__} could not be run without numbers: "
+                    f"{type(error).__name__}: {str(error)[:400]}; if training fails so too, fix it "
+                    "there, else the model asks for numbers, and cannot be dry-run"
+                ) from error
 
 
 def _run(
@@ -149,7 +142,7 @@ def _run(
     meter = Meter(model, rounding=rounding, fakes=True)
     meter.hold(t for t in inputs.values() if isinstance(t, Tensor))
     meter.watch(named.items())
-    recorder = Recorder(meter, layers)
+    recorder = _Recorder(meter, layers)
     try:
         with meter:
             for _ in range(2):
@@ -171,13 +164,7 @@ def _run(
 
 
 def loss_of_output(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """What a model of Transformers returns as its loss; the sum of another's output.
-
-    Raises
-    ------
-    TypeError
-        If there is nothing to differentiate.
-    """
+    """Return the loss of a model of Transformers, or the sum of another model's output."""
     output = model(**inputs)
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
@@ -191,17 +178,8 @@ def loss_of_output(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
 
 
 @contextmanager
-def _alone_or_in(tp: int) -> Iterator[None]:
-    with nullcontext() if tp == 1 else fake_world(tp, 0):
-        yield
-
-
-@contextmanager
 def _not_tracing() -> Iterator[None]:
-    """Models of Transformers take the ways that they take on numbers.
-
-    They ask whether a tensor is a fake, and then make masks that they would do without.
-    """
+    """Hide fake tensors from Transformers, which else makes masks that it would do without."""
     utils = sys.modules.get("transformers.utils.import_utils")
     if utils is None or not hasattr(utils, "is_fake_tensor"):
         yield
@@ -217,7 +195,7 @@ def _not_tracing() -> Iterator[None]:
 
 @contextmanager
 def _fused_dropout() -> Iterator[None]:
-    """Attention keeps as little with dropout as without, as on an accelerator."""
+    """Have attention keep as little with dropout as without it, as on an accelerator."""
     functional: Any = nn.functional
     attention = functional.scaled_dot_product_attention
 
@@ -233,3 +211,145 @@ def _fused_dropout() -> Iterator[None]:
         yield
     finally:
         functional.scaled_dot_product_attention = attention
+
+
+# --- segments -----------------------------------------------------------------------------------
+class _IrregularError(Exception):
+    """The layers do not run one after another, each once."""
+
+
+class _Recorder:
+    """Marks in the meter's figures where layers begin and end."""
+
+    def __init__(self, meter: Meter, layers: Sequence[Sequence[nn.Module]]) -> None:
+        self.meter = meter
+        self.passes: list[Pass] = []
+        self._handles: list[Any] = []
+        self._open: Pass = Pass()
+        #: the layer whose forward ended last, until what its caller frees is gone
+        self._left: Place = ()
+        #: where the backward ends
+        self._first: Place = ()
+        self._order = [(s, n) for s, each in enumerate(layers) for n in range(len(each))]
+        self._next = 0
+        for stack, each in enumerate(layers):
+            for number, layer in enumerate(each):
+                self._hook(layer, stack, number)
+
+    def _hook(self, layer: nn.Module, stack: int, number: int) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._enter(stack, number, args, kwargs)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            self._leave(stack, number, output)
+
+        self._handles.append(
+            layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        )
+        self._handles.append(layer.register_forward_hook(after))
+
+    # --- marks -----------------------------------------------------------------------------------
+    def _start(self) -> None:
+        meter = self.meter
+        meter.before_next = None
+        self._from = meter.alive, len(meter.kernels), len(meter.collectives)
+        meter.peak = meter.alive
+        meter.touched = set()
+
+    def _close(self) -> Segment:
+        alive, kernels, collectives = self._from
+        meter = self.meter
+        segment = Segment(
+            meter.alive - alive,
+            meter.peak - alive,
+            meter.kernels[kernels:],
+            meter.collectives[collectives:],
+            frozenset(meter.touched),
+        )
+        self._start()
+        return segment
+
+    def _enter(self, stack: int, number: int, args: Any, kwargs: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:  # computed again in a backward
+            return
+        self._settle()
+        if self._next >= len(self._order) or self._order[self._next] != (stack, number):
+            raise _IrregularError
+        hidden = _hidden((args, kwargs))
+        crossing = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if number == 0:
+            self._open.forward["before", stack] = self._close()
+            self._follow(hidden, ("layer", stack, 0))
+        previous = list(self._open.forward.values())[-1]
+        previous.crossing = sum(_size(t) for t in crossing)
+        previous.gradient = sum(_size(t) for t in crossing if t.requires_grad)
+
+    def _leave(self, stack: int, number: int, output: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self._left = ("layer", stack, number)
+        # What its caller held of the layer before goes with the next assignment, and belongs here.
+        self.meter.before_next = self._settle
+        self._next += 1
+        hidden = _hidden(output)
+        if hidden is None:
+            raise _IrregularError
+        position = self._order.index((stack, number))
+        follower = self._order[position + 1] if position + 1 < len(self._order) else None
+        place: Place = ("after",)
+        if follower is not None:
+            is_new = follower[0] != stack
+            place = ("before", follower[0]) if is_new else ("layer", *follower)
+        self._follow(hidden, place)
+
+    def _settle(self) -> None:
+        """The layer that was left last is over."""
+        if self._left:
+            self._open.forward[self._left] = self._close()
+            self._left = ()
+
+    def _follow(self, hidden: Tensor | None, place: Place) -> None:
+        """Note when the backward of a place is over, which is called with a tensor."""
+        if hidden is not None and hidden.requires_grad:
+            hidden.register_hook(lambda _: self._ended(place))
+        else:  # nothing before needs a gradient: the backward ends there
+            self._first = place
+
+    def _ended(self, place: Place) -> None:
+        """The backward of a place is over: its input's gradient is there."""
+        self._open.backward[place] = self._close()
+
+    # --- runs ------------------------------------------------------------------------------------
+    def run(self, model: nn.Module, inputs: Mapping[str, Any], loss_of: Callable[..., Any]) -> None:
+        """One micro-batch; gradients stay, and the next adds to them."""
+        self._open, self._next, self._left = Pass(), 0, ()
+        self._first = ("before", 0) if self._order else ("after",)
+        self._start()
+        loss = loss_of(model, inputs)
+        self._settle()
+        if self._next != len(self._order):
+            raise _IrregularError
+        self._open.forward["after",] = self._close()
+        loss.backward()
+        del loss
+        self._open.backward[self._first] = self._close()
+        frozen = itertools.takewhile(lambda place: place != self._first, self._open.forward)
+        self._open.backward.update({place: Segment(0, 0, (), ()) for place in frozen})
+        if set(self._open.backward) != set(self._open.forward):
+            raise _IrregularError
+        self.passes.append(self._open)
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _hidden(values: Any) -> Tensor | None:
+    """The first tensor of floating point: what layers pass on."""
+    tensors = (t for t in tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point())
+    return next(tensors, None)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,4 +1,4 @@
-"""Which segments and parameters a pipeline stage has, for the whole model."""
+"""The segments and parameters of each pipeline stage of the whole model."""
 
 from __future__ import annotations
 
@@ -6,60 +6,43 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from slapo.cost.models import ReducedModel
-from slapo.cost.runs import HeldParameter, Run
-from slapo.cost.trace import Place, Segment
+from slapo.cost.runs import HeldParameter, Place, Run, Segment
 
 
 @dataclass(frozen=True)
 class Step:
-    """A segment of the whole model.
-
-    Parameters
-    ----------
-    place, run
-        Where, and of which run its figures are.
-    owned
-        Parameters whose gradients its backward makes.
-    """
+    """A segment of the whole model, whose figures are those of a run."""
 
     place: Place
     run: Run
+    #: Parameters whose gradients its backward makes.
     owned: tuple[HeldParameter, ...] = ()
 
     @property
     def forward(self) -> Segment:
-        """Of a micro-batch."""
+        """The forward of a micro-batch."""
         return self.run.first.forward[self.place]
 
     def backward(self, first: bool) -> Segment:
-        """Of the first micro-batch of a step, or of a later one."""
+        """Return the backward of the first micro-batch of a step, or of a later one."""
         passed = self.run.first if first else self.run.again
         return passed.backward[self.place]
 
 
 @dataclass
 class StageParts:
-    """A stage of the whole model.
+    """A stage of the whole model."""
 
-    Parameters
-    ----------
-    steps
-        Its segments in the order of the forward.
-    held
-        Its parameters by name, those of layers named as in the whole model.
-    layer_of
-        The place of the layer that a parameter lies in; none for those outside of layers.
-    received, sent
-        The segments of other stages before it and the last of its own: what crosses there.
-    together
-        Names of parameters that are one in the model, and all in this stage.
-    """
-
+    #: Its segments in the order of the forward.
     steps: list[Step] = field(default_factory=list)
+    #: Its parameters; those of layers are named as in the whole model.
     held: dict[str, HeldParameter] = field(default_factory=dict)
+    #: The places of the layers that parameters belong to, if to any.
     layer_of: dict[str, Place] = field(default_factory=dict)
+    #: The segments that end the stage before, and this one.
     received: Segment | None = None
     sent: Segment | None = None
+    #: Names of parameters that are one in the model, and all in this stage.
     together: list[frozenset[str]] = field(default_factory=list)
 
 
@@ -68,17 +51,8 @@ def divide(
 ) -> list[StageParts]:
     """Divide the whole model into stages.
 
-    Parameters
-    ----------
-    small
-        The model of few layers.
-    runs
-        Of layers as they are, and of layers that compute activations again, as far as there are
-        such.
-    again
-        Paths of those layers.
-    ends
-        Numbers of the layers that end a stage, but for the last.
+    `runs` has a run of layers as they are and one of layers that recompute activations, `again` the
+    paths of the latter, and `ends` the numbers of the layers that end a stage, but for the last.
     """
     stages = [StageParts()]
     ended = set(ends)
@@ -111,7 +85,7 @@ def divide(
 def _steps(
     small: ReducedModel, runs: dict[bool, Run], again: set[str]
 ) -> Iterator[tuple[Step, int, str]]:
-    """Segments of the whole model, the number of the layer, and its path."""
+    """Yield segments of the whole model, each with the number and the path of its layer."""
     plain = next(iter(runs.values()))
     if not plain.regular:
         yield Step(("after",), plain), -1, ""
@@ -128,7 +102,7 @@ def _steps(
 
 
 def _held(small: ReducedModel, step: Step, layer: str) -> dict[str, HeldParameter]:
-    """The parameters that a segment reads; those of a layer wherever they are read."""
+    """Return the parameters that a segment reads; those of a layer wherever they are read."""
     found = {}
     own = ""
     if layer:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 from slapo.cost.layout import Layout
 from slapo.cost.machine import Machine
-from slapo.cost.memory import order
+from slapo.cost.memory import SINGLE, order
 from slapo.cost.stages import StageParts
-from slapo.cost.state import SINGLE
 from slapo.cost.update import Update
 
 #: The share of the last backward behind which reductions of gradients hide.
@@ -45,81 +44,69 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Of the step."""
-        return sum(getattr(self, f.name) for f in fields(self))
-
-    def parts(self) -> dict[str, float]:
-        """By name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        """Seconds of the whole step."""
+        return sum(asdict(self).values())
 
 
-@dataclass(frozen=True)
-class _Costs:
-    """Of one micro-batch on a stage."""
-
-    forward: float
-    backward: float
-    talk_forward: float
-    talk_backward: float
+#: Seconds of a micro-batch on a stage, each for forward and backward: compute, and collectives.
+_Costs = dict[str, tuple[float, float]]
 
 
 def time_of(stages: list[StageParts], layout: Layout, machine: Machine, update: Update) -> StepTime:
-    """Of a job whose ranks are neighbours by tp, then dp, then pp."""
+    """Predict a step of a job whose ranks are neighbors by tp, then dp, then pp."""
     costs = [_costs(parts, machine) for parts in stages]
-    far = [_leaves_node(stage, layout, machine) for stage in range(len(stages))]
-    sent = [(parts.sent.crossing, parts.sent.gradient) if parts.sent else None for parts in stages]
-    hops, backs = (
-        [
-            machine.message(size[way], is_far) if size else 0.0
-            for size, is_far in zip(sent, far, strict=True)
-        ]
-        for way in (0, 1)
-    )
+    hops, backs = [], []
+    for stage, parts in enumerate(stages):
+        far = _leaves_node(stage, layout, machine)
+        sizes = (parts.sent.crossing, parts.sent.gradient) if parts.sent else (0, 0)
+        hop, back = (machine.message(size, far) if size else 0.0 for size in sizes)
+        hops.append(hop)
+        backs.append(back)
     end = _simulate(costs, hops, backs, layout)
     count = layout.micro_batches
-    slowest = max(costs, key=lambda c: c.forward + c.backward + c.talk_forward + c.talk_backward)
-    busy = [count * part for part in (slowest.forward, slowest.backward)]
-    talk = count * (slowest.talk_forward + slowest.talk_backward)
+    slowest = max(costs, key=lambda c: c["F"][0] + c["B"][0] + c["F"][1] + c["B"][1])
+    forward, backward = (count * slowest[kind][0] for kind in "FB")
+    talk = count * sum(slowest[kind][1] for kind in "FB")
+    rest = end - (forward + backward) - talk
     messages = sum(hops) + sum(backs)
-    bubble = max(0.0, end - sum(busy) - talk - messages) if len(stages) > 1 else 0.0
-    messages = min(messages, max(0.0, end - sum(busy) - talk))
-    reduced = max(
-        _reduction(parts, layout, machine, HIDDEN * cost.backward)
-        for parts, cost in zip(stages, costs, strict=True)
-    )
-    steps = max(machine.time_of(update.kernels_for(_stepped(parts, layout))) for parts in stages)
     return StepTime(
-        forward=busy[0],
-        backward=busy[1],
+        forward=forward,
+        backward=backward,
         tensor_parallel=talk,
-        messages=messages,
-        bubble=bubble,
-        data_parallel=reduced,
-        update=steps,
+        messages=min(messages, max(0.0, rest)),
+        bubble=max(0.0, rest - messages) if len(stages) > 1 else 0.0,
+        data_parallel=max(
+            _reduction(parts, layout, machine, HIDDEN * cost["B"][0])
+            for parts, cost in zip(stages, costs, strict=True)
+        ),
+        update=max(machine.time_of(update.kernels_for(_stepped(p, layout))) for p in stages),
     )
 
 
 def _leaves_node(stage: int, layout: Layout, machine: Machine) -> bool:
-    """Whether a rank of a stage sends to another node: its ranks are next to each other."""
+    """Whether a rank of a stage sends to another node."""
     ranks, node = layout.tp * layout.dp, machine.devices
     own = range(stage * ranks, (stage + 1) * ranks)
     return any(rank // node != (rank + ranks) // node for rank in own)
 
 
 def _costs(parts: StageParts, machine: Machine) -> _Costs:
-    """Of a later micro-batch, which adds to gradients, as most do."""
-    forward = [step.forward for step in parts.steps]
-    backward = [step.backward(first=False) for step in parts.steps]
-    return _Costs(
-        sum(machine.time_of(s.kernels) for s in forward),
-        sum(machine.time_of(s.kernels) for s in backward),
-        sum(machine.communication(s.collectives) for s in forward),
-        sum(machine.communication(s.collectives) for s in backward),
-    )
+    # Most micro-batches add to gradients, as a later one does.
+    segments = {
+        "F": [step.forward for step in parts.steps],
+        "B": [step.backward(first=False) for step in parts.steps],
+    }
+    return {
+        kind: (
+            sum(machine.time_of(segment.kernels) for segment in each),
+            sum(machine.communication(segment.collectives) for segment in each),
+        )
+        for kind, each in segments.items()
+    }
 
 
 def _simulate(costs: list[_Costs], hops: list[float], backs: list[float], layout: Layout) -> float:
-    """When the last stage to end has ended: each runs its order, as soon as inputs are there."""
+    """Return the end of the last stage; each runs its order as soon as inputs are there."""
     stages, count = len(costs), layout.micro_batches
     waiting = [list(order(layout.schedule, s, stages, count))[::-1] for s in range(stages)]
     free = [0.0] * stages
@@ -137,12 +124,7 @@ def _simulate(costs: list[_Costs], hops: list[float], backs: list[float], layout
                         break
                     hop = hops[source] if kind == "F" else backs[stage]
                     ready = done[kind, number, source] + hop
-                took = (
-                    cost.forward + cost.talk_forward
-                    if kind == "F"
-                    else cost.backward + cost.talk_backward
-                )
-                free[stage] = max(free[stage], ready) + took
+                free[stage] = max(free[stage], ready) + sum(cost[kind])
                 done[kind, number, stage] = free[stage]
                 waiting[stage].pop()
                 moved = True
@@ -150,7 +132,7 @@ def _simulate(costs: list[_Costs], hops: list[float], backs: list[float], layout
 
 
 def _stepped(parts: StageParts, layout: Layout) -> list[int]:
-    """Elements of what the optimizer steps on, on one rank."""
+    """Return the numbers of elements that the optimizer steps on, on one rank."""
     trained = [held.elements for held in parts.held.values() if held.is_trained]
     if layout.data_parallel == "fsdp":
         return [count // layout.dp for count in trained]

@@ -43,7 +43,6 @@ class Update:
     def of(
         cls,
         optimizer: Callable[[list[Any]], torch.optim.Optimizer],
-        dtype: torch.dtype = torch.float32,
         accelerator: bool = False,
     ) -> Update:
         """Measure an optimizer by steps on fake parameters.
@@ -52,11 +51,9 @@ class Update:
         ----------
         optimizer
             Function from a list of parameters to an optimizer, as :func:`slapo.build` takes it.
-        dtype
-            Dtype of the parameters.
         accelerator
             Whether they are on an accelerator. Torch's optimizers step on all parameters at a
-            time there, unless told otherwise.
+            time there, unless configured otherwise.
 
         Raises
         ------
@@ -67,10 +64,8 @@ class Update:
 
         Examples
         --------
-        >>> Update.of(torch.optim.AdamW).state
-        8.0
-        >>> Update.of(torch.optim.SGD).state
-        0.0
+        >>> Update.of(torch.optim.AdamW).state, Update.of(torch.optim.SGD).state
+        (8.0, 0.0)
         """
         if not callable(optimizer):
             raise TypeError(
@@ -78,7 +73,7 @@ class Update:
                 "parameters to an optimizer, such as torch.optim.AdamW"
             )
         (state, one, kernels), (_, two, _), (_, three, _) = (
-            _stepped(optimizer, count, dtype, accelerator) for count in (1, 2, 3)
+            _stepped(optimizer, count, accelerator) for count in (1, 2, 3)
         )
         of_all = max(three - two, 0)
         return cls(
@@ -110,11 +105,11 @@ class Update:
 
 
 def _stepped(
-    make: Callable[[list[Any]], Any], count: int, dtype: torch.dtype, accelerator: bool
+    make: Callable[[list[Any]], Any], count: int, accelerator: bool
 ) -> tuple[int, int, tuple[Kernel, ...]]:
     """Bytes of state, bytes beyond it at the peak of the second step, and its kernels."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        parameters = [nn.Parameter(torch.empty(_SIDE, _SIDE, dtype=dtype)) for _ in range(count)]
+        parameters = [nn.Parameter(torch.empty(_SIDE, _SIDE)) for _ in range(count)]
         optimizer = make(parameters)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(

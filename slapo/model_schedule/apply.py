@@ -25,7 +25,7 @@ from slapo.model_schedule.options import Options
 from slapo.model_schedule.plans import split_by_plan
 from slapo.model_schedule.recipe import Recipe
 from slapo.model_schedule.stage_cuts import chosen_cuts, cut, even_cuts, inputs_for, layer_costs
-from slapo.op.attend import check_available
+from slapo.op.attention import check_available
 from slapo.schedule import Schedule
 from slapo.snapshot import restored_on_error
 

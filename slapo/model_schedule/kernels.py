@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo.logger import get_logger
-from slapo.op.gated import GatedDense, GatedMLP
 from slapo.op.interface import use_attention
+from slapo.op.mlp import GatedDense, GatedMLP
 from slapo.op.norm import RMSNorm
 from slapo.op.residual import DenseDropoutAddNorm
 from slapo.schedule import Schedule
@@ -29,7 +29,7 @@ _NORMS = (
 )
 #: Those that add 1 to their weight.
 _NORMS_OF_OFFSETS = ("GemmaRMSNorm", "Gemma3RMSNorm")
-#: Blocks that :class:`slapo.op.gated.GatedMLP` computes.
+#: Blocks that :class:`slapo.op.mlp.GatedMLP` computes.
 _GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GemmaMLP", "Gemma3MLP")
 
 #: Ends of the halves of a layer that :class:`slapo.op.residual.DenseDropoutAddNorm` computes.

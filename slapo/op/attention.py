@@ -1,13 +1,273 @@
-"""Attention as modules, for models that are written by hand."""
+"""Attention: as a function with several kernels behind it, and as modules."""
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slapo.op.attend import BACKENDS, attend
+from slapo.errors import MissingPackageError
+from slapo.random import TENSOR_PARALLEL, get_rng_tracker
+
+BACKENDS = ("auto", "eager", "sdpa", "flash", "xformers")
+#: From so many keys on, SDPA is faster than eager attention with a bias for each pair (measured on
+#: a CPU in float32: its fast kernels do not take one that needs a gradient).
+_LONG = 1024
+_HALVES = (torch.float16, torch.bfloat16)
+#: Query, key and value.
+_States = tuple[Tensor, Tensor, Tensor]
 
 
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """Scaled dot product attention: ``softmax(scale * query @ key.T + bias) @ value``.
+
+    Parameters
+    ----------
+    query
+        ``(batch, heads, seq, head_size)``.
+    key, value
+        ``(batch, kv_heads, kv_seq, head_size)``; each of their heads serves ``heads / kv_heads``
+        heads of the query.
+    mask
+        Of four dimensions, broadcastable to ``(batch, heads, seq, kv_seq)``: booleans, True where
+        a query may look; or numbers to add.
+    bias
+        Numbers to add as well, such as a learned bias of relative positions.
+    is_causal
+        Whether queries look at no later token. They are the last ones of the keys: query ``i`` sees
+        keys up to ``i + kv_seq - seq``. A mask holds beside it.
+    scale
+        ``1 / sqrt(head_size)`` by default.
+    dropout
+        Probability for each weight. Where the random tracker has a state
+        (:func:`slapo.set_random_seed`), it is drawn from that: heads lie on several ranks then.
+    backend
+        ``"eager"``, ``"sdpa"`` (torch's), ``"flash"`` (the package flash-attn; CUDA, half
+        precision, neither mask nor bias), ``"xformers"`` (CUDA), or ``"auto"``: eager on CPU for a
+        bias over few keys in float32, else sdpa, whose kernels torch chooses.
+
+    Returns
+    -------
+    Tensor
+        ``(batch, heads, seq, head_size)``; zeros or a mean of the values for a query that may look
+        nowhere, never nan.
+
+    Raises
+    ------
+    ValueError
+        For shapes that do not fit, or what the named backend cannot do.
+    MissingPackageError
+        If it is not installed.
+
+    Examples
+    --------
+    >>> q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    >>> attend(q, k, k, is_causal=True).shape
+    torch.Size([2, 4, 5, 8])
+    """
+    check_available(backend, query)
+    _check_shapes(query, key, value)
+    _check_mask(mask)
+    if bias is not None and not bias.is_floating_point():
+        raise ValueError(f"bias is of type {bias.dtype}; pass numbers to add, or a mask as mask=")
+    if backend == "auto":
+        # In half precision eager attention rounds the logits, and its gradients are worse.
+        few = key.shape[-2] < _LONG and query.device.type == "cpu" and query.dtype not in _HALVES
+        backend = "eager" if bias is not None and few else "sdpa"
+    if bias is not None and mask is not None:
+        is_bool = mask.dtype == torch.bool
+        mask = torch.where(mask, bias, _least(bias.dtype)) if is_bool else mask + bias
+    elif bias is not None:
+        mask = bias
+    with drawing(dropout):
+        return _KERNELS[backend]((query, key, value), mask, is_causal, scale, dropout)
+
+
+def drawing(dropout: float) -> AbstractContextManager[None]:
+    """Draw dropout for the heads of this rank from the tracker's state of its own."""
+    tracker = get_rng_tracker()
+    # A tracker may have other states only, which are the user's own.
+    is_split = dropout > 0 and TENSOR_PARALLEL in tracker.get_states()
+    return tracker.fork() if is_split else nullcontext()
+
+
+def check_available(backend: str, query: Tensor | None = None) -> None:
+    """Refuse an unknown backend, and one that this machine cannot run, or not for this query."""
+    if backend not in BACKENDS:
+        raise ValueError(f"attention by {backend!r} is not known; pass one of {list(BACKENDS)}")
+    package = {"flash": "flash_attn", "xformers": "xformers"}.get(backend)
+    if package is None:
+        return
+    if importlib.util.find_spec(package) is None:
+        raise MissingPackageError(
+            f"attention by {backend!r} needs the package {package!r}, which is not installed; "
+            "install it, or take 'sdpa', which has such a kernel on CUDA"
+        )
+    if not torch.cuda.is_available() or (query is not None and query.device.type != "cuda"):
+        raise ValueError(f"attention by {backend!r} runs on CUDA only; take 'sdpa' elsewhere")
+    if backend == "flash" and query is not None and query.dtype not in _HALVES:
+        raise ValueError(
+            f"attention by 'flash' takes half precision, and the query is {query.dtype}; take "
+            "'sdpa', or turn the model into bfloat16"
+        )
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    shapes = [tuple(each.shape) for each in (query, key, value)]
+    fits = all(len(shape) == 4 for shape in shapes) and shapes[1][:3] == shapes[2][:3]
+    if not fits or query.shape[-1] != key.shape[-1] or query.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"query, key and value of shapes {shapes} do not fit; pass (batch, heads, seq, "
+            "head_size), with as many heads of keys as of values, which divide those of queries"
+        )
+
+
+def _check_mask(mask: Tensor | None) -> None:
+    """Refuse masks that would hide other pairs, or next to none, as integers that are added."""
+    if mask is not None and mask.dim() != 4:
+        raise ValueError(
+            f"mask of shape {tuple(mask.shape)} may mean samples or queries by its first "
+            "dimension; pass four: mask[:, None, None] of (batch, kv_seq), mask[None, None] of "
+            "(seq, kv_seq)"
+        )
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"mask is of type {mask.dtype}: neither booleans nor numbers to add; pass mask.bool() "
+            "where 1 is where a query may look"
+        )
+
+
+# --- masks ---------------------------------------------------------------------------------------
+def _least(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).min
+
+
+def as_added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn a boolean mask into numbers to add to the logits."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, _least(dtype))
+
+
+def both_masks(mask: Tensor | None, seen: Tensor) -> Tensor:
+    """Restrict a mask to the pairs that `seen`, a boolean mask, allows."""
+    if mask is None:
+        return seen
+    if mask.dtype == torch.bool:
+        return mask & seen
+    return mask.masked_fill(~seen, _least(mask.dtype))
+
+
+def causal_mask(query: Tensor, key: Tensor, first: bool = False) -> Tensor:
+    """``(seq, kv_seq)``, True where a query may look; queries are the last tokens, or the first."""
+    rows, columns = query.shape[-2], key.shape[-2]
+    whole = torch.ones(rows, columns, dtype=torch.bool, device=query.device)
+    return whole.tril(0 if first else columns - rows)
+
+
+# --- kernels -------------------------------------------------------------------------------------
+def _repeated(states: Tensor, heads: int) -> Tensor:
+    """Repeat the heads of keys or values, once for each head of queries."""
+    own = states.shape[1]
+    if own == heads:
+        return states
+    return states[:, :, None].expand(-1, -1, heads // own, -1, -1).flatten(1, 2)
+
+
+def _eager(
+    states: _States, mask: Tensor | None, is_causal: bool, scale: float | None, dropout: float
+) -> Tensor:
+    """Compute the reference: weights in float32, as Transformers computes them."""
+    query = states[0]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    key, value = (_repeated(each, query.shape[1]) for each in states[1:])
+    weights = torch.matmul(query, key.transpose(-2, -1)) * scale
+    if is_causal:
+        mask = both_masks(mask, causal_mask(query, key))
+    least = _least(weights.dtype)
+    if mask is not None and mask.dtype == torch.bool:
+        weights = weights.masked_fill(~mask, least)
+    elif mask is not None:  # clamped, since a row of -inf alone would be nan
+        weights = (weights + mask).clamp(min=least)
+    precise = torch.promote_types(weights.dtype, torch.float32)
+    weights = weights.softmax(-1, dtype=precise).to(query.dtype)
+    return torch.matmul(F.dropout(weights, dropout), value)
+
+
+def _sdpa(
+    states: _States, mask: Tensor | None, is_causal: bool, scale: float | None, dropout: float
+) -> Tensor:
+    query, key, value = states
+    # Torch's own flag means query i sees keys up to i, and excludes a mask.
+    plain = mask is None and query.shape[-2] == key.shape[-2]
+    if is_causal and not plain:
+        mask = both_masks(mask, causal_mask(query, key))
+    # Kernels that take grouped heads take no mask: with one the math kernel would run.
+    grouped = mask is None and query.shape[1] != key.shape[1]
+    if not grouped:
+        key, value = (_repeated(each, query.shape[1]) for each in (key, value))
+    causal = is_causal and plain
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def _flash(
+    states: _States, mask: Tensor | None, is_causal: bool, scale: float | None, dropout: float
+) -> Tensor:
+    if mask is not None:
+        raise ValueError(
+            "attention by 'flash' takes neither mask nor bias; take 'sdpa', or leave padding out"
+        )
+    from flash_attn import flash_attn_func  # type: ignore[import-not-found, unused-ignore]
+
+    moved = (each.transpose(1, 2) for each in states)
+    output: Tensor = flash_attn_func(
+        *moved, dropout_p=dropout, softmax_scale=scale, causal=is_causal
+    )
+    return output.transpose(1, 2)
+
+
+def _xformers(
+    states: _States, mask: Tensor | None, is_causal: bool, scale: float | None, dropout: float
+) -> Tensor:
+    from xformers import ops  # type: ignore[import-not-found, unused-ignore]
+
+    query = states[0]
+    key, value = (_repeated(each, query.shape[1]) for each in states[1:])
+    mask = both_masks(mask, causal_mask(query, key)) if is_causal else mask
+    if mask is not None:  # it takes numbers for every pair
+        pairs = (*query.shape[:-1], key.shape[-2])
+        mask = as_added(mask, query.dtype).to(query.dtype).expand(pairs)
+    moved = (each.transpose(1, 2).contiguous() for each in (query, key, value))
+    output: Tensor = ops.memory_efficient_attention(*moved, attn_bias=mask, p=dropout, scale=scale)
+    return output.transpose(1, 2)
+
+
+_KERNELS: dict[str, Callable[..., Tensor]] = {
+    "eager": _eager,
+    "sdpa": _sdpa,
+    "flash": _flash,
+    "xformers": _xformers,
+}
+
+
+# --- modules -------------------------------------------------------------------------------------
 class FlashAttentionOp(nn.Module):
     """Attention without projections, as a module.
 
@@ -27,7 +287,6 @@ class FlashAttentionOp(nn.Module):
 
     Examples
     --------
-    >>> import torch
     >>> x = torch.randn(2, 5, 4, 8)  # (batch, seq, heads, head_size)
     >>> FlashAttentionOp("sdpa", apply_causal_mask=True)(x, x, x).shape
     torch.Size([2, 5, 4, 8])
@@ -110,7 +369,6 @@ class FlashAttention(nn.Module):
 
     Examples
     --------
-    >>> import torch
     >>> attention = FlashAttention(16, 4, fused_qkv=True, causal=True)
     >>> attention(torch.randn(2, 5, 16)).shape
     torch.Size([2, 5, 16])

@@ -62,7 +62,13 @@ def checkpoint(
     modules = list(function.modules()) if isinstance(function, nn.Module) else []
     if use_reentrant and isinstance(function, nn.Module):
         _check_reentrant(function, args)
-    states, kept = get_rng_tracker().get_states(), _with_statistics(modules)
+    states = get_rng_tracker().get_states()
+    # Norms whose running statistics count each batch.
+    kept: list[nn.Module] = [
+        module
+        for module in modules
+        if isinstance(module, _NormBase) and module.training and module.track_running_stats
+    ]
     if states or kept:
         function = _Replayed(function, states, kept)
     if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
@@ -73,7 +79,7 @@ def checkpoint(
 
 
 def _check_reentrant(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Torch takes what no input needs a gradient for as constant, parameters or not."""
+    """Refuse inputs without gradients: torch takes the module for a constant then."""
     if not torch.is_grad_enabled() or any(
         isinstance(value, torch.Tensor) and value.requires_grad for value in args
     ):
@@ -87,9 +93,9 @@ def _check_reentrant(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 class _Replayed:
-    """The first call runs as it is; later ones run with the tracker as it was before the first.
+    """A function whose later calls see the tracker's states of the first call.
 
-    They leave running statistics of norms alone, which the first has counted its batch in.
+    They leave running statistics of norms alone, since the first call has counted its batch.
     """
 
     def __init__(self, function: Callable[..., Any], states: Any, kept: list[nn.Module]) -> None:
@@ -115,21 +121,9 @@ class _Replayed:
                 module._buffers.update(held)
 
 
-def _with_statistics(modules: list[nn.Module]) -> list[nn.Module]:
-    """Those that count each batch they see."""
-    return [
-        module
-        for module in modules
-        if isinstance(module, _NormBase) and module.training and module.track_running_stats
-    ]
-
-
 def _unprofiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """TorchScript saves other tensors in the runs it profiles than in later ones.
-
-    A recomputation would not find those of the first run, so neither is optimised.
-    """
-
+    # TorchScript saves other tensors in the runs that it profiles than in later ones, and a
+    # recomputation would not find those of the first run.
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch.jit.optimized_execution(False):
             return function(*args, **kwargs)
@@ -140,7 +134,7 @@ def _unprofiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _without_cache(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments without key-value caches: recomputing would append to them a second time."""
+    """Drop key-value caches from the arguments: recomputing would append to them again."""
     if not any(map(_is_cache, (*args, *kwargs.values()))):
         return args, kwargs
     positional = tuple(None if _is_cache(value) else value for value in args)

@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose vocabulary lies over the ranks of a group.
+"""Cross entropy of logits whose vocabulary is sharded over the ranks of a group.
 
 Technique: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using
 Model Parallelism" (2019), section 3.
@@ -14,17 +14,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from slapo.op.dispatch import is_graph_kept, refuse_graph
 from slapo.sharding.groups import group_rank, group_size, handle_of, share_of
 from slapo.sharding.steps import Step, carry_out
 
 #: The label of tokens that do not count, as everywhere in torch.
 IGNORED = -100
+#: Remedy where a gradient of the gradient is asked for.
+INSTEAD = "use torch.nn.functional.cross_entropy"
 
-# Steps, so that who watches these may leave the communication out. How slices become whole by them
-# is not to be seen there: rules say it of the functions of autograd that take them.
-_TELL_COLUMNS = Step("all_gather of columns", "replicate", "replicate")
-_LARGEST = Step("all_reduce of the largest logits", "replicate", "replicate")
-_ADD_UP = Step("all_reduce of the losses' terms", "replicate", "replicate")
+# Steps, so that a watched run may leave the communication out. They do not show how slices become
+# whole: the placement check has rules for the autograd functions that take them.
+_COLUMNS = Step("all_gather of columns", "replicate", "replicate")
+_PEAK = Step("all_reduce of the largest logits", "replicate", "replicate")
+_TERMS = Step("all_reduce of the losses' terms", "replicate", "replicate")
 
 
 class ParallelCrossEntropy(nn.Module):
@@ -97,8 +100,35 @@ class ParallelCrossEntropy(nn.Module):
         tensor([[ 0.5000, -0.5000]])
         """
         group = self.group
-        start = _start_of(logits.shape[-1], vocab_size, group, logits.device)
+        start = self._start(logits, vocab_size, group)
         return token_losses(logits, labels, start, group, ignore_index=self.ignore_index)
+
+    def _start(
+        self, logits: Tensor, vocab_size: int | None, group: dist.ProcessGroup | None
+    ) -> int | Tensor:
+        """Return the token of this rank's first column."""
+        ranks, columns = group_size(group) if has_others(group) else 1, logits.shape[-1]
+        if vocab_size is None and ranks == 1:
+            return 0
+        if vocab_size is None:  # summed up on the device, so that the host waits for nothing
+            return carry_out(
+                _COLUMNS, _columns_before, torch.tensor(columns, device=logits.device), group
+            )
+        rank = group_rank(group) if ranks > 1 else 0
+        start, count = share_of(vocab_size, rank, ranks)
+        if count != columns:
+            raise ValueError(
+                f"ParallelCrossEntropy: rank {rank} of {ranks} has {count} of {vocab_size} columns "
+                f"as torch.chunk cuts them, and the logits have {columns}; pass this rank's own, "
+                "and as vocab_size the columns of all ranks together, padding included"
+            )
+        return start
+
+
+def _columns_before(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    sizes = [torch.empty_like(own) for _ in range(group_size(group))]
+    dist.all_gather(sizes, own, group=group)
+    return torch.stack(sizes)[: group_rank(group)].sum()
 
 
 def token_losses(
@@ -109,44 +139,11 @@ def token_losses(
     *,
     ignore_index: int = IGNORED,
 ) -> Tensor:
-    """Cross entropy of each token, where this rank has the columns of the logits from `start` on.
+    """Compute the cross entropy of each token; this rank has the logits' columns from `start` on.
 
-    Parameters
-    ----------
-    logits
-        ``(..., own columns)``, of a floating-point type; not changed.
-    labels
-        ``(...)``, integers of the whole vocabulary, the same on all ranks.
-    start
-        The token that the first column is of; an integer, or a tensor of one. Of no meaning for
-        whole logits.
-    group
-        The ranks that have the other columns; None if the logits are whole: nothing is
-        communicated then, also where ``torch.distributed`` is initialised.
-    ignore_index
-        The label of tokens whose loss is 0, and which give no gradient.
-
-    Returns
-    -------
-    Tensor
-        ``(...)``, float32, the same on all ranks.
-
-    Raises
-    ------
-    ValueError
-        If shapes do not fit, or there is no column.
-    IndexError
-        On CPU, for a label that not exactly one rank has a column for. Elsewhere its loss is nan.
-
-    Notes
-    -----
-    One float32 copy of the logits is kept, which the backward pass makes the gradient in place,
-    unless the graph is retained. The gradient has no gradient of its own.
-
-    Examples
-    --------
-    >>> token_losses(torch.zeros(2, 4), torch.tensor([3, -100]))
-    tensor([1.3863, 0.0000])
+    No `group` stands for whole logits: nothing is communicated then, also where
+    ``torch.distributed`` is initialized. One float32 copy of the logits is kept, which the backward
+    pass turns into their gradient in place, unless the graph is retained.
     """
     check_shapes("token_losses", logits, labels)
     start = start if has_others(group) else 0
@@ -157,25 +154,16 @@ def token_losses(
 # --- parts that the fused head shares -----------------------------------------------------------
 @dataclass(frozen=True)
 class Columns:
-    """Labels as columns of this rank's part of the logits.
+    """Labels as columns of this rank's part of the logits; `counts` is False where they do not."""
 
-    Attributes
-    ----------
-    index
-        ``(..., 1)``: the column of each token's label; column 0 or the last for those of others.
-    is_own
-        ``(...)``: whether this rank has the label's column.
-    counts
-        ``(...)``: whether the token counts.
-    """
-
+    #: ``(..., 1)``, column 0 or the last for labels of other ranks.
     index: Tensor
     is_own: Tensor
     counts: Tensor
 
     @classmethod
     def of(cls, labels: Tensor, start: int | Tensor, columns: int, ignore_index: int) -> Columns:
-        """Of labels of the whole vocabulary, for columns from `start` on."""
+        """Find the labels of the whole vocabulary among the columns from `start` on."""
         local, counts = labels.long() - start, labels != ignore_index
         is_own = (local >= 0) & (local < columns) & counts
         return cls(local.clamp(0, columns - 1).unsqueeze(-1), is_own, counts)
@@ -184,26 +172,18 @@ class Columns:
 def exponentials_(
     logits: Tensor, columns: Columns, labels: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Put exponentials in the place of float32 logits, and give losses and the exponentials' sums.
+    """Overwrite float32 logits by exponentials, relative to the token's largest logit.
 
-    Parameters
-    ----------
-    logits
-        ``(..., own columns)``, overwritten by exponentials, relative to the token's largest.
-
-    Returns
-    -------
-    tuple of Tensor
-        Losses and sums over the whole vocabulary, both ``(...)``.
+    Returns the losses, and the sums of the exponentials over the whole vocabulary.
     """
     peak = logits.amax(-1)
     if has_others(group):
-        peak = carry_out(_LARGEST, _largest, peak, group)
+        peak = carry_out(_PEAK, _largest, peak, group)
     logits.sub_(peak.unsqueeze(-1))
     picked = logits.gather(-1, columns.index).squeeze(-1).masked_fill_(~columns.is_own, 0.0)
     packed = torch.stack([logits.exp_().sum(-1), picked, columns.is_own.to(picked.dtype)])
     if has_others(group):
-        packed = carry_out(_ADD_UP, _add_up, packed, group, labels=labels, counts=columns.counts)
+        packed = carry_out(_TERMS, _add_up, packed, group, labels=labels, counts=columns.counts)
     else:
         _refuse(packed, labels, columns.counts)
     total, picked, owners = packed.unbind()
@@ -214,15 +194,7 @@ def exponentials_(
 
 
 def gradient_(powers: Tensor, total: Tensor, columns: Columns, grad: Tensor | None) -> Tensor:
-    """Put the gradient of the logits in the place of their exponentials.
-
-    Parameters
-    ----------
-    powers, total
-        What :func:`exponentials_` has left and given.
-    grad
-        ``(...)``: of the losses; None where it is 1.
-    """
+    """Overwrite exponentials by the gradient of the logits, given that of the losses or 1."""
     each = columns.counts.to(powers.dtype)
     each = each if grad is None else each * grad
     powers.mul_((each / total).unsqueeze(-1))
@@ -231,28 +203,8 @@ def gradient_(powers: Tensor, total: Tensor, columns: Columns, grad: Tensor | No
 
 
 def has_others(group: dist.ProcessGroup | None) -> bool:
-    """Whether other ranks have columns too; no group stands for whole logits."""
+    """Whether other ranks have columns too."""
     return group is not None and group_size(group) > 1
-
-
-def is_graph_kept() -> bool:
-    """Whether a backward pass may come a second time to what was saved, in the present one."""
-    if torch.compiler.is_compiling():  # which decides about copies by itself
-        return True
-    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if asked is None else bool(asked())
-
-
-def refuse_graph(what: str) -> None:
-    """Raise where a gradient is to have a gradient: its numbers are made outside of autograd.
-
-    ``once_differentiable`` would take it for a constant where the losses were all that is asked of.
-    """
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(
-            f"the gradient of {what} has no gradient of its own (create_graph=True); use "
-            "torch.nn.functional.cross_entropy where you need one"
-        )
 
 
 def check_shapes(what: str, logits: Tensor, labels: Tensor) -> None:
@@ -289,10 +241,9 @@ def _add_up(
 
 
 def _refuse(packed: Tensor, labels: Tensor, counts: Tensor) -> None:
-    """Raise for labels outside the vocabulary, where values are at hand; on all ranks alike."""
-    if torch.compiler.is_compiling() or labels.device.type != "cpu":
-        return
-    if isinstance(packed, FakeTensor):
+    """Raise on all ranks for labels outside the vocabulary, where looking at them is cheap."""
+    is_fake = isinstance(packed, FakeTensor)
+    if torch.compiler.is_compiling() or labels.device.type != "cpu" or is_fake:
         return
     is_lost = counts & (packed[2] != 1)
     if bool(is_lost.any()):
@@ -303,38 +254,8 @@ def _refuse(packed: Tensor, labels: Tensor, counts: Tensor) -> None:
         )
 
 
-def _start_of(
-    columns: int, vocab_size: int | None, group: dist.ProcessGroup | None, device: torch.device
-) -> int | Tensor:
-    """The token that this rank's first column is of."""
-    if vocab_size is None:
-        return _start_by_asking(columns, group, device) if has_others(group) else 0
-    ranks = group_size(group) if has_others(group) else 1
-    rank = group_rank(group) if ranks > 1 else 0
-    start, own = share_of(vocab_size, rank, ranks)
-    if own != columns:
-        raise ValueError(
-            f"ParallelCrossEntropy: rank {rank} of {ranks} has {own} of {vocab_size} columns as "
-            f"torch.chunk cuts them, and the logits have {columns}; pass this rank's own, and as "
-            "vocab_size the columns of all ranks together, padding included"
-        )
-    return start
-
-
-def _start_by_asking(columns: int, group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
-    """The columns of the ranks before, added up where they are: nothing waits for a device."""
-    own = torch.tensor(columns, device=device)
-    return carry_out(_TELL_COLUMNS, _columns_before, own, group)
-
-
-def _columns_before(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    sizes = [torch.empty_like(own) for _ in range(group_size(group))]
-    dist.all_gather(sizes, own, group=group)
-    return torch.stack(sizes)[: group_rank(group)].sum()
-
-
 class TokenLosses(torch.autograd.Function):
-    """Losses and their gradient; for :func:`token_losses` and the rules of ``slapo.check``."""
+    """:func:`token_losses` and their gradient; ``slapo.check`` has a rule for it."""
 
     @staticmethod
     def forward(  # noqa: D102
@@ -355,7 +276,7 @@ class TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # noqa: D102
-        refuse_graph("token_losses")
+        refuse_graph("token_losses", INSTEAD)
         powers, total, *parts = ctx.saved_tensors
         if is_graph_kept():
             powers = powers.clone()

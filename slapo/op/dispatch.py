@@ -1,4 +1,4 @@
-"""Where a kernel may stand in for operations: for plain tensors that nobody watches."""
+"""Where a kernel may replace operations of torch, and what autograd then has to know."""
 
 from __future__ import annotations
 
@@ -17,20 +17,7 @@ _counted: tuple[type, ...] | None = None
 
 @contextmanager
 def only_counted(*types: type) -> Iterator[None]:
-    """Within the block a dispatch mode may count: kernels run as they would without it.
-
-    Parameters
-    ----------
-    *types
-        Tensors without numbers that may stand in for plain ones.
-
-    Examples
-    --------
-    >>> from torch.utils.flop_counter import FlopCounterMode
-    >>> with FlopCounterMode(display=False), only_counted():
-    ...     is_plain(torch.ones(2))
-    True
-    """
+    """Let kernels run under dispatch modes in this block, also for tensors of these types."""
     global _counted
     before, _counted = _counted, types
     try:
@@ -42,15 +29,8 @@ def only_counted(*types: type) -> Iterator[None]:
 def is_plain(*tensors: Any) -> bool:
     """Whether these are tensors of torch's own, and operations on them run as they are called.
 
-    They do not where someone is to see them: a compiler, a trace, a dispatch mode that counts or
-    checks, a transform of ``torch.func``, a forward-mode derivative. A kernel would hide them.
-
-    Examples
-    --------
-    >>> is_plain(torch.ones(2), nn.Parameter(torch.ones(2)))
-    True
-    >>> torch.func.vmap(lambda x: torch.tensor(is_plain(x)).expand_as(x))(torch.ones(2))
-    tensor([False, False])
+    They do not under a compiler, a trace, a dispatch mode that counts or checks, a transform of
+    ``torch.func`` or a forward-mode derivative: each of these has to see the operations.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
@@ -60,3 +40,23 @@ def is_plain(*tensors: Any) -> bool:
         return False
     kinds = (Tensor, nn.Parameter, *(_counted or ()))
     return all(type(each) in kinds for each in tensors)
+
+
+def is_graph_kept() -> bool:
+    """Whether a later backward pass may read the saved tensors of the present one again."""
+    if torch.compiler.is_compiling():  # which decides about copies by itself
+        return True
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if asked is None else bool(asked())
+
+
+def refuse_graph(what: str, instead: str) -> None:
+    """Raise for a gradient of a gradient, since the first one is computed outside of autograd.
+
+    ``once_differentiable`` would take it for a constant where only the losses were differentiated.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"the gradient of {what} has no gradient of its own (create_graph=True); {instead} "
+            "where you need one"
+        )

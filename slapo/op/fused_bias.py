@@ -81,13 +81,13 @@ class BiasGeLUFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-        """``(..., features)`` and ``(features,)`` -> ``(..., features)``."""
+        """Map ``(..., features)`` and ``(features,)`` to ``(..., features)``."""
         ctx.save_for_backward(x, bias)
         return bias_new_gelu(x, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of both."""
+        """Return the gradients of both."""
         x, bias = ctx.saved_tensors
         own = torch.ops.aten.gelu_backward(grad, x + bias, approximate="tanh")
         wants_x, wants_bias = ctx.needs_input_grad
@@ -129,20 +129,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(act: str | Activation) -> Activation:
-    """A function, or a module, as it is; or the function of a name.
-
-    Raises
-    ------
-    ValueError
-        For another name.
-    TypeError
-        For what cannot be called.
-
-    Examples
-    --------
-    >>> activation("gelu_new") is new_gelu
-    True
-    """
+    """Look up the function of a name; a function or a module is returned as it is."""
     if isinstance(act, str):
         if act not in ACTIVATIONS:
             raise ValueError(
@@ -167,5 +154,5 @@ def is_new_gelu(act: Activation) -> bool:
 
 @functools.cache
 def scripted(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function by TorchScript; kept here, as modules that hold one cannot be copied."""
+    """Compile by TorchScript; cached here, as modules that hold the result cannot be copied."""
     return cast(Callable[..., Tensor], script(function))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from slapo.logger import get_logger
-from slapo.op.attend import BACKENDS, attend, check_available, drawing
+from slapo.op.attention import as_added, attend, both_masks, causal_mask, check_available, drawing
 
 logger = get_logger()
 
@@ -59,15 +59,13 @@ def use_attention(model: nn.Module, backend: str = "auto") -> None:
     >>> model.config._attn_implementation
     'slapo_eager'
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"attention by {backend!r} is not known; pass one of {list(BACKENDS)}")
     check_available(backend)
     _check_asks_table(model)
     # Others may take a mask that is None for one that hides nothing.
     masked = not all(getattr(part, "_supports_sdpa", True) for part in _models_in(model))
     name = register(backend, masked)
     _put_name(model, name)
-    model.__dict__["_slapo_attention"] = Registered(backend, masked)
+    model.__dict__["_slapo_attention"] = _Registered(backend, masked)
     for part in _models_in(model):
         if part.config._attn_implementation != name:
             raise ValueError(
@@ -120,13 +118,10 @@ def _check_asks_table(model: nn.Module) -> None:
 
 
 def register(backend: str, masked: bool = False) -> str:
-    """Put a backend into both tables; gives its name there.
+    """Put a backend into both tables, and return its name there.
 
-    Parameters
-    ----------
-    masked
-        Whether the model always gets a mask, as from Transformers for its eager attention: without
-        that there is none for a plain causal one, which the module has to know then.
+    With `masked` the model always gets a mask, as Transformers' eager attention does. Without it a
+    plain causal mask is None, and the module has to know that it is causal.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -139,14 +134,14 @@ def register(backend: str, masked: bool = False) -> str:
     return name
 
 
-class Registered:
-    """Keeps a pickled model's attention: where it is unpickled, both tables get the backend."""
+class _Registered:
+    """Registers the backend again in the process that unpickles a model."""
 
     def __init__(self, backend: str, masked: bool) -> None:
         self.backend, self.masked = backend, masked
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As made, in another process."""
+        """Restore it, in another process."""
         self.__dict__.update(state)
         register(self.backend, self.masked)
 
@@ -172,15 +167,13 @@ def _attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # A mask has it all; and a single query is the last token.
     is_causal = bool(causal) and attention_mask is None and query.shape[2] > 1
-    rows, columns = query.shape[2], key.shape[2]
-    if is_causal and (own is not None or rows != columns):
+    if is_causal and (own is not None or query.shape[2] != key.shape[2]):
         # No mask means that queries are the first tokens: a static cache has room behind them.
-        whole = torch.ones(rows, columns, dtype=torch.bool, device=query.device)
-        attention_mask, is_causal = whole.tril()[None, None], False
+        attention_mask, is_causal = causal_mask(query, key, first=True)[None, None], False
     if own is not None:
         if position_bias is not None:
             kwargs["position_bias"] = position_bias
-        mask = _added(attention_mask, query)
+        mask = None if attention_mask is None else as_added(attention_mask, query.dtype)
         with drawing(dropout):
             result: tuple[Tensor, Tensor | None] = own(
                 module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
@@ -221,14 +214,6 @@ def _say_once(kind: str, *wanted: str) -> None:
     )
 
 
-def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """What is added to the logits, as eager functions take it."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    least = torch.finfo(query.dtype).min
-    return torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, least)
-
-
 def _flash(
     module: Any,
     query: Tensor,
@@ -240,9 +225,9 @@ def _flash(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """By Transformers' function that unpads, with numbers for the heads of this rank.
+    """Call Transformers' function that unpads, and draw dropout for the heads of this rank.
 
-    Not by its entry for models: that loads what the config names, and asks the hub for ours.
+    Its entry for models loads the name in the config, and would ask the hub for ours.
     """
     from transformers.integrations.flash_attention import get_target_dtype
     from transformers.modeling_flash_attention_utils import (
@@ -273,19 +258,102 @@ def _flash(
 
 def _refuse_unknown(kwargs: dict[str, Any], names: tuple[str, ...] = _REFUSED) -> None:
     given = _unknown(kwargs, names)
-    if given == ["output_attentions"]:
-        raise ValueError(
-            "output_attentions=True, and this attention does not keep its weights; keep the "
-            "model's own by attn_op_name=None"
-        )
     if given:
         raise ValueError(
-            f"the model's attention is called with {given}, which this backend does not compute; "
-            "keep the model's own by attn_op_name=None"
+            f"the model's attention is called with {given}, and this backend does not compute that "
+            "(nor does it keep its weights); keep the model's own by attn_op_name=None"
         )
 
 
 def _unknown(kwargs: dict[str, Any], names: tuple[str, ...]) -> list[str]:
-    """What is asked for of `names`, and weights."""
+    """List the arguments of `names` that the model passes, and its wish for weights."""
     given = [name for name in names if kwargs.get(name) is not None]
     return [*given, "output_attentions"] if kwargs.get("output_attentions") else given
+
+
+class GPTNeoAttention(nn.Module):
+    """Transformers' ``GPTNeoSelfAttention`` by :func:`slapo.op.attend`.
+
+    It is unscaled, and in every other layer over a window. That class does not ask Transformers'
+    table of attention functions, so the module is replaced; its layers and their names stay.
+
+    Parameters
+    ----------
+    module
+        The module that it replaces.
+    backend
+        As for :func:`slapo.op.attend`.
+
+    Notes
+    -----
+    Black et al., "GPT-Neo: Large Scale Autoregressive Language Modeling with Mesh-Tensorflow"
+    (2021).
+
+    Examples
+    --------
+    >>> from transformers import GPTNeoConfig, GPTNeoModel
+    >>> config = GPTNeoConfig(hidden_size=8, num_heads=2, num_layers=1, window_size=4,
+    ...     attention_types=[[["local"], 1]], vocab_size=16, intermediate_size=8)
+    >>> theirs = GPTNeoModel(config).eval().h[0].attn.attention
+    >>> x = torch.randn(2, 5, 8)
+    >>> torch.allclose(GPTNeoAttention(theirs)(x)[0], theirs(x)[0], atol=1e-6)
+    True
+    """
+
+    def __init__(self, module: nn.Module, backend: str = "auto") -> None:
+        super().__init__()
+        given: Any = module
+        for name in ("k_proj", "v_proj", "q_proj", "out_proj", "resid_dropout"):
+            self.add_module(name, getattr(given, name))
+        self.num_heads, self.head_dim = given.num_heads, given.head_dim
+        self.layer_id, self.backend = given.layer_id, backend
+        self.window = given.config.window_size if given.attention_type == "local" else None
+        self.attn_pdrop = given.attn_dropout.p
+        self.training = given.training
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        layer_past: Any = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """As the original's, without the weights of attention.
+
+        Raises
+        ------
+        ValueError
+            If these are asked for.
+        """
+        _refuse_unknown({"output_attentions": output_attentions})
+        query, key, value = (self._heads(name, hidden_states) for name in ("q", "k", "v"))
+        if layer_past is not None:
+            key, value = layer_past.update(key, value, self.layer_id)
+        mask = self._mask(query, key, attention_mask)
+        output = attend(
+            query,
+            key,
+            value,
+            mask=mask,
+            is_causal=mask is None and query.shape[2] > 1,
+            scale=1.0,
+            dropout=self.attn_pdrop if self.training else 0.0,
+            backend=self.backend,
+        )
+        merged = output.transpose(1, 2).flatten(2)
+        projected: Tensor = self.get_submodule("out_proj")(merged)
+        return self.get_submodule("resid_dropout")(projected), None
+
+    def _heads(self, name: str, states: Tensor) -> Tensor:
+        projected: Tensor = self.get_submodule(f"{name}_proj")(states)
+        return projected.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+    def _mask(self, query: Tensor, key: Tensor, given: Tensor | None) -> Tensor | None:
+        """Restrict the model's causal mask to the window; None means causal and nothing else."""
+        if self.window is None:
+            return given
+        before = key.shape[2] - query.shape[2]
+        seen = causal_mask(query, key).triu(before - self.window + 1)
+        return both_masks(given, seen[None, None])

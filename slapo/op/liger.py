@@ -1,7 +1,7 @@
-"""Kernels of the package liger-kernel: where they are used, and what they are guarded by.
+"""Kernels of the package liger-kernel, and the tensors that they support.
 
-Its functions are called one by one, as its own patches hold for every model of a process. Nothing
-of it is imported before the first tensor that it has a kernel for.
+Its functions are called one by one, since its own patches change every model of a process. It is
+imported at the first tensor that it has a kernel for.
 
 Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024).
 """
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from slapo.errors import MissingPackageError
 from slapo.logger import get_logger
-from slapo.op.cross_entropy import is_graph_kept
-from slapo.op.dispatch import is_plain
+from slapo.op.dispatch import is_graph_kept, is_plain, refuse_graph
 
 logger = get_logger()
 
@@ -29,7 +28,8 @@ _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WIDEST = 65536
 #: Activation -> name of the functions for a product with it.
 _PRODUCTS = {"silu": "swiglu", "gelu": "geglu"}
-#: What is called of the package.
+_INSTEAD = "schedule the model with kernels=False"
+#: Functions that are called.
 _CALLED = (
     *(f"{name}_{way}" for name in _PRODUCTS.values() for way in ("forward", "backward")),
     "LigerRMSNormFunction",
@@ -37,38 +37,12 @@ _CALLED = (
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether its kernels take these here: on CUDA, of one shape and type, and it is installed.
-
-    Under a compiler they are not used: that fuses the same operations by itself.
-
-    Parameters
-    ----------
-    *tensors
-        ``(..., columns)``.
-
-    Examples
-    --------
-    >>> fits(torch.ones(2, 3))
-    False
-    """
+    """Whether the package is installed and has kernels for these tensors."""
     return _misfit(*tensors) is None and operations() is not None
 
 
 def check_fits(what: str, *tensors: Tensor) -> None:
-    """Refuse where :func:`fits` says no.
-
-    Parameters
-    ----------
-    what
-        The function that was asked for these kernels by name.
-
-    Raises
-    ------
-    MissingPackageError
-        If liger-kernel or triton is not installed.
-    ValueError
-        If they do not take the tensors.
-    """
+    """Refuse tensors that do not fit, for a function that asked for the package by name."""
     if operations() is None:
         raise MissingPackageError(
             f"{what} by 'liger' needs the packages liger-kernel and triton; install them "
@@ -80,7 +54,7 @@ def check_fits(what: str, *tensors: Tensor) -> None:
 
 
 def _misfit(*tensors: Tensor) -> str | None:
-    """Why its kernels do not take these; None where they do."""
+    """Say why its kernels do not take these tensors; None where they do."""
     if not is_plain(*tensors):
         return "a compiler, a trace or a kind of tensor that its kernels do not know"
     first = tensors[0]
@@ -98,7 +72,7 @@ def _misfit(*tensors: Tensor) -> str | None:
 
 @functools.cache
 def operations() -> Any:
-    """``liger_kernel.ops``; None where it or triton is not installed, or it is another version."""
+    """Import ``liger_kernel.ops``; None if it or triton is missing, or it is another version."""
     if any(importlib.util.find_spec(name) is None for name in ("liger_kernel", "triton")):
         return None
     try:
@@ -113,10 +87,10 @@ def operations() -> Any:
 
 
 class GatedByLiger(torch.autograd.Function):
-    """``act(gate) * up`` for tensors that :func:`fits`; `act` is ``"silu"`` or ``"gelu"``.
+    """``act(gate) * up`` for ``"silu"`` or ``"gelu"``, of tensors that :func:`fits`."""
 
-    Of its functions rather than its class: the backward pass writes over what it was given.
-    """
+    # Calls the functions and not the class of the package, whose backward pass writes over its
+    # inputs in any case.
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, act: str) -> Tensor:  # noqa: D102
@@ -128,41 +102,30 @@ class GatedByLiger(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: D102
-        refuse_graph(f"{ctx.act}(gate) * up by liger-kernel")
+        refuse_graph(f"{ctx.act}(gate) * up by liger-kernel", _INSTEAD)
         gate, up = ctx.saved_tensors
         is_shared = gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
         operands = [_to_write(each, is_shared) for each in (gate, up)]
         backward = getattr(operations(), f"{_PRODUCTS[ctx.act]}_backward")
         of_gate, of_up = backward(*operands, grad.contiguous())
-        # Kernels write unseen: who else kept these for a backward pass is to be told.
+        # Autograd does not see that kernels write; others may have saved these tensors too.
         torch.autograd.graph.increment_version(operands)
         return of_gate, of_up, None
 
 
 def _to_write(saved: Tensor, is_shared: bool) -> Tensor:
-    """The tensor if nothing else needs its numbers, or a copy."""
+    """Return the tensor if nothing else needs its values, or a copy."""
     is_needed = is_graph_kept() or is_shared or saved.is_leaf
     return saved.detach().clone() if is_needed else saved.detach()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """RMS norm of what :func:`fits`, rounded as Llama's without an offset, as Gemma's with one."""
+    """Compute the RMS norm; rounded as Llama's without an offset, as Gemma's with one."""
     mode = "gemma" if offset else "llama"
-    # Not in place: the gradient that it is given may be the residual's too.
+    # Not in place: its incoming gradient may be the residual's too.
     output = operations().LigerRMSNormFunction.apply(x, weight, eps, offset, mode, False)
     if output.grad_fn is not None:
-        output.grad_fn.register_prehook(_refuse_graph_of_norm)
-    return cast(Tensor, output)
-
-
-def _refuse_graph_of_norm(grads: Any) -> None:
-    refuse_graph("an RMS norm by liger-kernel")
-
-
-def refuse_graph(what: str) -> None:
-    """Raise where a gradient is to have a gradient: kernels are no operations of autograd."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"the gradient of {what} has no gradient of its own (create_graph=True); schedule the "
-            "model with kernels=False where you need one"
+        output.grad_fn.register_prehook(
+            lambda grads: refuse_graph("an RMS norm by liger-kernel", _INSTEAD)
         )
+    return cast(Tensor, output)

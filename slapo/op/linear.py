@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from slapo.op.fused_bias import (
     is_new_gelu,
     scripted,
 )
+from slapo.weights.provenance import Source
 
 
 class LinearWithSeparateBias(nn.Linear):
@@ -37,13 +38,8 @@ class LinearWithSeparateBias(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> LinearWithSeparateBias:
-        """The same layer with the same parameter objects."""
-        new = cls.__new__(cls)
-        nn.Module.__init__(new)
-        new.in_features, new.out_features = linear.in_features, linear.out_features
-        new.weight, new.bias = linear.weight, linear.bias
-        new.training = linear.training
-        return new
+        """Build the same layer around the parameter objects of `linear`."""
+        return same_linear(cls, linear)
 
     def forward(self, input: Tensor) -> Tensor:
         """``input`` of shape ``(..., in_features)`` -> ``(..., out_features)``."""
@@ -193,5 +189,69 @@ class LinearWithDropout(nn.Linear):
         return f"{super().extra_repr()}, p={self.p}"
 
 
+class FusedQKV(nn.Module):
+    """Query, key and value projections in one matrix product, split into heads.
+
+    Replaces three ``nn.Linear`` of the same input and their split into heads; the weights are
+    packed from those of the originals, query first.
+
+    Parameters
+    ----------
+    hidden_size
+        Features of the input and of each projection.
+    num_heads
+        Heads; `hidden_size` must be divisible by it.
+    world_size
+        Ranks that share the heads; each has ``num_heads / world_size`` of them.
+
+    Examples
+    --------
+    >>> q, k, v = FusedQKV(8, 2)(torch.ones(3, 5, 8))
+    >>> q.shape  # (batch, heads, seq, head_size)
+    torch.Size([3, 2, 5, 4])
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, world_size: int = 1) -> None:
+        super().__init__()
+        if hidden_size % num_heads or num_heads % world_size:
+            raise ValueError(
+                f"FusedQKV: hidden_size {hidden_size} must be divisible by num_heads {num_heads}, "
+                f"and that by world_size {world_size}"
+            )
+        self.hidden_size = hidden_size
+        self.num_heads = num_heads
+        self.head_size = hidden_size // num_heads
+        self.fused_linear = nn.Linear(hidden_size, 3 * hidden_size // world_size)
+
+    def weight_sources(self) -> dict[str, Source]:
+        """Query, key and value stacked along the output features."""
+        return {
+            f"fused_linear.{name}": Source((f"0.{name}", f"1.{name}", f"2.{name}"))
+            for name in ("weight", "bias")
+        }
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``(batch, seq, hidden)`` -> three of ``(batch, heads, seq, head_size)``."""
+        packed: Tensor = self.fused_linear(hidden_states)
+        query, key, value = packed.chunk(3, dim=-1)
+        return self._heads(query), self._heads(key), self._heads(value)
+
+    def _heads(self, states: Tensor) -> Tensor:
+        return states.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+
+
 def _with_bias(output: Tensor, bias: Tensor | None) -> Tensor:
     return output if bias is None else output + bias
+
+
+Layer = TypeVar("Layer", bound=nn.Linear)
+
+
+def same_linear(cls: type[Layer], linear: nn.Linear) -> Layer:
+    """Build a layer of another class around the parameter objects of `linear`."""
+    new = cls.__new__(cls)
+    nn.Module.__init__(new)
+    new.in_features, new.out_features = linear.in_features, linear.out_features
+    new.weight, new.bias = linear.weight, linear.bias
+    new.training = linear.training
+    return new

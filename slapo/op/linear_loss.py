@@ -19,14 +19,15 @@ from torch import Tensor, nn
 
 from slapo.op.cross_entropy import (
     IGNORED,
+    INSTEAD,
     Columns,
     check_shapes,
     exponentials_,
     gradient_,
     has_others,
-    is_graph_kept,
-    refuse_graph,
 )
+from slapo.op.dispatch import is_graph_kept, refuse_graph
+from slapo.op.linear import same_linear
 from slapo.sharding.collectives import all_gather
 from slapo.sharding.groups import group_size
 from slapo.sharding.state import copy_shards, sharding_of, shards_of, syncs_of
@@ -99,7 +100,7 @@ def linear_cross_entropy(
     chunk = _CHUNK.get(hidden.device.type, _CHUNK_ELSEWHERE) if chunk is None else chunk
     _check_operands(hidden, weight, labels, bias, chunk)
     start = start if has_others(group) else 0
-    settings = Settings(start, group, ignore_index, chunk, torch.is_grad_enabled())
+    settings = _Settings(start, group, ignore_index, chunk, torch.is_grad_enabled())
     with _own_precision(hidden.device.type) as dtype:
         if dtype is not None:
             hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -133,7 +134,7 @@ def _check_operands(
 
 @contextmanager
 def _own_precision(device: str) -> Iterator[torch.dtype | None]:
-    """Autocast is off within, and says which type operands of products are to have."""
+    """Turn autocast off, and yield the dtype that it would cast operands of products to."""
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         yield None
         return
@@ -143,8 +144,8 @@ def _own_precision(device: str) -> Iterator[torch.dtype | None]:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the function of autograd is told beside its tensors."""
+class _Settings:
+    """Arguments of the autograd function beside its tensors."""
 
     start: int
     group: dist.ProcessGroup | None
@@ -154,7 +155,7 @@ class Settings:
 
 
 class _Gradients:
-    """The gradients of the operands, as chunks add to them; None of those that need none."""
+    """Gradients of the operands that need one; each chunk of tokens adds to them."""
 
     def __init__(self, needed: list[bool], hidden: Tensor, weight: Tensor) -> None:
         self.are_needed = any(needed)
@@ -164,7 +165,7 @@ class _Gradients:
         self.of_bias = weight.new_zeros(len(weight), dtype=torch.float32) if needed[2] else None
 
     def add(self, tokens: slice, hidden: Tensor, logits: Tensor) -> None:
-        """What the tokens of a chunk give, of the gradient of whose logits this is."""
+        """Add the share of a chunk, given its hidden states and the gradient of its logits."""
         if self.of_bias is not None:
             self.of_bias += logits.sum(0)
         logits = logits.to(self.weight.dtype)
@@ -179,7 +180,7 @@ class _Gradients:
 
 
 class LinearLoss(torch.autograd.Function):
-    """For :func:`linear_cross_entropy` and the rules of ``slapo.check``."""
+    """:func:`linear_cross_entropy` and its gradients; ``slapo.check`` has a rule for it."""
 
     @staticmethod
     def forward(  # noqa: D102
@@ -188,7 +189,7 @@ class LinearLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        settings: Settings,
+        settings: _Settings,
     ) -> Tensor:
         needed = [need and settings.is_training for need in ctx.needs_input_grad[:3]]
         grads = _Gradients(needed, hidden, weight)
@@ -203,7 +204,7 @@ class LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
-        refuse_graph("linear_cross_entropy")
+        refuse_graph("linear_cross_entropy", INSTEAD)
         scale = torch.mul if is_graph_kept() else Tensor.mul_
         found = [
             None if saved is None else scale(saved, grad).to(dtype)
@@ -218,10 +219,10 @@ def _losses_of(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
-    settings: Settings,
+    settings: _Settings,
     grads: _Gradients,
 ) -> Tensor:
-    """The losses of one chunk, which adds what it gives to the gradients."""
+    """Compute the losses of one chunk, and add its share to the gradients."""
     logits = F.linear(hidden[tokens], weight, bias).float()
     own = (settings.start, len(weight), settings.ignore_index)
     columns = Columns.of(labels[tokens], *own)
@@ -234,18 +235,10 @@ def _losses_of(
 
 @dataclass
 class Targets:
-    """What a :class:`LossHead` is to compute the loss of.
+    """Labels of a :class:`LossHead`: ``(batch, seq)``, of the whole vocabulary, on all ranks alike.
 
-    Parameters
-    ----------
-    labels
-        ``(batch, seq)``, integers of the whole vocabulary, the same on all ranks.
-    shift
-        Whether each position is to predict the next one's label, as in a causal language model.
-    num_items
-        What the sum of the losses is divided by; None for the number of labels that count.
-    ignore_index
-        The label of tokens that do not count.
+    With `shift` each position predicts the next one's label, as in a causal language model. The sum
+    of the losses is divided by `num_items`, by default the number of labels that count.
     """
 
     labels: Tensor
@@ -254,16 +247,13 @@ class Targets:
     ignore_index: int = IGNORED
 
     def moved(self) -> Tensor:
-        """``(batch, seq)``: the label that each position is to predict."""
+        """Return the label that each position predicts, ``(batch, seq)``."""
         if not self.shift:
             return self.labels
         return F.pad(self.labels, (0, 1), value=self.ignore_index)[..., 1:]
 
     def mean(self, total: Tensor) -> Tensor:
-        """The sum of the losses over how many there are.
-
-        As in torch, that of no loss at all is nan, and its gradient is zero.
-        """
+        """Divide the sum of the losses; as in torch, without any it is nan, with gradient 0."""
         count = self.count()
         if self.num_items is not None:
             return total / count
@@ -271,7 +261,7 @@ class Targets:
         return torch.where(count > 0, total / count.clamp(min=1), float("nan"))
 
     def count(self) -> Tensor | int:
-        """What the sum of the losses is divided by."""
+        """Return the divisor of the sum of the losses."""
         if self.num_items is None:
             return (self.moved() != self.ignore_index).sum()
         if isinstance(self.num_items, Tensor):  # engines count on the host
@@ -322,19 +312,8 @@ class LossHead(nn.Linear):
 
     @classmethod
     def like(cls, linear: nn.Linear) -> LossHead:
-        """The same layer with the same parameter objects.
-
-        Examples
-        --------
-        >>> linear = nn.Linear(4, 7)
-        >>> LossHead.like(linear).weight is linear.weight
-        True
-        """
-        new = cls.__new__(cls)
-        nn.Module.__init__(new)
-        new.in_features, new.out_features = linear.in_features, linear.out_features
-        new.weight, new.bias = linear.weight, linear.bias
-        new.training = linear.training
+        """Build the same layer around the parameter objects of `linear`."""
+        new = same_linear(cls, linear)
         copy_shards(linear, new)
         return new
 
@@ -369,14 +348,14 @@ class LossHead(nn.Linear):
         return loss
 
     def gathered(self, logits: Tensor) -> Tensor:
-        """``(..., own vocabulary)`` of each rank -> ``(..., vocabulary)``, on all of them."""
+        """Gather ``(..., own vocabulary)`` of each rank to ``(..., vocabulary)``."""
         state, total = sharding_of(self), shards_of(self)["weight"].full_shape[0]
         assert state is not None, "the head is split"
         group = state.group.group
         return all_gather(logits, group, -1, tensor_parallel_output_grad=False, total=total)
 
     def _own_rows(self) -> tuple[int, dist.ProcessGroup | None]:
-        """Where this rank's rows begin, and who has the others; no group where it has all."""
+        """Return the start of this rank's rows, and the group that has the others, if any."""
         gathering = [sync.op for sync in syncs_of(self) if sync.mode == "fwd_post" and sync.op]
         if gathering:
             raise ValueError(

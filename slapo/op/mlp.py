@@ -1,11 +1,146 @@
-"""The two layers of a transformer's feed-forward block, each with what follows it."""
+"""Feed-forward blocks: plain ones, and gated ones as Llama, Gemma and T5 have them.
+
+Shazeer, "GLU Variants Improve Transformer" (2020), for gated blocks.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slapo.op.fused_bias import Activation
+from slapo.hooks import has_forward_hooks
+from slapo.op import liger
+from slapo.op.dispatch import is_plain
+from slapo.op.fused_bias import Activation, is_new_gelu
 from slapo.op.linear import LinearWithAct, LinearWithDropout
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_BACKENDS = ("auto", "torch", "liger")
+#: SiLU outside torch, known by where it is defined, so that nothing is imported for it.
+_FOREIGN_SILU = "transformers.activations.SiLUActivation"
+
+
+def gated_silu(gate: Tensor, up: Tensor, backend: str = "auto") -> Tensor:
+    """``silu(gate) * up``, which keeps its two operands for the backward pass and nothing else.
+
+    Parameters
+    ----------
+    gate, up
+        ``(..., features)``, of one shape and type.
+    backend
+        ``"torch"``, ``"liger"`` (the package liger-kernel; CUDA), or ``"auto"``: liger where it is
+        installed and takes the tensors. Its backward pass writes over `gate` and `up`, unless they
+        are leaves or the graph is retained.
+
+    Returns
+    -------
+    Tensor
+        ``(..., features)``.
+
+    Raises
+    ------
+    ValueError
+        For an unknown backend, or tensors that ``"liger"`` does not take.
+    MissingPackageError
+        If ``"liger"`` is not installed.
+
+    Notes
+    -----
+    Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), for the activation
+    that is made again in the backward pass.
+
+    Examples
+    --------
+    >>> gated_silu(torch.tensor([-1.0, 0.0, 1.0]), torch.tensor([1.0, 2.0, 3.0]))
+    tensor([-0.2689,  0.0000,  2.1932])
+    """
+    if _is_for_liger("gated_silu", backend, gate, up):
+        return cast(Tensor, liger.GatedByLiger.apply(gate, up, "silu"))
+    # To keep less is worth its time on CPU, where it was measured to make no difference.
+    is_alike = gate.shape == up.shape and gate.dtype == up.dtype
+    if is_alike and gate.device.type == "cpu" and is_plain(gate, up):
+        return cast(Tensor, _GatedSiLU.apply(gate, up))
+    return F.silu(gate) * up
+
+
+def gated_gelu(gate: Tensor, up: Tensor, backend: str = "auto") -> Tensor:
+    """``gelu(gate, approximate="tanh") * up``.
+
+    On CPU the activation is kept: it takes longer to make again than SiLU.
+
+    Parameters
+    ----------
+    gate, up
+        ``(..., features)``, of one shape and type.
+    backend
+        As for :func:`gated_silu`.
+
+    Returns
+    -------
+    Tensor
+        ``(..., features)``.
+
+    Raises
+    ------
+    ValueError, MissingPackageError
+        As :func:`gated_silu`.
+
+    Examples
+    --------
+    >>> gated_gelu(torch.tensor([-1.0, 0.0, 1.0]), torch.tensor([1.0, 2.0, 3.0]))
+    tensor([-0.1588,  0.0000,  2.5236])
+    """
+    if _is_for_liger("gated_gelu", backend, gate, up):
+        return cast(Tensor, liger.GatedByLiger.apply(gate, up, "gelu"))
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def _is_for_liger(what: str, backend: str, gate: Tensor, up: Tensor) -> bool:
+    if backend not in _BACKENDS:
+        raise ValueError(f"{what} by {backend!r} is not known; pass one of {list(_BACKENDS)}")
+    if backend == "liger":
+        liger.check_fits(what, gate, up)
+    return backend == "liger" or (backend == "auto" and liger.fits(gate, up))
+
+
+class _GatedSiLU(torch.autograd.Function):
+    """``silu(gate) * up``; the backward pass recomputes SiLU."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        # With the same roundings as by the operations one by one.
+        gate, up = ctx.saved_tensors
+        wants_gate, wants_up = ctx.needs_input_grad
+        of_silu = grad * up if wants_gate else None
+        if torch.is_grad_enabled():  # by operations that have a gradient of their own
+            opened = torch.sigmoid(gate)
+            slope = opened * (1 + gate * (1 - opened))
+            return None if of_silu is None else of_silu * slope, F.silu(gate) * grad
+        if of_silu is not None:
+            torch.ops.aten.silu_backward.grad_input(of_silu, gate, grad_input=of_silu)
+        return of_silu, F.silu(gate).mul_(grad) if wants_up else None
+
+
+def _gated(act: Activation, gate: Tensor, up: Tensor) -> Tensor:
+    """Compute ``act(gate) * up``, by one function unless a trace, a compiler or hooks see `act`."""
+    is_free = not (isinstance(act, nn.Module) and has_forward_hooks(act))
+    if is_free and is_plain(gate, up):
+        kind = type(act)
+        if kind is nn.SiLU or f"{kind.__module__}.{kind.__qualname__}" == _FOREIGN_SILU:
+            return gated_silu(gate, up)
+        if is_new_gelu(act) and liger.fits(gate, up):
+            return gated_gelu(gate, up)
+    return act(gate) * up
 
 
 class FusedMLP(nn.Module):
@@ -27,7 +162,6 @@ class FusedMLP(nn.Module):
 
     Examples
     --------
-    >>> import torch
     >>> FusedMLP(4, 16, "gelu_new", resid_pdrop=0.1)(torch.ones(2, 3, 4)).shape
     torch.Size([2, 3, 4])
     """
@@ -50,3 +184,106 @@ class FusedMLP(nn.Module):
         """``(..., hidden_size)`` -> the same."""
         output: Tensor = self.fc_out(self.fc_in(hidden_states))
         return output
+
+
+class SameChildren(nn.Module):
+    """Base of blocks that are built by :meth:`like` around the children of another module."""
+
+    #: Names of the children.
+    parts: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def like(cls, module: nn.Module) -> Self:
+        """Build the block with the children of `module`, and its other attributes, such as sizes.
+
+        Hooks, shards and collectives on the children stay.
+
+        Parameters
+        ----------
+        module
+            A module whose children are those of ``parts``.
+
+        Raises
+        ------
+        ValueError
+            If it has other children, tensors beside them, or a forward of its own beside that of
+            its class.
+
+        Examples
+        --------
+        >>> GatedMLP.like(nn.Linear(2, 2))
+        Traceback (most recent call last):
+        ValueError: GatedMLP.like(Linear): it has ...
+        """
+        children = dict(module.named_children())
+        tensors = [*module._parameters, *module._buffers]
+        own = vars(module)
+        if set(children) != set(cls.parts) or tensors or "forward" in own:
+            raise ValueError(
+                f"{cls.__name__}.like({type(module).__name__}): it has the children "
+                f"{list(children)}, the tensors {tensors}"
+                f"{' and a forward put on it' if 'forward' in own else ''}; pass a module of "
+                f"{list(cls.parts)} alone, or leave it as it is (kernels=False)"
+            )
+        new = cls.__new__(cls)
+        nn.Module.__init__(new)
+        new.__dict__.update({name: own[name] for name in own if not name.startswith("_")})
+        for name, child in children.items():  # in their order, which is that of the parameters
+            new.add_module(name, child)
+        return new
+
+
+class GatedMLP(SameChildren):
+    """``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, the product by one function.
+
+    Built by :meth:`like` around the children of the original.
+
+    Examples
+    --------
+    >>> class MLP(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.gate_proj, self.up_proj = nn.Linear(4, 6), nn.Linear(4, 6)
+    ...         self.down_proj, self.act_fn = nn.Linear(6, 4), nn.SiLU()
+    >>> GatedMLP.like(MLP())(torch.ones(2, 3, 4)).shape
+    torch.Size([2, 3, 4])
+    """
+
+    parts: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj", "down_proj", "act_fn")
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+    act_fn: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., hidden_size)`` -> the same."""
+        return cast(Tensor, self.down_proj(_gated(self.act_fn, self.gate_proj(x), self.up_proj(x))))
+
+
+class GatedDense(GatedMLP):
+    """``wo(dropout(act(wi_0(x)) * wi_1(x)))``, as T5 names it; `wo` may be of another type.
+
+    Examples
+    --------
+    >>> GatedDense.parts
+    ('wi_0', 'wi_1', 'wo', 'dropout', 'act')
+    """
+
+    parts = ("wi_0", "wi_1", "wo", "dropout", "act")
+
+    wi_0: nn.Module
+    wi_1: nn.Module
+    wo: nn.Module
+    dropout: nn.Module
+    act: nn.Module
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """``(..., hidden_size)`` -> the same."""
+        states = _gated(self.act, self.wi_0(hidden_states), self.wi_1(hidden_states))
+        states = self.dropout(states)
+        # T5's last layer is left in float32 where the others are in half precision.
+        weight = getattr(self.wo, "weight", None)
+        if isinstance(weight, Tensor) and weight.dtype not in (states.dtype, torch.int8):
+            states = states.to(weight.dtype)
+        return cast(Tensor, self.wo(states))

@@ -59,28 +59,20 @@ class RMSNorm(nn.RMSNorm):
 
     @classmethod
     def like(cls, module: nn.Module, offset: float = 0.0, casts_to_weight: bool = False) -> RMSNorm:
-        """The same norm with the same parameter object, under the same name.
+        """Build the same norm around the parameter object of `module`.
 
         Parameters
         ----------
         module
-            With a parameter ``weight`` of one dimension, and its epsilon as ``variance_epsilon``
-            or ``eps``.
-        offset
-            1.0 for Gemma's, whose weights are kept less one.
-        casts_to_weight
-            True for T5's.
+            A norm with a parameter ``weight`` of one dimension, and its epsilon as
+            ``variance_epsilon`` or ``eps``.
+        offset, casts_to_weight
+            As for the class.
 
         Raises
         ------
         ValueError
             If it has no such weight, or no epsilon.
-
-        Examples
-        --------
-        >>> norm = nn.RMSNorm(4, eps=1e-5)
-        >>> RMSNorm.like(norm).weight is norm.weight
-        True
         """
         weight = module._parameters.get("weight")
         eps = next((getattr(module, n) for n in _EPSILONS if hasattr(module, n)), None)
@@ -102,7 +94,9 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """``(..., hidden_size)`` -> the same; mixed types promote as in the originals."""
         shape = self.normalized_shape
-        if self.eps is not None and self._is_for_liger(x):
+        # Where torch has no single kernel, and liger-kernel one of the same roundings.
+        has_no_kernel = self.offset or x.dtype == self.weight.dtype != torch.float32
+        if has_no_kernel and self.eps is not None and liger.fits(x) and is_plain(self.weight):
             return liger.rms_norm(x, self.weight, self.eps, self.offset)
         if self.offset:
             scale = self.offset + self.weight.float()
@@ -111,12 +105,6 @@ class RMSNorm(nn.RMSNorm):
             return F.rms_norm(x, shape, self.weight, self.eps)
         dtype = self.weight.dtype if self.casts_to_weight else x.dtype
         return self.weight * F.rms_norm(x.float(), shape, None, self.eps).to(dtype)
-
-    def _is_for_liger(self, x: Tensor) -> bool:
-        """Whether torch has no single kernel, and liger-kernel one of the same roundings."""
-        if not liger.fits(x) or not is_plain(self.weight):
-            return False
-        return bool(self.offset) or x.dtype == self.weight.dtype != torch.float32
 
     def extra_repr(self) -> str:
         """Sizes, and the offset where there is one."""

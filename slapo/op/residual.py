@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from slapo.errors import MissingPackageError
 from slapo.hooks import has_forward_hooks
 from slapo.op.dispatch import is_plain
+from slapo.op.mlp import SameChildren
 
 _BACKENDS = ("torch", "triton")
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -107,7 +108,7 @@ def dropout_add_norm(
 
 
 def _unsupported(*operands: Tensor | None) -> Exception | None:
-    """The error of the kernel for these tensors; the first has the features."""
+    """Return the error of the kernel for these tensors; the first has the features."""
     if importlib.util.find_spec("triton") is None:
         return MissingPackageError(
             "backend 'triton' needs the package 'triton': pip install 'slapo[kernels]'"
@@ -141,7 +142,7 @@ def _by_triton(
     return cast(Tensor, out)
 
 
-class DenseDropoutAddNorm(nn.Module):
+class DenseDropoutAddNorm(SameChildren):
     """``LayerNorm(dropout(dense(x)) + residual)``, the end of each half of a layer of BERT.
 
     It calls its children one after the other. With ``backend = "triton"`` all after `dense` is one
@@ -174,6 +175,7 @@ class DenseDropoutAddNorm(nn.Module):
     torch.Size([2, 3, 8])
     """
 
+    parts = ("dense", "LayerNorm", "dropout")
     backend = "torch"
 
     def __init__(
@@ -189,42 +191,6 @@ class DenseDropoutAddNorm(nn.Module):
         self.dense: nn.Module = nn.Linear(in_features, hidden_size, device=device, dtype=dtype)
         self.LayerNorm: nn.Module = nn.LayerNorm(hidden_size, eps, device=device, dtype=dtype)
         self.dropout: nn.Module = nn.Dropout(p)
-
-    @classmethod
-    def like(cls, module: nn.Module) -> DenseDropoutAddNorm:
-        """Build the same block with the children of `module`, under the same names.
-
-        Parameters
-        ----------
-        module
-            Module whose children are ``dense``, ``LayerNorm`` and ``dropout``, such as
-            Transformers' ``BertOutput``.
-
-        Raises
-        ------
-        ValueError
-            If it has other children, or parameters of its own.
-
-        Examples
-        --------
-        >>> block = DenseDropoutAddNorm(4, 8)
-        >>> DenseDropoutAddNorm.like(block).dense is block.dense
-        True
-        """
-        children = dict(module.named_children())
-        own = [*module._parameters, *module._buffers]
-        if sorted(children) != ["LayerNorm", "dense", "dropout"] or own:
-            raise ValueError(
-                f"DenseDropoutAddNorm.like: {type(module).__name__} has the children "
-                f"{sorted(children)} and {own} of its own; pass a module of dense, dropout and "
-                "LayerNorm alone"
-            )
-        new = cls.__new__(cls)
-        nn.Module.__init__(new)
-        for name, child in children.items():  # in their order, which is that of the parameters
-            new.add_module(name, child)
-        new.training = module.training
-        return new
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         """Return the norm, of the shape of the residual `input_tensor`."""
@@ -253,9 +219,6 @@ class DenseDropoutAddNorm(nn.Module):
 
 
 def _is_unchanged(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Whether a call runs the forward of `cls` and nothing else.
-
-    Engines gather parameters by hooks, or by another ``forward``.
-    """
+    """Whether a call runs the forward of `cls` alone; engines gather by hooks or by another one."""
     forward = getattr(module.forward, "__func__", None)
     return type(module) is cls and forward is cls.forward and not has_forward_hooks(module)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import re
@@ -20,7 +19,7 @@ import pytest
 
 from slapo import command
 from slapo.autotune import Database
-from slapo.autotune.command import main
+from slapo.autotune.tune import main
 
 pytest.importorskip("optuna")
 Run = Callable[..., tuple[int, str, str]]
@@ -248,31 +247,6 @@ def test_files_in_the_way(tune: Run) -> None:
     assert "other.db.logs/trial-0000.log cannot be written: " in err
 
 
-def test_who_reads_may_leave(tune: Run) -> None:
-    """As in ``slapo tune ... 2>&1 | head -2``."""
-
-    def start(arguments: list[str]) -> int:
-        reads, writes = os.pipe()
-        os.close(reads)
-        with (
-            contextlib.suppress(BrokenPipeError),
-            open(writes, "w") as pipe,
-            contextlib.redirect_stdout(pipe),
-            contextlib.redirect_stderr(pipe),
-        ):
-            status = main(arguments)
-        return status
-
-    status, _, _ = tune("--config", "space.py", "--trials", "4", *PYTHON, "train.py", start=start)
-    assert status == 0
-    assert len(runs()) == 4
-    Path("train.py").write_text("1 / 0")
-    status, _, _ = tune(
-        "--config", "space.py", "--db", "b.db", "--trials", "2", *PYTHON, "train.py", start=start
-    )
-    assert status == 1
-
-
 def test_without_optuna(tune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     status, _, err = tune("--config", "space.py", "train.py")
@@ -328,7 +302,7 @@ FORKS = """
 import os, signal, sys
 import optuna
 optuna.storages.RDBStorage("sqlite://")  # imports what databases need
-from slapo.autotune.command import main
+from slapo.autotune.tune import main
 for line in sys.stdin:
     child = os.fork()
     if not child:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slapo.op import liger
-from slapo.op.gated import gated_gelu, gated_silu
+from slapo.op.mlp import gated_gelu, gated_silu
 
 #: Of prime sizes, of one column, and as wide as models have them.
 SHAPES = [(3, 5, 17), (7, 1), (1, 64), (2, 1376)]

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slapo.op import liger
-from slapo.op.gated import GatedMLP, gated_gelu, gated_silu
+from slapo.op.mlp import GatedMLP, gated_gelu, gated_silu
 from slapo.op.norm import RMSNorm
-from tests.op.test_gated import MLP, numbers, same
+from tests.op.test_mlp import MLP, numbers, same
 from tests.op.test_norm import GemmaNorm, LlamaNorm
 from tests.versions import interprets_loops, t5_takes_attention
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import slapo
+from slapo.cost import Meter
 from slapo.op import cross_entropy
 from slapo.op.cross_entropy import ParallelCrossEntropy, token_losses
 from slapo.op.linear_loss import LossHead, Targets, linear_cross_entropy
@@ -193,27 +191,12 @@ def test_losses_of_a_shared_out_vocabulary(ranks: int, vocab: int, dtype: torch.
     run_distributed(compare_parallel, ranks, vocab, dtype)
 
 
-class Counted(TorchDispatchMode):
-    """Counts collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.namespace == "c10d":
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def count_collectives(rank: int, ranks: int) -> None:
     logits = torch.randn(5, 6, requires_grad=True)
-    with Counted() as counted:
+    with Meter() as meter:
         losses = ParallelCrossEntropy()(logits, torch.tensor([0, 5, 6, 11, -100]), vocab_size=12)
         losses.sum().backward()
-    assert counted.names == ["allreduce_", "allreduce_"]
+    assert [each.name for each in meter.collectives] == ["allreduce", "allreduce"]
 
 
 @pytest.mark.distributed
@@ -364,45 +347,13 @@ def test_autocast_has_products_in_its_precision() -> None:
 
 
 # --- memory --------------------------------------------------------------------------------------
-class Alive(TorchDispatchMode):
-    """The most bytes that results of operations have taken at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = self.largest = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        known = {leaf.untyped_storage()._cdata for leaf in _tensors((args, kwargs))}
-        out = func(*args, **(kwargs or {}))
-        for tensor in _tensors(out):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in known | self._seen:
-                self._enter(storage)
-        return out
-
-    def _enter(self, storage: Any) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self._seen.add(key)
-        self.now, self.largest = self.now + size, max(self.largest, size)
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._leave, key, size)
-
-    def _leave(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def peak(loss: Callable[[], Tensor]) -> Alive:
-    with Alive() as alive:
+def peak(loss: Callable[[], Tensor], *given: Tensor) -> tuple[int, int]:
+    """Bytes beyond the given tensors at the worst moment, and elements of the largest tensor."""
+    with Meter() as meter:
+        meter.hold(given)
+        before = meter.alive
         loss().backward()
-    return alive
+    return meter.peak - before, max(kernel.elements for kernel in meter.kernels)
 
 
 def test_the_whole_logits_never_exist() -> None:
@@ -411,18 +362,22 @@ def test_the_whole_logits_never_exist() -> None:
     hidden.requires_grad_()
     weight.requires_grad_()
     labels = torch.randint(vocab, (tokens,))
-    alive = peak(lambda: linear_cross_entropy(hidden, weight, labels, chunk=chunk))
+    most, largest = peak(
+        lambda: linear_cross_entropy(hidden, weight, labels, chunk=chunk), hidden, weight, labels
+    )
     gradients = 4 * features * (tokens + vocab)
-    assert alive.largest == 4 * chunk * vocab
-    assert alive.most < 1.1 * 4 * chunk * vocab + gradients
+    assert largest == chunk * vocab
+    assert most < 1.1 * 4 * chunk * vocab + gradients
 
 
 def test_one_copy_of_the_logits_becomes_their_gradient() -> None:
     logits = torch.randn(64, 1000, requires_grad=True)
     labels = torch.randint(1000, (64,))
-    alive = peak(lambda: token_losses(logits, labels).sum())
-    assert alive.most < 1.1 * 4 * logits.numel()
-    assert peak(lambda: F.cross_entropy(logits, labels)).most > 1.9 * 4 * logits.numel()
+    size = 4 * logits.numel()
+    most, _ = peak(lambda: token_losses(logits, labels).sum(), logits, labels)
+    assert most < 1.1 * size
+    most, _ = peak(lambda: F.cross_entropy(logits, labels), logits, labels)
+    assert most > 1.9 * size
 
 
 # --- the head as a layer -------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import nn
 from slapo.model_schedule.families.gpt2 import MLP
 from slapo.model_schedule.recipe import Recipe, Region, Stack
 from slapo.model_schedule.registry import register_recipe
-from slapo.op.gpt_neo import GPTNeoAttention
+from slapo.op.interface import GPTNeoAttention
 from slapo.schedule import Schedule
 
 

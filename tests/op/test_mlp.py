@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import slapo
-from slapo.op import gated as module_under_test
 from slapo.op import liger
-from slapo.op.gated import GatedDense, GatedMLP, GatedSiLU, gated, gated_gelu, gated_silu
+from slapo.op.mlp import GatedDense, GatedMLP, _gated, _GatedSiLU, gated_gelu, gated_silu
 from tests.distributed import run_distributed
 
 HALVES = [torch.float32, torch.bfloat16]
@@ -139,8 +138,8 @@ def test_an_operand_may_need_no_gradient(frozen: int) -> None:
 
 def test_gradients_have_gradients() -> None:
     operands = [torch.randn(3, 2, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    assert torch.autograd.gradcheck(GatedSiLU.apply, operands)
-    assert torch.autograd.gradgradcheck(GatedSiLU.apply, operands)
+    assert torch.autograd.gradcheck(_GatedSiLU.apply, operands)
+    assert torch.autograd.gradgradcheck(_GatedSiLU.apply, operands)
 
 
 def test_a_graph_that_is_kept() -> None:
@@ -241,36 +240,25 @@ def test_an_activation_may_be_replaced() -> None:
     assert torch.equal(sch.mod(x), wanted)
 
 
-def _with_forward() -> nn.Module:
+def changed(**attributes: Any) -> nn.Module:
     module = MLP()
-    module.forward = lambda x: x  # type: ignore[method-assign]
-    return module
-
-
-def _with_more() -> nn.Module:
-    module = MLP()
-    module.dropout = nn.Dropout()
-    return module
-
-
-def _with_tensor() -> nn.Module:
-    module = MLP()
-    module.register_buffer("scale", torch.ones(1))
+    for name, value in attributes.items():
+        setattr(module, name, value)
     return module
 
 
 @pytest.mark.parametrize(
-    ("make", "why"),
+    ("module", "why"),
     [
-        (_with_forward, "a forward put on it"),
-        (_with_more, "dropout"),
-        (_with_tensor, "scale"),
-        (lambda: nn.Linear(2, 2), "children \\[\\]"),
+        (changed(forward=torch.abs), "a forward put on it"),
+        (changed(dropout=nn.Dropout()), "dropout"),
+        (changed(scale=nn.Parameter(torch.ones(1))), "scale"),
+        (nn.Linear(2, 2), "children \\[\\]"),
     ],
 )
-def test_what_is_no_such_block(make: Any, why: str) -> None:
+def test_what_is_no_such_block(module: nn.Module, why: str) -> None:
     with pytest.raises(ValueError, match=f"GatedMLP.like.*{why}"):
-        GatedMLP.like(make())
+        GatedMLP.like(module)
 
 
 # --- by name -------------------------------------------------------------------------------------
@@ -300,8 +288,7 @@ def test_operands_of_other_shapes_and_types() -> None:
 def test_what_is_called_where_there_is_no_function() -> None:
     gate, up = torch.randn(3), torch.randn(3)
     for act in (nn.GELU(), nn.GELU(approximate="tanh"), torch.tanh):
-        assert torch.equal(gated(act, gate, up), act(gate) * up)
-    assert module_under_test._is_silu(nn.SiLU())
+        assert torch.equal(_gated(act, gate, up), act(gate) * up)
 
 
 # --- over ranks ----------------------------------------------------------------------------------
