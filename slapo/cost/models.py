@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from slapo.example_inputs import example_inputs
 from slapo.model_schedule.stage_cuts import layer_costs
 
 #: A config of Transformers, or a function that makes the model.
@@ -120,41 +121,19 @@ def for_training(config: Any) -> nn.Module:
     )
 
 
-def example_inputs(model: Any, batch: int, length: int) -> dict[str, Tensor]:
-    """Inputs that a model of Transformers is trained with, labels included.
-
-    Parameters
-    ----------
-    batch, length
-        Samples, and tokens of each, also of a decoder.
-
-    Raises
-    ------
-    TypeError
-        If the model takes neither tokens nor images, or more than one of them.
-
-    Examples
-    --------
-    >>> from transformers import GPT2Config
-    >>> model = for_training(GPT2Config(n_embd=16, n_head=2, n_layer=1, vocab_size=32))
-    >>> {name: tuple(t.shape) for name, t in example_inputs(model, 2, 8).items()}
-    {'input_ids': (2, 8), 'labels': (2, 8), 'attention_mask': (2, 8)}
-    """
-    name = getattr(model, "main_input_name", None)
-    config: Any = getattr(model, "config", None)
-    if name == "pixel_values" and hasattr(config, "image_size"):
-        size = config.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        images = torch.zeros(batch, getattr(config, "num_channels", 3), height, width)
-        return {name: images, "labels": torch.zeros(batch, dtype=torch.long)}
+def training_inputs(model: Any, batch: int, length: int) -> dict[str, Tensor]:
+    """Inputs that a model of Transformers is trained with, labels included, on the CPU."""
     others = {"pixel_values", "input_features", "input_values"}
-    if name != "input_ids" or others.intersection(inspect.signature(model.forward).parameters):
+    name = getattr(model, "main_input_name", None)
+    several = others.intersection(inspect.signature(model.forward).parameters) - {name}
+    if name not in ("input_ids", "pixel_values") or several:
         raise TypeError(
             f"cannot tell which inputs {type(model).__name__} expects; pass inputs=f, where "
             "f(batch) returns a dict of all that the model is trained with, labels included"
         )
-    tokens = torch.zeros(batch, length, dtype=torch.long)
-    return {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": tokens + 1}
+    sizes: Any = {"batch": batch, "length": length, "decoder_length": length}
+    dtype = torch.get_default_dtype()
+    return example_inputs(model, **sizes, labels=True, dtype=dtype, device="cpu")
 
 
 def check_length(model: Any, length: int) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from slapo.example_inputs import example_inputs
 from slapo.model_schedule import tensor_parallel as verbs
 from slapo.model_schedule.auto import labelled, prove
 from slapo.model_schedule.checks import check, check_own_dropout, dropouts, has_layers
@@ -24,7 +26,7 @@ from slapo.model_schedule.losses import (
 from slapo.model_schedule.options import Options
 from slapo.model_schedule.plans import split_by_plan
 from slapo.model_schedule.recipe import Recipe
-from slapo.model_schedule.stage_cuts import chosen_cuts, cut, even_cuts, inputs_for, layer_costs
+from slapo.model_schedule.stage_cuts import chosen_cuts, cut, even_cuts, layer_costs
 from slapo.op.attend import check_available
 from slapo.schedule import Schedule
 from slapo.snapshot import restored_on_error
@@ -251,9 +253,15 @@ class _RecipeRun:
         cut(self.sch, self.prefix, self.recipe.stacks, paths, self.ends(), inputs)
 
     def example_inputs(self) -> dict[str, Any]:
-        """What the model is called with."""
-        given, ranks = self.options.example_inputs, self.sch.world_size
-        return dict(inputs_for(self.recipe, self.config, given, ranks))
+        """What the model is called with; tokens can be shared among the ranks."""
+        if self.options.example_inputs is not None:
+            return dict(self.options.example_inputs)
+        if self.recipe.inputs is not None:
+            return self.recipe.inputs(self.config)
+        ranks = self.sch.world_size
+        length = ranks * math.ceil(6 / ranks)
+        sizes: Any = {"batch": 2, "length": length, "decoder_length": length}
+        return example_inputs(self.sch.mod, config=self.config, **sizes, device="cpu")
 
     # --- what the model has ----------------------------------------------------------------------
     def layers(self, number: int) -> list[Schedule]:

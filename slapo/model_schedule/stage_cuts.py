@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from slapo.errors import SlapoError
-from slapo.model_schedule.recipe import Recipe, Stack
+from slapo.model_schedule.recipe import Stack
 from slapo.schedule import Schedule
 
 
@@ -186,21 +184,3 @@ def _trace(sch: Schedule, containers: Sequence[str], inputs: Mapping[str, Any]) 
             "the model could not be traced for pipeline stages; the warning above says why, and "
             "example_inputs= takes what you will call it with"
         )
-
-
-def example_tokens(config: Any, ranks: int) -> dict[str, Any]:
-    """Any text, of as many tokens as can be dealt out: sizes stay free."""
-    tokens = torch.ones(2, ranks * math.ceil(6 / ranks), dtype=torch.long)
-    inputs = {"input_ids": tokens, "attention_mask": tokens}
-    if getattr(config, "is_encoder_decoder", False):
-        inputs["decoder_input_ids"] = tokens
-    return inputs
-
-
-def inputs_for(
-    recipe: Recipe, config: Any, given: Mapping[str, Any] | None, ranks: int
-) -> Mapping[str, Any]:
-    """Example inputs of the caller's, of the family, or tokens."""
-    if given is not None:
-        return given
-    return recipe.inputs(config) if recipe.inputs is not None else example_tokens(config, ranks)

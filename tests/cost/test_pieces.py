@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import slapo
 from benchmark.measure import peak_of
 from slapo.cost import MACHINES, Update, dryrun
-from slapo.cost.models import example_inputs, for_training
+from slapo.cost.models import for_training, training_inputs
 from slapo.model_schedule import Recipe, apply_schedule, register_recipe
 from slapo.model_schedule.registry import recipe_of, unregister
 from tests.cost.real import config_of
@@ -60,7 +60,7 @@ def test_what_a_layer_returns_beside_is_held_once(family: str) -> None:
     config = kind(n_embd=64, n_layer=8, n_head=8, hidden_size=64, vocab_size=128, rotary_dim=4)
     model = for_training(config).train()
     apply_schedule(model, "auto", ckpt_ratio=1.0, check=False)
-    inputs = example_inputs(model, 4, 64)
+    inputs = training_inputs(model, 4, 64)
 
     def step() -> None:
         model(**inputs).loss.backward()

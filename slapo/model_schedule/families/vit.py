@@ -21,14 +21,4 @@ def vit(config: Any) -> Recipe:
         stacks=(Stack("layers", (attention, mlp), last="layernorm"),),
         heads="",
         bias_gelu="mlp:fc1",
-        inputs=images,
     )
-
-
-def images(config: Any) -> dict[str, Any]:
-    """Two images of the config's size."""
-    import torch
-
-    size = config.image_size
-    height, width = size if isinstance(size, (tuple, list)) else (size, size)
-    return {"pixel_values": torch.zeros(2, config.num_channels, height, width)}
