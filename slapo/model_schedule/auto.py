@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from slapo.errors import PlacementError, VerificationError
 from slapo.logger import get_logger
-from slapo.model_schedule.loss_kind import own_loss
+from slapo.model_schedule.losses import own_loss
 from slapo.model_schedule.plans import entries, plan_of, unknown_styles
 from slapo.model_schedule.recipe import Recipe, Stack
 from slapo.model_schedule.registry import recipe_keys, recipe_of

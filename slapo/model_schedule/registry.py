@@ -151,13 +151,9 @@ def have_one_recipe(key: str, other: str) -> bool:
 
 
 def description(key: str) -> str:
-    """What the file of a recipe says of it."""
-    import inspect
-
-    maker = _RECIPES[key]
-    module = inspect.getmodule(maker)
-    text = (module.__doc__ if module else None) or maker.__doc__ or ""
-    return text.strip().splitlines()[0] if text.strip() else ""
+    """The first line of what a recipe says of itself."""
+    lines = (_RECIPES[key].__doc__ or "").strip().splitlines()
+    return lines[0] if lines else ""
 
 
 def _check_new(keys: tuple[str, ...]) -> None:
