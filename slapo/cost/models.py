@@ -79,26 +79,7 @@ def whole_on_meta(source: Source) -> nn.Module:
 
 
 def for_training(config: Any) -> nn.Module:
-    """Build a model with the head that its family is trained with, with random weights.
-
-    Parameters
-    ----------
-    config
-        Config of Transformers. Its ``architectures`` name the class; without them it is the
-        family's model for masked or causal language modelling, or for classification of images.
-
-    Raises
-    ------
-    TypeError
-        If its family has no such model.
-
-    Examples
-    --------
-    >>> from transformers import BertConfig
-    >>> small = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-    >>> type(for_training(BertConfig(**small))).__name__
-    'BertForMaskedLM'
-    """
+    """Build a model with the head that its family is trained with, with random weights."""
     import transformers
 
     config = copy.deepcopy(config)
@@ -164,18 +145,6 @@ def shrink(model: nn.Module, few: bool = True) -> ReducedModel:
 
     Layers of one kind have the same modules, the same parameters by name, shape and type, and the
     same plain attributes. ``few=False`` keeps all layers.
-
-    Examples
-    --------
-    >>> class Net(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(10))
-    >>> small = shrink(Net())
-    >>> small.stacks[0].kept, small.stacks[0].stand_ins
-    ([0, 1, 9], [0, 1, 1, 1, 1, 1, 1, 1, 1, 2])
-    >>> len(small.model.layers)
-    3
     """
     trained = (p for p in model.parameters() if p.is_floating_point() and p.requires_grad)
     dtype = next((p.dtype for p in trained), torch.float32)
@@ -188,19 +157,7 @@ def shrink(model: nn.Module, few: bool = True) -> ReducedModel:
 
 
 def untie(small: ReducedModel, together: Collection[frozenset[str]] = ()) -> ReducedModel:
-    """A copy without tied parameters, as in pipeline stages; names in `together` stay tied.
-
-    Examples
-    --------
-    >>> class Net(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.table, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
-    ...         self.head.weight = self.table.weight
-    >>> untied = untie(shrink(Net()))
-    >>> [sorted(names) for names in untied.ties], len(list(untied.model.parameters()))
-    ([['head.weight', 'table.weight']], 2)
-    """
+    """A copy without tied parameters, as in pipeline stages; names in `together` stay tied."""
     names: dict[int, set[str]] = {}
     for name, parameter in small.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)

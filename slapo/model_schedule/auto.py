@@ -34,20 +34,7 @@ _SMALL = 0.25
 
 
 def auto_recipe(model: nn.Module, base: str, config: Any) -> Recipe:
-    """The recipe of a model whose config carries a plan, or of its family, or of its layers.
-
-    Parameters
-    ----------
-    base
-        Path of the base model.
-    config
-        The model's.
-
-    Raises
-    ------
-    ValueError
-        If there are no layers, or a plan has a style that nothing is known of.
-    """
+    """The recipe of a model whose config carries a plan, or of its family, or of its layers."""
     plan = plan_of(model)
     kind = type(model).__name__
     if not plan:
@@ -153,22 +140,7 @@ def _path_of(model: nn.Module, module: nn.Module) -> str:
 
 # --- proof ---------------------------------------------------------------------------------------
 def prove(sch: Schedule, inputs: Any, again: Callable[[Schedule], None], what: str) -> None:
-    """Refuse a schedule that is wrong: by the placement check, else by numbers of two layers.
-
-    Parameters
-    ----------
-    inputs
-        What the model is called with.
-    again
-        Schedules a model of two layers in the same way.
-    what
-        Is said not to hold, with ``{}`` for the class of the model.
-
-    Raises
-    ------
-    PlacementError
-        Naming the module.
-    """
+    """Refuse a schedule that is wrong: by the placement check, else by numbers of two layers."""
     kind = type(sch.mod).__name__
     try:
         check(sch, inputs)

@@ -13,20 +13,7 @@ from slapo.schedule import Schedule
 
 
 def layer_costs(model: nn.Module, layers: Sequence[str], head: str = "") -> list[float]:
-    """Work of each layer for one token: the parameters that multiply it.
-
-    Parameters
-    ----------
-    layers
-        Their paths.
-    head
-        Path of what makes the logits: its work falls to the last layer's stage.
-
-    Examples
-    --------
-    >>> layer_costs(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 8)), ["0"], head="1")
-    [30.0]
-    """
+    """Work of each layer for one token: the parameters that multiply it."""
     costs = [_matrices(model.get_submodule(path)) for path in layers]
     if head:
         costs[-1] += _matrices(model.get_submodule(head))
@@ -42,25 +29,6 @@ def even_cuts(costs: Sequence[float], stages: int) -> list[int]:
 
     Stages are filled from the last one: the first, which embeds and keeps activations longest, is
     the one that is left with less.
-
-    Parameters
-    ----------
-    costs
-        Of each layer.
-    stages
-        Wanted.
-
-    Raises
-    ------
-    ValueError
-        If there are more stages than layers.
-
-    Examples
-    --------
-    >>> even_cuts([1, 1, 1, 1, 5], stages=2)
-    [3]
-    >>> even_cuts([1, 1, 1, 1, 1], stages=2)
-    [1]
     """
     if not 1 <= stages <= len(costs):
         raise ValueError(
@@ -93,20 +61,7 @@ def _filled(costs: Sequence[float], limit: float, stages: int) -> list[int] | No
 
 
 def chosen_cuts(cuts: Any, counts: Sequence[int]) -> list[int]:
-    """Numbers of layers, over all stacks, from the caller's list, or lists, of them.
-
-    Parameters
-    ----------
-    cuts
-        Numbers of layers; or a list of such lists, one for each stack.
-    counts
-        Layers of each stack.
-
-    Raises
-    ------
-    ValueError
-        If they are no rising numbers of layers that others follow.
-    """
+    """Numbers of layers, over all stacks, from the caller's list, or lists, of them."""
     flat = list(cuts)
     if any(isinstance(each, (list, tuple)) for each in flat):
         if len(flat) != len(counts) or not all(isinstance(each, (list, tuple)) for each in flat):
@@ -133,19 +88,7 @@ def cut(
     ends: Sequence[int],
     inputs: Mapping[str, Any],
 ) -> None:
-    """Trace down to where stages end, and end them.
-
-    Parameters
-    ----------
-    base
-        Path of the base model.
-    layers
-        Paths of the layers of each stack.
-    ends
-        Numbers of the layers, over all stacks.
-    inputs
-        Example inputs.
-    """
+    """Trace down to where stages end, and end them."""
     containers, places, first = [], [], 0
     for stack, paths in zip(stacks, layers, strict=True):
         container = _container(sch, f"{base}.{stack.layers}".lstrip("."))
