@@ -21,6 +21,7 @@ from slapo.record.parts import (
     decode_plain,
     keep_callable,
     keep_tensor,
+    map_inner,
 )
 from slapo.record.subgraphs import Found, is_found, keep_found
 
@@ -56,18 +57,11 @@ def keep(value: Any, node: Node) -> Any:
 def _keep_container(value: Any, inner: Any, node: Node) -> Any:
     if is_found(value):
         return keep_found(value, inner, node)
-    if isinstance(value, slice):
-        return slice(*(inner(part) for part in (value.start, value.stop, value.step)))
     if hasattr(value, "_fields"):
         why = f"a named tuple, {type(value).__qualname__}; pass a tuple or a dict"
         return Unnamed(describe(value), why)
     try:
-        if isinstance(value, Mapping):
-            return {inner(key): inner(item) for key, item in value.items()}
-        for kind in (tuple, set, frozenset):
-            if isinstance(value, kind):
-                return kind(inner(item) for item in value)
-        return [inner(item) for item in value]
+        return map_inner(list(value) if isinstance(value, range) else value, inner)
     except TypeError:  # keys and items that could be hashed, and what is kept of them cannot
         why = f"a {type(value).__qualname__} of objects; pass plain values in it"
         return Unnamed(describe(value), why)
@@ -81,7 +75,7 @@ def made_by(make: Any, module: nn.Module, node: Node) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """What :func:`.kept.encode` wrote, as a record keeps it."""
+    """What :func:`.parts.encode` wrote, as a record keeps it."""
     if isinstance(data, list):
         return [decode(item) for item in data]
     if not isinstance(data, dict):

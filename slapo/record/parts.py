@@ -65,20 +65,32 @@ class Part(Kept):
         return ""
 
 
+def map_inner(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A container of the same kind with `function` applied to its items; others as they are."""
+    if isinstance(value, Mapping):
+        return {function(key): function(item) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*map(function, (value.start, value.stop, value.step)))
+    for kind in (tuple, list, set, frozenset):
+        if isinstance(value, kind):
+            return kind(map(function, value))
+    return value
+
+
 def walk(value: Any) -> Iterator[Any]:
     """A kept value and all that is in it."""
     yield value
-    inner: Iterable[Any] = ()
-    if isinstance(value, Part):
-        inner = value.inner()
-    elif isinstance(value, Mapping):
-        inner = (*value.keys(), *value.values())
-    elif isinstance(value, slice):
-        inner = (value.start, value.stop, value.step)
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        inner = value
+    inner: list[Any] = list(value.inner()) if isinstance(value, Part) else []
+    map_inner(value, inner.append)
     for each in inner:
         yield from walk(each)
+
+
+def revive(value: Any, node: Node) -> Any:
+    """The argument that a kept value stands for, in containers of its own."""
+    if isinstance(value, Part):
+        return value.revive(node)
+    return map_inner(value, lambda each: revive(each, node))
 
 
 def encode(value: Any) -> Any:
@@ -132,20 +144,6 @@ def decode_plain(tag: str, data: Any, decode: Decode) -> Any:
         "ellipsis": lambda _: ...,
     }
     return readers[tag](data)
-
-
-def revive(value: Any, node: Node) -> Any:
-    """The argument that a kept value stands for, in containers of its own."""
-    if isinstance(value, Part):
-        return value.revive(node)
-    if isinstance(value, dict):
-        return {revive(key, node): revive(item, node) for key, item in value.items()}
-    for kind in (list, tuple, set, frozenset):
-        if isinstance(value, kind):
-            return kind(revive(item, node) for item in value)
-    if isinstance(value, slice):
-        return slice(*(revive(part, node) for part in (value.start, value.stop, value.step)))
-    return value
 
 
 # --- functions and classes ------------------------------------------------------------------------
