@@ -27,7 +27,7 @@ import slapo
 from benchmark.measure import Progress, Result, Target, allocated, kendall_tau, quiet, timed
 from benchmark.partition import peak_megabytes
 from slapo.cost import Machine, calibrate, dryrun
-from slapo.cost.models import example_inputs, for_training
+from slapo.cost.models import for_training, training_inputs
 from slapo.model_schedule import apply_schedule
 
 WARM_UP, STEPS = 2, 7
@@ -110,7 +110,7 @@ class Case:
         """The model as the recipe leaves it, its schedule, and inputs."""
         model = for_training(self.config()).train()
         sch = apply_schedule(model, self.key, ckpt_ratio=self.checkpoint)
-        return model, sch, example_inputs(model, self.batch, self.length)
+        return model, sch, training_inputs(model, self.batch, self.length)
 
     def __str__(self) -> str:
         again = f", {self.checkpoint:.0%} again" if self.checkpoint else ""

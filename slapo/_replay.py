@@ -17,7 +17,7 @@ from slapo.history import Record, identify, warn_caller
 from slapo.primitives.base import Primitive, find_primitive, list_primitives
 from slapo.primitives.run import perform
 from slapo.record import ModuleSpec, Part, ScheduleRecord, revive, walk
-from slapo.record.callables import MadeBy, Named
+from slapo.record.parts import MadeBy, Named
 from slapo.record.subgraphs import Found, searches_kept
 from slapo.schedule import Schedule, create_schedule
 from slapo.snapshot import restored_on_error

@@ -5,14 +5,21 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from slapo.errors import MissingPackageError, SlapoError, with_nearest
-from slapo.model_schedule.listing import list_recipes, show_recipe
+from slapo.model_schedule import apply_schedule, recipe_keys, recipe_of
+from slapo.model_schedule.registry import AUTO, description
 from slapo.verify.placement.offline import check_at
+
+_AUTO = (
+    "Any model of Transformers whose config carries a tensor-parallel plan; in one process any "
+    "with a list of layers."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,13 +86,51 @@ def _add_recipes(commands: Any) -> None:
 
 def _recipes(given: argparse.Namespace) -> int:
     try:
-        print(list_recipes() if given.key is None else show_recipe(given.key))
+        print(_list_recipes() if given.key is None else _show_recipe(given.key))
     except KeyError as error:
         raise _UsageError(error.args[0]) from None
     except MissingPackageError as error:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _list_recipes() -> str:
+    """Keys, and what stands behind them."""
+    keys = recipe_keys()
+    width = max(map(len, keys))
+    lines = [f"{key:{width}}  {description(key)}" for key in keys]
+    return "\n".join(
+        [*lines, f"{AUTO:{width}}  {_AUTO}", "", "Table and options of one: slapo recipes KEY"]
+    )
+
+
+def _show_recipe(key: str) -> str:
+    """The table of a family with its default sizes, and the options of all."""
+    if key == AUTO:
+        return f"{_AUTO}\n\nOptions of apply_schedule:\n{_recipe_options()}"
+    recipe = recipe_of(key, _default_config(key))
+    return f"{description(key)}\n\n{recipe}\n\nOptions of apply_schedule:\n{_recipe_options()}"
+
+
+def _default_config(key: str) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingPackageError("transformers", "hf", "a recipe's table") from error
+    try:
+        return transformers.AutoConfig.for_model(key)
+    except ValueError:  # no family of Transformers
+        return None
+
+
+def _recipe_options() -> str:
+    """The table in the manual of ``apply_schedule``."""
+    text = inspect.getdoc(apply_schedule) or ""
+    _, _, after = text.partition("**options\n")
+    table = after.partition("\nReturns\n")[0]
+    lines = [line for line in table.splitlines() if line.strip(" =")]
+    return "\n".join(f"  {line.strip()}" if line.startswith("    ``") else line for line in lines)
 
 
 def _add_passed_on(

@@ -85,35 +85,17 @@ class Record:
 
 
 def spelled(path: str) -> str:
-    """A node as programs write it, by its path.
-
-    Examples
-    --------
-    >>> spelled("h.0"), spelled("")
-    ('sch["h.0"]', 'sch')
-    """
+    """A node as programs write it, by its path."""
     return f'sch["{path}"]' if path else "sch"
 
 
 def contains(path: str, inner: str) -> bool:
-    """Whether the module at `path` is the one at `inner`, or around it.
-
-    Examples
-    --------
-    >>> contains("h.1", "h.1.mlp"), contains("h.1", "h.11"), contains("", "h")
-    (True, False, True)
-    """
+    """Whether the module at `path` is the one at `inner`, or around it."""
     return not path or inner == path or inner.startswith(f"{path}.")
 
 
 def numberless(path: str) -> str:
-    """A path without the numbers of layers: the same for a module of each.
-
-    Examples
-    --------
-    >>> numberless("h.1.mlp")
-    'h.*.mlp'
-    """
+    """A path without the numbers of layers: the same for a module of each."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
@@ -181,13 +163,6 @@ def identify(value: Any) -> str:
     """What an argument is: the class and the configuration of a module, the code of a function.
 
     The same on every rank that passes the same; of others, their text.
-
-    Examples
-    --------
-    >>> identify(nn.GELU()) == identify(nn.GELU(approximate="tanh"))
-    False
-    >>> identify(lambda x: x + 1) == identify(lambda x: x + 2)
-    False
     """
     parts: list[str] = []
     _add_identity(value, parts)

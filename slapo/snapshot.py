@@ -105,13 +105,7 @@ def _shallow(value: Any) -> Any:
 
 
 class Snapshot:
-    """State of a schedule node, all below it, and the way to the root; tensors are not copied.
-
-    Parameters
-    ----------
-    node
-        Changes at it and below it can be undone; for the root, all.
-    """
+    """State of a schedule node, all below it, and the way to the root; tensors are not copied."""
 
     def __init__(self, node: Node) -> None:
         self.top = node.get_top_schedule()

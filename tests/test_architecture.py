@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 #: From the bottom up; a room may import from lower floors, and from none on its own.
 FLOORS = [
     ["errors", "late"],
+    ["example_inputs"],
     ["history", "hooks", "logger", "optimizers", "random", "scripting", "wrapper"],
     ["agreement", "utils", "sharding", "graph"],
     ["mesh", "weights", "pattern", "tracer"],

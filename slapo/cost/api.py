@@ -18,8 +18,8 @@ from slapo.cost.models import (
     ReducedModel,
     Source,
     check_length,
-    example_inputs,
     shrink,
+    training_inputs,
     untie,
     whole_on_meta,
 )
@@ -264,7 +264,7 @@ class _DryRunSession:
         """Create inputs of so many samples."""
         if self._inputs is None:
             check_length(self.small.model, self.layout.length)
-            return example_inputs(self.small.model, samples, self.layout.length)
+            return training_inputs(self.small.model, samples, self.layout.length)
         given = self._inputs(samples)
         if not isinstance(given, Mapping):
             raise TypeError(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from slapo.example_inputs import example_inputs
 from slapo.model_schedule.stage_cuts import layer_costs
 
 #: A config of Transformers, or a function that makes the model.
@@ -78,26 +79,7 @@ def whole_on_meta(source: Source) -> nn.Module:
 
 
 def for_training(config: Any) -> nn.Module:
-    """Build a model with the head that its family is trained with, with random weights.
-
-    Parameters
-    ----------
-    config
-        Config of Transformers. Its ``architectures`` name the class; without them it is the
-        family's model for masked or causal language modelling, or for classification of images.
-
-    Raises
-    ------
-    TypeError
-        If its family has no such model.
-
-    Examples
-    --------
-    >>> from transformers import BertConfig
-    >>> small = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-    >>> type(for_training(BertConfig(**small))).__name__
-    'BertForMaskedLM'
-    """
+    """Build a model with the head that its family is trained with, with random weights."""
     import transformers
 
     config = copy.deepcopy(config)
@@ -120,41 +102,19 @@ def for_training(config: Any) -> nn.Module:
     )
 
 
-def example_inputs(model: Any, batch: int, length: int) -> dict[str, Tensor]:
-    """Inputs that a model of Transformers is trained with, labels included.
-
-    Parameters
-    ----------
-    batch, length
-        Samples, and tokens of each, also of a decoder.
-
-    Raises
-    ------
-    TypeError
-        If the model takes neither tokens nor images, or more than one of them.
-
-    Examples
-    --------
-    >>> from transformers import GPT2Config
-    >>> model = for_training(GPT2Config(n_embd=16, n_head=2, n_layer=1, vocab_size=32))
-    >>> {name: tuple(t.shape) for name, t in example_inputs(model, 2, 8).items()}
-    {'input_ids': (2, 8), 'labels': (2, 8), 'attention_mask': (2, 8)}
-    """
-    name = getattr(model, "main_input_name", None)
-    config: Any = getattr(model, "config", None)
-    if name == "pixel_values" and hasattr(config, "image_size"):
-        size = config.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        images = torch.zeros(batch, getattr(config, "num_channels", 3), height, width)
-        return {name: images, "labels": torch.zeros(batch, dtype=torch.long)}
+def training_inputs(model: Any, batch: int, length: int) -> dict[str, Tensor]:
+    """Inputs that a model of Transformers is trained with, labels included, on the CPU."""
     others = {"pixel_values", "input_features", "input_values"}
-    if name != "input_ids" or others.intersection(inspect.signature(model.forward).parameters):
+    name = getattr(model, "main_input_name", None)
+    several = others.intersection(inspect.signature(model.forward).parameters) - {name}
+    if name not in ("input_ids", "pixel_values") or several:
         raise TypeError(
             f"cannot tell which inputs {type(model).__name__} expects; pass inputs=f, where "
             "f(batch) returns a dict of all that the model is trained with, labels included"
         )
-    tokens = torch.zeros(batch, length, dtype=torch.long)
-    return {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": tokens + 1}
+    sizes: Any = {"batch": batch, "length": length, "decoder_length": length}
+    dtype = torch.get_default_dtype()
+    return example_inputs(model, **sizes, labels=True, dtype=dtype, device="cpu")
 
 
 def check_length(model: Any, length: int) -> None:
@@ -185,18 +145,6 @@ def shrink(model: nn.Module, few: bool = True) -> ReducedModel:
 
     Layers of one kind have the same modules, the same parameters by name, shape and type, and the
     same plain attributes. ``few=False`` keeps all layers.
-
-    Examples
-    --------
-    >>> class Net(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(10))
-    >>> small = shrink(Net())
-    >>> small.stacks[0].kept, small.stacks[0].stand_ins
-    ([0, 1, 9], [0, 1, 1, 1, 1, 1, 1, 1, 1, 2])
-    >>> len(small.model.layers)
-    3
     """
     trained = (p for p in model.parameters() if p.is_floating_point() and p.requires_grad)
     dtype = next((p.dtype for p in trained), torch.float32)
@@ -209,19 +157,7 @@ def shrink(model: nn.Module, few: bool = True) -> ReducedModel:
 
 
 def untie(small: ReducedModel, together: Collection[frozenset[str]] = ()) -> ReducedModel:
-    """A copy without tied parameters, as in pipeline stages; names in `together` stay tied.
-
-    Examples
-    --------
-    >>> class Net(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.table, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
-    ...         self.head.weight = self.table.weight
-    >>> untied = untie(shrink(Net()))
-    >>> [sorted(names) for names in untied.ties], len(list(untied.model.parameters()))
-    ([['head.weight', 'table.weight']], 2)
-    """
+    """A copy without tied parameters, as in pipeline stages; names in `together` stay tied."""
     names: dict[int, set[str]] = {}
     for name, parameter in small.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)

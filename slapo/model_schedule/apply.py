@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from slapo.example_inputs import example_inputs
 from slapo.model_schedule import tensor_parallel as verbs
 from slapo.model_schedule.auto import labelled, prove
-from slapo.model_schedule.checks import check, check_own_dropout, dropouts, has_layers
 from slapo.model_schedule.kernels import fuse_bias_gelu, use_backend, use_kernels
 from slapo.model_schedule.losses import (
     check_fused,
@@ -21,10 +22,16 @@ from slapo.model_schedule.losses import (
     refuse_generate,
     split_loss,
 )
-from slapo.model_schedule.options import Options
+from slapo.model_schedule.options import (
+    Options,
+    check,
+    check_own_dropout,
+    dropouts,
+    has_layers,
+)
 from slapo.model_schedule.plans import split_by_plan
 from slapo.model_schedule.recipe import Recipe
-from slapo.model_schedule.stage_cuts import chosen_cuts, cut, even_cuts, inputs_for, layer_costs
+from slapo.model_schedule.stage_cuts import chosen_cuts, cut, even_cuts, layer_costs
 from slapo.op.attention import check_available
 from slapo.schedule import Schedule
 from slapo.snapshot import restored_on_error
@@ -38,19 +45,7 @@ def apply_recipe(
     prefix: str,
     is_foreign: bool = False,
 ) -> None:
-    """Schedule a model by a recipe: wholly, or not at all.
-
-    Parameters
-    ----------
-    sch
-        The root schedule.
-    config
-        The model's, with sizes.
-    prefix
-        Path of the base model, from which the recipe's paths count.
-    is_foreign
-        Whether the recipe was made for another family than the model's, and so is to be proved.
-    """
+    """Schedule a model by a recipe: wholly, or not at all."""
     job = _RecipeRun(sch, recipe, options, config, prefix, is_foreign)
     job.check()
     model: Any = sch.mod
@@ -251,9 +246,15 @@ class _RecipeRun:
         cut(self.sch, self.prefix, self.recipe.stacks, paths, self.ends(), inputs)
 
     def example_inputs(self) -> dict[str, Any]:
-        """What the model is called with."""
-        given, ranks = self.options.example_inputs, self.sch.world_size
-        return dict(inputs_for(self.recipe, self.config, given, ranks))
+        """What the model is called with; tokens can be shared among the ranks."""
+        if self.options.example_inputs is not None:
+            return dict(self.options.example_inputs)
+        if self.recipe.inputs is not None:
+            return self.recipe.inputs(self.config)
+        ranks = self.sch.world_size
+        length = ranks * math.ceil(6 / ranks)
+        sizes: Any = {"batch": 2, "length": length, "decoder_length": length}
+        return example_inputs(self.sch.mod, config=self.config, **sizes, device="cpu")
 
     # --- what the model has ----------------------------------------------------------------------
     def layers(self, number: int) -> list[Schedule]:
@@ -275,15 +276,7 @@ class _RecipeRun:
 
 
 def chosen(paths: list[str], ratio: float, method: str) -> list[str]:
-    """A share of the paths: the first ones, or spread evenly.
-
-    Examples
-    --------
-    >>> chosen(["0", "1", "2", "3"], 0.5, "uniform")
-    ['1', '3']
-    >>> chosen(["0", "1", "2", "3"], 0.5, "head")
-    ['0', '1']
-    """
+    """A share of the paths: the first ones, or spread evenly."""
     count = round(ratio * len(paths))
     if ratio and not count:
         count = 1
@@ -293,13 +286,7 @@ def chosen(paths: list[str], ratio: float, method: str) -> list[str]:
 
 
 def base_path(model: nn.Module, prefix: str) -> str:
-    """Where the base model lies: as given, or as models of Transformers say.
-
-    Raises
-    ------
-    ValueError
-        If there is nothing at the given path.
-    """
+    """Where the base model lies: as given, or as models of Transformers say."""
     if prefix:
         try:
             model.get_submodule(prefix)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from slapo.errors import PlacementError, VerificationError
 from slapo.logger import get_logger
-from slapo.model_schedule.loss_kind import own_loss
+from slapo.model_schedule.losses import own_loss
 from slapo.model_schedule.plans import entries, plan_of, unknown_styles
 from slapo.model_schedule.recipe import Recipe, Stack
 from slapo.model_schedule.registry import recipe_keys, recipe_of
@@ -34,20 +34,7 @@ _SMALL = 0.25
 
 
 def auto_recipe(model: nn.Module, base: str, config: Any) -> Recipe:
-    """The recipe of a model whose config carries a plan, or of its family, or of its layers.
-
-    Parameters
-    ----------
-    base
-        Path of the base model.
-    config
-        The model's.
-
-    Raises
-    ------
-    ValueError
-        If there are no layers, or a plan has a style that nothing is known of.
-    """
+    """The recipe of a model whose config carries a plan, or of its family, or of its layers."""
     plan = plan_of(model)
     kind = type(model).__name__
     if not plan:
@@ -153,22 +140,7 @@ def _path_of(model: nn.Module, module: nn.Module) -> str:
 
 # --- proof ---------------------------------------------------------------------------------------
 def prove(sch: Schedule, inputs: Any, again: Callable[[Schedule], None], what: str) -> None:
-    """Refuse a schedule that is wrong: by the placement check, else by numbers of two layers.
-
-    Parameters
-    ----------
-    inputs
-        What the model is called with.
-    again
-        Schedules a model of two layers in the same way.
-    what
-        Is said not to hold, with ``{}`` for the class of the model.
-
-    Raises
-    ------
-    PlacementError
-        Naming the module.
-    """
+    """Refuse a schedule that is wrong: by the placement check, else by numbers of two layers."""
     kind = type(sch.mod).__name__
     try:
         check(sch, inputs)

@@ -101,13 +101,7 @@ def end_of_half(path: str, module: nn.Module) -> DenseDropoutAddNorm:
 
 
 def use_backend(sch: Schedule, name: str, required: bool) -> bool:
-    """Attention of a model of Transformers by a backend; False where it stays the model's own.
-
-    Parameters
-    ----------
-    required
-        Whether a model that computes its attention by itself is an error.
-    """
+    """Attention of a model of Transformers by a backend; False where it stays the model's own."""
     try:
         use_attention(sch.mod, name)
     except ValueError as error:
@@ -122,16 +116,6 @@ def fuse_bias_gelu(layers: list[Schedule], where: str) -> None:
     """The addition of a bias and the GELU after it as one kernel of TorchScript.
 
     ``gelu(linear(x)) --> BiasGELU(matmul(x), bias)``
-
-    Parameters
-    ----------
-    where
-        ``module:linear``: a path from the layer, and one from there.
-
-    Raises
-    ------
-    ValueError
-        If no GELU follows.
     """
     path, _, linear = where.partition(":")
     for layer in layers:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from slapo.errors import SlapoError
-from slapo.model_schedule.loss_kind import OwnLoss, own_loss
 from slapo.op.cross_entropy import IGNORED, token_losses
 from slapo.op.linear_loss import LossHead, Targets
 from slapo.schedule import Schedule
@@ -42,16 +41,78 @@ _BIAS = "final_logits_bias"
 _LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels", "ignore_index")
 #: A model's method: what its decoder is given for labels.
 _SHIFT = "prepare_decoder_input_ids_from_labels"
+#: Endings of classes whose labels are tokens.
+_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+#: Functions of Transformers' table of losses -> whether labels are moved by one token.
+_FUNCTIONS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
+#: Classes that call such a function, and move labels themselves or add to the loss.
+_OTHERWISE = frozenset(
+    """
+    BambaForCausalLM CanaryForConditionalGeneration CohereAsrForConditionalGeneration
+    CsmDepthDecoderForCausalLM CsmForConditionalGeneration Florence2ForConditionalGeneration
+    GitForCausalLM LukeForMaskedLM MoonshineForConditionalGeneration
+    MoonshineStreamingForConditionalGeneration PPFormulaNetForConditionalGeneration
+    """.split()  # noqa: SIM905
+)
+#: Classes, beside those for masked tokens, that call no such function: a plain cross entropy.
+_PLAIN = frozenset(
+    """
+    BartForCausalLM BartForConditionalGeneration BigBirdPegasusForCausalLM
+    BigBirdPegasusForConditionalGeneration BlenderbotForCausalLM BlenderbotForConditionalGeneration
+    BlenderbotSmallForCausalLM BlenderbotSmallForConditionalGeneration CpmAntForCausalLM
+    FSMTForConditionalGeneration LEDForConditionalGeneration LongT5ForConditionalGeneration
+    M2M100ForConditionalGeneration MBartForCausalLM MBartForConditionalGeneration
+    MT5ForConditionalGeneration MarianForCausalLM MvpForCausalLM MvpForConditionalGeneration
+    NllbMoeForConditionalGeneration PLBartForCausalLM PLBartForConditionalGeneration
+    PegasusForCausalLM PegasusForConditionalGeneration PegasusXForConditionalGeneration
+    Pop2PianoForConditionalGeneration SeamlessM4TTextToUnitForConditionalGeneration
+    Speech2TextForConditionalGeneration T5ForConditionalGeneration TrOCRForCausalLM
+    UMT5ForConditionalGeneration UdopForConditionalGeneration WhisperForCausalLM
+    WhisperForConditionalGeneration XLNetLMHeadModel
+    """.split()  # noqa: SIM905
+)
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """A mean of the cross entropies of tokens.
+
+    `moved`: a label is compared with the prediction one token before. `counted`: the model takes
+    ``num_items_in_batch`` to divide by, and ``ignore_index``.
+    """
+
+    moved: bool
+    counted: bool
+
+
+def own_loss(model: Any) -> OwnLoss | str:
+    """The loss that a model computes from logits and labels; or why it is not known.
+
+    A head that is split or fused gives the loss in the model's place. Names of classes do not say
+    which it is: some decoders compare labels as they are, so the exceptions are in a table.
+    """
+    names = [kind.__name__ for kind in type(model).__mro__]  # a user's own class of such a model
+    takes = inspect.signature(model.forward).parameters
+    if "labels" not in takes or not any(name.endswith(_TOKENS) for name in names):
+        return "takes no labels of tokens"
+    forward: Any = inspect.unwrap(type(model).forward)
+    if "forward" in vars(model) or not forward.__module__.startswith("transformers."):
+        return "has a forward of your own, which may compute another loss"
+    if not _OTHERWISE.isdisjoint(names):
+        return "moves labels itself or adds to its loss"
+    if "loss_function" in forward.__code__.co_names:
+        function = getattr(model.loss_function, "__name__", "")
+        is_stock = getattr(model.loss_function, "__module__", "").startswith("transformers.")
+        if function not in _FUNCTIONS or not is_stock:
+            return f"has {model.loss_function!r} as its loss_function"
+        return OwnLoss(moved=_FUNCTIONS[function], counted=True)
+    if any(name in _PLAIN or name.endswith("ForMaskedLM") for name in names):
+        return OwnLoss(moved=False, counted=False)
+    return "computes its loss in a way that nothing is known of"
 
 
 def check_loss(model: nn.Module, head: str, option: str) -> None:
-    """Refuse models whose loss is not known to be a cross entropy of tokens.
-
-    Raises
-    ------
-    ValueError
-        Saying why.
-    """
+    """Refuse models whose loss is not known to be a cross entropy of tokens."""
     kind, own = type(model).__name__, own_loss(model)
     why = own if isinstance(own, str) else "" if head else "has no head that makes logits"
     if why:
@@ -74,13 +135,7 @@ def check_loss(model: nn.Module, head: str, option: str) -> None:
 
 
 def check_fused(model: nn.Module, config: Any) -> None:
-    """Refuse models that scale or cap their logits, which there are none of.
-
-    Raises
-    ------
-    ValueError
-        Saying by what.
-    """
+    """Refuse models that scale or cap their logits, which there are none of."""
     values = {name: getattr(config, name, None) for name in _AFTER_THE_HEAD}
     changes = {name: value for name, value in values.items() if value not in (None, 0.0, 1.0)}
     if hasattr(model, _BIAS):  # beside the head: BART and its kin

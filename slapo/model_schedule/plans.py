@@ -90,15 +90,7 @@ def unknown_styles(plan: Mapping[str, str]) -> dict[str, str]:
 def split_by_plan(
     sch: Schedule, plan: Mapping[str, str], layers: list[Schedule], tokens: bool
 ) -> None:
-    """Shard and sync as a plan says.
-
-    Parameters
-    ----------
-    plan
-        Of the whole model, without embedding and head.
-    layers
-        Of the model; between them each rank has a part of the tokens, if `tokens`.
-    """
+    """Shard and sync as a plan says."""
     found = entries(sch.mod, plan)
     sharing = _sharing(sch, found)
     latent = {path.rpartition(".")[0] for path, each in found.items() if each == "mla_kv_a_proj"}

@@ -109,13 +109,7 @@ def recipe_keys() -> list[str]:
 
 
 def schedule_of(key: str) -> ScheduleMaker | None:
-    """A user's function; None where the key is that of a recipe.
-
-    Raises
-    ------
-    KeyError
-        If it is neither's.
-    """
+    """A user's function; None where the key is that of a recipe."""
     if key not in _RECIPES and key not in _SCHEDULES:
         raise KeyError(_unknown(key))
     return _SCHEDULES.get(key)
@@ -140,24 +134,14 @@ def recipe_of(key: str, config: Any) -> Recipe:
 
 
 def have_one_recipe(key: str, other: str) -> bool:
-    """Whether both are keys of the same recipe.
-
-    Examples
-    --------
-    >>> have_one_recipe("llama", "qwen2"), have_one_recipe("llama", "qwen3")
-    (True, False)
-    """
+    """Whether both are keys of the same recipe."""
     return key == other or _RECIPES.get(key) is _RECIPES.get(other)
 
 
 def description(key: str) -> str:
-    """What the file of a recipe says of it."""
-    import inspect
-
-    maker = _RECIPES[key]
-    module = inspect.getmodule(maker)
-    text = (module.__doc__ if module else None) or maker.__doc__ or ""
-    return text.strip().splitlines()[0] if text.strip() else ""
+    """The first line of what a recipe says of itself."""
+    lines = (_RECIPES[key].__doc__ or "").strip().splitlines()
+    return lines[0] if lines else ""
 
 
 def _check_new(keys: tuple[str, ...]) -> None:

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from slapo.errors import SlapoError
-from slapo.model_schedule.recipe import Recipe, Stack
+from slapo.model_schedule.recipe import Stack
 from slapo.schedule import Schedule
 
 
 def layer_costs(model: nn.Module, layers: Sequence[str], head: str = "") -> list[float]:
-    """Work of each layer for one token: the parameters that multiply it.
-
-    Parameters
-    ----------
-    layers
-        Their paths.
-    head
-        Path of what makes the logits: its work falls to the last layer's stage.
-
-    Examples
-    --------
-    >>> layer_costs(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 8)), ["0"], head="1")
-    [30.0]
-    """
+    """Work of each layer for one token: the parameters that multiply it."""
     costs = [_matrices(model.get_submodule(path)) for path in layers]
     if head:
         costs[-1] += _matrices(model.get_submodule(head))
@@ -44,25 +29,6 @@ def even_cuts(costs: Sequence[float], stages: int) -> list[int]:
 
     Stages are filled from the last one: the first, which embeds and keeps activations longest, is
     the one that is left with less.
-
-    Parameters
-    ----------
-    costs
-        Of each layer.
-    stages
-        Wanted.
-
-    Raises
-    ------
-    ValueError
-        If there are more stages than layers.
-
-    Examples
-    --------
-    >>> even_cuts([1, 1, 1, 1, 5], stages=2)
-    [3]
-    >>> even_cuts([1, 1, 1, 1, 1], stages=2)
-    [1]
     """
     if not 1 <= stages <= len(costs):
         raise ValueError(
@@ -95,20 +61,7 @@ def _filled(costs: Sequence[float], limit: float, stages: int) -> list[int] | No
 
 
 def chosen_cuts(cuts: Any, counts: Sequence[int]) -> list[int]:
-    """Numbers of layers, over all stacks, from the caller's list, or lists, of them.
-
-    Parameters
-    ----------
-    cuts
-        Numbers of layers; or a list of such lists, one for each stack.
-    counts
-        Layers of each stack.
-
-    Raises
-    ------
-    ValueError
-        If they are no rising numbers of layers that others follow.
-    """
+    """Numbers of layers, over all stacks, from the caller's list, or lists, of them."""
     flat = list(cuts)
     if any(isinstance(each, (list, tuple)) for each in flat):
         if len(flat) != len(counts) or not all(isinstance(each, (list, tuple)) for each in flat):
@@ -135,19 +88,7 @@ def cut(
     ends: Sequence[int],
     inputs: Mapping[str, Any],
 ) -> None:
-    """Trace down to where stages end, and end them.
-
-    Parameters
-    ----------
-    base
-        Path of the base model.
-    layers
-        Paths of the layers of each stack.
-    ends
-        Numbers of the layers, over all stacks.
-    inputs
-        Example inputs.
-    """
+    """Trace down to where stages end, and end them."""
     containers, places, first = [], [], 0
     for stack, paths in zip(stacks, layers, strict=True):
         container = _container(sch, f"{base}.{stack.layers}".lstrip("."))
@@ -186,21 +127,3 @@ def _trace(sch: Schedule, containers: Sequence[str], inputs: Mapping[str, Any]) 
             "the model could not be traced for pipeline stages; the warning above says why, and "
             "example_inputs= takes what you will call it with"
         )
-
-
-def example_tokens(config: Any, ranks: int) -> dict[str, Any]:
-    """Any text, of as many tokens as can be dealt out: sizes stay free."""
-    tokens = torch.ones(2, ranks * math.ceil(6 / ranks), dtype=torch.long)
-    inputs = {"input_ids": tokens, "attention_mask": tokens}
-    if getattr(config, "is_encoder_decoder", False):
-        inputs["decoder_input_ids"] = tokens
-    return inputs
-
-
-def inputs_for(
-    recipe: Recipe, config: Any, given: Mapping[str, Any] | None, ranks: int
-) -> Mapping[str, Any]:
-    """Example inputs of the caller's, of the family, or tokens."""
-    if given is not None:
-        return given
-    return recipe.inputs(config) if recipe.inputs is not None else example_tokens(config, ranks)

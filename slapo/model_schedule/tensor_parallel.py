@@ -63,17 +63,7 @@ def split_region(
     key_values: int | None,
     reads_here: bool = False,
 ) -> None:
-    """Two collectives each way: one where the region is entered, one where it is left.
-
-    Parameters
-    ----------
-    tokens
-        Whether each rank has a part of the tokens between regions.
-    key_values
-        Heads of keys and values, where there are fewer than ranks.
-    reads_here
-        Whether the gradient of another stack's result is summed at each region that reads it.
-    """
+    """Two collectives each way: one where the region is entered, one where it is left."""
     axis = region.axis if tokens else None
     for path in region.enter.split():
         _enter(layer[path], region, axis, region.reads.split() if reads_here else [])
@@ -219,13 +209,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def require_seed(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Hook: heads of each rank need numbers of their own.
-
-    Raises
-    ------
-    SlapoError
-        In train mode, if the random tracker has no state for them.
-    """
+    """Hook: heads of each rank need numbers of their own."""
     if module.training and TENSOR_PARALLEL not in get_rng_tracker().get_states():
         raise SlapoError(
             "attention drops weights of other heads on each rank, and no numbers are there for "
@@ -235,13 +219,7 @@ def require_seed(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def refuse_adapters(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Hook: PEFT puts its layers around those that are split, and knows nothing of the slices.
-
-    Raises
-    ------
-    SlapoError
-        If there is one in the layer.
-    """
+    """Hook: PEFT puts its layers around those that are split, and knows nothing of the slices."""
     if torch.compiler.is_compiling():
         return
     tuners = sys.modules.get("peft.tuners.tuners_utils")

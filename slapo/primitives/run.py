@@ -15,7 +15,7 @@ from slapo.logger import get_logger
 from slapo.node import Node
 from slapo.primitives.base import Primitive, check_arguments, is_builtin
 from slapo.record.keep import keep
-from slapo.record.kept import PLAIN
+from slapo.record.parts import PLAIN
 from slapo.snapshot import restored_on_error
 
 logger = get_logger()

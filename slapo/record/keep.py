@@ -9,11 +9,21 @@ from torch import Tensor, nn
 
 from slapo.history import describe
 from slapo.node import Node
-from slapo.record.callables import MadeBy, Named, Partial, Unnamed, keep_callable
-from slapo.record.kept import PLAIN, Part, decode_plain
 from slapo.record.modules import ModuleSpec, keep_module
+from slapo.record.parts import (
+    PLAIN,
+    MadeBy,
+    Named,
+    Part,
+    Partial,
+    Unnamed,
+    Values,
+    decode_plain,
+    keep_callable,
+    keep_tensor,
+    map_inner,
+)
 from slapo.record.subgraphs import Found, is_found, keep_found
-from slapo.record.tensors import Values, keep_tensor
 
 _PARTS: dict[str, type[Part]] = {
     part.tag: part for part in (Found, MadeBy, Named, Partial, ModuleSpec, Values)
@@ -25,15 +35,6 @@ def keep(value: Any, node: Node) -> Any:
 
     It holds no module, graph or large tensor, and later changes of `value` do not reach it. What
     no file can hold is kept as its text, and refused when the record is saved.
-
-    Examples
-    --------
-    >>> import slapo
-    >>> sch = slapo.create_schedule(nn.ReLU())
-    >>> keep([1, {"axis": (0, -1)}], sch)
-    [1, {'axis': (0, -1)}]
-    >>> keep(nn.functional.relu, sch), keep(lambda x: x, sch).shown
-    (Named(module='torch.nn.functional', qualname='relu'), '<lambda>')
     """
     if type(value) in PLAIN or isinstance(value, Part):
         return value
@@ -56,18 +57,11 @@ def keep(value: Any, node: Node) -> Any:
 def _keep_container(value: Any, inner: Any, node: Node) -> Any:
     if is_found(value):
         return keep_found(value, inner, node)
-    if isinstance(value, slice):
-        return slice(*(inner(part) for part in (value.start, value.stop, value.step)))
     if hasattr(value, "_fields"):
         why = f"a named tuple, {type(value).__qualname__}; pass a tuple or a dict"
         return Unnamed(describe(value), why)
     try:
-        if isinstance(value, Mapping):
-            return {inner(key): inner(item) for key, item in value.items()}
-        for kind in (tuple, set, frozenset):
-            if isinstance(value, kind):
-                return kind(inner(item) for item in value)
-        return [inner(item) for item in value]
+        return map_inner(list(value) if isinstance(value, range) else value, inner)
     except TypeError:  # keys and items that could be hashed, and what is kept of them cannot
         why = f"a {type(value).__qualname__} of objects; pass plain values in it"
         return Unnamed(describe(value), why)
@@ -81,13 +75,7 @@ def made_by(make: Any, module: nn.Module, node: Node) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """What :func:`.kept.encode` wrote, as a record keeps it.
-
-    Raises
-    ------
-    ValueError
-        If it is nothing that this version writes.
-    """
+    """What :func:`.parts.encode` wrote, as a record keeps it."""
     if isinstance(data, list):
         return [decode(item) for item in data]
     if not isinstance(data, dict):

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from slapo.history import describe
 from slapo.node import Node
-from slapo.record.callables import Named, Unnamed, import_path
-from slapo.record.kept import PLAIN, Decode, Part, encode, revive
+from slapo.record.parts import PLAIN, Decode, Named, Part, Unnamed, encode, import_path, revive
 from slapo.weights.meta import init_empty_weights
 from slapo.weights.provenance import declared_sources
 
@@ -184,13 +183,7 @@ def _attribute(module: nn.Module, name: str, default: Any) -> tuple[bool, Any]:
 
 
 def _state_of(module: nn.Module) -> str:
-    """A fingerprint of all that decides what a module does: classes and attributes, all the way.
-
-    Raises
-    ------
-    _OpaqueError
-        If something in it says nothing by which to compare it.
-    """
+    """A fingerprint of all that decides what a module does: classes and attributes, all the way."""
     digest = hashlib.sha256()
     numbers: dict[int, int] = {}  # what is registered twice has one
     for path, part in module.named_modules():

@@ -14,8 +14,7 @@ from slapo.errors import SlapoError
 from slapo.graph.match.find import Located, Subgraph
 from slapo.history import describe, spelled
 from slapo.node import Node
-from slapo.record.callables import Unnamed
-from slapo.record.kept import Decode, Part, encode, revive
+from slapo.record.parts import Decode, Part, Unnamed, encode, revive
 from slapo.wrapper import innermost
 
 _BY_HAND = (
@@ -88,13 +87,7 @@ class Found(Part):
         results[id(self)] = results[key]
 
     def revive(self, node: Node) -> Any:
-        """The match, of this search or of the earlier one.
-
-        Raises
-        ------
-        SlapoError
-            If the search finds more or less than it did, or the module is not traced.
-        """
+        """The match, of this search or of the earlier one."""
         found = (_results.get() or {}).pop(id(self), None)
         if found is None:
             found = self._search(node)

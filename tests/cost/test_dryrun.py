@@ -17,7 +17,7 @@ import slapo
 from benchmark.measure import allocated
 from slapo.cost import MACHINES, Machine, Update, dryrun
 from slapo.cost.command import main
-from slapo.cost.models import example_inputs, for_training, shrink, whole_on_meta
+from slapo.cost.models import for_training, shrink, training_inputs, whole_on_meta
 from slapo.model_schedule import apply_schedule, register_schedule
 from slapo.model_schedule.registry import unregister
 from tests.cost.real import BATCH, LENGTH, config_of
@@ -31,7 +31,7 @@ def measured_peak(key: str, count: int, **options: Any) -> int:
     model = for_training(config_of(key)).train()
     apply_schedule(model, key, **options)
     optimizer = torch.optim.AdamW(model.parameters())
-    inputs = example_inputs(model, BATCH // count, LENGTH)
+    inputs = training_inputs(model, BATCH // count, LENGTH)
     tensors = [*model.parameters(), *model.buffers(), *inputs.values()]
     static = sum(
         {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values()

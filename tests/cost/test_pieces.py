@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import slapo
 from benchmark.measure import peak_of
 from slapo.cost import MACHINES, Update, dryrun
-from slapo.cost.models import example_inputs, for_training
+from slapo.cost.models import for_training, shrink, training_inputs, untie
 from slapo.model_schedule import Recipe, apply_schedule, register_recipe
 from slapo.model_schedule.registry import recipe_of, unregister
 from tests.cost.real import config_of
@@ -30,6 +30,20 @@ def _frozen(*paths: str) -> nn.Module:
     for path in paths:
         model.get_submodule(path).requires_grad_(False)
     return model
+
+
+def test_stages_hold_tied_parameters_each() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+            self.head.weight = self.table.weight
+
+    names = {"head.weight", "table.weight"}
+    untied = untie(shrink(Net()))
+    assert untied.ties == [names]
+    assert len(list(untied.model.parameters())) == 2
+    assert len(list(untie(shrink(Net()), [frozenset(names)]).model.parameters())) == 1
 
 
 # --- memory -------------------------------------------------------------------------------------
@@ -60,7 +74,7 @@ def test_what_a_layer_returns_beside_is_held_once(family: str) -> None:
     config = kind(n_embd=64, n_layer=8, n_head=8, hidden_size=64, vocab_size=128, rotary_dim=4)
     model = for_training(config).train()
     apply_schedule(model, "auto", ckpt_ratio=1.0, check=False)
-    inputs = example_inputs(model, 4, 64)
+    inputs = training_inputs(model, 4, 64)
 
     def step() -> None:
         model(**inputs).loss.backward()

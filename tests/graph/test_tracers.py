@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import slapo
-from slapo.graph.trace.examples import example_inputs
+from slapo.example_inputs import example_inputs
 from slapo.graph.trace.module import Traced, rewrite, trace_of
 from tests.graph import zoo
 from tests.graph.served import Nothing, assert_alike, make, number_of_captures, rewritten

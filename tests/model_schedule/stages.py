@@ -10,7 +10,7 @@ from torch import Tensor
 
 import slapo
 from slapo.model_schedule import apply_schedule
-from slapo.model_schedule.loss_kind import OwnLoss, own_loss
+from slapo.model_schedule.losses import OwnLoss, own_loss
 from tests.model_schedule.models import MODELS
 from tests.runtimes.alone import Alone, compare
 from tests.runtimes.layouts import sgd

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 from typing import Any
 
 import pytest
@@ -10,8 +12,8 @@ import torch
 from torch import nn
 
 import slapo
-from slapo.model_schedule import apply_schedule
-from slapo.model_schedule.loss_kind import OwnLoss, own_loss
+from slapo.model_schedule import apply_schedule, losses
+from slapo.model_schedule.losses import OwnLoss, own_loss
 from tests.distributed import run_distributed
 from tests.model_schedule.models import MODELS, transformers
 
@@ -69,10 +71,11 @@ CASES: list[tuple[str, str, dict[str, Any], OwnLoss | str]] = [
         {"text_config": {"head_dim": 8, **TEXT}, "vision_config": IMAGES, "mm_tokens_per_image": 4},
         OwnLoss(True, True),
     ),
-    ("SwitchTransformersForConditionalGeneration", "", {}, "adds to its loss: "),
-    ("BambaForCausalLM", "", {}, "adds to its loss: "),
+    ("SwitchTransformersForConditionalGeneration", "", {}, "computes its loss in a way"),
+    ("BambaForCausalLM", "", {}, "moves labels itself or adds"),
     ("ProphetNetForConditionalGeneration", "", {}, "computes its loss in a way"),
-    ("GraniteSpeechForConditionalGeneration", "", {}, "moves logits or labels itself"),
+    ("GraniteSpeechForConditionalGeneration", "", {}, "computes its loss in a way"),
+    ("CsmForConditionalGeneration", "", {}, "moves labels itself or adds"),
     ("LlamaForSequenceClassification", "", {}, "takes no labels of tokens"),
 ]
 
@@ -106,6 +109,37 @@ def test_what_a_model_computes(
     assert built(input_ids=ids, labels=ids).loss.item() == pytest.approx(
         model(input_ids=ids, labels=ids).loss.item(), abs=1e-5
     )
+
+
+#: As classes of Transformers write them.
+PLAIN = re.compile(r"\bCrossEntropyLoss\((ignore_index=-100)?\)")
+ANY = re.compile(r"\bCrossEntropyLoss\(|\bcross_entropy\(")
+MOVED = re.compile(r"shift_(labels|logits)|\[[^\]\n]*,[^\]\n]*(\b1:|:-1\b)[^\]\n]*\]")
+ADDED = re.compile(r"\bloss\s*(?:\+=|=\s*loss\s*\+)\s*(?!.*aux_loss)|z_loss")
+
+
+@pytest.mark.slow
+def test_the_tables_name_all_exceptions() -> None:
+    """No class of the installed Transformers that the tables let pass moves labels or adds."""
+    for name in dir(transformers):
+        cls = getattr(transformers, name, None)
+        if not name.endswith(losses._TOKENS) or not issubclass(cls, nn.Module):
+            continue
+        bare = cls.__new__(cls)
+        nn.Module.__init__(bare)
+        bare.loss_type = "ForMaskedLM" if name.endswith("ForMaskedLM") else "ForCausalLM"
+        found = own_loss(bare)
+        if isinstance(found, str):
+            continue
+        source = inspect.getsource(inspect.unwrap(cls.forward))
+        source = re.sub(r'"""(?:.|\n)*?"""', "", source)
+        assert not MOVED.search(source), name
+        assert not ADDED.search(source), name
+        calls = len(ANY.findall(source))
+        if found.counted:
+            assert not calls, name
+        elif name != "DistilBertForMaskedLM":  # which has it as a child
+            assert calls == len(PLAIN.findall(source)) == 1, name
 
 
 class Regularised(transformers.LlamaForCausalLM):

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo.errors import SlapoError
+from slapo.errors import SlapoError, TraceError
+from slapo.example_inputs import example_inputs
 from slapo.history import describe
 from slapo.schedule import create_schedule
 from slapo.verify.placement.run import check
@@ -64,7 +64,7 @@ def check_at(
     ----------
     make
         Returns the model and a function that schedules it, and example inputs for models other
-        than those of Transformers that take tokens. Parameters are created without memory.
+        than those of Transformers. Parameters are created without memory.
     ranks
         Of the tensor-parallel group; 2 or more.
     sequence_parallel
@@ -121,7 +121,7 @@ def _check_once(
         made.schedule(sch)
     inputs = made.example_inputs
     if inputs is None:
-        inputs = token_inputs(made.model, ranks)
+        inputs = _example_inputs(made.model, ranks)
     begun = time.monotonic()
     check(sch, inputs, loss_fn)
     name = type(made.model).__name__
@@ -141,17 +141,19 @@ def read_made(made: Any) -> CheckInput:
     return CheckInput(*parts)
 
 
-def token_inputs(model: nn.Module, ranks: int) -> Mapping[str, Tensor]:
-    """Tokens and labels for a model of Transformers: three texts, an odd length for each rank."""
-    if getattr(model, "main_input_name", "") != "input_ids":
-        raise SlapoError(
-            f"{type(model).__name__} is no model of Transformers that takes tokens; return "
-            "example inputs too: (model, schedule, example_inputs)"
+def _example_inputs(model: nn.Module, ranks: int) -> Mapping[str, Tensor]:
+    """Three samples, of an odd number of tokens for each rank."""
+    labels = "labels" in inspect.signature(model.forward).parameters
+    length = 5 * ranks
+    try:
+        return example_inputs(
+            model, length=length, decoder_length=length, labels=labels, device="cpu"
         )
-    tokens = torch.zeros(3, 5 * ranks, dtype=torch.long)
-    takes = inspect.signature(model.forward).parameters
-    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
-    return {name: tensor for name, tensor in given.items() if name in takes}
+    except TraceError:
+        raise SlapoError(
+            f"no example inputs are known for {type(model).__name__}; return example inputs too: "
+            "(model, schedule, example_inputs)"
+        ) from None
 
 
 @contextmanager

@@ -1,0 +1,341 @@
+"""Arguments as a record keeps them: plain values, containers of these, and stand-ins.
+
+A stand-in (:class:`Part`) is what is left of an argument that may change, that would be kept alive,
+or that no file can hold: the import path of a function, the constructor's arguments of a module. It
+turns into JSON and back, and in a replay into the argument again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo.errors import SlapoError
+from slapo.history import Kept, describe
+from slapo.node import Node
+
+#: Values that are what they are, and that a record may hold.
+PLAIN = frozenset(
+    {
+        *(type(None), bool, int, float, complex, str, type(...)),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    }
+)
+_OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
+
+#: Turns JSON back; see :func:`slapo.record.keep.decode`.
+Decode = Callable[[Any], Any]
+
+
+class Part(Kept):
+    """A stand-in for an argument: made of the fields of a dataclass, in JSON a list of them."""
+
+    #: The key of its object in JSON.
+    tag = ""
+
+    def inner(self) -> Iterable[Any]:
+        """What it is made of, as the record keeps it."""
+        return [getattr(self, each.name) for each in dataclasses.fields(self)]  # type: ignore[arg-type]
+
+    def encode(self) -> Any:
+        """The value of its object in JSON."""
+        return [encode(each) for each in self.inner()]
+
+    @classmethod
+    def decode(cls, data: Any, decode: Decode) -> Part:
+        """Read what :meth:`encode` wrote."""
+        return cls(*map(decode, data))
+
+    def revive(self, node: Node) -> Any:
+        """The argument, for a call on `node`."""
+        raise NotImplementedError
+
+    def problem(self) -> str:
+        """Why a file cannot hold it, and what to do; empty where it can."""
+        return ""
+
+
+def map_inner(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A container of the same kind with `function` applied to its items; others as they are."""
+    if isinstance(value, Mapping):
+        return {function(key): function(item) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*map(function, (value.start, value.stop, value.step)))
+    for kind in (tuple, list, set, frozenset):
+        if isinstance(value, kind):
+            return kind(map(function, value))
+    return value
+
+
+def walk(value: Any) -> Iterator[Any]:
+    """A kept value and all that is in it."""
+    yield value
+    inner: list[Any] = list(value.inner()) if isinstance(value, Part) else []
+    map_inner(value, inner.append)
+    for each in inner:
+        yield from walk(each)
+
+
+def revive(value: Any, node: Node) -> Any:
+    """The argument that a kept value stands for, in containers of its own."""
+    if isinstance(value, Part):
+        return value.revive(node)
+    return map_inner(value, lambda each: revive(each, node))
+
+
+def encode(value: Any) -> Any:
+    """A kept value as JSON; every object there has one key, which says what it is."""
+    if isinstance(value, Part):
+        return {value.tag: value.encode()}
+    if isinstance(value, list):
+        return [encode(item) for item in value]
+    if isinstance(value, dict):
+        return _encode_dict(value)
+    if isinstance(value, tuple):
+        return {"tuple": [encode(item) for item in value]}
+    if isinstance(value, (set, frozenset)):  # in the same order in every process
+        return {type(value).__name__: sorted((encode(item) for item in value), key=repr)}
+    if isinstance(value, slice):
+        return {"slice": [encode(part) for part in (value.start, value.stop, value.step)]}
+    return _encode_plain(value)
+
+
+def _encode_dict(value: dict[Any, Any]) -> Any:
+    if all(type(key) is str for key in value):
+        return {"dict": {key: encode(item) for key, item in value.items()}}
+    return {"items": [[encode(key), encode(item)] for key, item in value.items()]}
+
+
+def _encode_plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(value)}
+    if isinstance(value, complex):
+        return {"complex": [encode(value.real), encode(value.imag)]}
+    if isinstance(value, _OF_TORCH):
+        return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    return {"ellipsis": []} if value is ... else value
+
+
+def decode_plain(tag: str, data: Any, decode: Decode) -> Any:
+    """What an object in JSON stands for, which is no stand-in."""
+    readers: dict[str, Callable[[Any], Any]] = {
+        "tuple": lambda items: tuple(map(decode, items)),
+        "set": lambda items: set(map(decode, items)),
+        "frozenset": lambda items: frozenset(map(decode, items)),
+        "dict": lambda items: {key: decode(item) for key, item in items.items()},
+        "items": lambda items: {decode(key): decode(item) for key, item in items},
+        "slice": lambda parts: slice(*map(decode, parts)),
+        "complex": lambda parts: complex(*map(decode, parts)),
+        "float": float,
+        "torch": lambda name: getattr(torch, name),
+        "device": torch.device,
+        "ellipsis": lambda _: ...,
+    }
+    return readers[tag](data)
+
+
+# --- functions and classes ------------------------------------------------------------------------
+_NAMED = "a function at the top level of a module that can be imported"
+
+
+@dataclass(frozen=True)
+class Unnamed(Part):
+    """An argument that no file can hold: its text, and what to pass in its place."""
+
+    shown: str
+    why: str
+
+    @property
+    def text(self) -> str:
+        """As the call showed it."""
+        return self.shown
+
+    def problem(self) -> str:
+        """What it is, and what to do."""
+        return self.why
+
+
+@dataclass(frozen=True)
+class Named(Part):
+    """A function or a class that can be imported."""
+
+    tag = "import"
+    module: str
+    qualname: str
+
+    @property
+    def text(self) -> str:
+        """The name without what it lies in."""
+        return self.qualname.rpartition(".")[2]
+
+    def encode(self) -> Any:
+        """``module:qualname``."""
+        return f"{self.module}:{self.qualname}"
+
+    @classmethod
+    def decode(cls, data: Any, decode: Decode) -> Named:
+        """Take the two apart."""
+        module, _, qualname = data.partition(":")
+        return cls(module, qualname)
+
+    def revive(self, node: Node | None = None) -> Any:
+        """Import it."""
+        try:
+            return look_up(importlib.import_module(self.module), self.qualname)
+        except (ImportError, AttributeError) as error:
+            raise SlapoError(
+                f"{self.encode()} cannot be imported: {error}; put it back there, or write its new "
+                "place into the record"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Partial(Part):
+    """A ``functools.partial``."""
+
+    tag = "partial"
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """The name of its class."""
+        return "partial"
+
+    def revive(self, node: Node) -> Any:
+        """Bind anew."""
+        args, kwargs = revive(self.args, node), revive(self.kwargs, node)
+        return functools.partial(revive(self.function, node), *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class MadeBy(Part):
+    """A module that a function makes for its place, as for ``select(...).replace(make)``."""
+
+    tag = "made_by"
+    function: Any
+    shown: str
+
+    @property
+    def text(self) -> str:
+        """The module's class."""
+        return self.shown
+
+    def revive(self, node: Node) -> Any:
+        """Have it made for what stands there now."""
+        return revive(self.function, node)(node.path, node.mod)
+
+
+def look_up(module: Any, qualname: str) -> Any:
+    """What a dotted name stands for in a module."""
+    return functools.reduce(getattr, qualname.split("."), module)
+
+
+def import_path(value: Any) -> Named | None:
+    """Where `value` can be imported from; None if nowhere."""
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+    if not isinstance(name, str) or "<" in name:
+        return None
+    places = [(getattr(value, "__module__", None), name)]
+    # Torch's own functions call themselves by names within the extension.
+    last = name.rpartition(".")[2]
+    places += [("torch", last), ("torch", f"Tensor.{last}"), ("torch.nn.functional", last)]
+    for place, qualname in places:
+        module = sys.modules.get(place) if isinstance(place, str) else None
+        try:
+            found = look_up(module, qualname)
+        except AttributeError:
+            continue
+        if found is value or _is_class_method(value, found):
+            return Named(module.__name__, qualname)  # type: ignore[union-attr]
+    return None
+
+
+def _is_class_method(value: Any, found: Any) -> bool:
+    """A class method, of which each look-up makes another object."""
+    return isinstance(value, MethodType) and isinstance(value.__self__, type) and value == found
+
+
+def keep_callable(value: Any, keep: Callable[[Any], Any]) -> Part:
+    """A function, a class or a partial by its import path."""
+    if isinstance(value, functools.partial):
+        return Partial(keep(value.func), keep(value.args), keep(value.keywords))
+    return import_path(value) or Unnamed(describe(value), _why_unnamed(value))
+
+
+def _why_unnamed(value: Any) -> str:
+    name = str(getattr(value, "__qualname__", ""))
+    if "<lambda>" in name:
+        return f"a lambda, which has no name to find it by; pass {_NAMED}"
+    if "<locals>" in name:
+        return f"defined within a function, where nobody else finds it; pass {_NAMED}"
+    if isinstance(value, MethodType):
+        owner = type(value.__self__).__name__
+        return f"a method of a {owner} that your program holds; pass {_NAMED}"
+    if name:
+        where = f"{value.__module__}:{name}"
+        return f"not what can be imported as {where}; pass {_NAMED}"
+    return f"an object of {type(value).__qualname__}; pass {_NAMED}, or a functools.partial of one"
+
+
+# --- small tensors --------------------------------------------------------------------------------
+#: Elements of a tensor that a record holds; of more than that the file would be no text to read.
+MOST = 16_384
+
+
+@dataclass(frozen=True, eq=False)
+class Values(Part):
+    """A tensor: a copy of it that nobody changes."""
+
+    tag = "tensor"
+    tensor: Tensor
+    #: the kind of its device; the index is another one on each rank
+    device: str
+
+    @property
+    def text(self) -> str:
+        """With its shape."""
+        return describe(self.tensor)
+
+    def encode(self) -> Any:
+        """Shape, dtype, kind of device, and the values in one list; none of a tensor on meta."""
+        tensor = self.tensor
+        values = None if tensor.is_meta else encode(tensor.flatten().tolist())
+        return [list(tensor.shape), encode(tensor.dtype), self.device, values]
+
+    @classmethod
+    def decode(cls, data: Any, decode: Decode) -> Values:
+        """The tensor again, on CPU until it is asked for."""
+        shape, dtype, device, values = data
+        dtype = decode(dtype)
+        if values is None:
+            return cls(torch.empty(shape, dtype=dtype, device="meta"), device)
+        return cls(torch.tensor(decode(values), dtype=dtype).reshape(shape), device)
+
+    def revive(self, node: Node) -> Tensor:
+        """A copy, which the primitive may do with as it likes."""
+        return self.tensor.clone().to(self.device)
+
+
+def keep_tensor(value: Tensor) -> Part:
+    """The values of a small plain tensor."""
+    if type(value) is not Tensor or value.layout is not torch.strided or value.is_complex():
+        why = f"a {type(value).__name__} that no text holds; pass a plain tensor"
+        return Unnamed(describe(value), why)
+    if value.numel() > MOST:
+        why = f"a tensor of {value.numel()} elements, and a record holds {MOST}; pass a smaller one"
+        return Unnamed(describe(value), why)
+    return Values(value.detach().clone(), value.device.type)
