@@ -252,7 +252,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no micro-batches": ({"micro_batches": 0}, "micro_batches is 0"),
     "an unknown option": ({"colour": "red"}, "colour"),
-    "no function": ({"loss_fn": 3}, "loss_fn is a int"),
+    "no function": ({"loss_fn": 3}, "loss_fn is 3; pass a function of (output, target)"),
 }
 
 

@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 import slapo
 from examples.parallel_models import FAMILIES, Family, schedule
 from slapo.framework_dialect.batches import Batch
-from slapo.framework_dialect.pytorch.placement import schedule_named
+from slapo.framework_dialect.pytorch.placement import SCHEDULES
 from slapo.pipeline import PipelinedModule, generate_pipeline_partition
 from slapo.pipeline.boundaries import Boundary, ShapeProbe, describe_tensors, infer_boundaries
 from slapo.sharding.shards import shards_of
@@ -216,7 +216,7 @@ def check_messages(
 ) -> dict[str, list[list[Message]]]:
     """Every message is one of a boundary's tensors, or its gradient; returns what ranks sent."""
     count = MICRO_BATCHES[pp]
-    rank_of = schedule_named(pipeline_schedule).rank_of
+    rank_of = SCHEDULES[pipeline_schedule].rank_of
     sent = run_distributed(messages_of, pp, names, pipeline_schedule, stages, timeout=280)
     for name in names:
         expected: Counter[Message] = Counter()

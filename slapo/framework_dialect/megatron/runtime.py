@@ -1,4 +1,4 @@
-"""The runtime's front: options checked before anything starts."""
+"""The front of target ``"megatron"``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo.framework_dialect.megatron.groups import initialize_groups
-from slapo.framework_dialect.megatron.load import check_device, check_installed
-from slapo.framework_dialect.megatron.optimizers import resolve
-from slapo.framework_dialect.runtime import Lowering, Runtime, check_groups, check_stage_count
+from slapo.framework_dialect.megatron.load import check_device, initialize_groups
+from slapo.framework_dialect.megatron.options import resolve
+from slapo.framework_dialect.runtime import (
+    Lowering,
+    Runtime,
+    check_groups,
+    check_installed,
+    check_stage_count,
+)
 from slapo.node import Node
 
 
@@ -20,7 +25,7 @@ class MegatronRuntime(Runtime):
     """
 
     def __init__(self, sch: Node, **options: Any) -> None:
-        check_installed()
+        check_installed("megatron", "megatron.core", "megatron-core")
         if isinstance(options.get("mesh"), DeviceMesh):
             check_device(options["mesh"])
         self.options = resolve(options, sch.mod)

@@ -1,11 +1,10 @@
-"""The runtime's front: options checked before anything starts."""
+"""The front of target ``"torch"``."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from slapo.framework_dialect.pytorch.options import TorchOptions
-from slapo.framework_dialect.pytorch.placement import schedule_named
 from slapo.framework_dialect.runtime import Lowering, Runtime, check_groups, check_stage_count
 from slapo.node import Node
 
@@ -31,9 +30,8 @@ class TorchRuntime(Runtime):
         if n_stages == 1:
             check_stage_count(1, pp)
             return (0,)
-        schedule = schedule_named(options.pipeline_schedule)
-        schedule.check(options.pipeline_schedule, n_stages, pp, options.micro_batches)
-        return schedule.stages_of(options.mesh.get_local_rank("pp"), n_stages, pp)
+        options.schedule.check(options.pipeline_schedule, n_stages, pp, options.micro_batches)
+        return options.schedule.stages_of(options.mesh.get_local_rank("pp"), n_stages, pp)
 
     def lower(self, lowering: Lowering) -> tuple[Any, Any]:
         """The engine and the optimizer."""
