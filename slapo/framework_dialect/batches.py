@@ -247,18 +247,11 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _map(fn: Callable[[Tensor], Tensor], nest: Any) -> Any:
-    """Apply `fn` to the tensors of a nest; mappings that torch does not know become dicts.
+    """Apply `fn` to the tensors of a nest; mappings that torch does not know become dicts."""
 
-    By hand for what nearly all batches are made of: this is done several times in a step.
-    """
-    if isinstance(nest, Tensor):
-        return fn(nest)
-    kind = type(nest)
-    if kind is tuple or kind is list:
-        return kind([_map(fn, item) for item in nest])
-    if kind is dict or (isinstance(nest, Mapping) and kind not in pytree.SUPPORTED_NODES):
-        return {key: _map(fn, item) for key, item in nest.items()}
-    if kind in pytree.SUPPORTED_NODES:
-        leaves, spec = pytree.tree_flatten(nest)
-        return pytree.tree_unflatten([_map(fn, leaf) for leaf in leaves], spec)
-    return nest
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):
+            return _map(fn, dict(leaf))
+        return fn(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(convert, nest)

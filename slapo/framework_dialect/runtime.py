@@ -191,6 +191,21 @@ class Runtime(ABC):
 
 
 # --- for the runtimes of Slapo -------------------------------------------------------------------
+class MeshRuntime(Runtime):
+    """A runtime over a mesh, with one stage on each rank of its pipeline."""
+
+    options: Any
+
+    def described(self) -> dict[str, Any]:
+        """The options, which must be alike on all ranks."""
+        return dict(self.options.described())
+
+    def stages_of_this_rank(self, n_stages: int) -> tuple[int, ...]:
+        """The one stage of this rank's place in the pipeline."""
+        check_stage_count(n_stages, self.options.mesh.shape[0])
+        return (self.options.mesh.get_local_rank("pp"),)
+
+
 def check_installed(target: str, module: str, package: str) -> None:
     """Refuse early, and by name, a runtime whose optional package is missing."""
     try:

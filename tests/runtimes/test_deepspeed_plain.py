@@ -213,7 +213,7 @@ def test_options_are_read_or_refused() -> None:
     ranks = run_distributed(refused_or_equal, 2)
     for found in ranks:
         for name in ("nonfinite", "check_batches"):
-            assert f"deepspeed: {name}= goes with mesh=; DeepSpeed's own engine" in found[name]
+            assert f"deepspeed: {name}= goes with mesh=; without one, leave it out" in found[name]
         assert found["sync"] == "sync_replicated is 'yes'; pass True or False"
         assert "build(target='deepspeed'): config differs between ranks" in found["config"]
         assert found["sums"] == ranks[0]["sums"]

@@ -18,7 +18,7 @@ from slapo.framework_dialect.optimizers import make_optimizer
 from slapo.framework_dialect.options import TrainingOptions, check_names
 from slapo.framework_dialect.runtime import (
     Lowering,
-    Runtime,
+    MeshRuntime,
     check_groups,
     check_installed,
     check_stage_count,
@@ -57,7 +57,7 @@ class DeepSpeedOptions(TrainingOptions):
         return super()._has_optimizer() or config.get("optimizer") is not None
 
 
-class DeepSpeedRuntime(Runtime):
+class DeepSpeedRuntime(MeshRuntime):
     """``deepspeed.initialize``, with its ``PipelineModule`` where the schedule cuts stages.
 
     With ``mesh=``, the engine has the interface of all runtimes, and DeepSpeed's own is its
@@ -93,15 +93,14 @@ class DeepSpeedRuntime(Runtime):
 
     def described(self) -> dict[str, Any]:
         """The options, which must be alike on all ranks."""
-        return self.options.described() if self.plain is None else self.plain.described()
+        return super().described() if self.plain is None else self.plain.described()
 
     def stages_of_this_rank(self, n_stages: int) -> tuple[int, ...]:
         """The one stage of this rank's place in the pipeline."""
         if self.plain is not None:
             check_stage_count(n_stages, self.plain.layout.pp)
             return (self.plain.stage,)
-        check_stage_count(n_stages, self.options.mesh.shape[0])
-        return (self.options.mesh.get_local_rank("pp"),)
+        return super().stages_of_this_rank(n_stages)
 
     def lower(self, lowering: Lowering) -> tuple[Any, Any]:
         """The engine and DeepSpeed's optimizer."""

@@ -10,15 +10,14 @@ from slapo.framework_dialect.megatron.load import check_device, initialize_group
 from slapo.framework_dialect.megatron.options import resolve
 from slapo.framework_dialect.runtime import (
     Lowering,
-    Runtime,
+    MeshRuntime,
     check_groups,
     check_installed,
-    check_stage_count,
 )
 from slapo.node import Node
 
 
-class MegatronRuntime(Runtime):
+class MegatronRuntime(MeshRuntime):
     """Megatron-Core: its process groups, 1F1B schedule, DDP and optimizers. It needs CUDA.
 
     Options are those of :class:`slapo.framework_dialect.megatron.options.MegatronOptions`.
@@ -30,16 +29,6 @@ class MegatronRuntime(Runtime):
             check_device(options["mesh"])
         self.options = resolve(options, sch.mod)
         check_groups(sch, self.options.mesh)
-
-    def described(self) -> dict[str, Any]:
-        """The options, which must be alike on all ranks."""
-        return self.options.described()
-
-    def stages_of_this_rank(self, n_stages: int) -> tuple[int, ...]:
-        """The one stage of this rank's place in the pipeline."""
-        mesh = self.options.mesh
-        check_stage_count(n_stages, mesh.shape[0])
-        return (mesh.get_local_rank("pp"),)
 
     def lower(self, lowering: Lowering) -> tuple[Any, Any]:
         """The engine and Megatron-Core's optimizer."""
