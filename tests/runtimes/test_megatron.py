@@ -214,6 +214,7 @@ def idle_stages(layout: Layout) -> None:
 
 def no_gradient(layout: Layout) -> None:
     """Overlap, and a parameter without a gradient."""
+    torch.manual_seed(0)
     engine = build(
         WithUnused(),
         "megatron",
