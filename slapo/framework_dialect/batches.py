@@ -36,7 +36,8 @@ class Batch:
         """Take apart what a data loader yields, on a device."""
         inputs, targets = _pair(batch)
         args, kwargs = _arguments(inputs)
-        return cls(args, kwargs, targets)._map(lambda t: t.to(device, non_blocking=True))
+        given = (args, kwargs, targets)
+        return cls(*_map(lambda t: t.to(device, non_blocking=True), given))
 
     def cast(self, dtype: torch.dtype | None) -> Batch:
         """Arguments of floating point in another dtype; None leaves them."""
@@ -47,9 +48,6 @@ class Batch:
             return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
         return Batch(_map(cast, self.args), _map(cast, self.kwargs), self.targets)
-
-    def _map(self, fn: Callable[[Tensor], Tensor]) -> Batch:
-        return Batch(_map(fn, self.args), _map(fn, self.kwargs), _map(fn, self.targets))
 
     def weight(self) -> int:
         """Number of samples in an evaluation: that of the targets where inputs are of several."""
@@ -65,7 +63,8 @@ class Batch:
 
     def part(self, start: int, length: int) -> Batch:
         """Some of the samples, as views; tensors without dimensions and other values stay."""
-        return self._map(lambda t: t.narrow(0, start, length) if t.dim() else t)
+        whole = (self.args, self.kwargs, self.targets)
+        return Batch(*_map(lambda t: t.narrow(0, start, length) if t.dim() else t, whole))
 
     def cut(self, micro_batches: int) -> list[Batch]:
         """Equal parts."""
