@@ -24,6 +24,7 @@ from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.pytorch.placement import SCHEDULES
 from slapo.pipeline import PipelinedModule, generate_pipeline_partition
 from slapo.pipeline.boundaries import Boundary, ShapeProbe, describe_tensors, infer_boundaries
+from slapo.sharding.groups import group_of_one
 from slapo.sharding.shards import shards_of
 from tests.communication import Collectives
 from tests.runtimes import contract
@@ -159,7 +160,7 @@ def messages_of(name: str, pp: int, pipeline_schedule: str) -> list[list[Message
 def boundaries_of(name: str, stages: int, micro_batches: int) -> tuple[Boundary, ...]:
     """What each stage receives for one micro-batch, found in one process."""
     family = FAMILIES[name]
-    sch = slapo.create_schedule(model_of(family, SIZES.layers))
+    sch = slapo.create_schedule(model_of(family, SIZES.layers), group=group_of_one())
     schedule(sch, family, stages)
     pipelined = generate_pipeline_partition(sch).mod
     assert isinstance(pipelined, PipelinedModule)
