@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo.errors import SlapoError
-from slapo.framework_dialect.buckets import is_sharded
 from slapo.framework_dialect.gradients import (
     clip_factor,
     global_norm,
     is_counted_slice,
+    is_sharded,
     scale_gradients,
 )
 from slapo.sharding.state import sharding_of

@@ -1,10 +1,9 @@
-"""What an engine is to its user: the same on every target."""
+"""The interface of engines to their users: the same on every target."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from slapo.framework_dialect.batches import Batch, BatchCheck, next_batch
 from slapo.framework_dialect.failures import failures_of
 from slapo.framework_dialect.losses import LossAccumulator, LossReducer, PendingLoss
 from slapo.framework_dialect.options import TrainingOptions
-from slapo.framework_dialect.precision import BuffersNamed
+from slapo.framework_dialect.precision import buffers_named
 from slapo.framework_dialect.replicas import share_over_mesh
 from slapo.framework_dialect.runtime import Lowering
 from slapo.graph.trace.nests import call_key, tensors
@@ -32,13 +31,13 @@ from slapo.mesh import DIMS, current_device
 logger = get_logger("slapo")
 
 
-class Engine(ABC):
+class Engine:
     """A model that trains. Every runtime's engine offers this, so scripts change the target only.
 
     Attributes
     ----------
     module : nn.Module
-        What runs in this process: the model, or its stage or stages.
+        The part that runs in this process: the model, or its stage or stages.
     mesh : DeviceMesh
     optimizer, scheduler : Any
         None if none was asked for.
@@ -66,13 +65,10 @@ class Engine(ABC):
         #: parameters that stages share
         self.shared = share_over_mesh(lowering, self.mesh, options.sync_replicated, self._rank_of)
         self._failures = failures_of(options.mesh)
-        self._explained_dtypes: AbstractContextManager[None] = nullcontext()
-        if options.half is not None:
-            self._explained_dtypes = BuffersNamed(self.module, options.half)
         self._batch_check = BatchCheck(options.mesh) if options.check_batches else None
-        self._loss_mean = LossReducer(
-            options.mesh, self.device, self.last_pp_rank, options.half or self._dtype()
-        )
+        floating = (p.dtype for p in self.module.parameters() if p.is_floating_point())
+        dtype = options.half or next(floating, None)
+        self._loss_mean = LossReducer(options.mesh, self.device, self.last_pp_rank, dtype)
         self._tally = LossAccumulator()
         self._weight: float | None = None
         self._outputs: list[Any] | None = None
@@ -85,15 +81,20 @@ class Engine(ABC):
         self._failure: str | None = None
         self._nonfinite: str | None = None
 
-    def _check_model(self) -> None:  # noqa: B027  (an engine may have nothing to refuse)
+    def _check_model(self) -> None:
         """Refuse a model that this engine cannot train."""
 
     def _rank_of(self, stage: int) -> int:
         """Where along the pipeline a stage runs."""
         return stage
 
-    def _dtype(self) -> torch.dtype | None:
-        return next((p.dtype for p in self.module.parameters() if p.is_floating_point()), None)
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Errors of a step are explained: by the rank that failed first, by buffers' dtypes."""
+        half = self.options.half
+        named = nullcontext() if half is None else buffers_named(self.module, half)
+        with self._failures.named(), named:
+            yield
 
     # --- with a loss function ----------------------------------------------------------------
     def train_batch(self, data_iter: Iterator[Any]) -> Tensor:
@@ -121,7 +122,7 @@ class Engine(ABC):
             If ranks got different batches, the model was not traced for such inputs, or a step
             before has failed and left something that cannot be taken back.
         """
-        with self._failures.named():
+        with self._running():
             self._refuse_autocast("train_batch")
             self._check_ready("train_batch")
             if self._backwards:
@@ -132,13 +133,14 @@ class Engine(ABC):
             batch = self._load("train_batch", data_iter, cut_evenly=True)
             self._set_training()
             self._tally, self._weight = LossAccumulator(self.options.micro_batches), None
-            with self._all_or_nothing(), self._explained_dtypes:
+            with self._all_or_nothing():
                 loss = self._train(batch)
             self._refuse_nonfinite()
             self.step_count += 1
             return loss
 
     def _train(self, batch: Batch) -> Tensor:
+        """One step; an engine whose library does all of it at once overrides this."""
         self._forward_backward(batch)
         mean = self._begin_mean()
         self._optimizer_step(mean.scale())
@@ -168,7 +170,7 @@ class Engine(ABC):
             If asked for: the model's output for each micro-batch, on the ranks that run the last
             stage; empty on the others.
         """
-        with self._failures.named(), self._explained_dtypes:
+        with self._running():
             self._refuse_autocast("eval_batch")
             batch = self._load("eval_batch", data_iter, cut_evenly=False)
             self._tally, self._outputs = LossAccumulator(), [] if return_outputs else None
@@ -176,7 +178,7 @@ class Engine(ABC):
                 with self._evaluating(), torch.no_grad():
                     cuts = batch.cut_unevenly(self.options.micro_batches)
                     for part, count in cuts:
-                        self._weight = _samples(part) / count
+                        self._weight = part.weight() / count
                         self._evaluate(part, count)
                     self._run_along(cuts)
                     loss = self._begin_mean().loss()
@@ -193,10 +195,9 @@ class Engine(ABC):
         most = torch.tensor(here, device=communication_device(group))
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
         part, count = cuts[-1]
-        part = part if count == 1 else part.part(0, part.part_size(count))
         self._is_idle = True
         for _ in range(int(most) - here):
-            self._evaluate(part, 1)
+            self._evaluate(part.first(count), 1)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -208,17 +209,22 @@ class Engine(ABC):
             for module, mode in modes:
                 module.training = mode
 
-    @abstractmethod
     def _forward_backward(self, batch: Batch) -> None:
         """Losses and gradients of a batch, in ``options.micro_batches`` parts."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _evaluate(self, batch: Batch, parts: int) -> None:
         """Losses of a batch in equal parts."""
+        for part in batch.cut(parts):
+            self._loss(part)
 
-    @abstractmethod
+    def _loss(self, part: Batch) -> Tensor:
+        """The loss of a micro-batch, without a pipeline."""
+        return self._loss_of(self._call(*part.args, **part.kwargs), part.targets)
+
     def _optimizer_step(self, scale: Tensor | None) -> None:
-        """Let the optimizer step on gradients that are to be multiplied by a number."""
+        """One step of the optimizer on gradients that are to be multiplied by a number."""
+        raise NotImplementedError
 
     def _load(self, what: str, data_iter: Iterator[Any], cut_evenly: bool) -> Batch:
         """The next batch; whatever is wrong with it is an error on every rank that shares it."""
@@ -240,18 +246,14 @@ class Engine(ABC):
 
     def _check_form(self, batch: Batch, cut_evenly: bool) -> None:
         """Whether the batch can be cut, and the model called with its parts."""
-        count = self.options.micro_batches
         given = (batch.args, batch.targets)
         shapes = [tensor.shape for tensor in tensors((given, batch.kwargs))]
         form = call_key(given, batch.kwargs), shapes
         if (form, cut_evenly) == self._form_before:
             return  # calls of one form fare alike
-        if cut_evenly:
-            part = batch if count == 1 else batch.part(0, batch.part_size(count))
-        else:
-            whole, parts = batch.cut_unevenly(count)[0]
-            part = whole if parts == 1 else whole.part(0, whole.part_size(parts))
-        self._check_call(part, training=cut_evenly)
+        count = self.options.micro_batches
+        whole, parts = (batch, count) if cut_evenly else batch.cut_unevenly(count)[0]
+        self._check_call(whole.first(parts), training=cut_evenly)
         self._form_before = (form, cut_evenly)
 
     def _check_call(self, part: Batch, training: bool) -> None:
@@ -285,8 +287,9 @@ class Engine(ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; not with pipeline stages."""
         self._refuse_pipeline("a call of the engine")
-        with self._failures.named(), self._explained_dtypes:
-            return self._call(*args, **kwargs)
+        with self._running():
+            part = Batch(args, kwargs, None).cast(self.options.half)
+            return self._call(*part.args, **part.kwargs)
 
     def backward(self, loss: Tensor) -> None:
         """Backward of the loss of a call; not with pipeline stages.
@@ -294,16 +297,16 @@ class Engine(ABC):
         Several of them before a `step` add up their gradients.
         """
         self._refuse_pipeline("backward()")
-        with self._failures.named():
+        with self._running():
             self._check_backward()
             with self._all_or_nothing():
                 self._backward(loss)
         self._backwards += 1
 
     def step(self) -> None:
-        """Let the optimizer step on the gradients of `backward`; not with pipeline stages."""
+        """One step of the optimizer on the gradients of `backward`; not with pipeline stages."""
         self._refuse_pipeline("step()")
-        with self._failures.named():
+        with self._running():
             self._check_ready("step()")
             if not self._backwards:
                 raise SlapoError(
@@ -315,18 +318,18 @@ class Engine(ABC):
             self._refuse_nonfinite()
             self.step_count += 1
 
-    # Engines for pipelines have none of these three; nothing calls them there.
+    # Engines for pipelines have none of the next; nothing calls them there.
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
-    def _check_backward(self) -> None:  # noqa: B027  # most add up any number of them
+    def _check_backward(self) -> None:
         """Refuse a backward that the library cannot add to the ones before."""
 
     def _backward(self, loss: Tensor) -> None:
         raise NotImplementedError
 
     def _step(self) -> None:
-        raise NotImplementedError
+        self._optimizer_step(None)
 
     def _refuse_pipeline(self, what: str) -> None:
         if self.lowering.n_stages > 1:
@@ -410,7 +413,7 @@ class Engine(ABC):
         self.lowering.load_state_dict(state, strict)
         self._renew_masters()
 
-    def _renew_masters(self) -> None:  # noqa: B027  # most have none
+    def _renew_masters(self) -> None:
         """Copies of parameters that the optimizer keeps become those of the parameters."""
 
     def train(self, mode: bool = True) -> Engine:
@@ -433,12 +436,3 @@ class Engine(ABC):
             f"<{type(self).__name__} on mesh {tuple(self.mesh.shape)}, {place}, "
             f"stages {list(self.stage_indices)} of {self.lowering.n_stages}>"
         )
-
-
-def _samples(batch: Batch) -> int:
-    """What a batch weighs in an evaluation: its targets tell, where inputs are of several sizes."""
-    for part in (Batch((), {}, batch.targets), batch):
-        lengths = part.lengths()
-        if len(lengths) == 1:
-            return lengths.pop()
-    return 1

@@ -4,38 +4,28 @@ For engines whose runtime leaves that to them. Every rank of a group has to call
 here in one order and with parameters in one order. Which parameters have a gradient may differ:
 what is missing on some ranks counts as zeros there, what is missing on all of them stays None.
 
-Numbers of half precision are added in float32: the sum of many replicas would otherwise lose the
+Gradients of half precision are added in float32: the sum of many replicas would otherwise lose the
 last bits that bfloat16 has, for half the traffic.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from slapo.framework_dialect.buckets import (
-    Bucket,
-    by_kind,
-    distinct,
-    is_sharded,
-    local_part,
-    reduced_in,
-    share_out,
-    sum_of_squares,
-)
 from slapo.mesh import device_of_world
 from slapo.sharding.tags import SHARERS
 
-# As DDP has it: large enough for full bandwidth, small enough to overlap copies with traffic.
-BUCKET_BYTES = 25 * 2**20
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
-# Buckets under way at one time; each holds memory.
-_IN_FLIGHT = 2
+# As DDP has it: large enough for full bandwidth, small enough to overlap copies with traffic.
+_BUCKET_BYTES = 25 * 2**20
 
 
 @torch.no_grad()
@@ -43,78 +33,43 @@ def reduce_gradients(
     params: Iterable[Parameter],
     group: dist.ProcessGroup | None,
     mean: bool = True,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int = _BUCKET_BYTES,
 ) -> None:
-    """Replace each gradient by its mean, or its sum, over the ranks of a group.
-
-    Parameters
-    ----------
-    params
-        In the same order on all ranks.
-    group
-        The ranks; None for a world of one.
-    mean
-        Whether the sum is divided by their number.
-    bucket_bytes
-        Gradients travel together in buffers of about this size.
-
-    Examples
-    --------
-    >>> weight = Parameter(torch.ones(2))
-    >>> weight.grad = torch.tensor([1.0, 2.0])
-    >>> reduce_gradients([weight], group=None)
-    >>> weight.grad
-    tensor([1., 2.])
-    """
+    """Replace each gradient by its mean, or its sum, over the ranks of a group."""
     if group is None or group.size() == 1:
         return
-    divisor = group.size() if mean else 1
-    under_way: deque[Bucket] = deque()
-    for bucket in share_out(_trained(params), bucket_bytes):
-        if len(under_way) == _IN_FLIGHT:
-            under_way.popleft().finish(divisor)
-        bucket.start(group)
-        under_way.append(bucket)
-    for bucket in under_way:
-        bucket.finish(divisor)
+    under_way: deque[Iterator[None]] = deque()
+    for bucket in _buckets([p for p in distinct(params) if p.requires_grad], bucket_bytes):
+        # Two at a time, since each holds memory.
+        if len(under_way) == 2:
+            next(under_way.popleft(), None)
+        reduction = _reduction(bucket, group, group.size() if mean else 1)
+        next(reduction)
+        under_way.append(reduction)
+    for reduction in under_way:
+        next(reduction, None)
 
 
 @torch.no_grad()
 def sum_copies(copies: Sequence[Parameter], group: dist.ProcessGroup | None) -> None:
     """Give every copy of a tied parameter the sum of the gradients of all of them.
 
-    Parameters
-    ----------
-    copies
-        The distinct parameters of this rank that stand for one of the model.
-    group
-        The ranks that hold it; None if all copies are on this rank.
-
-    Examples
-    --------
-    >>> first, second = Parameter(torch.ones(2)), Parameter(torch.ones(2))
-    >>> first.grad = torch.tensor([1.0, 2.0])
-    >>> sum_copies([first, second], None)
-    >>> second.grad
-    tensor([1., 2.])
+    `copies` are those of this rank; `group` has the ranks that hold one, and is None if all of them
+    are here.
     """
-    first = _add_up(copies)
-    if group is not None and group.size() > 1:
-        bucket = Bucket([first])
-        bucket.start(group)
-        bucket.finish()
-    for other in copies[1:]:
+    first, *others = copies
+    for other in others:
+        if other.grad is not None and first.grad is None:
+            _set_gradient(first, other.grad)
+        elif other.grad is not None and first.grad is not None:
+            local_part(first.grad).add_(local_part(other.grad))
+    reduce_gradients([first], group, mean=False)
+    for other in others:
         _set_gradient(other, first.grad)
 
 
 def is_tensor_parallel(param: Tensor) -> bool:
-    """Whether each tensor-parallel rank holds another slice of the parameter.
-
-    Examples
-    --------
-    >>> is_tensor_parallel(Parameter(torch.ones(2)))
-    False
-    """
+    """Whether each tensor-parallel rank holds another slice of the parameter."""
     return getattr(param, "orig_shape", None) is not None
 
 
@@ -134,35 +89,11 @@ def global_norm(
     counted: Callable[[Parameter], bool] = lambda param: True,
     tensor_parallel: Callable[[Parameter], bool] = is_counted_slice,
 ) -> Tensor:
-    """2-norm of the gradient of the whole model, as one process would see it.
+    """2-norm of the gradient of the whole model, as one process would see it; alike on all ranks.
 
-    Parameters
-    ----------
-    params
-        This rank's parameters, DTensors of FSDP2 included.
-    tp_group
-        The tensor-parallel ranks. A slice counts on each of them, a replicated parameter once.
-    pp_group
-        The ranks that hold the other stages.
-    shard_group
-        The data-parallel ranks among which FSDP2 has shared out its DTensors.
-    counted
-        Whether a parameter counts on this rank: False for all copies of a tied one but the first.
-    tensor_parallel
-        Whether a parameter is a slice that counts here; by default, whether it has ``orig_shape``,
-        and is the first of those that are the same.
-
-    Returns
-    -------
-    Tensor
-        Without dimensions, in float64 where the device has that; the same on all ranks.
-
-    Examples
-    --------
-    >>> weight = Parameter(torch.ones(2))
-    >>> weight.grad = torch.tensor([3.0, 4.0])
-    >>> float(global_norm([weight]))
-    5.0
+    A slice counts on each rank of `tp_group`, a replicated parameter once; `pp_group` holds the
+    other stages, and `shard_group` are the ranks among which FSDP2 has split its DTensors.
+    `counted` is False for all copies of a tied parameter but the first.
     """
     groups = [g for g in (tp_group, pp_group, shard_group) if g is not None and g.size() > 1]
     first_tp, first_shard = _is_first(tp_group), _is_first(shard_group)
@@ -174,7 +105,12 @@ def global_norm(
     every = distinct(params)
     grads = [local_part(p.grad) for p in every if p.grad is not None and is_mine(p)]
     device = every[0].device if every else device_of_world()
-    square = sum_of_squares(grads, device)
+    # Of one dtype on all ranks, whatever theirs are. Apple's accelerator has no float64.
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    square = torch.zeros((), dtype=wide, device=device)
+    for dtype, same in _by_kind(grads):
+        norms = torch._foreach_norm(same, 2, dtype=_reduced_in(dtype))
+        square += torch.stack(list(norms)).to(wide).square().sum().to(device)
     for group in groups:
         dist.all_reduce(square, group=group)
     return square.sqrt()
@@ -182,56 +118,96 @@ def global_norm(
 
 @torch.no_grad()
 def scale_gradients(params: Iterable[Parameter], factor: Tensor) -> None:
-    """Multiply gradients by one number.
-
-    Parameters
-    ----------
-    params
-        This rank's.
-    factor
-        Without dimensions; the same on all ranks. It is not read here: that would make the host
-        wait for the device.
-
-    Examples
-    --------
-    >>> weight = Parameter(torch.ones(2))
-    >>> weight.grad = torch.tensor([3.0, 4.0])
-    >>> scale_gradients([weight], clip_factor(global_norm([weight]), 1.0))
-    >>> weight.grad
-    tensor([0.6000, 0.8000])
-    """
+    """Multiply gradients by a number, which is not read: that would make the host wait."""
     grads = [local_part(param.grad) for param in distinct(params) if param.grad is not None]
-    for dtype, same in by_kind(grads):
-        torch._foreach_mul_(same, factor.to(same[0].device, reduced_in(dtype)))
+    for dtype, same in _by_kind(grads):
+        torch._foreach_mul_(same, factor.to(same[0].device, _reduced_in(dtype)))
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What brings a gradient's norm down to at most ``max_norm``.
-
-    Examples
-    --------
-    >>> clip_factor(torch.tensor(4.0), 1.0)
-    tensor(0.2500)
-    """
+    """The factor that brings a gradient's norm down to at most `max_norm`."""
     # The small number is that of torch.nn.utils.clip_grad_norm_.
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _trained(params: Iterable[Parameter]) -> list[Parameter]:
-    return [param for param in distinct(params) if param.requires_grad]
+def distinct(params: Iterable[Parameter]) -> list[Parameter]:
+    """Each parameter once, in order."""
+    return list({id(param): param for param in params}.values())
 
 
-def _add_up(same: Sequence[Parameter]) -> Parameter:
-    """Sum the gradients of this rank's copies in the first."""
-    first = same[0]
-    for other in same[1:]:
-        if other.grad is None:
-            continue
-        if first.grad is None:
-            _set_gradient(first, other.grad)
-        else:
-            local_part(first.grad).add_(local_part(other.grad))
-    return first
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    # Asking for the class would import torch.distributed.tensor, which takes a second.
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is a DTensor."""
+    return hasattr(tensor, "device_mesh")
+
+
+# --- buckets -------------------------------------------------------------------------------------
+def _reduction(params: list[Parameter], group: dist.ProcessGroup, divisor: int) -> Iterator[None]:
+    """Begin to sum gradients in one flat buffer; go on when the sums are wanted.
+
+    A count of the ranks that have each gradient rides along, so that every rank sends buffers of
+    the same layout, whatever its own gradients are.
+    """
+    parts, n = [local_part(param.detach()) for param in params], len(params)
+    length = sum(part.numel() for part in parts) + n
+    flat = torch.zeros(length, dtype=_reduced_in(parts[0].dtype), device=parts[0].device)
+    pieces = flat[:-n].split([part.numel() for part in parts])
+    slots = [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+    present = [param.grad is not None for param in params]
+    flat[-n:] = 1 if all(present) else flat.new_tensor(present)
+    if any(present):
+        _copy(params, slots, to_slots=True)
+    work = dist.all_reduce(flat, group=group, async_op=True)
+    yield
+    assert work is not None
+    work.wait()
+    if not all(present):  # only then the counts are read
+        for param, count in zip(params, flat[-n:].tolist(), strict=True):
+            if param.grad is None and count:
+                param.grad = torch.zeros_like(param)
+    if any(param.grad is not None for param in params):
+        if divisor != 1:
+            flat.div_(divisor)
+        _copy(params, slots, to_slots=False)
+
+
+def _copy(params: list[Parameter], slots: list[Tensor], to_slots: bool) -> None:
+    pairs = zip(slots, params, strict=True)
+    held = [(slot, local_part(param.grad)) for slot, param in pairs if param.grad is not None]
+    buffer, grads = [slot for slot, _ in held], [grad for _, grad in held]
+    torch._foreach_copy_(*((buffer, grads) if to_slots else (grads, buffer)))
+
+
+def _buckets(params: list[Parameter], bucket_bytes: int) -> Iterator[list[Parameter]]:
+    """Parameters of one device and dtype, in their order; a bucket ends when it is full."""
+    for dtype, same in _by_kind(params):
+        bucket, filled = [], 0
+        for param in same:
+            bucket.append(param)
+            filled += param.numel() * _reduced_in(dtype).itemsize
+            if filled >= bucket_bytes:
+                yield bucket
+                bucket, filled = [], 0
+        if bucket:
+            yield bucket
+
+
+def _by_kind(tensors: Sequence[AnyTensor]) -> Iterator[tuple[torch.dtype, list[AnyTensor]]]:
+    """Tensors by device and dtype, as the fused operations want them."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[AnyTensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for (_, dtype), same in kinds.items():
+        yield dtype, same
+
+
+def _reduced_in(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def _set_gradient(param: Parameter, grad: Tensor | None) -> None:

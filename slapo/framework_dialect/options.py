@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,56 @@ LossFn = Callable[[Any, Any], Any]
 #: Steps at the start that are checked, and the distance of those that are checked after them.
 CHECKED_STEPS, CHECK_EVERY = 3, 100
 
-NONFINITE = ("step", "skip", "error")
-
 Options = TypeVar("Options", bound="TrainingOptions")
+
+
+# --- the values that an option takes -------------------------------------------------------------
+@dataclass(frozen=True)
+class Rule:
+    """Values that an option takes; `expected` finishes the sentence "pass ..."."""
+
+    is_valid: Callable[[Any], bool]
+    expected: str
+    error: type[Exception] = ValueError
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse another value."""
+        if not self.is_valid(value):
+            shown = repr(value)
+            shown = shown if len(shown) < 60 else f"a {type(value).__name__}"
+            raise self.error(f"{name} is {shown}; pass {self.expected}")
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is a number from 1 up."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number; True and False are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _function(of: str) -> Rule:
+    return Rule(lambda v: v is None or callable(v), f"a function of {of}", TypeError)
+
+
+def _is_optimizer_fn(value: Any) -> bool:
+    return value is None or (callable(value) and not isinstance(value, torch.optim.Optimizer))
+
+
+def one_of(*values: Any) -> Rule:
+    """The rule of an option with a few values."""
+    shown = [repr(v) if isinstance(v, str) else str(v) for v in values]
+    return Rule(lambda v: v in values, f"{', '.join(shown[:-1])} or {shown[-1]}")
+
+
+FLAG = Rule(lambda v: isinstance(v, bool), "True or False", TypeError)
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What every runtime takes.
+    """Arguments of ``build`` that every runtime takes.
 
     Parameters
     ----------
@@ -51,14 +93,14 @@ class TrainingOptions:
         Largest norm of the whole model's gradient; ``math.inf`` measures it only. None: it is
         neither measured nor clipped.
     lr_scheduler
-        ``lr_scheduler(optimizer)`` -> what is stepped after each batch.
+        ``lr_scheduler(optimizer)`` -> an object whose ``step()`` is called after each batch.
     dtype
-        What the model computes in: ``torch.bfloat16`` or ``torch.float16``; the optimizer keeps
-        parameters of float32, and buffers keep their dtype. ``torch.float32``: the model is
+        The dtype that the model computes in: ``torch.bfloat16`` or ``torch.float16``; the optimizer
+        keeps parameters of float32, and buffers keep their dtype. ``torch.float32``: the model is
         converted to it. None: as the parameters are.
     nonfinite
-        What to do about a gradient that is infinite or not a number: ``"step"`` (nothing is looked
-        at), ``"skip"`` the optimizer's step and the scheduler's, or ``"error"``. With
+        For a gradient that is infinite or not a number: ``"step"`` (gradients are not checked),
+        ``"skip"`` the optimizer's step and the scheduler's, or ``"error"``. With
         ``torch.float16`` such steps are skipped at least, and the scale of the loss is lowered;
         DeepSpeed's ZeRO skips them always.
     check_batches
@@ -80,16 +122,29 @@ class TrainingOptions:
     check_batches: bool = True
     sync_replicated: bool = False
 
+    rules: ClassVar[dict[str, Rule]] = {
+        "loss_fn": _function("(output, target)"),
+        "optimizer": Rule(
+            _is_optimizer_fn,
+            "a function of a list of parameters, such as functools.partial(torch.optim.AdamW, "
+            "lr=1e-4): build changes which parameters there are",
+            TypeError,
+        ),
+        "micro_batches": Rule(is_whole, "a whole number from 1 up"),
+        "clip_grad_norm": Rule(
+            lambda v: v is None or (is_number(v) and v > 0), "a number above 0, or None"
+        ),
+        "lr_scheduler": _function("an optimizer"),
+        "dtype": one_of(torch.float32, *HALVES, None),
+        "nonfinite": one_of("step", "skip", "error"),
+        "check_batches": FLAG,
+        "sync_replicated": FLAG,
+    }
+
     @classmethod
     def of(cls: type[Options], target: str, given: Mapping[str, Any], model: nn.Module) -> Options:
-        """The options that a user gave `build` for a model.
-
-        Raises
-        ------
-        TypeError
-            If one is unknown, naming the nearest, or ``mesh`` is missing.
-        """
-        check_names(target, given, [field.name for field in fields(cls)])
+        """The options that a user gave `build` for a model."""
+        check_names(target, given, [entry.name for entry in fields(cls)])
         if "mesh" not in given:
             raise TypeError(
                 f"target {target!r} needs mesh=; pass slapo.init_mesh(pp=, dp=, tp=), also for one "
@@ -100,38 +155,14 @@ class TrainingOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", grid_of(self.mesh))
-        count = self.micro_batches
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"micro_batches is {count!r}; pass a whole number from 1 up")
-        if isinstance(self.optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"optimizer is an object, {type(self.optimizer).__name__}, but build changes which "
-                "parameters there are; pass a function that makes it, such as "
-                "functools.partial(torch.optim.AdamW, lr=1e-4)"
-            )
-        for name in ("loss_fn", "optimizer", "lr_scheduler"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise TypeError(f"{name} is a {type(value).__name__}; {_CALLABLES[name]}")
-        limit = self.clip_grad_norm
-        is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
-        if limit is not None and not (is_number and limit > 0):
-            raise ValueError(f"clip_grad_norm is {limit!r}; pass a number above 0")
-        if self.dtype not in (None, torch.float32, *HALVES):
-            raise ValueError(
-                f"dtype is {self.dtype!r}; pass torch.float32, torch.bfloat16, "
-                "torch.float16 or None"
-            )
-        if self.nonfinite not in NONFINITE:
-            raise ValueError(f"nonfinite is {self.nonfinite!r}; known are {list(NONFINITE)}")
+        for name, rule in self.rules.items():
+            rule.check(name, getattr(self, name))
         if self.mesh.shape[0] > 1 and self.loss_fn is None:
             raise ValueError(
                 f"a pipeline needs a loss, and the mesh has pp={self.mesh.shape[0]}; pass "
                 "loss_fn=f, where f(output, target) is the mean loss of a micro-batch, or "
                 "(sum, count)"
             )
-        for name in ("check_batches", "sync_replicated"):
-            check_flag(name, getattr(self, name))
         if self.lr_scheduler is not None and not self._has_optimizer():
             raise ValueError("lr_scheduler needs an optimizer; pass optimizer= too")
 
@@ -145,7 +176,7 @@ class TrainingOptions:
 
     def described(self) -> dict[str, Any]:
         """The options as plain data, alike on ranks that were given the same."""
-        return {field.name: _described(getattr(self, field.name)) for field in fields(self)}
+        return {entry.name: _described(getattr(self, entry.name)) for entry in fields(self)}
 
     @staticmethod
     def is_checked(step: int) -> bool:
@@ -153,40 +184,8 @@ class TrainingOptions:
         return step < CHECKED_STEPS or step % CHECK_EVERY == 0
 
 
-_CALLABLES = {
-    "loss_fn": "pass a function of (output, target)",
-    "optimizer": "pass a function of a list of parameters, such as torch.optim.AdamW",
-    "lr_scheduler": "pass a function of an optimizer",
-}
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Refuse what is neither True nor False.
-
-    Examples
-    --------
-    >>> check_flag("check_batches", True)
-    """
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; pass True or False")
-
-
 def check_names(target: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse options that a target does not have.
-
-    Raises
-    ------
-    TypeError
-        Naming the nearest one.
-
-    Examples
-    --------
-    >>> check_names("torch", {"micro_batch": 2}, ["mesh", "micro_batches"])
-    Traceback (most recent call last):
-        ...
-    TypeError: target 'torch' has no option 'micro_batch'; did you mean 'micro_batches'? \
-It takes ['mesh', 'micro_batches']
-    """
+    """Refuse options that a target does not have, with the nearest one."""
     for name in given:
         if name not in known:
             takes = with_nearest(name, known, f"it takes {list(known)}")
@@ -194,7 +193,7 @@ It takes ['mesh', 'micro_batches']
 
 
 def _described(value: Any) -> Any:
-    """Plain data that tells what a user can pass differently on two ranks by mistake."""
+    """Plain data that shows which values a user has passed differently on two ranks by mistake."""
     if isinstance(value, DeviceMesh):
         return tuple(value.shape)
     if isinstance(value, functools.partial):

@@ -1,17 +1,24 @@
-"""Half precision: what a model computes in, and the scale of its loss."""
+"""Half precision: the dtype that a model computes in, and the scale of its loss."""
 
 from __future__ import annotations
 
 import re
-from contextlib import AbstractContextManager
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from slapo.errors import SlapoError
 
-HALVES = (torch.bfloat16, torch.float16)
+#: By the names that DeepSpeed and Megatron-Core have for them.
+HALF_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HALVES = tuple(HALF_NAMES.values())
+
+#: Of the loss of a model in float16, to begin with.
+INITIAL_SCALE = 2.0**16
+
+_TWO_DTYPES = re.compile(r"same (d)?type|scalar type|dtype", re.IGNORECASE)
 
 
 def half_of(module: nn.Module) -> torch.dtype | None:
@@ -19,16 +26,6 @@ def half_of(module: nn.Module) -> torch.dtype | None:
 
     The model computes in it where nothing else is asked for, with an optimizer in float32 all the
     same: small steps are lost in parameters of half precision.
-
-    Examples
-    --------
-    >>> half_of(nn.Linear(2, 2).bfloat16())
-    torch.bfloat16
-
-    Raises
-    ------
-    SlapoError
-        If parameters that are trained differ.
     """
     floating = [p for p in module.parameters() if p.is_floating_point()]
     # A frozen part may be of another dtype, as below adapters.
@@ -42,57 +39,29 @@ def half_of(module: nn.Module) -> torch.dtype | None:
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Give parameters of floating point another dtype; buffers, as of positions, keep theirs.
-
-    Examples
-    --------
-    >>> model = nn.BatchNorm1d(2)
-    >>> cast_parameters(model, torch.bfloat16)
-    >>> model.weight.dtype, model.running_mean.dtype
-    (torch.bfloat16, torch.float32)
-    """
+    """Give parameters of floating point another dtype; buffers, as of positions, keep theirs."""
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 
-class BuffersNamed(AbstractContextManager[None]):
-    """Says, where a model computes with two dtypes, which of its buffers have kept their own.
-
-    Parameters
-    ----------
-    module
-        What runs inside.
-    half
-        What its parameters are of.
-    """
-
-    def __init__(self, module: nn.Module, half: torch.dtype) -> None:
-        self._module, self._half = module, half
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Raise in place of such an error."""
-        if not isinstance(error, RuntimeError) or not _TWO_DTYPES.search(str(error)):
-            return
-        buffers = self._module.named_buffers()
-        kept = [n for n, b in buffers if b.is_floating_point() and b.dtype != self._half]
-        if kept:
-            raise SlapoError(
-                f"{error}. The model computes in {self._half}, to which parameters and inputs are "
-                f"converted, and buffers are not: {kept[:5]}. Convert those that it computes with "
-                "before the schedule is made, or where they are used: x + self.table.to(x.dtype)"
-            ) from error
-
-
-_TWO_DTYPES = re.compile(r"same (d)?type|scalar type|dtype", re.IGNORECASE)
-
-#: Of the loss of a model in float16, to begin with.
-INITIAL_SCALE = 2.0**16
+@contextmanager
+def buffers_named(module: nn.Module, half: torch.dtype) -> Iterator[None]:
+    """Name the buffers that kept their dtype in an error about two dtypes inside the context."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, SlapoError) or not _TWO_DTYPES.search(str(error)):
+            raise
+        buffers = module.named_buffers()
+        kept = [n for n, b in buffers if b.is_floating_point() and b.dtype != half]
+        if not kept:
+            raise
+        raise SlapoError(
+            f"{error}. The model computes in {half}, to which parameters and inputs are "
+            f"converted, and buffers are not: {kept[:5]}. Convert those that it computes with "
+            "before the schedule is made, or where they are used: x + self.table.to(x.dtype)"
+        ) from error
 
 
 class LossScale:
@@ -100,21 +69,6 @@ class LossScale:
 
     Micikevicius et al. 2018, "Mixed Precision Training": halved after a step with a gradient that
     is not finite, doubled after many without.
-
-    Parameters
-    ----------
-    value
-        To begin with.
-    interval
-        Steps after which it is doubled.
-
-    Examples
-    --------
-    >>> scale = LossScale(4.0, interval=2)
-    >>> scale.update(False), scale.value
-    (None, 2.0)
-    >>> scale.update(True), scale.update(True), scale.value
-    (None, None, 4.0)
     """
 
     def __init__(self, value: float = INITIAL_SCALE, interval: int = 2000) -> None:

@@ -1,4 +1,4 @@
-"""Which runtimes there are."""
+"""The table of runtimes and log parsers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 C = TypeVar("C", bound=type)
 
-_PARSERS = "slapo.framework_dialect.log_parsers"
-# Those of Slapo by name: they are imported when somebody builds for them.
+_LOG_PARSER = "slapo.framework_dialect.log_parsers:LogParser"
+# Slapo's own by name: each is imported on first use.
 _DIALECTS: dict[tuple[str, str], type[Any] | str] = {
-    ("log_parser", "deepspeed"): f"{_PARSERS}:DeepSpeedLogParser",
-    ("log_parser", "megatron"): f"{_PARSERS}:MegatronLogParser",
-    ("log_parser", "torch"): f"{_PARSERS}:TorchLogParser",
+    ("log_parser", "deepspeed"): _LOG_PARSER,
+    ("log_parser", "megatron"): _LOG_PARSER,
+    ("log_parser", "torch"): _LOG_PARSER,
     ("runtime", "deepspeed"): "slapo.framework_dialect.deepspeed.runtime:DeepSpeedRuntime",
     ("runtime", "megatron"): "slapo.framework_dialect.megatron.runtime:MegatronRuntime",
     ("runtime", "torch"): "slapo.framework_dialect.pytorch.runtime:TorchRuntime",
@@ -52,7 +52,7 @@ def register_framework_dialect(target: str, kind: str = "runtime") -> Callable[[
     def register(cls: C) -> C:
         if (kind, target) in _DIALECTS:
             held = _DIALECTS[kind, target]
-            # Of one that was not asked for yet, the name alone: importing it takes seconds.
+            # Importing one that was not used yet takes seconds, so its name must do.
             taken = held.rpartition(":")[2] if isinstance(held, str) else held.__name__
             raise ValueError(f"{kind} {target!r} is taken by {taken}; choose another name")
         _DIALECTS[kind, target] = cls

@@ -1,61 +1,119 @@
-"""Parameters that are one in the model and several in the job, compared before training."""
+"""Parameters that are one in the model and several in the job: who holds them, with what values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
 
 from slapo.agreement import all_ranks_or_none, checksum, communication_device, has_peers
 from slapo.errors import SlapoError
-from slapo.framework_dialect.gradients import is_tensor_parallel
+from slapo.framework_dialect.gradients import distinct, is_tensor_parallel
 from slapo.framework_dialect.runtime import Lowering
-from slapo.framework_dialect.ties import SharedParameter, shared_parameters
+from slapo.mesh import new_group
+from slapo.pipeline import Stage
 from slapo.sharding.tags import SHARERS
+
+Named = Sequence[tuple[str, Tensor]]
+Group = dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class SharedParameter:
+    """A parameter that is one in the model and has copies in several stages.
+
+    `places` are the stages of this rank that hold it, each with the parameter's name there; `group`
+    has the ranks that hold it, and is None if this rank holds all copies; `is_counted` is whether
+    the first copy here counts in a norm.
+    """
+
+    places: tuple[tuple[Stage, str], ...]
+    group: Group
+    is_counted: bool
+
+    @property
+    def copies(self) -> list[Parameter]:
+        """The parameters of this rank as they are now: FSDP2 replaces them."""
+        return distinct(stage.get_parameter(name) for stage, name in self.places)
+
+
+def shared_parameters(
+    lowering: Lowering,
+    columns: Sequence[Sequence[int]],
+    rank_of: Callable[[int], int] = lambda stage: stage,
+) -> list[SharedParameter]:
+    """This rank's parameters that several stages share, in one order on all ranks.
+
+    A collective of the world. `columns` has, for every place within a stage, the global ranks along
+    the pipeline; `rank_of` maps a stage to its place in a column.
+    """
+    made: dict[tuple[int, ...], Group] = {}
+    found = []
+    here = dist.get_rank()
+    for tie in lowering.ties:
+        for column in columns:
+            ranks = tuple(sorted({column[rank_of(stage)] for stage in tie.stages}))
+            if len(ranks) > 1 and ranks not in made:
+                made[ranks] = new_group(ranks)  # all ranks of the job make all groups
+            if here not in ranks:
+                continue
+            places = tuple(
+                (lowering.stages[stage], name)
+                for stage, name in tie.members
+                if stage in lowering.stages
+            )
+            is_counted = here == column[rank_of(tie.owner)]
+            found.append(SharedParameter(places, made.get(ranks), is_counted))
+    return found
+
+
+def share_over_mesh(
+    lowering: Lowering,
+    mesh: DeviceMesh,
+    sync: bool,
+    rank_of: Callable[[int], int] = lambda stage: stage,
+) -> list[SharedParameter]:
+    """`share_values` of a lowered schedule over a mesh; returns what its stages share."""
+    shared = shared_parameters(lowering, mesh.mesh.flatten(1).t().tolist(), rank_of)
+    groups = {dim: mesh.get_group(dim) for dim in ("tp", "dp")}
+    share_values(lowering.module, groups, shared, lowering.created, sync)
+    return shared
+
+
+def share_wholes(module: nn.Module, group: Group, sync: bool = False) -> None:
+    """`share_values` of what is whole over the tensor-parallel ranks. A collective of the group."""
+    if group is not None:
+        share_values(module, {"tp": group, "dp": None}, sync=sync, among=group)
 
 
 @torch.no_grad()
 def share_values(
     module: nn.Module,
-    groups: Mapping[str, dist.ProcessGroup | None],
+    groups: Mapping[str, Group],
     shared: Sequence[SharedParameter] = (),
     created: Collection[str] = (),
     sync: bool = False,
+    among: Group = None,
 ) -> None:
-    """Refuse replicas that hold other values, or make them equal. A collective of the world.
+    """Refuse replicas that hold other values, or make them equal. A collective of `among`.
 
     Data-parallel ranks hold the same tensors; tensor-parallel ranks the same of those that are not
-    sharded; stages the same of those that are tied. Models that are made from other seeds or files
-    train in silence into something that nobody meant, and FSDP would even put one model together
-    from parts of several.
+    sharded; stages the same of those that are tied. Replicas from different seeds or checkpoints
+    diverge silently, and FSDP would even put one model together from parts of several.
 
-    Parameters
-    ----------
-    module
-        This rank's model or stages.
-    groups
-        Of this rank, by the dimensions ``"tp"`` and ``"dp"``.
-    shared
-        Parameters that several stages share.
-    created
-        Names of tensors that every rank has drawn by itself: these take the values of the first
-        rank.
-    sync
-        Whether all of them do, in place of being compared.
-
-    Raises
-    ------
-    SlapoError
-        On every rank, naming the first tensor that differs.
+    Tensors named in `created` were drawn by every rank by itself, and take the values of the first;
+    with `sync` all of them do. Otherwise a difference is an error on every rank.
     """
-    named = list(_tensors(module))
+    named = _tensors(module)
     names = {id(tensor): name for name, tensor in named}
     whole = [(name, tensor) for name, tensor in named if not is_tensor_parallel(tensor)]
     ties = [(one.copies[0], one.group) for one in shared]
-    work: list[tuple[str, Sequence[tuple[str, Tensor]], dist.ProcessGroup | None]] = [
+    work: list[tuple[str, Named, Group]] = [
         ("tensor-parallel ranks", whole, groups["tp"]),
         *_held_twice(named),
         # Before the replicas, which then take tied values from ranks that have them.
@@ -64,55 +122,39 @@ def share_values(
     ]
     wrong: tuple[str, str] | None = None
     for who, tensors, group in work:
-        differs = _share(tensors, group, sync, created)
+        if group is None or not has_peers(group):
+            continue
+        for name, tensor in tensors:
+            if sync or name in created:
+                _broadcast(tensor, group)
+        differs = None if sync else _first_difference(tensors, group)
         wrong = wrong or (None if differs is None else (differs, who))
     if not sync:
-        all_ranks_or_none("build", lambda: _refuse(wrong))
+        all_ranks_or_none("build", lambda: _refuse(wrong), among)
 
 
-@torch.no_grad()
-def share_wholes(module: nn.Module, group: dist.ProcessGroup | None, sync: bool = False) -> None:
-    """`share_values` of what is whole over the tensor-parallel ranks. A collective of the group.
-
-    Raises
-    ------
-    SlapoError
-        On every rank of the group, naming the first tensor that differs.
-    """
-    named = list(_tensors(module))
-    whole = [(n, t) for n, t in named if not (is_tensor_parallel(t) or t.is_meta)]
-    for who, tensors, ranks in (("tensor-parallel ranks", whole, group), *_held_twice(named)):
-        differs = _share(tensors, ranks, sync)
-        _refuse(None if differs is None else (differs, who))
+def _tensors(module: nn.Module) -> Named:
+    """Each tensor once, with its first name."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    tables: Iterable[Iterable[tuple[str, Tensor]]] = (
+        module.named_parameters(),
+        module.named_buffers(),
+    )
+    for table in tables:
+        for name, tensor in table:
+            if not tensor.is_meta:
+                found.setdefault(id(tensor), (name, tensor))
+    return list(found.values())
 
 
-def _held_twice(
-    named: Sequence[tuple[str, Tensor]],
-) -> list[tuple[str, Sequence[tuple[str, Tensor]], dist.ProcessGroup | None]]:
-    """Slices that several ranks hold, with these."""
-    found: dict[tuple[int, ...], tuple[list[tuple[str, Tensor]], dist.ProcessGroup | None]] = {}
+def _held_twice(named: Named) -> list[tuple[str, Named, Group]]:
+    """Slices that several tensor-parallel ranks hold, with these ranks."""
+    found: dict[tuple[int, ...], tuple[list[tuple[str, Tensor]], Group]] = {}
     for name, tensor in named:
         sharers = getattr(tensor, SHARERS, None)
-        if sharers is not None and not tensor.is_meta:
+        if sharers is not None:
             found.setdefault(sharers.ranks, ([], sharers.group))[0].append((name, tensor))
-    return [
-        ("tensor-parallel ranks of one part", tensors, group) for tensors, group in found.values()
-    ]
-
-
-def _share(
-    tensors: Sequence[tuple[str, Tensor]],
-    group: dist.ProcessGroup | None,
-    sync: bool,
-    created: Collection[str] = (),
-) -> str | None:
-    """Make the tensors of a group equal, or else name the first that differs."""
-    if group is None or not has_peers(group):
-        return None
-    for name, tensor in tensors:
-        if sync or name in created:
-            _broadcast(tensor, group)
-    return None if sync else _first_difference(tensors, group)
+    return [("tensor-parallel ranks of one part", *pair) for pair in found.values()]
 
 
 def _refuse(wrong: tuple[str, str] | None) -> None:
@@ -125,7 +167,7 @@ def _refuse(wrong: tuple[str, str] | None) -> None:
         )
 
 
-def _first_difference(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup) -> str | None:
+def _first_difference(named: Named, group: dist.ProcessGroup) -> str | None:
     if not named:
         return None
     sums = torch.stack([checksum(tensor).cpu() for _, tensor in named])
@@ -141,37 +183,3 @@ def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
     dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
     if value.data_ptr() != tensor.data_ptr():
         tensor.copy_(value)
-
-
-def share_over_mesh(
-    lowering: Lowering,
-    mesh: DeviceMesh,
-    sync: bool,
-    rank_of: Callable[[int], int] = lambda stage: stage,
-) -> list[SharedParameter]:
-    """`share_values` of what was lowered, over a mesh; returns what stages share.
-
-    Parameters
-    ----------
-    sync
-        See `share_values`.
-    rank_of
-        Stage -> its place along pp.
-    """
-    shared = shared_parameters(lowering, mesh.mesh.flatten(1).t().tolist(), rank_of)
-    groups = {dim: mesh.get_group(dim) for dim in ("tp", "dp")}
-    share_values(lowering.module, groups, shared, lowering.created, sync)
-    return shared
-
-
-def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Each tensor once, with its first name."""
-    found: dict[int, tuple[str, Tensor]] = {}
-    tables: tuple[Callable[..., Iterable[tuple[str, Tensor]]], ...] = (
-        module.named_parameters,
-        module.named_buffers,
-    )
-    for table in tables:
-        for name, tensor in table():
-            found.setdefault(id(tensor), (name, tensor))
-    return found.values()

@@ -1,9 +1,12 @@
-"""What a runtime is to `build`."""
+"""The interface between `build` and a runtime, and helpers that the runtimes share."""
 
 from __future__ import annotations
 
+import importlib.util
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo.errors import SlapoError
+from slapo.errors import MissingPackageError, SlapoError
+from slapo.mesh import current_device
 from slapo.node import Node
 from slapo.pipeline import PipelinedModule, Stage, StageTie
+from slapo.pipeline.boundaries import Boundary, ShapeProbe, infer_boundaries
 
 
 @dataclass
@@ -44,6 +49,12 @@ class Lowering:
     ties: tuple[StageTie, ...] = ()
     tp_group: dist.ProcessGroup | None = None
     created: frozenset[str] = frozenset()
+
+    @property
+    def pipeline(self) -> PipelinedModule:
+        """The row of stages, where there are several."""
+        assert isinstance(self.model, PipelinedModule), "asked for with stages only"
+        return self.model
 
     @property
     def pipelined(self) -> PipelinedModule | None:
@@ -91,23 +102,12 @@ class Lowering:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Put values in this rank's tensors, by their names in the model.
+        """Put values in this rank's tensors; see :meth:`slapo.framework_dialect.Engine`.
 
-        Parameters
-        ----------
-        state
-            As `state_dict` gives it: of each tensor this rank's part; of one that FSDP2 shares out
-            the whole, too. Names of other stages are passed over.
-        strict
-            Whether every tensor needs a value, and every value a tensor.
-
-        Raises
-        ------
-        ValueError
-            If names or shapes do not fit; nothing is changed then.
+        Names or shapes that do not fit are a ValueError, and nothing is changed then.
         """
         own = self.state_dict()
-        every = set(self.model.state_dict())
+        every = set(self.model.state_dict())  # those of other stages are passed over
         missing = [name for name in own if name not in state]
         unknown = [name for name in state if name not in own and name not in every]
         if strict and (missing or unknown):
@@ -152,10 +152,8 @@ def _refuse_two_values(pairs: list[tuple[str, Any, Any]]) -> None:
 
 
 def _put(tensor: Tensor, value: Tensor) -> None:
-    if not hasattr(tensor, "device_mesh"):
-        tensor.copy_(value)
-        return
-    if not hasattr(value, "device_mesh"):  # the whole, of which FSDP2 keeps a share here
+    if hasattr(tensor, "device_mesh") and not hasattr(value, "device_mesh"):
+        # The whole, of which FSDP2 keeps a share here.
         from torch.distributed.tensor import distribute_tensor  # takes a second
 
         value = value.to(tensor.device, tensor.dtype)
@@ -179,13 +177,7 @@ class Runtime(ABC):
         return {}
 
     def stages_of_this_rank(self, n_stages: int) -> tuple[int, ...]:
-        """Indices of the stages that run in this process; without cuts there is one.
-
-        Raises
-        ------
-        SlapoError
-            If so many stages cannot be shared out.
-        """
+        """Indices of the stages that run in this process; without cuts there is one."""
         if n_stages == 1:
             return (0,)
         raise SlapoError(
@@ -198,14 +190,48 @@ class Runtime(ABC):
         """The engine and its optimizer."""
 
 
-def check_groups(sch: Node, mesh: DeviceMesh) -> None:
-    """The schedule's group must be the mesh's tensor-parallel dimension.
+# --- for the runtimes of Slapo -------------------------------------------------------------------
+class MeshRuntime(Runtime):
+    """A runtime over a mesh, with one stage on each rank of its pipeline."""
 
-    Raises
-    ------
-    ValueError
-        If it is another one.
-    """
+    options: Any
+
+    def described(self) -> dict[str, Any]:
+        """The options, which must be alike on all ranks."""
+        return dict(self.options.described())
+
+    def stages_of_this_rank(self, n_stages: int) -> tuple[int, ...]:
+        """The one stage of this rank's place in the pipeline."""
+        check_stage_count(n_stages, self.options.mesh.shape[0])
+        return (self.options.mesh.get_local_rank("pp"),)
+
+
+def check_installed(target: str, module: str, package: str) -> None:
+    """Refuse early, and by name, a runtime whose optional package is missing."""
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise MissingPackageError(
+            f'build(target="{target}") needs the package {package}, which is not installed; '
+            f'pip install "slapo[{target}]"'
+        )
+
+
+@contextmanager
+def quiet_warnings(package: str) -> Iterator[None]:
+    """Ignore deprecations that concern a package's own code: a user can do nothing about them."""
+    with warnings.catch_warnings():
+        for category in (DeprecationWarning, FutureWarning):
+            warnings.filterwarnings("ignore", category=category, module=rf"{package}(\.|$)")
+        # Raised within torch, about collectives that the package calls.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+        yield
+
+
+def check_groups(sch: Node, mesh: DeviceMesh) -> None:
+    """Refuse a schedule whose group is not the mesh's tensor-parallel dimension."""
     wanted = sorted(dist.get_process_group_ranks(mesh.get_group("tp")))
     ranks = [dist.get_rank()] if sch.group is None else dist.get_process_group_ranks(sch.group)
     if sorted(ranks) != wanted:
@@ -216,13 +242,7 @@ def check_groups(sch: Node, mesh: DeviceMesh) -> None:
 
 
 def check_stage_count(n_stages: int, pp: int, per_rank: int = 1) -> None:
-    """Refuse stages that cannot be shared out over the pipeline's ranks.
-
-    Raises
-    ------
-    SlapoError
-        Saying how many cuts there should be.
-    """
+    """Refuse stages that cannot be shared out over the pipeline's ranks."""
     wanted = pp * per_rank
     if n_stages != wanted:
         raise SlapoError(
@@ -230,3 +250,33 @@ def check_stage_count(n_stages: int, pp: int, per_rank: int = 1) -> None:
             f"{wanted}; {'add' if n_stages < wanted else 'leave out'} "
             f"{abs(wanted - n_stages)} cut_pipeline_stage(), or change pp"
         )
+
+
+class Boundaries:
+    """Tensors that cross between the stages, found once for each form of input."""
+
+    def __init__(
+        self,
+        lowering: Lowering,
+        mesh: DeviceMesh,
+        half: torch.dtype | None = None,
+        rank_of: Callable[[int], int] = lambda stage: stage,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self._n_stages, self._group = lowering.n_stages, mesh.get_group("pp")
+        self._rank_of, self._autocast = rank_of, autocast
+        device = current_device(mesh)
+        self._probes = {i: ShapeProbe(s, device, half) for i, s in lowering.stages.items()}
+        self._known: dict[Boundary, tuple[Boundary, ...]] = {}
+
+    def of(self, inputs: Boundary) -> tuple[Boundary, ...]:
+        """What each stage receives. A collective of the pipeline's ranks for a new form."""
+        if inputs not in self._known:
+            self._known[inputs] = infer_boundaries(
+                self._n_stages,
+                inputs,
+                lambda index, received: self._probes[index].run(received, self._autocast),
+                self._group,
+                self._rank_of,
+            )
+        return self._known[inputs]

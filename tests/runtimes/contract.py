@@ -1,11 +1,8 @@
-"""What every runtime must do, as jobs for the processes of a test. See test_contract.py."""
+"""The model that tests of every runtime train, scheduled for a layout or in one process."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,9 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
-from tests.runtimes.alone import Alone, compare, largest_difference, of_this_rank
+from tests.runtimes.alone import Alone
 
 VOCABULARY, SIZE, LENGTH, BATCH, MICRO_BATCHES = 24, 8, 5, 8, 4
+
+#: Sums of float32 in other orders, of losses of about 3 and parameters of about 1.
+TOLERANCE = 1e-5
 
 
 class Block(nn.Module):
@@ -82,17 +82,29 @@ def data(steps: int = 6, seed: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
         yield pair[0], pair[1]
 
 
+def seeded(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model().train()
+
+
+def build(model: nn.Module, target: str = "torch", layout: Any = (1, 1, 1), **options: Any) -> Any:
+    """The engine of a small model that is not split; its loss is a mean of squares."""
+    mesh = slapo.init_mesh(*layout, device="cpu")
+    sch = slapo.create_schedule(model, group=mesh["tp"])
+    base = {"loss_fn": F.mse_loss, "optimizer": sgd}
+    return slapo.build(sch, target=target, mesh=mesh, **{**base, **options})[0]
+
+
 def make(
     target: str,
     layout: tuple[int, int, int],
     stages: int | None = None,
-    seed: int = 0,
+    model: nn.Module | None = None,
     **options: Any,
 ) -> Any:
     """The engine of a model in a layout, with as many stages as pipeline ranks."""
     mesh = slapo.init_mesh(*layout, device="cpu")
-    torch.manual_seed(seed)
-    sch = slapo.create_schedule(Model().train(), group=mesh["tp"])
+    sch = slapo.create_schedule(model or seeded(), group=mesh["tp"])
     if sch.world_size > 1:
         for block in sch.select("h.*"):
             block["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
@@ -103,176 +115,18 @@ def make(
         for stage in range(1, stages):
             sch[f"h.{stage * 4 // stages - 1}"].cut_pipeline_stage()
     base = {"loss_fn": loss_fn, "optimizer": sgd, "micro_batches": MICRO_BATCHES}
-    return slapo.build(sch, target=target, mesh=mesh, **{**base, **options})
+    return slapo.build(sch, target=target, mesh=mesh, **{**base, **options})[0]
 
 
 def alone(**options: Any) -> Alone:
     """The model that `make` schedules, in one process."""
-    torch.manual_seed(0)
-    return Alone(Model().train(), **{"loss_fn": loss_fn, "optimizer": sgd, **options})
+    return Alone(seeded(), **{"loss_fn": loss_fn, "optimizer": sgd, **options})
 
 
-def prepare(setup: str | None) -> None:
-    """Make ready what a runtime needs in this process, named as ``module:function``."""
-    if setup is not None:
-        module, _, function = setup.partition(":")
-        getattr(importlib.import_module(module), function)()
+def copied(engine: Any) -> dict[str, Tensor]:
+    """Values of an engine that its next steps do not change."""
+    return {name: tensor.detach().clone() for name, tensor in engine.state_dict().items()}
 
 
-_for_life = contextlib.ExitStack()
-
-
-def stand_in_for_cuda() -> None:
-    """For runtimes that need CUDA: until the process ends, the CPU answers in its place."""
-    from tests.runtimes.cuda_standin import cuda_on_cpu
-
-    _for_life.enter_context(cuda_on_cpu())
-
-
-# --- jobs ----------------------------------------------------------------------------------------
-def learn(
-    rank: int, world: int, setup: str | None, target: str, layout: Any, options: dict[str, Any]
-) -> dict[str, Any]:
-    """Three steps and an evaluation."""
-    prepare(setup)
-    engine, optimizer = make(target, layout, **options)
-    batches, forms, losses = data(), [], []
-    train_batch = engine.train_batch
-
-    def noted(data_iter: Iterator[Any]) -> Tensor:
-        loss: Tensor = train_batch(data_iter)
-        forms.append((loss.dim(), loss.dtype, loss.requires_grad))
-        losses.append(loss.item())
-        return loss
-
-    engine.train_batch = noted
-    reference = alone(clip=options.get("clip_grad_norm"), lr_scheduler=options.get("lr_scheduler"))
-    found: dict[str, Any] = dict(compare(engine, reference, itertools.islice(batches, 3)))
-    engine.train()
-    batch = next(batches)
-    evaluated = engine.eval_batch(iter([of_this_rank(engine.mesh, batch)]))
-    forms.append((evaluated.dim(), evaluated.dtype, evaluated.requires_grad))
-    return {
-        "apart": {**found, "evaluated": abs(evaluated.item() - reference.evaluate(batch)[0])},
-        "reported": [*losses, evaluated.item()],
-        "form": forms,
-        "training": all(m.training for m in engine.module.modules()),
-        "names": list(engine.state_dict()),
-        "optimizer": optimizer is engine.optimizer and optimizer is not None,
-        "repr": repr(engine),
-    }
-
-
-def call(rank: int, world: int, setup: str | None, target: str) -> dict[str, float]:
-    """Without a pipeline: call, backward and step instead of train_batch."""
-    prepare(setup)
-    engine, _ = make(target, (1, 1, 1), micro_batches=1)
-    reference, apart = alone(), 0.0
-    for ids, targets in data(3):
-        loss = loss_fn(engine(ids), targets)
-        engine.backward(loss)
-        engine.step()
-        apart = max(apart, abs(loss.item() - reference.step((ids, targets))))
-    return {"losses": apart, "state": largest_difference(engine, reference.state())}
-
-
-def _odd(engine: Any, rank: int) -> None:
-    ids, targets = next(data())
-    engine.train_batch(iter([(ids[:7], targets[:7])]))
-
-
-def _no_pair(engine: Any, rank: int) -> None:
-    engine.train_batch(iter([{"ids": next(data())[0]}]))
-
-
-def _no_iterator(engine: Any, rank: int) -> None:
-    engine.train_batch([next(data())])
-
-
-def _ended(engine: Any, rank: int) -> None:
-    engine.train_batch(iter([]))
-
-
-def _ended_on_one(engine: Any, rank: int) -> None:
-    engine.train_batch(iter([next(data())] if rank else []))
-
-
-def _other_batch(engine: Any, rank: int) -> None:
-    engine.train_batch(data(seed=rank))
-
-
-def _unknown_argument(engine: Any, rank: int) -> None:
-    ids, targets = next(data())
-    engine.train_batch(iter([({"tokens": ids}, targets)]))
-
-
-def _called(engine: Any, rank: int) -> None:
-    engine(next(data())[0])
-
-
-_OTHER = "the batch of data-parallel coordinate 0 differs between ranks: 'int64(8, 5), int64(8, 5)"
-
-_TOKENS = "unexpected keyword argument 'tokens'; it takes ['ids']"
-#: Mistake with a pipeline of two ranks -> part of the message on each of them.
-MISTAKES: dict[Callable[[Any, int], None], tuple[str, str]] = {
-    _odd: ("not divisible by micro_batches=4", "not divisible by micro_batches=4"),
-    _no_pair: ("make it the pair (inputs, targets)", "make it the pair (inputs, targets)"),
-    _no_iterator: ("is a list and no iterator", "is a list and no iterator"),
-    _ended: ("data_iter has no further batch", "data_iter has no further batch"),
-    _ended_on_one: ("data_iter has no further batch", "failed on rank 0"),
-    _other_batch: (_OTHER, _OTHER),
-    _unknown_argument: (_TOKENS, _TOKENS),
-    _called: ("use train_batch or eval_batch", "use train_batch or eval_batch"),
-}
-
-
-def make_mistakes(rank: int, world: int, setup: str | None, target: str) -> dict[str, str]:
-    """Each mistake's error; the engine trains on after all of them, as if nothing had been."""
-    prepare(setup)
-    engine, _ = make(target, (2, 1, 1))
-    found = {}
-    for mistake in MISTAKES:
-        try:
-            mistake(engine, rank)
-            found[mistake.__name__] = "no error"
-        except Exception as error:
-            found[mistake.__name__] = f"{type(error).__name__}: {error}"
-    found["loss after all"] = str(engine.train_batch(data()).item())
-    return found
-
-
-#: What may be wrong in a build with two ranks -> arguments, and part of the message on each rank.
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no loss": ({"loss_fn": None}, "a pipeline needs a loss"),
-    "too few stages": ({"stages": 1}, "cut in 1 stages, and pp=2"),
-    "too many stages": ({"stages": 4}, "cut in 4 stages, and pp=2"),
-    "an optimizer that exists": (
-        {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)},
-        "build changes which parameters there are",
-    ),
-    "no micro-batches": ({"micro_batches": 0}, "micro_batches is 0"),
-    "an unknown option": ({"colour": "red"}, "colour"),
-    "no function": ({"loss_fn": 3}, "loss_fn is a int"),
-}
-
-
-def be_refused(rank: int, world: int, setup: str | None, target: str) -> dict[str, str]:
-    """Each refusal's error, and what a build gives whose mistake is on one rank only."""
-    prepare(setup)
-    found = {}
-    for name, (options, _) in REFUSED.items():
-        try:
-            make(target, (2, 1, 1), **options)
-            found[name] = "no error"
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    for name, options in {
-        "no loss on one": {"loss_fn": None} if rank == 1 else {},
-        "other cuts": {"stages": 2 + rank},
-    }.items():
-        try:
-            make(target, (2, 1, 1), **options)
-            found[name] = "no error"
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+def is_unchanged(engine: Any, before: dict[str, Tensor]) -> bool:
+    return all(torch.equal(before[name], t) for name, t in engine.state_dict().items())

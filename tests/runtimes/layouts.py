@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -15,6 +14,11 @@ from tests.runtimes.alone import Alone, compare, of_this_rank
 STEPS, BATCH, LENGTH, MICRO_BATCHES = 5, 4, 8, 2
 SIZES = Sizes(hidden=16, layers=4, heads=4, length=LENGTH, vocabulary=40)
 LEARNING_RATE = 1e-2
+
+#: float32 sums over ranks and micro-batches are in another order, so that each is off by some 1e-7
+#: of its size; five steps of momentum SGD let that grow to a few 1e-6 on parameters and losses of
+#: size 1 to 4.
+TOLERANCE = 2e-5
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -71,27 +75,24 @@ def build(
     return slapo.build(sch, target=target, mesh=mesh, **{**given, **options})[0]
 
 
-def compare_families(
-    rank: int,
-    world_size: int,
-    names: list[str],
-    target: str,
-    layout: tuple[int, int, int],
-    options: dict[str, Any],
-) -> dict[str, dict[str, float]]:
-    """Model -> largest differences to the run in one process, with uneven labels."""
-    found = {}
-    for name in names:
-        reference = alone(name, clip=options.get("clip_grad_norm"))
+def check_families(
+    target: str, layout: tuple[int, int, int], without: str = "", **options: Any
+) -> None:
+    """Train every family with uneven labels, in the layout and in one process."""
+    clip = options.get("clip_grad_norm")
+    for name, family in FAMILIES.items():
+        if name == without:
+            continue
+        reference = alone(name, clip=clip)
         engine = build(name, target, layout, **options)
-        found[name] = compare(engine, reference, batches(FAMILIES[name], uneven=True))
+        apart = compare(engine, reference, batches(family, uneven=True))
+        assert max(apart.values()) < TOLERANCE, (name, apart)
         assert len(set(reference.losses)) == STEPS, "it learns"
-        assert min(reference.norms) > options.get("clip_grad_norm", 0), "each step is clipped"
-    return found
+        assert min(reference.norms) > (clip or 0), "each step is clipped"
 
 
-def repeats(name: str, target: str, layout: tuple[int, int, int]) -> bool:
-    """Whether two runs with dropout and one seed are equal to the bit."""
+def check_repeats(name: str, target: str, layout: tuple[int, int, int]) -> None:
+    """Two runs with dropout and one seed are equal to the bit."""
     runs = []
     for _ in range(2):
         engine = build(name, target, layout, model_of(name, dropout=0.1))
@@ -99,30 +100,5 @@ def repeats(name: str, target: str, layout: tuple[int, int, int]) -> bool:
         losses = [engine.train_batch(data).item() for _ in range(STEPS)]
         runs.append((losses, engine.state_dict()))
     (losses, state), (again, state_again) = runs
-    return losses == again and all(torch.equal(state[key], state_again[key]) for key in state)
-
-
-def train_twice(
-    rank: int, world_size: int, names: list[str], target: str, layout: tuple[int, int, int]
-) -> dict[str, bool]:
-    """Model -> whether a second run with the same seed is equal."""
-    return {name: repeats(name, target, layout) for name in names}
-
-
-def masks(rank: int, world_size: int) -> list[tuple[int, int]]:
-    """Of T5 over two ranks, within split blocks and after them: masks, and those both draw."""
-    engine = build("t5", "torch", (1, 1, world_size), model_of("t5", dropout=0.5))
-    drawn: list[list[Tensor]] = [[], []]
-    for path, module in engine.module.named_modules():
-        if path.endswith(("DenseReluDense.dropout", "DenseReluDense.mod.dropout")):
-            module.register_forward_hook(lambda m, i, output: drawn[0].append(output != 0))
-        if re.search(r"layer\.\d\.dropout$", path):
-            module.register_forward_hook(lambda m, i, output: drawn[1].append(output != 0))
-    engine.train_batch(iter(batches(FAMILIES["t5"])))
-    return [(len(found), sum(map(_is_alike, found))) for found in drawn]
-
-
-def _is_alike(mask: Tensor) -> bool:
-    both = [torch.empty_like(mask.float()) for _ in range(2)]
-    torch.distributed.all_gather(both, mask.float())
-    return torch.equal(*both)
+    assert losses == again, name
+    assert all(torch.equal(state[key], state_again[key]) for key in state), name

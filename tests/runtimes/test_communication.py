@@ -19,15 +19,17 @@ pytest.importorskip("transformers")
 
 import slapo
 from examples.parallel_models import FAMILIES, Family, schedule
+from slapo.agreement import gathered
 from slapo.framework_dialect.batches import Batch
-from slapo.framework_dialect.pytorch.placement import schedule_named
+from slapo.framework_dialect.pytorch.placement import SCHEDULES
 from slapo.pipeline import PipelinedModule, generate_pipeline_partition
 from slapo.pipeline.boundaries import Boundary, ShapeProbe, describe_tensors, infer_boundaries
+from slapo.sharding.groups import group_of_one
 from slapo.sharding.shards import shards_of
 from tests.communication import Collectives
-from tests.distributed import run_distributed
 from tests.runtimes import contract
-from tests.runtimes.layouts import SIZES, batches, sgd
+from tests.runtimes.layouts import SIZES, batches, build
+from tests.runtimes.ranks import on_ranks
 
 Counts = dict[str, int]
 
@@ -41,19 +43,9 @@ def model_of(family: Family, layers: int) -> nn.Module:
     return family.build(replace(SIZES, layers=layers)).train()
 
 
-def collectives_of(
-    rank: int, world_size: int, names: list[str], sizes: list[int], by_tokens: bool
-) -> dict[str, dict[int, tuple[Counter[str], Counter[str], float]]]:
-    """Model -> layers -> collectives forward and backward, and how wrong a gradient is at most."""
-    return {
-        name: {layers: _count(FAMILIES[name], layers, by_tokens) for layers in sizes}
-        for name in names
-    }
-
-
-def _count(
-    family: Family, layers: int, by_tokens: bool
-) -> tuple[Counter[str], Counter[str], float]:
+def collectives_of(name: str, layers: int, by_tokens: bool) -> tuple[Counter[str], Counter[str]]:
+    """Forward and backward, of a model whose gradients are right."""
+    family = FAMILIES[name]
     inputs, targets = batches(family)[0]
     slapo.set_random_seed(1, tp_rank=torch.distributed.get_rank())  # which fork_rng() needs
     expected = model_of(family, layers)
@@ -65,53 +57,42 @@ def _count(
         loss = family.loss(model(**inputs), targets)
     with Collectives() as backward:
         loss.backward()
-    return forward.counts(), backward.counts(), _largest_error(model, expected)
-
-
-def _largest_error(model: nn.Module, expected: nn.Module) -> float:
-    largest = 0.0
     for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            whole = expected.get_submodule(path).get_parameter(name).grad
-            assert parameter.grad is not None
-            assert whole is not None
-            spec = shards_of(module).get(name)
+        for leaf, parameter in module.named_parameters(recurse=False):
+            whole = expected.get_submodule(path).get_parameter(leaf).grad
+            spec = shards_of(module).get(leaf)
             part = whole if spec is None else spec.slice(whole)
-            largest = max(largest, (parameter.grad - part).abs().max().item())
-    return largest
+            assert (parameter.grad - part).abs().max().item() < TOLERANCE, (name, path, leaf)
+    return forward.counts(), backward.counts()
 
 
-def per_layer(found: dict[int, Any], few: int) -> tuple[Counts, Counts]:
+def per_layer(name: str, few: int, by_tokens: bool = False) -> tuple[Counts, Counts]:
     """Forward and backward: what the model with one layer more does in addition."""
-    both = [found[few + 1][i] - found[few][i] for i in (0, 1)]
-    return dict(both[0]), dict(both[1])
+    less, more = (collectives_of(name, layers, by_tokens) for layers in (few, few + 1))
+    return dict(more[0] - less[0]), dict(more[1] - less[1])
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
+@on_ranks(2)
 def test_a_tensor_parallel_layer_reduces_twice_each_way() -> None:
-    names = ["gpt2", "bert", "llama"]
-    for found in run_distributed(collectives_of, 2, names, [2, 3], False):
-        for name in names:
-            assert per_layer(found[name], 2) == ({"allreduce_": 2}, {"allreduce_": 2}), name
-            # And nothing beside the layers: embeddings and heads are whole.
-            assert found[name][2][:2] == ({"allreduce_": 4}, {"allreduce_": 4}), name
-            assert found[name][2][2] < TOLERANCE
+    for name in ("gpt2", "bert", "llama"):
+        assert per_layer(name, 2) == ({"allreduce_": 2}, {"allreduce_": 2}), name
+        # And nothing beside the layers: embeddings and heads are whole.
+        found = collectives_of(name, 2, by_tokens=False)
+        assert found == ({"allreduce_": 4}, {"allreduce_": 4}), name
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
+@on_ranks(2)
 def test_a_decoder_layer_of_t5_reduces_once_for_each_block_and_for_what_it_reads() -> None:
     """Of 3 layers the third is a decoder's; of 4 the fourth is an encoder's.
 
     A decoder layer has three blocks, so three sums forward, and backward as many for their inputs.
     The gradient of the encoder's states, which all its layers read, is summed once for all.
     """
-    for found in run_distributed(collectives_of, 2, ["t5"], [2, 3, 4], False):
-        assert per_layer(found["t5"], 2) == ({"allreduce_": 3}, {"allreduce_": 3})
-        assert per_layer(found["t5"], 3) == ({"allreduce_": 2}, {"allreduce_": 2})
-        assert found["t5"][2][:2] == ({"allreduce_": 5}, {"allreduce_": 6})
-        assert found["t5"][2][2] < TOLERANCE
+    assert per_layer("t5", 2) == ({"allreduce_": 3}, {"allreduce_": 3})
+    assert per_layer("t5", 3) == ({"allreduce_": 2}, {"allreduce_": 2})
+    assert collectives_of("t5", 2, by_tokens=False) == ({"allreduce_": 5}, {"allreduce_": 6})
 
 
 # Of parameters that see some of the tokens only: weight and bias of two norms, and the biases of
@@ -120,15 +101,13 @@ PARTIAL_GRADIENTS = {"gpt2": 6, "bert": 6, "llama": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
+@on_ranks(2)
 def test_a_sequence_parallel_layer_has_the_published_pairs() -> None:
     """An all-gather before, and a reduce-scatter after, attention and MLP; backward the reverse."""
     pairs = {"_allgather_base_": 2, "_reduce_scatter_base_": 2}
-    for found in run_distributed(collectives_of, 2, list(PARTIAL_GRADIENTS), [2, 3], True):
-        for name, partial in PARTIAL_GRADIENTS.items():
-            backward = {**pairs, "allreduce_": partial}
-            assert per_layer(found[name], 2) == (pairs, backward), name
-            assert found[name][2][2] < TOLERANCE
+    for name, partial in PARTIAL_GRADIENTS.items():
+        backward = {**pairs, "allreduce_": partial}
+        assert per_layer(name, 2, by_tokens=True) == (pairs, backward), name
 
 
 # --- pipeline ------------------------------------------------------------------------------------
@@ -167,38 +146,21 @@ class Messages(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def messages_of(
-    rank: int, world_size: int, names: list[str], pipeline_schedule: str, stages: int
-) -> dict[str, list[Message]]:
-    """Model -> what this rank sends in a training step."""
-    found = {}
-    for name in names:
-        family = FAMILIES[name]
-        mesh = slapo.init_mesh(pp=world_size, dp=1, tp=1, device="cpu")
-        slapo.set_random_seed(1, mesh=mesh)
-        sch = slapo.create_schedule(model_of(family, SIZES.layers), group=mesh["tp"])
-        schedule(sch, family, stages)
-        engine, _ = slapo.build(
-            sch,
-            target="torch",
-            mesh=mesh,
-            loss_fn=family.loss,
-            optimizer=sgd,
-            micro_batches=MICRO_BATCHES[world_size],
-            pipeline_schedule=pipeline_schedule,
-        )
-        data = iter(batches(family))
-        engine.train_batch(data)  # torch connects neighbours by messages of its own
-        with Messages() as messages:
-            engine.train_batch(data)
-        found[name] = messages.sent
-    return found
+def messages_of(name: str, pp: int, pipeline_schedule: str) -> list[list[Message]]:
+    """What each rank sends in a training step."""
+    options = {"micro_batches": pp, "pipeline_schedule": pipeline_schedule}
+    engine = build(name, "torch", (pp, 1, 1), loss_fn=FAMILIES[name].loss, **options)
+    data = iter(batches(FAMILIES[name]))
+    engine.train_batch(data)  # torch connects neighbours by messages of its own
+    with Messages() as messages:
+        engine.train_batch(data)
+    return gathered(messages.sent, None)
 
 
 def boundaries_of(name: str, stages: int, micro_batches: int) -> tuple[Boundary, ...]:
     """What each stage receives for one micro-batch, found in one process."""
     family = FAMILIES[name]
-    sch = slapo.create_schedule(model_of(family, SIZES.layers))
+    sch = slapo.create_schedule(model_of(family, SIZES.layers), group=group_of_one())
     schedule(sch, family, stages)
     pipelined = generate_pipeline_partition(sch).mod
     assert isinstance(pipelined, PipelinedModule)
@@ -208,28 +170,19 @@ def boundaries_of(name: str, stages: int, micro_batches: int) -> tuple[Boundary,
     return infer_boundaries(stages, inputs, lambda index, received: probes[index].run(received))
 
 
-MICRO_BATCHES = {2: 2, 4: 4}
-
-
-def check_messages(
-    names: list[str], pp: int, pipeline_schedule: str, stages: int
-) -> dict[str, list[list[Message]]]:
+def check_messages(name: str, pp: int, pipeline_schedule: str, stages: int) -> list[list[Message]]:
     """Every message is one of a boundary's tensors, or its gradient; returns what ranks sent."""
-    count = MICRO_BATCHES[pp]
-    rank_of = schedule_named(pipeline_schedule).rank_of
-    sent = run_distributed(messages_of, pp, names, pipeline_schedule, stages, timeout=280)
-    for name in names:
-        expected: Counter[Message] = Counter()
-        for index, metas in enumerate(boundaries_of(name, stages, count)[1:], 1):
-            before, after = rank_of(index - 1, pp), rank_of(index, pp)
-            for meta in metas if before != after else ():
-                expected[Message(before, after, meta.shape, meta.dtype)] += count
-                if meta.requires_grad:
-                    expected[Message(after, before, meta.shape, meta.dtype)] += count
-        assert Counter(m.kind for by_rank in sent for m in by_rank[name]) == expected, name
-        measured = sum(m.nbytes for by_rank in sent for m in by_rank[name])
-        assert measured == sum(m.nbytes * times for m, times in expected.items())
-    return {name: [by_rank[name] for by_rank in sent] for name in names}
+    rank_of = SCHEDULES[pipeline_schedule].rank_of
+    sent = messages_of(name, pp, pipeline_schedule)
+    expected: Counter[Message] = Counter()
+    for index, metas in enumerate(boundaries_of(name, stages, pp)[1:], 1):
+        before, after = rank_of(index - 1, pp), rank_of(index, pp)
+        for meta in metas if before != after else ():
+            expected[Message(before, after, meta.shape, meta.dtype)] += pp
+            if meta.requires_grad:
+                expected[Message(after, before, meta.shape, meta.dtype)] += pp
+    assert Counter(m.kind for by_rank in sent for m in by_rank) == expected, name
+    return sent
 
 
 def check_nothing_twice(sent: list[list[Message]], micro_batches: int) -> None:
@@ -256,42 +209,28 @@ BYTES = {
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("pp", [2, 4])
-def test_each_boundary_sends_its_tensors_once_and_their_gradients_back(pp: int) -> None:
-    found = check_messages(list(FAMILIES), pp, "1f1b", pp)
-    for name, sent in found.items():
-        check_nothing_twice(sent, MICRO_BATCHES[pp])
+@pytest.mark.parametrize("layout", [(2, 1, 1), (4, 1, 1)], ids=["pp2", "pp4"])
+@on_ranks(timeout=280)
+def test_each_boundary_sends_its_tensors_once_and_their_gradients_back(layout: Any) -> None:
+    """As many micro-batches as stages."""
+    pp = layout[0]
+    for name in FAMILIES:
+        sent = check_messages(name, pp, "1f1b", pp)
+        check_nothing_twice(sent, pp)
         if pp == 2:
             forward, backward = (sum(m.nbytes for m in by_rank) for by_rank in sent)
             assert (forward, backward) == (2 * sum(BYTES[name]), 2 * HIDDEN_STATES), name
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 @pytest.mark.parametrize("pipeline_schedule", ["interleaved_1f1b", "zbv"])
+@on_ranks(2, timeout=280)
 def test_several_stages_on_a_rank_send_to_other_ranks_only(pipeline_schedule: str) -> None:
-    check_messages(["llama"], 2, pipeline_schedule, 4)
+    check_messages("llama", 2, pipeline_schedule, 4)
 
 
 # --- steps ---------------------------------------------------------------------------------------
-def collectives_of_a_step(
-    rank: int, world_size: int, layout: tuple[int, int, int], options: dict[str, Any]
-) -> Counts:
-    """Those of one step, after the first ones, which compare more."""
-    engine, _ = contract.make("torch", layout, **options)
-    part = contract.BATCH // layout[1]
-    data = (tuple(t[:part] for t in batch) for batch in contract.data(6))
-    for _ in range(4):
-        engine.train_batch(data)
-    with Collectives() as collectives:
-        engine.train_batch(data)
-    counts = collectives.counts()
-    return {name: number for name, number in counts.items() if name not in ("send", "recv_")}
-
-
 @pytest.mark.slow
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("layout", "options", "expected"),
     [
@@ -312,9 +251,17 @@ def collectives_of_a_step(
     ],
     ids=str,
 )
+@on_ranks()
 def test_a_step_has_no_collective_that_nobody_asked_for(
     layout: tuple[int, int, int], options: dict[str, Any], expected: Counts
 ) -> None:
-    world = layout[0] * layout[1] * layout[2]
-    for found in run_distributed(collectives_of_a_step, world, layout, options):
-        assert found == expected
+    """After the first steps, which compare more."""
+    engine = contract.make("torch", layout, **options)
+    part = contract.BATCH // layout[1]
+    data = (tuple(t[:part] for t in batch) for batch in contract.data(6))
+    for _ in range(4):
+        engine.train_batch(data)
+    with Collectives() as collectives:
+        engine.train_batch(data)
+    counts = collectives.counts()
+    assert {n: count for n, count in counts.items() if n not in ("send", "recv_")} == expected

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import math
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import slapo
+from slapo.agreement import gathered
 from slapo.framework_dialect.registry import _DIALECTS
-from tests.distributed import run_distributed
-from tests.runtimes import contract
+from tests.runtimes.alone import compare, largest_difference, of_this_rank
+from tests.runtimes.contract import TOLERANCE, Model, alone, data, halving, loss_fn, make
+from tests.runtimes.ranks import RUNTIMES, error_of, on_ranks
 
-#: Target -> what its processes run first, and packages that it needs.
-RUNTIMES: dict[str, tuple[str | None, str]] = {
-    "torch": (None, "torch"),
-    "deepspeed": (None, "deepspeed"),
-    "megatron": ("tests.runtimes.contract:stand_in_for_cuda", "megatron.core"),
-}
-#: Sums of float32 in other orders, of losses of about 3 and parameters of about 1.
-TOLERANCE = 1e-5
+pytestmark = pytest.mark.slow
+
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]
-
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-
-
-@pytest.fixture(params=sorted(RUNTIMES))
-def target(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    pytest.importorskip(RUNTIMES[name][1])
-    return name
-
-
-def run(job: Any, world: int, target: str, *args: Any) -> list[Any]:
-    return run_distributed(job, world, RUNTIMES[target][0], target, *args, timeout=200)
 
 
 def test_every_runtime_is_listed() -> None:
@@ -42,39 +29,161 @@ def test_every_runtime_is_listed() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "x".join(map(str, layout)))
+@on_ranks()
 def test_training(target: str, layout: tuple[int, int, int]) -> None:
-    options = {"clip_grad_norm": 0.1, "lr_scheduler": contract.halving}
-    ranks = run(contract.learn, math.prod(layout), target, layout, options)
-    for found in ranks:
-        assert found["reported"] == ranks[0]["reported"]
-        assert max(found["apart"].values()) < TOLERANCE, found["apart"]
-        assert found["form"] == [(0, torch.float32, False)] * 4
-        assert found["training"]
-        assert found["optimizer"]
-        assert f"mesh {layout}" in found["repr"]
-    assert set().union(*(found["names"] for found in ranks)) == contract.Model().state_dict().keys()
+    """Three steps and an evaluation."""
+    options = {"clip_grad_norm": 0.1, "lr_scheduler": halving}
+    engine = make(target, layout, **options)
+    batches, losses, train_batch = data(), [], engine.train_batch
+
+    def noted(data_iter: Iterator[Any]) -> Tensor:
+        losses.append(train_batch(data_iter))
+        return losses[-1]
+
+    engine.train_batch = noted
+    reference = alone(clip=0.1, lr_scheduler=halving)
+    apart = compare(engine, reference, itertools.islice(batches, 3))
+    engine.train()
+    batch = next(batches)
+    losses.append(engine.eval_batch(iter([of_this_rank(engine.mesh, batch)])))
+    apart["evaluated"] = abs(losses[-1].item() - reference.evaluate(batch)[0])
+    assert max(apart.values()) < TOLERANCE, apart
+    for loss in losses:
+        assert (loss.dim(), loss.dtype, loss.requires_grad) == (0, torch.float32, False)
+    reported = gathered([loss.item() for loss in losses], None)
+    assert all(of_rank == reported[0] for of_rank in reported)
+    assert all(m.training for m in engine.module.modules())
+    assert engine.optimizer is not None
+    assert f"mesh {layout}" in repr(engine)
+    names = gathered(list(engine.state_dict()), None)
+    assert set().union(*names) == Model().state_dict().keys()
 
 
+@on_ranks(1)
 def test_a_model_in_one_piece_is_called(target: str) -> None:
-    (found,) = run(contract.call, 1, target)
-    assert max(found.values()) < 1e-6
+    engine, reference = make(target, (1, 1, 1), micro_batches=1), alone()
+    for ids, targets in data(3):
+        loss = loss_fn(engine(ids), targets)
+        engine.backward(loss)
+        engine.step()
+        assert abs(loss.item() - reference.step((ids, targets))) < 1e-6
+    assert largest_difference(engine, reference.state()) < 1e-6
 
 
+# --- mistakes with a batch -----------------------------------------------------------------------
+def one(batch: Any) -> Callable[[Any, int], Any]:
+    return lambda engine, rank: engine.train_batch(iter([batch]))
+
+
+IDS, TARGETS = next(data())
+_OTHER = "the batch of data-parallel coordinate 0 differs between ranks: 'int64(8, 5), int64(8, 5)"
+_TOKENS = "unexpected keyword argument 'tokens'; it takes ['ids']"
+
+#: Mistake with a pipeline of two ranks -> part of the message on each of them.
+MISTAKES: dict[str, tuple[Callable[[Any, int], Any], str, str]] = {
+    "odd": (one((IDS[:7], TARGETS[:7])), *["not divisible by micro_batches=4"] * 2),
+    "no pair": (one({"ids": IDS}), *["make it the pair (inputs, targets)"] * 2),
+    "no iterator": (
+        lambda engine, rank: engine.train_batch([(IDS, TARGETS)]),
+        *["is a list and no iterator"] * 2,
+    ),
+    "ended": (
+        lambda engine, rank: engine.train_batch(iter([])),
+        *["data_iter has no further batch"] * 2,
+    ),
+    "ended on one": (
+        lambda engine, rank: engine.train_batch(iter([(IDS, TARGETS)] if rank else [])),
+        "data_iter has no further batch",
+        "failed on rank 0",
+    ),
+    "other batch": (
+        lambda engine, rank: engine.train_batch(data(seed=rank)),
+        *[_OTHER] * 2,
+    ),
+    "unknown argument": (one(({"tokens": IDS}, TARGETS)), *[_TOKENS] * 2),
+    "called": (lambda engine, rank: engine(IDS), *["use train_batch or eval_batch"] * 2),
+}
+
+
+@on_ranks(2)
 def test_mistakes_are_errors_on_every_rank(target: str) -> None:
-    ranks = run(contract.make_mistakes, 2, target)
-    for mistake, expected in contract.MISTAKES.items():
-        for found, part in zip(ranks, expected, strict=True):
-            assert part in found[mistake.__name__], (mistake.__name__, found[mistake.__name__])
-    loss = contract.alone().step(next(contract.data()))
-    for found in ranks:
-        assert float(found["loss after all"]) == pytest.approx(loss, abs=TOLERANCE)
+    """The engine trains on after all of them, as if nothing had been."""
+    engine, rank = make(target, (2, 1, 1)), torch.distributed.get_rank()
+    for name, (mistake, *expected) in MISTAKES.items():
+        text = error_of(partial(mistake, engine, rank))
+        assert expected[rank] in text, (name, text)
+    loss = engine.train_batch(data()).item()
+    assert loss == pytest.approx(alone().step(next(data())), abs=TOLERANCE)
 
 
+# --- refusals ------------------------------------------------------------------------------------
+#: Arguments of a build with two ranks, and part of the message on each rank.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"loss_fn": None}, "a pipeline needs a loss"),
+    ({"stages": 1}, "cut in 1 stages, and pp=2"),
+    ({"stages": 4}, "cut in 4 stages, and pp=2"),
+    (
+        {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)},
+        "build changes which parameters there are",
+    ),
+    ({"micro_batches": 0}, "micro_batches is 0"),
+    ({"colour": "red"}, "colour"),
+    ({"loss_fn": 3}, "loss_fn is 3; pass a function of (output, target)"),
+]
+
+
+@on_ranks(2)
 def test_refusals_before_anything_starts(target: str) -> None:
-    ranks = run(contract.be_refused, 2, target)
-    for found in ranks:
-        for name, (_, part) in contract.REFUSED.items():
-            assert part in found[name], (name, found[name])
-        assert "a pipeline needs a loss" in found["no loss on one"]
-        assert "ranks applied different schedules" in found["other cuts"]
-    assert "failed on rank 1" in ranks[0]["no loss on one"]
+    def attempt(**options: Any) -> str:
+        return error_of(lambda: make(target, (2, 1, 1), **options))
+
+    for options, part in REFUSED:
+        text = attempt(**options)
+        assert part in text, (options, text)
+    rank = torch.distributed.get_rank()
+    text = attempt(**({"loss_fn": None} if rank else {}))
+    assert "a pipeline needs a loss" in text
+    assert rank or "failed on rank 1" in text
+    assert "ranks applied different schedules" in attempt(stages=2 + rank)
+
+
+# --- what must be alike --------------------------------------------------------------------------
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=["pp", "dp", "tp"])
+@on_ranks()
+def test_what_must_be_alike_is_compared(target: str, layout: Any) -> None:
+    rank = torch.distributed.get_rank()
+
+    def attempt(**options: Any) -> str:
+        return error_of(lambda: make(target, layout, **options))
+
+    text = "clip_grad_norm differs between ranks: 1.0 on rank 0, 2.0 on rank 1"
+    assert text in attempt(clip_grad_norm=1.0 + rank)
+    rate = partial(torch.optim.SGD, lr=0.1 * (1 + rank))
+    assert "optimizer differs between ranks" in attempt(optimizer=rate)
+    text = attempt(optimizer=lambda p, lr=0.1 * (1 + rank): torch.optim.SGD(p, lr))
+    assert "[0.1], None) on rank 0" in text  # defaults of functions are compared
+    torch.manual_seed(rank)
+    assert "that must hold the same; seed alike before" in attempt(model=Model().train())
+    torch.manual_seed(rank)
+    engine = make(target, layout, model=Model().train(), sync_replicated=True)
+    if layout != (2, 1, 1):  # stages hold other parameters, but for the tied one
+        shapes = {name: tensor.shape for name, tensor in Model().state_dict().items()}
+        state = engine.state_dict().items()
+        whole = [float(t.float().sum()) for n, t in state if t.shape == shapes[n]]
+        found = gathered(whole, None)
+        assert found[0] == found[1]
+
+
+@on_ranks(2)
+def test_partial_sums_that_nobody_adds_are_an_error(target: str) -> None:
+    """The second layer of a block is sharded, and its partial sums are never added."""
+    mesh = slapo.init_mesh(tp=2, device="cpu")
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(Model().train(), group=mesh["tp"])
+    for block in sch.select("h.*"):
+        block["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+        block["down"].shard("weight", 1)
+    given = {"loss_fn": loss_fn, "optimizer": torch.optim.Adam}
+    engine, _ = slapo.build(sch, target=target, mesh=mesh, **given)
+    with pytest.raises(slapo.SlapoError, match="ranks computed different losses of the same batch"):
+        engine.train_batch(data())

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import slapo
-from tests.distributed import run_distributed
+from slapo.agreement import gathered
 from tests.runtimes.alone import compare
 from tests.runtimes.deepspeed_models import (
     ADAMW,
@@ -27,9 +27,9 @@ from tests.runtimes.deepspeed_models import (
     loss_fn,
     scheduled,
 )
+from tests.runtimes.ranks import on_ranks
 
 pytestmark = [
-    pytest.mark.distributed,
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
 ]
@@ -49,6 +49,7 @@ class Case:
     late: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-5
+    norms: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.pp}x{self.dp}x{self.tp} {self.dtype} {self.options}"
@@ -62,7 +63,7 @@ def model_of(case: Case) -> torch.nn.Module:
     return model
 
 
-def train(case: Case) -> dict[str, Any]:
+def check(case: Case) -> None:
     model = model_of(case)
     reference = alone(
         copy.deepcopy(model),
@@ -101,89 +102,69 @@ def train(case: Case) -> dict[str, Any]:
 
     found = compare(engine, reference, data, evaluated)
     wanted = zip(evals, reference.losses, strict=True)
-    return {
-        **found,
-        "evals": max(abs(loss - expected) for loss, expected in wanted),
-        "names": set(engine.state_dict()),
-        "optimizer": optimizer is engine.engine.optimizer,
-    }
-
-
-def train_all(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
-    return [train(case) for case in cases]
-
-
-def check(world: int, cases: list[Case], timeout: float = 240) -> None:
-    results = run_distributed(train_all, world, cases, timeout=timeout)
-    for number, case in enumerate(cases):
-        found = [rank[number] for rank in results]
-        for key in ("losses", "evals", "state"):
-            assert max(f[key] for f in found) <= case.tolerance, (str(case), key, found)
-        if "clip_grad_norm" in case.options:
-            # A number of about 1, added up in another order; in bfloat16, of rounded parts.
-            assert max(f["norms"] for f in found) <= 10 * case.tolerance, (str(case), found)
-        assert set().union(*(f["names"] for f in found)) == set(model_of(case).state_dict())
-        assert all(f["optimizer"] for f in found)
+    found["evals"] = max(abs(loss - expected) for loss, expected in wanted)
+    for key in ("losses", "evals", "state"):
+        assert found[key] <= case.tolerance, (str(case), key, found)
+    # A number of about 1, added up in another order; in half precision, of rounded parts.
+    assert found["norms"] <= (case.norms or 10 * case.tolerance), (str(case), found)
+    names = gathered(set(engine.state_dict()), None)
+    assert set().union(*names) == set(model.state_dict())
+    assert optimizer is engine.engine.optimizer
 
 
 CLIPPED = {"clip_grad_norm": CLIP}
 
 
-def test_pipelines_of_two_ranks() -> None:
+CASES = {
     # The same operations in the same order as on one process, bfloat16 included.
-    check(
-        2,
-        [
-            Case(2, 1, 1, options=CLIPPED),
-            Case(2, 1, 1, ADAMW, options={"zero": 1, **CLIPPED, "lr_scheduler": HALVING}),
-            Case(2, 1, 1, dtype=torch.bfloat16, options=CLIPPED, tolerance=1e-3),
-        ],
-    )
+    "pp2": [
+        Case(2, 1, 1, options=CLIPPED),
+        Case(2, 1, 1, ADAMW, options={"zero": 1, **CLIPPED, "lr_scheduler": HALVING}),
+        Case(2, 1, 1, dtype=torch.bfloat16, options=CLIPPED, tolerance=1e-3),
+    ],
+    "dp2": [
+        Case(1, 2, 1, ADAMW, options={"zero": 0, "lr_scheduler": HALVING}),
+        Case(1, 2, 1, options={"zero": 0, **CLIPPED}),
+        Case(1, 2, 1, ADAMW, options={"zero": 1, **CLIPPED}),
+        Case(1, 2, 1, ADAMW, options={"zero": 2, **CLIPPED}),
+        Case(1, 2, 1, ADAMW, scalar=False, options={"zero": 3, **CLIPPED}),
+        Case(1, 2, 1, dtype=torch.bfloat16, options=CLIPPED, tolerance=1e-2),
+    ],
+    "tp2": [
+        Case(1, 1, 2, options={"zero": 0, **CLIPPED}),
+        Case(1, 1, 2, options={"zero": 1, **CLIPPED}),
+        Case(1, 1, 2, ADAMW, options={"zero": 2, **CLIPPED}),
+        Case(1, 1, 2, scalar=False, options={"zero": 3, **CLIPPED}),
+        # Partial sums are rounded to bfloat16, which has 8 bits.
+        Case(1, 1, 2, dtype=torch.bfloat16, options=CLIPPED, tolerance=3e-2),
+    ],
+    "four ranks": [
+        Case(2, 2, 1, options=CLIPPED),
+        Case(2, 1, 2, options=CLIPPED),
+        Case(2, 1, 2, ADAMW, options={"zero": 1, **CLIPPED}),
+        Case(4, 1, 1, options=CLIPPED),
+        # Where the second tensor-parallel rank of the last stage has no gradient to count.
+        Case(2, 1, 2, dtype=torch.bfloat16, late=True, options=CLIPPED, tolerance=3e-2),
+    ],
+    "eight ranks": [Case(2, 2, 2, options={"zero": 1, **CLIPPED})],
+}
 
 
-def test_replicas() -> None:
-    check(
-        2,
-        [
-            Case(1, 2, 1, ADAMW, options={"zero": 0, "lr_scheduler": HALVING}),
-            Case(1, 2, 1, options={"zero": 0, **CLIPPED}),
-            Case(1, 2, 1, ADAMW, options={"zero": 1, **CLIPPED}),
-            Case(1, 2, 1, ADAMW, options={"zero": 2, **CLIPPED}),
-            Case(1, 2, 1, ADAMW, scalar=False, options={"zero": 3, **CLIPPED}),
-            Case(1, 2, 1, dtype=torch.bfloat16, options=CLIPPED, tolerance=1e-2),
-        ],
-    )
+def world_of(name: str) -> tuple[int, int, int]:
+    case = CASES[name][0]
+    return case.pp, case.dp, case.tp
 
 
-def test_tensor_parallelism() -> None:
-    check(
-        2,
-        [
-            Case(1, 1, 2, options={"zero": 0, **CLIPPED}),
-            Case(1, 1, 2, options={"zero": 1, **CLIPPED}),
-            Case(1, 1, 2, ADAMW, options={"zero": 2, **CLIPPED}),
-            Case(1, 1, 2, scalar=False, options={"zero": 3, **CLIPPED}),
-            # Partial sums are rounded to bfloat16, which has 8 bits.
-            Case(1, 1, 2, dtype=torch.bfloat16, options=CLIPPED, tolerance=3e-2),
-        ],
-    )
+@pytest.mark.parametrize(("name", "layout"), [(name, world_of(name)) for name in CASES], ids=str)
+@on_ranks(timeout=240)
+def test_training_equals_one_process(name: str, layout: Any) -> None:
+    """All cases of as many processes, in one job: these take seconds to import DeepSpeed."""
+    for case in CASES[name]:
+        check(case)
 
 
-def test_pipelines_of_four_ranks() -> None:
-    check(
-        4,
-        [
-            Case(2, 2, 1, options=CLIPPED),
-            Case(2, 1, 2, options=CLIPPED),
-            Case(2, 1, 2, ADAMW, options={"zero": 1, **CLIPPED}),
-            Case(4, 1, 1, options=CLIPPED),
-            # Where the second tensor-parallel rank of the last stage has no gradient to count.
-            Case(2, 1, 2, dtype=torch.bfloat16, late=True, options=CLIPPED, tolerance=3e-2),
-        ],
-    )
-
-
-def train_in_float16(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
+@on_ranks(2, timeout=240)
+def test_float16_scales_the_loss() -> None:
     """As if the CPU were a device on which DeepSpeed has float16; torch does compute in it."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.accelerator import get_accelerator
@@ -193,20 +174,8 @@ def train_in_float16(rank: int, world: int, cases: list[Case]) -> list[dict[str,
     merge_dtype = config._merge_dtype
     get_accelerator().is_fp16_supported = lambda: True
     config._merge_dtype = lambda *given: merge_dtype(*given[:-1], "cuda")
-    return train_all(rank, world, cases)
-
-
-def test_float16_scales_the_loss() -> None:
     # From the default of 2**16 the first steps overflow and are left out, as DeepSpeed has it.
     options = {"config": {"fp16": {"initial_scale_power": 8}}, **CLIPPED}
-    layouts = [(2, 1, 1), (1, 2, 1)]
-    cases = [Case(*layout, dtype=torch.float16, options=options) for layout in layouts]
-    for found in run_distributed(train_in_float16, 2, cases, timeout=240):
-        for case in found:
-            # Eleven bits for each of a loss's many parts, whose sizes are about 1.
-            assert max(case["losses"], case["state"]) < 3e-3, found
-            assert case["norms"] < 1e-2, found
-
-
-def test_all_three_dimensions() -> None:
-    check(8, [Case(2, 2, 2, options={"zero": 1, **CLIPPED})])
+    for layout in ((2, 1, 1), (1, 2, 1)):
+        # Eleven bits for each of a loss's many parts, whose sizes are about 1.
+        check(Case(*layout, dtype=torch.float16, options=options, tolerance=3e-3, norms=1e-2))

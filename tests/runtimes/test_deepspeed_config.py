@@ -23,7 +23,6 @@ from slapo.framework_dialect.deepspeed.boundary_codec import (
     unpack,
 )
 from slapo.framework_dialect.deepspeed.config import Layout, Settings, load, merge
-from slapo.framework_dialect.deepspeed.load import check_installed
 from slapo.pipeline.boundaries import TensorMeta
 
 CPU = Layout(1, 2, 1, "cpu")
@@ -181,7 +180,7 @@ def test_a_config_may_be_a_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"missing\.json"):
         load(tmp_path / "missing.json")
     path.write_text("{")
-    with pytest.raises(ValueError, match="no JSON"):
+    with pytest.raises(ValueError, match="cannot be read as JSON"):
         load(path)
     path.write_text("[1]")
     with pytest.raises(ValueError, match="list"):
@@ -195,8 +194,6 @@ def test_a_missing_package_is_named_before_anything_starts(monkeypatch: Any) -> 
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "deepspeed" else found(name)
     )
-    with pytest.raises(slapo.MissingPackageError, match=r"slapo\[deepspeed\]"):
-        check_installed()
     sch = slapo.create_schedule(nn.Linear(2, 2))
     with pytest.raises(slapo.MissingPackageError, match=r"slapo\[deepspeed\]"):
         slapo.build(sch, target="deepspeed")

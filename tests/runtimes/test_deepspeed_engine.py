@@ -1,6 +1,8 @@
 """The engine of target "deepspeed" beyond plain training, and what goes wrong on all ranks."""
 
 import copy
+import itertools
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slapo
-from tests.distributed import run_distributed
 from tests.runtimes.alone import compare, largest_difference, of_this_rank
 from tests.runtimes.deepspeed_models import (
     SGD,
@@ -23,9 +24,9 @@ from tests.runtimes.deepspeed_models import (
     loss_fn,
     scheduled,
 )
+from tests.runtimes.ranks import error_of, on_ranks
 
 pytestmark = [
-    pytest.mark.distributed,
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
 ]
@@ -33,144 +34,97 @@ pytestmark = [
 
 def build(mesh: Any, model: nn.Module, **options: Any) -> Any:
     given = {"loss_fn": loss_fn, "optimizer": SGD, "micro_batches": 2, **options}
-    return slapo.build(scheduled(mesh, model), target="deepspeed", mesh=mesh, **given)
+    return slapo.build(scheduled(mesh, model), target="deepspeed", mesh=mesh, **given)[0]
 
 
 def refused(mesh: Any, model: nn.Module, **options: Any) -> str:
-    """The error that this rank meets."""
-    try:
-        build(mesh, model, **options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    return error_of(lambda: build(mesh, model, **options))
 
 
 # --- without pipeline ----------------------------------------------------------------------------
-def call_backward_step(mesh: Any, zero: int, model: nn.Module) -> dict[str, Any]:
+@on_ranks(2)
+def test_call_backward_step() -> None:
     """Drive the engine by hand: each step is one update, whatever micro_batches is."""
-    reference = alone(model, parts=2)
-    engine, _ = build(mesh, model, zero=zero)
-    errors = []
-    for batch in batches(2, 3):
-        inputs, targets = of_this_rank(mesh, batch)
+    mesh = slapo.init_mesh(dp=2)
+    torch.manual_seed(0)
+    for zero, cls in itertools.product((0, 1, 2), (Model, OpaqueModel)):
+        model = cls()
+        reference, engine = alone(model, parts=2), build(mesh, model, zero=zero)
+        for batch in batches(2, 3):
+            inputs, targets = of_this_rank(mesh, batch)
+            loss = loss_fn(engine(*inputs), targets)
+            engine.backward(loss)
+            engine.step()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            assert abs(mean.item() / 2 - reference.step(batch)) < 1e-5, (zero, cls)
+        assert largest_difference(engine, reference.state()) < 1e-5, (zero, cls)
+    for zero in (0, 1):
+        engine = build(mesh, Model(), zero=zero)
+        inputs, targets = batches(1, 1)[0]
+        engine.backward(loss_fn(engine(*inputs), targets))
         loss = loss_fn(engine(*inputs), targets)
-        engine.backward(loss)
-        engine.step()
-        mean = loss.detach().clone()
-        torch.distributed.all_reduce(mean)
-        errors.append(abs(mean.item() / 2 - reference.step(batch)))
-    return {"losses": max(errors), "state": largest_difference(engine, reference.state())}
+        text = error_of(partial(engine.backward, loss))
+        assert ("call step() after each" in text) if zero else text == "no error"
+        engine.step()  # what it says to do, and the engine is as before
 
 
-def opaque_bfloat16(mesh: Any) -> float:
-    """Gradients of one micro-batch must not stay for the next."""
+@on_ranks(2)
+def test_bfloat16_gradients_of_one_micro_batch_do_not_stay_for_the_next() -> None:
+    torch.manual_seed(0)
     model = OpaqueModel()
     reference = alone(copy.deepcopy(model), parts=4, dtype=torch.bfloat16)
-    engine, _ = build(mesh, model, dtype=torch.bfloat16)
-    return compare(engine, reference, batches(2, 3))["losses"]
+    engine = build(slapo.init_mesh(dp=2), model, dtype=torch.bfloat16)
+    assert compare(engine, reference, batches(2, 3))["losses"] < 1e-2
 
 
-def two_backwards(mesh: Any, zero: int) -> str:
-    engine, _ = build(mesh, Model(), zero=zero)
-    inputs, targets = batches(1, 1)[0]
-    engine.backward(loss_fn(engine(*inputs), targets))
-    try:
-        engine.backward(loss_fn(engine(*inputs), targets))
-    except slapo.SlapoError as error:
-        engine.step()  # what it says to do, and the engine is as before
-        return str(error)
-    return "nothing"
-
-
-def by_config(mesh: Any) -> dict[str, Any]:
-    """Optimizer, sizes and clipping out of the config."""
+@on_ranks(2)
+def test_optimizer_sizes_and_clipping_out_of_the_config() -> None:
+    mesh = slapo.init_mesh(dp=2)
     config = {
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.3,
     }
-    before = str(config)
+    before = copy.deepcopy(config)
     torch.manual_seed(0)
     model = Model()
-    adam = lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.01)  # noqa: E731
-    reference = alone(model, adam, 4, clip=0.3)
-    engine, optimizer = build(mesh, model, optimizer=None, micro_batches=None, config=config)
-    apart = compare(engine, reference, batches(2, 3))
-    try:
-        engine.train_batch(iter([batches(1, 1, size=6)[0]]))
-    except ValueError as error:
-        message = str(error)
-    return {
-        "losses": apart["losses"],
-        "optimizer": type(optimizer).__name__,
-        "unchanged": str(config) == before,
-        "size": message,
-    }
+    reference = alone(model, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.01), 4, clip=0.3)
+    engine = build(mesh, model, optimizer=None, micro_batches=None, config=config)
+    assert compare(engine, reference, batches(2, 3))["losses"] < 1e-5
+    assert type(engine.optimizer).__name__ == "AdamW"
+    assert config == before
+    text = error_of(lambda: engine.train_batch(iter([batches(1, 1, size=6)[0]])))
+    assert text.startswith("ValueError")
+    assert "micro-batches of 2 samples" in text
+    assert "some of 3" in text
 
 
-def without_optimizer(mesh: Any) -> dict[str, Any]:
+@on_ranks(2)
+def test_refusals_without_pipeline() -> None:
+    mesh, rank = slapo.init_mesh(dp=2), dist.get_rank()
     torch.manual_seed(0)
-    model = Model()
-    (batch,) = batches(2, 1)
-    wanted = alone(model, parts=4).step(batch)
-    engine, optimizer = build(mesh, model, optimizer=None)
-    mine = of_this_rank(mesh, batch)
-    loss = engine.eval_batch(iter([mine])).item()
+    model, (batch,) = Model(), batches(2, 1)
+    wanted, mine = alone(model, parts=4).step(batch), of_this_rank(mesh, batch)
+    engine = build(mesh, model, optimizer=None)
+    assert engine.optimizer is None
+    assert abs(engine.eval_batch(iter([mine])).item() - wanted) < 1e-5
     with pytest.raises(slapo.SlapoError, match="optimizer="):
         engine.train_batch(iter([mine]))
-    return {"loss": abs(loss - wanted), "optimizer": optimizer}
-
-
-def unpipelined(rank: int, world: int) -> dict[str, Any]:
-    mesh = slapo.init_mesh(dp=2)
-    torch.manual_seed(0)
-    return {
-        "by hand": [call_backward_step(mesh, zero, Model()) for zero in (0, 1, 2)],
-        "opaque": [call_backward_step(mesh, zero, OpaqueModel()) for zero in (0, 1, 2)],
-        "bfloat16": opaque_bfloat16(mesh),
-        "twice": [two_backwards(mesh, zero) for zero in (0, 1)],
-        "config": by_config(mesh),
-        "no optimizer": without_optimizer(mesh),
-        "errors": {
-            "scalar": refused(mesh, Model(), zero=3),
-            "frozen": refused(mesh, Model().requires_grad_(False), zero=1),
-            "topology": refused(mesh, Model(), topology=object()),
-            "optimizer": refused(mesh, Model(), optimizer=lambda params: "none"),
-            "one rank": refused(
-                mesh, Model(), optimizer=lambda params: SGD(params) if rank else 1 / 0
-            ),
-            "configs": refused(mesh, Model(), config={"gradient_clipping": 1.0 + rank}),
-            "cuts": refused(slapo.init_mesh(pp=2), nn.Sequential(Model())[0], loss_fn=None),
-        },
-    }
-
-
-def test_without_pipeline() -> None:
-    results = run_distributed(unpipelined, 2, timeout=200)
-    for found in results:
-        for driven in (*found["by hand"], *found["opaque"]):
-            assert max(driven["losses"], driven["state"]) < 1e-5, found
-        assert found["bfloat16"] < 1e-2, found
-        assert found["twice"][0] == "nothing"
-        assert "call step() after each" in found["twice"][1]
-        assert found["config"]["losses"] < 1e-5
-        assert found["config"]["unchanged"]
-        assert found["config"]["optimizer"] == "AdamW"
-        assert "micro-batches of 2 samples" in found["config"]["size"]
-        assert "some of 3" in found["config"]["size"]
-        assert found["no optimizer"]["loss"] < 1e-5
-        assert found["no optimizer"]["optimizer"] is None
-        errors = found["errors"]
-        assert errors["scalar"].startswith("ValueError")
-        assert "temperature" in errors["scalar"]
-        assert "no parameter on this rank needs a gradient" in errors["frozen"]
-        assert "mesh= and topology=" in errors["topology"]
-        assert "optimizer(parameters) returned a str" in errors["optimizer"]
-        assert "clip_grad_norm differs between ranks" in errors["configs"]
-        assert "loss_fn" in errors["cuts"]
-    assert results[0]["errors"]["one rank"].startswith("ZeroDivisionError")
-    assert "rank 0" in results[1]["errors"]["one rank"]
+    text = refused(mesh, Model(), zero=3)
+    assert text.startswith("ValueError")
+    assert "temperature" in text
+    text = "no parameter on this rank needs a gradient"
+    assert text in refused(mesh, Model().requires_grad_(False), zero=1)
+    assert "mesh= and topology=" in refused(mesh, Model(), topology=object())
+    text = "optimizer(parameters) returned a str"
+    assert text in refused(mesh, Model(), optimizer=lambda params: "none")
+    text = refused(mesh, Model(), optimizer=lambda params: SGD(params) if rank else 1 / 0)
+    assert "failed on rank 0" in text if rank else text.startswith("ZeroDivisionError")
+    text = "clip_grad_norm differs between ranks"
+    assert text in refused(mesh, Model(), config={"gradient_clipping": 1.0 + rank})
+    assert "loss_fn" in refused(slapo.init_mesh(pp=2), Model(), loss_fn=None)
 
 
 # --- with pipeline -------------------------------------------------------------------------------
@@ -208,59 +162,6 @@ class Dropping(nn.Module):
         return {"logits": self.head(x)}
 
 
-def trained(mesh: Any, model: nn.Module, **options: Any) -> dict[str, Any]:
-    reference = alone(model, parts=2)
-    engine, _ = build(mesh, model, **options)
-    found = compare(engine, reference, batches(1, 3))
-    return {**found, "modes": {module.training for module in engine.module.modules()}}
-
-
-def seeded() -> nn.Module:
-    """The same on all ranks, which have drawn other numbers before."""
-    torch.manual_seed(7)
-    return Model()
-
-
-def in_turns(mesh: Any) -> float:
-    """Two engines alive at one time."""
-    models = [seeded(), seeded()]
-    references = [alone(model, parts=2) for model in models]
-    engines = [build(mesh, model)[0] for model in models]
-    return max(
-        abs(engine.train_batch(iter([batch])).item() - reference.step(batch))
-        for batch in batches(1, 2)
-        for engine, reference in zip(engines, references, strict=True)
-    )
-
-
-def backward_walks(mesh: Any) -> int:
-    """How often backward comes by the embedding, from which two tensors reach the next stage."""
-    engine, _ = build(mesh, Model())
-    walks: list[Tensor] = []
-    if mesh.get_local_rank("pp") == 0:
-        engine.module.get_parameter("embed.weight").register_hook(walks.append)
-    engine.train_batch(iter(batches(1, 1)))
-    return len(walks)
-
-
-def refused_calls(mesh: Any) -> list[str]:
-    engine, _ = build(mesh, Model())
-    inputs, targets = batches(1, 1)[0]
-    messages = []
-    for call in (
-        lambda: engine(*inputs),
-        lambda: engine.backward(torch.ones(())),
-        lambda: engine.step(),
-        lambda: engine.train_batch(iter([(inputs, targets)[:1]])),
-        lambda: engine.train_batch(iter([(inputs[:1], targets)])),
-    ):
-        try:
-            call()
-        except (slapo.SlapoError, TypeError) as error:
-            messages.append(str(error))
-    return messages
-
-
 class FrozenStart(Model):
     """Nothing to train before the first cut."""
 
@@ -272,62 +173,73 @@ class FrozenStart(Model):
         self.temperature.requires_grad_(False)
 
 
-def three_stages(mesh: Any) -> str:
-    sch = slapo.create_schedule(Model(), group=mesh["tp"])
-    cut(sch, 4)
-    try:
-        slapo.build(sch, target="deepspeed", mesh=mesh, loss_fn=loss_fn, optimizer=SGD)
-    except slapo.SlapoError as error:
-        return str(error)
-    return "nothing"
-
-
-def pipelined(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_with_pipeline() -> None:
     mesh = slapo.init_mesh(pp=2)
     torch.manual_seed(0)
-    return {
-        "detached": trained(mesh, Detached()),
-        "eval": trained(mesh, Dropping().eval()),
-        "one": trained(mesh, seeded(), micro_batches=1, zero=1)["modes"],
-        "turns": in_turns(mesh),
-        "walks": backward_walks(mesh),
-        "calls": refused_calls(mesh),
-        "errors": {
-            "frozen": refused(mesh, FrozenStart(), zero=1),
-            "zero": refused(mesh, Model(), zero=2),
-            "loss_fn": refused(mesh, Model(), loss_fn=None),
-            "stages": three_stages(mesh),
-        },
-    }
+    model = Detached()
+    reference, engine = alone(model, parts=2), build(mesh, model)
+    found = compare(engine, reference, batches(1, 3))
+    assert max(found["losses"], found["state"]) < 1e-5
+    # A model that arrives in eval mode trains; so does one with a single micro-batch.
+    for model, options in ((Dropping().eval(), {}), (seeded(), {"micro_batches": 1, "zero": 1})):
+        engine = build(mesh, model, **options)
+        engine.train_batch(iter(batches(1, 1)))
+        assert all(module.training for module in engine.module.modules())
+
+    # Two engines alive at one time.
+    models = [seeded(), seeded()]
+    references = [alone(model, parts=2) for model in models]
+    engines = [build(mesh, model) for model in models]
+    for batch in batches(1, 2):
+        for engine, reference in zip(engines, references, strict=True):
+            assert abs(engine.train_batch(iter([batch])).item() - reference.step(batch)) < 1e-5
+
+    # Backward comes by the embedding once for each micro-batch, though two tensors that hang on it
+    # reach the next stage.
+    engine, walks = build(mesh, Model()), []
+    is_first = mesh.get_local_rank("pp") == 0
+    if is_first:
+        engine.module.get_parameter("embed.weight").register_hook(walks.append)
+    engine.train_batch(iter(batches(1, 1)))
+    assert len(walks) == 2 * is_first
 
 
-def test_with_pipeline() -> None:
-    results = run_distributed(pipelined, 2, timeout=200)
-    assert [found["walks"] for found in results] == [2, 0]
-    for found in results:
-        assert max(found["detached"]["losses"], found["detached"]["state"]) < 1e-5, found
-        assert found["eval"]["modes"] == {True}  # it arrives in eval mode, and trains
-        assert found["one"] == {True}
-        assert found["turns"] < 1e-5
-        assert len(found["calls"]) == 5
-        assert all("train_batch" in m for m in found["calls"][:3])
-        assert "inputs" in found["calls"][3]
-        assert "flags" in found["calls"][4]
-        errors = found["errors"]
-        assert "no parameter on" in errors["frozen"] or "rank 0" in errors["frozen"], errors
-        assert "ZeRO stage 2 does not go with pp=2" in errors["zero"]
-        assert "loss_fn" in errors["loss_fn"]
-        assert "4 stages" in errors["stages"]
-        assert "pp=2" in errors["stages"]
+def seeded() -> nn.Module:
+    """The same on all ranks, which have drawn other numbers before."""
+    torch.manual_seed(7)
+    return Model()
 
 
-def timeouts(rank: int, world: int) -> set[float]:
-    mesh = slapo.init_mesh(pp=2, timeout=50)
-    engine, _ = build(mesh, Model())
-    groups = [g for g in vars(engine.engine.grid).values() if isinstance(g, dist.ProcessGroup)]
-    backends = [group._get_backend(torch.device("cpu")) for group in groups]
-    return {backend.options._timeout.total_seconds() for backend in backends}
+@on_ranks(2)
+def test_refusals_with_pipeline() -> None:
+    mesh = slapo.init_mesh(pp=2)
+    torch.manual_seed(0)
+    engine = build(mesh, Model())
+    inputs, targets = batches(1, 1)[0]
+    for call in (lambda: engine(*inputs), lambda: engine.backward(torch.ones(())), engine.step):
+        with pytest.raises(slapo.SlapoError, match="train_batch"):
+            call()
+    text = error_of(lambda: engine.train_batch(iter([(inputs, targets)[:1]])))
+    assert text.startswith("TypeError")
+    assert "inputs" in text
+    assert "flags" in error_of(lambda: engine.train_batch(iter([(inputs[:1], targets)])))
+    text = refused(mesh, FrozenStart(), zero=1)
+    assert "no parameter on" in text or "rank 0" in text
+    assert "ZeRO stage 2 does not go with pp=2" in refused(mesh, Model(), zero=2)
+    assert "loss_fn" in refused(mesh, Model(), loss_fn=None)
+    sch = slapo.create_schedule(Model(), group=mesh["tp"])
+    cut(sch, 4)
+    given = {"mesh": mesh, "loss_fn": loss_fn, "optimizer": SGD}
+    with pytest.raises(slapo.SlapoError, match=r"4 stages, and pp=2"):
+        slapo.build(sch, target="deepspeed", **given)
 
 
+@on_ranks(2)
 def test_groups_of_deepspeed_have_the_timeout_of_the_job() -> None:
-    assert run_distributed(timeouts, 2) == [{50.0}] * 2
+    engine = build(slapo.init_mesh(pp=2, timeout=50), Model())
+    groups = [g for g in vars(engine.engine.grid).values() if isinstance(g, dist.ProcessGroup)]
+    assert groups
+    for group in groups:
+        backend = group._get_backend(torch.device("cpu"))
+        assert backend.options._timeout.total_seconds() == 50

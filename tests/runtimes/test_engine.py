@@ -1,19 +1,36 @@
-"""One engine for all targets: what it offers, and what it compares, on real processes."""
+"""One engine for all targets: its whole surface, on real processes."""
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import UserDict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from tests.runtimes import engine_jobs
-from tests.runtimes.test_contract import RUNTIMES, TOLERANCE, run, target
+import slapo
+from slapo.framework_dialect.pytorch.data_parallel import fsdp_units
+from tests.runtimes.alone import compare, largest_difference, of_this_rank, whole
+from tests.runtimes.contract import (
+    BATCH,
+    LENGTH,
+    TOLERANCE,
+    VOCABULARY,
+    alone,
+    data,
+    loss_fn,
+    make,
+)
+from tests.runtimes.ranks import RUNTIMES, error_of, on_ranks
 
-__all__ = ["target"]
+pytestmark = pytest.mark.slow
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+STEPS, CLIP = 4, 0.1
 
 #: Layouts, and what else is chosen, for each target.
 WAYS: dict[str, list[tuple[tuple[int, int, int], dict[str, Any]]]] = {
@@ -34,89 +51,130 @@ WAYS: dict[str, list[tuple[tuple[int, int, int], dict[str, Any]]]] = {
     ],
     "megatron": [((2, 1, 1), {}), ((1, 2, 1), {}), ((1, 1, 2), {})],
 }
-CASES = [
-    pytest.param(
-        name, layout, options, id=f"{name}-{'x'.join(map(str, layout))}-{list(options.values())}"
-    )
-    for name, ways in WAYS.items()
-    for layout, options in ways
+CASES = [(target, *way) for target, ways in WAYS.items() for way in ways]
+OF_TORCH = [
+    # HSDP: replicas of parameters that neighbours share out, in a pipeline too.
+    ("torch", (1, 4, 1), {"data_parallel": "fsdp", "shard_size": 2, "micro_batches": 2}),
+    ("torch", (2, 2, 1), {"data_parallel": "fsdp", "shard_size": 1, "micro_batches": 2}),
+    # That it is dynamo's graphs that run is seen; which compiler works on them is the user's.
+    ("torch", (1, 2, 1), {"compile": {"backend": "aot_eager"}}),
+    ("torch", (2, 1, 1), {"compile": {"backend": "aot_eager"}}),
 ]
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "x".join(map(str, value))
+    return str(list(value.values()) if isinstance(value, dict) else value)
 
 
 def test_every_runtime_has_its_ways() -> None:
     assert WAYS.keys() == RUNTIMES.keys()
 
 
-@pytest.mark.parametrize(("name", "layout", "options"), CASES)
-def test_losses_that_count_are_exact(name: str, layout: Any, options: dict[str, Any]) -> None:
-    pytest.importorskip(RUNTIMES[name][1])
-    check_uneven(name, layout, options)
+# --- losses that count ---------------------------------------------------------------------------
+def counted(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Over tokens that have a target."""
+    total = F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total, (targets != -100).sum()
 
 
-def check_uneven(name: str, layout: Any, options: dict[str, Any]) -> None:
-    for found in run(engine_jobs.train_uneven, math.prod(layout), name, layout, options):
-        assert max(found.values()) < TOLERANCE, found
+def uneven() -> Iterator[tuple[Tensor, Tensor]]:
+    """Samples have from no target to all; so do micro-batches and replicas."""
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(STEPS):
+        ids, targets = torch.randint(0, VOCABULARY, (2, BATCH, LENGTH), generator=generator)
+        for sample in range(BATCH):
+            targets[sample, sample % (LENGTH + 1) :] = -100
+        yield ids, targets
 
 
-@pytest.mark.parametrize(("name", "layout", "options"), CASES)
-def test_the_whole_surface(name: str, layout: Any, options: dict[str, Any]) -> None:
-    pytest.importorskip(RUNTIMES[name][1])
-    ranks = run(engine_jobs.use_all, 2, name, layout, options)
-    for found in ranks:
-        assert found["training"]
-        assert found["steps"] == 3
-        assert max(found["apart"].values()) < TOLERANCE
-        assert found["loaded"] == 0
-        assert max(found["after loading"].values()) < TOLERANCE
-        for loss, output, _ in found["evaluated"]:
-            assert loss < TOLERANCE
-            assert output < TOLERANCE
-        assert "has ['nothing'], which the model does not" in found["names"]
-    has_outputs = [all(shown for *_, shown in found["evaluated"]) for found in ranks]
-    assert has_outputs == [layout[0] == 1, True]
+def as_tokenized(batch: Any) -> Any:
+    """As the tokenizers of Transformers return them: a mapping that is no dict."""
+    return UserDict(ids=batch[0]), batch[1]
 
 
-@pytest.mark.parametrize("layout", [(1, 2, 1), (1, 1, 2), (2, 1, 1)], ids=["dp", "tp", "pp"])
-def test_what_must_be_alike_is_compared(target: str, layout: Any) -> None:
-    ranks = run(engine_jobs.differ, 2, target, layout)
-    for found in ranks:
-        assert "clip_grad_norm differs between ranks: 1.0 on rank 0, 2.0 on rank 1" in found["clip"]
-        assert "optimizer differs between ranks" in found["rate"]
-        assert found["synced"] == "no error"
-        if layout != (2, 1, 1):  # stages hold other parameters, but for the tied one
-            assert found["whole"] == ranks[0]["whole"]
-        assert "that must hold the same; seed alike before" in found["seed"]
+@pytest.mark.parametrize(("target", "layout", "options"), [*CASES, *OF_TORCH], ids=shown)
+@on_ranks()
+def test_losses_that_count_are_exact(target: str, layout: Any, options: dict[str, Any]) -> None:
+    """Clipped at every step."""
+    engine = make(target, layout, loss_fn=counted, clip_grad_norm=CLIP, **options)
+    reference = alone(loss_fn=counted, clip=CLIP)
+    found = compare(engine, reference, uneven(), as_tokenized)
+    assert max(found.values()) < TOLERANCE, found
+    assert min(reference.norms) > CLIP
+    assert engine.step_count == STEPS
 
 
-def test_partial_sums_that_nobody_adds_are_an_error(target: str) -> None:
-    for text in run(engine_jobs.forget_a_collective, 2, target):
-        assert "tensor-parallel ranks computed different losses of the same batch" in text
+# --- the rest of the surface ---------------------------------------------------------------------
+def no_decay_for_biases(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    biases = [p for name, p in named_parameters if name.endswith("bias")]
+    others = [p for name, p in named_parameters if not name.endswith("bias")]
+    groups = [{"params": others, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
+    return torch.optim.SGD([g for g in groups if g["params"]], lr=0.1)
 
 
-def test_a_backward_without_its_step_is_an_error(target: str) -> None:
-    (text,) = run(engine_jobs.forget_a_step, 1, target)
-    assert "1 backward() before were not followed by step()" in text
+@pytest.mark.parametrize(("target", "layout", "options"), CASES, ids=shown)
+@on_ranks()
+def test_the_whole_surface(target: str, layout: Any, options: dict[str, Any]) -> None:
+    """Modes, norms, names, values in and out, evaluations of any size."""
+    given = {"optimizer": no_decay_for_biases, "clip_grad_norm": math.inf}
+    engine = make(target, layout, **given, **options)
+    engine.eval()
+    start = {name: whole(t).clone() for name, t in engine.state_dict().items()}
+    reference = alone(optimizer=no_decay_for_biases, named=True)
+    assert max(compare(engine, reference, data(2)).values()) < TOLERANCE
+    assert all(m.training for m in engine.module.modules())
+
+    # Back to the start: a copy of the optimizer's own would go on from where it was.
+    engine.load_state_dict(start)
+    again = alone(optimizer=no_decay_for_biases, named=True)
+    assert largest_difference(engine, again.state()) == 0
+    engine.eval_batch(iter([of_this_rank(engine.mesh, next(data()))]))
+    assert max(compare(engine, again, data(1, seed=9)).values()) < TOLERANCE
+    assert engine.step_count == 3
+
+    for samples in (7, 3, 1):
+        generator = torch.Generator().manual_seed(samples)
+        ids, targets = torch.randint(0, VOCABULARY, (2, samples, LENGTH), generator=generator)
+        loss, outputs = engine.eval_batch(iter([(ids, targets)]), return_outputs=True)
+        wanted, expected = again.evaluate((ids, targets))
+        assert abs(loss.item() - wanted) < TOLERANCE
+        is_last = engine.mesh.get_local_rank("pp") == layout[0] - 1
+        assert bool(outputs) == is_last
+        if is_last:
+            assert (torch.cat(outputs) - expected).abs().max().item() < TOLERANCE
+    text = error_of(lambda: engine.load_state_dict({"nothing": torch.ones(1)}))
+    assert text.startswith("ValueError")
+    assert "has ['nothing'], which the model does not" in text
+
+
+# --- between backward and step -------------------------------------------------------------------
+@on_ranks(1)
+def test_backward_and_step_belong_together(target: str) -> None:
+    engine, batches = make(target, (1, 1, 1), micro_batches=1), data()
+    ids, targets = next(batches)
+    engine.backward(loss_fn(engine(ids), targets))
+    with pytest.raises(slapo.SlapoError, match=r"1 backward\(\) before were not followed by step"):
+        engine.train_batch(batches)
+    engine.step()
+    engine.train_batch(batches)
+    before = copy.deepcopy(engine.state_dict())
+    with pytest.raises(slapo.SlapoError, match=r"no gradients to go by; call engine.backward\(lo"):
+        engine.step()
+    assert engine.step_count == 2
+    assert all(torch.equal(before[n], t) for n, t in engine.state_dict().items())
 
 
 # --- target "torch" ------------------------------------------------------------------------------
-@pytest.mark.parametrize(("layout", "size"), [((1, 4, 1), 2), ((2, 2, 1), 1)], ids=str)
-def test_replicas_of_shards(layout: Any, size: int) -> None:
-    """HSDP: replicas of parameters that neighbours share out, in a pipeline too."""
-    options = {"data_parallel": "fsdp", "shard_size": size, "micro_batches": 2}
-    check_uneven("torch", layout, options)
-
-
-@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 1, 1)], ids=["dp", "pp"])
-def test_compiled_parts(layout: Any) -> None:
-    # That it is dynamo's graphs that run is seen; which compiler works on them is the user's.
-    check_uneven("torch", layout, {"compile": {"backend": "aot_eager"}})
-
-
-def test_what_fsdp_gathers_at_a_time() -> None:
-    from slapo.framework_dialect.pytorch.data_parallel import fsdp_units
-
+def test_the_units_that_fsdp_gathers() -> None:
     def block() -> nn.Module:
         return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
 
     class Named(nn.Module):
         """Blocks by name, as vision models have them, and layers of one class beside them."""
@@ -126,25 +184,16 @@ def test_what_fsdp_gathers_at_a_time() -> None:
             self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
             self.block1, self.block2 = Inner(), Inner()
 
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    class Stacks(nn.Module):
-        """Two stacks of one class: their layers, and not they, are gathered."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.decoder = Stack(), Stack()
-
     class Stack(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.ModuleList(block() for _ in range(2))
 
-    named, stacks = Named(), Stacks()
+    named = Named()
     assert list(fsdp_units(named)) == [named.block1, named.block2]
+    # Two stacks of one class: their layers, and not they, are gathered.
+    stacks = nn.Module()
+    stacks.encoder, stacks.decoder = Stack(), Stack()
     assert list(fsdp_units(stacks)) == [*stacks.encoder.layers, *stacks.decoder.layers]
     by_key = nn.ModuleDict({"a": block(), "b": block()})
     assert list(fsdp_units(nn.ModuleList([by_key]))) == [by_key]

@@ -24,12 +24,9 @@ import slapo
 from slapo.errors import SlapoError
 from slapo.framework_dialect.failures import failures_of
 from slapo.mesh import init_mesh
-from tests.distributed import run_distributed
-from tests.runtimes.contract import data, loss_fn, make, prepare
+from tests.runtimes.contract import copied, data, is_unchanged, loss_fn, make
 from tests.runtimes.jobs import WORLD, Outcome, environment, free_port, run_job
-from tests.runtimes.test_contract import RUNTIMES, run, target
-
-__all__ = ["target"]
+from tests.runtimes.ranks import on_ranks, stand_in_for_cuda
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -48,18 +45,6 @@ def check_that_others_name(outcome: Outcome, failed: int, text: str) -> None:
 
 
 # --- engines -------------------------------------------------------------------------------------
-def train_until(fault: Callable[[], None], target: str, rank: int) -> None:
-    """Three stages, of which the one in the middle fails between two steps."""
-    prepare(RUNTIMES[target][0])
-    init_mesh(pp=WORLD, device="cpu", timeout=PATIENCE)
-    engine, _ = make(target, (WORLD, 1, 1), stages=WORLD)
-    batches = data(steps=50)
-    for step in range(50):
-        if rank == 1 and step == 3:
-            fault()
-        engine.train_batch(batches)
-
-
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -81,11 +66,16 @@ class FailsLater:
         return loss_fn(output, targets)
 
 
-def train_until_error(target: str, rank: int) -> None:
-    prepare(RUNTIMES[target][0])
-    engine, _ = make(target, (WORLD, 1, 1), stages=WORLD, loss_fn=FailsLater())
+def train_until(fault: Callable[[], None] | None, target: str, rank: int) -> None:
+    """Three stages: the one in the middle fails between two steps, or the loss of the last."""
+    if target == "megatron":
+        stand_in_for_cuda()
+    init_mesh(pp=WORLD, device="cpu", timeout=PATIENCE)
+    engine = make(target, (WORLD, 1, 1), loss_fn=FailsLater(fails=fault is None))
     batches = data(steps=50)
-    for _ in range(50):
+    for step in range(50):
+        if rank == 1 and step == 3 and fault is not None:
+            fault()
         engine.train_batch(batches)
 
 
@@ -105,7 +95,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, target: str) -> None:
 
 
 def test_a_rank_that_raises_is_named_with_its_error(tmp_path: Path, target: str) -> None:
-    outcome = run_job(tmp_path, partial(train_until_error, target))
+    outcome = run_job(tmp_path, partial(train_until, None, target))
     assert "ValueError: the loss is not to be had" in outcome.texts[2]
     check_that_others_name(outcome, 2, "failed with ValueError: the loss is not to be had")
 
@@ -120,24 +110,15 @@ def hear_from(source: int, rank: int) -> None:
         dist.send(torch.ones(1), other)
 
 
-def killed(rank: int) -> None:
-    failures = failures_of(init_mesh(pp=WORLD, device="cpu"))
-    for step in range(1000):
-        with failures.named():
-            if rank == 1 and step == 5:
-                os.kill(os.getpid(), signal.SIGKILL)
-            hear_from(1, rank)
-
-
-def killed_while_another_is_late(rank: int) -> None:
-    """Rank 0, which keeps the store, notices at once; it may not leave before the last has read."""
+def killed(late: float, rank: int) -> None:
+    """Rank 0, which keeps the store, notices at once; it stays until a late one has read."""
     failures = failures_of(init_mesh(pp=WORLD, device="cpu"))
     for step in range(6):
         with failures.named():
             if rank == 1 and step == 5:
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill()
             if rank == 2 and step == 5:
-                time.sleep(1.5)
+                time.sleep(late)
             hear_from(1, rank)
 
 
@@ -146,7 +127,7 @@ def keeper_of_the_store_killed(rank: int) -> None:
     for step in range(1000):
         with failures.named():
             if rank == 0 and step == 5:
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill()
             dist.all_reduce(torch.ones(1))
 
 
@@ -160,14 +141,6 @@ def raises_between_steps(rank: int) -> None:
         dist.recv(torch.ones(1), (rank + 1) % WORLD)
 
 
-def hangs(rank: int) -> None:
-    failures = failures_of(init_mesh(pp=WORLD, device="cpu", timeout=4))
-    with failures.named():
-        if rank == 1:
-            time.sleep(20)
-        dist.all_reduce(torch.ones(1))
-
-
 def meets_an_error_that_all_have(rank: int) -> None:
     """Every rank raises by itself, at another time, and goes on; nobody is blamed later."""
     failures = failures_of(init_mesh(pp=WORLD, device="cpu"))
@@ -178,7 +151,7 @@ def meets_an_error_that_all_have(rank: int) -> None:
     with failures.named():
         hear_from(1, rank)
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill()
     with failures.named():
         hear_from(1, rank)
 
@@ -186,11 +159,12 @@ def meets_an_error_that_all_have(rank: int) -> None:
 @pytest.mark.parametrize(
     ("job", "failed", "text"),
     [
-        (killed, 1, "died without a word"),
-        (killed_while_another_is_late, 1, "died without a word"),
+        (partial(killed, 0.0), 1, "died without a word"),
+        (partial(killed, 1.5), 1, "died without a word"),
         (raises_between_steps, 2, "failed with KeyError: 'no such column'"),
         (meets_an_error_that_all_have, 1, "died without a word"),
     ],
+    ids=["killed", "one is late", "between steps", "an error that all have"],
 )
 def test_the_first_to_fail_is_named(
     tmp_path: Path, job: Callable[[int], None], failed: int, text: str
@@ -210,26 +184,16 @@ def test_the_keeper_of_the_store_is_named(tmp_path: Path) -> None:
         assert outcome.seconds[rank] - outcome.seconds[0] < SOON
 
 
-def test_a_rank_that_hangs_is_named_when_the_others_lose_patience(tmp_path: Path) -> None:
-    outcome = run_job(tmp_path, hangs, limit=60)
-    for rank in (0, 2):
-        assert outcome.codes[rank] == 1
-        assert "nothing was heard of rank 1 (pp 1, dp 0, tp 0), which may" in outcome.texts[rank]
-        assert outcome.seconds[rank] < 25
-
-
-def several_engines(rank: int, world_size: int) -> Any:
+@on_ranks(2)
+def test_engines_share_one_and_start_no_thread() -> None:
     """Also with a store in a file, which no rank keeps."""
-    mesh = init_mesh(pp=world_size, device="cpu")
+    mesh = init_mesh(pp=2, device="cpu")
     before = threading.active_count()
     first, second = failures_of(mesh), failures_of(mesh)
     with first.named(), second.named():
         dist.all_reduce(torch.ones(1))
-    return first is second, threading.active_count() - before
-
-
-def test_engines_share_one_and_start_no_thread() -> None:
-    assert run_distributed(several_engines, 2) == [(True, 0)] * 2
+    assert first is second
+    assert threading.active_count() == before
 
 
 def gloo_threads() -> int:
@@ -238,50 +202,21 @@ def gloo_threads() -> int:
     return sum("gloo" in name for name in names)
 
 
-def ends(rank: int, world: int, setup: str | None, target: str) -> tuple[int, int]:
-    """Trains a step, lets go of the engine, and ends the job's groups."""
-    prepare(setup)
-    engine, _ = make(target, (1, 2, 1))
-    engine.train_batch(data())
-    del engine
-    before = gloo_threads()
-    dist.destroy_process_group()
-    gc.collect()
-    return before, gloo_threads()
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed by Linux")
+@on_ranks(2)
 def test_an_engine_leaves_no_group_behind() -> None:
     """DeepSpeed and Megatron keep theirs in globals of their own."""
-    for before, after in run(ends, 2, "torch"):
-        assert before > 0
-        assert after == 0
-
-
-def one_fails(
-    rank: int, world: int, setup: str | None, target: str, options: dict[str, Any]
-) -> tuple[str, str]:
-    """The third step fails in its second micro-batch, and is tried again."""
-    prepare(setup)
-    engine, _ = make(target, (1, 2, 1), loss_fn=FailsLater(), **options)
-    batches = data(steps=9)
-    engine.train_batch(batches)
-    engine.train_batch(batches)
-    before = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
-    texts = []
-    for _ in range(2):
-        with pytest.raises((ValueError, SlapoError)) as caught:
-            engine.train_batch(batches)
-        texts.append(str(caught.value))
-    assert engine.step_count == 2
-    if options.get("zero") != 3:  # which is still gathered for the step that failed
-        after = engine.state_dict()
-        assert all(torch.equal(before[name], after[name]) for name in before)
-    return texts[0], texts[1]
+    engine = make("torch", (1, 2, 1))
+    engine.train_batch(data())
+    del engine
+    assert gloo_threads() > 0
+    dist.destroy_process_group()
+    gc.collect()
+    assert gloo_threads() == 0
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("target", "options"),
     [
         ("torch", {}),
         ("torch", {"data_parallel": "fsdp"}),
@@ -291,12 +226,22 @@ def one_fails(
     ],
     ids=str,
 )
-def test_no_further_step_is_taken_after_one_that_failed(name: str, options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_no_further_step_is_taken_after_one_that_failed(
+    target: str, options: dict[str, Any]
+) -> None:
     """Gradients of the failed step lie in buffers of the library: they would count in the next."""
-    pytest.importorskip(RUNTIMES[name][1])
-    for first, second in run(one_fails, 2, name, options):
-        assert first == "the loss is not to be had"
-        assert "a step before has failed with ValueError: the loss is not to be had" in second
+    engine, batches = make(target, (1, 2, 1), loss_fn=FailsLater(), **options), data(steps=9)
+    engine.train_batch(batches)
+    engine.train_batch(batches)
+    before = copied(engine)
+    with pytest.raises(ValueError, match="the loss is not to be had"):
+        engine.train_batch(batches)  # in its second micro-batch
+    with pytest.raises(SlapoError, match="a step before has failed with ValueError: the loss is n"):
+        engine.train_batch(batches)
+    assert engine.step_count == 2
+    if options.get("zero") != 3:  # which is still gathered for the step that failed
+        assert is_unchanged(engine, before)
 
 
 SCRIPT = """
@@ -351,6 +296,8 @@ def start(folder: Path, fault: str, launcher: bool) -> list[subprocess.Popen[str
 )
 def test_ordinary_processes(tmp_path: Path, fault: str, text: str) -> None:
     first, second = start(tmp_path, fault, launcher=False)
+    if fault != "hangs":
+        second.communicate(timeout=60)  # as a launcher does: a process is gone once that has waited
     said = first.communicate(timeout=60)[1]
     second.kill()
     second.communicate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ from slapo.framework_dialect.gradients import (
     sum_copies,
 )
 from slapo.mesh import group_among, init_mesh, new_group
-from tests.distributed import run_distributed
 from tests.runtimes import contract
 from tests.runtimes.alone import Alone
+from tests.runtimes.ranks import on_ranks
 
 NAMES = ("split0", "whole0", "split1", "whole1", "tied")
 SHAPES = {"split0": (6, 5), "whole0": (7,), "split1": (4, 3, 2), "whole1": (3, 3), "tied": (5, 2)}
@@ -49,15 +50,22 @@ def slice_of(name: str, tensor: Tensor, tp: int, size: int) -> Tensor:
     return tensor.chunk(size, 0)[tp].clone() if name.startswith("split") else tensor.clone()
 
 
-def train(rank: int, world: int, sizes: dict[str, int], max_norm: float) -> dict[str, Any]:
-    """One rank of two stages; each has the tied parameter."""
-    mesh = init_mesh(**sizes)
+@pytest.mark.parametrize(
+    "layout",
+    [(2, 1, 2), (2, 2, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)],
+    ids=lambda layout: "x".join(map(str, layout)),
+)
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+@on_ranks()
+def test_gradients_are_those_of_one_process(layout: Any, max_norm: float) -> None:
+    """Two stages; each has the tied parameter."""
+    mesh = init_mesh(*layout)
     pp, dp, tp = (mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp"))
     params: dict[str, Parameter] = {}
     for name in (f"split{pp}", f"whole{pp}", "tied"):
         place = ("first", "last")[pp] if name == "tied" else "only"
-        mine = slice_of(name, summand(name, f"{place}{dp}"), tp, sizes["tp"])
-        params[name] = Parameter(torch.full_like(mine, float(rank)))
+        mine = slice_of(name, summand(name, f"{place}{dp}"), tp, layout[2])
+        params[name] = Parameter(torch.zeros_like(mine))
         params[name].grad = mine
         if name.startswith("split"):
             params[name].orig_shape = SHAPES[name]  # type: ignore[attr-defined]
@@ -70,35 +78,17 @@ def train(rank: int, world: int, sizes: dict[str, int], max_norm: float) -> dict
         counted=lambda param: pp == 0 or param is not params["tied"],
     )
     scale_gradients(params.values(), clip_factor(norm, max_norm))
-    return {
-        "grads": {name: param.grad for name, param in params.items()},
-        "norm": norm,
-        "place": (pp, dp, tp),
-    }
+    grads, wanted = expected(layout[1], max_norm)
+    assert abs(float(norm) - wanted) < 1e-12 * wanted
+    for name, param in params.items():
+        whole = slice_of(name, grads[name], tp, layout[2])
+        torch.testing.assert_close(param.grad, whole, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"pp": 2, "dp": 1, "tp": 2},
-        {"pp": 2, "dp": 2, "tp": 1},
-        pytest.param({"pp": 2, "dp": 2, "tp": 2}, marks=pytest.mark.slow),
-    ],
-    ids=lambda sizes: "x".join(map(str, sizes.values())),
-)
-@pytest.mark.parametrize("max_norm", [0.1, 1e6])
-def test_gradients_are_those_of_one_process(sizes: dict[str, int], max_norm: float) -> None:
-    grads, norm = expected(sizes["dp"], max_norm)
-    world = sizes["pp"] * sizes["dp"] * sizes["tp"]
-    for result in run_distributed(train, world, sizes, max_norm):
-        assert abs(float(result["norm"]) - norm) < 1e-12 * norm
-        for name, grad in result["grads"].items():
-            whole = slice_of(name, grads[name], result["place"][2], sizes["tp"])
-            torch.testing.assert_close(grad, whole, rtol=1e-12, atol=1e-12)
-
-
-def average_partly(rank: int, world: int, dtype: torch.dtype) -> list[Any]:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(3)
+def test_gradients_missing_on_some_ranks_are_zeros(dtype: torch.dtype) -> None:
+    rank = dist.get_rank()
     params = [Parameter(torch.zeros(3, dtype=dtype)) for _ in range(4)]
     params[2].requires_grad_(False)
     # The first on all ranks, the second on rank 1 only, the last on none.
@@ -106,56 +96,40 @@ def average_partly(rank: int, world: int, dtype: torch.dtype) -> list[Any]:
     if rank == 1:
         params[1].grad = torch.full((3,), 6.0, dtype=dtype)
     reduce_gradients(params, dist.group.WORLD, bucket_bytes=16)
+    assert gradients(params) == [[2.0] * 3, [2.0] * 3, None, None]
+
+
+def gradients(params: list[Parameter]) -> list[Any]:
     return [None if p.grad is None else p.grad.tolist() for p in params]
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_missing_on_some_ranks_are_zeros(dtype: torch.dtype) -> None:
-    for result in run_distributed(average_partly, 3, dtype):
-        assert result == [[2.0] * 3, [2.0] * 3, None, None]
-
-
-def average_small(rank: int, world: int) -> float:
+@on_ranks(4)
+def test_half_precision_is_added_in_float32() -> None:
     param = Parameter(torch.zeros(1, dtype=torch.bfloat16))
     # In bfloat16 256 + 1 is 256 again, so that its sum would be 256 for any number of ones.
-    param.grad = torch.tensor([256.0 if rank == 0 else 1.0], dtype=torch.bfloat16)
+    first = dist.get_rank() == 0
+    param.grad = torch.tensor([256.0 if first else 1.0], dtype=torch.bfloat16)
     reduce_gradients([param], dist.group.WORLD)
-    assert param.grad is not None
-    return float(param.grad)
-
-
-@pytest.mark.distributed
-def test_half_precision_is_added_in_float32() -> None:
     # (256 + 3) / 4 = 64.75, which is rounded once, to a multiple of 0.5.
-    assert run_distributed(average_small, 4) == [65.0] * 4
+    assert gradients([param]) == [[65.0]]
 
 
-def reduce_ties(rank: int, world: int) -> list[Any]:
+@on_ranks(3)
+def test_ties_with_several_copies_and_missing_gradients() -> None:
     """Two ties: the first on all ranks and twice on rank 0, the second on rank 2 alone."""
-    group = new_group([0, 1, 2])
+    rank, group = dist.get_rank(), new_group([0, 1, 2])
     shared = [Parameter(torch.zeros(2)) for _ in range(2 if rank == 0 else 1)]
     if rank == 0:
         shared[0].grad, shared[1].grad = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
     if rank == 1:
         shared[0].grad = torch.tensor([100.0, 200.0])
     sum_copies(shared, group)
-    own = [Parameter(torch.zeros(2)) for _ in range(2)] if rank == 2 else []
-    if own:
+    assert gradients(shared) == [[111.0, 222.0]] * len(shared)
+    if rank == 2:
+        own = [Parameter(torch.zeros(2)) for _ in range(2)]
         own[1].grad = torch.tensor([5.0, 6.0])
         sum_copies(own, None)
-    ties = [shared, own] if own else [shared]
-    return [[p.grad.tolist() for p in params if p.grad is not None] for params in ties]
-
-
-@pytest.mark.distributed
-def test_ties_with_several_copies_and_missing_gradients() -> None:
-    total = [111.0, 222.0]
-    assert run_distributed(reduce_ties, 3) == [
-        [[total, total]],
-        [[total]],
-        [[total], [[5.0, 6.0], [5.0, 6.0]]],
-    ]
+        assert gradients(own) == [[5.0, 6.0], [5.0, 6.0]]
 
 
 def test_copies_on_one_rank_keep_gradients_of_their_own() -> None:
@@ -171,21 +145,30 @@ def test_copies_on_one_rank_keep_gradients_of_their_own() -> None:
     torch.testing.assert_close(first.grad, torch.tensor([0.6, 0.8]))
 
 
-def fsdp(rank: int, world: int) -> dict[str, Any]:
+@pytest.mark.slow
+@on_ranks(4)
+def test_sharded_data_parallel_gradients() -> None:
     """Two stages, each sharded over two ranks, with a tied weight of uneven shards."""
     from torch.distributed.fsdp import fully_shard
 
+    stages = []
+    for number in range(2):
+        torch.manual_seed(number)
+        stages.append(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5, bias=False)).double())
+        nn.init.constant_(stages[number][1].weight, 0.25)
+    data = [torch.arange(6.0, dtype=torch.float64).view(2, 3) + number for number in range(2)]
+    alone = copy.deepcopy(stages)
+    alone[1][1].weight = alone[0][1].weight
+    torch.stack([stage(x).square().mean() / 2 for x in data for stage in alone]).sum().backward()
+    expected = nn.utils.clip_grad_norm_(nn.ModuleList(alone).parameters(), 0.5)
+
     mesh = init_mesh(pp=2, dp=2)
     pp, dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
-    torch.manual_seed(pp)
-    stage = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5, bias=False)).double()
+    stage = stages[pp]
     fully_shard(stage, mesh=mesh["dp"])
     tied = stage[1].weight
     group = group_among(mesh.mesh.flatten(1).t().tolist())
-    with torch.no_grad():
-        tied.copy_(torch.full_like(tied, 0.25))
-    x = torch.arange(6.0, dtype=torch.float64).view(2, 3) + dp
-    stage(x).square().mean().backward()
+    stage(data[dp]).square().mean().backward()
     sum_copies([tied], group)
     norm = global_norm(
         stage.parameters(),
@@ -194,28 +177,9 @@ def fsdp(rank: int, world: int) -> dict[str, Any]:
         counted=lambda param: pp == 0 or param is not tied,
     )
     scale_gradients(stage.parameters(), clip_factor(norm, 0.5))
-    return {
-        "norm": float(norm),
-        "grads": [p.grad.full_tensor() for p in stage.parameters() if p.grad is not None],
-    }
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_sharded_data_parallel_gradients() -> None:
-    stages = []
-    for pp in range(2):
-        torch.manual_seed(pp)
-        stages.append(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5, bias=False)).double())
-    stages[1][1].weight = stages[0][1].weight
-    nn.init.constant_(stages[0][1].weight, 0.25)
-    data = [torch.arange(6.0, dtype=torch.float64).view(2, 3) + dp for dp in range(2)]
-    torch.stack([stage(x).square().mean() / 2 for x in data for stage in stages]).sum().backward()
-    norm = nn.utils.clip_grad_norm_(nn.ModuleList(stages).parameters(), 0.5)
-    for rank, result in enumerate(run_distributed(fsdp, 4)):
-        assert abs(result["norm"] - float(norm)) < 1e-12 * float(norm)
-        for got, param in zip(result["grads"], stages[rank // 2].parameters(), strict=True):
-            torch.testing.assert_close(got, param.grad, rtol=1e-12, atol=1e-12)
+    assert abs(float(norm) - float(expected)) < 1e-12 * float(expected)
+    for param, wanted in zip(stage.parameters(), alone[pp].parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_norm_without_gradients_and_of_mixed_types() -> None:
@@ -254,41 +218,32 @@ class OwnSlice(nn.Module):
         return whole + self.bias.square().sum()
 
 
-def train_own_slice(rank: int, world: int, clip: float) -> tuple[str, dict[str, float]]:
-    """What build says without the annotation, and differences to one process with it."""
+@on_ranks(2)
+def test_a_slice_that_a_user_has_made_counts_once_it_is_said_to_be_one() -> None:
     generator = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(4, 3, generator=generator), torch.randn(5, generator=generator)
     batches = [(torch.randn(2, 3, generator=generator), None) for _ in range(3)]
-    mesh = init_mesh(tp=world, device="cpu")
+    mesh, clip = init_mesh(tp=2, device="cpu"), 0.5
+    rows = weight.chunk(2)[dist.get_rank()]
 
     def loss_fn(output: Tensor, _: Any) -> Tensor:
         return output
 
     def build(annotated: bool) -> Any:
-        model = nn.Sequential(OwnSlice(weight.chunk(world)[rank].clone(), bias.clone(), True))
+        model = nn.Sequential(OwnSlice(rows.clone(), bias.clone(), True))
         sch = slapo.create_schedule(model, group=mesh["tp"])
         if annotated:
             sch["0"].annotate("weight", "orig_shape", weight.shape)
         options = {"loss_fn": loss_fn, "optimizer": contract.sgd, "clip_grad_norm": clip}
         return slapo.build(sch, target="torch", mesh=mesh, **options)[0]
 
-    with pytest.raises(slapo.SlapoError) as caught:
+    with pytest.raises(slapo.SlapoError, match="has different values on tensor-parallel") as caught:
         build(annotated=False)
-    engine = build(annotated=True)
-    whole = nn.Sequential(OwnSlice(weight, bias, False))
-    reference, apart = Alone(whole, loss_fn, contract.sgd, clip=clip), 0.0
+    assert 'annotate(name, "orig_shape", shape_of_the_whole)' in str(caught.value)
+    engine, whole = build(annotated=True), nn.Sequential(OwnSlice(weight, bias, False))
+    reference = Alone(whole, loss_fn, contract.sgd, clip=clip)
     for batch in batches:
         loss = engine.train_batch(iter([batch])).item()
-        wanted = reference.step(batch)
-        apart = max(apart, abs(loss / wanted - 1))
-        apart = max(apart, abs(float(engine.grad_norm) / reference.norms[-1] - 1))
+        assert abs(loss / reference.step(batch) - 1) < 1e-5
+        assert abs(float(engine.grad_norm) / reference.norms[-1] - 1) < 1e-5
     assert min(reference.norms) > clip
-    return str(caught.value), {"apart": apart}
-
-
-@pytest.mark.distributed
-def test_a_slice_that_a_user_has_made_counts_once_it_is_said_to_be_one() -> None:
-    for refusal, found in run_distributed(train_own_slice, 2, 0.5):
-        assert "'0.weight' has different values on tensor-parallel ranks" in refusal
-        assert 'annotate(name, "orig_shape", shape_of_the_whole)' in refusal
-        assert found["apart"] < 1e-5

@@ -1,174 +1,350 @@
-"""Target "megatron" on gloo: its schedules, DDP and optimizers run, with the CPU for CUDA.
-
-The tolerance is that of :mod:`tests.runtimes.test_layouts`.
-"""
+"""Target "megatron" on gloo: its schedules, DDP and optimizers run, with the CPU for CUDA."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
-from math import prod
+from math import inf
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from examples.parallel_models import FAMILIES
-from tests.distributed import run_distributed
+import slapo
+from examples.parallel_models import FAMILIES, schedule
+from slapo.pipeline import generate_pipeline_partition
 from tests.runtimes import layouts
-from tests.runtimes.megatron_cases import CASES, Layout
-from tests.runtimes.megatron_jobs import CHECKS, Job, run
+from tests.runtimes.alone import Alone, compare, cut, largest_difference, of_this_rank
+from tests.runtimes.contract import WithUnused, build, copied, is_unchanged
+from tests.runtimes.layouts import MICRO_BATCHES, TOLERANCE, batches, model_of
+from tests.runtimes.megatron_cases import adam, megatron_adam, megatron_sgd
+from tests.runtimes.ranks import error_of, on_ranks, stand_in_for_cuda
 
 pytestmark = [
-    pytest.mark.distributed,
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron-Core is not installed"),
 ]
 
-TOLERANCE = 2e-5
+Layout = tuple[int, int, int]
 
-# What each layout runs besides the four families. In one job, and so in one test: processes take
-# seconds to import what they need.
-TASKS: dict[Layout, list[str]] = {
-    (2, 1, 1): ["clipped-t5", "half", "scaled", "evaluate", "repeats", "idle_stages"],
-    (1, 2, 1): ["by hand", "megatron-sgd", "overlapped", "distributed", "no_gradient"],
-    (1, 1, 2): ["by hand", "clipped", "scheduled"],
-    (2, 2, 1): ["distributed", "distributed-overlapped", "mixed"],
-    (2, 1, 2): ["clipped", "evaluate"],
-}
+start = partial(layouts.build, target="megatron")
+halving = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+BUCKETS = {"overlap_grad_reduce": True, "data_parallel_options": {"bucket_size": 2000}}
 
 
-def start(job: Job) -> list[dict[str, Any]]:
-    return run_distributed(run, prod(job.layout), job, timeout=280)
+def check(apart: dict[str, float]) -> None:
+    assert max(apart.values()) < TOLERANCE, apart
 
 
-# --- what came out of a rank ---------------------------------------------------------------------
-def check_case(found: dict[str, float]) -> None:
-    assert max(found.values()) < TOLERANCE
+# --- ways to train, and their like in one process ------------------------------------------------
+def train(
+    layout: Layout,
+    family: str = "gpt2",
+    alone: dict[str, Any] | None = None,
+    make_optimizer: Callable[[], Any] | None = None,
+    **options: Any,
+) -> None:
+    """`options` are for build; `alone` says what one process needs besides."""
+    if make_optimizer is not None:
+        options["optimizer"] = make_optimizer()
+    reference = layouts.alone(family, **(alone or {}))
+    check(compare(start(family, layout=layout, **options), reference, batches(FAMILIES[family])))
+    clip = reference.clip
+    assert clip == inf or min(reference.norms) > clip, "each step is clipped"
 
 
-def check_by_hand(found: list[dict[str, float]]) -> None:
-    for way in found:
-        check_case(way)
+clipped = partial(train, clip_grad_norm=0.1, alone={"clip": 0.1})
+clipped_t5 = partial(clipped, family="t5")
+scheduled = partial(train, lr_scheduler=halving, alone={"lr_scheduler": halving})
+configured = partial(
+    train,
+    make_optimizer=partial(megatron_sgd, clip_grad=0.1),
+    lr_scheduler=halving,
+    alone={"clip": 0.1, "lr_scheduler": halving},
+)
+overlapped = partial(train, family="llama", **BUCKETS)
+distributed = partial(
+    train,
+    make_optimizer=megatron_adam,
+    distributed_optimizer=True,
+    clip_grad_norm=0.1,
+    alone={"optimizer": adam, "clip": 0.1},
+)
+distributed_overlapped = partial(
+    train,
+    family="t5",
+    make_optimizer=partial(megatron_adam, use_distributed_optimizer=True, clip_grad=0.0),
+    alone={"optimizer": adam},
+    **BUCKETS,
+)
 
 
-def check_half(found: dict[str, Any]) -> None:
-    """To the bit: the same numbers are added up in the same order."""
+def by_hand(layout: Layout) -> None:
+    """Call, backward and step; every batch goes back in two halves."""
+    for overlap in (False, True):
+        engine = start("gpt2", layout=layout, overlap_grad_reduce=overlap)
+        family, reference = FAMILIES["gpt2"], layouts.alone("gpt2")
+        for batch in batches(family):
+            total = torch.zeros(())
+            for inputs, targets in cut(of_this_rank(engine.mesh, batch), 2):
+                loss = family.loss(engine(**inputs), targets) / 2
+                engine.backward(loss)
+                total += loss.detach()
+            engine.step()
+            torch.distributed.all_reduce(total)
+            mean = total.item() / torch.distributed.get_world_size()
+            assert abs(mean - reference.step(batch)) < TOLERANCE
+        assert largest_difference(engine, reference.state()) < TOLERANCE
+
+
+# --- half precision ------------------------------------------------------------------------------
+def half(layout: Layout) -> None:
+    """bfloat16 against one process, to the bit: the same numbers are added in the same order.
+
+    There the model is traced, too: it always masks attention, and others only where they must.
+    """
+    mesh = slapo.init_mesh(*layout, device="cpu")
+    sch = slapo.create_schedule(model_of("llama").bfloat16(), group=mesh["tp"])
+    schedule(sch, FAMILIES["llama"], stages=2)
+    traced = generate_pipeline_partition(sch).mod
+    # The mean of micro-batches, so that roundings are the same.
+    loss_fn = FAMILIES["llama"].loss
+    reference = Alone(traced, loss_fn, layouts.sgd, parts=MICRO_BATCHES)
+    model = model_of("llama").bfloat16()
+    engine = start("llama", layout=layout, model=model, dtype=torch.bfloat16, loss_fn=loss_fn)
+    found = compare(engine, reference, batches(FAMILIES["llama"]))
     assert found["losses"] < 1e-6  # a mean of two micro-batches, in float32
     assert found["state"] == 0.0
-    assert [str(dtype) for dtype in found["dtypes"]] == ["torch.bfloat16"]
-    assert found["kind"] == "Float16OptimizerWithFloat16Params"
+    assert {parameter.dtype for parameter in engine.parameters()} == {torch.bfloat16}
+    assert type(engine.optimizer).__name__ == "Float16OptimizerWithFloat16Params"
 
 
-def check_mixed(found: float) -> None:
+def mixed(layout: Layout) -> None:
+    """Losses in bfloat16 with the distributed optimizer and overlap, against float32."""
+    config = megatron_adam(bf16=True, use_distributed_optimizer=True, clip_grad=0.1)
+    model = model_of("gpt2").bfloat16()
+    engine = start("gpt2", layout=layout, model=model, optimizer=config, overlap_grad_reduce=True)
+    reference = layouts.alone("gpt2", optimizer=adam, clip=0.1)
     # Logits of size 1 have errors of 2**-9, and losses are means over some 60 of them.
-    assert found < 2e-3
+    assert compare(engine, reference, batches(FAMILIES["gpt2"]))["losses"] < 2e-3
 
 
-def check_scaled(found: dict[str, Any]) -> None:
-    """Steps that would overflow are left out, and the scheduler's with them."""
-    losses, rates = found["losses"], found["rates"]
+def scaled(layout: Layout) -> None:
+    """float16, beginning with so large a scale that gradients overflow.
+
+    Steps that would overflow are left out, and the scheduler's with them.
+    """
+    config = megatron_sgd(fp16=True, initial_loss_scale=2.0**18, hysteresis=1)
+    model = model_of("gpt2").half()
+    engine = start("gpt2", layout=layout, model=model, optimizer=config, lr_scheduler=halving)
+    batch = of_this_rank(engine.mesh, batches(FAMILIES["gpt2"])[0])
+    losses, rates = [], []
+    for _ in range(12):
+        losses.append(engine.train_batch(iter([batch])).item())
+        rates.append(engine.optimizer.param_groups[0]["lr"])
     assert losses[0] == losses[1]
     assert rates[1] == layouts.LEARNING_RATE
     assert losses[-1] < losses[0]
     assert rates[-1] < layouts.LEARNING_RATE
-    assert 1.0 < found["scale"] < 2.0**18
+    assert 1.0 < engine.optimizer.get_loss_scale().item() < 2.0**18
 
 
-def check_evaluate(found: dict[str, Any]) -> None:
-    assert found["loss"] < TOLERANCE
-    assert found["modes"] == {True}
-    assert found["same"]
-    assert found["forms"] == 2
+# --- evaluation, forms of batches ----------------------------------------------------------------
+def evaluate(layout: Layout) -> None:
+    """Loss in eval mode, of batches of two forms; nothing changes by it."""
+    engine = start("bert", layout=layout, model=model_of("bert", dropout=0.5))
+    reference, before = layouts.alone("bert"), copied(engine)
+    for length in (8, 5, 8):
+        inputs, targets = batches(FAMILIES["bert"])[0]
+        batch = {key: t[:, :length] for key, t in inputs.items()}, targets[:, :length]
+        loss = engine.eval_batch(iter([of_this_rank(engine.mesh, batch)])).item()
+        assert abs(loss - reference.evaluate(batch)[0]) < TOLERANCE
+    assert all(module.training for module in engine.module.modules())
+    assert is_unchanged(engine, before)
+    assert len(engine._boundaries._known) == 2
 
 
-def check_idle_stages(found: float) -> None:
-    assert found < TOLERANCE
+def repeats(layout: Layout) -> None:
+    layouts.check_repeats("llama", "megatron", layout)
 
 
-def check_repeats(found: bool) -> None:
-    assert found
+# --- stages with nothing to train ----------------------------------------------------------------
+class Row(nn.Module):
+    """Two stages, of which one has all that is trained; no gradient crosses if that is the last."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(3, 3).requires_grad_(not last), nn.Tanh()
+        self.c = nn.Linear(3, 3) if last else nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x)))
 
 
-def check_no_gradient(found: str) -> None:
-    assert found.startswith("SlapoError: overlap_grad_reduce=True waits"), found
-    assert "['unused.bias', 'unused.weight'] got none" in found
+def square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
 
 
-CHECKED: dict[str, Callable[[Any], None]] = {
-    **dict.fromkeys([*FAMILIES, *CASES], check_case),
-    "by hand": check_by_hand,
-    "half": check_half,
-    "mixed": check_mixed,
-    "scaled": check_scaled,
-    "evaluate": check_evaluate,
-    "repeats": check_repeats,
-    "idle_stages": check_idle_stages,
-    "no_gradient": check_no_gradient,
+def idle_stages(layout: Layout) -> None:
+    """Like one process, for all kinds of optimizers."""
+    mesh = slapo.init_mesh(*layout, device="cpu")
+    kinds = [
+        (layouts.sgd, layouts.sgd),
+        (megatron_sgd(clip_grad=0.0), layouts.sgd),
+        (megatron_adam(clip_grad=0.0, use_distributed_optimizer=True), adam),
+    ]
+    x, y = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)), torch.ones(4, 3)
+    for (kind, reference), last in itertools.product(kinds, (False, True)):
+        alone = Alone(Row(last), square, reference)
+        sch = slapo.create_schedule(Row(last), group=mesh["tp"])
+        sch.trace_until([""])
+        sch["b"].cut_pipeline_stage()
+        given = {"loss_fn": square, "optimizer": kind, "lr_scheduler": halving, "micro_batches": 2}
+        engine, _ = slapo.build(sch, target="megatron", mesh=mesh, **given)
+        # The scheduler changes nothing before the third.
+        check(compare(engine, alone, [(x, y)] * 2))
+
+
+def no_gradient(layout: Layout) -> None:
+    """Overlap, and a parameter without a gradient."""
+    torch.manual_seed(0)
+    engine = build(
+        WithUnused(),
+        "megatron",
+        layout,
+        loss_fn=lambda output, target: output.mean(),
+        overlap_grad_reduce=True,
+    )
+    text = error_of(lambda: engine.train_batch(iter([(torch.ones(2, 3), None)])))
+    assert text.startswith("SlapoError: overlap_grad_reduce=True waits"), text
+    assert "['unused.bias', 'unused.weight'] got none" in text
+
+
+# What each layout runs besides the four families. In one test: processes take seconds to import
+# what they need.
+TASKS: dict[Layout, list[Callable[[Layout], None]]] = {
+    (2, 1, 1): [clipped_t5, half, scaled, evaluate, repeats, idle_stages],
+    (1, 2, 1): [by_hand, configured, overlapped, distributed, no_gradient],
+    (1, 1, 2): [by_hand, clipped, scheduled],
+    (2, 2, 1): [distributed, distributed_overlapped, mixed],
+    (2, 1, 2): [clipped, evaluate],
 }
 
 
-def shown(layout: Layout) -> str:
-    return "x".join(map(str, layout))
-
-
-@pytest.mark.parametrize("layout", TASKS, ids=shown)
+@pytest.mark.parametrize("layout", TASKS, ids=lambda layout: "x".join(map(str, layout)))
+@on_ranks(timeout=280)
 def test_training_equals_one_process(layout: Layout) -> None:
-    tasks = TASKS[layout]
-    cases = [name for name in tasks if name in CASES]
-    checks = [name for name in tasks if name in CHECKS]
-    for found in start(Job(layout, list(FAMILIES), cases, checks)):
-        assert sorted(found) == sorted([*FAMILIES, *tasks])
-        for name, result in found.items():
-            CHECKED[name](result)
+    stand_in_for_cuda()
+    layouts.check_families("megatron", layout)
+    for task in TASKS[layout]:
+        task(layout)
 
 
+@on_ranks(1)
 def test_groups_of_a_job_that_is_over() -> None:
-    (found,) = start(Job((1, 1, 1), checks=["restarted"]))
-    first, second = found["restarted"]
-    assert first == second
+    """An engine of a job that is over, and one of the next; in a world of one."""
+    stand_in_for_cuda()
+    losses = []
+    for _ in range(2):
+        engine = start("gpt2", layout=(1, 1, 1))
+        losses.append(engine.train_batch(iter(batches(FAMILIES["gpt2"]))).item())
+        torch.distributed.destroy_process_group()
+        slapo.init_mesh(device="cpu")
+    assert losses[0] == losses[1]
 
 
 # --- bad input -----------------------------------------------------------------------------------
-MESSAGES = {
-    "callable": "ValueError: distributed_optimizer=True shares out the state of Megatron-Core's",
-    "sgd": "ValueError: megatron's distributed optimizer is for Adam only",
-    "rate": "ValueError: the OptimizerConfig has no learning rate",
-    "gather": "ValueError: the OptimizerConfig has ['overlap_param_gather']",
-    "contradiction": "ValueError: the OptimizerConfig is for torch.bfloat16 and dtype is torch.fl",
-    "dtype": "ValueError: dtype is torch.float64; pass torch.float32",
-    "fields": "ValueError: data_parallel_options has ['overlap_param_gather']",
-    "loss": "ValueError: a pipeline needs a loss",
-    "differing": "micro_batches differs between ranks: 1 on rank 0, 2 on rank 1",
+#: Arguments of build, made in the process, and what they are met with on both stages.
+REFUSED: list[tuple[Callable[[], dict[str, Any]], str]] = [
+    (
+        lambda: {"distributed_optimizer": True},
+        "ValueError: distributed_optimizer=True shares out the state of Megatron-Core's",
+    ),
+    (
+        lambda: {"distributed_optimizer": True, "optimizer": megatron_sgd()},
+        "ValueError: megatron's distributed optimizer is for Adam only",
+    ),
+    (
+        lambda: {"optimizer": megatron_sgd(lr=None)},
+        "ValueError: the OptimizerConfig has no learning rate",
+    ),
+    (
+        lambda: {"optimizer": megatron_adam(overlap_param_gather=True)},
+        "ValueError: the OptimizerConfig has ['overlap_param_gather']",
+    ),
+    (
+        lambda: {"optimizer": megatron_adam(bf16=True), "dtype": torch.float16},
+        "ValueError: the OptimizerConfig is for torch.bfloat16 and dtype is torch.fl",
+    ),
+    (lambda: {"dtype": torch.float64}, "ValueError: dtype is torch.float64; pass torch.float32"),
+    (
+        lambda: {"data_parallel_options": {"overlap_param_gather": True}},
+        "ValueError: data_parallel_options has ['overlap_param_gather']",
+    ),
+    (lambda: {"loss_fn": None}, "ValueError: a pipeline needs a loss"),
+    (
+        lambda: {"micro_batches": 1 + torch.distributed.get_rank()},
+        "micro_batches differs between ranks: 1 on rank 0, 2 on rank 1",
+    ),
     # Graphs follow the dtype, and a model of half precision is trained in it.
-    "half trace": "nothing",
-    "half model": "nothing",
-    "batch": "ValueError: a batch of 4 samples is not divisible by micro_batches=3",
-    "call": "SlapoError: a call of the engine would run one of 2 pipeline stages",
-    "no optimizer": "SlapoError: train_batch needs an optimizer",
-}
+    (lambda: {"name": "llama", "dtype": torch.bfloat16}, "no error"),
+    (lambda: {"model": model_of("gpt2").bfloat16()}, "no error"),
+]
 
 
-def test_faults() -> None:
-    ranks = start(Job((2, 1, 1), checks=["refusals", "group_faults"], before=True))
-    for found in ranks:
-        for name, message in MESSAGES.items():
-            assert message in found["refusals"][name], name
-        check_groups(found["group_faults"])
-        check_without(found["without_cuda"])
-    here, there = (found["refusals"]["returned"] for found in ranks)
-    assert there.startswith("TypeError: optimizer(parameters) returned a str")
-    assert here.startswith("SlapoError: optimizer failed on rank 1 with TypeError")
+@on_ranks(2)
+def test_refusals() -> None:
+    layout = (2, 1, 1)
+
+    def attempt(**options: Any) -> str:
+        return error_of(lambda: start(**{"name": "gpt2", "layout": layout, **options}))
+
+    found = attempt()  # on this machine, or on one without the package
+    assert found.startswith('SlapoError: target="megatron" needs CUDA')
+    assert 'target="torch" and target="deepspeed"' in found
+    with mock.patch("importlib.util.find_spec", return_value=None):
+        found = attempt()
+    assert found.startswith("MissingPackageError")
+    assert 'pip install "slapo[megatron]"' in found
+
+    stand_in_for_cuda()
+    for make, text in REFUSED:
+        assert text in attempt(**make()), text
+    rank = torch.distributed.get_rank()
+    text = attempt(optimizer=lambda params: "none" if rank == 1 else layouts.sgd(params))
+    assert text.startswith(
+        "TypeError: optimizer(parameters) returned a str"
+        if rank == 1
+        else "SlapoError: optimizer failed on rank 1 with TypeError"
+    )
+    engine, batch = start("gpt2", layout=layout, micro_batches=3), batches(FAMILIES["gpt2"])[0]
+    text = error_of(lambda: engine.train_batch(iter([batch])))
+    assert "ValueError: a batch of 4 samples is not divisible by micro_batches=3" in text
+    text = error_of(lambda: engine(**batch[0]))
+    assert "SlapoError: a call of the engine would run one of 2 pipeline stages" in text
+    engine = start("gpt2", layout=layout, optimizer=None)
+    text = error_of(lambda: engine.train_batch(iter([batch])))
+    assert "SlapoError: train_batch needs an optimizer" in text
+    check_groups(layout)
 
 
-def check_groups(found: dict[str, str]) -> None:
-    assert found["same"] == "nothing"
-    assert "SlapoError: megatron-core's groups are {'pp': 1, 'dp': 1, 'tp': 2}" in found["other"]
+def check_groups(layout: Layout) -> None:
+    """Groups that are there already: others, and the right ones."""
+    from megatron.core import parallel_state
 
-
-def check_without(found: dict[str, str]) -> None:
-    assert found["cuda"].startswith('SlapoError: target="megatron" needs CUDA')
-    assert 'target="torch" and target="deepspeed"' in found["cuda"]
-    assert found["package"].startswith("MissingPackageError")
-    assert 'pip install "slapo[megatron]"' in found["package"]
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout[0])
+    text = error_of(lambda: start("gpt2", layout=layout))
+    assert "SlapoError: megatron-core's groups are {'pp': 1, 'dp': 1, 'tp': 2}" in text
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=layout[0])
+    theirs = parallel_state.get_pipeline_model_parallel_group()
+    assert error_of(lambda: start("gpt2", layout=layout)) == "no error"
+    assert parallel_state.get_pipeline_model_parallel_group() is theirs

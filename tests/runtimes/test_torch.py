@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
-from slapo.framework_dialect.pytorch.placement import SCHEDULES, schedule_named
+from slapo.agreement import gathered
+from slapo.framework_dialect.pytorch.placement import SCHEDULES
 from slapo.pipeline.boundaries import ShapeProbe, TensorMeta, describe_tensors, infer_boundaries
 from tests.communication import Collectives
-from tests.distributed import run_distributed
-from tests.runtimes import contract
+from tests.runtimes.alone import Alone, compare, whole
+from tests.runtimes.contract import VOCABULARY, Model, build, data, loss_fn, make, seeded, sgd
+from tests.runtimes.ranks import on_ranks
 
 
 # --- placement -----------------------------------------------------------------------------------
@@ -28,13 +30,11 @@ from tests.runtimes import contract
     ],
 )
 def test_where_stages_run(name: str, stages: int, expected: list[tuple[int, ...]]) -> None:
-    schedule = schedule_named(name)
+    schedule = SCHEDULES[name]
     assert [schedule.stages_of(rank, stages, 4) for rank in range(4)] == expected
 
 
 def test_what_schedules_refuse() -> None:
-    with pytest.raises(ValueError, match=r"unknown pipeline_schedule '2f2b'; known are"):
-        schedule_named("2f2b")
     with pytest.raises(slapo.SlapoError, match="cut in 3 stages, and pp=2 ranks with 2 each"):
         SCHEDULES["zbv"].check("zbv", 3, 2, 4)
     with pytest.raises(slapo.SlapoError, match="two or more stages on each of pp=2"):
@@ -46,36 +46,30 @@ def test_what_schedules_refuse() -> None:
     SCHEDULES["gpipe"].check("gpipe", 4, 4, 1)
 
 
-def _build(**options: Any) -> Any:
-    mesh = slapo.init_mesh(device="cpu")
-    sch = slapo.create_schedule(nn.Linear(2, 2), group=mesh["tp"])
-    return slapo.build(sch, target="torch", mesh=mesh, **options)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"data_parallel": "zero"}, ValueError, r"known are \['ddp', 'fsdp'\]"),
+        ({"data_parallel": "zero"}, ValueError, "data_parallel is 'zero'; pass 'ddp' or 'fsdp'"),
         ({"dtype": torch.int8}, ValueError, "pass torch.float32, torch.bfloat16"),
         ({"autocast": torch.float32}, ValueError, "pass torch.bfloat16, torch.float16 or None"),
         ({"autocast": torch.bfloat16, "dtype": torch.float16}, ValueError, "leave out auto"),
         ({"shard_size": 1}, ValueError, 'goes with data_parallel="fsdp"'),
         ({"shard_size": 3, "data_parallel": "fsdp"}, ValueError, "a divisor of the mesh's dp=1"),
-        ({"nonfinite": "hope"}, ValueError, r"known are \['step', 'skip', 'error'\]"),
+        ({"nonfinite": "hope"}, ValueError, "pass 'step', 'skip' or 'error'"),
         ({"micro_batch": 2}, TypeError, "did you mean 'micro_batches'"),
         ({"clip_grad_norm": 0.0}, ValueError, "pass a number above 0"),
         ({"clip_grad_norm": "1"}, ValueError, "clip_grad_norm is '1'; pass a number above 0"),
         ({"lr_scheduler": print}, ValueError, "lr_scheduler needs an optimizer"),
-        ({"pipeline_schedule": "x"}, ValueError, "unknown pipeline_schedule 'x'"),
+        ({"pipeline_schedule": "x"}, ValueError, "pipeline_schedule is 'x'; pass '1f1b', 'gpipe'"),
     ],
 )
 def test_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        _build(**options)
+        build(nn.Linear(2, 2), **{"optimizer": None, "loss_fn": None, **options})
 
 
 def test_a_state_that_does_not_fit() -> None:
-    engine, _ = _build()
+    engine = build(nn.Linear(2, 2))
     weight = torch.ones(2, 2)
     with pytest.raises(ValueError, match=r"state dict lacks \['bias'\]; pass strict=False"):
         engine.load_state_dict({"weight": weight})
@@ -101,14 +95,14 @@ def test_weights_on_meta_are_refused() -> None:
 
 
 def test_loss_functions_return_one_number() -> None:
-    engine, _ = _build(loss_fn=lambda out, target: out, optimizer=contract.sgd)
+    engine = build(nn.Linear(2, 2), loss_fn=lambda out, target: out)
     with pytest.raises(ValueError, match=r"loss_fn returned \(3, 2\); it must return one number"):
         engine.train_batch(iter([(torch.ones(3, 2), torch.ones(3))]))
 
 
 def test_an_engine_without_optimizer_evaluates() -> None:
-    engine, optimizer = _build(loss_fn=F.mse_loss)
-    assert optimizer is None
+    engine = build(nn.Linear(2, 2), optimizer=None)
+    assert engine.optimizer is None
     assert engine.eval_batch(iter([(torch.ones(3, 2), torch.ones(3, 2))])).dim() == 0
     with pytest.raises(slapo.SlapoError, match="train_batch needs an optimizer"):
         engine.train_batch(iter([]))
@@ -118,12 +112,12 @@ def test_an_engine_without_optimizer_evaluates() -> None:
 
 def test_a_build_that_is_refused_changes_nothing() -> None:
     mesh = slapo.init_mesh(device="cpu")
-    sch = slapo.create_schedule(contract.Model(), group=mesh["tp"])
+    sch = slapo.create_schedule(Model(), group=mesh["tp"])
     sch.trace_until("")
     sch["h.1"].cut_pipeline_stage()
     before, text = sch.mod, str(sch)
     with pytest.raises(slapo.SlapoError, match="cut in 2 stages, and pp=1"):
-        slapo.build(sch, target="torch", mesh=mesh, loss_fn=contract.loss_fn)
+        slapo.build(sch, target="torch", mesh=mesh, loss_fn=loss_fn)
     assert sch.mod is before
     assert str(sch) == text
 
@@ -196,49 +190,22 @@ def test_probes_say_why_a_stage_fails() -> None:
 
 
 # --- on several processes ------------------------------------------------------------------------
-def _lengths(rank: int, world: int, name: str) -> list[tuple[list[float], float]]:
-    """Batches of several lengths, with evaluations in between."""
-    options = {"pipeline_schedule": name}
-    stages = 2 if SCHEDULES[name].stages_per_rank == 1 else 4
-    engine, _ = contract.make("torch", (2, 1, 1), stages=stages, **options)
-    found = []
-    for length in (5, 3, 5):
-        tokens = torch.arange(8 * length).view(8, length) % contract.VOCABULARY
-        batches = iter([({"ids": tokens}, tokens)] * 3)
-        losses = [engine.train_batch(batches).item() for _ in range(2)]
-        found.append((losses, engine.eval_batch(batches).item()))
-    return found
-
-
-def _lengths_alone() -> list[tuple[list[float], float]]:
-    torch.manual_seed(0)
-    model = contract.Model().train()
-    optimizer = contract.sgd(list(model.parameters()))
-    found = []
-    for length in (5, 3, 5):
-        tokens = torch.arange(8 * length).view(8, length) % contract.VOCABULARY
-        losses = []
-        for _ in range(2):
-            loss = contract.loss_fn(model(tokens), tokens)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        with torch.no_grad():
-            found.append((losses, contract.loss_fn(model.eval()(tokens), tokens).item()))
-        model.train()
-    return found
-
-
-@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
+@on_ranks(2)
 def test_lengths_may_change_from_batch_to_batch(name: str) -> None:
-    expected = _lengths_alone()
-    for found in run_distributed(_lengths, 2, name):
-        for (losses, evaluated), (wanted, alone) in zip(found, expected, strict=True):
-            assert losses == pytest.approx(wanted, abs=1e-5)
-            assert evaluated == pytest.approx(alone, abs=1e-5)
+    """Batches of several lengths, with evaluations in between."""
+    stages = 2 if SCHEDULES[name].stages_per_rank == 1 else 4
+    engine = make("torch", (2, 1, 1), stages=stages, pipeline_schedule=name)
+    reference = Alone(seeded(), loss_fn, sgd)
+    for length in (5, 3, 5):
+        tokens = torch.arange(8 * length).view(8, length) % VOCABULARY
+        batches = iter([({"ids": tokens}, tokens)] * 3)
+        for _ in range(2):
+            expected = reference.step((tokens, tokens))
+            assert engine.train_batch(batches).item() == pytest.approx(expected, abs=1e-5)
+        expected, _ = reference.evaluate((tokens, tokens))
+        assert engine.eval_batch(batches).item() == pytest.approx(expected, abs=1e-5)
 
 
 class TokenNorm(nn.Module):
@@ -253,12 +220,14 @@ class TokenNorm(nn.Module):
         return self.down(torch.relu(self.up(self.norm(x))))
 
 
-def _sequence_parallel(
-    rank: int, world: int, data_parallel: str, micro_batches: int
-) -> tuple[float, float, float, int, int]:
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("data_parallel", ["ddp", "fsdp"])
+@on_ranks(4)
+def test_sequence_parallel_gradients(data_parallel: str, micro_batches: int) -> None:
     mesh = slapo.init_mesh(dp=2, tp=2, device="cpu")
     torch.manual_seed(0)
     model = TokenNorm()
+    alone = Alone(model, lambda out, target: out.pow(2).mean(), sgd, clip=1e3)
     sch = slapo.create_schedule(model, group=mesh["tp"])
     for name in ("weight", "bias"):
         sch["norm"].annotate(name, "sequence_parallel", True)
@@ -269,125 +238,57 @@ def _sequence_parallel(
         target="torch",
         mesh=mesh,
         loss_fn=lambda out, target: out.pow(2).mean(),
-        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        optimizer=sgd,
         data_parallel=data_parallel,
         clip_grad_norm=1e3,
         micro_batches=micro_batches,
     )
-    generator = torch.Generator().manual_seed(1)
-    whole = torch.randn(4, 6, 8, generator=generator)
+    batch = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1))
     tp, dp = mesh.get_local_rank("tp"), mesh.get_local_rank("dp")
-    part = whole[2 * dp : 2 * dp + 2, 3 * tp : 3 * tp + 3]
+    part = batch[2 * dp : 2 * dp + 2, 3 * tp : 3 * tp + 3]
     with Collectives() as seen:
         for piece in part.chunk(micro_batches):
             # Each rank has half of the tokens, and the loss is the mean over all: half of its own.
             engine.backward(engine(piece).pow(2).mean() / 2 / micro_batches)
         before = seen.counts()["allreduce_"]
         engine.step()
-    sums = seen.counts()["allreduce_"] - before
-    torch.manual_seed(0)
-    alone = TokenNorm()
-    alone(whole).pow(2).mean().backward()
-    norm = nn.utils.clip_grad_norm_(alone.parameters(), 1e3)
-    torch.optim.SGD(alone.parameters(), lr=0.1).step()
-    differences = []
-    for mine, wanted in (
-        (model.norm.weight, alone.norm.weight),
-        (model.down.bias, alone.down.bias),
-    ):
-        whole = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
-        differences.append((whole - wanted).abs().max().item())
-    return max(differences), float(engine.grad_norm), float(norm), sums, before
+    assert before == {"ddp": micro_batches, "fsdp": 0}[data_parallel]  # DDP's own
+    # One for the gradients of the norm and of the bias of the layer by rows, the others for the
+    # length of the whole gradient.
+    assert seen.counts()["allreduce_"] - before == {"ddp": 2, "fsdp": 3}[data_parallel]
+    alone.step((batch, None))
+    assert float(engine.grad_norm) == pytest.approx(alone.norms[0], rel=1e-5)
+    expected = alone.state()
+    for name in ("norm.weight", "down.bias"):
+        mine = whole(model.get_parameter(name))
+        assert (mine - expected[name]).abs().max().item() < 1e-6
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("data_parallel", ["ddp", "fsdp"])
-def test_sequence_parallel_gradients(data_parallel: str, micro_batches: int) -> None:
-    args = (data_parallel, micro_batches)
-    for difference, norm, alone, sums, before in run_distributed(_sequence_parallel, 4, *args):
-        # One for the gradients of the norm and of the bias of the layer by rows, the others for the
-        # length of the whole gradient.
-        assert sums == {"ddp": 2, "fsdp": 3}[data_parallel]
-        assert before == {"ddp": micro_batches, "fsdp": 0}[data_parallel]  # DDP's own
-        assert difference < 1e-6
-        assert norm == pytest.approx(alone, rel=1e-5)
-
-
-def _half(rank: int, world: int) -> tuple[list[float], torch.dtype]:
-    engine, _ = contract.make("torch", (2, 1, 1), dtype=torch.bfloat16)
-    batches = contract.data()
-    losses = [engine.train_batch(batches).item() for _ in range(3)]
-    return losses, next(engine.parameters()).dtype
-
-
-@pytest.mark.distributed
-def test_mixed_precision() -> None:
-    losses = contract.alone().train(contract.data(3)).losses
-    for found, dtype in run_distributed(_half, 2):
-        assert dtype is torch.float32  # the optimizer's
-        assert found == pytest.approx(losses, rel=3e-2)  # bfloat16 keeps 8 bits
-        assert found != pytest.approx(losses, abs=1e-6)
-
-
-def _other_group(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_the_group_is_the_meshes() -> None:
     mesh = slapo.init_mesh(dp=2, device="cpu")
     sch = slapo.create_schedule(nn.Linear(2, 2))  # the default group: all ranks
-    with pytest.raises(ValueError, match="shards over ranks") as caught:
+    rank = torch.distributed.get_rank()
+    text = rf'shards over ranks.*tensor-parallel ranks are \[{rank}\].*group=mesh\["tp"\]'
+    with pytest.raises(ValueError, match=text):
         slapo.build(sch, target="torch", mesh=mesh)
-    return str(caught.value)
-
-
-@pytest.mark.distributed
-def test_the_group_is_the_meshes() -> None:
-    for rank, message in enumerate(run_distributed(_other_group, 2)):
-        assert f"tensor-parallel ranks are [{rank}]" in message
-        assert 'group=mesh["tp"]' in message
 
 
 # --- fine-tuning, initialisation, modes, failures ------------------------------------------------
-def _frozen(rank: int, world: int) -> list[float]:
-    """A stage that trains nothing, as in fine-tuning."""
-    mesh = slapo.init_mesh(pp=2, device="cpu")
-    torch.manual_seed(0)
-    model = contract.Model().train()
-    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    for module in (model.emb, model.h[0], model.h[1]):
-        module.requires_grad_(False)
-    sch = slapo.create_schedule(model, group=mesh["tp"])
-    sch.trace_until("")
-    sch["h.1"].cut_pipeline_stage()
-    options = {"loss_fn": contract.loss_fn, "optimizer": contract.sgd, "micro_batches": 4}
-    engine, _ = slapo.build(sch, target="torch", mesh=mesh, clip_grad_norm=1.0, **options)
-    batches = contract.data()
-    return [engine.train_batch(batches).item() for _ in range(3)]
-
-
-def _frozen_alone() -> list[float]:
-    torch.manual_seed(0)
-    model = contract.Model().train()
-    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    for module in (model.emb, model.h[0], model.h[1]):
-        module.requires_grad_(False)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer, losses = contract.sgd(trained), []
-    for ids, targets in contract.data(3):
-        loss = contract.loss_fn(model(ids), targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.distributed
+@on_ranks(2)
 def test_a_stage_may_train_nothing() -> None:
-    for found in run_distributed(_frozen, 2):
-        assert found == pytest.approx(_frozen_alone(), abs=1e-5)
+    """As in fine-tuning."""
+    model = seeded()
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    for module in (model.emb, model.h[0], model.h[1]):
+        module.requires_grad_(False)
+    alone = Alone(model, loss_fn, sgd, clip=1.0)
+    engine = make("torch", (2, 1, 1), model=model, clip_grad_norm=1.0)
+    assert max(compare(engine, alone, data(3)).values()) < 1e-5
 
 
-def _on_meta(rank: int, world: int) -> dict[str, Tensor]:
+@on_ranks(2)
+def test_stages_made_on_meta_differ() -> None:
     mesh = slapo.init_mesh(pp=2, device="cpu")
     torch.manual_seed(0)
     with slapo.init_empty_weights():
@@ -396,13 +297,8 @@ def _on_meta(rank: int, world: int) -> dict[str, Tensor]:
     sch.trace_until("")
     sch["1"].cut_pipeline_stage()
     engine, _ = slapo.build(sch, target="torch", mesh=mesh, loss_fn=F.mse_loss, micro_batches=2)
-    return {name: t.detach().clone() for name, t in engine.state_dict().items()}
-
-
-@pytest.mark.distributed
-def test_stages_made_on_meta_differ() -> None:
-    first, second = run_distributed(_on_meta, 2)
-    weights = [t for n, t in {**first, **second}.items() if n.endswith("weight")]
+    own = {n: t.detach() for n, t in engine.state_dict().items() if n.endswith("weight")}
+    weights = [tensor for found in gathered(own, None) for tensor in found.values()]
     assert len(weights) == 4
     for number, weight in enumerate(weights):
         assert not any(torch.equal(weight, other) for other in weights[:number])
@@ -430,12 +326,12 @@ def test_dropout_is_on_again_after_an_evaluation() -> None:
 
 
 def test_a_failed_step_leaves_no_gradients() -> None:
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    def fails(output: Tensor, target: Tensor) -> Tensor:
         if target.sum() > 1:
             raise RuntimeError("out of memory")
         return F.mse_loss(output, target)
 
-    engine, _ = _build(loss_fn=loss_fn, optimizer=contract.sgd, micro_batches=2)
+    engine = build(nn.Linear(2, 2), loss_fn=fails, micro_batches=2)
     targets = torch.tensor([[0.0, 0.0], [5.0, 5.0]])
     engine.train_batch(iter([(torch.ones(2, 2), torch.zeros(2, 2))]))
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -444,53 +340,21 @@ def test_a_failed_step_leaves_no_gradients() -> None:
     assert all(p.grad is None for p in engine.parameters())
 
 
-def _flat_input(rank: int, world: int) -> str:
-    engine, _ = contract.make("torch", (2, 1, 1))
-    _, targets = next(contract.data())
-    with pytest.raises(ValueError, match="have no dimensions") as caught:
-        engine.train_batch(iter([({"ids": torch.tensor(3)}, targets)]))
-    return str(caught.value)
-
-
-@pytest.mark.distributed
+@on_ranks(2)
 def test_inputs_without_dimensions_are_refused_everywhere() -> None:
-    for message in run_distributed(_flat_input, 2):
-        assert "inputs ['ids'] have no dimensions" in message
+    engine, (_, targets) = make("torch", (2, 1, 1)), next(data())
+    with pytest.raises(ValueError, match=r"inputs \['ids'\] have no dimensions"):
+        engine.train_batch(iter([({"ids": torch.tensor(3)}, targets)]))
 
 
-def _tied_units(rank: int, world: int) -> list[float]:
-    mesh = slapo.init_mesh(dp=2, device="cpu")
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    model[2].weight = model[0].weight
-    sch = slapo.create_schedule(model, group=mesh["tp"])
-    engine, _ = slapo.build(
-        sch,
-        target="torch",
-        mesh=mesh,
-        loss_fn=F.mse_loss,
-        optimizer=contract.sgd,
-        data_parallel="fsdp",
-    )
-    batches = iter([(torch.ones(2, 4) * (1 + rank), torch.zeros(2, 4))] * 3)
-    losses = [engine.train_batch(batches).item() for _ in range(3)]
-    with pytest.raises(slapo.SlapoError, match="built with data_parallel"):
-        slapo.build(sch, target="torch", mesh=mesh, data_parallel="fsdp")
-    return losses
-
-
-@pytest.mark.distributed
+@on_ranks(2)
 def test_fsdp_with_ties_between_the_items_of_a_list() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     model[2].weight = model[0].weight
-    optimizer, losses = contract.sgd(list(model.parameters())), []
+    alone = Alone(model, F.mse_loss, sgd)
+    engine = build(model, layout=(1, 2, 1), data_parallel="fsdp")
     x = torch.cat([torch.ones(2, 4), torch.ones(2, 4) * 2])
-    for _ in range(3):
-        loss = F.mse_loss(model(x), torch.zeros(4, 4))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    for found in run_distributed(_tied_units, 2):
-        assert found == pytest.approx(losses, abs=1e-5)
+    assert max(compare(engine, alone, [(x, torch.zeros(4, 4))] * 3).values()) < 1e-5
+    with pytest.raises(slapo.SlapoError, match="built with data_parallel"):
+        build(model, layout=(1, 2, 1), data_parallel="fsdp")

@@ -1,8 +1,8 @@
-"""What crosses a stage boundary under DeepSpeed's pipeline.
+"""Tensors as they cross a stage boundary under DeepSpeed's pipeline.
 
 DeepSpeed takes every floating-point tensor that a stage sends for one whose gradient comes back. A
-mask or a position table has none, so it travels as bytes. Which tensors do is decided where they
-are made, and told to the next stage with their shapes, once for each form of batch.
+mask or a position table has none, so it travels as bytes. Which tensors do is decided by the stage
+that makes them, and sent to the next stage with their shapes, once for each form of batch.
 """
 
 from __future__ import annotations
@@ -38,17 +38,7 @@ def room_for(meta: TensorMeta, device: torch.device) -> Tensor:
 class StageLayer(nn.Module):
     """A stage as a layer of ``PipelineModule``: takes and returns what travels.
 
-    Parameters
-    ----------
-    stage
-        Takes and returns tensors; the last one returns anything.
-    n_stages
-        Number of stages.
-
-    Attributes
-    ----------
-    arriving, leaving : Boundary or None
-        What the boundaries before and after it carry; None until it is known.
+    `arriving` and `leaving` are what the boundaries before and after it carry; None until known.
     """
 
     def __init__(self, stage: Stage, n_stages: int) -> None:
@@ -69,9 +59,8 @@ class StageLayer(nn.Module):
             assert self.arriving is not None, "told before the tensors came"
             tensors = tuple(map(unpack, self.arriving, tensors))
         output = self.stage(*tensors)
-        return expose_tensors(output) if self.is_last else self._pack(output)
-
-    def _pack(self, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if self.is_last:
+            return expose_tensors(output)
         sent = describe_tensors(self.stage.sent, output)
         odd = [m for m in sent if m.requires_grad and not m.dtype.is_floating_point]
         if odd:
@@ -96,47 +85,19 @@ class OutputWithTensors(tuple[Any, ...]):
 
 
 def expose_tensors(output: Any) -> Any:
-    """An output whose tensors DeepSpeed finds: it prepares a backward by hooks on them.
-
-    Examples
-    --------
-    >>> from dataclasses import dataclass
-    >>> @dataclass
-    ... class Output:
-    ...     logits: Tensor
-    >>> expose_tensors(Output(torch.ones(1)))[1]
-    [tensor([1.])]
-    >>> expose_tensors([1])
-    [1]
-    """
+    """An output whose tensors DeepSpeed finds: it prepares a backward by hooks on them."""
     if isinstance(output, (Tensor, tuple, list, dict)):
         return output
     return OutputWithTensors((output, tensors_in(output)))
 
 
 def original_output(output: Any) -> Any:
-    """Undo :func:`expose_tensors`.
-
-    Examples
-    --------
-    >>> original_output(expose_tensors(3))
-    3
-    """
+    """Undo :func:`expose_tensors`."""
     return output[0] if isinstance(output, OutputWithTensors) else output
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """Tensors in containers and in attributes of objects, to a few levels.
-
-    Examples
-    --------
-    >>> tensors_in({"a": [torch.ones(1)], "b": None})
-    [tensor([1.])]
-    """
-    return _tensors_in(value, levels=4)
-
-
-def _tensors_in(value: Any, levels: int) -> list[Tensor]:
+def tensors_in(value: Any, levels: int = 4) -> list[Tensor]:
+    """Tensors in containers and in attributes of objects, to a few levels."""
     if isinstance(value, Tensor):
         return [value]
     if levels == 0 or isinstance(value, (str, bytes, type, nn.Module)):
@@ -147,4 +108,4 @@ def _tensors_in(value: Any, levels: int) -> list[Tensor]:
         items = list(value)
     else:
         items = list(getattr(value, "__dict__", {}).values())
-    return [tensor for item in items for tensor in _tensors_in(item, levels - 1)]
+    return [tensor for item in items for tensor in tensors_in(item, levels - 1)]

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: what a user wrote, joined with what the arguments of build say."""
+"""DeepSpeed's configuration: the user's, joined with the arguments of build."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ from typing import Any
 
 import torch
 
-Config = dict[str, Any]
+from slapo.framework_dialect.options import is_number, is_whole
+from slapo.framework_dialect.precision import HALF_NAMES
 
-_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+Config = dict[str, Any]
 
 # So that several tensors with gradients may cross a boundary, and a first stage may take integers.
 _PIPELINE = {"pipe_partitioned": False, "grad_partitioned": False, "use_reentrant": False}
-
-_NO_OPTIMIZER = (
-    "pass optimizer=, a callable from a list of parameters to a torch optimizer, or put an "
-    '"optimizer" section into the config'
-)
 
 # Prints nothing about progress; None, DeepSpeed's default, is not understood everywhere.
 _NEVER = 10**9
@@ -29,7 +25,7 @@ _NEVER = 10**9
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the model runs: ranks along each dimension, and the type of device."""
+    """Ranks along each dimension, and the type of device."""
 
     pp: int
     dp: int
@@ -39,18 +35,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Settings:
-    """Outcome of :func:`merge`.
+    """Outcome of :func:`merge`: a complete configuration, and the values in it.
 
-    Parameters
-    ----------
-    config
-        A configuration for ``deepspeed.initialize``.
-    micro_batches, zero, clip_grad_norm
-        What holds; ``clip_grad_norm`` is 0 for none.
-    micro_batch_size
-        The one that the user's configuration fixes, if it does.
-    has_optimizer
-        Whether the model is trained, and not only run.
+    `clip_grad_norm` is 0 for none; `micro_batch_size` is the one that the user's configuration
+    fixes, if it does; `has_optimizer` is whether the model is trained, and not only run.
     """
 
     config: Config
@@ -62,25 +50,7 @@ class Settings:
 
 
 def load(config: Mapping[str, Any] | str | Path | None) -> Config:
-    """A copy of the configuration that is safe to change.
-
-    Parameters
-    ----------
-    config
-        A mapping, or the path of a JSON file; None is an empty one.
-
-    Raises
-    ------
-    TypeError
-        If it is something else.
-    ValueError
-        If the file is missing or holds no JSON object.
-
-    Examples
-    --------
-    >>> load({"steps_per_print": 10})
-    {'steps_per_print': 10}
-    """
+    """A copy of the configuration, or of the JSON file, that is safe to change."""
     if config is None:
         return {}
     if isinstance(config, Mapping):
@@ -90,47 +60,23 @@ def load(config: Mapping[str, Any] | str | Path | None) -> Config:
             f"deepspeed: config is a {type(config).__name__}; pass a dict or the path of a JSON "
             "file"
         )
-    return _read(Path(config))
-
-
-def _read(path: Path) -> Config:
     try:
-        loaded = json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"deepspeed: config {str(path)!r} cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"deepspeed: config {str(path)!r} is no JSON: {error}") from error
+        loaded = json.loads(Path(config).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"deepspeed: config {str(config)!r} cannot be read as JSON: {error}"
+        ) from error
     if not isinstance(loaded, dict):
         raise ValueError(
-            f"deepspeed: config {str(path)!r} holds a {type(loaded).__name__}, not an object"
+            f"deepspeed: config {str(config)!r} holds a {type(loaded).__name__}, not an object"
         )
     return loaded
 
 
 def merge(config: Config, given: Mapping[str, Any], layout: Layout) -> Settings:
-    """Join a configuration with the arguments of build.
+    """Join a configuration with the arguments of build by name; those that are None are left to it.
 
-    Entries with the value ``"auto"`` count as absent where an argument of build says the same.
-
-    Parameters
-    ----------
-    config
-        The user's.
-    given
-        Arguments of build by name. What is None or missing is left to the configuration.
-    layout
-        Where the model runs.
-
-    Raises
-    ------
-    ValueError
-        If the two contradict each other, or DeepSpeed cannot do what they ask for.
-
-    Examples
-    --------
-    >>> settings = merge({}, {"micro_batches": 4}, Layout(2, 1, 1, "cpu"))
-    >>> settings.config["gradient_accumulation_steps"]
-    4
+    Entries with the value ``"auto"`` count as absent. A contradiction is a ValueError.
     """
     merged = copy.deepcopy(config)
     has_optimizer = _merge_optimizer(merged, given, layout.device)
@@ -140,19 +86,19 @@ def merge(config: Config, given: Mapping[str, Any], layout: Layout) -> Settings:
     count, clip = given.get("micro_batches"), given.get("clip_grad_norm")
     _merge_entry(merged, "gradient_accumulation_steps", count, "micro_batches", 1)
     _merge_entry(merged, "gradient_clipping", clip, "clip_grad_norm", 0.0)
-    micro_batches = _whole_number(merged, "gradient_accumulation_steps")
+    micro_batches = _whole_number(merged, "gradient_accumulation_steps", "micro_batches")
     size = _merge_sizes(merged, micro_batches, layout.dp)
     fix_entries(merged, layout)
-    return Settings(merged, micro_batches, zero, _clip(merged), size, has_optimizer)
+    clip = merged["gradient_clipping"]
+    if not is_number(clip) or not clip >= 0:
+        raise ValueError(
+            f"deepspeed: clip_grad_norm is {clip!r}; pass a positive number, or None for no limit"
+        )
+    return Settings(merged, micro_batches, zero, float(clip), size, has_optimizer)
 
 
 def check_zero(zero: int, pp: int) -> None:
-    """Refuse what ``PipelineModule`` cannot do.
-
-    Examples
-    --------
-    >>> check_zero(1, pp=2)
-    """
+    """Refuse what ``PipelineModule`` cannot do."""
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"deepspeed: the ZeRO stage is {zero!r}; pass 0, 1, 2 or 3")
     if pp > 1 and zero > 1:
@@ -164,22 +110,14 @@ def check_zero(zero: int, pp: int) -> None:
 
 
 def fix_entries(config: Config, layout: Layout) -> None:
-    """Set what has to have one value; refuse others.
-
-    Examples
-    --------
-    >>> config = {}
-    >>> fix_entries(config, Layout(1, 1, 1, "cpu"))
-    >>> config["steps_per_print"]
-    1000000000
-    """
+    """Set what has to have one value; refuse others."""
     if layout.pp > 1:
         section = _section(config, "pipeline")
         for name, value in _PIPELINE.items():
             if section.setdefault(name, value) is not value:
                 raise _contradiction(f"pipeline.{name}", section[name], f"stages need {value}")
-    if layout.tp > 1 and _section(config, "tensor_parallel", create=False).get("autotp_size"):
-        size = config["tensor_parallel"]["autotp_size"]
+    size = _section(config, "tensor_parallel", create=False).get("autotp_size")
+    if layout.tp > 1 and size:
         raise _contradiction(
             "tensor_parallel.autotp_size", size, f"the schedule shards over tp={layout.tp} already"
         )
@@ -189,28 +127,47 @@ def fix_entries(config: Config, layout: Layout) -> None:
         config["steps_per_print"] = _NEVER
 
 
-# --- single entries ------------------------------------------------------------------------------
-def precision_of(config: Config) -> torch.dtype | None:
-    """The half precision that a configuration enables; None if none.
+def use_torch_adam(config: Config, device: str) -> None:
+    """Spare a CPU the minute that building DeepSpeed's fused Adam takes."""
+    section = config.get("optimizer")
+    offloads = _section(config, "zero_optimization", create=False).get("offload_optimizer")
+    if device != "cpu" or offloads or not isinstance(section, dict):
+        return
+    if str(section.get("type", "")).lower() in ("adam", "adamw"):
+        section.setdefault("params", {}).setdefault("torch_adam", True)
 
-    Examples
-    --------
-    >>> precision_of({"bf16": {"enabled": True}})
-    torch.bfloat16
-    """
-    sections = {name: _section(config, name, create=False) for name in _PRECISIONS}
+
+def precision_of(config: Config) -> torch.dtype | None:
+    """The half precision that a configuration enables; None if none."""
+    sections = {name: _section(config, name, create=False) for name in HALF_NAMES}
     found = [name for name, section in sections.items() if section.get("enabled") is True]
     if len(found) > 1:
         raise ValueError("deepspeed: the config enables both bf16 and fp16; enable one")
-    return _PRECISIONS[found[0]] if found else None
+    return HALF_NAMES[found[0]] if found else None
+
+
+# --- single entries ------------------------------------------------------------------------------
+def _merge_optimizer(config: Config, given: Mapping[str, Any], device: str) -> bool:
+    """Whether there is one."""
+    for key, name in (("optimizer", "optimizer"), ("scheduler", "lr_scheduler")):
+        if given.get(name) is not None and config.get(key) is not None:
+            kind = config[key].get("type") if isinstance(config[key], Mapping) else config[key]
+            raise _contradiction(key, kind, f"{name}= is passed too")
+    if given.get("optimizer") is not None:
+        config.setdefault("zero_allow_untested_optimizer", True)
+        return True
+    use_torch_adam(config, device)
+    return config.get("optimizer") is not None
 
 
 def _merge_dtype(config: Config, wanted: torch.dtype | None, device: str) -> torch.dtype | None:
     """The half precision; None for float32."""
-    sections = {name: _section(config, name, create=False) for name in _PRECISIONS}
     dtype = wanted or precision_of(config) or torch.float32
-    for name, precision in _PRECISIONS.items():
-        is_on, entry = dtype is precision, sections[name].get("enabled", "auto")
+    for name, precision in HALF_NAMES.items():
+        is_on, entry = (
+            dtype is precision,
+            _section(config, name, create=False).get("enabled", "auto"),
+        )
         if entry not in ("auto", is_on):
             raise _contradiction(f"{name}.enabled", entry, f"the model computes in {dtype}")
         if is_on or (entry == "auto" and name in config):
@@ -242,7 +199,8 @@ def _merge_zero(
     if section["stage"] in (1, 2) and not has_optimizer:
         raise ValueError(
             f"deepspeed: ZeRO stage {section['stage']} shares out what an optimizer needs, and "
-            f"there is none; {_NO_OPTIMIZER}, or zero=0"
+            "there is none; pass optimizer=, a callable from a list of parameters to a torch "
+            'optimizer, put an "optimizer" section into the config, or pass zero=0'
         )
     return section["stage"]
 
@@ -254,49 +212,17 @@ def _merge_sizes(config: Config, micro_batches: int, dp: int) -> int | None:
         for key in ("train_batch_size", "train_micro_batch_size_per_gpu")
     )
     parts = micro_batches * dp
-    shown = f"micro_batches={micro_batches} and dp={dp}"
     if total is not None and (total % parts or size not in (None, total // parts)):
-        needs = f"is not divisible by {shown}" if total % parts else f"contradicts {shown} with"
-        also = "" if total % parts else f" train_micro_batch_size_per_gpu={size}"
+        also = "" if size is None else f" with train_micro_batch_size_per_gpu={size}"
         raise ValueError(
-            f"deepspeed: train_batch_size={total} in the config {needs}{also}; leave it out, and "
-            "batches may have any size"
+            f"deepspeed: train_batch_size={total} in the config{also} does not go with "
+            f"micro_batches={micro_batches} and dp={dp}; leave it out, and batches may have any "
+            "size"
         )
     known = total // parts if total is not None else size
     config["train_micro_batch_size_per_gpu"] = known or 1
     config["train_batch_size"] = (known or 1) * parts
     return known
-
-
-def _merge_optimizer(config: Config, given: Mapping[str, Any], device: str) -> bool:
-    """Whether there is one."""
-    for key, name in (("optimizer", "optimizer"), ("scheduler", "lr_scheduler")):
-        if given.get(name) is not None and config.get(key) is not None:
-            kind = config[key].get("type") if isinstance(config[key], Mapping) else config[key]
-            raise _contradiction(key, kind, f"{name}= is passed too")
-    if given.get("optimizer") is not None:
-        config.setdefault("zero_allow_untested_optimizer", True)
-        return True
-    use_torch_adam(config, device)
-    return config.get("optimizer") is not None
-
-
-def use_torch_adam(config: Config, device: str) -> None:
-    """Spare a CPU the minute that building DeepSpeed's fused Adam takes.
-
-    Examples
-    --------
-    >>> config = {"optimizer": {"type": "AdamW"}}
-    >>> use_torch_adam(config, "cpu")
-    >>> config["optimizer"]["params"]
-    {'torch_adam': True}
-    """
-    section = config.get("optimizer")
-    offloads = _section(config, "zero_optimization", create=False).get("offload_optimizer")
-    if device != "cpu" or offloads or not isinstance(section, dict):
-        return
-    if str(section.get("type", "")).lower() in ("adam", "adamw"):
-        section.setdefault("params", {}).setdefault("torch_adam", True)
 
 
 def _merge_entry(
@@ -323,18 +249,8 @@ def _section(config: Config, name: str, create: bool = True) -> Config:
     return found
 
 
-def _whole_number(config: Config, key: str) -> int:
-    value = config[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        name = "micro_batches" if key == "gradient_accumulation_steps" else key
-        raise ValueError(f"deepspeed: {name} is {value!r}; pass a whole number from 1 up")
+def _whole_number(config: Config, key: str, name: str = "") -> int:
+    value: int = config[key]
+    if not is_whole(value):
+        raise ValueError(f"deepspeed: {name or key} is {value!r}; pass a whole number from 1 up")
     return value
-
-
-def _clip(config: Config) -> float:
-    value = config["gradient_clipping"]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-        raise ValueError(
-            f"deepspeed: clip_grad_norm is {value!r}; pass a positive number, or None for no limit"
-        )
-    return float(value)

@@ -13,7 +13,7 @@ from slapo.agreement import all_ranks_or_none, gathered
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.deepspeed.config import Settings
-from slapo.framework_dialect.deepspeed.initialize import check_parameters, whole_norm
+from slapo.framework_dialect.deepspeed.initialize import whole_norm
 from slapo.framework_dialect.deepspeed.load import quiet_warnings
 from slapo.framework_dialect.engine import Engine
 from slapo.framework_dialect.gradients import scale_gradients
@@ -58,9 +58,13 @@ class DeepSpeedEngine(Engine):
             engine.optimizer.check_grad_overflow = True
 
     def _check_model(self) -> None:
-        super()._check_model()
         zero = self.settings.zero
-        check_parameters(self.module, zero)
+        scalars = [name for name, p in self.module.named_parameters() if p.dim() == 0]
+        if zero == 3 and scalars:
+            raise ValueError(
+                f"deepspeed: ZeRO stage 3 cannot share out parameters without dimensions: {scalars}"
+                "; give them the shape (1,), or pass zero=2"
+            )
         if zero and self.settings.has_optimizer and not self.lowering.trainable():
             raise SlapoError(
                 f"deepspeed: no parameter on this rank needs a gradient, and ZeRO stage {zero} "
@@ -71,7 +75,7 @@ class DeepSpeedEngine(Engine):
     def _check_call(self, part: Batch, training: bool) -> None:
         super()._check_call(part, training)
         fixed = self.settings.micro_batch_size
-        sizes = Batch(part.args, part.kwargs, None).lengths()
+        sizes = part.input_lengths()
         if fixed is not None and sizes and sizes != {fixed}:
             raise ValueError(
                 f"deepspeed: the config fixes micro-batches of {fixed} samples, and this batch, "
@@ -188,6 +192,9 @@ def _refuse_unlike(odd: list[str], zero: int) -> None:
 class ZeroEngine(DeepSpeedEngine):
     """``DeepSpeedEngine`` without pipeline: ZeRO 0 to 3."""
 
+    #: whether gradients are reduced in this backward, and used in the step after it
+    _is_last_part = True
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's tensors by their names in the model; under ZeRO-3 a collective."""
         if self.settings.zero < 3:
@@ -225,9 +232,9 @@ class ZeroEngine(DeepSpeedEngine):
     def _forward_backward(self, batch: Batch) -> None:
         parts = batch.cut(self.options.micro_batches)
         for number, part in enumerate(parts, 1):
-            self._set_boundary(number == len(parts))
-            self._go_back(self._loss(part))
-            if number < len(parts):
+            self._is_last_part = number == len(parts)
+            self._backward(self._loss(part))
+            if not self._is_last_part:
                 with quiet_warnings():
                     self.engine.step()
 
@@ -236,22 +243,10 @@ class ZeroEngine(DeepSpeedEngine):
             self.engine.step()
         self._take_norm()
 
-    def _evaluate(self, batch: Batch, parts: int) -> None:
-        for part in batch.cut(parts):
-            self._loss(part)
-
-    def _loss(self, part: Batch) -> Tensor:
-        return self._loss_of(self._run(*part.args, **part.kwargs), part.targets)
-
-    def _go_back(self, loss: Tensor) -> None:
-        # The loss of a micro-batch is its part of the whole already.
-        with quiet_warnings():
-            self.engine.backward(loss, scale_wrt_gas=False)
-
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        self._set_boundary(True)
-        part = Batch(args, kwargs, None).cast(self.options.half)
-        return self._run(*part.args, **part.kwargs)
+        self._set_boundary()
+        with quiet_warnings():
+            return self.engine(*args, **kwargs)
 
     def _check_backward(self) -> None:
         if self._backwards and self.settings.zero:
@@ -262,23 +257,17 @@ class ZeroEngine(DeepSpeedEngine):
             )
 
     def _backward(self, loss: Tensor) -> None:
-        self._set_boundary(True)
-        self._go_back(loss)
+        self._set_boundary()
+        # The loss of a micro-batch is its part of the whole already.
+        with quiet_warnings():
+            self.engine.backward(loss, scale_wrt_gas=False)
 
-    def _step(self) -> None:
-        self._optimizer_step(None)
-
-    def _set_boundary(self, is_last: bool) -> None:
-        """Say whether gradients are reduced in this backward, and used in the step after it."""
+    def _set_boundary(self) -> None:
         from deepspeed.utils import groups  # optional package
 
         # A global of DeepSpeed, in which another engine may have left its own.
         groups.mpu = self.engine.mpu
-        self.engine.set_gradient_accumulation_boundary(is_last)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        with quiet_warnings():
-            return self.engine(*args, **kwargs)
+        self.engine.set_gradient_accumulation_boundary(self._is_last_part)
 
 
 class PipeEngine(DeepSpeedEngine):
@@ -309,11 +298,6 @@ class PipeEngine(DeepSpeedEngine):
         with self._stepping(self._mean.scale()):
             yield
 
-    def _forward_backward(self, batch: Batch) -> None:
-        raise NotImplementedError  # DeepSpeed's engine does it all at once
-
-    _optimizer_step = _forward_backward  # type: ignore[assignment]
-
     def _evaluate(self, batch: Batch, parts: int) -> None:
         with quiet_warnings():
             self.engine.eval_batch(
@@ -325,9 +309,7 @@ class PipeEngine(DeepSpeedEngine):
 
     def _data(self, batch: Batch, parts: int) -> Any:
         """Micro-batches as DeepSpeed takes them: tensors of the first stage, and labels."""
-        model = self.lowering.pipelined
-        assert model is not None, "lowered as a pipeline"
-        cut = batch.cut(parts)
+        cut, model = batch.cut(parts), self.lowering.pipeline
         inputs = [model.inputs.take(part.args, part.kwargs) for part in cut]
         form = [(tensor.shape, tensor.dtype) for tensor in inputs[0]]
         if form != self._form:

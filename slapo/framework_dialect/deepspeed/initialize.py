@@ -1,40 +1,50 @@
-"""``deepspeed.initialize``, and what it does wrong set right."""
+"""``deepspeed.initialize``, told of the mesh, and what it does wrong set right."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from slapo.framework_dialect.deepspeed.boundary_codec import tensors_in
 from slapo.framework_dialect.deepspeed.config import Config
 from slapo.framework_dialect.deepspeed.load import quiet
-from slapo.framework_dialect.gradients import clip_factor, global_norm, scale_gradients
+from slapo.framework_dialect.gradients import (
+    clip_factor,
+    global_norm,
+    is_counted_slice,
+    scale_gradients,
+)
 from slapo.framework_dialect.optimizers import check_scheduler
+from slapo.mesh import DIMS
 
 
-def check_parameters(module: nn.Module, zero: int) -> None:
-    """Refuse parameters that DeepSpeed cannot share out.
+def mesh_unit(mesh: DeviceMesh) -> SimpleNamespace:
+    """A mesh of one pipeline stage as the "model parallelism unit" of ``deepspeed.initialize``."""
+    unit = SimpleNamespace()
+    # Without pipeline, tensor parallelism is all the model parallelism there is.
+    for kind in ("model", "tensor_model", "slice", "data"):
+        name, dim = f"{kind}_parallel", "dp" if kind == "data" else "tp"
+        # Asked of the mesh: a group in DeepSpeed's globals would outlive the job.
+        setattr(unit, f"get_{name}_rank", partial(mesh.get_local_rank, dim))
+        setattr(unit, f"get_{name}_world_size", partial(mesh.size, DIMS.index(dim)))
+        setattr(unit, f"get_{name}_group", partial(mesh.get_group, dim))
+    unit.get_data_parallel_group_ranks = lambda: dist.get_process_group_ranks(mesh.get_group("dp"))
+    return unit
 
-    Raises
-    ------
-    ValueError
-        Naming them.
 
-    Examples
-    --------
-    >>> check_parameters(nn.Linear(2, 2), zero=3)
-    """
-    scalars = [name for name, p in module.named_parameters() if p.dim() == 0]
-    if zero == 3 and scalars:
-        raise ValueError(
-            f"deepspeed: ZeRO stage 3 cannot share out parameters without dimensions: {scalars}; "
-            "give them the shape (1,), or pass zero=2"
-        )
+def topology_of(pp: int, dp: int, tp: int) -> Any:
+    """A mesh as DeepSpeed's topology: both number the ranks by pp, then dp, then tp."""
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology  # optional package
+
+    return PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp)
 
 
 def initialize(
@@ -49,27 +59,13 @@ def initialize(
 ) -> Any:
     """A DeepSpeed engine that starts as the model and the optimizer are.
 
-    Parameters
-    ----------
-    deepspeed
-        The package.
-    model
-        A ``PipelineModule``, or any module.
-    config
-        Complete.
-    optimizer
-        A torch optimizer, or None if the config describes one.
-    lr_scheduler
-        A callable from the optimizer to a scheduler, a scheduler, or None.
-    mpu
-        None for a ``PipelineModule``.
-    dp_group
-        The replicas of this rank.
-
-    Returns
-    -------
-    ``DeepSpeedEngine``, or ``PipelineEngine`` for a ``PipelineModule``.
+    `optimizer` is None if the config describes one, `mpu` is None for a ``PipelineModule``.
     """
+    for parameter in model.parameters():
+        # DeepSpeed counts in the gradient's norm what is no slice on one rank only.
+        sharded = is_counted_slice(parameter)
+        parameter.model_parallel = sharded  # type: ignore[attr-defined]
+        parameter.tensor_model_parallel = sharded  # type: ignore[attr-defined]
     with quiet(), _any_layout(model, dp_group):
         engine, *_ = deepspeed.initialize(
             model=model,
@@ -81,8 +77,8 @@ def initialize(
         )
     if engine.lr_scheduler is not None and lr_scheduler is not None:
         check_scheduler(engine.lr_scheduler)
-    undo_first_step(engine.optimizer)
-    engine.clip_fp32_gradients = lambda: clip_by_whole_norm(engine)
+    _undo_first_step(engine.optimizer)
+    engine.clip_fp32_gradients = lambda: _clip_by_whole_norm(engine)
     if mpu is not None:
         model.register_forward_hook(lambda module, args, output: _look_into(engine, output))
     return engine
@@ -119,13 +115,12 @@ def whole_norm(engine: Any) -> Tensor:
     )
 
 
-def clip_by_whole_norm(engine: Any) -> None:
-    """Clip the gradients of an engine without ZeRO by that norm."""
+def _clip_by_whole_norm(engine: Any) -> None:
     engine._global_grad_norm = norm = whole_norm(engine)
     scale_gradients(engine.module.parameters(), clip_factor(norm, engine.gradient_clipping()))
 
 
-def undo_first_step(optimizer: Any) -> None:
+def _undo_first_step(optimizer: Any) -> None:
     """Take back the step with zero gradients by which some of DeepSpeed's optimizers start.
 
     It counts in Adam's bias correction, and applies weight decay once too often.
@@ -146,15 +141,15 @@ def _any_layout(model: nn.Module, dp_group: dist.ProcessGroup) -> Iterator[None]
     DeepSpeed views each parameter as bytes to broadcast it, which needs a contiguous last
     dimension, and fails on a parameter without dimensions.
     """
-    scalars = [parameter for parameter in model.parameters() if parameter.dim() == 0]
+    scalars: list[Any] = [parameter for parameter in model.parameters() if parameter.dim() == 0]
     source = dist.get_global_rank(dp_group, 0)
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()
     for scalar in scalars:
         dist.broadcast(scalar.data, src=source, group=dp_group)
-        scalar.ds_optim_param = True  # type: ignore[attr-defined]  # DeepSpeed's "not replicated"
+        scalar.ds_optim_param = True  # DeepSpeed's "not replicated"
     try:
         yield
     finally:
         for scalar in scalars:
-            del scalar.ds_optim_param  # type: ignore[attr-defined]
+            del scalar.ds_optim_param

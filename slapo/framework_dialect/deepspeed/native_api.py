@@ -1,4 +1,4 @@
-"""The way of scripts that are written for DeepSpeed: its config and topology in, its engine out."""
+"""Scripts that are written for DeepSpeed: its config and topology in, its own engine out."""
 
 from __future__ import annotations
 
@@ -12,38 +12,30 @@ from torch import Tensor
 
 from slapo.errors import SlapoError
 from slapo.framework_dialect.deepspeed import config as configs
-from slapo.framework_dialect.deepspeed.groups import mark_sharded
-from slapo.framework_dialect.deepspeed.initialize import initialize
+from slapo.framework_dialect.deepspeed.initialize import initialize, topology_of
 from slapo.framework_dialect.deepspeed.load import import_deepspeed, quiet
 from slapo.framework_dialect.gradients import is_tensor_parallel
 from slapo.framework_dialect.optimizers import make_optimizer
-from slapo.framework_dialect.options import check_flag
-from slapo.framework_dialect.replicas import share_values
+from slapo.framework_dialect.options import FLAG
+from slapo.framework_dialect.replicas import share_values, shared_parameters
 from slapo.framework_dialect.runtime import Lowering
-from slapo.framework_dialect.ties import shared_parameters
 from slapo.mesh import device_of_world
 from slapo.utils.calls import as_call
+
+#: Arguments of build that need a mesh -> their entry in the config; None where there is none.
+_WITH_MESH = {
+    "micro_batches": "gradient_accumulation_steps",
+    "zero": "zero_optimization.stage",
+    "dtype": "bf16.enabled or fp16.enabled",
+    "clip_grad_norm": "gradient_clipping",
+    "nonfinite": None,
+    "check_batches": None,
+}
 
 
 @dataclass(frozen=True)
 class PlainOptions:
-    """What a script passes, checked.
-
-    Parameters
-    ----------
-    topology
-        The user's; None to arrange data and tensor parallelism alone.
-    config
-        Its own copy.
-    layout
-        Ranks along each dimension.
-    stage
-        Number of this rank's pipeline stage.
-    loss_fn, optimizer, lr_scheduler
-        As ``deepspeed.initialize`` and ``PipelineModule`` take them.
-    sync_replicated
-        Whether replicas take the first one's values.
-    """
+    """Arguments of a script, checked. `topology` is None for data and tensor parallelism alone."""
 
     topology: Any
     config: configs.Config
@@ -60,25 +52,18 @@ class PlainOptions:
 
     @classmethod
     def check(cls, sch: Any, config: configs.Config, given: Mapping[str, Any]) -> PlainOptions:
-        """Refuse what cannot work.
-
-        Parameters
-        ----------
-        sch
-            The root schedule.
-        config
-            The user's, loaded.
-        given
-            Arguments of build by name.
-
-        Raises
-        ------
-        ValueError
-            If an argument is missing, goes with ``mesh=`` only, or does not fit the processes.
-        SlapoError
-            If ``torch.distributed`` is not up.
-        """
-        _check_arguments(config, given)
+        """Refuse what cannot work. The config is the user's, loaded."""
+        if not config:
+            raise ValueError(
+                "deepspeed: pass mesh=slapo.init_mesh(pp=, dp=, tp=); or config=, and topology= "
+                "for a pipeline, to get DeepSpeed's own engine"
+            )
+        for name, entry in _WITH_MESH.items():
+            if given.get(name) is not None:
+                instead = f"write {entry} in the config" if entry else "leave it out"
+                raise ValueError(f"deepspeed: {name}= goes with mesh=; without one, {instead}")
+        sync = given.get("sync_replicated") or False
+        FLAG.check("sync_replicated", sync)
         topology, loss_fn = given.get("topology"), given.get("loss_fn")
         if not (dist.is_available() and dist.is_initialized()):
             raise SlapoError(
@@ -91,109 +76,12 @@ class PlainOptions:
                 f"deepspeed: the topology has pipe={layout.pp}, and loss_fn is missing; a pipeline "
                 "computes the loss in its last stage: pass loss_fn=, from (output, labels)"
             )
-        _check_config(config, layout)
+        _check_precision(config, layout)
         configs.fix_entries(config, layout)
         configs.use_torch_adam(config, layout.device)
         place = topology.get_coord(dist.get_rank()) if topology is not None else None
         others = (loss_fn, given.get("optimizer"), given.get("lr_scheduler"))
-        sync = given.get("sync_replicated") or False
         return cls(topology, config, layout, getattr(place, "pipe", 0), *others, sync)
-
-
-def lower_plain(lowering: Lowering, options: PlainOptions) -> tuple[Any, Any]:
-    """DeepSpeed's own engine and optimizer.
-
-    Parameters
-    ----------
-    lowering
-        The checked and materialised model.
-    options
-        Of the script.
-    """
-    deepspeed = import_deepspeed(options.layout.device)
-    mark_sharded(lowering.model)
-    columns: list[list[int]] = []
-    if lowering.n_stages > 1:
-        columns = options.topology.get_axis_comm_lists("pipe")
-    shared = shared_parameters(lowering, columns)
-    if lowering.n_stages > 1:
-        from slapo.framework_dialect.deepspeed.pipe import StagePipeline  # imports DeepSpeed
-
-        model: Any = StagePipeline(lowering, options.topology, options.loss_fn, shared)
-        mpu, grid = None, model.mpu()
-    else:
-        model, mpu = lowering.model, _grid(options)
-        grid = mpu
-    tp, dp = grid.get_slice_parallel_group(), grid.get_data_parallel_group()
-    groups, sync = {"tp": tp, "dp": dp}, options.sync_replicated
-    share_values(lowering.module, groups, shared, lowering.created, sync)
-    optimizer = options.optimizer
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = make_optimizer(optimizer, lowering.trainable(), device_of_world())
-    engine = initialize(
-        deepspeed,
-        model,
-        options.config,
-        optimizer=optimizer,
-        lr_scheduler=options.lr_scheduler,
-        mpu=mpu,
-        dp_group=grid.get_data_parallel_group(),
-    )
-    if lowering.n_stages > 1:
-        engine = _adopt(engine, lowering.model)
-    return engine, engine.optimizer
-
-
-def _adopt(engine: Any, model: Any) -> Any:
-    from slapo.framework_dialect.deepspeed.pipe import StagePipelineEngine  # imports DeepSpeed
-
-    def bind(inputs: Any) -> tuple[Tensor, ...]:
-        training = bool(engine.module.training)
-        return model.bind(*as_call(inputs, "the inputs of a batch"), training=training)
-
-    engine = StagePipelineEngine.adopt(engine)
-    engine.bind = bind
-    return engine
-
-
-def _grid(options: PlainOptions) -> Any:
-    from deepspeed.runtime.pipe.topology import (  # optional package
-        PipelineParallelGrid,
-        PipeModelDataParallelTopology,
-    )
-
-    layout = options.layout
-    topology = options.topology or PipeModelDataParallelTopology(
-        num_pp=1, num_mp=layout.tp, num_dp=layout.dp
-    )
-    with quiet():
-        return PipelineParallelGrid(topology=topology)
-
-
-def _check_arguments(config: configs.Config, given: Mapping[str, Any]) -> None:
-    if not config:
-        raise ValueError(
-            "deepspeed: pass mesh=slapo.init_mesh(pp=, dp=, tp=); or config=, and topology= for a "
-            "pipeline, to get DeepSpeed's own engine"
-        )
-    entries = {
-        "micro_batches": "gradient_accumulation_steps",
-        "zero": "zero_optimization.stage",
-        "dtype": "bf16.enabled or fp16.enabled",
-        "clip_grad_norm": "gradient_clipping",
-    }
-    for name, entry in entries.items():
-        if given.get(name) is not None:
-            raise ValueError(
-                f"deepspeed: {name}= goes with mesh=; without one, write {entry} in the config"
-            )
-    for name in ("nonfinite", "check_batches"):
-        if given.get(name) is not None:
-            raise ValueError(
-                f"deepspeed: {name}= goes with mesh=; DeepSpeed's own engine has no such thing, "
-                "leave it out"
-            )
-    check_flag("sync_replicated", given.get("sync_replicated") or False)
 
 
 def _layout(sch: Any, topology: Any) -> configs.Layout:
@@ -206,35 +94,27 @@ def _layout(sch: Any, topology: Any) -> configs.Layout:
         model_lists = [list(range(start, start + tp)) for start in range(0, world, tp)]
         layout = configs.Layout(1, world // tp, tp, device)
     else:
-        _check_world(topology, world)
+        if topology.world_size() != world:
+            raise ValueError(
+                f"deepspeed: the topology is for {topology.world_size()} processes, and the job "
+                f"has {world}; launch as many, or change the topology"
+            )
         pp, dp, tp = (max(1, topology.get_dim(axis)) for axis in ("pipe", "data", "model"))
         model_lists = topology.get_axis_comm_lists("model") or [[rank] for rank in range(world)]
         layout = configs.Layout(pp, dp, tp, device)
     if shards:
-        _check_tp_group(sch, model_lists)
+        rank = dist.get_rank()
+        wanted = next(ranks for ranks in model_lists if rank in ranks)
+        found = dist.get_process_group_ranks(sch.group) if sch.group is not None else [rank]
+        if sorted(found) != sorted(wanted):
+            raise ValueError(
+                f"deepspeed: the schedule shards over the ranks {sorted(found)}, and tensor "
+                f"parallelism is over {sorted(wanted)}; pass create_schedule a group of these"
+            )
     return layout
 
 
-def _check_world(topology: Any, world: int) -> None:
-    if topology.world_size() != world:
-        raise ValueError(
-            f"deepspeed: the topology is for {topology.world_size()} processes, and the job has "
-            f"{world}; launch as many, or change the topology"
-        )
-
-
-def _check_tp_group(sch: Any, model_lists: list[list[int]]) -> None:
-    rank = dist.get_rank()
-    wanted = next(ranks for ranks in model_lists if rank in ranks)
-    found = dist.get_process_group_ranks(sch.group) if sch.group is not None else [rank]
-    if sorted(found) != sorted(wanted):
-        raise ValueError(
-            f"deepspeed: the schedule shards over the ranks {sorted(found)}, and tensor "
-            f"parallelism is over {sorted(wanted)}; pass create_schedule a group of these"
-        )
-
-
-def _check_config(config: configs.Config, layout: configs.Layout) -> None:
+def _check_precision(config: configs.Config, layout: configs.Layout) -> None:
     zero = (config.get("zero_optimization") or {}).get("stage", 0)
     configs.check_zero(zero, layout.pp)
     enabled = [name for name in ("fp16", "bf16") if (config.get(name) or {}).get("enabled")]
@@ -244,3 +124,50 @@ def _check_config(config: configs.Config, layout: configs.Layout) -> None:
             f"deepspeed: gradient_clipping with {enabled[0]} and ZeRO stage 0 clips by the norm of "
             "a part of the gradient when the model is spread over ranks; use ZeRO stage 1"
         )
+
+
+def lower_plain(lowering: Lowering, options: PlainOptions) -> tuple[Any, Any]:
+    """DeepSpeed's own engine and optimizer."""
+    deepspeed = import_deepspeed(options.layout.device)
+    pipelined, layout = lowering.n_stages > 1, options.layout
+    columns = options.topology.get_axis_comm_lists("pipe") if pipelined else []
+    shared = shared_parameters(lowering, columns)
+    model: Any
+    if pipelined:
+        from slapo.framework_dialect.deepspeed.pipe import StagePipeline  # imports DeepSpeed
+
+        model = StagePipeline(lowering, options.topology, options.loss_fn, shared)
+        grid = model.mpu()
+    else:
+        from deepspeed.runtime.pipe.topology import PipelineParallelGrid  # optional package
+
+        model = lowering.model
+        with quiet():
+            topology = options.topology or topology_of(1, layout.dp, layout.tp)
+            grid = PipelineParallelGrid(topology=topology)
+    groups = {"tp": grid.get_slice_parallel_group(), "dp": grid.get_data_parallel_group()}
+    share_values(lowering.module, groups, shared, lowering.created, options.sync_replicated)
+    optimizer = options.optimizer
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = make_optimizer(optimizer, lowering.trainable(), device_of_world())
+    engine = initialize(
+        deepspeed,
+        model,
+        options.config,
+        optimizer=optimizer,
+        lr_scheduler=options.lr_scheduler,
+        mpu=None if pipelined else grid,
+        dp_group=groups["dp"],
+    )
+    if pipelined:
+        from slapo.framework_dialect.deepspeed.pipe import StagePipelineEngine
+
+        engine = StagePipelineEngine.adopt(engine)
+
+        def bind(inputs: Any) -> tuple[Tensor, ...]:
+            training = bool(engine.module.training)
+            call = as_call(inputs, "the inputs of a batch")
+            return lowering.pipeline.bind(*call, training=training)
+
+        engine.bind = bind
+    return engine, engine.optimizer

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from slapo.framework_dialect.deepspeed.boundary_codec import StageLayer, original_output, room_for
 from slapo.framework_dialect.deepspeed.load import quiet
+from slapo.framework_dialect.replicas import SharedParameter
 from slapo.framework_dialect.runtime import Lowering
-from slapo.framework_dialect.ties import SharedParameter
 from slapo.mesh import set_timeout, timeout_of_job
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -26,18 +26,7 @@ LossFn = Callable[[Any, Any], Tensor]
 class StagePipeline(PipelineModule):
     """A ``PipelineModule`` of stages that are built already, one for each pipeline rank.
 
-    Parameters
-    ----------
-    lowering
-        With one stage of this rank.
-    topology
-        DeepSpeed's.
-    loss_fn
-        From the last stage's output and the labels to the loss.
-    shared
-        Parameters of this rank that other stages hold too, in one order on all ranks.
-    keeps_modes
-        Whether DeepSpeed's engine is kept from setting train mode for each batch.
+    With `keeps_modes`, DeepSpeed's engine does not set train mode for each batch.
     """
 
     keeps_modes = False
@@ -122,17 +111,14 @@ class StagePipelineEngine(PipelineEngine):
         return super().eval_batch(*args, **kwargs)
 
     def _prepare(self, trains: bool) -> None:
-        self.activate()
+        # DeepSpeed keeps groups in module globals, in which another engine may have left its own.
+        deepspeed_groups.mpu = self.mpu
+        if self.is_pipe_parallel:
+            p2p.init_process_groups(self.grid)
         if self._trains is not trains:
             # Without gradients, other tensors travel as bytes.
             self.reset_activation_shape()
             self._trains = trains
-
-    def activate(self) -> None:
-        """Make the groups that DeepSpeed keeps in module globals those of this engine."""
-        deepspeed_groups.mpu = self.mpu
-        if self.is_pipe_parallel:
-            p2p.init_process_groups(self.grid)
 
     def reset_activation_shape(self) -> None:
         """Expect micro-batches of another form from here on."""

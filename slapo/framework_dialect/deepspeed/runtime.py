@@ -1,4 +1,4 @@
-"""The runtime ``"deepspeed"``."""
+"""Target ``"deepspeed"``: its options, checked before anything starts, and its front."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ from torch import Tensor, nn
 
 from slapo.framework_dialect.deepspeed import config as configs
 from slapo.framework_dialect.deepspeed.engine import PipeEngine, ZeroEngine
-from slapo.framework_dialect.deepspeed.groups import MeshUnit, mark_sharded, topology_of
-from slapo.framework_dialect.deepspeed.initialize import initialize
-from slapo.framework_dialect.deepspeed.load import check_installed, import_deepspeed
+from slapo.framework_dialect.deepspeed.initialize import initialize, mesh_unit, topology_of
+from slapo.framework_dialect.deepspeed.load import import_deepspeed
 from slapo.framework_dialect.deepspeed.native_api import PlainOptions, lower_plain
 from slapo.framework_dialect.optimizers import make_optimizer
 from slapo.framework_dialect.options import TrainingOptions, check_names
-from slapo.framework_dialect.runtime import Lowering, Runtime, check_groups, check_stage_count
+from slapo.framework_dialect.runtime import (
+    Lowering,
+    MeshRuntime,
+    check_groups,
+    check_installed,
+    check_stage_count,
+)
 from slapo.mesh import current_device
 from slapo.node import Node
 
 
 @dataclass(frozen=True)
 class DeepSpeedOptions(TrainingOptions):
-    """What ``build(sch, target="deepspeed", ...)`` takes, beside :class:`TrainingOptions`.
+    """Arguments of ``build(sch, target="deepspeed", ...)``, beside :class:`TrainingOptions`.
 
     Parameters
     ----------
@@ -34,7 +39,7 @@ class DeepSpeedOptions(TrainingOptions):
     zero
         ZeRO stage: 0 to 3, at most 1 with a pipeline. By default 0, and 1 in half precision.
     topology
-        DeepSpeed's, such as ``PipeModelDataParallelTopology``; in place of a mesh, to get
+        DeepSpeed's, such as ``PipeModelDataParallelTopology``; instead of a mesh, to get
         DeepSpeed's own engine.
     """
 
@@ -52,7 +57,7 @@ class DeepSpeedOptions(TrainingOptions):
         return super()._has_optimizer() or config.get("optimizer") is not None
 
 
-class DeepSpeedRuntime(Runtime):
+class DeepSpeedRuntime(MeshRuntime):
     """``deepspeed.initialize``, with its ``PipelineModule`` where the schedule cuts stages.
 
     With ``mesh=``, the engine has the interface of all runtimes, and DeepSpeed's own is its
@@ -62,7 +67,7 @@ class DeepSpeedRuntime(Runtime):
     """
 
     def __init__(self, sch: Node, **options: Any) -> None:
-        check_installed()
+        check_installed("deepspeed", "deepspeed", "deepspeed")
         check_names("deepspeed", options, [field.name for field in fields(DeepSpeedOptions)])
         loaded = configs.load(options.get("config"))
         self.plain: PlainOptions | None = None
@@ -88,15 +93,14 @@ class DeepSpeedRuntime(Runtime):
 
     def described(self) -> dict[str, Any]:
         """The options, which must be alike on all ranks."""
-        return self.options.described() if self.plain is None else self.plain.described()
+        return super().described() if self.plain is None else self.plain.described()
 
     def stages_of_this_rank(self, n_stages: int) -> tuple[int, ...]:
         """The one stage of this rank's place in the pipeline."""
         if self.plain is not None:
             check_stage_count(n_stages, self.plain.layout.pp)
             return (self.plain.stage,)
-        check_stage_count(n_stages, self.options.mesh.shape[0])
-        return (self.options.mesh.get_local_rank("pp"),)
+        return super().stages_of_this_rank(n_stages)
 
     def lower(self, lowering: Lowering) -> tuple[Any, Any]:
         """The engine and DeepSpeed's optimizer."""
@@ -107,21 +111,24 @@ class DeepSpeedRuntime(Runtime):
         engine: Any
         if lowering.n_stages == 1:
             engine = ZeroEngine(lowering, self.options, self.settings)
-            engine.drive(self._initialize(deepspeed, lowering, lowering.model, MeshUnit(mesh)))
+            engine.drive(self._initialize(deepspeed, lowering, lowering.model, mesh_unit(mesh)))
             return engine, engine.optimizer
         # Imports DeepSpeed's pipeline.
         from slapo.framework_dialect.deepspeed.pipe import StagePipeline, StagePipelineEngine
 
         engine = PipeEngine(lowering, self.options, self.settings)
         pipeline = StagePipeline(
-            lowering, topology_of(mesh), engine.loss_of_labels, engine.shared, keeps_modes=True
+            lowering,
+            topology_of(*mesh.shape),
+            engine.loss_of_labels,
+            engine.shared,
+            keeps_modes=True,
         )
         made = self._initialize(deepspeed, lowering, pipeline, None)
         engine.drive(StagePipelineEngine.adopt(made))
         return engine, engine.optimizer
 
     def _initialize(self, deepspeed: Any, lowering: Lowering, model: nn.Module, mpu: Any) -> Any:
-        mark_sharded(model)
         optimizer = None
         if self.options.optimizer is not None:
             device = current_device(self.options.mesh)
@@ -138,13 +145,10 @@ class DeepSpeedRuntime(Runtime):
             mpu=mpu,
             dp_group=self.options.mesh.get_group("dp"),
         )
-        _set_masters(exact)
+        if exact:
+            from deepspeed.utils import safe_set_full_fp32_param  # optional package
+
+            # DeepSpeed has made the optimizer's float32 parameters of rounded ones.
+            for parameter, value in exact.items():
+                safe_set_full_fp32_param(parameter, value)
         return engine
-
-
-def _set_masters(values: Mapping[nn.Parameter, Tensor]) -> None:
-    """DeepSpeed makes the optimizer's float32 parameters of those that it has rounded before."""
-    from deepspeed.utils import safe_set_full_fp32_param  # optional package
-
-    for parameter, value in values.items():
-        safe_set_full_fp32_param(parameter, value)

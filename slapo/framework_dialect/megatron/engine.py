@@ -15,19 +15,19 @@ from slapo.agreement import all_ranks_or_none
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.engine import Engine
-from slapo.framework_dialect.megatron.boundary_codec import WIRE_DTYPE, BufferLayout, anchored
-from slapo.framework_dialect.megatron.groups import mark_sharded, mark_shared
 from slapo.framework_dialect.megatron.load import megatron_core, quiet
-from slapo.framework_dialect.megatron.optimizers import make_optimizer, set_masters, torch_optimizer
+from slapo.framework_dialect.megatron.optimizers import (
+    make_optimizer,
+    mark_parameters,
+    set_masters,
+    torch_optimizer,
+)
 from slapo.framework_dialect.megatron.options import MegatronOptions
-from slapo.framework_dialect.megatron.stages import ModelChunk
+from slapo.framework_dialect.megatron.stages import WIRE_DTYPE, BufferLayout, ModelChunk, anchored
 from slapo.framework_dialect.optimizers import make_scheduler
 from slapo.framework_dialect.precision import cast_parameters
-from slapo.framework_dialect.runtime import Lowering
-from slapo.pipeline.boundaries import Boundary, ShapeProbe, describe_tensors, infer_boundaries
-
-# Where Megatron-Core's DDP adds up gradients.
-_GRADIENT = "main_grad"
+from slapo.framework_dialect.runtime import Boundaries, Lowering
+from slapo.pipeline.boundaries import describe_tensors
 
 
 class MegatronEngine(Engine):
@@ -48,10 +48,8 @@ class MegatronEngine(Engine):
         if options.half is not None:
             exact = {p: p.detach() for p in self.module.parameters()}
             cast_parameters(self.module, options.half)
-        self._probes = {i: ShapeProbe(s, self.device) for i, s in lowering.stages.items()}
-        self._boundaries: dict[Boundary, tuple[Boundary, ...]] = {}
-        mark_sharded(self.module)
-        mark_shared(self.shared)
+        self._boundaries = Boundaries(lowering, self.mesh)
+        mark_parameters(self.module, self.shared)
         self.config = self._make_config()
         self.model = self._wrap()
         self._is_proven = not options.overlap_grad_reduce
@@ -64,7 +62,6 @@ class MegatronEngine(Engine):
 
     # --- set-up ------------------------------------------------------------------------------
     def _check_model(self) -> None:
-        super()._check_model()
         for name, parameter in self.module.named_parameters():
             odd = parameter.requires_grad and parameter.dtype != torch.float32
             if self.options.dtype is None and odd:
@@ -156,9 +153,11 @@ class MegatronEngine(Engine):
         """Megatron-Core's forward step: an output, and what makes a loss of it."""
         part = next(parts)
         output = model(part)
-        return output, partial(self._loss, part.targets, self.chunk.anchor)
+        return output, partial(self._scheduled_loss, part.targets, self.chunk.anchor)
 
-    def _loss(self, targets: Any, anchor: Tensor | None, output: Any) -> tuple[Tensor, Tensor]:
+    def _scheduled_loss(
+        self, targets: Any, anchor: Tensor | None, output: Any
+    ) -> tuple[Tensor, Tensor]:
         """The loss to go back from and one to report; the schedule divides the first one."""
         loss = self._loss_of(output, targets) * self.options.micro_batches
         return anchored(loss, anchor), loss.detach().clone()
@@ -166,25 +165,14 @@ class MegatronEngine(Engine):
     # --- what crosses boundaries ---------------------------------------------------------------
     def _bind(self, parts: list[Batch]) -> list[Batch]:
         """Micro-batches as the first stage takes them; boundaries prepared for their form."""
-        pipelined = self.lowering.pipelined
-        assert pipelined is not None, "asked before"
+        pipelined = self.lowering.pipeline
         bound = [pipelined.inputs.take(part.args, part.kwargs) for part in parts]
-        self._expect(describe_tensors(pipelined.inputs.names, bound[0]))
-        return [Batch(args, {}, part.targets) for args, part in zip(bound, parts, strict=True)]
-
-    def _expect(self, inputs: Boundary) -> None:
-        if inputs not in self._boundaries:
-            self._boundaries[inputs] = infer_boundaries(
-                self.lowering.n_stages,
-                inputs,
-                lambda index, received: self._probes[index].run(received),
-                self.mesh.get_group("pp"),
-                lambda index: index,
-            )
-        boundaries, here = self._boundaries[inputs], self.mesh.get_local_rank("pp")
+        boundaries = self._boundaries.of(describe_tensors(pipelined.inputs.names, bound[0]))
+        here = self.mesh.get_local_rank("pp")
         self.chunk.arriving = BufferLayout(boundaries[here])
         last = here == self.lowering.n_stages - 1
         self.chunk.leaving = None if last else BufferLayout(boundaries[here + 1])
+        return [Batch(args, {}, part.targets) for args, part in zip(bound, parts, strict=True)]
 
     def _shapes(self, *_: Any) -> tuple[list[Any], list[Any]]:
         """Shapes of what the schedule receives and sends; both ways over a boundary the same."""
@@ -197,9 +185,9 @@ class MegatronEngine(Engine):
         """What the schedule does last: the mean over replicas, then the sum over ties."""
         megatron_core().distributed.finalize_model_grads(models, *args, **kwargs)
         for shared in self.shared:
-            (parameter,) = shared.copies
-            if parameter.requires_grad:
-                dist.all_reduce(getattr(parameter, _GRADIENT), group=shared.group)
+            parameter: Any = shared.copies[0]
+            if parameter.requires_grad:  # Megatron-Core's DDP adds up gradients there
+                dist.all_reduce(parameter.main_grad, group=shared.group)
 
     def _check_overlap(self) -> None:
         """Megatron-Core counts gradients at the first step, and goes by that later."""
@@ -258,7 +246,7 @@ class MegatronEngine(Engine):
 
     # --- as a module -------------------------------------------------------------------------
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        return self.chunk(Batch(args, kwargs, None).cast(self.options.half))
+        return self.chunk(Batch(args, kwargs, None))
 
     def _backward(self, loss: Tensor) -> None:
         scale = self.config.grad_scale_func

@@ -1,19 +1,22 @@
-"""Megatron-Core as a package: found, on a device that it can work on, and kept quiet."""
+"""Megatron-Core as a package: on a device that it can work on, quiet, with the mesh's groups."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import warnings
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo.errors import MissingPackageError, SlapoError
+from slapo.agreement import all_ranks_or_none
+from slapo.errors import SlapoError
+from slapo.framework_dialect.runtime import quiet_warnings
+from slapo.mesh import timeout_of_job
 
 _PARTS = (
     "distributed",
@@ -26,47 +29,8 @@ _PARTS = (
 )
 
 
-def check_installed() -> None:
-    """Refuse early and by name what would fail late.
-
-    Raises
-    ------
-    MissingPackageError
-        If Megatron-Core is not installed.
-
-    Examples
-    --------
-    >>> check_installed()  # doctest: +SKIP
-    """
-    try:
-        found = importlib.util.find_spec("megatron.core")
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
-        raise MissingPackageError(
-            'build(target="megatron") needs the package megatron-core, which is not installed; '
-            'pip install "slapo[megatron]"'
-        )
-
-
 def check_device(mesh: DeviceMesh) -> None:
-    """Refuse a job that Megatron-Core would fail in: it puts its buffers on CUDA by name.
-
-    Parameters
-    ----------
-    mesh
-        The job's.
-
-    Raises
-    ------
-    SlapoError
-        If there is no CUDA device, or the mesh is on another one.
-
-    Examples
-    --------
-    >>> import slapo.mesh
-    >>> check_device(slapo.mesh.init_mesh(device="cpu"))  # doctest: +SKIP
-    """
+    """Refuse a job that Megatron-Core would fail in: it puts its buffers on CUDA by name."""
     remedy = 'target="torch" and target="deepspeed" run on any device'
     if not torch.cuda.is_available():
         raise SlapoError(
@@ -87,14 +51,9 @@ def megatron_core() -> Any:
     """The package ``megatron.core``, with the parts that the runtime uses.
 
     The first call imports them, which takes seconds; so nothing does that on import.
-
-    Examples
-    --------
-    >>> megatron_core().__name__  # doctest: +SKIP
-    'megatron.core'
     """
     with quiet():
-        # It brings most of torch along, whose own deprecations concern nobody here.
+        # It brings most of torch along, whose own deprecations concern no user here.
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
         for part in _PARTS:
@@ -104,20 +63,58 @@ def megatron_core() -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Ignore warnings that concern Megatron-Core's code: a user can do nothing about them.
-
-    Examples
-    --------
-    >>> with quiet():
-    ...     pass
-    """
-    with warnings.catch_warnings():
-        for category in (DeprecationWarning, FutureWarning):
-            warnings.filterwarnings("ignore", category=category, module=r"megatron(\.|$)")
-        # Raised within torch, about collectives that the distributed optimizer calls.
-        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    """Ignore warnings that concern Megatron-Core's code."""
+    with quiet_warnings("megatron"):
         # It works without its optional kernels.
         warnings.filterwarnings("ignore", r".*\b(Apex|Transformer Engine)\b.*not installed")
         # A stage without parameters to train is in order.
         warnings.filterwarnings("ignore", "WARNING: there is no optimizer on RANK")
         yield
+
+
+def initialize_groups(mesh: DeviceMesh) -> None:
+    """Have Megatron-Core's groups of the mesh's sizes, and check that they are the mesh's.
+
+    Groups that are there already are taken, so engines share them and a script may make them by
+    itself. Both number the ranks by tp first, then dp, then pp.
+    """
+    parallel_state = megatron_core().parallel_state
+    if parallel_state.model_parallel_is_initialized():
+        try:
+            dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+        except (KeyError, ValueError):  # of a torch.distributed that was shut down
+            parallel_state.destroy_model_parallel()
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=mesh.shape[2],
+            pipeline_model_parallel_size=mesh.shape[0],
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=timeout_of_job().total_seconds() / 60,
+        )
+    all_ranks_or_none("megatron", lambda: _check_groups(mesh))
+
+
+def _check_groups(mesh: DeviceMesh) -> None:
+    parallel_state = megatron_core().parallel_state
+    theirs = {
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(),
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+    }
+    for dim, group in theirs.items():
+        found = dist.get_process_group_ranks(group)
+        wanted = dist.get_process_group_ranks(mesh.get_group(dim))
+        if found != wanted:
+            sizes = {name: group.size() for name, group in theirs.items()}
+            raise SlapoError(
+                f"megatron-core's groups are {sizes}, with the {dim} ranks {found} here, and the "
+                f"mesh of shape {tuple(mesh.shape)} has {wanted}; make the mesh of the same sizes, "
+                "or, once nothing uses the groups any more, call "
+                "megatron.core.parallel_state.destroy_model_parallel()"
+            )
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    if virtual is not None:
+        raise SlapoError(
+            f"megatron-core was initialised with virtual_pipeline_model_parallel_size={virtual}, "
+            "and target 'megatron' runs one stage on each rank; initialise it without"
+        )

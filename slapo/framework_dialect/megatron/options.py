@@ -1,12 +1,18 @@
-"""Options of the target ``"megatron"``."""
+"""Options of the target ``"megatron"``, of which an ``OptimizerConfig`` may set some."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-from slapo.framework_dialect.options import TrainingOptions
+import torch
+from torch import nn
+
+from slapo.framework_dialect.megatron.load import megatron_core
+from slapo.framework_dialect.options import FLAG, Rule, TrainingOptions
+from slapo.framework_dialect.precision import HALF_NAMES
 
 #: Fields of Megatron-Core's ``DistributedDataParallelConfig`` that may be given.
 DATA_PARALLEL_FIELDS = (
@@ -17,10 +23,13 @@ DATA_PARALLEL_FIELDS = (
     "reduce_scatter_with_fp32_accumulation",
 )
 
+# Gathered in hooks of modules, which a stage that uses a parameter in its own graph does not call.
+_REFUSED_FIELDS = ("overlap_param_gather", "overlap_param_gather_with_optimizer_step")
+
 
 @dataclass(frozen=True)
 class MegatronOptions(TrainingOptions):
-    """What ``build(sch, target="megatron", ...)`` takes, beside :class:`TrainingOptions`.
+    """Arguments of ``build(sch, target="megatron", ...)``, beside :class:`TrainingOptions`.
 
     Parameters
     ----------
@@ -46,6 +55,12 @@ class MegatronOptions(TrainingOptions):
     overlap_grad_reduce: bool = False
     data_parallel_options: Mapping[str, Any] | None = None
 
+    rules: ClassVar[dict[str, Rule]] = {
+        **TrainingOptions.rules,
+        "distributed_optimizer": FLAG,
+        "overlap_grad_reduce": FLAG,
+    }
+
     def __post_init__(self) -> None:
         super().__post_init__()
         unknown = sorted(set(self.data_parallel_options or ()) - set(DATA_PARALLEL_FIELDS))
@@ -55,3 +70,71 @@ class MegatronOptions(TrainingOptions):
                 f"{list(DATA_PARALLEL_FIELDS)}, and overlap_grad_reduce= and "
                 "distributed_optimizer= as arguments of build"
             )
+
+
+@dataclass(frozen=True)
+class Configured:
+    """Megatron-Core's own optimizer, as a complete configuration of it describes it."""
+
+    config: Any
+
+    def __call__(self, model: Any) -> Any:
+        """The optimizer of a model under Megatron-Core's DDP."""
+        make = megatron_core().optimizer.get_megatron_optimizer
+        return make(self.config, [model], use_gloo_process_groups=False)
+
+
+def resolve(options: Mapping[str, Any], model: nn.Module) -> MegatronOptions:
+    """The options of build for a model, some of which an ``OptimizerConfig`` may have set."""
+    given = dict(options)
+    config = given.get("optimizer")
+    if not isinstance(config, megatron_core().optimizer.OptimizerConfig):
+        checked = MegatronOptions.of("megatron", given, model)
+        if checked.distributed_optimizer:
+            name = getattr(config, "__name__", None) or type(config).__name__
+            raise ValueError(
+                "distributed_optimizer=True shares out the state of Megatron-Core's own Adam; pass "
+                f"optimizer=megatron.core.optimizer.OptimizerConfig(...) instead of {name}, or "
+                "leave it out"
+            )
+        return checked
+    half = next((half for name, half in HALF_NAMES.items() if getattr(config, name)), None)
+    if half is not None and given.get("dtype") not in (None, half):
+        raise ValueError(
+            f"the OptimizerConfig is for {half} and dtype is {given['dtype']}; pass one of them"
+        )
+    given["dtype"] = half or given.get("dtype")
+    # Not a callable, which all other options are checked with.
+    checked = MegatronOptions.of("megatron", {**given, "optimizer": Configured(config)}, model)
+    complete = _complete(config, checked)
+    return replace(
+        checked,
+        optimizer=Configured(complete),
+        distributed_optimizer=complete.use_distributed_optimizer,
+        clip_grad_norm=complete.clip_grad or None,
+    )
+
+
+def _complete(config: Any, options: MegatronOptions) -> Any:
+    """The configuration with the arguments of build."""
+    wrong = [name for name in _REFUSED_FIELDS if getattr(config, name)]
+    if wrong:
+        raise ValueError(
+            f"the OptimizerConfig has {wrong}, which needs a call of a module for each parameter, "
+            "and stages use some directly; leave it out"
+        )
+    if config.lr is None:
+        raise ValueError("the OptimizerConfig has no learning rate; pass OptimizerConfig(lr=...)")
+    complete = copy.copy(config)
+    if options.clip_grad_norm is not None:
+        complete.clip_grad = options.clip_grad_norm
+    complete.use_distributed_optimizer |= options.distributed_optimizer
+    if complete.use_distributed_optimizer and complete.optimizer != "adam":
+        raise ValueError(
+            "megatron's distributed optimizer is for Adam only, and the OptimizerConfig has "
+            f"optimizer={complete.optimizer!r}; change it, or leave out the distributed optimizer"
+        )
+    for name, dtype in HALF_NAMES.items():
+        setattr(complete, name, options.half is dtype)
+    complete.params_dtype = options.half or torch.float32
+    return complete

@@ -1,4 +1,4 @@
-"""The runtime's front: options checked before anything starts."""
+"""The front of target ``"megatron"``."""
 
 from __future__ import annotations
 
@@ -6,35 +6,29 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo.framework_dialect.megatron.groups import initialize_groups
-from slapo.framework_dialect.megatron.load import check_device, check_installed
-from slapo.framework_dialect.megatron.optimizers import resolve
-from slapo.framework_dialect.runtime import Lowering, Runtime, check_groups, check_stage_count
+from slapo.framework_dialect.megatron.load import check_device, initialize_groups
+from slapo.framework_dialect.megatron.options import resolve
+from slapo.framework_dialect.runtime import (
+    Lowering,
+    MeshRuntime,
+    check_groups,
+    check_installed,
+)
 from slapo.node import Node
 
 
-class MegatronRuntime(Runtime):
+class MegatronRuntime(MeshRuntime):
     """Megatron-Core: its process groups, 1F1B schedule, DDP and optimizers. It needs CUDA.
 
     Options are those of :class:`slapo.framework_dialect.megatron.options.MegatronOptions`.
     """
 
     def __init__(self, sch: Node, **options: Any) -> None:
-        check_installed()
+        check_installed("megatron", "megatron.core", "megatron-core")
         if isinstance(options.get("mesh"), DeviceMesh):
             check_device(options["mesh"])
         self.options = resolve(options, sch.mod)
         check_groups(sch, self.options.mesh)
-
-    def described(self) -> dict[str, Any]:
-        """The options, which must be alike on all ranks."""
-        return self.options.described()
-
-    def stages_of_this_rank(self, n_stages: int) -> tuple[int, ...]:
-        """The one stage of this rank's place in the pipeline."""
-        mesh = self.options.mesh
-        check_stage_count(n_stages, mesh.shape[0])
-        return (mesh.get_local_rank("pp"),)
 
     def lower(self, lowering: Lowering) -> tuple[Any, Any]:
         """The engine and Megatron-Core's optimizer."""

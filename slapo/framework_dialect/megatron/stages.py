@@ -1,32 +1,37 @@
-"""A scheduled model, or its stage, as Megatron-Core's schedules call it."""
+"""A scheduled model, or its stage, as Megatron-Core's schedules call it.
+
+These send one tensor of one dtype over a boundary. A stage of ours may send several: hidden states,
+masks, position tables, numbers of tokens. Their bytes travel side by side in a buffer, which comes
+back with the gradients of those that have any. Bytes are copied and never computed with, since they
+are no numbers of the buffer's dtype.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
-from slapo.framework_dialect.megatron.boundary_codec import BufferLayout, pack, unpack
 from slapo.framework_dialect.megatron.load import megatron_core
+from slapo.pipeline.boundaries import Boundary, TensorMeta
+
+#: Of all buffers. Megatron-Core wants their gradients, so it is a dtype that can have one.
+WIRE_DTYPE = torch.float32
+
+# Every tensor starts at a multiple of this: the largest element has so many bytes.
+_ALIGNMENT = 16
 
 
 class ModelChunk(nn.Module):
-    """What a ``model_provider`` of Megatron-Core returns: the part of the model on this rank.
+    """The part of the model on this rank, as a ``model_provider`` of Megatron-Core returns it.
 
-    Parameters
-    ----------
-    part
-        The model, or a stage of it.
-    index, n_stages
-        Which stage it is.
-
-    Attributes
-    ----------
-    arriving, leaving : BufferLayout or None
-        What the boundaries before and after it carry.
-    anchor : Tensor or None
-        What the loss has to hang on; see :func:`.boundary_codec.unpack`.
+    `arriving` and `leaving` are the layouts of the boundaries before and after it; `anchor` is what
+    the loss has to hang on, see :func:`unpack`.
     """
 
     # Megatron-Core asks for it. Other parameters than its embedding and output layer may be tied
@@ -48,24 +53,135 @@ class ModelChunk(nn.Module):
         self._received = received[0] if isinstance(received, list) else received
 
     def forward(self, batch: Batch) -> Any:
-        """The model's output in the last stage; before it, a buffer to send.
-
-        Parameters
-        ----------
-        batch
-            The micro-batch; in the first stage of several, its arguments are the stage's.
-        """
-        output = self._run(batch)
+        """The model's output in the last stage; before it, a buffer to send."""
+        if self.pre_process:
+            output = self.part(*batch.args, **batch.kwargs)
+        else:
+            assert self.arriving is not None, "told before the schedule ran"
+            assert self._received is not None, "the schedule receives first"
+            tensors, self.anchor = unpack(self.arriving, self._received)
+            self._received = None
+            output = self.part(*tensors)
         if self.post_process:
             return output
         assert self.leaving is not None, "told before the schedule ran"
         return pack(self.leaving, output, self.anchor)
 
-    def _run(self, batch: Batch) -> Any:
-        if self.pre_process:
-            return self.part(*batch.args, **batch.kwargs)
-        assert self.arriving is not None, "told before the schedule ran"
-        assert self._received is not None, "the schedule receives first"
-        tensors, self.anchor = unpack(self.arriving, self._received)
-        self._received = None
-        return self.part(*tensors)
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """The place of each tensor of a boundary in the buffer.
+
+    Examples
+    --------
+    >>> hidden = TensorMeta("hidden", (2, 3), torch.bfloat16, requires_grad=True)
+    >>> mask = TensorMeta("mask", (5,), torch.bool, requires_grad=False)
+    >>> BufferLayout((hidden, mask)).ends, BufferLayout((hidden, mask)).shape
+    ((0, 16, 32), (8,))
+    """
+
+    tensors: Boundary
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """First byte of each tensor, and the end of the last."""
+        places = [0]
+        for meta in self.tensors:
+            places.append(places[-1] + -(-meta.nbytes // _ALIGNMENT) * _ALIGNMENT)
+        return tuple(places)
+
+    @property
+    def shape(self) -> tuple[int]:
+        """Of the buffer; never empty, since an empty message may be none."""
+        return (max(self.ends[-1], _ALIGNMENT) // WIRE_DTYPE.itemsize,)
+
+    def read(self, buffer: Tensor) -> list[Tensor]:
+        """The tensors in a buffer, which share its memory."""
+        whole = buffer.detach().contiguous()
+        memory, first = whole.untyped_storage(), whole.storage_offset() * WIRE_DTYPE.itemsize
+        tensors = []
+        for meta, start in zip(self.tensors, self.ends[:-1], strict=True):
+            # No view: autograd would watch over all of them as parts of one tensor.
+            tensor: Any = torch.empty(0, dtype=meta.dtype, device=whole.device)
+            tensors.append(tensor.set_(memory, (first + start) // meta.dtype.itemsize, meta.shape))
+        return tensors
+
+    def write(self, values: Sequence[Tensor | None], device: torch.device) -> Tensor:
+        """A buffer with these values; zeros where there is none."""
+        make = torch.zeros if any(value is None for value in values) else torch.empty
+        buffer = make(self.shape, dtype=WIRE_DTYPE, device=device)
+        for place, value in zip(self.read(buffer), values, strict=True):
+            if value is not None:
+                place.copy_(value)
+        return buffer
+
+
+def pack(layout: BufferLayout, tensors: Sequence[Tensor], anchor: Tensor | None) -> Tensor:
+    """One buffer of all tensors, through which gradients go back to them and to the anchor."""
+    for meta, tensor in zip(layout.tensors, tensors, strict=True):
+        found = TensorMeta.of(meta.name, tensor)
+        loses_gradient = found.requires_grad and not meta.requires_grad
+        if (found.shape, found.dtype) != (meta.shape, meta.dtype) or loses_gradient:
+            raise SlapoError(
+                f"a stage sends {found}, and the next one was told to expect {meta}; all "
+                "micro-batches must have one form, and stages must do the same in each"
+            )
+    packed: Tensor = _Pack.apply(layout, anchor, *tensors)
+    return packed
+
+
+def unpack(layout: BufferLayout, buffer: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The tensors in a buffer, and an anchor.
+
+    The output of the stage has to hang on the anchor too (:func:`pack`, :func:`anchored`): so the
+    buffer has a gradient, which the stage before waits for, also if no tensor in it has one.
+    """
+    anchor, *tensors = _Unpack.apply(layout, buffer)
+    return tuple(tensors), anchor
+
+
+def anchored(loss: Tensor, anchor: Tensor | None) -> Tensor:
+    """A copy of the loss of the last stage that hangs on the anchor."""
+    if anchor is None:
+        return loss.clone()
+    copy: Tensor = _Anchored.apply(loss, anchor)
+    return copy
+
+
+class _Pack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layout: BufferLayout, anchor: Tensor | None, *tensors: Tensor) -> Tensor:
+        ctx.layout = layout
+        return layout.write(tensors, tensors[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        parts = ctx.layout.read(gradients[0])
+        wanted = ctx.needs_input_grad[2:]
+        anchor = gradients[0].new_zeros(()) if ctx.needs_input_grad[1] else None
+        return (None, anchor, *(p if w else None for p, w in zip(parts, wanted, strict=True)))
+
+
+class _Unpack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layout: BufferLayout, buffer: Tensor) -> tuple[Tensor, ...]:
+        ctx.layout, ctx.device = layout, buffer.device
+        tensors = layout.read(buffer)
+        metas = zip(tensors, layout.tensors, strict=True)
+        ctx.mark_non_differentiable(*(t for t, meta in metas if not meta.requires_grad))
+        ctx.set_materialize_grads(False)
+        return (buffer.new_zeros(()), *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return None, ctx.layout.write(gradients[1:], ctx.device)
+
+
+class _Anchored(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, anchor: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], torch.zeros_like(gradients[0])

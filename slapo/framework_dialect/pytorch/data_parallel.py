@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,12 +62,7 @@ def _untied(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
 def shard_mesh(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
     """The data-parallel ranks as replicas of shards. A collective of the world.
 
-    Parameters
-    ----------
-    mesh
-        Of the dimensions pp, dp and tp.
-    shard_size
-        Neighbours that share out parameters. All of dp: no replicas, and one dimension.
+    Neighbours share out parameters; where these are all of dp there is one dimension only.
     """
     pp, dp, tp = mesh.shape
     if shard_size == dp:
@@ -79,47 +74,23 @@ def shard_mesh(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
     return whole["replicate", "shard"]
 
 
-def check_parallel_options(given: Mapping[str, Any], sharded: bool | None) -> None:
-    """Refuse names that nothing would be done with.
-
-    Parameters
-    ----------
-    sharded
-        Whether they are for ``fully_shard``; None if for nobody: pipelines do without DDP.
-
-    Raises
-    ------
-    TypeError
-        Naming the nearest.
-
-    Examples
-    --------
-    >>> check_parallel_options({"find_unused_parameters": True}, sharded=False)
-    """
-    if not given:
-        return
-    if sharded is None:
+def check_parallel_options(given: Mapping[str, Any], sharded: bool, pipelined: bool) -> None:
+    """Refuse names that ``fully_shard`` or DDP do not have; pipelines do without DDP."""
+    if given and pipelined and not sharded:
         raise TypeError(
             f"data_parallel_options has {sorted(given)}, and in a pipeline gradients are averaged "
             'without DDP; leave it out, or pass data_parallel="fsdp"'
         )
-    taker = fully_shard if sharded else DistributedDataParallel.__init__
+    taker: Any = fully_shard if sharded else DistributedDataParallel
     known = sorted(set(inspect.signature(taker).parameters) - _OURS)
-    check_names(f"torch: data_parallel_options of {_TAKERS[sharded]}", given, known)
+    check_names(f"torch: data_parallel_options of {taker.__name__}", given, known)
 
 
-_OURS = {"self", "module", "mesh", "process_group", "device_ids", "output_device"}
-_TAKERS = {True: "fully_shard", False: "DistributedDataParallel"}
+_OURS = {"module", "mesh", "process_group", "device_ids", "output_device"}
 
 
 def refuse_sharded(module: nn.Module) -> None:
-    """Refuse a model that FSDP2 holds already.
-
-    Raises
-    ------
-    SlapoError
-        Saying so.
-    """
+    """Refuse a model that FSDP2 holds already."""
     if any(isinstance(m, FSDPModule) for m in module.modules()):
         raise SlapoError(
             'this model was built with data_parallel="fsdp", or in half precision, before; create '
@@ -135,19 +106,8 @@ def shard_parameters(
 ) -> list[FSDPModule]:
     """Share out the parameters over data-parallel ranks (FSDP2), in place.
 
-    What parameters carry (tags, ``orig_shape``) goes over to the new ones.
-
-    Parameters
-    ----------
-    over
-        One dimension of shards, or two: replicas and shards.
-    half
-        What the model computes in; parameters and sums of gradients are of float32 then.
-
-    Returns
-    -------
-    list of FSDPModule
-        The modules whose parameters are gathered at one time, the outermost last.
+    `over` has one dimension of shards, or two: replicas and shards. Tags of parameters go over to
+    the new ones. Returns the modules that are gathered at one time, the outermost last.
     """
     given = dict(options)
     if half is not None:
@@ -204,22 +164,20 @@ def replicate(module: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]) -
     return DistributedDataParallel(module, process_group=mesh.get_group("dp"), **chosen)
 
 
-def without_sync(module: nn.Module) -> AbstractContextManager[Any]:
+@contextmanager
+def without_sync(module: nn.Module) -> Iterator[None]:
     """A context in which backward adds up gradients here only."""
     if isinstance(module, DistributedDataParallel):
-        return module.no_sync()
-    return _WithoutSync(module) if isinstance(module, FSDPModule) else nullcontext()
-
-
-class _WithoutSync(AbstractContextManager[None]):
-    def __init__(self, module: FSDPModule) -> None:
-        self.module = module
-
-    def __enter__(self) -> None:
-        self.module.set_requires_gradient_sync(False)
-
-    def __exit__(self, *_: Any) -> None:
-        self.module.set_requires_gradient_sync(True)
+        with module.no_sync():
+            yield
+    elif isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            module.set_requires_gradient_sync(True)
+    else:
+        yield
 
 
 def partial_sums(

@@ -1,4 +1,4 @@
-"""The engine without pipeline stages, and what both engines share."""
+"""The engine without pipeline stages, and the base of both engines."""
 
 from __future__ import annotations
 
@@ -54,23 +54,16 @@ class TorchEngineBase(Engine):
             self.sharding = shard_mesh(self.mesh, options.shard_size or everything)
             if self.sharding.size() > 1:
                 self._gathering_group = self.mesh.get_group("dp")
-        used = None if self.sharding is None and lowering.stages else self.sharding is not None
-        check_parallel_options(options.data_parallel_options or {}, used)
+        given = options.data_parallel_options or {}
+        check_parallel_options(given, self.sharding is not None, bool(lowering.stages))
 
     def _check_model(self) -> None:
         refuse_sharded(self.module)
-        super()._check_model()
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether FSDP2 holds the parameters."""
-        return self.sharding is not None
 
     #: whether the optimizer has stepped, in a step that is not over
     _has_stepped = False
 
     def _make_optimizer(self) -> None:
-        """Once parameters are what they stay."""
         # One collective sums them at the end of a step: over micro-batches, and after the averages
         # over replicas, as sums may come in any order.
         self._partial_sums = partial_sums(self.module, self.lowering.tp_group)
@@ -122,6 +115,8 @@ class TorchEngineBase(Engine):
         for part in self._sharded:
             part.reshard()
 
+    _renew_masters = _drop_gathered
+
     def _reduce_gradients(self) -> None:
         """What is still partial after the backward."""
         for parameters, group in self._partial_sums:
@@ -144,9 +139,6 @@ class TorchEngineBase(Engine):
             return scale
         clip = clip_factor(self.grad_norm, limit)
         return clip if scale is None else scale * clip
-
-    def _renew_masters(self) -> None:
-        self._drop_gathered()
 
     def _is_finite(self) -> bool:
         """Whether the optimizer may step; the same on every rank."""
@@ -193,17 +185,13 @@ class TorchEngine(TorchEngineBase):
         self._make_optimizer()
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        batch = Batch(args, kwargs, None).cast(self.options.half)
         chosen = self.options.autocast
         # Without one, a context that the caller has entered holds.
         with nullcontext() if chosen is None else autocasting(self.device, chosen):
-            return self._explained(lambda: self.runner(*batch.args, **batch.kwargs))
+            return self._explained(lambda: self.runner(*args, **kwargs))
 
     def _backward(self, loss: Tensor) -> None:
         (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
-
-    def _step(self) -> None:
-        self._optimizer_step(None)
 
     def _explained(self, run: Callable[[], Any]) -> Any:
         try:
@@ -229,14 +217,9 @@ class TorchEngine(TorchEngineBase):
                     self._loss(part).backward()
         self._loss(last).backward()
 
-    def _evaluate(self, batch: Batch, parts: int) -> None:
-        for part in batch.cut(parts):
-            self._loss(part)
-
     def _loss(self, part: Batch) -> Tensor:
         with autocasting(self.device, self.options.autocast):
-            output = self._explained(lambda: self.runner(*part.args, **part.kwargs))
-            return self._loss_of(output, part.targets)
+            return super()._loss(part)
 
     def _discard_gradients(self) -> bool:
         # DDP and FSDP2 keep sums of their own, and count what is still to come.

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from slapo.framework_dialect.options import TrainingOptions
+from slapo.framework_dialect.options import Rule, TrainingOptions, is_whole, one_of
 from slapo.framework_dialect.precision import HALVES
-from slapo.framework_dialect.pytorch.placement import schedule_named
-
-DATA_PARALLEL = ("ddp", "fsdp")
+from slapo.framework_dialect.pytorch.placement import SCHEDULES, PipelineSchedule
 
 
 @dataclass(frozen=True)
 class TorchOptions(TrainingOptions):
-    """What ``build(sch, target="torch", ...)`` takes, beside :class:`TrainingOptions`.
+    """Arguments of ``build(sch, target="torch", ...)``, beside :class:`TrainingOptions`.
 
     Parameters
     ----------
@@ -43,31 +41,31 @@ class TorchOptions(TrainingOptions):
     autocast: torch.dtype | None = None
     compile: bool | Mapping[str, Any] = False
 
+    rules: ClassVar[dict[str, Rule]] = {
+        **TrainingOptions.rules,
+        "pipeline_schedule": one_of(*SCHEDULES),
+        "data_parallel": one_of("ddp", "fsdp"),
+        "shard_size": Rule(lambda v: v is None or is_whole(v), "a whole number, or None"),
+        "autocast": one_of(*HALVES, None),
+        "compile": Rule(
+            lambda v: isinstance(v, (bool, Mapping)), "True or options of torch.compile", TypeError
+        ),
+    }
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        schedule_named(self.pipeline_schedule)
-        if self.data_parallel not in DATA_PARALLEL:
-            raise ValueError(
-                f"data_parallel is {self.data_parallel!r}; known are {list(DATA_PARALLEL)}"
-            )
-        if not isinstance(self.compile, (bool, Mapping)):
-            raise TypeError(f"compile is {self.compile!r}; pass True or options of torch.compile")
-        if self.autocast not in (None, *HALVES):
-            raise ValueError(
-                f"autocast is {self.autocast!r}; pass torch.bfloat16, torch.float16 or None"
-            )
         if self.autocast is not None and self.half is not None:
             raise ValueError(
                 f"autocast={self.autocast} is for a model of torch.float32, and this one computes "
                 f"in {self.half} (by dtype=, or as it was loaded); leave out autocast"
             )
-        self._check_shard_size()
-
-    def _check_shard_size(self) -> None:
         size, dp = self.shard_size, self.mesh.shape[1]
-        if size is None:
-            return
-        if self.data_parallel != "fsdp":
+        if size is not None and self.data_parallel != "fsdp":
             raise ValueError(f'shard_size={size} goes with data_parallel="fsdp"; pass that too')
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1 or dp % size:
-            raise ValueError(f"shard_size is {size!r}; pass a divisor of the mesh's dp={dp}")
+        if size is not None and dp % size:
+            raise ValueError(f"shard_size is {size}; pass a divisor of the mesh's dp={dp}")
+
+    @property
+    def schedule(self) -> PipelineSchedule:
+        """The order of micro-batches in a pipeline."""
+        return SCHEDULES[self.pipeline_schedule]

@@ -16,16 +16,9 @@ from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.gradients import reduce_gradients, sum_copies
 from slapo.framework_dialect.pytorch.engine import TorchEngineBase
 from slapo.framework_dialect.pytorch.options import TorchOptions
-from slapo.framework_dialect.pytorch.placement import schedule_named
-from slapo.framework_dialect.runtime import Lowering
+from slapo.framework_dialect.runtime import Boundaries, Lowering
 from slapo.pipeline import Stage
-from slapo.pipeline.boundaries import (
-    Boundary,
-    ShapeProbe,
-    autocasting,
-    describe_tensors,
-    infer_boundaries,
-)
+from slapo.pipeline.boundaries import Boundary, autocasting, describe_tensors
 
 #: Shapes of micro-batches for which a torch schedule is kept: of training and of evaluation.
 _RUNS_KEPT = 4
@@ -158,18 +151,17 @@ class TorchPipelineEngine(TorchEngineBase):
     """Pipeline stages, each replicated or sharded over the data-parallel ranks."""
 
     def __init__(self, lowering: Lowering, options: TorchOptions) -> None:
-        self.schedule = schedule_named(options.pipeline_schedule)
+        self.schedule = options.schedule
         self._pp = options.mesh.shape[0]
         self.last_pp_rank = self._rank_of(lowering.n_stages - 1)
         super().__init__(lowering, options)
         self._targets: Sequence[Any] = ()
         self._runs: OrderedDict[Any, Any] = OrderedDict()
-        self._known_boundaries: dict[Boundary, tuple[Boundary, ...]] = {}
         self._check_sharding()
         # Before FSDP2 comes: the probes remember the modules without it.
-        self._probes = {
-            i: ShapeProbe(s, self.device, options.half) for i, s in lowering.stages.items()
-        }
+        self._boundaries = Boundaries(
+            lowering, self.mesh, options.half, self._rank_of, options.autocast
+        )
         for stage in lowering.stages.values():
             self._compile(stage)
         self.runners = {i: self._make_runner(s) for i, s in lowering.stages.items()}
@@ -178,13 +170,13 @@ class TorchPipelineEngine(TorchEngineBase):
         }
         dp = self.mesh.get_group("dp")
         #: the ranks that hold the same stages, whose gradients are to be averaged here
-        self._replicas = None if self.is_sharded or dp.size() == 1 else dp
+        self._replicas = None if self.sharding is not None or dp.size() == 1 else dp
         self._make_optimizer()
 
     # --- set-up ------------------------------------------------------------------------------
     def _check_sharding(self) -> None:
         """Refuse what FSDP2 would compute wrongly or fail at in the first step."""
-        if not self.is_sharded:
+        if self.sharding is None:
             return
         if "mp_policy" in (self.options.data_parallel_options or {}):
             raise SlapoError(
@@ -204,7 +196,7 @@ class TorchPipelineEngine(TorchEngineBase):
 
     def _make_runner(self, stage: Stage) -> StageRunner:
         is_last = stage.index == self.lowering.n_stages - 1
-        own = self.schedule.splits_backward or self.is_sharded
+        own = self.schedule.splits_backward or self.sharding is not None
         loss_of = self._micro_batch_loss if is_last else None
         runner = StageRunner(stage, loss_of, self.device, self.options.autocast, own)
         if self.sharding is None:
@@ -226,8 +218,7 @@ class TorchPipelineEngine(TorchEngineBase):
 
     # --- steps -------------------------------------------------------------------------------
     def _check_call(self, part: Batch, training: bool) -> None:
-        pipelined = self.lowering.pipelined
-        assert pipelined is not None, "this engine runs pipelines only"
+        pipelined = self.lowering.pipeline
         tensors = pipelined.bind(part.args, part.kwargs, training)
         named = zip(pipelined.inputs.names, tensors, strict=True)
         flat = [name for name, tensor in named if not tensor.dim()]
@@ -256,8 +247,7 @@ class TorchPipelineEngine(TorchEngineBase):
 
     def _run(self, batch: Batch, parts: int, train: bool) -> None:
         """All micro-batches through this rank's stages."""
-        pipelined = self.lowering.pipelined
-        assert pipelined is not None, "this engine runs pipelines only"
+        pipelined = self.lowering.pipeline
         tensors = pipelined.inputs.take(batch.args, batch.kwargs)
         length = tensors[0].shape[0] // parts if tensors else 0
         form = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)
@@ -302,19 +292,8 @@ class TorchPipelineEngine(TorchEngineBase):
         return self._loss_of(output, self._targets[number])
 
     # --- one torch schedule for each shape of micro-batch --------------------------------------
-    def _boundaries(self, inputs: Boundary) -> tuple[Boundary, ...]:
-        return infer_boundaries(
-            self.lowering.n_stages,
-            inputs,
-            lambda index, received: self._probes[index].run(received, self.options.autocast),
-            self.mesh.get_group("pp"),
-            self._rank_of,
-        )
-
     def _make_run(self, inputs: Boundary, parts: int, train: bool) -> Any:
-        if inputs not in self._known_boundaries:
-            self._known_boundaries[inputs] = self._boundaries(inputs)
-        boundaries = self._known_boundaries[inputs]
+        boundaries = self._boundaries.of(inputs)
         stages = [self._make_stage(index, boundaries, train) for index in self.runners]
         cls: Any = getattr(pipelining, self.schedule.cls)
         single = issubclass(cls, PipelineScheduleSingle)

@@ -23,18 +23,9 @@ def _v_shaped(index: int, pp: int) -> int:
 class PipelineSchedule:
     """One way to order the micro-batches of a pipeline.
 
-    Parameters
-    ----------
-    cls
-        Name of the class in ``torch.distributed.pipelining``.
-    rank_of
-        ``(stage, ranks)`` -> the rank that runs it.
-    stages_per_rank
-        How many: exactly so many, or None for any number from 2.
-    splits_backward
-        Whether gradients of weights are computed apart from those of inputs (zero bubble).
-    source
-        Where it was published.
+    `cls` is a class of ``torch.distributed.pipelining``; `rank_of` maps ``(stage, ranks)`` to the
+    rank that runs it; `stages_per_rank` is None for any number from 2; `splits_backward` is whether
+    gradients of weights are computed apart from those of inputs (zero bubble).
     """
 
     cls: str
@@ -54,13 +45,7 @@ class PipelineSchedule:
         return micro_batches % max(1, micro_batches // pp) == 0
 
     def check(self, name: str, n_stages: int, pp: int, micro_batches: int) -> None:
-        """Refuse what the schedule cannot run.
-
-        Raises
-        ------
-        SlapoError
-            Naming the numbers and what to change.
-        """
+        """Refuse what the schedule cannot run."""
         if self.stages_per_rank is not None:
             check_stage_count(n_stages, pp, self.stages_per_rank)
         elif n_stages % pp or n_stages < 2 * pp:
@@ -83,8 +68,8 @@ class PipelineSchedule:
 
 
 SCHEDULES = {
-    "gpipe": PipelineSchedule("ScheduleGPipe", _looped, 1, False, "Huang et al. 2019"),
     "1f1b": PipelineSchedule("Schedule1F1B", _looped, 1, False, "Narayanan et al. 2019"),
+    "gpipe": PipelineSchedule("ScheduleGPipe", _looped, 1, False, "Huang et al. 2019"),
     "interleaved_1f1b": PipelineSchedule(
         "ScheduleInterleaved1F1B", _looped, None, False, "Narayanan et al. 2021"
     ),
@@ -93,21 +78,3 @@ SCHEDULES = {
     ),
     "zbv": PipelineSchedule("ScheduleZBVZeroBubble", _v_shaped, 2, True, "Qi et al. 2024 (ZB-V)"),
 }
-
-
-def schedule_named(name: str) -> PipelineSchedule:
-    """The schedule called `name`.
-
-    Raises
-    ------
-    ValueError
-        Naming those there are.
-
-    Examples
-    --------
-    >>> schedule_named("zbv").stages_of(0, n_stages=4, pp=2)
-    (0, 3)
-    """
-    if name not in SCHEDULES:
-        raise ValueError(f"unknown pipeline_schedule {name!r}; known are {sorted(SCHEDULES)}")
-    return SCHEDULES[name]

@@ -1,16 +1,15 @@
-"""The runtime's front: options checked before anything starts."""
+"""The front of target ``"torch"``."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from slapo.framework_dialect.pytorch.options import TorchOptions
-from slapo.framework_dialect.pytorch.placement import schedule_named
-from slapo.framework_dialect.runtime import Lowering, Runtime, check_groups, check_stage_count
+from slapo.framework_dialect.runtime import Lowering, MeshRuntime, check_groups
 from slapo.node import Node
 
 
-class TorchRuntime(Runtime):
+class TorchRuntime(MeshRuntime):
     """PyTorch's own engine: ``torch.distributed.pipelining``, DDP and FSDP2.
 
     Options are those of :class:`TorchOptions`.
@@ -20,20 +19,14 @@ class TorchRuntime(Runtime):
         self.options = TorchOptions.of("torch", options, sch.mod)
         check_groups(sch, self.options.mesh)
 
-    def described(self) -> dict[str, Any]:
-        """The options, which must be alike on all ranks."""
-        return self.options.described()
-
     def stages_of_this_rank(self, n_stages: int) -> tuple[int, ...]:
         """As the pipeline schedule places them."""
+        if n_stages == 1:
+            return super().stages_of_this_rank(1)
         options = self.options
         pp = options.mesh.shape[0]
-        if n_stages == 1:
-            check_stage_count(1, pp)
-            return (0,)
-        schedule = schedule_named(options.pipeline_schedule)
-        schedule.check(options.pipeline_schedule, n_stages, pp, options.micro_batches)
-        return schedule.stages_of(options.mesh.get_local_rank("pp"), n_stages, pp)
+        options.schedule.check(options.pipeline_schedule, n_stages, pp, options.micro_batches)
+        return options.schedule.stages_of(options.mesh.get_local_rank("pp"), n_stages, pp)
 
     def lower(self, lowering: Lowering) -> tuple[Any, Any]:
         """The engine and the optimizer."""

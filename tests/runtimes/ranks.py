@@ -1,0 +1,66 @@
+"""Tests whose body runs on each process of a job, so that its asserts hold on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import pytest
+
+from tests.distributed import run_distributed
+
+#: Target -> package that it needs.
+RUNTIMES = {"torch": "torch", "deepspeed": "deepspeed", "megatron": "megatron.core"}
+
+Job = Callable[..., None]
+
+_for_life = contextlib.ExitStack()
+
+
+def on_ranks(world: int | None = None, timeout: float = 200) -> Callable[[Job], Job]:
+    """A test on several processes; by default on as many as its `layout` has.
+
+    Its arguments are fixtures and parameters as of any test. A `target` is skipped where its
+    package is missing, and for Megatron-Core the CPU answers in the place of CUDA.
+    """
+
+    def decorate(job: Job) -> Job:
+        def test(**given: Any) -> None:
+            target = given.get("target")
+            if target is not None:
+                pytest.importorskip(RUNTIMES[target])
+            processes = world or prod(given["layout"])
+            run_distributed(_run, processes, job.__module__, job.__name__, given, timeout=timeout)
+
+        test.job = job  # type: ignore[attr-defined]
+        test.__signature__ = inspect.signature(job)  # type: ignore[attr-defined]
+        test.__name__, test.__doc__, test.__module__ = job.__name__, job.__doc__, job.__module__
+        return pytest.mark.distributed(test)
+
+    return decorate
+
+
+def _run(rank: int, world: int, module: str, name: str, given: dict[str, Any]) -> None:
+    if given.get("target") == "megatron":
+        stand_in_for_cuda()
+    getattr(importlib.import_module(module), name).job(**given)
+
+
+def stand_in_for_cuda() -> None:
+    """Until the process ends, the CPU answers in the place of CUDA."""
+    from tests.runtimes.cuda_standin import cuda_on_cpu
+
+    _for_life.enter_context(cuda_on_cpu())
+
+
+def error_of(act: Callable[[], Any]) -> str:
+    """The error that this rank meets, with the name of its class."""
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
