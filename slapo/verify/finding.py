@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slapo.errors import VerificationError
-from slapo.history import Record, applied_at, listed, spelled
+from slapo.history import Record, applied_at, contains, listed, spelled
 from slapo.schedule import Schedule
 
 E = TypeVar("E", bound=VerificationError)
@@ -72,12 +72,14 @@ class Finding:
         """
         add = "" if self.remedy is None else f"add {self.remedy}"
         fix = ", or ".join(filter(None, (add, self.advice)))
-        paths = [
-            ".".join(filter(None, (sch.path, path)))
-            for path in dict.fromkeys((self.path, self.suspect or self.path))
-        ]
         applied = "no primitive was applied"
         if records:
-            applied = listed(applied_at(records, [*filter(None, paths)]) or records)
+            paths = [".".join(filter(None, (sch.path, path))) for path in (self.path, self.suspect)]
+            there = applied_at(records, [*filter(None, paths)]) or records
+            # Of many, those of the suspect first.
+            there = sorted(
+                there, key=lambda record: not contains(paths[1] or paths[0], record.path)
+            )
+            applied = listed(there)
         message = "; ".join(filter(None, (f"{what}: {self.said}", fix, applied)))
         return kind(message + self.further, self.path, self.suspect, self.remedy)

@@ -246,6 +246,20 @@ def test_the_message(two_ranks: None) -> None:
     check(sch, X)
 
 
+def test_the_lines_of_the_suspect_come_first(two_ranks: None) -> None:
+    """A message shows some of the lines that were applied: among them those that matter."""
+    sch = slapo.create_schedule(nn.Sequential(nn.Sequential(*(Block() for _ in range(4)))))
+    for block in list(sch["0"].child.values())[:3]:
+        split(block)
+    last = sch["0.3"]
+    last["fc1"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
+    last["fc2"].shard("weight", axis=1)
+    error = refused(sch)
+    assert error.suspect == "0.3.fc2"
+    first = str(error).partition("primitives applied there:\n")[2].splitlines()[0]
+    assert first.strip().startswith('sch["0.3.fc2"].shard')
+
+
 def test_a_layer_that_was_left_whole(two_ranks: None) -> None:
     sch = slapo.create_schedule(Block())
     sch["fc1"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
