@@ -4,6 +4,9 @@ The functions below are what ``Schedule.sync`` calls by name; use them in hook f
 own. They are differentiable and leave their inputs alone.
 """
 
+from typing import TYPE_CHECKING, Any
+
+from slapo.late import attribute
 from slapo.sharding.collectives import (
     all_gather,
     all_to_all,
@@ -16,14 +19,16 @@ from slapo.sharding.collectives import (
 from slapo.sharding.layout import PARTIAL, REPLICATE, Layout, Placement, shard
 from slapo.sharding.rules import Effect, register_shard_rule
 from slapo.sharding.slicing import ShardSpec
-from slapo.sharding.sync_ops import (
-    all_gather_forward_output,
-    reduce_backward_grad,
-    reduce_forward_output,
-    reduce_scatter_forward_output,
-    scatter_forward_output,
-)
 from slapo.sharding.vocab import masked, vocabulary_hooks
+
+if TYPE_CHECKING:
+    from slapo.sharding.sync_ops import (
+        all_gather_forward_output,
+        reduce_backward_grad,
+        reduce_forward_output,
+        reduce_scatter_forward_output,
+        scatter_forward_output,
+    )
 
 __all__ = [
     "PARTIAL",
@@ -49,3 +54,13 @@ __all__ = [
     "shard",
     "vocabulary_hooks",
 ]
+
+#: Names that older scripts import.
+_LATE = dict.fromkeys(
+    [name for name in __all__ if name.endswith(("_forward_output", "_backward_grad"))],
+    "slapo.sharding.sync_ops",
+)
+
+
+def __getattr__(name: str) -> Any:
+    return attribute(__name__, name, _LATE)

@@ -1,5 +1,9 @@
 """Helpers for inspecting modules and resource usage."""
 
-from slapo.utils import common, report
+from typing import Any
 
-__all__ = ["common", "report"]
+from slapo.late import attribute
+
+
+def __getattr__(name: str) -> Any:
+    return attribute(__name__, name, {})
