@@ -480,17 +480,26 @@ def test_nothing_is_kept_alive() -> None:
 
 
 # --- what no file can hold ------------------------------------------------------------------------
-def changed_after(sch: Schedule) -> None:
-    new = Scaled(2.0)
-    new.factor = 3.0
-    new.kinds = ("a", "b")
-    new.extra = "more"
-    sch["head"].replace(new)
+def changed(new: nn.Module, change: Callable[[Any], Any]) -> Callable[[Schedule], Any]:
+    """Puts a copy of a module in, after a change."""
+
+    def apply(sch: Schedule) -> None:
+        other = copy.deepcopy(new)
+        change(other)
+        sch["head"].replace(other)
+
+    return apply
 
 
-def with_a_hook(sch: Schedule) -> None:
+def one_at_two_places(sch: Schedule) -> None:
     new = nn.GELU()
-    new.register_forward_hook(double)
+    sch["head"].replace(new)
+    sch["layers.0.drop"].replace(new)
+
+
+def holds_old_weight(sch: Schedule) -> None:
+    new = nn.Linear(8, 8, bias=False)
+    new.weight = sch["head"].mod.weight
     sch["head"].replace(new)
 
 
@@ -502,37 +511,10 @@ def local_class(sch: Schedule) -> None:
     sch["head"].replace(Local())
 
 
-def hidden_argument(sch: Schedule) -> None:
-    sch["head"].replace(Hidden(2.0))
-
-
-def one_at_two_places(sch: Schedule) -> None:
-    new = nn.GELU()
-    sch["head"].replace(new)
-    sch["layers.0.drop"].replace(new)
-
-
 def tied_by_hand(sch: Schedule) -> None:
     with slapo.init_empty_weights():
         new = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     new[1].weight = new[0].weight
-    sch["head"].replace(new)
-
-
-def frozen(sch: Schedule) -> None:
-    with slapo.init_empty_weights():
-        sch["head"].replace(nn.Linear(8, 8).requires_grad_(False))
-
-
-def holds_old_weight(sch: Schedule) -> None:
-    new = nn.Linear(8, 8, bias=False)
-    new.weight = sch["head"].mod.weight
-    sch["head"].replace(new)
-
-
-def needs_its_argument(sch: Schedule) -> None:
-    new = Scaled(2.0)
-    del new.factor
     sch["head"].replace(new)
 
 
@@ -552,16 +534,31 @@ REFUSED: dict[str, tuple[Callable[[Schedule], Any], str]] = {
     ),
     "module at two places": (one_at_two_places, "it stands in the model already"),
     "tied module": (tied_by_hand, "a Sequential that was changed after it was made"),
-    "frozen module": (frozen, "a Linear that was changed after it was made"),
+    "frozen module": (
+        changed(nn.Linear(8, 8, device="meta"), lambda m: m.requires_grad_(False)),
+        "a Linear that was changed after it was made",
+    ),
     "module with an old weight": (
         holds_old_weight,
         "it holds the model's own 'weight'",
     ),
-    "changed module": (changed_after, "that was changed after it was made"),
-    "module with a hook": (with_a_hook, r"hooks were registered on it \(forward_hooks\)"),
+    "changed module": (
+        changed(Scaled(2.0), lambda m: vars(m).update(factor=3.0, kinds=("a", "b"), extra="more")),
+        "that was changed after it was made",
+    ),
+    "module with a hook": (
+        changed(nn.GELU(), lambda m: m.register_forward_hook(double)),
+        r"hooks were registered on it \(forward_hooks\)",
+    ),
     "module of a local class": (local_class, "its class local_class.<locals>.Local cannot be"),
-    "argument under another name": (hidden_argument, r"or keeps an argument under another name"),
-    "argument that is gone": (needs_its_argument, "does not make it anew .*missing 1 required"),
+    "argument under another name": (
+        lambda s: s["head"].replace(Hidden(2.0)),
+        r"or keeps an argument under another name",
+    ),
+    "argument that is gone": (
+        changed(Scaled(2.0), lambda m: delattr(m, "factor")),
+        "does not make it anew .*missing 1 required",
+    ),
     "parameter": (
         lambda s: s["head"].annotate("bias", "mask", nn.Parameter(torch.zeros(2))),
         "a Parameter that no text holds",
