@@ -538,10 +538,7 @@ REFUSED: dict[str, tuple[Callable[[Schedule], Any], str]] = {
         changed(nn.Linear(8, 8, device="meta"), lambda m: m.requires_grad_(False)),
         "a Linear that was changed after it was made",
     ),
-    "module with an old weight": (
-        holds_old_weight,
-        "it holds the model's own 'weight'",
-    ),
+    "module with an old weight": (holds_old_weight, "it holds the model's own 'weight'"),
     "changed module": (
         changed(Scaled(2.0), lambda m: vars(m).update(factor=3.0, kinds=("a", "b"), extra="more")),
         "that was changed after it was made",
@@ -918,10 +915,7 @@ BASE = (
     ("lines", "text"),
     [
         (BASE, ""),
-        (
-            BASE[:2] + BASE[3:],
-            'step 2: sch["layers.1"].checkpoint() is missing in the second',
-        ),
+        (BASE[:2] + BASE[3:], 'step 2: sch["layers.1"].checkpoint() is missing in the second'),
         (
             (*BASE, 'sch["head"].checkpoint()'),
             'step 4 of the second: sch["head"].checkpoint() is missing in the first',
