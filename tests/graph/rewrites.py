@@ -3,10 +3,47 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from slapo.graph.fuse.fusion import Fuse
 from slapo.graph.rewrite.rules import Replace, carry_out
+
+
+class Leaves(fx.Tracer):
+    """Enters the root only, as ``trace(recursive=False)`` does."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def leaves_of(module: nn.Module) -> fx.GraphModule:
+    """The graph of a module in which every child is a call."""
+    return fx.GraphModule(module, Leaves().trace(module))
+
+
+def layers(number: int) -> fx.GraphModule:
+    """Layers without weights: matrix products, GELU and softmax."""
+
+    def code(x: Any, m: Any) -> Any:
+        for _ in range(number):
+            h = F.gelu(torch.matmul(x, m) + 1.0)
+            x = torch.softmax(h * 2 + m, -1) @ m + x
+        return x
+
+    return fx.symbolic_trace(code)
+
+
+class Calls(nn.Module):
+    """Applies one module to the input."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.mod = module
+
+    def forward(self, x: Any) -> Any:
+        return self.mod(x)
 
 
 def replace_vertical(

@@ -21,6 +21,18 @@ class Nothing:
         pass
 
 
+class Tripled(torch.autograd.Function):
+    """Its backward is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
 def make(forward: Callable[..., Any], **children: nn.Module) -> nn.Module:
     """A module with this forward, whose first argument is the module, and these children."""
     module: nn.Module = type("Made", (nn.Module,), {"forward": forward})()
@@ -42,6 +54,16 @@ def rewritten(module: nn.Module, *args: Any, **options: Any) -> Any:
     traced = trace(module, *args, **options)
     rewrite(traced, Nothing())
     return traced
+
+
+def scheduled(model: nn.Module, *paths: str, **options: Any) -> tuple[Any, Any]:
+    """A schedule of a model in which these modules run captures, and a copy of the original."""
+    plain = copy.deepcopy(model)
+    sch = slapo.create_schedule(model)
+    for path in paths or ("",):
+        assert sch[path].trace(**{"tracer": "huggingface", **options})
+        rewrite(sch[path].mod, Nothing())
+    return sch, plain
 
 
 def number_of_captures(module: nn.Module) -> int:

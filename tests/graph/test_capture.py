@@ -22,10 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import slapo
 from slapo.errors import TraceError
 from slapo.graph.trace.capture import capture
-from tests.graph.served import assert_alike, make, number_of_captures, rewritten, trace
+from tests.graph.served import Tripled, assert_alike, make, number_of_captures, rewritten, trace
 from tests.versions import TORCH, asks_no_device
-
-TRACERS = pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
 
 
 def ones(*shape: int) -> Tensor:
@@ -424,18 +422,6 @@ def test_an_error_within_a_region_leaves_no_mode_behind(region: Any) -> None:
 
 
 # --- what an operation does ----------------------------------------------------------------------
-class Tripled(torch.autograd.Function):
-    """Its backward is not that of its forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 3
-
-
 def writes_in_place(self: Any, x: Tensor) -> Tensor:
     y = torch.zeros_like(x)
     y[..., 1:] = x[..., :-1]
@@ -726,13 +712,6 @@ def state_of_the_process() -> list[Any]:
     drawn = str(numpy.random.get_state(legacy=False))
     names = set(globals()) - {"__warningregistry__"}
     return [*numbers, drawn, set(rules()), *patched, *switches, names]
-
-
-@pytest.fixture
-def process_group() -> Any:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 if TORCH < (2, 12):

@@ -12,6 +12,8 @@ from slapo.graph.match.diagnose import TracedGraph, nearest_match
 from slapo.graph.match.find import find_nodes, find_subgraphs_in, read_pattern, read_question
 from slapo.graph.match.pattern import Pattern, call_module, trace_pattern
 from slapo.graph.match.pattern_ops import pattern_steps
+from tests.graph.rewrites import layers
+from tests.graph.rewrites import leaves_of as graph_of
 
 
 class NewGelu(nn.Module):
@@ -30,17 +32,6 @@ class Mlp(nn.Module):
 
     def forward(self, x, y):
         return self.fc2(self.act(self.fc1(x))) + y
-
-
-class Whole(fx.Tracer):
-    """Enters the root only, as ``trace(recursive=False)`` does."""
-
-    def is_leaf_module(self, m, name):
-        return True
-
-
-def graph_of(module: nn.Module) -> fx.GraphModule:
-    return fx.GraphModule(module, Whole().trace(module))
 
 
 def why(root: nn.Module, pattern: Any) -> str:
@@ -185,16 +176,6 @@ def test_pattern_modules():
     text = why(graph_of(Mlp(nn.ReLU())), Chain)
     assert "1 of 2 operations of the pattern were found together, Linear at fc1" in text
     assert "LayerNorm was not: in its place is act (ReLU)" in text
-
-
-def layers(number: int) -> fx.GraphModule:
-    def code(x, m):
-        for _ in range(number):
-            h = F.gelu(torch.matmul(x, m) + 1.0)
-            x = torch.softmax(h * 2 + m, -1) @ m + x
-        return x
-
-    return fx.symbolic_trace(code)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ import slapo
 from benchmark.more_families import FAMILIES as MORE
 from slapo.graph.trace.module import Traced, rewrite, trace_of
 from slapo.graph.trace.nests import tensors
-from tests.graph.served import Nothing, number_of_captures
+from tests.graph.served import Nothing, number_of_captures, scheduled
 from tests.graph.zoo import FAMILIES, checkpoint_layers, each_layer, transformers
 
 #: Families whose layers are those of another one.
@@ -147,28 +146,21 @@ def test_a_rewritten_layer_equals_the_plain_one(name: str, how: dict[str, Any]) 
 def test_all_layers_rewritten_share_their_captures(name: str) -> None:
     family = FAMILIES[name]
     model: Any = family.build(**{"num_hidden_layers" if name != "gpt2" else "n_layer": 4})
-    plain = copy.deepcopy(model)
-    sch = slapo.create_schedule(model)
-    for path, layer in each_layer(model, family):
-        assert sch[path].trace(flatten=True, tracer="huggingface")
-        rewrite(layer, Nothing())
+    paths, layers = zip(*each_layer(model, family), strict=True)
+    sch, plain = scheduled(model, *paths, flatten=True)
     for training, batch, length, mask in CALLS:
         model.train(training), plain.train(training)
         assert_like_plain(model, plain, inputs_of(name, batch, length, mask))
     made = [found for family in sch.state.shared_captures.values() for found in family]
-    assert len(made) < 2 * number_of_captures(layer)
+    assert len(made) < 2 * number_of_captures(layers[-1])
 
 
 # --- dropout, dtypes, labels ---------------------------------------------------------------------
 def rewritten_root(name: str, flatten: bool = True, **changes: Any) -> tuple[Any, Any]:
     """A whole model, traced and rewritten, and a copy of the original."""
-    model = FAMILIES[name].build(**changes)
-    plain = copy.deepcopy(model)
-    sch = slapo.create_schedule(model)
     how = {"flatten": True} if flatten else {"recursive": False}
-    assert sch.trace(tracer="huggingface", **how)
-    rewrite(sch.mod, Nothing())
-    return model, plain
+    sch, plain = scheduled(FAMILIES[name].build(**changes), **how)
+    return sch.mod, plain
 
 
 @pytest.mark.parametrize("flatten", [True, False], ids=["flat", "leaves"])
@@ -212,12 +204,8 @@ def test_what_transformers_collects_is_as_in_the_plain_model_or_refused(
     name: str, flag: str, how: str
 ) -> None:
     model: Any = FAMILIES[name].build(attn_implementation="eager")
-    plain = copy.deepcopy(model)
-    sch = slapo.create_schedule(model)
-    node = sch[last_layer(model, name)] if how == "layer" else sch
     options: Any = {"recursive": False} if how == "leaves" else {"flatten": True}
-    assert node.trace(tracer="huggingface", **options)
-    rewrite(node.mod, Nothing())
+    _, plain = scheduled(model, last_layer(model, name) if how == "layer" else "", **options)
     given = {**inputs_of(name, 2, 9, "padded"), **_without_cache(plain)}
     model(**given)
     expected = plain(**given, **{flag: True})
@@ -252,9 +240,7 @@ def test_a_cache_is_never_made_and_refused_where_it_is_asked_for() -> None:
     with pytest.raises(slapo.SlapoError, match="use_cache=False"):
         model(**given, use_cache=True)
     assert_like_plain(model, plain, given)
-    layer = slapo.create_schedule(copy.deepcopy(plain))
-    assert layer["model.layers.0"].trace(tracer="huggingface", flatten=True)
-    rewrite(layer["model.layers.0"].mod, Nothing())
+    layer, _ = scheduled(copy.deepcopy(plain), "model.layers.0", flatten=True)
     with pytest.raises(slapo.SlapoError, match="use_cache=False"):
         layer.mod(**given, use_cache=True)
     assert_like_plain(layer.mod, plain, given)
@@ -264,11 +250,7 @@ def test_a_cache_is_never_made_and_refused_where_it_is_asked_for() -> None:
 def test_rewritten_layers_serve_positions_of_each_sample_and_generation(name: str) -> None:
     """As with padding on the left, where positions are not the same for all samples."""
     model: Any = FAMILIES[name].build()
-    plain: Any = copy.deepcopy(model)
-    sch = slapo.create_schedule(model)
-    path, layer = next(each_layer(model, FAMILIES[name]))
-    assert sch[path].trace(flatten=True, tracer="huggingface")
-    rewrite(layer, Nothing())
+    _, plain = scheduled(model, f"{FAMILIES[name].layers}.0", flatten=True)
     ids = FAMILIES[name].inputs(3, 9, False)["input_ids"]
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
@@ -319,14 +301,10 @@ def test_results_that_transformers_keeps_are_not_those_of_a_trace() -> None:
 def test_a_leaf_called_before_an_entered_model_collects_its_outputs() -> None:
     """Both name the collector of Transformers, which is put back."""
     family = FAMILIES["t5"]
-    model: Any = family.build()
-    plain = copy.deepcopy(model)
-    sch = slapo.create_schedule(model)
     options: Any = {"leaf_modules": ["encoder"], "concrete_args": {"use_cache": False}}
     given = family.inputs(3, 13, False)
-    assert sch.trace(tracer="huggingface", flatten=True, example_inputs=given, **options)
-    rewrite(model, Nothing())
-    assert_like_plain(model, plain, family.inputs(2, 7, False))
+    sch, plain = scheduled(family.build(), flatten=True, example_inputs=given, **options)
+    assert_like_plain(sch.mod, plain, family.inputs(2, 7, False))
 
 
 def test_flags_that_a_layer_does_not_read_are_handed_on() -> None:
@@ -337,31 +315,18 @@ def test_flags_that_a_layer_does_not_read_are_handed_on() -> None:
     config.position_embedding_type = "rotary"
     model = transformers.EsmModel(config, add_pooling_layer=False).eval()
     ids = torch.randint(5, 99, (2, 9))
-    expected = model(ids).last_hidden_state  # asks for a cache by default
-    sch = slapo.create_schedule(model)
-    assert sch["encoder.layer.0"].trace(flatten=True, tracer="huggingface")
-    rewrite(sch["encoder.layer.0"].mod, Nothing())
-    torch.testing.assert_close(model(ids).last_hidden_state, expected)
+    _, plain = scheduled(model, "encoder.layer.0", flatten=True)
+    outputs = [each(ids).last_hidden_state for each in (model, plain)]  # a cache by default
+    torch.testing.assert_close(*outputs)
 
 
 # --- wrappers ------------------------------------------------------------------------------------
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "fsdp before the first call"])
 def test_a_rewritten_layer_in_a_wrapper_of_torch(wrapper: str) -> None:
     family = FAMILIES["bert"]
     model: Any = family.build()
-    plain = copy.deepcopy(model)
-    sch = slapo.create_schedule(model)
-    for path, layer in each_layer(model, family):
-        assert sch[path].trace(flatten=True, tracer="huggingface")
-        rewrite(layer, Nothing())
+    _, plain = scheduled(model, *(path for path, _ in each_layer(model, family)), flatten=True)
     if wrapper == "fsdp":
         assert_like_plain(model, plain, inputs_of("bert", 2, 7, "padded"))
     if wrapper == "ddp":

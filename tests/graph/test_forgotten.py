@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import slapo
 from slapo.graph.trace.module import rewrite, trace_of
-from tests.graph.served import Nothing, assert_alike, number_of_captures
+from tests.graph.served import Nothing, assert_alike, make, number_of_captures, scheduled
 
 IDS = torch.randint(0, 12, (3, 5), generator=torch.Generator().manual_seed(0))
 
@@ -145,17 +145,6 @@ def test_a_shard_below_acts_at_the_next_call(
     assert model.head.weight.shape[0] == (6 if primitive is shard_tied else 12)
 
 
-@pytest.fixture
-def two_ranks() -> Any:
-    """A group of two processes, of which this one runs alone."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
-
-
 def test_primitives_elsewhere_keep_captures_of_siblings_alive() -> None:
     model = Outer()
     sch = schedule(model, ["layers.0", "layers.1"], flatten=True)
@@ -165,53 +154,16 @@ def test_primitives_elsewhere_keep_captures_of_siblings_alive() -> None:
     assert number_of_captures(model.layers[1]) == 1
 
 
-def test_siblings_share_what_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slapo.graph.trace import capture
-
-    made = []
-    original = capture.capture
-    monkeypatch.setattr(capture, "capture", lambda *a, **k: (made.append(1), original(*a, **k))[1])
-    model = Outer()
-    schedule(model, ["layers.0", "layers.1"], flatten=True)
-    assert len(made) == 1
-    model(IDS)
-    model(IDS[:1])
-    model.eval()(IDS)
-    expected = len(made)
-    assert expected <= 4  # a hidden state that requires gradients, a batch of one
-    model.layers[1].scale = 3.0
-    model(IDS)
-    assert len(made) == expected + 1
-
-
-class Wide(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[..., : self.width]
-
-
 def test_siblings_whose_leaves_differ_share_nothing() -> None:
-    class Holds(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.wide = Wide(width)
+    def holds(width: int) -> nn.Module:
+        wide = make(lambda s, x: x[..., : s.width])
+        wide.width = width  # type: ignore[assignment]
+        return make(lambda s, x: (y := s.wide(x)).sum(-1) / y.shape[-1], wide=wide)
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.wide(x)
-            return y.sum(-1) / y.shape[-1]
-
-    model = nn.Sequential(Holds(2), nn.Identity())
-    model[1] = Holds(6)
-    sch = slapo.create_schedule(model)
-    x = torch.randn(3, 8)
-    for path in ("0", "1"):
-        assert sch[path].trace(tracer="huggingface", recursive=False, example_inputs=x)
-        plain = copy.deepcopy(model.get_submodule(path))
-        rewrite(sch[path].mod, Nothing())
-        assert torch.equal(sch[path].mod(x), Holds(plain.wide.width)(x))
+    model, x = nn.Sequential(holds(2), holds(6)), torch.randn(3, 8)
+    _, plain = scheduled(model, "0", "1", recursive=False, example_inputs=x)
+    for module, expected in zip(model, plain, strict=True):
+        assert_alike(module, expected, x)
 
 
 # --- rules at work -------------------------------------------------------------------------------

@@ -163,24 +163,28 @@ def test_plain_sequential_copies(gm, clone):
     assert torch.equal(other(x, gm.bias), fused(x, gm.bias))
 
 
-def test_equal_fusions_compile_once(monkeypatch):
+@pytest.fixture
+def scripts(monkeypatch):
+    """What TorchScript compiles, from an empty cache."""
+    compiler, compiled = torchscript._compile, []
+    monkeypatch.setattr(torchscript, "_scripts", OrderedDict())
+    monkeypatch.setattr(
+        torchscript, "_compile", lambda *a: compiled.append(compiler(*a)) or compiled[-1]
+    )
+    return compiled
+
+
+def test_equal_fusions_compile_once(scripts):
     def code(x, b):
         for _ in range(6):
             x = F.gelu(x.sin() + b)
         return x
 
     gm = fx.symbolic_trace(code)
-    scripts = []
-    compiler = torchscript._compile
-    monkeypatch.setattr(torchscript, "_scripts", OrderedDict())
-    monkeypatch.setattr(
-        torchscript, "_compile", lambda *a: scripts.append(compiler(*a)) or scripts[-1]
-    )
     args = torch.randn(4), torch.randn(4)
     expected = gm(*args)
-    fused = []
-    for match in find_subgraphs(gm.graph, gm.get_submodule, PATTERNS["bias_gelu"]):
-        fused.append(fuse(gm, match))
+    matches = find_subgraphs(gm.graph, gm.get_submodule, PATTERNS["bias_gelu"])
+    fused = [fuse(gm, match) for match in matches]
     assert len(scripts) == 1
     assert len({id(module) for module in [*fused, *scripts]}) == 7
     torch.testing.assert_close(gm(*args), expected)
@@ -189,6 +193,7 @@ def test_equal_fusions_compile_once(monkeypatch):
 
 
 def scaled(factor: float) -> Any:
+    """Two functions of one name, as the text of each is read by TorchScript."""
     if factor == 2:
 
         def activation(x: torch.Tensor) -> torch.Tensor:
@@ -269,20 +274,15 @@ def test_modes_of_children_survive_the_cache(gm):
         ([nn.GELU().eval(), nn.GELU()], 2),
     ],
 )
-def test_what_counts_as_equal(monkeypatch, modules, n_scripts):
-    monkeypatch.setattr(torchscript, "_scripts", OrderedDict())
-    compiler, scripts = torchscript._compile, []
-    monkeypatch.setattr(
-        torchscript, "_compile", lambda *a: scripts.append(compiler(*a)) or scripts[-1]
-    )
+def test_what_counts_as_equal(scripts, modules, n_scripts):
     for module in modules:
         gm = fx.symbolic_trace(nn.Sequential(module))
         fusion_of(gm, list(gm.graph.find_nodes(op="call_module")))
     assert len(scripts) == n_scripts
 
 
-def test_what_cannot_be_compared_is_compiled_each_time(monkeypatch):
-    monkeypatch.setattr(torchscript, "_scripts", OrderedDict())
+@pytest.mark.usefixtures("scripts")
+def test_what_cannot_be_compared_is_compiled_each_time():
     for value in (object(), torch.ones(1), {1, 2}):
         gm = fx.symbolic_trace(nn.Sequential(nn.GELU()))
         gm.get_submodule("0").note = value

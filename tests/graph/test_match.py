@@ -1,7 +1,6 @@
 """Patterns are found along the data flow, in every spelling, and nothing else is found."""
 
 import operator
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,8 @@ from torch import fx, nn
 from slapo.graph.match import search
 from slapo.graph.match.pattern import ModulePattern, Pattern, call_module, trace_pattern
 from slapo.graph.match.search import find_by_name, find_subgraphs
+from tests.graph.rewrites import Calls, layers
+from tests.graph.served import make
 
 
 def graph_module(code: Any) -> fx.GraphModule:
@@ -24,17 +25,6 @@ def found(code: Any, pattern: Any) -> list[list[str]]:
     gm = graph_module(code)
     matches = find_subgraphs(gm.graph, gm.get_submodule, pattern)
     return [[node.name for node in nodes] for nodes in matches]
-
-
-class Calls(nn.Module):
-    """Applies one module to the first input, and a function to what it returns."""
-
-    def __init__(self, module: nn.Module, then: Callable[[Any], Any] = lambda x: x) -> None:
-        super().__init__()
-        self.mod, self.then = module, then
-
-    def forward(self, x):
-        return self.then(self.mod(x))
 
 
 # --- equivalent spellings ---
@@ -174,7 +164,7 @@ def test_in_place_sum_seen_by_others_does_not_match():
 
     cases = (
         *(parameter, other_reader, other_reader_of_base, other_reader_of_what_may_be_the_same),
-        *(after_another_write, Calls(nn.Identity(), lambda x: x.add_(1.0))),
+        *(after_another_write, then(lambda x: x.add_(1.0))),
     )
     for written in cases:
         assert [m for m in found(written, lambda a, b: a + b) if m[0].startswith("add_")] == []
@@ -203,6 +193,11 @@ def test_subtraction_does_not_commute():
 )
 def test_what_a_function_leaves_out_a_module_may_have_as_it_likes(written, wanted):
     assert found(as_pattern(written), wanted) == [["mod"]]
+
+
+def then(code: Callable[[Any], Any]) -> nn.Module:
+    """A function of what a module returns."""
+    return make(lambda self, x: code(self.mod(x)), mod=nn.Identity())
 
 
 class Function(nn.Module):
@@ -322,40 +317,25 @@ def test_weights_of_layers_in_a_pattern_are_any():
         def forward(self, x):
             return F.linear(x, self.fc.weight) + self.fc.bias
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(3, 3)
-
-        def forward(self, x):
-            return F.linear(x, self.fc.weight) + self.fc.bias
-
-    assert len(found(Model(), Split)) == 1
+    model = make(lambda self, x: F.linear(x, self.fc.weight) + self.fc.bias, fc=nn.Linear(3, 3))
+    assert len(found(model, Split)) == 1
     assert len(found(Calls(nn.LayerNorm(4)), nn.LayerNorm(4))) == 1
 
 
 def test_the_same_argument_may_be_one_weight_looked_up_twice():
-    class Tied(nn.Module):
-        def __init__(self, tied: bool) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
-            if tied:
-                self.two.weight = self.one.weight
-
-        def forward(self, x):
-            return self.two(self.one(x))
+    one, two = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    apart = nn.Sequential(one, two)
+    tied = nn.Sequential(one, nn.Linear(2, 2, bias=False))
+    tied[1].weight = one.weight
 
     def twice(x, w):
         return F.linear(F.linear(x, w), w)
 
-    assert len(found(Tied(True), twice)) == 1
-    assert found(Tied(False), twice) == []
+    assert len(found(tied, twice)) == 1
+    assert found(apart, twice) == []
     scales = SCALES.clone()  # each use of a captured tensor is a look-up of its own
     assert len(found(lambda x: x * scales + scales, lambda x, t: x * t + t)) == 1
     assert found(lambda x: x * scales + SCALES, lambda x, t: x * t + t) == []
-
-
-# --- constants by mode ---
 
 
 # --- data flow ---
@@ -556,13 +536,7 @@ def test_the_same_argument_among_sizes_is_the_same_value():
 
 
 def test_several_outputs_share_an_input():
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = Heads(), Heads()
-
-        def forward(self, x, y):
-            return self.a(x), self.b(y)
+    two = make(lambda self, x, y: (self.a(x), self.b(y)), a=Heads(), b=Heads())
 
     def pattern(x):
         return (
@@ -571,7 +545,7 @@ def test_several_outputs_share_an_input():
             call_module(r"\w\.value", x),
         )
 
-    assert found(Two(), pattern) == [
+    assert found(two, pattern) == [
         ["a_query", "a_key", "a_value"],
         ["b_query", "b_key", "b_value"],
     ]
@@ -647,8 +621,9 @@ def test_find_by_name():
     gm = graph_module(Mlp())
     assert [[n.name for n in m] for m in find_by_name(gm.graph, r"fc\d")] == [["fc1"], ["fc2"]]
     assert find_by_name(gm.graph, "c1") == []
-    with pytest.raises(ValueError, match="not a regular expression"):
-        find_by_name(gm.graph, "(")
+    for wrong, error in (("(", ValueError), (3, TypeError)):
+        with pytest.raises(error, match="regular expression"):
+            find_by_name(gm.graph, wrong)
 
 
 def test_training_flags_of_the_graph_are_values_like_others():
@@ -675,6 +650,8 @@ def test_training_flags_of_the_graph_are_values_like_others():
         (lambda x: None, ValueError, "no operation"),
         (lambda x: x if x.sum() > 0 else -x, ValueError, "cannot be traced"),
         (lambda x: call_module("(", x), ValueError, "not a regular expression"),
+        (lambda x: call_module(3, x), (TypeError, ValueError), "regular expression"),
+        (lambda x: ModulePattern(3)(x), (TypeError, ValueError), "regular expression"),
         (lambda x, y: (x.exp(), y.sin()), ValueError, "share no value"),
         (lambda x: F.gelu(x, x, x, x), ValueError, "cannot be traced|does not take"),
         (3, TypeError, "the pattern is 3"),
@@ -686,14 +663,6 @@ def test_training_flags_of_the_graph_are_values_like_others():
 def test_wrong_patterns(pattern, error, message):
     with pytest.raises(error, match=message):
         found(Mlp(), pattern)
-
-
-def test_what_is_no_name():
-    for wrong in (lambda x: call_module(3, x), lambda x: ModulePattern(3)(x)):
-        with pytest.raises((TypeError, ValueError), match="regular expression"):
-            found(Mlp(), wrong)
-    with pytest.raises(TypeError, match="regular expression"):
-        find_by_name(graph_module(Mlp()).graph, 3)  # type: ignore[arg-type]
 
 
 def test_very_long_patterns():
@@ -716,16 +685,6 @@ def test_call_module_outside_of_a_pattern():
 
 
 # --- cost ---
-
-
-def layers(number: int) -> fx.GraphModule:
-    def code(x, m):
-        for _ in range(number):
-            h = F.gelu(torch.matmul(x, m) + 1.0)
-            x = torch.softmax(h * 2 + m, -1) @ m + x
-        return x
-
-    return fx.symbolic_trace(code)
 
 
 def steps(number: int, pattern: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
@@ -763,11 +722,3 @@ def test_an_absent_operation_costs_no_search(monkeypatch):
         return torch.erfinv(F.gelu(torch.matmul(x, m) + 1.0))
 
     assert steps(40, pattern, monkeypatch) == (0, 0)
-
-
-def test_96_layers_take_a_fraction_of_a_second():
-    gm = layers(96)
-    start = time.perf_counter()
-    found = find_subgraphs(gm.graph, gm.get_submodule, lambda x, m: F.gelu(x @ m + 1.0))
-    assert len(found) == 96
-    assert time.perf_counter() - start < 1.0

@@ -27,6 +27,7 @@ from slapo.graph.trace.views import View
 from slapo.op.checkpoint import CheckPointWrapper
 from slapo.primitives.checkpoint import Checkpoint
 from slapo.wrapper import innermost
+from tests.graph.rewrites import Leaves
 
 SIZE = 4
 X = torch.randn(3, SIZE)
@@ -47,11 +48,6 @@ class Layer(nn.Module):
             k = k * mask
         h = F.dropout(F.gelu(k - 2 * q), 0.5, self.training)
         return self.out(torch.sin(h)) + x
-
-
-class Leaves(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
 
 
 def traced(model: nn.Module) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,15 @@ import slapo
 from slapo.example_inputs import example_inputs
 from slapo.graph.trace.module import Traced, rewrite, trace_of
 from tests.graph import zoo
-from tests.graph.served import Nothing, assert_alike, make, number_of_captures, rewritten
+from tests.graph.served import (
+    Nothing,
+    Tripled,
+    assert_alike,
+    make,
+    number_of_captures,
+    rewritten,
+    scheduled,
+)
 from tests.primitives.models import DataDependent, Stack
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
@@ -48,16 +57,6 @@ def asks_none(self: Any, x: Tensor) -> Tensor:
 
 def draws_constant(self: Any, x: Tensor) -> Tensor:
     return x * torch.rand_like(x) if self.training else x
-
-
-class Tripled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 3
 
 
 PREVIEWED: dict[str, Callable[..., Any]] = {
@@ -89,8 +88,6 @@ def test_a_preview_shows_and_never_runs(name: str) -> None:
 
 
 def slapo_trace_without_warning(sch: Any) -> bool:
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return bool(sch.trace(recursive=False))
@@ -267,9 +264,7 @@ def test_a_keyword_that_is_none_is_like_one_not_given() -> None:
 @pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
 def test_any_number_of_arguments_is_served(tracer: str) -> None:
     plain = make(lambda self, *xs: self.fc(sum(xs)), fc=nn.Linear(4, 4))
-    sch = slapo.create_schedule(copy.deepcopy(plain))
-    assert sch.trace(tracer=tracer, example_inputs=(X, X))
-    rewrite(sch.mod, Nothing())
+    sch, _ = scheduled(copy.deepcopy(plain), tracer=tracer, example_inputs=(X, X))
     for args in ((X, X), (X,), (X, X, X)):
         assert_alike(sch.mod, plain, *args)
 
@@ -277,10 +272,8 @@ def test_any_number_of_arguments_is_served(tracer: str) -> None:
 def test_a_trace_falls_back_to_a_capture_where_there_are_inputs() -> None:
     plain = make(lambda self, x: self.fc(x) if bool(x.dim() == 2) and x.is_contiguous() else x)
     plain.fc = nn.Linear(4, 4)
-    sch = slapo.create_schedule(copy.deepcopy(plain))
-    assert sch.trace(example_inputs=X)
+    sch, _ = scheduled(copy.deepcopy(plain), tracer="pytorch", example_inputs=X)
     assert "fc" in sch.mod.code
-    rewrite(sch.mod, Nothing())
     assert_alike(sch.mod, plain, X)
 
 
@@ -309,13 +302,9 @@ def test_each_tracer_tells_its_own_reason() -> None:
 @pytest.mark.parametrize("path", ["transformer.h.0", "transformer.h.0.attn"])
 def test_a_layer_of_transformers_is_traced_by_default(path: str) -> None:
     spec = zoo.FAMILIES["gpt2"]
-    model = spec.build()
-    plain = copy.deepcopy(model)
-    sch = slapo.create_schedule(model)
-    assert sch[path].trace(recursive=False)
-    rewrite(sch[path].mod, Nothing())
+    sch, plain = scheduled(spec.build(), path, tracer="pytorch", recursive=False)
     ids = spec.inputs(2, 9, False)["input_ids"]
-    assert_alike(model, plain, ids, use_cache=False, rtol=1e-6)
+    assert_alike(sch.mod, plain, ids, use_cache=False, rtol=1e-6)
 
 
 # --- what is traced ------------------------------------------------------------------------------
@@ -380,9 +369,9 @@ def test_traced_children_serve_calls_with_and_without_a_mask(tracer: str, makes:
 def test_entered_modules_may_have_a_mode_of_their_own(tracer: str) -> None:
     plain = nn.Sequential(make(lambda s, x: F.dropout(x, 0.5, s.training)), nn.Linear(4, 4))
     plain[0].eval()
-    sch = slapo.create_schedule(copy.deepcopy(plain))
-    assert sch.trace(tracer=tracer, flatten=True, example_inputs=given_to(tracer))
-    rewrite(sch.mod, Nothing())
+    sch, _ = scheduled(
+        copy.deepcopy(plain), tracer=tracer, flatten=True, example_inputs=given_to(tracer)
+    )
     assert_alike(sch.mod, plain, X)
     for change in (nn.Module.train, lambda m: m[0].eval(), nn.Module.eval):
         change(plain), change(sch.mod)
@@ -437,10 +426,8 @@ def test_what_cannot_be_captured_changes_nothing(tracer: str) -> None:
 
 def test_children_that_cannot_be_captured_stay_calls() -> None:
     plain = nn.Sequential(DataDependent(), nn.Sequential(nn.Linear(4, 4)))
-    sch = slapo.create_schedule(copy.deepcopy(plain))
-    assert sch.trace(tracer="huggingface", example_inputs=X)
+    sch, _ = scheduled(copy.deepcopy(plain), example_inputs=X)
     assert [isinstance(m, Traced) for m in (sch.mod, sch.mod[0], sch.mod[1])] == [1, 0, 1]
-    rewrite(sch.mod, Nothing())
     for x in (X, -X.abs()):
         assert_alike(sch.mod, plain, x)
 
@@ -448,10 +435,8 @@ def test_children_that_cannot_be_captured_stay_calls() -> None:
 def test_a_layer_that_draws_numbers_of_numpy_is_a_leaf() -> None:
     drawing = make(lambda s, x: x * float(numpy.random.rand()))
     plain = nn.Sequential(drawing, nn.Linear(4, 4))
-    sch = slapo.create_schedule(copy.deepcopy(plain))
-    assert sch.trace(tracer="huggingface", example_inputs=X)
+    sch, _ = scheduled(copy.deepcopy(plain), example_inputs=X)
     assert not isinstance(sch.mod[0], Traced)
-    rewrite(sch.mod, Nothing())
     results = []
     for each in (sch.mod, plain):
         numpy.random.seed(0)
