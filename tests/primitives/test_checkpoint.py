@@ -15,7 +15,7 @@ from torch.testing import assert_close
 import slapo
 from slapo.op import CheckPointWrapper
 from slapo.wrapper import ModuleWrapper
-from tests.fingerprint import fingerprint
+from tests.fingerprint import refused
 from tests.primitives.models import Block, Stack
 
 
@@ -155,12 +155,10 @@ def test_state_dict_code_of_the_module_still_runs() -> None:
 def test_twice_is_refused() -> None:
     sch = slapo.create_schedule(nn.Sequential(Block()))
     sch["0"].checkpoint().fork_rng()
-    before = fingerprint(sch)
-    with pytest.raises(ValueError, match="checkpointed already"):
+    with refused(sch, ValueError, "checkpointed already"):
         sch["0"].checkpoint()
-    with pytest.raises(ValueError, match="under fork_rng already"):
+    with refused(sch, ValueError, "under fork_rng already"):
         sch["0"].fork_rng()
-    assert fingerprint(sch) == before
 
 
 # --- operations ------------------------------------------------------------------------------
@@ -201,14 +199,12 @@ def test_several_subgraphs_are_refused() -> None:
     sch = slapo.create_schedule(Stack())
     found = sch.find("head")
     matches = [*found, *found]
-    before = fingerprint(sch)
-    with pytest.raises(ValueError, match="one subgraph can be checkpointed at a time, got 2"):
+    with refused(sch, ValueError, "one subgraph can be checkpointed at a time, got 2"):
         sch.checkpoint(matches)
-    with pytest.raises(ValueError, match="matched nothing"):
+    with refused(sch, ValueError, "matched nothing"):
         sch.checkpoint([])
-    with pytest.raises(TypeError, match="subgraph must be what find"):
+    with refused(sch, TypeError, "subgraph must be what find"):
         sch.checkpoint("head")
-    assert fingerprint(sch) == before
 
 
 def test_an_inner_value_that_is_used_outside_is_refused() -> None:
@@ -219,10 +215,8 @@ def test_an_inner_value_that_is_used_outside_is_refused() -> None:
 
     sch = slapo.create_schedule(Leaky())
     match = sch.find(lambda x: torch.cos(torch.sin(x)))
-    before = fingerprint(sch)
-    with pytest.raises(ValueError, match=r"'sin' .*also used outside, by 'add'"):
+    with refused(sch, ValueError, r"'sin' .*also used outside, by 'add'"):
         sch.checkpoint(match)
-    assert fingerprint(sch) == before
 
 
 class Writes(nn.Module):
@@ -272,11 +266,9 @@ def test_what_changes_before_it_is_computed_again_is_refused(when: str) -> None:
         sch.checkpoint([("", node) for node in chain])
         same_gradients(sch.mod, reference, x)
         return
-    before = fingerprint(sch)
-    with pytest.raises(ValueError, match="in place, which the backward pass would compute"):
+    with refused(sch, ValueError, "in place, which the backward pass would compute"):
         sch.checkpoint([("", node) for node in chain])
         same_gradients(sch.mod, reference, x)  # else it says what went wrong
-    assert fingerprint(sch) == before
 
 
 def test_a_module_that_a_checkpoint_calls_stays() -> None:
@@ -312,10 +304,8 @@ def test_what_may_not_move_is_not_checkpointed() -> None:
 
     sch = slapo.create_schedule(Dropouts())
     match = sch.find(lambda x: F.dropout(x).relu())
-    before = fingerprint(sch)
-    with pytest.raises(ValueError, match="'dropout' would move past 'dropout_1'"):
+    with refused(sch, ValueError, "'dropout' would move past 'dropout_1'"):
         sch.checkpoint(match)
-    assert fingerprint(sch) == before
 
 
 class Caching(nn.Module):

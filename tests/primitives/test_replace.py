@@ -3,7 +3,6 @@
 import copy
 import functools
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,17 +16,10 @@ from slapo.hooks import get_hooks
 from slapo.op import CheckPointWrapper
 from slapo.op.linear import LinearWithSyncFunc
 from slapo.weights.provenance import Source
-from tests.fingerprint import fingerprint
+from tests.fingerprint import refused
 from tests.primitives.models import Attention, Block, Stack, Tied
 
 X = torch.randn(3, 4)
-
-
-def refused(sch: Any, error: type[Exception], message: str, call: Callable[[], Any]) -> None:
-    before = fingerprint(sch)
-    with pytest.raises(error, match=message):
-        call()
-    assert fingerprint(sch) == before
 
 
 # --- whole modules ---------------------------------------------------------------------------
@@ -123,7 +115,8 @@ def test_a_reduction_within_operations_is_not_lost(pair: None) -> None:
         lambda: sch.replace(nn.Linear(4, 4), match),
         lambda: sch.fuse(match, compiler=None),
     ):
-        refused(sch, RuntimeError, r"hooks \['fwd_post'\] of 'fc2' would be lost", call)
+        with refused(sch, RuntimeError, r"hooks \['fwd_post'\] of 'fc2' would be lost"):
+            call()
     only = sch.find("fc2")
     sch.replace(nn.Linear(4, 4), only)
     assert len(sch["Linear_0"].mod._forward_hooks) == 1
@@ -147,16 +140,21 @@ def test_bad_replacements() -> None:
     sch = slapo.create_schedule(Stack())
     node = sch["layers.0"]
     for bad in (3, "Linear"):
-        refused(sch, TypeError, "pass a module or a function", lambda bad=bad: node.replace(bad))
+        with refused(sch, TypeError, "pass a module or a function"):
+            node.replace(bad)
     for bad in (torch.relu, nn.Linear):
-        refused(sch, TypeError, "must be an nn.Module", lambda bad=bad: node.replace(bad))
-    refused(sch, ValueError, "is that Block already", lambda: node.replace(node.mod))
-    refused(sch, ValueError, "need target_ops", lambda: node.replace(Block(), name="B"))
-    refused(
-        sch, ValueError, "need target_ops", lambda: node.replace(Block(), concrete_args={"x": 1})
-    )
-    refused(sch, ValueError, "contains the root", lambda: node.replace(sch.mod))
-    refused(sch, ValueError, "contains 'layers.0'", lambda: sch["layers.0.fc1"].replace(node.mod))
+        with refused(sch, TypeError, "must be an nn.Module"):
+            node.replace(bad)
+    with refused(sch, ValueError, "is that Block already"):
+        node.replace(node.mod)
+    with refused(sch, ValueError, "need target_ops"):
+        node.replace(Block(), name="B")
+    with refused(sch, ValueError, "need target_ops"):
+        node.replace(Block(), concrete_args={"x": 1})
+    with refused(sch, ValueError, "contains the root"):
+        node.replace(sch.mod)
+    with refused(sch, ValueError, "contains 'layers.0'"):
+        sch["layers.0.fc1"].replace(node.mod)
 
 
 def test_ties_are_kept_or_the_replacement_is_refused() -> None:
@@ -166,8 +164,10 @@ def test_ties_are_kept_or_the_replacement_is_refused() -> None:
     sch["head"].replace(nn.Linear(4, 8, bias=False))
     assert model.head.weight is model.emb.weight is weight
     message = r"'head.weight' of shape \(8, 4\) is tied to \['emb.weight'\].*break the tie"
-    refused(sch, ValueError, message, lambda: sch["head"].replace(nn.Linear(4, 9)))
-    refused(sch, ValueError, message, lambda: sch["head"].replace(nn.Identity()))
+    with refused(sch, ValueError, message):
+        sch["head"].replace(nn.Linear(4, 9))
+    with refused(sch, ValueError, message):
+        sch["head"].replace(nn.Identity())
 
     class Renamed(nn.Module):
         def __init__(self, table: nn.Parameter) -> None:
@@ -223,38 +223,25 @@ def test_traced_modules_are_known_by_their_class() -> None:
 
 def test_bad_calls_of_replace_all() -> None:
     sch = slapo.create_schedule(Stack())
-    refused(
+    with refused(
         sch,
         ValueError,
         r"no submodule is a Conv2d; there are \['Block', 'Dropout', 'Linear', 'Stack'\]",
-        lambda: sch.replace_all(nn.Conv2d, lambda p, m: m),
-    )
-    refused(
-        sch, TypeError, "cls is 'Linear'; pass a class", lambda: sch.replace_all("Linear", print)
-    )
-    refused(
-        sch,
-        TypeError,
-        "what make_fn returns must be an nn.Module",
-        lambda: sch.replace_all(nn.Linear, lambda p, m: None),
-    )
-    refused(
-        sch,
-        ZeroDivisionError,
-        "by zero",
-        lambda: sch.replace_all(nn.Linear, lambda p, m: nn.Linear(1 // (p != "head"), 1)),
-    )
+    ):
+        sch.replace_all(nn.Conv2d, lambda p, m: m)
+    with refused(sch, TypeError, "cls is 'Linear'; pass a class"):
+        sch.replace_all("Linear", print)
+    with refused(sch, TypeError, "what make_fn returns must be an nn.Module"):
+        sch.replace_all(nn.Linear, lambda p, m: None)
+    with refused(sch, ZeroDivisionError, "by zero"):
+        sch.replace_all(nn.Linear, lambda p, m: nn.Linear(1 // (p != "head"), 1))
 
 
 def test_when_one_cannot_be_replaced_none_is() -> None:
     sch = slapo.create_schedule(Tied())
     sizes = {"fc": (4, 4), "head": (4, 9)}
-    refused(
-        sch,
-        ValueError,
-        "break the tie",
-        lambda: sch.replace_all(nn.Linear, lambda p, m: nn.Linear(*sizes[p])),
-    )
+    with refused(sch, ValueError, "break the tie"):
+        sch.replace_all(nn.Linear, lambda p, m: nn.Linear(*sizes[p]))
 
 
 # --- operations ------------------------------------------------------------------------------
@@ -288,12 +275,8 @@ def test_names_take_the_first_free_number() -> None:
         match = sch.find(lambda x: F.gelu(slapo.call_module(r"layers\.\d\.fc1", x)))
         sch.replace(GeluMlp(), match[:1], name="Up")
         assert f"Up_{k}" in sch
-    refused(
-        sch,
-        ValueError,
-        "cannot name a submodule",
-        lambda: sch.replace(nn.Tanh(), sch.find("head"), name="a.b"),
-    )
+    with refused(sch, ValueError, "cannot name a submodule"):
+        sch.replace(nn.Tanh(), sch.find("head"), name="a.b")
 
 
 def test_a_function_and_concrete_args() -> None:
@@ -309,13 +292,15 @@ def test_a_function_and_concrete_args() -> None:
 def test_the_wrong_number_of_arguments(function: Any) -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.ReLU()))
     match = sch.find(lambda x: F.relu(x))
-    refused(sch, ValueError, "argument|input|parameter", lambda: sch.replace(function, match))
+    with refused(sch, ValueError, "argument|input|parameter"):
+        sch.replace(function, match)
 
 
 def test_a_module_of_the_wrong_arity() -> None:
     sch = slapo.create_schedule(Block())
     match = sch.find(gelu_of_fc1)
-    refused(sch, ValueError, "input", lambda: sch.replace(nn.Bilinear(4, 4, 8), match))
+    with refused(sch, ValueError, "input"):
+        sch.replace(nn.Bilinear(4, 4, 8), match)
 
 
 class PackedQkv(nn.Module):
@@ -383,7 +368,8 @@ def test_a_signature_that_promises_one_tensor_is_refused_at_once(new: nn.Module)
     sch = slapo.create_schedule(Attention())
     match = sch.find("[qkv]$")
     message = r"module \w+ returns one tensor, but .*return a tuple of 3 results"
-    refused(sch, slapo.SlapoError, message, lambda: sch.replace(new, match))
+    with refused(sch, slapo.SlapoError, message):
+        sch.replace(new, match)
 
 
 def test_what_a_horizontal_replacement_returns_can_be_part_of_another_match() -> None:
@@ -412,12 +398,8 @@ def test_hooks_and_horizontal() -> None:
     sch = slapo.create_schedule(Attention())
     sch["k"].sync("fwd_post", lambda m, i, o: o)
     match = sch.find("[qkv]$")
-    refused(
-        sch,
-        RuntimeError,
-        r"hooks \['fwd_post'\] of 'k' would be lost",
-        lambda: sch.replace(PackedQkv(), match),
-    )
+    with refused(sch, RuntimeError, r"hooks \['fwd_post'\] of 'k' would be lost"):
+        sch.replace(PackedQkv(), match)
 
 
 def test_hooks_and_vertical() -> None:
@@ -434,8 +416,10 @@ def test_hooks_and_vertical() -> None:
     other.fc1.register_forward_hook(lambda m, i, o: calls.append("post"))
     sch = slapo.create_schedule(other)
     match = sch.find(gelu_of_fc1)
-    refused(sch, RuntimeError, "'fc1' would be lost", lambda: sch.replace(GeluMlp(), match))
-    refused(sch, RuntimeError, "'fc1' would be lost", lambda: sch.replace(torch.tanh, match))
+    with refused(sch, RuntimeError, "'fc1' would be lost"):
+        sch.replace(GeluMlp(), match)
+    with refused(sch, RuntimeError, "'fc1' would be lost"):
+        sch.replace(torch.tanh, match)
 
 
 def test_one_node() -> None:
@@ -451,14 +435,16 @@ def test_one_node() -> None:
     (pair,) = sch.find_node(lambda node: node.target is torch.softmax)
     sch.replace(log_softmax, pair)
     assert torch.allclose(sch.mod(X), torch.log_softmax(X, -1))
-    refused(sch, ValueError, "call find", lambda: sch.replace(log_softmax, pair))  # gone by now
+    with refused(sch, ValueError, "call find"):
+        sch.replace(log_softmax, pair)
 
 
 def test_ties_and_operations() -> None:
     model = Tied()
     sch = slapo.create_schedule(model)
     match = sch.find("head")
-    refused(sch, ValueError, "break the tie", lambda: sch.replace(nn.Identity(), match))
+    with refused(sch, ValueError, "break the tie"):
+        sch.replace(nn.Identity(), match)
     sch.replace(nn.Linear(4, 8, bias=False), match, name="out")
     assert sch["out_0"].mod.weight is model.emb.weight
     slapo.build(sch)
@@ -468,12 +454,17 @@ def test_matches_of_other_graphs() -> None:
     first, second = slapo.create_schedule(Block()), slapo.create_schedule(Block())
     foreign = first.find(gelu_of_fc1)
     second.trace()
-    refused(second, ValueError, "not in the graph", lambda: second.replace(GeluMlp(), foreign))
-    refused(second, TypeError, "what find", lambda: second.replace(GeluMlp(), 3))
-    refused(second, ValueError, "matched nothing", lambda: second.replace(GeluMlp(), []))
-    refused(second, TypeError, "list of those", lambda: second.replace(GeluMlp(), [3]))
+    with refused(second, ValueError, "not in the graph"):
+        second.replace(GeluMlp(), foreign)
+    with refused(second, TypeError, "what find"):
+        second.replace(GeluMlp(), 3)
+    with refused(second, ValueError, "matched nothing"):
+        second.replace(GeluMlp(), [])
+    with refused(second, TypeError, "list of those"):
+        second.replace(GeluMlp(), [3])
     fresh = slapo.create_schedule(Block())
-    refused(fresh, ValueError, "not traced", lambda: fresh.replace(GeluMlp(), foreign))
+    with refused(fresh, ValueError, "not traced"):
+        fresh.replace(GeluMlp(), foreign)
 
 
 def test_the_replacement_goes_by_both_names_of_its_forms() -> None:
@@ -615,7 +606,8 @@ def test_an_input_that_is_not_taken_is_an_error(new: Any, message: str) -> None:
     sch = slapo.create_schedule(Scores())
     sch.trace()
     match = bound_scores(sch)
-    refused(sch, ValueError, message, lambda: sch.replace(new, match))
+    with refused(sch, ValueError, message):
+        sch.replace(new, match)
 
 
 def test_the_weight_of_a_module_can_be_an_argument() -> None:
@@ -667,7 +659,8 @@ def test_constants_of_several_matches(other: float) -> None:
         torch.testing.assert_close(sch.mod(X), SideBySide(other)(X))
         return
     message = r"takes 's', which is \[2.0, 5.0\] in the matches"
-    refused(sch, ValueError, message, lambda: sch.replace(both, matches))
+    with refused(sch, ValueError, message):
+        sch.replace(both, matches)
     sch.replace(both, matches, concrete_args={"s": 3.0})
 
 
@@ -715,7 +708,8 @@ def test_other_values_are_not_dropped() -> None:
     sch = slapo.create_schedule(Defaults("tanh"))
     sch.trace()
     (pair,) = sch.find_node(lambda node: "gelu" in node.name)
-    refused(sch, ValueError, "does not take the arguments", lambda: sch.replace(own_gelu, pair))
+    with refused(sch, ValueError, "does not take the arguments"):
+        sch.replace(own_gelu, pair)
     sch.replace(lambda x, **kwargs: F.gelu(x, **kwargs), pair)
     torch.testing.assert_close(sch.mod(X), Defaults("tanh")(X))
 
@@ -726,9 +720,11 @@ def test_nothing_found_is_explained() -> None:
 
     sch = slapo.create_schedule(Scores())
     message = "target_ops is empty: the pattern matched nothing; the longest partial match"
-    refused(sch, ValueError, message, lambda: sch.replace(own_gelu, Found()))
+    with refused(sch, ValueError, message):
+        sch.replace(own_gelu, Found())
     plain = "target_ops is empty: the pattern matched nothing$"
-    refused(sch, ValueError, plain, lambda: sch.replace(own_gelu, []))
+    with refused(sch, ValueError, plain):
+        sch.replace(own_gelu, [])
 
 
 def test_what_may_not_move_is_not_replaced() -> None:
@@ -742,7 +738,8 @@ def test_what_may_not_move_is_not_replaced() -> None:
     match = sch.find(lambda x: F.dropout(x).relu())
     new = nn.Sequential(nn.Dropout(), nn.ReLU())
     message = "'dropout' would move past 'dropout_1'"
-    refused(sch, ValueError, message, lambda: sch.replace(new, match))
+    with refused(sch, ValueError, message):
+        sch.replace(new, match)
 
 
 @pytest.mark.parametrize("copied", [False, True])

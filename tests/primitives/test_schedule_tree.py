@@ -14,7 +14,7 @@ from torch import nn
 import slapo
 from slapo import Primitive, Schedule
 from slapo.primitives import base
-from tests.fingerprint import fingerprint
+from tests.fingerprint import fingerprint, refused
 from tests.primitives.models import Block, Stack, Tied
 
 
@@ -256,12 +256,10 @@ def test_nodes_that_left_the_tree_are_refused() -> None:
     sch = slapo.create_schedule(Stack())
     old = sch["layers.0.fc1"]
     sch["layers.0"].replace(Block())
-    before = fingerprint(sch)
-    with pytest.raises(slapo.SlapoError, match=r"fc1.*left the schedule.*look it up again"):
+    with refused(sch, slapo.SlapoError, r"fc1.*left the schedule.*look it up again"):
         old.shard("weight", 0)
-    with pytest.raises(slapo.SlapoError, match="left the schedule"):
+    with refused(sch, slapo.SlapoError, "left the schedule"):
         sch.select("layers.**").replace(lambda path, module: nn.Identity())
-    assert fingerprint(sch) == before
     sch["layers.0.fc1"].shard("weight", 0)
 
 

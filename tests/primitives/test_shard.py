@@ -11,12 +11,11 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import slapo
-from slapo import Schedule
 from slapo.hooks import get_hooks
 from slapo.sharding.layout import Layout
 from slapo.sharding.rules import Effect, register_shard_rule
 from slapo.sharding.shards import shards_of
-from tests.fingerprint import fingerprint
+from tests.fingerprint import refused
 from tests.primitives.models import Tied
 
 
@@ -239,42 +238,35 @@ BAD: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], s
 def test_bad_shards_change_nothing(name: str, pair: None) -> None:
     make, args, kwargs, message = BAD[name]
     sch = slapo.create_schedule(nn.Sequential(make()))
-    before = fingerprint(sch)
-    with pytest.raises(ValueError, match=message):
+    with refused(sch, ValueError, message):
         sch["0"].shard(*args, **kwargs)
-    assert fingerprint(sch) == before
 
 
 @pytest.mark.parametrize("axis", ["0", 0.0, None, True])
 def test_an_axis_is_an_integer(axis: Any, pair: None) -> None:
     sch = slapo.create_schedule(nn.Linear(4, 4))
-    before = fingerprint(sch)
-    with pytest.raises(TypeError, match="pass an integer"):
+    with refused(sch, TypeError, "pass an integer"):
         sch.shard("weight", axis)
-    assert fingerprint(sch) == before
-
-
-def refused(sch: Schedule, call: Callable[[], Any], message: str) -> None:
-    before = fingerprint(sch)
-    with pytest.raises(ValueError, match=message):
-        call()
-    assert fingerprint(sch) == before
 
 
 def test_sharding_twice(pair: None) -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
     sch["0"].shard("weight", 0)
-    refused(sch, lambda: sch["0"].shard("weight", 0), "sharded already, along axis 0")
-    refused(sch, lambda: sch["0"].shard("weight", 1), "sharded already, along axis 0")
+    with refused(sch, ValueError, "sharded already, along axis 0"):
+        sch["0"].shard("weight", 0)
+    with refused(sch, ValueError, "sharded already, along axis 0"):
+        sch["0"].shard("weight", 1)
 
 
 def test_tensors_of_one_module_must_agree(pair: None) -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
     sch["0"].shard("weight", 1)
-    refused(sch, lambda: sch["0"].shard("bias", 0), r"would leave the output Shard\(-1\)")
+    with refused(sch, ValueError, r"would leave the output Shard\(-1\)"):
+        sch["0"].shard("bias", 0)
     other = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
     other["0"].shard("bias", 0)
-    refused(other, lambda: other["0"].shard("weight", 1), "would leave the output Partial()")
+    with refused(other, ValueError, "would leave the output Partial()"):
+        other["0"].shard("weight", 1)
 
 
 def test_the_bias_may_be_sharded_after_the_sync(pair: None) -> None:
@@ -296,7 +288,8 @@ def test_a_shard_that_contradicts_an_earlier_sync(
 ) -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
     sch["0"].sync("fwd_post", op, **kwargs)
-    refused(sch, lambda: sch["0"].shard("weight", axis), message)
+    with refused(sch, ValueError, message):
+        sch["0"].shard("weight", axis)
 
 
 def test_a_class_of_ones_own_may_have_a_rule(pair: None) -> None:
@@ -326,17 +319,21 @@ def test_the_other_side_of_a_tie_follows(first: str, pair: None) -> None:
     assert (model.emb.num_embeddings, model.head.out_features) == (4, 4)
     assert shards_of(sch[second].mod)["weight"].axis == 0
     # Naming the other side too is no second sharding, unless it differs.
-    refused(sch, lambda: sch[second].shard("weight", 1), "tied to .* along axis 0")
-    refused(sch, lambda: sch[second].shard("weight", 0, blocks=2), "tied to")
+    with refused(sch, ValueError, "tied to .* along axis 0"):
+        sch[second].shard("weight", 1)
+    with refused(sch, ValueError, "tied to"):
+        sch[second].shard("weight", 0, blocks=2)
     sch[second].shard("weight", 0)
-    refused(sch, lambda: sch[second].shard("weight", 0), "sharded already")
+    with refused(sch, ValueError, "sharded already"):
+        sch[second].shard("weight", 0)
 
 
 def test_a_tie_that_cannot_follow_is_refused(pair: None) -> None:
     model = Tied()
     model.emb.max_norm = 1.0
     sch = slapo.create_schedule(model)
-    refused(sch, lambda: sch["head"].shard("weight", 0), "max_norm")
+    with refused(sch, ValueError, "max_norm"):
+        sch["head"].shard("weight", 0)
 
 
 def test_a_tie_broken_by_hand_is_refused_by_build() -> None:

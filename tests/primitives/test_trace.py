@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 import slapo
 from slapo.op import CheckPointWrapper
-from tests.fingerprint import fingerprint
+from tests.fingerprint import fingerprint, refused
 from tests.primitives.models import Block, DataDependent, Stack, Tied
 
 X = torch.randn(3, 4)
@@ -137,10 +137,8 @@ def test_primitives_after_a_trace() -> None:
 )
 def test_bad_arguments(kwargs: Any, error: type[Exception], message: str) -> None:
     sch = slapo.create_schedule(Stack(2))
-    before = fingerprint(sch)
-    with pytest.raises(error, match=message):
+    with refused(sch, error, message):
         sch.trace(**kwargs)
-    assert fingerprint(sch) == before
 
 
 @pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
@@ -221,14 +219,12 @@ def test_a_capture_of_what_was_fused(compiler: str | None) -> None:
 
 def test_bad_calls_of_trace_until() -> None:
     sch = slapo.create_schedule(Outer())
-    before = fingerprint(sch)
-    with pytest.raises(ValueError, match="call it on the root"):
+    with refused(sch, ValueError, "call it on the root"):
         sch["body"].trace_until("layers.0")
-    with pytest.raises(KeyError, match="nearest paths are"):
+    with refused(sch, KeyError, "nearest paths are"):
         sch.trace_until("bodies")
-    with pytest.raises(ValueError, match="unknown tracer"):
+    with refused(sch, ValueError, "unknown tracer"):
         sch.trace_until("body", tracer="dynamo")
-    assert fingerprint(sch) == before
 
 
 def test_a_trace_until_that_fails_changes_nothing() -> None:
