@@ -67,9 +67,7 @@ def test_matches_of_other_graphs(act: Callable[..., None]) -> None:
 def test_several_subgraphs(act: Callable[..., None]) -> None:
     sch = slapo.create_schedule(Attention())
     match = sch.find("[qkv]$")
-    with refused(
-        sch, ValueError, f"one subgraph can be {act.__name__.rstrip('e')}ed at a time, got 3"
-    ):
+    with refused(sch, ValueError, "one subgraph can be .* at a time, got 3"):
         act(sch, match)
 
 
