@@ -1,7 +1,10 @@
 """Everything about a schedule and its model that a failed primitive must leave alone."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
@@ -40,6 +43,15 @@ def fingerprint(sch: Schedule) -> dict[str, Any]:
     state["nodes"] = {k: [n.path for n in nodes] for k, nodes in shared.nodes_of.items() if nodes}
     state["depth"] = shared.depth
     return state
+
+
+@contextmanager
+def refused(sch: Schedule, error: Any, message: str) -> Iterator[None]:
+    """A call that raises the error, and leaves the schedule and its model as they were."""
+    before = fingerprint(sch)
+    with pytest.raises(error, match=message):
+        yield
+    assert fingerprint(sch) == before
 
 
 def _add_module(state: dict[str, Any], path: str, module: nn.Module) -> None:

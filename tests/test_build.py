@@ -22,22 +22,6 @@ def test_without_a_target_the_module_comes_back() -> None:
     assert slapo.build(slapo.create_schedule(model)) == (model, None)
 
 
-def test_pipeline_cuts_need_a_runtime() -> None:
-    sch = slapo.create_schedule(Stack(2))
-    sch.trace(recursive=False)
-    sch["layers.0"].cut_pipeline_stage()
-    with pytest.raises(slapo.SlapoError, match=r"\['layers.0'\]"):
-        slapo.build(sch)
-
-
-def test_unknown_targets_and_arguments() -> None:
-    sch = slapo.create_schedule(Stack(1))
-    with pytest.raises(ValueError, match="no runtime is registered for target 'horovod'"):
-        slapo.build(sch, target="horovod")
-    with pytest.raises(TypeError, match="config"):
-        slapo.build(sch, config={})
-
-
 def test_runtimes_are_plug_ins() -> None:
     class Recorder(Runtime):
         def __init__(self, sch: slapo.Schedule, **options: Any) -> None:
@@ -102,32 +86,24 @@ def test_ranks_that_disagree_are_told_the_first_difference() -> None:
         assert "test_build.py" in message
 
 
-def _whole_bias(rank: int, world_size: int) -> str:
-    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
+def _unfinished(rank: int, world_size: int, layer: nn.Module) -> str:
+    sch = slapo.create_schedule(nn.Sequential(layer))
     sch["0"].shard("weight", 0)
     with pytest.raises(slapo.SlapoError) as info:
         slapo.build(sch)
     return str(info.value)
 
 
-def test_a_whole_bias_on_a_split_output_is_refused() -> None:
-    for message in run_distributed(_whole_bias, 2):
-        assert 'add sch["0"].shard("bias", axis=0)' in message
-
-
-def _bare_table(rank: int, world_size: int) -> str:
-    sch = slapo.create_schedule(nn.Sequential(nn.Embedding(8, 4)))
-    sch["0"].shard("weight", 0)
-    with pytest.raises(slapo.SlapoError) as info:
-        slapo.build(sch)
-    sch["0"].sync("fwd_post", "all_reduce")
-    slapo.build(sch)
-    return str(info.value)
-
-
-def test_a_table_without_a_mask_is_refused() -> None:
-    for message in run_distributed(_bare_table, 2):
-        assert 'add sch["0"].sync("fwd_post", "all_reduce")' in message
+@pytest.mark.parametrize(
+    ("layer", "remedy"),
+    [
+        (nn.Linear(4, 4), 'add sch["0"].shard("bias", axis=0)'),
+        (nn.Embedding(8, 4), 'add sch["0"].sync("fwd_post", "all_reduce")'),
+    ],
+)
+def test_what_is_left_out_after_a_shard_is_named(layer: nn.Module, remedy: str) -> None:
+    for message in run_distributed(_unfinished, 2, layer):
+        assert remedy in message
 
 
 def test_the_help_of_build_tells_the_options_of_every_target() -> None:

@@ -21,9 +21,6 @@ from slapo.sharding.state import sharding_of
 from slapo.sharding.tags import PARTIAL_GRAD, is_summed
 from slapo.wrapper import innermost
 
-#: On torch's function for clipping, once it is guarded.
-_REFUSES_SLICES = "_slapo_refuses_slices"
-
 
 def _save_pretrained(*args: Any, **kwargs: Any) -> None:
     raise SlapoError(
@@ -39,6 +36,7 @@ def refuse_saving(model: nn.Module) -> None:
         model.__dict__["save_pretrained"] = _save_pretrained
 
 
+@functools.cache
 def refuse_clipping() -> None:
     """From now on ``torch.nn.utils.clip_grad_norm_`` raises where it is given slices.
 
@@ -46,8 +44,6 @@ def refuse_clipping() -> None:
     rank to rank, and what is whole on all of them would drift apart.
     """
     clip: Any = clip_grad._clip_grads_with_norm_
-    if hasattr(clip, _REFUSES_SLICES):
-        return
 
     @functools.wraps(clip)
     def refusing(parameters: Any, *args: Any, **kwargs: Any) -> None:
@@ -62,7 +58,6 @@ def refuse_clipping() -> None:
             )
         clip(given, *args, **kwargs)
 
-    setattr(refusing, _REFUSES_SLICES, True)
     clip_grad._clip_grads_with_norm_ = refusing
 
 

@@ -138,7 +138,7 @@ def is_deferring(module: nn.Module) -> bool:
 
 def check_deferrable(module: nn.Module) -> None:
     """Refuse a class whose forward we do not know."""
-    if has_bias(module) and not is_deferring(module) and _known_product(module) is None:
+    if has_bias(module) and not is_deferring(module) and _known_product(type(module)) is None:
         raise ValueError(
             f"{type(module).__name__} adds a bias to what would be a partial sum, once per rank, "
             "and its forward is its own; replace it by slapo.op.LinearWithSyncFunc or give it "
@@ -199,25 +199,20 @@ class _BiasPart:
         return cast(Tensor, _OwnPart.apply(bias, self.group))
 
 
-def _known_product(module: nn.Module) -> tuple[Product, int] | None:
-    forward = type(module).forward
-    for cls in type(module).__mro__:
-        known = _PRODUCTS.get(f"{cls.__module__}.{cls.__qualname__}")
+def _known_product(cls: type[nn.Module]) -> tuple[Product, int] | None:
+    for base in cls.__mro__:
+        known = _PRODUCTS.get(f"{base.__module__}.{base.__qualname__}")
         if known is not None:
-            return known if forward is cls.forward else None  # type: ignore[attr-defined]
+            return known if cls.forward is base.forward else None  # type: ignore[attr-defined]
     return None
 
 
 def _deferring_class(cls: type[nn.Module]) -> type[nn.Module]:
     if cls not in _CLASSES:
-        known = _PRODUCTS[_product_owner(cls)]
+        known = _known_product(cls)
+        assert known is not None, "check_deferrable has refused all others"
         body = {"_original": cls, "_product": known[0], "_bias_dims": known[1]}
         body["__module__"] = cls.__module__
         made: Any = _DeferringClass(cls.__name__, (PartialSumMixin, cls), body)
         _CLASSES[cls] = made
     return _CLASSES[cls]
-
-
-def _product_owner(cls: type[nn.Module]) -> str:
-    names = (f"{c.__module__}.{c.__qualname__}" for c in cls.__mro__)
-    return next(name for name in names if name in _PRODUCTS)

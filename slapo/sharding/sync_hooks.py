@@ -85,12 +85,17 @@ class OutputHook(SyncHook):
             for index, value in enumerate(output):
                 if isinstance(value, _TENSORS):
                     new = [*output[:index], self._slapo_carry(value), *output[index + 1 :]]
-                    return type(output)(*new) if hasattr(output, "_fields") else type(output)(new)
+                    return _rebuilt(output, new)
         raise TypeError(
             f"sync on {type(module).__name__}: the output is a {type(output).__name__} without a "
             "tensor that could be mapped; put the sync on the module that makes the tensor, or "
             "pass a hook function"
         )
+
+
+def _rebuilt(like: Any, items: list[Any]) -> Any:
+    # A named tuple takes its items one by one.
+    return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
 
 
 def _with_item(output: Mapping[Any, Any], key: Any, value: Tensor) -> Any:
@@ -161,7 +166,7 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     elif isinstance(value, (tuple, list)):
         items = [_mapped(item, function) for item in value]
         if any(new is not item for new, item in zip(items, value, strict=True)):
-            value = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+            value = _rebuilt(value, items)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
         new = {name: _mapped(item, function) for name, item in fields.items()}

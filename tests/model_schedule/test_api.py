@@ -29,6 +29,7 @@ from slapo.op.linear_loss import LossHead
 from slapo.verify.placement.offline import fake_world
 from tests.distributed import run_distributed
 from tests.model_schedule.models import MODELS, transformers
+from tests.primitives.models import Block
 
 
 def llama(**changes: Any) -> nn.Module:
@@ -42,18 +43,10 @@ def test_unknown_key() -> None:
 
 
 def test_own_recipe() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.down(torch.relu(self.up(x)))
-
     @register_recipe("blocks")
     def blocks(config: Any) -> Recipe:
         """Blocks of my own."""
-        region = Region("up", columns="up", rows="down")
+        region = Region("fc1", columns="fc1", rows="fc2")
         return Recipe((Stack("blocks", (region,)),), heads="", counts="")
 
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -35,29 +37,57 @@ def test_recipes_pass(key: str, ranks: int) -> None:
             check(sch, MODELS[key].inputs(3, 12))
 
 
-@pytest.mark.parametrize(
-    ("key", "field"),
-    [("qwen3", "inside"), ("gpt2", "counts"), ("gpt2", "blocks"), ("t5", "by_head")],
-)
-def test_a_table_that_lacks_something_is_refused(key: str, field: str) -> None:
-    @register_recipe("lacking")
-    def lacking(config: Any) -> Any:
-        recipe = recipe_of(key, config)
-        changed = {"blocks": 1}.get(field, "")
-        stacks = []
-        for stack in recipe.stacks:
-            regions = tuple(replace(region, **{field: changed}) for region in stack.regions)
-            stacks.append(replace(stack, regions=regions))
-        return replace(recipe, stacks=tuple(stacks))
-
+@contextmanager
+def changed_recipe(key: str, changes: dict[str, Any], of_regions: bool = True) -> Iterator[None]:
+    """The recipe of a key with other entries, as "changed"."""
+    recipe = recipe_of(key, MODELS[key].build().config)
+    if of_regions:
+        stacks = tuple(
+            replace(stack, regions=tuple(replace(region, **changes) for region in stack.regions))
+            for stack in recipe.stacks
+        )
+        changes = {"stacks": stacks}
+    changed = replace(recipe, **changes)
+    register_recipe("changed")(lambda config: changed)
     try:
-        with fake_world(2, 1):
-            # Before anything changes where it names too little, else as a recipe of no family.
-            with pytest.raises((slapo.PlacementError, ValueError), match=r"is split|does not hold"):
-                apply_schedule(MODELS[key].build(), "lacking")
-            if field in ("counts", "blocks"):
-                sch = apply_schedule(MODELS[key].build(), "lacking", check=False)
-                with pytest.raises(slapo.PlacementError):
-                    check(sch, MODELS[key].inputs(3, 12))
+        yield
     finally:
-        unregister("lacking")
+        unregister("changed")
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("qwen3", {"inside": ""}),
+        ("gpt2", {"counts": ""}),
+        ("gpt2", {"blocks": 1}),
+        ("t5", {"by_head": ""}),
+    ],
+)
+def test_a_table_that_lacks_something_is_refused(key: str, changes: dict[str, Any]) -> None:
+    with changed_recipe(key, changes), fake_world(2, 1):
+        # Before anything changes where it names too little, else as a recipe of no family.
+        with pytest.raises((slapo.PlacementError, ValueError), match=r"is split|does not hold"):
+            apply_schedule(MODELS[key].build(), "changed")
+        if key == "gpt2":
+            sch = apply_schedule(MODELS[key].build(), "changed", check=False)
+            with pytest.raises(slapo.PlacementError):
+                check(sch, MODELS[key].inputs(3, 12))
+
+
+@pytest.mark.parametrize(
+    ("key", "changes", "of_regions"),
+    [
+        ("llama", {"embeddings": "embed_token"}, False),
+        ("llama", {"heads": "lm_heads"}, False),
+        ("llama", {"counts": "num_heads"}, False),
+        ("t5", {"forked": "layer.1.DenseReluDense.drop"}, True),
+        ("t5", {"by_head": "layer.0.SelfAttention.relative_bias"}, True),
+    ],
+)
+def test_a_table_that_names_what_is_not_there(key: str, changes: Any, of_regions: bool) -> None:
+    ((name, value),) = changes.items()
+    says = f"names what .* do not have: {{'{name}': '{value}'}}"
+    with changed_recipe(key, changes, of_regions), fake_world(2, 1):
+        with pytest.raises(ValueError, match=says):
+            apply_schedule(MODELS[key].build(), "changed")

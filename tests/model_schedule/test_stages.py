@@ -22,53 +22,35 @@ CUT = sorted(set(MODELS) - set(UNCUT))
 DISTINCT = sorted(set(CUT) - {"roberta", "mistral", "qwen2", "gemma3_text"})
 
 
-def check(
+ALL: dict[str, Any] = {"sequence_parallel": True, "ckpt_ratio": 0.5}
+FUSED: dict[str, Any] = {"fused_loss": True}
+TOGETHER = [key for key in DISTINCT if key != "wideresnet"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "layout", "options", "engine"),
+    [
+        *((CUT[part::3], (2, 1, 1), {}, {}) for part in range(3)),
+        (["bert", "llama", "t5", "wideresnet"], (4, 1, 1), {}, {}),
+        *((TOGETHER[part::2], (2, 1, 2), ALL, {}) for part in range(2)),
+        (["t5", "gpt2"], (2, 1, 2), {"parallel_vocabulary": False}, {}),
+        (["gpt2"], (2, 2, 2), ALL, {}),
+        # The loss is computed within the head, around which an engine has its weight whole.
+        (["bert", "llama"], (1, 2, 1), FUSED, {"data_parallel": "fsdp"}),
+        (["bert", "llama"], (1, 2, 1), FUSED, {"target": "deepspeed", "zero": 3}),
+    ],
+)
+def test_stages_train_as_one_process_does(
     keys: list[str],
     layout: tuple[int, int, int],
     options: dict[str, Any],
-    engine: dict[str, Any] | None = None,
+    engine: dict[str, Any],
 ) -> None:
     ranks = layout[0] * layout[1] * layout[2]
-    job = (keys, layout, options, engine or {})
-    for found in run_distributed(compare_keys, ranks, *job, timeout=400):
+    for found in run_distributed(compare_keys, ranks, keys, layout, options, engine, timeout=400):
         for key in keys:
             assert all(value < TOLERANCE for value in found[key].values()), (key, found[key])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(3))
-def test_two_stages(part: int) -> None:
-    check(CUT[part::3], (2, 1, 1), {})
-
-
-@pytest.mark.slow
-def test_four_stages() -> None:
-    check(["bert", "llama", "t5", "wideresnet"], (4, 1, 1), {})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(2))
-def test_all_together(part: int) -> None:
-    keys = [key for key in DISTINCT if key != "wideresnet"][part::2]
-    options = {"sequence_parallel": True, "ckpt_ratio": 0.5}
-    check(keys, (2, 1, 2), options)
-
-
-@pytest.mark.slow
-def test_tensor_parallel_stages() -> None:
-    check(["t5", "gpt2"], (2, 1, 2), {"parallel_vocabulary": False})
-
-
-@pytest.mark.slow
-def test_with_data_parallelism() -> None:
-    check(["gpt2"], (2, 2, 2), {"sequence_parallel": True, "ckpt_ratio": 0.5})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", [{"data_parallel": "fsdp"}, {"target": "deepspeed", "zero": 3}])
-def test_fused_loss_where_parameters_are_gathered(engine: dict[str, Any]) -> None:
-    """The loss is computed within the head, around which an engine has its weight whole."""
-    check(["bert", "llama"], (1, 2, 1), {"fused_loss": True}, engine)
 
 
 @pytest.mark.parametrize("key", sorted(UNCUT))

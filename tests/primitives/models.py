@@ -1,5 +1,7 @@
 """Small models that the tests of primitives schedule."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -70,3 +72,25 @@ class DataDependent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(x) if x.sum() > 0 else x
+
+
+class Computes(nn.Module):
+    """Computes a function of its input."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Twice(nn.Module):
+    """Calls one module at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.fc(torch.cos(self.fc(x))))

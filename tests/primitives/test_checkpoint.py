@@ -15,8 +15,8 @@ from torch.testing import assert_close
 import slapo
 from slapo.op import CheckPointWrapper
 from slapo.wrapper import ModuleWrapper
-from tests.fingerprint import fingerprint
-from tests.primitives.models import Block, Stack
+from tests.fingerprint import refused
+from tests.primitives.models import Block, Computes, Stack, Twice
 
 
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
@@ -72,23 +72,6 @@ def test_primitives_act_on_the_module_within() -> None:
     assert sch["layers.0.fc1"].replace(new).mod.mod is new
     assert isinstance(sch["layers.0.fc1"].mod, CheckPointWrapper)
     assert sch.mod.layers[0].mod.fc1.mod is new
-
-
-def test_attributes_reach_the_module_within() -> None:
-    sch = slapo.create_schedule(nn.Sequential(Block()))
-    wrapper = sch["0"].checkpoint().mod
-    block = wrapper.mod
-    block.heads = 4
-    assert wrapper.heads == 4
-    wrapper.heads //= 2
-    assert (block.heads, wrapper.heads) == (2, 2)
-    wrapper.eval()
-    assert not block.training
-    assert not block.drop.training
-    wrapper.double()
-    assert block.fc1.weight.dtype is torch.float64
-    with pytest.raises(AttributeError):
-        _ = wrapper.nothing
 
 
 def test_copies_and_pickles_stay_checkpointed() -> None:
@@ -155,12 +138,10 @@ def test_state_dict_code_of_the_module_still_runs() -> None:
 def test_twice_is_refused() -> None:
     sch = slapo.create_schedule(nn.Sequential(Block()))
     sch["0"].checkpoint().fork_rng()
-    before = fingerprint(sch)
-    with pytest.raises(ValueError, match="checkpointed already"):
+    with refused(sch, ValueError, "checkpointed already"):
         sch["0"].checkpoint()
-    with pytest.raises(ValueError, match="under fork_rng already"):
+    with refused(sch, ValueError, "under fork_rng already"):
         sch["0"].fork_rng()
-    assert fingerprint(sch) == before
 
 
 # --- operations ------------------------------------------------------------------------------
@@ -195,34 +176,6 @@ def test_modules_within_operations_keep_their_paths() -> None:
     calls.clear()  # the capture has run them, on stand-ins
     sch.mod(torch.randn(2, 4))
     assert calls == [1]
-
-
-def test_several_subgraphs_are_refused() -> None:
-    sch = slapo.create_schedule(Stack())
-    found = sch.find("head")
-    matches = [*found, *found]
-    before = fingerprint(sch)
-    with pytest.raises(ValueError, match="one subgraph can be checkpointed at a time, got 2"):
-        sch.checkpoint(matches)
-    with pytest.raises(ValueError, match="matched nothing"):
-        sch.checkpoint([])
-    with pytest.raises(TypeError, match="subgraph must be what find"):
-        sch.checkpoint("head")
-    assert fingerprint(sch) == before
-
-
-def test_an_inner_value_that_is_used_outside_is_refused() -> None:
-    class Leaky(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = torch.sin(x)
-            return torch.cos(y) + y
-
-    sch = slapo.create_schedule(Leaky())
-    match = sch.find(lambda x: torch.cos(torch.sin(x)))
-    before = fingerprint(sch)
-    with pytest.raises(ValueError, match=r"'sin' .*also used outside, by 'add'"):
-        sch.checkpoint(match)
-    assert fingerprint(sch) == before
 
 
 class Writes(nn.Module):
@@ -272,50 +225,20 @@ def test_what_changes_before_it_is_computed_again_is_refused(when: str) -> None:
         sch.checkpoint([("", node) for node in chain])
         same_gradients(sch.mod, reference, x)
         return
-    before = fingerprint(sch)
-    with pytest.raises(ValueError, match="in place, which the backward pass would compute"):
+    with refused(sch, ValueError, "in place, which the backward pass would compute"):
         sch.checkpoint([("", node) for node in chain])
         same_gradients(sch.mod, reference, x)  # else it says what went wrong
-    assert fingerprint(sch) == before
 
 
 def test_a_module_that_a_checkpoint_calls_stays() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.sin(self.fc(torch.cos(self.fc(x))))
-
     model = Twice()
     reference = copy.deepcopy(model)
     sch = slapo.create_schedule(model)
     sch.checkpoint(sch.find(lambda x: torch.cos(slapo.call_module("fc", x))))
     rest = sch.find(lambda x: torch.sin(slapo.call_module("fc", x)))
-    sch.replace(nn.Sequential(sch["fc"].mod, SinOf()), rest, name="Last")
+    sch.replace(nn.Sequential(sch["fc"].mod, Computes(torch.sin)), rest, name="Last")
     x = torch.randn(3, 4)
     torch.testing.assert_close(sch.mod(x), reference(x))
-
-
-class SinOf(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(x)
-
-
-def test_what_may_not_move_is_not_checkpointed() -> None:
-    class Dropouts(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            h = F.dropout(x)
-            z = F.dropout(y)
-            return h.relu() + z
-
-    sch = slapo.create_schedule(Dropouts())
-    match = sch.find(lambda x: F.dropout(x).relu())
-    before = fingerprint(sch)
-    with pytest.raises(ValueError, match="'dropout' would move past 'dropout_1'"):
-        sch.checkpoint(match)
-    assert fingerprint(sch) == before
 
 
 class Caching(nn.Module):
@@ -417,6 +340,13 @@ def test_a_wrapped_module_is_still_one_of_its_class(wrap: str) -> None:
     assert (wrapped.scale, wrapped.twice, len(wrapped)) == (2.0, 4.0, 3)
     wrapped.scale = 3.0
     assert owner.scale == 3.0
+    owner.scale = 2.5
+    assert wrapped.scale == 2.5
+    wrapped.function = len  # a layer of Transformers gets attributes that it did not have
+    assert owner.function is len
+    with pytest.raises(AttributeError):
+        _ = wrapped.nothing
+    assert wrapped.double().float().fc.weight is owner.fc.weight
     wrapped.train()
     assert owner.training
     assert not owner.fc.training

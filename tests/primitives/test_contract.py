@@ -16,7 +16,7 @@ import slapo
 from slapo import Schedule
 from slapo.primitives.base import is_builtin
 from tests.fingerprint import fingerprint
-from tests.primitives.models import Block, DataDependent, Stack
+from tests.primitives.models import Block, Stack
 
 
 def stack() -> Schedule:
@@ -286,14 +286,6 @@ def test_the_error_says_which_call_failed() -> None:
     call = re.escape("sch[\"layers.1.fc1\"].shard(tensor_name='weight', axis=2): ")
     with pytest.raises(ValueError, match=f"^{call}"):
         sch["layers.1.fc1"].shard("weight", axis=2)
-
-
-def test_a_trace_that_fails_returns_false_and_changes_nothing() -> None:
-    sch = slapo.create_schedule(nn.Sequential(DataDependent()))
-    before = fingerprint(sch)
-    with pytest.warns(UserWarning, match=r"0 \(DataDependent\).*Nothing was changed; pass"):
-        assert sch["0"].trace() is False
-    assert fingerprint(sch) == before
 
 
 def test_metadata_of_an_unknown_primitive_is_a_key_error() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 import slapo
 from slapo.graph.match.find import Matches, Subgraph, traced_modules
 from slapo.pattern import Pattern, call_module
-from tests.fingerprint import fingerprint
-from tests.primitives.models import Attention, Block, DataDependent, Stack
+from tests.fingerprint import fingerprint, refused
+from tests.primitives.models import Attention, Block, Computes, DataDependent, Stack
 
 
 def names(matches: Any) -> list[list[tuple[str, str]]]:
@@ -72,20 +72,12 @@ def test_operands_swap_and_bystanders_do_not_hide() -> None:
 
 
 def test_a_value_used_twice_is_not_two_values() -> None:
-    class Same(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.gelu(x + x)
-
-    sch = slapo.create_schedule(Same())
+    sch = slapo.create_schedule(Computes(lambda x: F.gelu(x + x)))
     assert len(sch.find(lambda a: F.gelu(a + a))) == 1
 
 
 def test_matches_do_not_overlap() -> None:
-    class Chain(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.sin(torch.sin(torch.sin(x)))
-
-    sch = slapo.create_schedule(Chain())
+    sch = slapo.create_schedule(Computes(lambda x: torch.sin(torch.sin(torch.sin(x)))))
     assert len(sch.find(lambda x: torch.sin(torch.sin(x)))) == 1
 
 
@@ -111,22 +103,6 @@ def test_nodes() -> None:
     ]
     by_predicate = sch.find_node(lambda node: node.target is F.gelu)
     assert [parent for parent, _ in by_predicate] == ["layers.0", "layers.1"]
-
-
-def test_bad_patterns() -> None:
-    sch = slapo.create_schedule(Block())
-    sch.trace()
-    before = fingerprint(sch)
-    with pytest.raises(ValueError, match="not a regular expression"):
-        sch.find("(")
-    with pytest.raises(ValueError, match="not a regular expression"):
-        sch.find_node("[")
-    for bad in (3, None):
-        with pytest.raises(TypeError):
-            sch.find(bad)
-        with pytest.raises(TypeError):
-            sch.find_node(bad)
-    assert fingerprint(sch) == before
 
 
 def test_what_cannot_be_traced_is_an_error_that_says_how() -> None:
@@ -165,12 +141,12 @@ NOTHING = [
     ("find_node", lambda node: False),
 ]
 WRONG = [
-    ("find", lambda x, y: (torch.sin(x), torch.cos(y)), ValueError),
-    ("find", "(", ValueError),
-    ("find", 3, TypeError),
-    ("find_node", "(", ValueError),
-    ("find_node", 3, TypeError),
-    ("find_node", lambda node: node.nothing, AttributeError),
+    ("find", lambda x, y: (torch.sin(x), torch.cos(y)), ValueError, "pattern"),
+    ("find", "(", ValueError, "not a regular expression"),
+    ("find", 3, TypeError, "3|int"),
+    ("find_node", "(", ValueError, "not a regular expression"),
+    ("find_node", 3, TypeError, "3|int"),
+    ("find_node", lambda node: node.nothing, AttributeError, "nothing"),
 ]
 
 
@@ -209,13 +185,13 @@ def test_finding_nothing_changes_nothing(path: str, verb: str, pattern: Any) -> 
     assert sch["0.block.fc1"].is_current
 
 
-@pytest.mark.parametrize(("verb", "pattern", "error"), WRONG)
-def test_a_search_that_fails_changes_nothing(verb: str, pattern: Any, error: Any) -> None:
+@pytest.mark.parametrize(("verb", "pattern", "error", "message"), WRONG)
+def test_a_search_that_fails_changes_nothing(
+    verb: str, pattern: Any, error: Any, message: str
+) -> None:
     sch = flagged_schedule()
-    before = fingerprint(sch)
-    with pytest.raises(error):
+    with refused(sch, error, message):
         getattr(sch["0"], verb)(pattern)
-    assert fingerprint(sch) == before
     assert sch["0"].mod(torch.ones(1, 4), double=True).shape == (1, 4)
 
 

@@ -3,7 +3,6 @@
 import copy
 import functools
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,17 +16,10 @@ from slapo.hooks import get_hooks
 from slapo.op import CheckPointWrapper
 from slapo.op.linear import LinearWithSyncFunc
 from slapo.weights.provenance import Source
-from tests.fingerprint import fingerprint
+from tests.fingerprint import refused
 from tests.primitives.models import Attention, Block, Stack, Tied
 
 X = torch.randn(3, 4)
-
-
-def refused(sch: Any, error: type[Exception], message: str, call: Callable[[], Any]) -> None:
-    before = fingerprint(sch)
-    with pytest.raises(error, match=message):
-        call()
-    assert fingerprint(sch) == before
 
 
 # --- whole modules ---------------------------------------------------------------------------
@@ -82,25 +74,6 @@ def test_the_mode_of_the_old_module_is_kept() -> None:
     assert not sch["layers.0"].replace(Block()).mod.drop.training
 
 
-def test_hooks_move_along() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
-    calls: list[str] = []
-    first = model[0].register_forward_pre_hook(lambda m, i: calls.append("pre"))
-    model[0].register_forward_hook(lambda m, i, kw, o: calls.append("post"), with_kwargs=True)
-    model[0].register_full_backward_hook(lambda m, i, o: calls.append("back"))
-    new = nn.Linear(4, 4)
-    new.register_forward_hook(lambda m, i, o: calls.append("own"))
-    old = model[0]
-    slapo.create_schedule(model)["0"].replace(new)
-    model(torch.randn(2, 4, requires_grad=True)).sum().backward()
-    assert calls == ["pre", "post", "own", "back"]
-    assert not any(get_hooks(old).values())
-    first.remove()  # the handle that the user kept still works
-    calls.clear()
-    model(torch.randn(2, 4))
-    assert calls == ["post", "own"]
-
-
 def test_a_reduction_within_a_module_moves_along(pair: None) -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
     sch["0"].shard("weight", 1).sync("fwd_post", "all_reduce")
@@ -123,16 +96,11 @@ def test_a_reduction_within_operations_is_not_lost(pair: None) -> None:
         lambda: sch.replace(nn.Linear(4, 4), match),
         lambda: sch.fuse(match, compiler=None),
     ):
-        refused(sch, RuntimeError, r"hooks \['fwd_post'\] of 'fc2' would be lost", call)
+        with refused(sch, RuntimeError, r"hooks \['fwd_post'\] of 'fc2' would be lost"):
+            call()
     only = sch.find("fc2")
     sch.replace(nn.Linear(4, 4), only)
     assert len(sch["Linear_0"].mod._forward_hooks) == 1
-
-
-def test_tags_move_along() -> None:
-    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
-    sch["0"].annotate("weight", "kind", 1).replace(nn.Linear(4, 4))
-    assert sch["0"].mod.weight.kind == 1
 
 
 def test_parameters_on_meta_become_the_old_ones() -> None:
@@ -147,16 +115,21 @@ def test_bad_replacements() -> None:
     sch = slapo.create_schedule(Stack())
     node = sch["layers.0"]
     for bad in (3, "Linear"):
-        refused(sch, TypeError, "pass a module or a function", lambda bad=bad: node.replace(bad))
+        with refused(sch, TypeError, "pass a module or a function"):
+            node.replace(bad)
     for bad in (torch.relu, nn.Linear):
-        refused(sch, TypeError, "must be an nn.Module", lambda bad=bad: node.replace(bad))
-    refused(sch, ValueError, "is that Block already", lambda: node.replace(node.mod))
-    refused(sch, ValueError, "need target_ops", lambda: node.replace(Block(), name="B"))
-    refused(
-        sch, ValueError, "need target_ops", lambda: node.replace(Block(), concrete_args={"x": 1})
-    )
-    refused(sch, ValueError, "contains the root", lambda: node.replace(sch.mod))
-    refused(sch, ValueError, "contains 'layers.0'", lambda: sch["layers.0.fc1"].replace(node.mod))
+        with refused(sch, TypeError, "must be an nn.Module"):
+            node.replace(bad)
+    with refused(sch, ValueError, "is that Block already"):
+        node.replace(node.mod)
+    with refused(sch, ValueError, "need target_ops"):
+        node.replace(Block(), name="B")
+    with refused(sch, ValueError, "need target_ops"):
+        node.replace(Block(), concrete_args={"x": 1})
+    with refused(sch, ValueError, "contains the root"):
+        node.replace(sch.mod)
+    with refused(sch, ValueError, "contains 'layers.0'"):
+        sch["layers.0.fc1"].replace(node.mod)
 
 
 def test_ties_are_kept_or_the_replacement_is_refused() -> None:
@@ -166,8 +139,10 @@ def test_ties_are_kept_or_the_replacement_is_refused() -> None:
     sch["head"].replace(nn.Linear(4, 8, bias=False))
     assert model.head.weight is model.emb.weight is weight
     message = r"'head.weight' of shape \(8, 4\) is tied to \['emb.weight'\].*break the tie"
-    refused(sch, ValueError, message, lambda: sch["head"].replace(nn.Linear(4, 9)))
-    refused(sch, ValueError, message, lambda: sch["head"].replace(nn.Identity()))
+    with refused(sch, ValueError, message):
+        sch["head"].replace(nn.Linear(4, 9))
+    with refused(sch, ValueError, message):
+        sch["head"].replace(nn.Identity())
 
     class Renamed(nn.Module):
         def __init__(self, table: nn.Parameter) -> None:
@@ -178,7 +153,10 @@ def test_ties_are_kept_or_the_replacement_is_refused() -> None:
             return x @ self.table.T
 
     sch["head"].replace(Renamed(weight))
-    assert sch.state.ties.as_dict()["emb.weight"] == ("head.table",)
+    assert sch.metadata.tie_weights == {
+        "emb.weight": ("head.table",),
+        "head.table": ("emb.weight",),
+    }
     slapo.build(sch)
 
 
@@ -223,38 +201,25 @@ def test_traced_modules_are_known_by_their_class() -> None:
 
 def test_bad_calls_of_replace_all() -> None:
     sch = slapo.create_schedule(Stack())
-    refused(
+    with refused(
         sch,
         ValueError,
         r"no submodule is a Conv2d; there are \['Block', 'Dropout', 'Linear', 'Stack'\]",
-        lambda: sch.replace_all(nn.Conv2d, lambda p, m: m),
-    )
-    refused(
-        sch, TypeError, "cls is 'Linear'; pass a class", lambda: sch.replace_all("Linear", print)
-    )
-    refused(
-        sch,
-        TypeError,
-        "what make_fn returns must be an nn.Module",
-        lambda: sch.replace_all(nn.Linear, lambda p, m: None),
-    )
-    refused(
-        sch,
-        ZeroDivisionError,
-        "by zero",
-        lambda: sch.replace_all(nn.Linear, lambda p, m: nn.Linear(1 // (p != "head"), 1)),
-    )
+    ):
+        sch.replace_all(nn.Conv2d, lambda p, m: m)
+    with refused(sch, TypeError, "cls is 'Linear'; pass a class"):
+        sch.replace_all("Linear", print)
+    with refused(sch, TypeError, "what make_fn returns must be an nn.Module"):
+        sch.replace_all(nn.Linear, lambda p, m: None)
+    with refused(sch, ZeroDivisionError, "by zero"):
+        sch.replace_all(nn.Linear, lambda p, m: nn.Linear(1 // (p != "head"), 1))
 
 
 def test_when_one_cannot_be_replaced_none_is() -> None:
     sch = slapo.create_schedule(Tied())
     sizes = {"fc": (4, 4), "head": (4, 9)}
-    refused(
-        sch,
-        ValueError,
-        "break the tie",
-        lambda: sch.replace_all(nn.Linear, lambda p, m: nn.Linear(*sizes[p])),
-    )
+    with refused(sch, ValueError, "break the tie"):
+        sch.replace_all(nn.Linear, lambda p, m: nn.Linear(*sizes[p]))
 
 
 # --- operations ------------------------------------------------------------------------------
@@ -288,12 +253,8 @@ def test_names_take_the_first_free_number() -> None:
         match = sch.find(lambda x: F.gelu(slapo.call_module(r"layers\.\d\.fc1", x)))
         sch.replace(GeluMlp(), match[:1], name="Up")
         assert f"Up_{k}" in sch
-    refused(
-        sch,
-        ValueError,
-        "cannot name a submodule",
-        lambda: sch.replace(nn.Tanh(), sch.find("head"), name="a.b"),
-    )
+    with refused(sch, ValueError, "cannot name a submodule"):
+        sch.replace(nn.Tanh(), sch.find("head"), name="a.b")
 
 
 def test_a_function_and_concrete_args() -> None:
@@ -309,13 +270,8 @@ def test_a_function_and_concrete_args() -> None:
 def test_the_wrong_number_of_arguments(function: Any) -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.ReLU()))
     match = sch.find(lambda x: F.relu(x))
-    refused(sch, ValueError, "argument|input|parameter", lambda: sch.replace(function, match))
-
-
-def test_a_module_of_the_wrong_arity() -> None:
-    sch = slapo.create_schedule(Block())
-    match = sch.find(gelu_of_fc1)
-    refused(sch, ValueError, "input", lambda: sch.replace(nn.Bilinear(4, 4, 8), match))
+    with refused(sch, ValueError, "argument|input|parameter"):
+        sch.replace(function, match)
 
 
 class PackedQkv(nn.Module):
@@ -383,7 +339,8 @@ def test_a_signature_that_promises_one_tensor_is_refused_at_once(new: nn.Module)
     sch = slapo.create_schedule(Attention())
     match = sch.find("[qkv]$")
     message = r"module \w+ returns one tensor, but .*return a tuple of 3 results"
-    refused(sch, slapo.SlapoError, message, lambda: sch.replace(new, match))
+    with refused(sch, slapo.SlapoError, message):
+        sch.replace(new, match)
 
 
 def test_what_a_horizontal_replacement_returns_can_be_part_of_another_match() -> None:
@@ -412,12 +369,8 @@ def test_hooks_and_horizontal() -> None:
     sch = slapo.create_schedule(Attention())
     sch["k"].sync("fwd_post", lambda m, i, o: o)
     match = sch.find("[qkv]$")
-    refused(
-        sch,
-        RuntimeError,
-        r"hooks \['fwd_post'\] of 'k' would be lost",
-        lambda: sch.replace(PackedQkv(), match),
-    )
+    with refused(sch, RuntimeError, r"hooks \['fwd_post'\] of 'k' would be lost"):
+        sch.replace(PackedQkv(), match)
 
 
 def test_hooks_and_vertical() -> None:
@@ -434,8 +387,10 @@ def test_hooks_and_vertical() -> None:
     other.fc1.register_forward_hook(lambda m, i, o: calls.append("post"))
     sch = slapo.create_schedule(other)
     match = sch.find(gelu_of_fc1)
-    refused(sch, RuntimeError, "'fc1' would be lost", lambda: sch.replace(GeluMlp(), match))
-    refused(sch, RuntimeError, "'fc1' would be lost", lambda: sch.replace(torch.tanh, match))
+    with refused(sch, RuntimeError, "'fc1' would be lost"):
+        sch.replace(GeluMlp(), match)
+    with refused(sch, RuntimeError, "'fc1' would be lost"):
+        sch.replace(torch.tanh, match)
 
 
 def test_one_node() -> None:
@@ -451,29 +406,19 @@ def test_one_node() -> None:
     (pair,) = sch.find_node(lambda node: node.target is torch.softmax)
     sch.replace(log_softmax, pair)
     assert torch.allclose(sch.mod(X), torch.log_softmax(X, -1))
-    refused(sch, ValueError, "call find", lambda: sch.replace(log_softmax, pair))  # gone by now
+    with refused(sch, ValueError, "call find"):
+        sch.replace(log_softmax, pair)
 
 
 def test_ties_and_operations() -> None:
     model = Tied()
     sch = slapo.create_schedule(model)
     match = sch.find("head")
-    refused(sch, ValueError, "break the tie", lambda: sch.replace(nn.Identity(), match))
+    with refused(sch, ValueError, "break the tie"):
+        sch.replace(nn.Identity(), match)
     sch.replace(nn.Linear(4, 8, bias=False), match, name="out")
     assert sch["out_0"].mod.weight is model.emb.weight
     slapo.build(sch)
-
-
-def test_matches_of_other_graphs() -> None:
-    first, second = slapo.create_schedule(Block()), slapo.create_schedule(Block())
-    foreign = first.find(gelu_of_fc1)
-    second.trace()
-    refused(second, ValueError, "not in the graph", lambda: second.replace(GeluMlp(), foreign))
-    refused(second, TypeError, "what find", lambda: second.replace(GeluMlp(), 3))
-    refused(second, ValueError, "matched nothing", lambda: second.replace(GeluMlp(), []))
-    refused(second, TypeError, "list of those", lambda: second.replace(GeluMlp(), [3]))
-    fresh = slapo.create_schedule(Block())
-    refused(fresh, ValueError, "not traced", lambda: fresh.replace(GeluMlp(), foreign))
 
 
 def test_the_replacement_goes_by_both_names_of_its_forms() -> None:
@@ -500,11 +445,11 @@ def test_modules_that_a_rewrite_of_a_flat_graph_drops_leave_the_tree() -> None:
 
 
 def test_a_misfit_leaves_the_new_module_alone() -> None:
-    sch = slapo.create_schedule(Attention())
-    new = nn.Bilinear(4, 4, 4)
-    before = new.weight
-    with pytest.raises(ValueError, match="2"):
-        sch.replace(new, sch.find(lambda x: slapo.call_module("out", x)))
+    sch = slapo.create_schedule(Block())
+    new = nn.Bilinear(4, 4, 8)
+    before, match = new.weight, sch.find(gelu_of_fc1)
+    with refused(sch, ValueError, "input"):
+        sch.replace(new, match)
     assert new.weight is before
 
 
@@ -520,12 +465,13 @@ def scores(q: Tensor, k: Tensor, s: float) -> Tensor:
     return F.gelu(k.transpose(-1, -2) @ q * s)
 
 
-def bound_scores(sch: Any) -> Any:
-    (match,) = sch.find(scores)
-    return match
-
-
 Q, K = torch.randn(4, 4), torch.randn(4, 4)
+
+
+def found_scores() -> tuple[Any, Any]:
+    sch = slapo.create_schedule(Scores())
+    (match,) = sch.find(scores)
+    return sch, match
 
 
 def reference_scores(q: Tensor, k: Tensor, s: float = 2.0) -> Tensor:
@@ -557,49 +503,32 @@ def all_unnamed(query: Tensor, key: Tensor, scale: float) -> Tensor:
     "new", [reference_scores, ScoresModule(), half_named, key_by_name, unnamed, all_unnamed]
 )
 def test_values_go_to_parameters_of_the_same_name(new: Any) -> None:
-    sch = slapo.create_schedule(Scores())
-    sch.trace()
-    sch.replace(new, bound_scores(sch))
+    sch, match = found_scores()
+    sch.replace(new, match)
     sch.mod.graph.lint()
     torch.testing.assert_close(sch.mod(Q, K), Scores()(Q, K))
 
 
-@pytest.mark.parametrize(
-    "new", [reference_scores, ScoresModule(), half_named, unnamed, all_unnamed]
-)
-def test_what_find_has_bound_is_used(new: Any) -> None:
-    sch = slapo.create_schedule(Scores())
-    sch.replace(new, sch.find(scores))
-    torch.testing.assert_close(sch.mod(Q, K), Scores()(Q, K))
-
-
 def test_the_binding_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    sch = slapo.create_schedule(Scores())
-    sch.trace()
+    sch, match = found_scores()
     with caplog.at_level("INFO", "slapo"):
-        sch.replace(half_named, bound_scores(sch))
+        sch.replace(half_named, match)
     assert caplog.messages[-1] == (
         "replaced by half_named(q=q, key=k, s=3.0), q, s by name; no parameter is called as the "
         "pattern's k=k"
     )
-    sch = slapo.create_schedule(Scores())
+    sch, match = found_scores()
     with caplog.at_level("INFO", "slapo"):
-        sch.replace(lambda key, query: key, [[*bound_scores_nodes(sch)]])
+        sch.replace(lambda key, query: key, [[*match]])
     assert caplog.messages[-1].endswith("(key=k, query=q), by order of first use")
 
 
-def bound_scores_nodes(sch: Any) -> list[Any]:
-    return list(sch.find(scores)[0])
-
-
 def test_constants_that_the_user_gives_win() -> None:
-    sch = slapo.create_schedule(Scores())
-    sch.trace()
-    sch.replace(reference_scores, bound_scores(sch), concrete_args={"s": 1.0})
+    sch, match = found_scores()
+    sch.replace(reference_scores, match, concrete_args={"s": 1.0})
     torch.testing.assert_close(sch.mod(Q, K), scores(Q, K, 1.0))
-    sch = slapo.create_schedule(Scores())
-    sch.trace()
-    sch.replace(reference_scores, bound_scores(sch), concrete_args={"k": Q.t()[0, 0].item()})
+    sch, match = found_scores()
+    sch.replace(reference_scores, match, concrete_args={"k": Q.t()[0, 0].item()})
     (call,) = sch.mod.graph.find_nodes(op="call_function", target=reference_scores)
     assert [str(v) for v in call.args] == ["q"]
 
@@ -612,10 +541,9 @@ def test_constants_that_the_user_gives_win() -> None:
     ],
 )
 def test_an_input_that_is_not_taken_is_an_error(new: Any, message: str) -> None:
-    sch = slapo.create_schedule(Scores())
-    sch.trace()
-    match = bound_scores(sch)
-    refused(sch, ValueError, message, lambda: sch.replace(new, match))
+    sch, match = found_scores()
+    with refused(sch, ValueError, message):
+        sch.replace(new, match)
 
 
 def test_the_weight_of_a_module_can_be_an_argument() -> None:
@@ -667,7 +595,8 @@ def test_constants_of_several_matches(other: float) -> None:
         torch.testing.assert_close(sch.mod(X), SideBySide(other)(X))
         return
     message = r"takes 's', which is \[2.0, 5.0\] in the matches"
-    refused(sch, ValueError, message, lambda: sch.replace(both, matches))
+    with refused(sch, ValueError, message):
+        sch.replace(both, matches)
     sch.replace(both, matches, concrete_args={"s": 3.0})
 
 
@@ -715,63 +644,46 @@ def test_other_values_are_not_dropped() -> None:
     sch = slapo.create_schedule(Defaults("tanh"))
     sch.trace()
     (pair,) = sch.find_node(lambda node: "gelu" in node.name)
-    refused(sch, ValueError, "does not take the arguments", lambda: sch.replace(own_gelu, pair))
+    with refused(sch, ValueError, "does not take the arguments"):
+        sch.replace(own_gelu, pair)
     sch.replace(lambda x, **kwargs: F.gelu(x, **kwargs), pair)
     torch.testing.assert_close(sch.mod(X), Defaults("tanh")(X))
-
-
-def test_nothing_found_is_explained() -> None:
-    class Found(list[Any]):
-        why = "the longest partial match is cos"
-
-    sch = slapo.create_schedule(Scores())
-    message = "target_ops is empty: the pattern matched nothing; the longest partial match"
-    refused(sch, ValueError, message, lambda: sch.replace(own_gelu, Found()))
-    plain = "target_ops is empty: the pattern matched nothing$"
-    refused(sch, ValueError, plain, lambda: sch.replace(own_gelu, []))
-
-
-def test_what_may_not_move_is_not_replaced() -> None:
-    class Dropouts(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            h = F.dropout(x)
-            z = F.dropout(y)
-            return h.relu() + z
-
-    sch = slapo.create_schedule(Dropouts())
-    match = sch.find(lambda x: F.dropout(x).relu())
-    new = nn.Sequential(nn.Dropout(), nn.ReLU())
-    message = "'dropout' would move past 'dropout_1'"
-    refused(sch, ValueError, message, lambda: sch.replace(new, match))
 
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_handles_of_hooks_on_both_modules_work(copied: bool) -> None:
     calls: list[str] = []
+
+    def hooked(linear: nn.Linear, kind: str) -> list[Any]:
+        return [
+            linear.register_forward_pre_hook(
+                lambda *_, **__: calls.append(f"{kind} pre"), with_kwargs=True
+            ),
+            linear.register_forward_hook(
+                lambda *_, **__: calls.append(f"{kind} post"), with_kwargs=True
+            ),
+            linear.register_full_backward_hook(lambda *_: calls.append(f"{kind} back")),
+        ]
+
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
-    old = sch["0"].mod.register_forward_hook(lambda *_: calls.append("old"))
-    linear = nn.Linear(4, 4)
-    hooks = [
-        linear.register_forward_pre_hook(lambda *_, **__: calls.append("pre"), with_kwargs=True),
-        linear.register_forward_hook(lambda *_: calls.append("new")),
-        linear.register_full_backward_hook(lambda *_: calls.append("back")),
-    ]
-    sch["0"].mod.register_full_backward_hook(lambda *_: None)
-    sch["0"].mod.register_forward_pre_hook(lambda *_: None)
-    sch["0"].replace(linear)
+    old, new = sch["0"].mod, nn.Linear(4, 4)
+    handles = [*hooked(old, "old"), *hooked(new, "new")]
+    sch["0"].replace(new)
+    assert not any(get_hooks(old).values())
     model = copy.deepcopy(sch.mod) if copied else sch.mod
     model(torch.ones(1, 4, requires_grad=True)).sum().backward()
-    assert calls == ["pre", "old", "new", "back"]
+    assert calls == [
+        f"{kind} {when}" for when in ("pre", "post", "back") for kind in ("old", "new")
+    ]
     assert [len(found) for found in get_hooks(model[0]).values()] == [2, 2, 2]
     if copied:
         return
     calls.clear()
-    old.remove()
-    for hook in hooks:
-        hook.remove()
+    for handle in handles:
+        handle.remove()
     model(torch.ones(1, 4, requires_grad=True)).sum().backward()
     assert calls == []
-    assert [len(found) for found in get_hooks(model[0]).values()] == [1, 0, 1]
+    assert not any(get_hooks(model[0]).values())
 
 
 @pytest.mark.parametrize("primitive", ["replace", "checkpoint", "fork_rng"])

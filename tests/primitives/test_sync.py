@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import slapo
 from slapo import Schedule
 from slapo.hooks import get_hooks
-from tests.fingerprint import fingerprint
+from tests.fingerprint import refused
 
 
 def node(module: nn.Module) -> Schedule:
@@ -67,10 +67,8 @@ def test_each_op_in_each_mode(op: str, modes: set[str], kwargs: Any) -> None:
             hooks = get_hooks(sch.mod)
             assert {m: len(h) for m, h in hooks.items() if h} == {mode: 1}
         else:
-            before = fingerprint(sch)
-            with pytest.raises(ValueError, match=f"works in modes .*, not in '{mode}'"):
+            with refused(sch, ValueError, f"works in modes .*, not in '{mode}'"):
                 sch.sync(mode, op, **kwargs)
-            assert fingerprint(sch) == before
 
 
 #: schedule, call, message
@@ -118,10 +116,8 @@ BAD: dict[str, tuple[Callable[[], Schedule], tuple[Any, ...], dict[str, Any], st
 def test_a_bad_sync_changes_nothing(name: str, pair: None) -> None:
     make, args, kwargs, message = BAD[name]
     sch = make()
-    before = fingerprint(sch)
-    with pytest.raises(ValueError, match=message):
+    with refused(sch, ValueError, message):
         sch.sync(*args, **kwargs)
-    assert fingerprint(sch) == before
 
 
 @pytest.mark.parametrize(
@@ -135,10 +131,8 @@ def test_a_bad_sync_changes_nothing(name: str, pair: None) -> None:
 )
 def test_wrong_arguments(args: Any, kwargs: Any, message: str) -> None:
     sch = plain()
-    before = fingerprint(sch)
-    with pytest.raises(TypeError, match=message):
+    with refused(sch, TypeError, message):
         sch.sync(*args, **kwargs)
-    assert fingerprint(sch) == before
 
 
 @pytest.mark.parametrize("axis", [-1, 1, 2, 3])
@@ -266,10 +260,8 @@ def test_a_module_that_is_not_called_any_more_is_refused() -> None:
 
     sch = slapo.create_schedule(nn.Sequential(Inner(), nn.ReLU()))
     sch.trace(flatten=True)
-    before = fingerprint(sch)
-    with pytest.raises(slapo.SlapoError, match="'0' was inlined when the root"):
+    with refused(sch, slapo.SlapoError, "'0' was inlined when the root"):
         sch["0"].sync("fwd_post", "all_reduce")
-    assert fingerprint(sch) == before
     sch["0.fc"].sync("fwd_post", "all_reduce")  # still a call of the graph
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import slapo
-from slapo.op import CheckPointWrapper
-from tests.fingerprint import fingerprint
+from tests.fingerprint import fingerprint, refused
 from tests.primitives.models import Block, DataDependent, Stack, Tied
 
 X = torch.randn(3, 4)
@@ -102,13 +101,6 @@ def test_hooks_stay() -> None:
     assert calls == ["post"]
 
 
-def test_wrappers_stay() -> None:
-    sch = slapo.create_schedule(nn.Sequential(Block()))
-    sch["0"].checkpoint().trace()
-    assert isinstance(sch["0"].mod, CheckPointWrapper)
-    assert isinstance(sch["0"].mod.mod, fx.GraphModule)
-
-
 def test_ties_stay() -> None:
     sch = slapo.create_schedule(Tied())
     sch.trace()
@@ -132,15 +124,14 @@ def test_primitives_after_a_trace() -> None:
     [
         ({"tracer": "jit"}, ValueError, r"unknown tracer 'jit'; known are \['pytorch', 'hug"),
         ({"leaf_modules": "Block"}, TypeError, "leaf_modules is 'Block'; pass a sequence"),
+        ({"leaf_modules": ["Nope", "Block"]}, ValueError, r"\['Nope'\].*'Block'"),
         ({"concrete_args": {"nothing": 1}}, ValueError, "nothing"),
     ],
 )
 def test_bad_arguments(kwargs: Any, error: type[Exception], message: str) -> None:
     sch = slapo.create_schedule(Stack(2))
-    before = fingerprint(sch)
-    with pytest.raises(error, match=message):
+    with refused(sch, error, message):
         sch.trace(**kwargs)
-    assert fingerprint(sch) == before
 
 
 @pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
@@ -221,14 +212,12 @@ def test_a_capture_of_what_was_fused(compiler: str | None) -> None:
 
 def test_bad_calls_of_trace_until() -> None:
     sch = slapo.create_schedule(Outer())
-    before = fingerprint(sch)
-    with pytest.raises(ValueError, match="call it on the root"):
+    with refused(sch, ValueError, "call it on the root"):
         sch["body"].trace_until("layers.0")
-    with pytest.raises(KeyError, match="nearest paths are"):
+    with refused(sch, KeyError, "nearest paths are"):
         sch.trace_until("bodies")
-    with pytest.raises(ValueError, match="unknown tracer"):
+    with refused(sch, ValueError, "unknown tracer"):
         sch.trace_until("body", tracer="dynamo")
-    assert fingerprint(sch) == before
 
 
 def test_a_trace_until_that_fails_changes_nothing() -> None:
@@ -237,12 +226,6 @@ def test_a_trace_until_that_fails_changes_nothing() -> None:
     with pytest.warns(UserWarning, match="could not be traced"):
         assert sch.trace_until("0") is False
     assert fingerprint(sch) == before
-
-
-def test_leaf_modules_that_name_nothing_are_refused() -> None:
-    sch = slapo.create_schedule(Stack(2))
-    with pytest.raises(ValueError, match=r"\['Nope'\].*'Block'"):
-        sch.trace(leaf_modules=["Nope", "Block"])
 
 
 def test_a_selection_is_traced_as_a_whole_or_not_at_all() -> None:

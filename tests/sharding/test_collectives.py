@@ -139,16 +139,8 @@ def on_subgroups(rank: int, world_size: int) -> None:
         c.group_size(groups[1 - mine])
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_outputs_and_gradients(world_size: int) -> None:
-    run_distributed(on_the_world, world_size)
-
-
-def test_subgroups() -> None:
-    run_distributed(on_subgroups, 4)
-
-
 def without_results(rank: int, world_size: int) -> None:
+    """Wrong sizes are refused before anything is sent."""
     odd = torch.ones(3, 7)
     for call, size in [
         (lambda: c.scatter(odd, None, 1), 7),
@@ -170,10 +162,6 @@ def without_results(rank: int, world_size: int) -> None:
         c.all_gather(torch.ones(()), None, 0)
 
 
-def test_wrong_sizes_are_refused_before_anything_is_sent() -> None:
-    run_distributed(without_results, 2, timeout=30)
-
-
 def odd_sizes(rank: int, world_size: int) -> None:
     """Prime sizes everywhere but on the axis that is split; empty tensors; scalars."""
     x = torch.full((3, 7), float(rank))
@@ -184,10 +172,6 @@ def odd_sizes(rank: int, world_size: int) -> None:
     assert c.reduce_from_group(torch.tensor(float(rank))).item() == 3.0
     assert c.all_gather(torch.ones(2, 0), None, 0).shape == (6, 0)
     assert c.all_gather(torch.ones(0, 2), None, 1).shape == (0, 6)
-
-
-def test_odd_sizes() -> None:
-    run_distributed(odd_sizes, 3)
 
 
 def uneven_shares(rank: int, world_size: int) -> None:
@@ -226,11 +210,6 @@ def uneven_shares(rank: int, world_size: int) -> None:
         c.all_gather(x, None, axis, total=9)
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_uneven_shares(world_size: int) -> None:
-    run_distributed(uneven_shares, world_size)
-
-
 def other_dtypes(rank: int, world_size: int) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         xs = [local_input(r, SHAPE, dtype) for r in range(world_size)]
@@ -241,10 +220,6 @@ def other_dtypes(rank: int, world_size: int) -> None:
     ids = torch.arange(6).reshape(2, 3) + 10 * rank
     both = c.all_gather(ids, None, 1)
     assert both.tolist() == [[0, 1, 2, 10, 11, 12], [3, 4, 5, 13, 14, 15]]
-
-
-def test_half_precision_and_integers() -> None:
-    run_distributed(other_dtypes, 2)
 
 
 def twice_and_twice_differentiated(rank: int, world_size: int) -> None:
@@ -264,10 +239,6 @@ def twice_and_twice_differentiated(rank: int, world_size: int) -> None:
     torch.testing.assert_close(x.grad, world_size * 6 * x.detach(), **EXACT)
 
 
-def test_double_use_and_double_backward() -> None:
-    run_distributed(twice_and_twice_differentiated, 2)
-
-
 def changed_in_place(rank: int, world_size: int) -> None:
     """What a caller does to a result does not reach the input."""
     for name, args in [
@@ -283,10 +254,6 @@ def changed_in_place(rank: int, world_size: int) -> None:
         base = torch.arange(8.0).reshape(4, 2)
         apply(name, base, None, *args).zero_()
         assert torch.equal(base, torch.arange(8.0).reshape(4, 2)), name
-
-
-def test_results_are_no_views_of_the_input() -> None:
-    run_distributed(changed_in_place, 2)
 
 
 def sharded_mlp(x: Tensor, up: Tensor, down: Tensor, group: Any) -> Tensor:
@@ -325,6 +292,34 @@ def compiled(rank: int, world_size: int) -> None:
         torch.testing.assert_close(grad, torch.full((5, 3), 2.0))
 
 
+def alone(rank: int, world_size: int) -> None:
+    """A group of one in a larger world."""
+    own = [dist.new_group([r]) for r in range(world_size)][rank]
+    x = torch.randn(3, 5)
+    assert c.reduce_from_group(x, own) is x
+    assert c.scatter(x, own, 0) is x
+
+
+@pytest.mark.parametrize(
+    ("worker", "world_size"),
+    [
+        (on_the_world, 2),
+        (on_the_world, 4),
+        (on_subgroups, 4),
+        (without_results, 2),
+        (odd_sizes, 3),
+        (uneven_shares, 3),
+        (uneven_shares, 4),
+        (other_dtypes, 2),
+        (twice_and_twice_differentiated, 2),
+        (changed_in_place, 2),
+        (alone, 2),
+    ],
+)
+def test_on_ranks(worker: Callable[[int, int], None], world_size: int) -> None:
+    run_distributed(worker, world_size)
+
+
 @pytest.mark.slow
 def test_compile_captures_the_whole_graph() -> None:
     run_distributed(compiled, 4)
@@ -341,17 +336,6 @@ def test_without_distributed_all_are_the_identity() -> None:
         assert c.reshard(x, spec) is x
     with pytest.raises(ValueError, match="has no axis 2"):
         c.all_gather(x, None, 2)
-
-
-def alone(rank: int, world_size: int) -> None:
-    own = [dist.new_group([r]) for r in range(world_size)][rank]
-    x = torch.randn(3, 5)
-    assert c.reduce_from_group(x, own) is x
-    assert c.scatter(x, own, 0) is x
-
-
-def test_a_group_of_one_in_a_larger_world() -> None:
-    run_distributed(alone, 2)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import gc
 import subprocess
 import sys
 import weakref
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from torch.testing import assert_close
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import slapo
+from slapo.primitives import base
 from tests.distributed import run_distributed
 
 
@@ -169,6 +170,11 @@ class State:
     step: int = 0
 
 
+class Named(NamedTuple):
+    hidden: Tensor
+    step: int = 0
+
+
 class Reads(MLP):
     def __init__(self, read: Callable[[Any], Tensor]) -> None:
         super().__init__()
@@ -183,16 +189,26 @@ class Keywords(MLP):
         return super().forward(x) + memory
 
 
+class Places(Keywords):
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return super().forward(x=x, memory=memory)
+
+
 class Opaque:
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
 
 
 def inputs_in_objects(rank: int, world: int) -> tuple[list[float], str, list[Any]]:
+    from transformers.modeling_outputs import BaseModelOutput
+
     errors, opaque = [], ""
     kinds: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = [
         (State, lambda state: state.hidden),
+        (Named, lambda state: state.hidden),
         (lambda x: UserDict(x=x, n=1), lambda state: state["x"]),
+        (lambda x: OrderedDict(x=x, n=1), lambda state: state["x"]),
+        (lambda x: BaseModelOutput(last_hidden_state=x), lambda state: state.last_hidden_state),
         (lambda x: [State(x), 1], lambda state: state[0].hidden),
         (Opaque, lambda state: state.hidden),
     ]
@@ -218,17 +234,22 @@ def inputs_in_objects(rank: int, world: int) -> tuple[list[float], str, list[Any
     sch.sync("fwd_pre", "all_gather", axis=0, tensor_parallel_output_grad=False)
     x, memory = torch.ones(1, 4), torch.ones(2, 4)
     shapes = [sch.mod(x=x, memory=memory).shape[0], sch.mod(memory=memory, x=x).shape[0]]
-    named = slapo.create_schedule(Keywords()).sync("fwd_pre", "RS->RR", argument="memory").mod
-    shapes.append(named(x=torch.ones(2, 4), memory=torch.ones(2, 2)).shape[-1])
+    for cls in (Keywords, Places):
+        named = slapo.create_schedule(cls()).sync("fwd_pre", "RS->RR", argument="memory").mod
+        shapes.append(named(x=torch.ones(2, 4), memory=torch.ones(2, 2)).shape[-1])
+    shapes.append(named(torch.ones(2, 4), torch.ones(2, 2)).shape[-1])
+    with pytest.raises(ValueError, match=r"fwd_pre RS->RR: argument has \['masks'\]"):
+        slapo.create_schedule(Places()).sync("fwd_pre", "RS->RR", argument="masks")
     return errors, opaque, shapes
 
 
 def test_inputs_in_objects_and_by_keyword() -> None:
+    pytest.importorskip("transformers")
     for errors, opaque, shapes in run_distributed(inputs_in_objects, 2):
-        assert len(errors) == 3
+        assert len(errors) == 6
         assert max(errors) < 1e-5
         assert "the call has no tensor argument, in ['Opaque']; put the sync on" in opaque
-        assert shapes == [2, 2, 4]
+        assert shapes == [2, 2, 4, 4, 4]
 
 
 # --- what nobody calls ---------------------------------------------------------------------------
@@ -276,15 +297,6 @@ def test_ddp_over_a_model_that_was_not_built() -> None:
 def test_a_model_that_is_wrapped_already() -> None:
     with pytest.raises(TypeError, match=r"is a DataParallel already.*schedule the model itself"):
         slapo.create_schedule(nn.DataParallel(MLP()))
-
-
-class Fused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
 
 
 def replaced() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -351,46 +363,52 @@ def test_primitives_after_build(caplog: pytest.LogCaptureFixture) -> None:
 
 
 # --- undone --------------------------------------------------------------------------------------
-class Freeze(slapo.Primitive):
-    @staticmethod
-    def name() -> str:
-        return "freeze_all"
-
-    @staticmethod
-    def apply(sch: Any) -> None:
-        for param in sch.mod.parameters():
-            param.requires_grad_(False)
-        raise ValueError("no")
 
 
-class Watch(slapo.Primitive):
-    @staticmethod
-    def name() -> str:
-        return "watch"
-
-    @staticmethod
-    def apply(sch: Any) -> None:
-        for param in sch.mod.parameters():
-            param.register_hook(lambda grad: 0 * grad)
-            param.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
-        raise ValueError("no")
+def freeze(param: nn.Parameter) -> None:
+    param.requires_grad_(False)
 
 
-@pytest.mark.parametrize("primitive", [Freeze, Watch])
-def test_what_a_failed_primitive_does_to_parameters_is_undone(
-    primitive: type[slapo.Primitive], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from slapo.primitives import base
+def watch(param: nn.Parameter) -> None:
+    param.register_hook(lambda grad: 0 * grad)
+    param.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
 
-    monkeypatch.setitem(base._REGISTRY, primitive.name(), primitive)
+
+@pytest.fixture
+def fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A primitive that fails after what it is told to do."""
+
+    class Fails(slapo.Primitive):
+        @staticmethod
+        def name() -> str:
+            return "fails"
+
+        @staticmethod
+        def apply(sch: Any, act: Callable[[Any], None]) -> None:
+            act(sch)
+            raise ValueError("no")
+
+    monkeypatch.setitem(base._REGISTRY, "fails", Fails)
+
+
+@pytest.mark.parametrize("act", [freeze, watch])
+def test_what_a_failed_primitive_does_to_parameters_is_undone(act: Any, fails: None) -> None:
     sch = slapo.create_schedule(MLP())
     seen = []
     sch.mod.fc1.weight.register_hook(lambda grad: seen.append(1))
     with pytest.raises(ValueError, match="no"):
-        getattr(sch, primitive.name())()
+        sch.fails(lambda sch: [act(p) for p in sch.mod.parameters()])
     sch.mod(torch.ones(2, 4)).sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in sch.mod.parameters())
     assert seen == [1]
+
+
+def test_a_failed_primitive_leaves_no_tag(fails: None) -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.LayerNorm(4)))
+    sch["0"].annotate("weight", "first", 1)
+    with pytest.raises(ValueError, match="no"):
+        sch["0"].fails(lambda s: s.annotate("weight", "first", 3).annotate("weight", "second", 2))
+    assert vars(copy.deepcopy(sch.mod)[0].weight) == vars(sch.mod[0].weight) == {"first": 1}
 
 
 # --- copies --------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Gradients of whole parameters in split regions: summed over the ranks, in loops and engines."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -71,11 +72,8 @@ def passes(rank: int, world: int) -> None:
         compare(model, whole)
 
 
-def test_passes_add_up() -> None:
-    run_distributed(passes, 2)
-
-
 def what_others_see(rank: int, world: int) -> None:
+    """Those that look at a gradient within the pass see the sum."""
     model, whole = scheduled(reentrant=False)
     mine, wanted = list(model.layers[3].parameters()), list(whole.layers[3].parameters())
     x = tokens(world)
@@ -95,10 +93,6 @@ def what_others_see(rank: int, world: int) -> None:
     model(x[rank]).sum().backward()
     compare(model, whole)
     assert_close([seen[id(p)] for p in mine], [p.grad for p in wanted])
-
-
-def test_what_looks_at_a_gradient_within_the_pass_sees_the_sum() -> None:
-    run_distributed(what_others_see, 2)
 
 
 def with_other_parameters(rank: int, world: int) -> None:
@@ -129,10 +123,6 @@ def with_other_parameters(rank: int, world: int) -> None:
     compare(copy.deepcopy(model), copy.deepcopy(whole))
 
 
-def test_other_parameters_are_summed_too() -> None:
-    run_distributed(with_other_parameters, 2)
-
-
 def with_replicas(rank: int, world: int) -> None:
     """The replicas' averages, of micro-batches that add up first and of one alone."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -151,8 +141,12 @@ def with_replicas(rank: int, world: int) -> None:
         compare(model, whole)
 
 
-def test_under_ddp_over_replicas() -> None:
-    run_distributed(with_replicas, 4)
+@pytest.mark.parametrize(
+    ("worker", "ranks"),
+    [(passes, 2), (what_others_see, 2), (with_other_parameters, 2), (with_replicas, 4)],
+)
+def test_gradients_are_those_of_the_whole(worker: Callable[[int, int], None], ranks: int) -> None:
+    run_distributed(worker, ranks)
 
 
 def by_hand(rank: int, world: int) -> list[str]:

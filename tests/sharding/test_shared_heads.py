@@ -200,5 +200,5 @@ def test_a_row_layer_counts_what_ranks_share_twice() -> None:
         sch["out"].shard("weight", 1, parts=2).sync("fwd_post", "all_reduce")
         with pytest.raises(PlacementError, match="would each count it"):
             check(sch, X)
-        with pytest.raises(ValueError, match="each part on 2 ranks, which no collective"):
+        with pytest.raises(ValueError, match=r"is Shard\(-1, copies=2\), which no collective"):
             sch["v"].sync("fwd_post", "all_gather", axis=-1)

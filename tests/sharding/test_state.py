@@ -5,17 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
-from slapo.primitives import base
 from slapo.sharding import sync_ops
 from slapo.sharding.state import sharding_of, shards_of
 from tests.distributed import run_distributed
@@ -37,13 +34,17 @@ class Model(nn.Module):
         return self.norm(x + self.down(torch.tanh(self.up(x))))
 
 
+def split(sch: slapo.Schedule) -> None:
+    sch["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+    sch["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+
+
 def scheduled() -> tuple[nn.Module, slapo.Schedule]:
     torch.manual_seed(0)
     model = Model()
     sch = slapo.create_schedule(model)
     sch["table"].shard("weight", 0).sync("fwd_post", "all_reduce")
-    sch["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
-    sch["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    split(sch)
     sch["norm"].annotate("weight", "partial_grad", True)
     return model, sch
 
@@ -205,6 +206,7 @@ def test_gradients_of_all_inputs_are_summed() -> None:
 
 
 def change_in_place(rank: int, world: int) -> float:
+    """The module behind a sum of gradients may change its input in place."""
     model = nn.Sequential(nn.ReLU(inplace=True))
     slapo.create_schedule(model)["0"].sync("bwd_post", "all_reduce")
     x = torch.ones(2, requires_grad=True)
@@ -212,10 +214,6 @@ def change_in_place(rank: int, world: int) -> float:
     with torch.no_grad():
         model(x * 2)
     return float(x.grad[0])
-
-
-def test_what_follows_may_change_its_input_in_place() -> None:
-    assert run_distributed(change_in_place, 2) == [4.0, 4.0]
 
 
 def look_up(rank: int, world: int) -> list[str]:
@@ -255,102 +253,74 @@ def test_tokens_of_a_vocabulary_that_is_spread() -> None:
         assert low.startswith("IndexError")
 
 
-class OwnLinear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+def column(sch: slapo.Schedule, blocks: int = 1) -> slapo.Schedule:
+    return sch.shard("weight", 0, blocks=blocks).shard("bias", 0, blocks=blocks)
 
 
-def mistakes(rank: int, world: int) -> dict[str, str]:
-    found = {}
-
-    def attempt(name: str, module: nn.Module, act: Any) -> None:
-        sch = slapo.create_schedule(nn.Sequential(module))
-
-        def build() -> None:
-            act(sch["0"])
-            slapo.build(sch)
-
-        found[name] = told(build)
-
-    attempt("bias", nn.Linear(4, 2), lambda s: s.shard("bias", 0))
-    attempt("prelu", nn.PReLU(2), lambda s: s.shard("weight", 0))
-    attempt("own", OwnLinear(), lambda s: s.shard("weight", 1).sync("fwd_post", "all_reduce"))
-    attempt("whole", nn.Linear(4, 4), lambda s: s.sync("fwd_post", "all_reduce"))
-    attempt("nothing", nn.Identity(), lambda s: s.sync("fwd_post", "all_reduce"))
-    column = nn.Linear(4, 12)
-    attempt(
-        "twice",
-        column,
-        lambda s: (
-            s.shard("weight", 0)
-            .shard("bias", 0)
-            .sync("bwd_post", "all_reduce")
-            .sync("bwd_post", "all_reduce")
-        ),
-    )
-    attempt(
-        "sum twice",
-        nn.Sequential(nn.Linear(4, 4)),
+#: Module, what is applied to it, and what is said of that, if anything.
+MISTAKES: list[tuple[Callable[[], nn.Module], Callable[[slapo.Schedule], Any], str]] = [
+    (
+        lambda: nn.Linear(4, 2),
+        lambda s: s.shard("bias", 0),
+        "its bias is sharded and its weight is whole; shard the weight",
+    ),
+    (
+        lambda: nn.PReLU(2),
+        lambda s: s.shard("weight", 0),
+        "a slice of one element of 'weight' would be applied to all",
+    ),
+    (
+        lambda: nn.Linear(4, 4),
+        lambda s: s.sync("fwd_post", "all_reduce"),
+        "no parameter in it is sharded: each rank has the whole",
+    ),
+    (nn.Identity, lambda s: s.sync("fwd_post", "all_reduce"), ""),
+    (
+        lambda: nn.Linear(4, 12),
+        lambda s: column(s).sync("bwd_post", "all_reduce").sync("bwd_post", "all_reduce"),
+        "the gradient of the module's inputs is summed over the ranks al",
+    ),
+    (
+        lambda: nn.Sequential(nn.Linear(4, 4)),
         lambda s: s.sync("fwd_post", "all_reduce").sync("fwd_post", "all_reduce"),
-    )
-    attempt(
-        "blocks",
-        nn.Linear(4, 12),
-        lambda s: (
-            s.shard("weight", 0, blocks=3)
-            .shard("bias", 0, blocks=3)
-            .sync("fwd_post", "all_gather", axis=-1)
-        ),
-    )
-    attempt(
-        "late function",
-        nn.Linear(4, 4),
+        "the module's output is Replicate() already",
+    ),
+    (
+        lambda: nn.Linear(4, 12),
+        lambda s: column(s, blocks=3).sync("fwd_post", "all_gather", axis=-1),
+        "is Shard(-1, blocks=3), and a gather would put the ranks' parts one after",
+    ),
+    (
+        lambda: nn.Linear(4, 4),
         lambda s: s.sync("bwd_post", "all_reduce").sync("bwd_post", lambda *_: None),
-    )
-    attempt(
-        "argument", nn.Linear(4, 4), lambda s: s.sync("bwd_post", "all_reduce", argument="hidden")
-    )
-    attempt("tag", nn.LayerNorm(4), lambda s: s.annotate("weight", "partial_grad", "yes"))
-    return found
+        "would see the gradient before it is summed",
+    ),
+    (
+        lambda: nn.Linear(4, 4),
+        lambda s: s.sync("bwd_post", "all_reduce", argument="hidden"),
+        "argument has ['hidden'], and Linear.forward takes ['input']",
+    ),
+    (
+        lambda: nn.LayerNorm(4),
+        lambda s: s.annotate("weight", "partial_grad", "yes"),
+        "partial_grad is 'yes'; pass True or False",
+    ),
+]
+
+
+def mistakes(rank: int, world: int) -> list[str]:
+    def build(make: Callable[[], nn.Module], act: Callable[[slapo.Schedule], Any]) -> None:
+        sch = slapo.create_schedule(nn.Sequential(make()))
+        act(sch["0"])
+        slapo.build(sch)
+
+    return [told(lambda make=make, act=act: build(make, act)) for make, act, _ in MISTAKES]
 
 
 def test_schedules_that_would_compute_something_else() -> None:
     for found in run_distributed(mistakes, 2):
-        assert "its bias is sharded and its weight is whole; shard the weight" in found["bias"]
-        assert "a slice of one element of 'weight' would be applied to all" in found["prelu"]
-        assert "nothing is known of OwnLinear, whose output is reduced" in found["own"]
-        assert "no parameter in it is sharded: each rank has the whole" in found["whole"]
-        assert found["nothing"] == "None"
-        assert "the gradient of the module's inputs is summed over the ranks al" in found["twice"]
-        assert "the module's output is Replicate() already" in found["sum twice"]
-        assert "sharded along axis -1 in 3 blocks, and a gather would put" in found["blocks"]
-        assert "would see the gradient before it is summed" in found["late function"]
-        assert "argument has ['hidden'], and Linear.forward takes ['input']" in found["argument"]
-        assert found["tag"].endswith("partial_grad is 'yes'; pass True or False")
-
-
-class TagThenFail(slapo.Primitive):
-    @staticmethod
-    def name() -> str:
-        return "tag_then_fail"
-
-    @staticmethod
-    def apply(sch: Any) -> None:
-        sch.annotate("weight", "first", 3).annotate("weight", "second", 2)
-        raise ValueError("no")
-
-
-def test_a_failed_primitive_leaves_no_tag(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(base._REGISTRY, "tag_then_fail", TagThenFail)
-    sch = slapo.create_schedule(nn.Sequential(nn.LayerNorm(4)))
-    sch["0"].annotate("weight", "first", 1)
-    with pytest.raises(ValueError, match="no"):
-        sch["0"].tag_then_fail()
-    assert vars(copy.deepcopy(sch.mod)[0].weight) == vars(sch.mod[0].weight) == {"first": 1}
+        for (_, _, message), text in zip(MISTAKES, found, strict=True):
+            assert message in text if message else text == "None", text
 
 
 def out_of_objects(rank: int, world: int) -> list[str]:
@@ -458,8 +428,7 @@ def clip_under_fsdp(rank: int, world: int) -> tuple[float, float, str]:
         torch.manual_seed(0)
         model = Model()
         sch = slapo.create_schedule(model, group=mesh["tp"])
-        sch["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
-        sch["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+        split(sch)
         models.append(slapo.build(sch)[0])
     torch.manual_seed(0)
     reference = Model()
@@ -534,8 +503,7 @@ def shard_slices(rank: int, world: int) -> dict[str, str]:
             torch.manual_seed(0)
             model = Model()
             sch = slapo.create_schedule(model, group=both["tp"])
-            sch["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
-            sch["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+            split(sch)
             sch["up"].checkpoint()
             slapo.build(sch)
             wanted = model(IDS)
@@ -562,70 +530,6 @@ def test_fsdp_over_the_ranks_that_a_model_is_sharded_over() -> None:
             assert found[f"dp{version}"] == "None"
 
 
-class Named(NamedTuple):
-    first: Tensor
-    second: Tensor
-
-
-class Takes(nn.Module):
-    """Its input in some container."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, states: Any) -> Tensor:
-        first, second = states.values() if isinstance(states, dict) else states
-        return self.fc(first) + self.fc(second * 2)
-
-
-class Masked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.fc(x) * mask
-
-
-def inputs_of_hooks(rank: int, world: int) -> None:
-    from transformers.modeling_outputs import BaseModelOutput
-
-    outputs: list[Callable[..., Any]] = [
-        lambda x, y: Named(x, y),
-        lambda x, y: OrderedDict(x=x, y=y),
-        lambda x, y: BaseModelOutput(last_hidden_state=x, hidden_states=y),
-    ]
-    for make in outputs:
-        torch.manual_seed(0)
-        sch = slapo.create_schedule(nn.Sequential(Takes()))
-        grads = []
-        for scheduled in (False, True):
-            x, y = (torch.ones(2, 4, requires_grad=True) for _ in range(2))
-            if scheduled:
-                sch["0.fc"].shard("weight", 0).shard("bias", 0)
-                sch["0"].sync("bwd_post", "all_reduce")
-                sch["0.fc"].sync("fwd_post", "all_gather", axis=-1)
-            sch.mod(make(x, y)).sum().backward()
-            grads.append((x.grad, y.grad))
-        # Each rank sums its own loss, of which there are two.
-        torch.testing.assert_close(grads[1], tuple(2 * grad for grad in grads[0]))
-
-    sch = slapo.create_schedule(nn.Sequential(Masked(), Masked()))
-    sch["0"].sync("fwd_pre", "all_gather", axis=1)
-    sch["1"].sync("fwd_pre", "all_gather", axis=1, argument="mask")
-    x, mask = torch.ones(2, 3, 4), torch.ones(2, 1, 4)
-    assert sch["0"].mod(mask=mask, x=x).shape == (2, 6, 4)
-    for given in (sch["1"].mod(x[:, :2], mask), sch["1"].mod(mask=mask, x=x[:, :2])):
-        assert given.shape == (2, 2, 4)
-    with pytest.raises(ValueError, match=r"fwd_pre all_gather: argument has \['masks'\]"):
-        sch["1"].sync("fwd_pre", "all_gather", axis=1, argument="masks")
-
-
-def test_inputs_in_containers_and_by_name() -> None:
-    run_distributed(inputs_of_hooks, 2)
-
-
 def an_output_from_before(rank: int, world: int) -> None:
     torch.manual_seed(0)
     model = Model()
@@ -633,8 +537,7 @@ def an_output_from_before(rank: int, world: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = model(IDS)  # its graph lives on
     sch = slapo.create_schedule(model)
-    sch["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
-    sch["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    split(sch)
     slapo.build(sch)
     after = model(IDS)
     torch.testing.assert_close(after, before)
@@ -653,8 +556,7 @@ def other_seeds(rank: int, world: int) -> tuple[str, float, str]:
     def make(seed: int) -> slapo.Schedule:
         torch.manual_seed(seed)
         sch = slapo.create_schedule(Model())
-        sch["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
-        sch["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+        split(sch)
         return sch
 
     refused = told(lambda: slapo.build(make(rank)) and None)
@@ -737,18 +639,10 @@ def published_collectives(rank: int, world: int) -> list[bool]:
     ]
 
 
-def test_the_collectives_by_their_published_names() -> None:
-    assert run_distributed(published_collectives, 2) == [[True] * 6] * 2
-
-
 def made_by_build(rank: int, world: int) -> list[bool]:
     """Marks of parameters that were on meta go with copies too."""
     with slapo.init_empty_weights():
-        model = Model()
-    sch = slapo.create_schedule(model)
-    sch["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
-    sch["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
-    sch["norm"].annotate("weight", "partial_grad", True)
+        model, sch = scheduled()
     slapo.build(sch)
     new = copy.deepcopy(model)
     return [
@@ -759,5 +653,9 @@ def made_by_build(rank: int, world: int) -> list[bool]:
     ]
 
 
-def test_parameters_that_build_makes_carry_their_marks() -> None:
-    assert run_distributed(made_by_build, 2) == [[True] * 4] * 2
+@pytest.mark.parametrize(
+    ("worker", "expected"),
+    [(change_in_place, 4.0), (published_collectives, [True] * 6), (made_by_build, [True] * 4)],
+)
+def test_each_of_two_ranks_finds(worker: Callable[[int, int], Any], expected: Any) -> None:
+    assert run_distributed(worker, 2) == [expected] * 2
