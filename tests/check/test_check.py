@@ -624,7 +624,6 @@ def on_ranks(rank: int, world_size: int) -> list[str]:
     return found
 
 
-@pytest.mark.distributed
 def malformed_on_one(rank: int, world_size: int) -> str:
     sch = split_block()
     with pytest.raises((TypeError, slapo.SlapoError)) as caught:
@@ -632,11 +631,13 @@ def malformed_on_one(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.distributed
 def test_inputs_that_are_malformed_on_one_rank() -> None:
     messages = run_distributed(malformed_on_one, 2, timeout=60)
     assert all("example_inputs" in message for message in messages)
 
 
+@pytest.mark.distributed
 def test_all_ranks_hear_the_same() -> None:
     zero, one = run_distributed(on_ranks, 2)
     assert zero == one
