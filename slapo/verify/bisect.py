@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 import torch.distributed as dist
@@ -341,8 +341,9 @@ def _nearness(error: Exception) -> Callable[[str], tuple[int, int]]:
     places = [getattr(error, name, "") for name in ("suspect", "path")]
 
     def near(path: str) -> tuple[int, int]:
-        both = [[path.split("."), place.split(".")] for place in places if place]
-        return -max((len(commonprefix(each)) for each in both), default=0), len(path)
+        both = [zip(path.split("."), place.split("."), strict=False) for place in places if place]
+        shared = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], each)) for each in both]
+        return -max(shared, default=0), len(path)
 
     return near
 
