@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import torch.distributed as dist
@@ -105,7 +107,7 @@ def bisect(
     return _Search(make_model, schedule_fn, inputs, loss_fn, group).blame()
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Applied:
     """One call of a primitive, with what it was given."""
 
@@ -118,68 +120,72 @@ class _Applied:
         return Remedy(path, ((self.record.primitive, self.args, self.kwargs),))
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Edit:
-    """A change of a schedule."""
+    """A change of a schedule, which might make it right."""
 
-    left_out: frozenset[int] = frozenset()
-    length: int | None = None
+    #: the module whose primitives change, or what is around several
+    path: str = ""
+    #: primitives by their place in the schedule
+    left_out: Sequence[int] = ()
     added: tuple[Remedy, ...] = ()
-    seen: list[_Applied] = field(default_factory=list)
-
-    def admits(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the primitive is to be applied."""
-        number = len(self.seen)
-        self.seen.append(_Applied(record, args, kwargs))
-        return number not in self.left_out and (self.length is None or number < self.length)
 
 
+def _first(count: int) -> _Edit:
+    """Only so many primitives are applied."""
+    return _Edit(left_out=range(count, sys.maxsize))
+
+
+class _OfPrimitive(Exception):
+    """A primitive, or the function that applies them, has raised."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@dataclass
 class _Search:
     """One search."""
 
-    def __init__(self, make: Any, schedule: Any, inputs: Any, loss_fn: Any, group: Any) -> None:
-        self.make, self.schedule = make, schedule
-        self.inputs, self.loss_fn, self.group = inputs, loss_fn, group
-        self.modules: set[str] = set()
-        #: what the function that schedules has raised, when it was last called
-        self.raised: Exception | None = None
+    make: Callable[[], nn.Module]
+    schedule: Callable[[Schedule], Any]
+    inputs: Any
+    loss_fn: Callable[[Any], Tensor] | None
+    group: dist.ProcessGroup | None
+    #: of the schedule that was judged last: its modules before, primitives, and what they raised
+    modules: set[str] = field(default_factory=set)
+    applied: list[_Applied] = field(default_factory=list)
+    raised: Exception | None = None
 
     def blame(self) -> Blame | None:
         """The first explanation that holds."""
-        whole = _Edit()
-        error = self.judge(whole)
+        error, applied = self.judge(_Edit()), self.applied
         if self.raised is not None:
             raise self.raised
         if error is None:
             return None
-        alone = self.judge(_Edit(length=0))
-        if alone is not None:
-            return self._beside(alone)
-        applied = whole.seen
-        for kind, record, call, edit in self._explanations(applied, error):
+        if self.judge(_first(0)) is not None:
+            self.schedule = lambda sch: None
+            alone = self.judge(_Edit())
+            if alone is not None:
+                raise SlapoError(f"bisect: the model is refused before it is scheduled: {alone}")
+            return Blame("beside", None, "", error)
+        for edit in self._explanations(applied, error):
             if self.judge(edit) is None:
-                return Blame(kind, record, call, error)
+                call = "; ".join(map(str, edit.added))
+                if not edit.left_out:
+                    last = _last_at(applied, edit.path or edit.added[0].path)
+                    return Blame("missing", last, call, error)
+                kind = "different" if edit.added else "surplus"
+                return Blame(kind, applied[edit.left_out[0]].record, call, error)
         return Blame("since", applied[self._last_good(applied)].record, "", error)
 
-    def _beside(self, error: Exception) -> Blame:
-        """Of a function under which the model is wrong without any primitive."""
-        schedule, self.schedule = self.schedule, lambda sch: None
-        try:
-            alone = self.judge(_Edit())
-        finally:
-            self.schedule = schedule
-        if alone is not None:
-            raise SlapoError(f"bisect: the model is refused before it is scheduled: {alone}")
-        return Blame("beside", None, "", error)
-
-    # --- judging -----------------------------------------------------------------------------
     def judge(self, edit: _Edit) -> Exception | None:
         """What is wrong with a schedule after a change."""
-        self.raised = None
-        edit.seen.clear()
+        self.raised, self.applied = None, []
         sch = create_schedule(self.make(), group=self.group)
         self.modules = {path for path, _ in sch.mod.named_modules()}
-        sch.state.admits = edit.admits
         verifies = sch.world_size == 1 or has_peers(sch.group)
         try:
             with Verify(sch, self.inputs, enable=verifies, loss_fn=self.loss_fn):
@@ -196,7 +202,12 @@ class _Search:
     def _apply(self, sch: Schedule, edit: _Edit) -> None:
         """Schedule with the change; where that raises on one rank, it does so on all of them."""
 
+        def admits(record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+            self.applied.append(_Applied(record, args, kwargs))
+            return len(self.applied) - 1 not in edit.left_out
+
         def scheduled() -> None:
+            sch.state.admits = admits
             self.schedule(sch)
             sch.state.admits = None
             for remedy in edit.added:
@@ -207,86 +218,42 @@ class _Search:
         except Exception as error:
             raise _OfPrimitive(error) from error
 
-    # --- explanations ------------------------------------------------------------------------
-    def _explanations(
-        self, applied: Sequence[_Applied], error: Exception
-    ) -> Iterator[tuple[str, Record | None, str, _Edit]]:
+    def _explanations(self, applied: Sequence[_Applied], error: Exception) -> Iterator[_Edit]:
         remedy = getattr(error, "remedy", None)
         if isinstance(remedy, Remedy):
-            last = _last_at(applied, remedy.path)
-            yield "missing", last, str(remedy), _Edit(added=(remedy,))
-            everywhere = self._everywhere(remedy)
-            if len(everywhere) > 1:
-                first = _last_at(applied, everywhere[0].path)
-                yield "missing", first, "; ".join(map(str, everywhere)), _Edit(added=everywhere)
+            yield _Edit(remedy.path, added=(remedy,))
+            like = numberless(remedy.path)
+            paths = sorted(path for path in self.modules if numberless(path) == like)
+            if len(paths) > 1:
+                yield _Edit(added=tuple(replace(remedy, path=path) for path in paths))
         near = _nearness(error)
-        for found in sorted(
-            _against_siblings(applied, self.modules), key=lambda each: near(each.path)
-        ):
-            edit = _Edit(frozenset(found.instead), added=found.remedies)
-            first = applied[found.instead[0]].record if found.instead else None
-            call = "; ".join(map(str, found.remedies))
-            if not found.remedies:
-                yield "surplus", first, "", edit
-            elif first is not None:
-                yield "different", first, call, edit
-            else:
-                yield "missing", _last_at(applied, found.path), call, edit
+        yield from sorted(
+            _against_siblings(applied, self.modules), key=lambda edit: near(edit.path)
+        )
         for number, each in enumerate(applied):
             other = _other_gradient(each)
             if other is not None and near(each.record.path) <= near(""):
-                yield (
-                    "different",
-                    each.record,
-                    str(other),
-                    _Edit(frozenset({number}), None, (other,)),
-                )
+                yield _Edit(other.path, (number,), (other,))
         by_nearness = sorted(range(len(applied)), key=lambda i: near(applied[i].record.path))
         for number in by_nearness[:_TRIES]:
-            yield "surplus", applied[number].record, "", _Edit(frozenset({number}))
-
-    def _everywhere(self, remedy: Remedy) -> tuple[Remedy, ...]:
-        """The same for this module of every layer."""
-        like = numberless(remedy.path)
-        paths = sorted(path for path in self.modules if numberless(path) == like)
-        return tuple(replace(remedy, path=path) for path in paths) or (remedy,)
+            yield _Edit(applied[number].record.path, (number,))
 
     def _last_good(self, applied: Sequence[_Applied]) -> int:
         """How many primitives may be applied until it is never right again."""
         good, bad = 0, len(applied)
-        bounds = [n for n in range(1, bad) if _unit(applied[n - 1]) != _unit(applied[n])]
-        while any(good < bound < bad for bound in bounds):
-            inside = [bound for bound in bounds if good < bound < bad]
+        units = [_layer(each.record.path) or each.record.path for each in applied]
+        bounds = [n for n in range(1, bad) if units[n - 1] != units[n]]
+        while inside := [bound for bound in bounds if good < bound < bad]:
             middle = inside[len(inside) // 2]
-            if self.judge(_Edit(length=middle)) is None:
+            if self.judge(_first(middle)) is None:
                 good = middle
             else:
                 bad = middle
-        for length in range(bad - 1, good, -1):
-            if self.judge(_Edit(length=length)) is None:
-                return length
-        return good
+        lengths = range(bad - 1, good, -1)
+        return next((length for length in lengths if self.judge(_first(length)) is None), good)
 
 
-class _OfPrimitive(Exception):
-    """A primitive, or the function that applies them, has raised."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-@dataclass(frozen=True)
-class _Difference:
-    """How a module's primitives differ from those of the same module in another layer."""
-
-    path: str
-    remedies: tuple[Remedy, ...]
-    #: primitives that are there instead, or that the other lacks
-    instead: tuple[int, ...]
-
-
-def _against_siblings(applied: Sequence[_Applied], modules: set[str]) -> list[_Difference]:
+def _against_siblings(applied: Sequence[_Applied], modules: set[str]) -> list[_Edit]:
     """What the modules of one layer have and those of another have not.
 
     `modules` are the paths that there are.
@@ -294,13 +261,13 @@ def _against_siblings(applied: Sequence[_Applied], modules: set[str]) -> list[_D
     by_path: dict[str, list[int]] = {}
     for number, each in enumerate(applied):
         by_path.setdefault(each.record.path, []).append(number)
-    found = []
+    found: list[_Edit] = []
     for path in [*by_path, *sorted(modules & _absent(by_path))]:
         for sibling in by_path:
             if sibling != path and numberless(sibling) == numberless(path):
                 found += _differences(applied, path, by_path.get(path, []), by_path[sibling])
-    single = {(d.path, str(d.remedies), d.instead): d for d in found}
-    return [*single.values(), *_together(list(single.values()))]
+    single = list({repr(edit): edit for edit in found}.values())
+    return [*single, *_together(single)]
 
 
 def _absent(by_path: dict[str, list[int]]) -> set[str]:
@@ -317,39 +284,41 @@ def _absent(by_path: dict[str, list[int]]) -> set[str]:
 
 def _differences(
     applied: Sequence[_Applied], path: str, mine: list[int], theirs: list[int]
-) -> list[_Difference]:
+) -> Iterator[_Edit]:
     own = [_text(applied[number]) for number in mine]
     others = [_text(applied[number]) for number in theirs]
     extra = [number for number, text in zip(mine, own, strict=True) if text not in others]
     lacking = [number for number, text in zip(theirs, others, strict=True) if text not in own]
-    found = [_Difference(path, (), (number,)) for number in extra]
+    for number in extra:
+        yield _Edit(path, (number,))
     for number in lacking:
         remedy = applied[number].at(path)
-        found.append(_Difference(path, (remedy,), ()))
-        same = (i for i in extra if applied[i].record.primitive == applied[number].record.primitive)
-        found += [_Difference(path, (remedy,), (i,)) for i in same]
+        yield _Edit(path, (), (remedy,))
+        for i in extra:
+            if applied[i].record.primitive == applied[number].record.primitive:
+                yield _Edit(path, (i,), (remedy,))
     if len(lacking) > 1:
         steps = [step for number in lacking for step in applied[number].at(path).steps]
-        found.append(_Difference(path, (Remedy(path, tuple(steps)),), tuple(extra)))
-    return found
+        yield _Edit(path, tuple(extra), (Remedy(path, tuple(steps)),))
 
 
-def _together(found: Sequence[_Difference]) -> list[_Difference]:
+def _together(found: Sequence[_Edit]) -> Iterator[_Edit]:
     """All differences of the modules of one block together, and of those of one layer."""
-    by_block: dict[str, list[_Difference]] = {}
+    by_block: dict[str, list[_Edit]] = {}
     for each in found:
         for block in dict.fromkeys((each.path.rpartition(".")[0], _layer(each.path))):
             if block:
                 by_block.setdefault(block, []).append(each)
-    together = []
-    for layer, parts in by_block.items():
-        steps = [sum(len(remedy.steps) for remedy in p.remedies) for p in parts]
-        pairs = zip(parts, steps, strict=True)
-        single = [p for p, count in pairs if count + len(p.instead) == 1]
-        remedies = {str(p.remedies[0]): p.remedies[0] for p in single if p.remedies}
-        out = {number for p in single for number in p.instead}
-        together.append(_Difference(layer, tuple(remedies.values()), tuple(sorted(out))))
-    return together
+    for block, parts in by_block.items():
+        single = [
+            part
+            for part in parts
+            if len(part.left_out) + sum(len(remedy.steps) for remedy in part.added) == 1
+        ]
+        added = {str(remedy): remedy for part in single for remedy in part.added}
+        left_out = {number for part in single for number in part.left_out}
+        if single:
+            yield _Edit(block, tuple(sorted(left_out)), tuple(added.values()))
 
 
 def _other_gradient(applied: _Applied) -> Remedy | None:
@@ -372,20 +341,11 @@ def _nearness(error: Exception) -> Callable[[str], tuple[int, int]]:
     places = [getattr(error, name, "") for name in ("suspect", "path")]
 
     def near(path: str) -> tuple[int, int]:
-        shared = [_shared(path, place) for place in places if place]
+        both = [zip(path.split("."), place.split("."), strict=False) for place in places if place]
+        shared = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], each)) for each in both]
         return -max(shared, default=0), len(path)
 
     return near
-
-
-def _shared(left: str, right: str) -> int:
-    """Parts that two paths begin with."""
-    count = 0
-    for a, b in zip(left.split("."), right.split("."), strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
 
 
 def _last_at(applied: Sequence[_Applied], path: str) -> Record | None:
@@ -398,10 +358,6 @@ def _last_at(applied: Sequence[_Applied], path: str) -> Record | None:
         if not path:
             return applied[-1].record if applied else None
         path = path.rpartition(".")[0]
-
-
-def _unit(applied: _Applied) -> str:
-    return _layer(applied.record.path) or applied.record.path
 
 
 def _layer(path: str) -> str:

@@ -24,6 +24,7 @@ from slapo.verify.placement import PlacementError, check, register_place_rule, r
 from slapo.verify.placement import fake_parameters as stand_ins
 from slapo.verify.placement.call import RULES, independent_along
 from slapo.verify.placement.place import Place
+from tests.check.planted import Case
 from tests.check.verdicts import fake_world
 from tests.distributed import run_distributed
 from tests.sharding.families import FAMILIES, Steps
@@ -143,12 +144,9 @@ def test_on_fakes(two_ranks: None, monkeypatch: pytest.MonkeyPatch, family: str)
     sch = slapo.create_schedule(FAMILIES[family].build(0.1))
     Steps(FAMILIES[family]).apply(sch)
     check(sch, inputs)
-    from tests.check.planted import MISTAKES
-
     for mistake in ("no_forward_sync", "no_backward_sync", "head_size_cut", "mask_of_rank_0"):
-        steps = MISTAKES[mistake](FAMILIES[family])
         sch = slapo.create_schedule(FAMILIES[family].build(0.1))
-        steps.apply(sch)
+        Case(mistake, family, False).steps().apply(sch)
         assert refused(sch, inputs).path
 
 
@@ -640,7 +638,6 @@ def on_ranks(rank: int, world_size: int) -> list[str]:
     return found
 
 
-@pytest.mark.distributed
 def malformed_on_one(rank: int, world_size: int) -> str:
     sch = split_block()
     with pytest.raises((TypeError, slapo.SlapoError)) as caught:
@@ -648,11 +645,13 @@ def malformed_on_one(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.distributed
 def test_inputs_that_are_malformed_on_one_rank() -> None:
     messages = run_distributed(malformed_on_one, 2, timeout=60)
     assert all("example_inputs" in message for message in messages)
 
 
+@pytest.mark.distributed
 def test_all_ranks_hear_the_same() -> None:
     zero, one = run_distributed(on_ranks, 2)
     assert zero == one

@@ -19,7 +19,9 @@ import slapo
 from slapo.op import FusedQKV
 from slapo.sharding import reduce_from_group
 from slapo.weights.provenance import Source
-from tests.sharding.families import FAMILIES, Region, Stack, Steps
+from tests.check import planted
+from tests.check.planted import Change, at, instead, left_out, then
+from tests.sharding.families import FAMILIES, Stack, Steps
 from tests.verify.models import build, initialize, inputs
 
 Schedule = slapo.Schedule
@@ -106,302 +108,181 @@ def is_right(name: str, place: str) -> bool:
 
 
 # --- tensor parallelism ---------------------------------------------------------------------------
-class Planting(Steps):
-    """The right schedule but for one method."""
-
-    layer = 1
+GPT2, LLAMA, BERT = "transformer.h.1", "model.layers.1", "bert.encoder.layer.1"
+QWEN3 = LLAMA
+LAYERS = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3, "bert": BERT, "t5": "encoder.block.1"}
 
 
 def tensor_parallel(
-    name: str,
-    family: str,
-    *places: str,
-    ranks: int = 2,
-    spread: bool = False,
-    init: str = "default",
-) -> Callable[[type[Steps]], type[Steps]]:
-    def add(steps: type[Steps]) -> type[Steps]:
-        def apply(sch: Schedule) -> None:
-            steps(FAMILIES[family], spread).apply(sch)
-
-        plant(name, family, *places, ranks=ranks, init=init)(apply)
-        return steps
-
-    return add
+    name: str, method: str, about: str, change: Change, *places: str, spread: bool = False
+) -> None:
+    """The right schedule of a family on two ranks with one wrong decision about a module."""
+    family = name.partition(":")[0]
+    where = at(about) if about else planted.anywhere
+    steps = planted.Planted(FAMILIES[family], spread, (method, where, change))
+    plant(name, family, *(places or [f"{LAYERS[family]}.{about}"]), ranks=2)(steps.apply)
 
 
-def without_row_sync(path: str) -> type[Steps]:
-    class Steps_(Planting):
-        def row(self, layer: Schedule, row: tuple[str, int], number: int) -> None:
-            if number == self.layer and row[0] == path:
-                layer[path].shard("weight", axis=row[1])
-            else:
-                super().row(layer, row, number)
-
-    return Steps_
+def times(factor: float) -> Change:
+    """Another multiple of what is right."""
+    return then(lambda node: node.sync("fwd_post", lambda module, args, out: out * factor))
 
 
-def other_row_sync(path: str, sync: Callable[[Schedule], object]) -> type[Steps]:
-    class Steps_(Planting):
-        def row(self, layer: Schedule, row: tuple[str, int], number: int) -> None:
-            super().row(layer, row, number)
-            if number == self.layer and row[0] == path:
-                sync(layer[path])
+def summed_times(factor: float) -> Change:
+    """Another multiple of the sum of gradients."""
 
-    return Steps_
+    def sync(node: Schedule) -> None:
+        def hook(module: nn.Module, grads: Any, grad_output: Any) -> Any:
+            return tuple(
+                g if g is None else factor * reduce_from_group(g, node.group) for g in grads
+            )
 
+        node.sync("bwd_post", hook)
 
-def other_enter(path: str, sync: Callable[[Schedule, Region], object]) -> type[Steps]:
-    class Steps_(Planting):
-        def enter(self, layer: Schedule, region: Region, number: int) -> None:
-            if number == self.layer and region.enter == path:
-                sync(layer[path], region)
-            else:
-                super().enter(layer, region, number)
-
-    return Steps_
+    return instead(sync)
 
 
-def without_enter(path: str) -> type[Steps]:
-    return other_enter(path, lambda node, region: None)
+def in_blocks(blocks: int) -> Change:
+    return instead(lambda node: node.shard("weight", 1, blocks).shard("bias", 0, blocks))
 
 
-def without_count(attribute: str) -> type[Steps]:
-    class Steps_(Planting):
-        def count(self, layer: Schedule, path: str, name: str, number: int) -> None:
-            if number != self.layer or name != attribute:
-                super().count(layer, path, name, number)
-
-    return Steps_
+def bias_per_rank(node: Schedule) -> None:
+    extra = node.world_size - 1
+    node.sync("fwd_post", lambda module, args, out: out + extra * module.bias.detach())
 
 
-def other_column(path: str, change: Callable[[Schedule, int, int], object]) -> type[Steps]:
-    class Steps_(Planting):
-        def column(self, layer: Schedule, column: tuple[str, int, int], number: int) -> None:
-            if number == self.layer and column[0] == path:
-                change(layer[path], column[1], column[2])
-            else:
-                super().column(layer, column, number)
-
-    return Steps_
+def counted(other: str) -> Change:
+    """The size of a head is cut where their number should be."""
+    return lambda steps, right, layer, path, name: right(path, other)
 
 
-def times(factor: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-    return lambda module, args, output: output * factor
+def cut_head(node: Schedule) -> None:
+    node.set("head_dim", node.mod.head_dim // node.world_size)
 
 
-def summed_times(factor: float, group: Any) -> Callable[..., Any]:
-    def hook(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
-        return tuple(g if g is None else factor * reduce_from_group(g, group) for g in grad_input)
-
-    return hook
+def head_multiplied(steps: Steps, right: Any, sch: Schedule) -> None:
+    sch["lm_head"].sync("bwd_post", "all_reduce")
+    sch["lm_head"].sync("fwd_post", "all_gather", axis=-1)
 
 
+def head_not_summed(steps: Steps, right: Any, sch: Schedule) -> None:
+    sch["lm_head"].shard("weight", axis=0)
+    sch["lm_head"].sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+
+
+def last_norm_not_tagged(steps: Steps, right: Any, sch: Schedule, stack: Stack) -> None:
+    sch[stack.last].sync("fwd_post", "all_gather", axis=1)
+
+
+def gathered_as_if_whole(steps: Steps, right: Any, sch: Schedule, stack: Stack) -> None:
+    last = sch[stack.last]
+    last.sync("fwd_post", "all_gather", axis=1, tensor_parallel_output_grad=False)
+    last.annotate("weight", "partial_grad", True)
+
+
+#: Of attention and MLP, where they are entered, a column and the row.
 _REGIONS = {
-    "gpt2": (
-        "transformer.h.1",
-        ("attn", "attn.c_attn", "attn.c_proj"),
-        ("mlp", "mlp.c_fc", "mlp.c_proj"),
-    ),
-    "llama": (
-        "model.layers.1",
-        ("self_attn", "", "self_attn.o_proj"),
-        ("mlp", "", "mlp.down_proj"),
-    ),
-    "qwen3": (
-        "model.layers.1",
-        ("self_attn", "", "self_attn.o_proj"),
-        ("mlp", "", "mlp.down_proj"),
-    ),
+    "gpt2": (("attn", "attn.c_attn", "attn.c_proj"), ("mlp", "mlp.c_fc", "mlp.c_proj")),
+    "llama": (("self_attn", "", "self_attn.o_proj"), ("mlp", "", "mlp.down_proj")),
+    "qwen3": (("self_attn", "", "self_attn.o_proj"), ("mlp", "", "mlp.down_proj")),
     "bert": (
-        "bert.encoder.layer.1",
         ("attention.self", "", "attention.output.dense"),
         ("intermediate", "intermediate.dense", "output.dense"),
     ),
     "t5": (
-        "encoder.block.1",
         ("layer.0.SelfAttention", "", "layer.0.SelfAttention.o"),
         ("layer.1.DenseReluDense", "layer.1.DenseReluDense.wi", "layer.1.DenseReluDense.wo"),
     ),
 }
+for _family, _regions in _REGIONS.items():
+    for _part, (_enter, _column, _row) in zip(("attention", "mlp"), _regions, strict=True):
+        _places = [f"{LAYERS[_family]}.{path}" for path in (_enter, _column) if path]
+        if _family == "t5":  # whose decoder has the same paths
+            _places += [path.replace("encoder", "decoder") for path in _places]
+        _name = f"{_family}: no sum behind the {_part}"
+        tensor_parallel(_name, "row", _row, planted.no_forward_sync)
+        _name = f"{_family}: no sum of gradients before the {_part}"
+        tensor_parallel(_name, "enter", _enter, left_out, *_places)
 
-
-def _plant_regions() -> None:
-    """In every family the reductions that are left out, forward and backward."""
-    for family, (layer, *regions) in _REGIONS.items():
-        for (enter, column, row), part in zip(regions, ("attention", "mlp"), strict=True):
-            name = f"{family}: no sum behind the {part}"
-            tensor_parallel(name, family, f"{layer}.{row}")(without_row_sync(row))
-            places = [f"{layer}.{path}" for path in (enter, column) if path]
-            if family == "t5":  # whose decoder has the same paths
-                places += [path.replace("encoder", "decoder") for path in places]
-            name = f"{family}: no sum of gradients before the {part}"
-            tensor_parallel(name, family, *places)(without_enter(enter))
-
-
-_plant_regions()
-
-GPT2, LLAMA, QWEN3, BERT = (
-    "transformer.h.1",
-    "model.layers.1",
-    "model.layers.1",
-    "bert.encoder.layer.1",
-)
-
-tensor_parallel("gpt2: output summed twice", "gpt2", f"{GPT2}.mlp.c_proj")(
-    other_row_sync("mlp.c_proj", lambda node: node.sync("fwd_post", times(2.0)))
-)
-tensor_parallel("llama: mean in place of a sum", "llama", f"{LLAMA}.self_attn.o_proj")(
-    other_row_sync("self_attn.o_proj", lambda node: node.sync("fwd_post", times(0.5)))
-)
-tensor_parallel("gpt2: gradients summed twice", "gpt2", f"{GPT2}.mlp")(
-    other_enter("mlp", lambda node, _: node.sync("bwd_post", summed_times(2.0, node.group)))
-)
-tensor_parallel("bert: gradients of the mlp averaged", "bert", f"{BERT}.intermediate")(
-    other_enter(
-        "intermediate", lambda node, _: node.sync("bwd_post", summed_times(0.5, node.group))
-    )
-)
-tensor_parallel("gpt2: packed projection split as one block", "gpt2", f"{GPT2}.attn.c_attn")(
-    other_column(
-        "attn.c_attn", lambda node, axis, blocks: node.shard("weight", axis).shard("bias", 0)
-    )
-)
-tensor_parallel(
-    "gpt2: packed projection in the wrong number of blocks", "gpt2", f"{GPT2}.attn.c_attn"
-)(
-    other_column(
+for _name, _method, _about, _change in (
+    ("gpt2: output summed twice", "row", "mlp.c_proj", times(2.0)),
+    ("llama: mean in place of a sum", "row", "self_attn.o_proj", times(0.5)),
+    ("gpt2: bias added once per rank", "row", "mlp.c_proj", then(bias_per_rank)),
+    ("gpt2: gradients summed twice", "enter", "mlp", summed_times(2.0)),
+    ("bert: gradients of the mlp averaged", "enter", "intermediate", summed_times(0.5)),
+    ("gpt2: packed projection split as one block", "column", "attn.c_attn", in_blocks(1)),
+    (
+        "gpt2: packed projection in the wrong number of blocks",
+        "column",
         "attn.c_attn",
-        lambda node, axis, blocks: node.shard("weight", axis, 6).shard("bias", 0, 6),
-    )
-)
-tensor_parallel("gpt2: split_size not divided", "gpt2", f"{GPT2}.attn")(without_count("split_size"))
-
-
-def instead_of(attribute: str, other: str) -> type[Steps]:
-    """The size of a head is cut where their number should be."""
-
-    class Steps_(Planting):
-        def count(self, layer: Schedule, path: str, name: str, number: int) -> None:
-            wrong = number == self.layer and name == attribute
-            super().count(layer, path, other if wrong else name, number)
-
-    return Steps_
-
-
-for _family, _path, _number, _size in (
-    ("gpt2", f"{GPT2}.attn", "num_heads", "head_dim"),
-    ("bert", f"{BERT}.attention.self", "num_attention_heads", "attention_head_size"),
-    ("t5", "encoder.block.1.layer.0.SelfAttention", "n_heads", "key_value_proj_dim"),
+        in_blocks(6),
+    ),
+    ("llama: heads are cut", "fork", "self_attn", then(cut_head)),
+    ("qwen3: self_attn.q_norm sees some heads", "whole_inside", "self_attn.q_norm", left_out),
+    ("qwen3: self_attn.k_norm sees some heads", "whole_inside", "self_attn.k_norm", left_out),
 ):
-    tensor_parallel(f"{_family}: heads are cut", _family, _path)(instead_of(_number, _size))
+    tensor_parallel(_name, _method, _about, _change)
 
+for _name, _about, _change, _place in (
+    ("gpt2: split_size not divided", "split_size", left_out, "attn"),
+    ("gpt2: heads are cut", "num_heads", counted("head_dim"), "attn"),
+    (
+        "bert: heads are cut",
+        "num_attention_heads",
+        counted("attention_head_size"),
+        "attention.self",
+    ),
+    ("t5: heads are cut", "n_heads", counted("key_value_proj_dim"), "layer.0.SelfAttention"),
+):
+    _place = f"{LAYERS[_name.partition(':')[0]]}.{_place}"
+    tensor_parallel(_name, "count", _about, _change, _place)
 
-@tensor_parallel("llama: heads are cut", "llama", f"{LLAMA}.self_attn")
-class _CutHeads(Planting):
-    def fork(self, layer: Schedule, path: str, number: int) -> None:
-        super().fork(layer, path, number)
-        if number == self.layer and path == "self_attn":
-            layer[path].set("head_dim", layer[path].mod.head_dim // layer.world_size)
-
-
-@tensor_parallel("gpt2: bias added once per rank", "gpt2", f"{GPT2}.mlp.c_proj")
-class _BiasPerRank(Planting):
-    def reduce(self, node: Schedule, number: int) -> None:
-        super().reduce(node, number)
-        if number == self.layer and node.path.endswith("mlp.c_proj"):
-            extra = node.world_size - 1
-            node.sync("fwd_post", lambda module, args, out: out + extra * module.bias.detach())
-
-
-@tensor_parallel("gpt2: head's gradient is multiplied", "gpt2", "lm_head")
-class _HeadGradient(Planting):
-    def head(self, sch: Schedule) -> None:
-        sch["lm_head"].sync("bwd_post", "all_reduce")
-        sch["lm_head"].sync("fwd_post", "all_gather", axis=-1)
-
-
-@tensor_parallel("llama: head's gradient is not summed", "llama", "lm_head")
-class _HeadSum(Planting):
-    def head(self, sch: Schedule) -> None:
-        sch["lm_head"].shard("weight", axis=0)
-        sch["lm_head"].sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
-
-
-def without_inner(path: str) -> type[Steps]:
-    class Steps_(Planting):
-        def whole_inside(self, layer: Schedule, name: str, number: int) -> None:
-            if number != self.layer or name != path:
-                super().whole_inside(layer, name, number)
-
-    return Steps_
-
-
-for _norm in ("self_attn.q_norm", "self_attn.k_norm"):
-    tensor_parallel(f"qwen3: {_norm} sees some heads", "qwen3", f"{QWEN3}.{_norm}")(
-        without_inner(_norm)
-    )
-
-
-def without_tokens(path: str) -> type[Steps]:
-    class Steps_(Planting):
-        def sees_tokens(self, layer: Schedule, name: str, number: int) -> None:
-            if number != self.layer or name != path:
-                super().sees_tokens(layer, name, number)
-
-    return Steps_
-
-
-for _family, _layer, _norm in (
-    ("gpt2", GPT2, "ln_2"),
-    ("llama", LLAMA, "input_layernorm"),
-    ("bert", BERT, "attention.output.LayerNorm"),
+for _family, _norm in (
+    ("gpt2", "ln_2"),
+    ("llama", "input_layernorm"),
+    ("bert", "attention.output.LayerNorm"),
 ):
     tensor_parallel(
-        f"{_family}: {_norm} sees some tokens", _family, f"{_layer}.{_norm}", spread=True
-    )(without_tokens(_norm))
+        f"{_family}: {_norm} sees some tokens", "sees_tokens", _norm, left_out, spread=True
+    )
 
-
-@tensor_parallel("gpt2: the last norm sees some tokens", "gpt2", "transformer.ln_f", spread=True)
-class _LastNorm(Planting):
-    def together(self, sch: Schedule, stack: Stack) -> None:
-        sch[stack.last].sync("fwd_post", "all_gather", axis=1)
-
-
-@tensor_parallel(  # either may be mended
-    "llama: gathered as if its reader were whole", "llama", "model.norm", "lm_head", spread=True
+tensor_parallel("gpt2: head's gradient is multiplied", "head", "", head_multiplied, "lm_head")
+tensor_parallel("llama: head's gradient is not summed", "head", "", head_not_summed, "lm_head")
+tensor_parallel(
+    "gpt2: the last norm sees some tokens",
+    "together",
+    "",
+    last_norm_not_tagged,
+    "transformer.ln_f",
+    spread=True,
 )
-class _Gathered(Planting):
-    def together(self, sch: Schedule, stack: Stack) -> None:
-        last = sch[stack.last]
-        last.sync("fwd_post", "all_gather", axis=1, tensor_parallel_output_grad=False)
-        last.annotate("weight", "partial_grad", True)
-
-
-@tensor_parallel(
+tensor_parallel(
+    "llama: gathered as if its reader were whole",
+    "together",
+    "",
+    gathered_as_if_whole,
+    *("model.norm", "lm_head"),  # either may be mended
+    spread=True,
+)
+tensor_parallel(
     "t5: cross attention's other input is not summed",
-    "t5",
+    "enter",
+    "layer.1.EncDecAttention",
+    instead(lambda node: node.sync("bwd_post", "all_reduce", argument="hidden_states")),
     "decoder.block.1.layer.1.EncDecAttention",
 )
-class _CrossAttention(Planting):
-    def enter(self, layer: Schedule, region: Region, number: int) -> None:
-        if number == self.layer and region.enter.endswith("EncDecAttention"):
-            layer[region.enter].sync("bwd_post", "all_reduce", argument="hidden_states")
-        else:
-            super().enter(layer, region, number)
+tensor_parallel(
+    "gpt2: each rank drops others of what is whole",
+    "region",
+    "mlp",
+    then(lambda node: node.fork_rng()),
+    f"{GPT2}.mlp.dropout",
+)
 
 
 @plant("gpt2: ranks are not seeded", "gpt2", "transformer.wte", ranks=2, seeded=False)
 def _unseeded(sch: Schedule) -> None:
     Steps(FAMILIES["gpt2"]).apply(sch)
-
-
-@tensor_parallel("gpt2: each rank drops others of what is whole", "gpt2", f"{GPT2}.mlp.dropout")
-class _ForkedWhole(Planting):
-    def region(self, layer: Schedule, region: Region, number: int) -> None:
-        super().region(layer, region, number)
-        if number == self.layer and region.enter == "mlp":
-            layer["mlp"].fork_rng()
 
 
 @plant("bert: one rank's schedule drops elsewhere", "bert", f"{BERT}.output.dropout", ranks=2)

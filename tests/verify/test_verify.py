@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -78,31 +80,69 @@ def test_a_wrong_output_names_the_module_and_the_line() -> None:
     assert "checkpoint" not in str(info.value)
 
 
-def test_a_wrong_gradient_behind_an_equal_output_is_found() -> None:
-    sch = slapo.create_schedule(Acted())
-    with pytest.raises(slapo.VerificationError, match="outputs agree, but the gradient") as info:
-        with slapo.Verify(sch, X):
-            sch["act"].replace(WrongGradient())
-    assert "'act' (WrongGradient) is the first that sends back another gradient" in str(info.value)
-    assert 'sch["act"].replace' in str(info.value)
+class Detached(nn.Module):
+    """Uses the weight of a layer without its gradient, under another name."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.inner = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.inner.weight.detach(), self.inner.bias)
 
 
-def test_a_scheduled_model_that_fails_is_an_error_with_the_last_primitives() -> None:
-    sch = slapo.create_schedule(Acted())
-    with pytest.raises(slapo.VerificationError, match="fails with RuntimeError") as info:
-        with slapo.Verify(sch, X):
-            sch["act"].replace(nn.Unflatten(-1, (3, 3)))
-    assert 'sch["act"].replace' in str(info.value)
+class Count(nn.Module):
+    """Gives a number beside the tensor."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return x, self.number
 
 
-def test_another_type_of_output_is_found() -> None:
-    class Tuple(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor]:
-            return (x,)
+class InTuple(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (x,)
 
-    sch = slapo.create_schedule(nn.Sequential(nn.Identity()))
-    with pytest.raises(slapo.VerificationError, match="tuple"), slapo.Verify(sch, X):
-        sch["0"].replace(Tuple())
+
+#: The original's path, what is put there instead, and what is said of it.
+REPLACED: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Any], nn.Module], str]] = {
+    "gradient": (
+        Acted,
+        "act",
+        lambda old: WrongGradient(),
+        r"outputs agree, but the gradient.*'act' \(WrongGradient\) is the first that sends back",
+    ),
+    "failure": (Acted, "act", lambda old: nn.Unflatten(-1, (3, 3)), "fails with RuntimeError"),
+    "type": (lambda: nn.Sequential(nn.Identity()), "0", lambda old: InTuple(), "tuple"),
+    "number": (lambda: nn.Sequential(Count(1)), "0", lambda old: Count(2), r"output\[1\]"),
+    "shape": (
+        Acted,
+        "last",
+        lambda old: nn.Linear(4, 5),
+        r"'last.weight' has shape \(5, 4\) and had \(4, 4\)",
+    ),
+    "a parameter that moved": (Acted, "last", Detached, r"gradient of 'last\.weight'"),
+    "buffer": (
+        lambda: nn.Sequential(nn.BatchNorm1d(4)),
+        "0",
+        lambda old: nn.BatchNorm1d(4, momentum=0.9),
+        r"buffer '0\.running_mean'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_a_replacement_changes_is_found(name: str) -> None:
+    make, path, new, said = REPLACED[name]
+    sch = slapo.create_schedule(make())
+    inputs, options = (X[0], {"eval_mode": False}) if name == "buffer" else (X, {})
+    with pytest.raises(slapo.VerificationError, match=said) as info:
+        with slapo.Verify(sch, inputs, **options):
+            sch[path].replace(new(sch[path].mod))
+    assert f'sch["{path}"].replace' in str(info.value)
 
 
 def test_an_error_in_the_block_goes_through_and_nothing_is_verified() -> None:
@@ -355,13 +395,6 @@ def test_gradients_of_inputs_count() -> None:
         assert "gradient of '<input 0>' differs" in message
 
 
-def test_another_shape_names_the_module() -> None:
-    sch = slapo.create_schedule(Acted())
-    with pytest.raises(slapo.VerificationError, match=r"'last.weight' has shape \(5, 4\)"):
-        with slapo.Verify(sch, X):
-            sch["last"].replace(nn.Linear(4, 5))
-
-
 def test_a_replacement_of_an_earlier_block_is_an_original_later() -> None:
     sch = slapo.create_schedule(Heads())
 
@@ -375,24 +408,6 @@ def test_a_replacement_of_an_earlier_block_is_an_original_later() -> None:
         sch["FusedQKV_0.fused_linear"].checkpoint()
     with pytest.raises(slapo.VerificationError), slapo.Verify(sch, x):
         sch["FusedQKV_0.fused_linear"].replace(nn.Sequential(nn.Linear(8, 24), nn.ReLU()))
-
-
-class Detached(nn.Module):
-    """Uses the weight of a layer without its gradient, under another name."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.inner = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.inner.weight.detach(), self.inner.bias)
-
-
-def test_a_parameter_that_moved_is_compared_by_identity() -> None:
-    sch = slapo.create_schedule(Acted())
-    with pytest.raises(slapo.VerificationError, match=r"gradient of 'last\.weight'"):
-        with slapo.Verify(sch, X):
-            sch["last"].replace(Detached(sch["last"].mod))
 
 
 def test_a_gradient_that_should_not_be_there_is_found() -> None:
@@ -455,27 +470,6 @@ def test_parameters_that_nothing_accounts_for_are_refused() -> None:
     sch = slapo.create_schedule(Acted())
     with slapo.Verify(sch, X):
         sch["last"].replace(Declared(sch["last"].mod))
-
-
-def test_buffers_are_compared_after_a_run_in_train_mode() -> None:
-    sch = slapo.create_schedule(nn.Sequential(nn.BatchNorm1d(4)))
-    with pytest.raises(slapo.VerificationError, match=r"buffer '0\.running_mean'"):
-        with slapo.Verify(sch, X[0], eval_mode=False):
-            sch["0"].replace(nn.BatchNorm1d(4, momentum=0.9))
-
-
-def test_numbers_in_the_output_are_compared() -> None:
-    class Count(nn.Module):
-        def __init__(self, number: int) -> None:
-            super().__init__()
-            self.number = number
-
-        def forward(self, x: Tensor) -> tuple[Tensor, int]:
-            return x, self.number
-
-    sch = slapo.create_schedule(nn.Sequential(Count(1)))
-    with pytest.raises(slapo.VerificationError, match=r"output\[1\]"), slapo.Verify(sch, X):
-        sch["0"].replace(Count(2))
 
 
 def test_a_transposed_source_that_is_not_square() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,15 +12,17 @@ from slapo.sharding.numbers import sizes_kept
 from slapo.utils.outputs import constants_in, tensors_in
 from slapo.verify.numeric.harness import (
     Outcome,
+    difference,
     full_tensors,
     gathered_gradients,
     gradient_of,
+    scale_of,
 )
-from slapo.verify.numeric.module_calls import Call, Comparison, amount, hookable, recorded
+from slapo.verify.numeric.module_calls import Call, Comparison, amount, recorded
 from slapo.verify.numeric.precision import is_compiled
 from slapo.verify.numeric.randomness import Drop, DropoutRecorder
 from slapo.verify.numeric.run import PairedRun
-from slapo.verify.numeric.tensors import difference, scale_of
+from slapo.verify.placement.paths import Paths
 from slapo.weights.slots import slots
 from slapo.wrapper import innermost
 
@@ -268,25 +268,11 @@ def _list(values: list[float] | None) -> str:
 
 def _drops_by_module(trial: PairedRun, model: nn.Module) -> dict[str, list[Drop]]:
     """Run again and note where the dropouts are."""
-    open_paths = [""]
-    quiet = DropoutRecorder(lambda: open_paths[-1])
-    with ExitStack() as stack:
-        for path, module in hookable(model):
-            enter, leave = _entering(open_paths, path)
-            stack.callback(module.register_forward_pre_hook(enter).remove)
-            stack.callback(module.register_forward_hook(leave).remove)
+    paths = Paths(model)
+    quiet = DropoutRecorder(lambda: paths.now()[0])
+    with paths.followed():
         trial.run(model, quiet)
     found: dict[str, list[Drop]] = {}
     for drop in quiet.drops:
         found.setdefault(drop.where, []).append(drop)
     return found
-
-
-def _entering(open_paths: list[str], path: str) -> tuple[Callable[..., None], Callable[..., None]]:
-    def enter(*_: Any) -> None:
-        open_paths.append(path)
-
-    def leave(*_: Any) -> None:
-        open_paths.pop()
-
-    return enter, leave

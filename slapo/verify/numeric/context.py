@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from slapo.agreement import has_peers, same_on_all_ranks
-from slapo.errors import PlacementError, SlapoError
+from slapo.errors import PlacementError, SlapoError, VerificationError
 from slapo.primitives.base import find_primitive
 from slapo.random import states_kept
 from slapo.schedule import Schedule
@@ -24,7 +24,7 @@ from slapo.verify.numeric.origins import Origins
 from slapo.verify.numeric.pair import ModelPair
 from slapo.verify.numeric.procedure import compare_all
 from slapo.verify.numeric.rank_sync import RankSync
-from slapo.verify.numeric.state import changes, check_replicas
+from slapo.verify.numeric.state import changes, check_replicas, finding_of
 from slapo.verify.placement import check
 from slapo.weights.materialize import materialize
 from slapo.weights.ties import check_ties
@@ -183,7 +183,8 @@ class Verify:
         """Tensors are what they were, but for what the schedule declares."""
         found = sides.first(changes(self.sch, self.reference, self.origins))
         if found:
-            raise sides.error(found[0].told(found), found[0].path)
+            finding = finding_of(found)
+            raise finding.error(VerificationError, "Verify", self.sch, sides.records())
         if not self.sch.path:
             check_ties(self.sch.mod, self.sch.state.ties)
 

@@ -18,7 +18,7 @@ from slapo.sharding.groups import group_rank
 from slapo.sharding.slicing import ShardSpec
 from slapo.sharding.state import layout_of, shards_of, syncs_of
 from slapo.utils.outputs import tensors_in
-from slapo.verify.numeric.tensors import difference, scale_of
+from slapo.verify.numeric.harness import difference, scale_of
 from slapo.wrapper import innermost
 
 
@@ -59,7 +59,7 @@ class Run:
     root: Call = field(default_factory=lambda: Call("", -1, nn.Identity(), None))
 
 
-def hookable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _hookable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules that are called and take hooks: no compiled ones, none that a graph took in."""
     taken: set[str] = set()
     for path, module in model.named_modules():
@@ -103,12 +103,12 @@ def recorded(model: nn.Module) -> Iterator[Run]:
             call.output = tensor.detach().clone()
             call.needs_gradient = tensor.requires_grad
             if tensor.requires_grad:
-                tensor.register_hook(lambda grad: _keep_gradient(call, grad))
+                tensor.register_hook(lambda grad: setattr(call, "gradient", grad.detach().clone()))
 
         return hook
 
     with ExitStack() as stack:
-        for path, module in hookable(model):
+        for path, module in _hookable(model):
             pre = module.register_forward_pre_hook(begin(path), prepend=True, with_kwargs=True)
             stack.callback(pre.remove)
             stack.callback(module.register_forward_hook(end(path)).remove)
@@ -128,10 +128,6 @@ def _enter(call: Call, tensor: Tensor) -> Tensor:
     return own
 
 
-def _keep_gradient(call: Call, grad: Tensor) -> None:
-    call.gradient = grad.detach().clone()
-
-
 @contextmanager
 def shapes_noted(model: nn.Module) -> Iterator[dict[str, list[tuple[int, ...]]]]:
     """Shapes of what every module gives in its first call, in the order that these ended."""
@@ -145,7 +141,7 @@ def shapes_noted(model: nn.Module) -> Iterator[dict[str, list[tuple[int, ...]]]]
         return hook
 
     with ExitStack() as stack:
-        for path, module in hookable(model):
+        for path, module in _hookable(model):
             stack.callback(module.register_forward_hook(note(path)).remove)
         yield found
 

@@ -27,11 +27,11 @@ from slapo.verify.numeric.compare import (
     compare_kinds,
     compare_outputs,
 )
+from slapo.verify.numeric.harness import difference, scale_of
 from slapo.verify.numeric.pair import ModelPair
 from slapo.verify.numeric.precision import wider
 from slapo.verify.numeric.randomness import DropoutRecorder
 from slapo.verify.numeric.run import PairedRun, Refused, RunMode
-from slapo.verify.numeric.tensors import difference, scale_of
 
 #: Outputs of the two modes that are further apart, relative to their scale, come of more than
 #: rounding.

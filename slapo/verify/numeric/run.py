@@ -21,13 +21,12 @@ from slapo.random import get_rng_tracker
 from slapo.sharding.numbers import sizes_kept
 from slapo.sharding.steps import carried_by
 from slapo.utils.raised import running_in
-from slapo.verify.numeric.harness import SEED, Outcome, fresh_input, weighed
+from slapo.verify.numeric.harness import SEED, Outcome, fresh_input, other_tensors, weighed
 from slapo.verify.numeric.module_calls import shapes_noted
 from slapo.verify.numeric.pair import ModelPair
 from slapo.verify.numeric.precision import RTOL, Widened, default_dtype, refuses, rtol_for
 from slapo.verify.numeric.randomness import DropoutRecorder
 from slapo.verify.numeric.rank_sync import RankSync
-from slapo.verify.numeric.tensors import other_tensors
 from slapo.wrapper import in_mode
 
 
@@ -42,9 +41,6 @@ class RunMode:
     quiet: bool = False
     #: with a backward pass
     gradients: bool = True
-
-    def __str__(self) -> str:
-        return "train mode" if self.training else "eval mode"
 
 
 class Refused(Exception):

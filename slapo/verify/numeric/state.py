@@ -6,8 +6,8 @@ dtypes, ``requires_grad`` and names are compared, on each rank its own, before a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from slapo.agreement import checksum, gathered, has_peers
 from slapo.errors import SlapoError
 from slapo.schedule import Schedule
+from slapo.verify.finding import Finding
 from slapo.verify.numeric.origins import Origins
 from slapo.weights.slots import Slot, compiled_parameters, slots
 from slapo.wrapper import innermost
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """One tensor that is not what it was."""
 
     #: in the scheduled model; of a parameter that is gone, in the original
@@ -29,19 +29,16 @@ class Change:
     #: what has changed, to be read behind the name
     what: str
     #: what to do
-    remedy: str
+    advice: str
 
-    @property
-    def path(self) -> str:
-        """The module that holds it."""
-        return self.name.rpartition(".")[0]
 
-    def told(self, others: Sequence[Change]) -> str:
-        """In a sentence, with those that changed in the same way."""
-        alike = [other.name for other in others if other.remedy == self.remedy][1:]
-        shown = ", ".join(map(repr, alike[:4])) + (", ..." if alike[4:] else "")
-        more = f" (as do {len(alike)} more: {shown})" if alike else ""
-        return f"{self.name!r} {self.what}{more}; {self.remedy}"
+def finding_of(found: Sequence[Change]) -> Finding:
+    """The first of them in a sentence, with those that changed in the same way."""
+    name, what, advice = found[0]
+    alike = [other.name for other in found if other.advice == advice][1:]
+    shown = ", ".join(map(repr, alike[:4])) + (", ..." if alike[4:] else "")
+    more = f" (as do {len(alike)} more: {shown})" if alike else ""
+    return Finding(f"{name!r} {what}{more}", name.rpartition(".")[0], advice=advice)
 
 
 def changes(sch: Schedule, reference: nn.Module, origins: Origins) -> list[Change]:
@@ -50,11 +47,11 @@ def changes(sch: Schedule, reference: nn.Module, origins: Origins) -> list[Chang
     now = slots(sch.mod)
     found = [*_gone(sch.mod, before, origins), *_new(now, origins), *_untied(now, before, origins)]
     for slot in now:
-        name = origins.original_name(slot)
-        if origins.source_of(slot.name) is None and name in before:
-            found.extend(_changed(slot, before[name]))
-        elif origins.source_of(slot.name) is not None:
-            found.extend(_changed_sources(slot, before, origins))
+        source, name = origins.source_of(slot.name), origins.original_name(slot)
+        if source is not None:
+            found.extend(_changed(slot, [before[part] for part in source[1]], source[0].pack))
+        elif name in before:
+            found.extend(_changed(slot, [before[name]]))
     return found
 
 
@@ -130,86 +127,49 @@ def _untied(now: Sequence[Slot], before: dict[str, Slot], origins: Origins) -> I
             )
 
 
-def _changed(slot: Slot, old: Slot) -> Iterator[Change]:
-    """One tensor against the one it was."""
-    mine, theirs = slot.tensor, old.tensor
-    if isinstance(mine, nn.Parameter) != isinstance(theirs, nn.Parameter):
-        kinds = ["parameter" if isinstance(t, nn.Parameter) else "buffer" for t in (mine, theirs)]
-        yield Change(slot.name, f"is a {kinds[0]} and was a {kinds[1]}", "keep its kind")
+def _changed(
+    slot: Slot, parts: Sequence[Slot], pack: Callable[[list[Tensor]], Tensor] | None = None
+) -> Iterator[Change]:
+    """One tensor against what it was, or against what it is made of."""
+    mine, theirs = slot.tensor, [part.tensor for part in parts]
+    kind, *kinds = (
+        "parameter" if isinstance(t, nn.Parameter) else "buffer" for t in (mine, *theirs)
+    )
+    if kind not in kinds:
+        yield Change(slot.name, f"is a {kind} and was a {kinds[0]}", "keep its kind")
         return
-    if mine.dtype != theirs.dtype:
+    dtypes = sorted({str(tensor.dtype) for tensor in theirs})
+    if str(mine.dtype) not in dtypes:
+        said = f"is of {mine.dtype} and was of {', '.join(dtypes)}"
+        yield Change(slot.name, said, "convert the model before create_schedule or after the block")
+        return
+    needs_gradient = any(tensor.requires_grad for tensor in theirs)
+    if mine.requires_grad != needs_gradient:
         yield Change(
             slot.name,
-            f"is of {mine.dtype} and was of {theirs.dtype}",
-            "convert the model before create_schedule or after the verified block",
-        )
-        return
-    if mine.requires_grad != theirs.requires_grad:
-        word = "needs a gradient now" if mine.requires_grad else "is frozen now"
-        yield Change(
-            slot.name,
-            f"{word}, and was not before" if word[0] == "i" else f"{word}, and was frozen",
-            f"set requires_grad_({theirs.requires_grad}) on it, or freeze and unfreeze before "
+            "is frozen now" if needs_gradient else "needs a gradient now, and was frozen",
+            f"set requires_grad_({needs_gradient}) on it, or freeze and unfreeze before "
             "create_schedule or after the verified block",
         )
-    if not isinstance(mine, nn.Parameter) and _persistent(slot) != _persistent(old):
-        word = "not " if _persistent(old) else ""
+    is_saved = _persistent(parts[0])
+    if kind == "buffer" and _persistent(slot) != is_saved:
         yield Change(
             slot.name,
-            f"is {word}part of the state_dict now",
-            f"register_buffer(..., persistent={_persistent(old)})",
+            f"is {'not ' if is_saved else ''}part of the state_dict now",
+            f"register_buffer(..., persistent={is_saved})",
         )
-    yield from _values_changed(slot, _expected(slot, old))
-
-
-def _expected(slot: Slot, old: Slot) -> Tensor | None:
-    """This rank's part of the value on entry; None for one that cannot be told here."""
-    if slot.spec is None or old.spec is not None:
-        return old.tensor.detach()
-    if tuple(old.tensor.shape) != tuple(slot.spec.full_shape):
-        return old.tensor.detach()
-    return slot.spec.slice(old.tensor.detach())
-
-
-def _changed_sources(slot: Slot, before: dict[str, Slot], origins: Origins) -> Iterator[Change]:
-    """A parameter that says what it is made of, against that."""
-    source = origins.source_of(slot.name)
-    assert source is not None, "the caller has looked"
-    parts = [before[name] for name in source[1]]
-    dtypes = {part.tensor.dtype for part in parts}
-    if slot.tensor.dtype not in dtypes:
-        was = ", ".join(sorted(map(str, dtypes)))
-        yield Change(
-            slot.name,
-            f"is of {slot.tensor.dtype} and what it is made of was of {was}",
-            "convert the model before create_schedule or after the verified block",
-        )
-        return
-    if slot.tensor.requires_grad != any(part.tensor.requires_grad for part in parts):
-        word = "needs a gradient" if slot.tensor.requires_grad else "is frozen"
-        yield Change(
-            slot.name,
-            f"{word} now, other than what it is made of",
-            "freeze and unfreeze before create_schedule or after the verified block",
-        )
-    if any(part.tensor.is_meta or part.spec is not None for part in parts):
+    was_whole = all(part.spec is None for part in parts)
+    if any(tensor.is_meta for tensor in (mine, *theirs)) or not (pack is None or was_whole):
         return
     with torch.no_grad():
-        whole = source[0].pack([part.tensor.detach() for part in parts])
-        yield from _values_changed(slot, slot.spec.slice(whole) if slot.spec else whole)
-
-
-def _values_changed(slot: Slot, wanted: Tensor | None) -> Iterator[Change]:
-    mine = slot.tensor.detach()
-    if wanted is None or mine.is_meta or wanted.is_meta:
-        return
+        values = [tensor.detach() for tensor in theirs]
+        wanted = values[0] if pack is None else pack(values)
+        if slot.spec is not None and was_whole and wanted.shape == slot.full_shape:
+            wanted = slot.spec.slice(wanted)
     if mine.shape != wanted.shape:
-        yield Change(
-            slot.name,
-            f"has shape {tuple(mine.shape)} and had {tuple(wanted.shape)}",
-            "keep the sizes of what is replaced",
-        )
-    elif not _equal(mine, wanted.to(mine.device)):
+        said = f"has shape {tuple(mine.shape)} and had {tuple(wanted.shape)}"
+        yield Change(slot.name, said, "keep the sizes of what is replaced")
+    elif not _equal(mine.detach(), wanted.to(mine.device)):
         yield Change(
             slot.name,
             "holds other values than on entry",
@@ -220,11 +180,7 @@ def _values_changed(slot: Slot, wanted: Tensor | None) -> Iterator[Change]:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    if torch.equal(one, other):
-        return True
-    if not (one.is_floating_point() or one.is_complex()):
-        return False
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _persistent(slot: Slot) -> bool:
