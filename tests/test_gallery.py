@@ -31,7 +31,7 @@ SHOWN = {
         "softmax(",
         "found: ['transpose_3', 'matmul', 'mul', 'softmax', 'dropout', 'matmul_1']",
         "self.FastAttention_0(",
-        "refused: Verify: the output differs. '1.attention.Forgetful_0' (Forgetful) was put in",
+        "refused: Verify: the output differs, first at '1.attention.Forgetful_0' (Forgetful)",
     ],
     "debugging_with_print": [
         "traced: True",

@@ -112,7 +112,7 @@ def test_a_query_that_may_look_nowhere_is_no_nan(backend: str, dtype: torch.dtyp
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_dropout(backend: str) -> None:
     """Its mean is what there is without; and where it is drawn from."""
-    q, k, v = (torch.ones(1, 1, 50, 4) for _ in range(3))
+    q, k, v = (torch.ones(1, 1, 200, 4) for _ in range(3))  # six deviations are allowed
     torch.manual_seed(0)
     mean = attend(q, k, v, dropout=0.3, backend=backend).mean()
     assert abs(float(mean) - 1.0) < 0.02
