@@ -16,8 +16,6 @@ SHARDING = "_slapo_sharding"
 _PRE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 _POST = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 _BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
-#: Where a module keeps the hooks that may change what it computes.
-COMPUTING = ("_forward_pre_hooks", "_forward_hooks", *_BACKWARD)
 _STATE = (
     "_state_dict_pre_hooks",
     "_state_dict_hooks",

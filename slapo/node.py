@@ -150,10 +150,6 @@ class ScheduleState:
             self.depth,
         )
 
-    def take_place(self, old: nn.Module, new: nn.Module) -> None:
-        """What is known of the numbers of `old` is known of `new`, which stands for it now."""
-        self.numbers += [(weakref.ref(new), own) for ref, own in self.numbers if ref() is old]
-
     def restore(self, other: ScheduleState) -> None:
         """Become like `other`."""
         self.ties, self.depth, self.followed = other.ties, other.depth, set(other.followed)
@@ -443,7 +439,7 @@ class Node:
                 node.rebuild_children(deep=True)
 
     def _hides(self, name: str) -> bool:
-        """Whether a flat graph has inlined the module at a path, its own children aside."""
+        """Return whether a flat graph has inlined the module at a path, its own children aside."""
         own = inlined_in(innermost(self.mod))
         if own:
             return name in own and not self._is_direct(name)
@@ -451,12 +447,12 @@ class Node:
         return graph is not None and f"{start}.{name}" in inlined_in(innermost(graph.mod))
 
     def _is_direct(self, name: str) -> bool:
-        """Whether only lists stand between here and a path."""
+        """Return whether only lists stand between here and a path."""
         ends = [k for k, letter in enumerate(name) if letter == "."]
         return all(isinstance(_slot(self.mod, name[:end]), nn.ModuleList) for end in ends)
 
     def _is_kept_whole(self) -> bool:
-        """Whether a flat trace above was told to leave this module alone."""
+        """Return whether a flat trace above was told to leave this module alone."""
         graph, path = self.graph_above()
         return graph is not None and path in kept_whole_in(innermost(graph.mod))
 
@@ -560,7 +556,7 @@ def _is_flat(module: nn.Module) -> bool:
 
 
 def _is_transparent(module: nn.Module, name: str, hides: Callable[[str], bool]) -> bool:
-    """Whether a module is no node, and its children belong to what is around it.
+    """Return whether a module is no node, and its children belong to what is around it.
 
     One that a graph has inlined, but whose own parameters it reads, is a node: of those.
     """

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from torch import nn
+
 from slapo.errors import VerificationError
 from slapo.history import Record, applied_at, contains, listed, spelled
 from slapo.schedule import Schedule
+from slapo.sharding.numbers import sizes_kept
 
 E = TypeVar("E", bound=VerificationError)
 
@@ -48,6 +51,16 @@ def add_sync(path: str, mode: str, op: str, **kwargs: Any) -> Remedy:
     return Remedy(path, (("sync", (mode, op), kwargs),))
 
 
+def kept_sizes(sch: Schedule, module: nn.Module, path: str, records: Sequence[Record]) -> str:
+    """A line on whole sizes that a module with shards keeps, for the end of a message."""
+    return sizes_kept(module, _full(sch, path), records, sch.world_size)
+
+
+def _full(sch: Schedule, path: str) -> str:
+    """The path from the root of the model, of a module by its path from `sch`."""
+    return ".".join(filter(None, (sch.path, path)))
+
+
 @dataclass(frozen=True)
 class Finding:
     """What is wrong with a schedule."""
@@ -74,7 +87,7 @@ class Finding:
         fix = ", or ".join(filter(None, (add, self.advice)))
         applied = "no primitive was applied"
         if records:
-            paths = [".".join(filter(None, (sch.path, path))) for path in (self.path, self.suspect)]
+            paths = [_full(sch, path) for path in (self.path, self.suspect)]
             there = applied_at(records, [*filter(None, paths)]) or records
             # Of many, those of the suspect first.
             there = sorted(

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from slapo.errors import SlapoError, VerificationError
-from slapo.sharding.numbers import sizes_kept
 from slapo.utils.outputs import constants_in, tensors_in
+from slapo.verify.finding import kept_sizes
 from slapo.verify.numeric.harness import (
     Outcome,
     difference,
@@ -92,8 +92,7 @@ def _wrong_output(
     if found is None:
         return sides.error(said + how)
     call, by, seen = found
-    full = ".".join(filter(None, (sides.sch.path, call.path)))
-    further = sizes_kept(call.module, full, sides.records(), sides.sch.world_size)
+    further = kept_sizes(sides.sch, call.module, call.path, sides.records())
     return sides.error(f"{said}, first at {_named(call)}{by}", seen, call.path, further)
 
 

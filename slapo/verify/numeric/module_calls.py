@@ -226,7 +226,7 @@ class Comparison:
         return None if current is self.given.root else (current, found)
 
     def _is_cut_off(self, call: Call) -> bool:
-        """Whether its output needs no gradient where the original's does."""
+        """Return whether its output needs no gradient where the original's does."""
         target = self.expected.get(call.key)
         has = target is not None and target.gradient is not None
         return self.any_rank(has and call.gradient is None and not call.needs_gradient)

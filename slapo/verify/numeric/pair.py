@@ -69,7 +69,7 @@ class ModelPair:
         return [value] if alone else gathered(value, self.sch.group)
 
     def any_rank(self, condition: bool) -> bool:
-        """Whether a condition holds on any rank."""
+        """Return whether a condition holds on any rank."""
         return any(self.of_all_ranks(condition))
 
     def largest(self, value: float) -> float:
@@ -108,7 +108,7 @@ def _perturbed(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def _is_free(slot: Slot) -> bool:
-    """Whether a tensor may take other values: parameters, and statistics of batches.
+    """Return whether a tensor may take other values: parameters, and statistics of batches.
 
     Other buffers are masks and positions.
     """

@@ -37,7 +37,7 @@ _CONVERSIONS = {
 
 
 def refuses(error: BaseException) -> bool:
-    """Whether an error, or what it explains, is about dtypes."""
+    """Return whether an error, or what it explains, is about dtypes."""
     return bool(_REFUSAL.search(str(error.__cause__ or error)))
 
 
@@ -51,7 +51,7 @@ def rtol_for(dtype: torch.dtype, model: nn.Module) -> float:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether parts of a model are TorchScript."""
+    """Return whether parts of a model are TorchScript."""
     return any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
 
 

@@ -62,7 +62,7 @@ class Drop:
     p: float
     #: of what it drops
     shape: tuple[int, ...]
-    #: whether each rank draws numbers of its own
+    #: true if each rank draws numbers of its own
     forked: bool
     #: the module that was running, if that is noted
     where: str

@@ -18,9 +18,9 @@ from slapo.agreement import is_broken_collective, is_on_every_rank, on_every_ran
 from slapo.errors import SlapoError, VerificationError
 from slapo.history import contains
 from slapo.random import get_rng_tracker
-from slapo.sharding.numbers import sizes_kept
 from slapo.sharding.steps import carried_by
 from slapo.utils.raised import running_in
+from slapo.verify.finding import kept_sizes
 from slapo.verify.numeric.harness import SEED, Outcome, fresh_input, other_tensors, weighed
 from slapo.verify.numeric.module_calls import shapes_noted
 from slapo.verify.numeric.pair import ModelPair
@@ -183,12 +183,11 @@ class PairedRun:
             module = sides.sch.mod.get_submodule(path)
             where = f" in {path!r} ({type(module).__name__})" if path else ""
             before = None if path else self._other_shape_in(path, shapes)
-            full = ".".join(filter(None, (sides.sch.path, path)))
             raise sides.error(
                 f"{what}the scheduled model fails with {type(error).__name__}{where}"
                 f"{self._described(before, shapes)}: {error}",
                 path or before or "",
-                further=sizes_kept(module, full, sides.records(), sides.sch.world_size),
+                further=kept_sizes(sides.sch, module, path, sides.records()),
             ) from error
 
     def _other_shape_in(self, path: str, shapes: Mapping[str, list[tuple[int, ...]]]) -> str | None:

@@ -43,7 +43,7 @@ class Call:
     ranks: int
     #: of a view, the shape of its result where nothing is sharded
     shape_in_one_process: tuple[int, ...] | None = None
-    #: whether it draws random numbers of this rank's own, for slices that it will meet
+    #: true if it draws random numbers of this rank's own, for slices that it will meet
     draws_own: bool = False
     #: of a view in the backward pass, how the tensor lay whose gradient its result is
     of_gradient_of: Place | None = None

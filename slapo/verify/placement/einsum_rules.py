@@ -58,7 +58,7 @@ def multiplied(call: Call, equation: str, left: Place, right: Place) -> Place:
 
 
 def _lies_along(letter: str, names: str, place: Place) -> bool:
-    """Whether a factor is sliced along a letter if it has that, and whole if not."""
+    """Return whether a factor is sliced along a letter if it has that, and whole if not."""
     return names[place.dim] == letter if place.is_slice else letter not in names
 
 

@@ -41,6 +41,6 @@ def through_memory(place: Place, known: Tensor, other: Tensor) -> Place | None:
 
 
 def _keeps_to(tensor: Tensor, dim: int, size: int, stride: int) -> bool:
-    """Whether steps along a dimension stay at one index of a sliced one."""
+    """Return whether steps along a dimension stay at one index of a sliced one."""
     step, count = tensor.stride(dim), tensor.shape[dim]
     return count == 1 or step % (size * stride) == 0 or step * (count - 1) < stride

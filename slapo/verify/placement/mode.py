@@ -298,7 +298,7 @@ class PlaceMode(OperationLog):
 
     # --- random numbers and sizes ----------------------------------------------------------------
     def _draws_own(self, call: Call) -> bool:
-        """Whether it draws this rank's own numbers for what nobody knows yet.
+        """Return whether it draws this rank's own numbers for what nobody knows yet.
 
         Numbers for slices come from this rank's state, those for wholes from the common one.
         """
@@ -367,7 +367,7 @@ def _users(tensor: Tensor) -> int:
 
 
 def _may_become(before: Place, place: Place) -> bool:
-    """Whether a constant may be written in part with what lies so."""
+    """Return whether a constant may be written in part with what lies so."""
     return before.is_zero or (place.is_slice and place.dim in before.uniform)
 
 

@@ -76,7 +76,7 @@ class Paths:
             self._paths.append(path)
 
     def in_graph(self) -> bool:
-        """Whether what runs is a graph: operations of other modules may stand in it."""
+        """Return whether what runs is a graph: operations of other modules may stand in it."""
         return self.now()[0] in self._graphs
 
     def number(self) -> int:

@@ -71,26 +71,26 @@ class Place:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank has all of it."""
+        """Return whether every rank has all of it."""
         return self.kind == REPLICATE
 
     @property
     def is_plain(self) -> bool:
-        """Whether every rank has what one process has."""
+        """Return whether every rank has what one process has."""
         return self.is_whole and not self.order
 
     @property
     def is_partial(self) -> bool:
-        """Whether ranks hold summands."""
+        """Return whether ranks hold summands."""
         return self.kind == PARTIAL
 
     @property
     def is_slice(self) -> bool:
-        """Whether ranks hold slices."""
+        """Return whether ranks hold slices."""
         return self.kind == SHARD
 
     def same(self, other: Place) -> bool:
-        """Whether two tensors lie alike."""
+        """Return whether two tensors lie alike."""
         if (self.kind, self.order) != (other.kind, other.order) or self.shuffled != other.shuffled:
             return False
         plain = self.kind in (REPLICATE, PARTIAL, OWN)
@@ -98,7 +98,7 @@ class Place:
         return plain or alike
 
     def is_cut_as(self, other: Place) -> bool:
-        """Whether two slices, perhaps along other dimensions, are cut alike."""
+        """Return whether two slices, perhaps along other dimensions, are cut alike."""
         mine = (self.blocks, self.share, self.copies, self.is_part, self.within)
         theirs = (other.blocks, other.share, other.copies, other.is_part, other.within)
         return mine == theirs

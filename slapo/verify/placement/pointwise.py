@@ -68,7 +68,7 @@ _ZERO += ("new_empty_strided", "_efficientzerotensor")
 
 
 def is_pointwise(call: Call) -> bool:
-    """Whether the operation works element by element."""
+    """Return whether the operation works element by element."""
     return torch.Tag.pointwise in call.func.tags or call.name in _UNTAGGED
 
 
@@ -100,7 +100,7 @@ _MOVES += ("squeeze", "unsqueeze", "clone", "detach", "split", "repeat", "narrow
 
 
 def is_constant(tensor: Tensor, place: Place) -> bool:
-    """Whether a whole tensor has one value everywhere."""
+    """Return whether a whole tensor has one value everywhere."""
     return all(size == 1 or dim in place.uniform for dim, size in enumerate(tensor.shape))
 
 

@@ -74,7 +74,7 @@ def _check_sum(args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _asked_for_sum() -> bool:
-    """Whether the function of ``torch.distributed`` that runs was asked for a sum.
+    """Return whether the function of ``torch.distributed`` that runs was asked for a sum.
 
     The operation has it as an object that cannot be read; the options of its caller can.
     """

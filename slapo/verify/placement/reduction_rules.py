@@ -170,7 +170,7 @@ def _is_whole(call: Call, name: str) -> bool:
 
 
 def _is_shared(tensor: Tensor, place: Place) -> bool:
-    """Whether a whole tensor is the same for all heads: a mask."""
+    """Return whether a whole tensor is the same for all heads: a mask."""
     return place.is_whole and (tensor.shape[1] == 1 or 1 in place.uniform)
 
 

@@ -22,7 +22,7 @@ _EACH += ("slice", "select", "split", "split_with_sizes", "narrow", "constant_pa
 
 
 def is_shared(call: Call) -> bool:
-    """Whether a slice that several ranks hold goes in, or the gradient of one comes out."""
+    """Return whether a slice that several ranks hold goes in, or the gradient of one comes out."""
     before = call.of_gradient_of
     return any(p.copies > 1 for p in call.places) or (before is not None and before.copies > 1)
 

@@ -10,11 +10,10 @@ from torch import nn
 from slapo.errors import PlacementError
 from slapo.history import Record, contains, numberless, spelled
 from slapo.schedule import Schedule
-from slapo.sharding.numbers import sizes_kept
 from slapo.sharding.state import sharding_of
 from slapo.sharding.steps import REDUCE_SCATTER
 from slapo.utils.raised import running_in
-from slapo.verify.finding import Finding, Remedy, Step, add_sync
+from slapo.verify.finding import Finding, Remedy, Step, add_sync, kept_sizes
 from slapo.verify.placement.place import Fault, Origin, Place, Stop
 from slapo.verify.placement.sizes import Operation
 from slapo.wrapper import innermost
@@ -85,8 +84,7 @@ def _error(sch: Schedule, finding: Finding, is_certain: bool = True) -> Placemen
 def _kept_sizes(sch: Schedule, path: str) -> str:
     """Numbers of a module that holds shards, as far as they may be the cause."""
     module = _module(sch, path)
-    full = ".".join(filter(None, (sch.path, path)))
-    return "" if module is None else sizes_kept(module, full, sch.history, sch.world_size)
+    return "" if module is None else kept_sizes(sch, module, path, sch.history)
 
 
 # --- judgment: the module where the fault most likely is, and what to do --------------------------
@@ -171,12 +169,12 @@ def _spreads_tokens(sch: Schedule) -> bool:
 
 
 def _names(record: Record, text: str) -> bool:
-    """Whether one of the arguments of a primitive is this text."""
+    """Return whether one of the arguments of a primitive is this text."""
     return repr(text) in record.arguments.values()
 
 
 def _is_split_around(sch: Schedule, path: str) -> bool:
-    """Whether a module around this one takes whole inputs into a split region."""
+    """Return whether a module around this one takes whole inputs into a split region."""
     return any(
         contains(r.path, path)
         and r.path != path

@@ -30,7 +30,7 @@ STEPS = (ALL_REDUCE, COPY, ALL_GATHER, PAD, REDUCE_SCATTER, SCATTER)
 
 
 def is_shuffled(places: Sequence[Place]) -> bool:
-    """Whether any is in another order."""
+    """Return whether any is in another order."""
     return any(place.order for place in places)
 
 
@@ -84,7 +84,7 @@ def _misfit(call: Call) -> PlacementViolation:
 
 # --- steps -------------------------------------------------------------------------------
 def may_shuffle(step: Step, place: Place) -> bool:
-    """Whether a step of slices in blocks gives rows in the order of the ranks."""
+    """Return whether a step of slices in blocks gives rows in the order of the ranks."""
     return step in (ALL_GATHER, PAD) and place.dim == 0 and place.share is None and not place.order
 
 

@@ -47,13 +47,13 @@ class Operation:
     name: str
     number: int
     parts: list[Part] = field(default_factory=list)
-    #: whether its shapes, or what it reads, depend on values of tensors
+    #: true if its shapes, or what it reads, depend on values of tensors
     by_value: bool = False
-    #: whether it takes a slice of size 1, for which models have shorter ways
+    #: true if it takes a slice of size 1, for which models have shorter ways
     on_one: bool = False
 
     def is_like(self, other: Operation) -> bool:
-        """Whether it is the same call in the same module."""
+        """Return whether it is the same call in the same module."""
         return (self.path, self.name) == (other.path, other.name)
 
     def difference(self, other: Operation) -> tuple[Part, Part] | None:
@@ -128,7 +128,7 @@ class OperationLog(TorchDispatchMode):
             self.quiet -= 1
 
     def is_watching(self) -> bool:
-        """Whether operations come here: while a graph is captured, modes are off."""
+        """Return whether operations come here: while a graph is captured, modes are off."""
         return self in _get_current_dispatch_mode_stack()
 
     def run_unseen(self, step: Step, function: Any, *args: Any, **kwargs: Any) -> Any:

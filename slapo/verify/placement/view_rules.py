@@ -75,7 +75,7 @@ def fitting(
 
 
 def _is_longer(call: Call, place: Place, dim: int) -> bool:
-    """Whether this dimension alone of the result is that of all ranks in one process."""
+    """Return whether this dimension alone of the result is that of all ranks in one process."""
     shape = list(call.outs[0].shape)
     own = shape[dim]
     # A head that ranks share may be repeated there, for each of them.
@@ -85,7 +85,7 @@ def _is_longer(call: Call, place: Place, dim: int) -> bool:
 
 
 def _is_like_forward(call: Call, dim: int, blocks: list[int]) -> bool:
-    """Whether the tensor that this is the gradient of lies so."""
+    """Return whether the tensor that this is the gradient of lies so."""
     before = call.of_gradient_of
     return before is not None and before.same(before.along(dim, blocks)) and before.is_slice
 
