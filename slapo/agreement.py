@@ -141,7 +141,7 @@ def communication_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def has_peers(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether there are other processes in the group, None for the world, that really exist.
+    """Return whether there are other processes in the group, None for the world, that really exist.
 
     Examples
     --------
@@ -154,7 +154,7 @@ def has_peers(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Whether this is the error of a collective that lost another rank, or its patience.
+    """Return whether this is the error of a collective that lost another rank, or its patience.
 
     Examples
     --------
@@ -179,7 +179,7 @@ def on_every_rank(error: T) -> T:
 
 
 def is_on_every_rank(error: BaseException) -> bool:
-    """Whether all ranks raise this exception together, so that none waits for another.
+    """Return whether all ranks raise this exception together, so that none waits for another.
 
     Examples
     --------

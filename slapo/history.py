@@ -90,7 +90,7 @@ def spelled(path: str) -> str:
 
 
 def contains(path: str, inner: str) -> bool:
-    """Whether the module at `path` is the one at `inner`, or around it."""
+    """Return whether the module at `path` is the one at `inner`, or around it."""
     return not path or inner == path or inner.startswith(f"{path}.")
 
 

@@ -114,7 +114,7 @@ class _FallbackHandler(_StreamHandler):
 
 
 def _has_output(logger: logging.Logger | None) -> bool:
-    """Whether this logger or one that it hands its records to has our handler."""
+    """Return whether this logger or one that it hands its records to has our handler."""
     while logger is not None:
         if any(isinstance(handler, _FallbackHandler) for handler in logger.handlers):
             return True
@@ -132,7 +132,7 @@ def _has_level(logger: logging.Logger) -> bool:
 
 
 def _on_chosen_rank(record: logging.LogRecord) -> bool:
-    """Whether this process is among the ranks that the record is for."""
+    """Return whether this process is among the ranks that the record is for."""
     ranks: int | Collection[int] | None = getattr(record, "ranks", None)
     if ranks is None:
         return True

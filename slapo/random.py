@@ -131,7 +131,7 @@ class RNGTracker:
 
     @property
     def is_forked(self) -> bool:
-        """Whether a block is running under a state of this tracker.
+        """Return whether a block is running under a state of this tracker.
 
         Examples
         --------
@@ -247,7 +247,7 @@ get_cuda_rng_tracker = get_rng_tracker
 
 
 def is_random_seed_set() -> bool:
-    """Whether :func:`set_random_seed` has been called in this process.
+    """Return whether :func:`set_random_seed` has been called in this process.
 
     Returns
     -------

@@ -33,7 +33,7 @@ def script(function: Any) -> Any:
 
 @functools.cache
 def has_scripts() -> bool:
-    """Whether this version of torch compiles anything by TorchScript."""
+    """Return whether this version of torch compiles anything by TorchScript."""
     try:
         script(nn.Identity())
     except Exception:  # whatever a version raises that does not have it any more

@@ -427,7 +427,7 @@ def _send(process: subprocess.Popen[bytes] | None, number: int, pids: Iterable[i
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process has not ended; one that waits to be reaped has."""
+    """Return whether a process has not ended; one that waits to be reaped has."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False

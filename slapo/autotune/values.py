@@ -109,7 +109,7 @@ def kind_of(error: BaseException) -> tuple[str, str]:
 
 
 def is_out_of_memory(line: str) -> bool:
-    """Whether an error message is about memory that ran out."""
+    """Return whether an error message is about memory that ran out."""
     return any(text in line.lower() for text in _OUT_OF_MEMORY)
 
 

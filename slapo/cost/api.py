@@ -228,7 +228,7 @@ class _DryRunSession:
         is_cached = self._is_recipe and self._key is not None and inputs is None and loss_fn is None
         self._runs: dict[Hashable, Run] = _RUNS if is_cached else {}
         self._smalls: dict[Hashable, ReducedModel] = {}
-        #: Whether few layers stand in for all.
+        #: True if few layers stand in for all.
         self._few = isinstance(recipe, str)
         #: Names of tied parameters within one stage.
         self._together: frozenset[frozenset[str]] = frozenset()

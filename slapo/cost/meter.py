@@ -246,12 +246,12 @@ def _guess(func: Any, args: Any, out: Any) -> None:
 
 
 def is_of_many(name: str) -> bool:
-    """Whether an operator works on lists of tensors, as those of optimizers do."""
+    """Return whether an operator works on lists of tensors, as those of optimizers do."""
     return name.startswith(("_foreach", "_fused"))
 
 
 def _is_distributed(kind: type) -> bool:
-    """Whether this is torch's DTensor, which is not imported for the question."""
+    """Return whether this is torch's DTensor, which is not imported for the question."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and issubclass(kind, module.DTensor)
 

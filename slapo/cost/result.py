@@ -77,7 +77,7 @@ class DryRun:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank stays within the capacity."""
+        """Return whether every rank stays within the capacity."""
         return self.peak <= self.capacity
 
     @property

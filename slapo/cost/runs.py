@@ -79,7 +79,7 @@ class Run:
     #: Bytes of the model's buffers, and of the inputs of a micro-batch.
     buffers: int
     inputs: int
-    #: Whether its layers run one after another; else it has no marks.
+    #: True if its layers run one after another; else it has no marks.
     regular: bool
 
 

@@ -84,7 +84,7 @@ def time_of(stages: list[StageParts], layout: Layout, machine: Machine, update: 
 
 
 def _leaves_node(stage: int, layout: Layout, machine: Machine) -> bool:
-    """Whether a rank of a stage sends to another node."""
+    """Return whether a rank of a stage sends to another node."""
     ranks, node = layout.tp * layout.dp, machine.devices
     own = range(stage * ranks, (stage + 1) * ranks)
     return any(rank // node != (rank + ranks) // node for rank in own)

@@ -74,7 +74,7 @@ class Engine:
         self._outputs: list[Any] | None = None
         #: replicas that gather parameters from each other in each forward; None where none do
         self._gathering_group: dist.ProcessGroup | None = None
-        #: whether a forward is run for these only
+        #: true if a forward is run for these only
         self._is_idle = False
         self._backwards = 0
         self._form_before: Any = None
@@ -245,7 +245,7 @@ class Engine:
         return batch
 
     def _check_form(self, batch: Batch, cut_evenly: bool) -> None:
-        """Whether the batch can be cut, and the model called with its parts."""
+        """Return whether the batch can be cut, and the model called with its parts."""
         given = (batch.args, batch.targets)
         shapes = [tensor.shape for tensor in tensors((given, batch.kwargs))]
         form = call_key(given, batch.kwargs), shapes

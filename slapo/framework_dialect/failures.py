@@ -125,7 +125,7 @@ class Failures:
         return [rank for rank in range(dist.get_world_size()) if self._is_running(rank)]
 
     def _is_running(self, rank: int) -> bool:
-        """Whether a process is there, as far as this machine can tell."""
+        """Return whether a process is there, as far as this machine can tell."""
         if not self._store.check([f"process/{rank}"]):
             return True
         machine, pid = json.loads(self._store.get(f"process/{rank}"))

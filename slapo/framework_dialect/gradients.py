@@ -69,7 +69,7 @@ def sum_copies(copies: Sequence[Parameter], group: dist.ProcessGroup | None) -> 
 
 
 def is_tensor_parallel(param: Tensor) -> bool:
-    """Whether each tensor-parallel rank holds another slice of the parameter."""
+    """Return whether each tensor-parallel rank holds another slice of the parameter."""
     return getattr(param, "orig_shape", None) is not None
 
 
@@ -142,7 +142,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this is a DTensor."""
+    """Return whether this is a DTensor."""
     return hasattr(tensor, "device_mesh")
 
 

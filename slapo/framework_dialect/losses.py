@@ -29,7 +29,7 @@ class LossAccumulator:
         self.parts = parts
         self._losses: list[Tensor] = []
         self.count: Tensor | float = 0.0
-        #: whether the loss function counts; None before it was called
+        #: true if the loss function counts; None before it was called
         self.counts: bool | None = None
 
     def add(self, returned: Any, weight: float | None = None) -> Tensor:
@@ -83,7 +83,7 @@ class LossReducer:
         self._spread = _SPREAD.get(dtype or torch.float32, 1e-3)
         # Apple's accelerator has no float64.
         self._wide = torch.float32 if device.type == "mps" else torch.float64
-        #: whether the loss function counts; None before this rank knows
+        #: true if the loss function counts; None before this rank knows
         self.counts: bool | None = None
 
     def begin(self, tally: LossAccumulator, check: bool) -> PendingLoss:

@@ -44,12 +44,12 @@ class Rule:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it is a number from 1 up."""
+    """Return whether it is a number from 1 up."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number; True and False are none."""
+    """Return whether it is a number; True and False are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -180,7 +180,7 @@ class TrainingOptions:
 
     @staticmethod
     def is_checked(step: int) -> bool:
-        """Whether a step compares what must be alike on several ranks."""
+        """Return whether a step compares what must be alike on several ranks."""
         return step < CHECKED_STEPS or step % CHECK_EVERY == 0
 
 

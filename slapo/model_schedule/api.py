@@ -130,7 +130,7 @@ def _recipe(key: str, config: Any) -> Recipe:
 
 
 def _is_foreign(key: str, config: Any) -> bool:
-    """Whether the recipe of a key is not the one that the model's own family has."""
+    """Return whether the recipe of a key is not the one that the model's own family has."""
     family = getattr(config, "model_type", None)
     return key != AUTO and bool(family) and not have_one_recipe(key, str(family))
 

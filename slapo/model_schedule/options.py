@@ -144,7 +144,7 @@ def _check_paths(base: Schedule, recipe: Recipe) -> None:
 
 
 def has_layers(base: Schedule, stack: Stack) -> bool:
-    """Whether a stack is there, and not empty."""
+    """Return whether a stack is there, and not empty."""
     try:
         return len(base.mod.get_submodule(stack.layers)) > 0  # type: ignore[arg-type]
     except (AttributeError, TypeError):

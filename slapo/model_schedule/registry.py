@@ -134,7 +134,7 @@ def recipe_of(key: str, config: Any) -> Recipe:
 
 
 def have_one_recipe(key: str, other: str) -> bool:
-    """Whether both are keys of the same recipe."""
+    """Return whether both are keys of the same recipe."""
     return key == other or _RECIPES.get(key) is _RECIPES.get(other)
 
 

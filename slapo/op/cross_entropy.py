@@ -203,7 +203,7 @@ def gradient_(powers: Tensor, total: Tensor, columns: Columns, grad: Tensor | No
 
 
 def has_others(group: dist.ProcessGroup | None) -> bool:
-    """Whether other ranks have columns too."""
+    """Return whether other ranks have columns too."""
     return group is not None and group_size(group) > 1
 
 

@@ -43,7 +43,7 @@ def is_plain(*tensors: Any) -> bool:
 
 
 def is_graph_kept() -> bool:
-    """Whether a later backward pass may read the saved tensors of the present one again."""
+    """Return whether a later backward pass may read the saved tensors of the present one again."""
     if torch.compiler.is_compiling():  # which decides about copies by itself
         return True
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)

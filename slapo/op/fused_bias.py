@@ -146,7 +146,7 @@ _FOREIGN = {f"transformers.activations.{n}" for n in ("NewGELUActivation", "GELU
 
 
 def is_new_gelu(act: Activation) -> bool:
-    """Whether it is the tanh approximation, whose bias can be added along with it."""
+    """Return whether it is the tanh approximation, whose bias can be added along with it."""
     if isinstance(act, nn.GELU):
         return act.approximate == "tanh"
     return act is new_gelu or f"{type(act).__module__}.{type(act).__qualname__}" in _FOREIGN

@@ -37,7 +37,7 @@ _CALLED = (
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether the package is installed and has kernels for these tensors."""
+    """Return whether the package is installed and has kernels for these tensors."""
     return _misfit(*tensors) is None and operations() is not None
 
 

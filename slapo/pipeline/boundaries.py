@@ -40,7 +40,7 @@ class TensorMeta:
     #: for one micro-batch
     shape: tuple[int, ...]
     dtype: torch.dtype
-    #: whether a gradient comes back
+    #: true if a gradient comes back
     requires_grad: bool
 
     @classmethod

@@ -144,7 +144,7 @@ def _with_rows(inputs: Any, least: int) -> Any:
 
 
 def _shows_everywhere(kind: Kind, parts: Mapping[Kind, list[StageGraph]]) -> bool:
-    """Whether each stage can tell from what it receives that a batch is of one sample."""
+    """Return whether each stage can tell from what it receives that a batch is of one sample."""
     many, one = parts[Kind(kind.training)], parts[kind]
     alike = all(len(a.received) == len(b.received) for a, b in zip(many, one, strict=True))
     return not kind.of_one or (alike and all(starmap(telling, zip(many, one, strict=True))))

@@ -253,7 +253,7 @@ class _StageBuilder:
         return StageGraph(self.graph, *names, tuple(n.meta.get(ONES, ()) for n in received))
 
     def _is_run(self, node: fx.Node) -> bool:
-        """Whether the node has its own place; values come where they are first asked for."""
+        """Return whether the node has its own place; values come where they are first asked for."""
         if node.op == "placeholder":
             return False
         return self.plan.kinds[node] != "value" or _is_statement(node)

@@ -75,7 +75,7 @@ class DecomposePrimitive(Primitive):
 
 
 def _is_smaller(param: nn.Parameter) -> bool:
-    """Whether a slice is less than the whole: in a world of one it is not."""
+    """Return whether a slice is less than the whole: in a world of one it is not."""
     return param.shape != getattr(param, "orig_shape", param.shape)
 
 

@@ -169,7 +169,7 @@ def _add_callable(
 
 
 def _takes_keywords(function: Callable[..., Any], mode: str) -> bool:
-    """Whether a hook must be given one argument more than those of its mode."""
+    """Return whether a hook must be given one argument more than those of its mode."""
     if mode == "bwd_post":
         return False
     try:
@@ -220,7 +220,7 @@ def _with_known(op: SyncOp, output: Placement) -> SyncOp:
 
 
 def _sums_gradients(module: nn.Module) -> bool:
-    """Whether a ``bwd_post`` op stands on the module."""
+    """Return whether a ``bwd_post`` op stands on the module."""
     return any(sync.mode == "bwd_post" and sync.op for sync in syncs_of(module))
 
 
@@ -276,5 +276,5 @@ def _add_output_op(sch: Node, module: nn.Module, op: SyncOp) -> None:
 
 
 def _needs_mask(module: nn.Module, op: SyncOp) -> bool:
-    """Whether a table spread by rows gets its mask together with its reduction."""
+    """Return whether a table spread by rows gets its mask together with its reduction."""
     return op.name in REDUCTIONS and layout_of(module).vocabulary and not masks_itself(module)

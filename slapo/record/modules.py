@@ -125,7 +125,7 @@ def keep_module(module: nn.Module, keep: Keep, node: Node) -> Part:
 
 
 def _is_empty(module: nn.Module, node: Node) -> bool:
-    """Whether a module has parameters, none of which has a value that would be lost."""
+    """Return whether a module has parameters, none of which has a value that would be lost."""
     for path, part in module.named_modules():
         if id(part) in node.state.nodes_of:
             what = f"in it {path!r} stands" if path else "it stands"

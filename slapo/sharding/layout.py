@@ -67,7 +67,7 @@ class KnownSync:
     axis: int | None = None
     #: the placement after it (for ``fwd_post``), None when it is not known
     output: Placement | None = None
-    #: whether its backward sums the gradient over the ranks
+    #: true if its backward sums the gradient over the ranks
     completes_gradient: bool = False
     #: names of the inputs that it is for; None for those that the mode is about
     argument: tuple[str, ...] | None = None

@@ -188,7 +188,7 @@ class _BiasPart:
     axis: int
     channel_axis: int
     group: GroupHandle
-    #: whether these parts are summed here, not with the parameter's whole gradient
+    #: true if these parts are summed here, not with the parameter's whole gradient
     sums: bool
 
     def __call__(self, bias: Tensor, dims: int) -> Tensor:

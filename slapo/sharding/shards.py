@@ -121,7 +121,7 @@ class ShardPlan:
 
     @property
     def defers_bias(self) -> bool:
-        """Whether the output becomes a partial sum that the module adds a bias to."""
+        """Return whether the output becomes a partial sum that the module adds a bias to."""
         output = self.effect.layout.output
         return output is not None and output.kind == "partial" and has_bias(self.module)
 

@@ -88,7 +88,7 @@ class ShardSpec:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether ranks have parts of several sizes."""
+        """Return whether ranks have parts of several sizes."""
         return any(size % self.parts for size in self.blocks)
 
     @property

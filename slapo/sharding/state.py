@@ -43,7 +43,7 @@ class Sharding:
     #: of a module that adds its bias after a reduction: see :mod:`slapo.sharding.partial`
     reducers: tuple[Any, ...] = ()
     bias_part: Any = None
-    #: whether tokens of other ranks are taken out
+    #: true if tokens of other ranks are taken out
     masks_vocabulary: bool = False
     #: tensors that carry attributes: copies of this object find their copies by them
     _carriers: dict[str, Tensor] = field(default_factory=dict, repr=False)
@@ -80,7 +80,7 @@ class Sharding:
                 self._dress(name, tensor)
 
     def is_attached_to(self, module: nn.Module) -> bool:
-        """Whether the module's tensors are those that carry what is known here."""
+        """Return whether the module's tensors are those that carry what is known here."""
         return all(
             module._parameters.get(name, tensor) is tensor
             and (name not in self.specs or hasattr(tensor, "orig_shape"))

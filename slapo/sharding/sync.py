@@ -85,7 +85,7 @@ class SyncOp:
         return _row(self.name).output(self)
 
     def sums_gradient(self) -> bool:
-        """Whether its backward sums over the ranks."""
+        """Return whether its backward sums over the ranks."""
         gathers = self.name == "all_gather" and self.tensor_parallel_output_grad
         return gathers or self.name == "all_reduce_grad"
 

@@ -48,7 +48,7 @@ def summed_over(param: Tensor | None, group: dist.ProcessGroup | None) -> dist.P
 
 
 def has_partial_grad(param: Tensor | None) -> bool:
-    """Whether a tag says that the parameter's gradient is a part of the true one."""
+    """Return whether a tag says that the parameter's gradient is a part of the true one."""
     return any(getattr(param, key, False) for key in PARTIAL_GRAD)
 
 

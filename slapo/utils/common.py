@@ -26,7 +26,7 @@ def transfer_hooks(old_mod: nn.Module, new_mod: nn.Module) -> None:
 
 
 def is_lambda_function(value: Any) -> bool:
-    """Whether this is a function without a name of its own.
+    """Return whether this is a function without a name of its own.
 
     Examples
     --------

@@ -148,7 +148,7 @@ def precision_of(config: Config) -> torch.dtype | None:
 
 # --- single entries ------------------------------------------------------------------------------
 def _merge_optimizer(config: Config, given: Mapping[str, Any], device: str) -> bool:
-    """Whether there is one."""
+    """Return whether there is one."""
     for key, name in (("optimizer", "optimizer"), ("scheduler", "lr_scheduler")):
         if given.get(name) is not None and config.get(key) is not None:
             kind = config[key].get("type") if isinstance(config[key], Mapping) else config[key]

@@ -149,7 +149,7 @@ class DeepSpeedEngine(Engine):
             self._nonfinite = "not finite"  # ZeRO has looked, and has left out the step
 
     def _is_to_look(self) -> bool:
-        """Whether to leave out a step is for us to say: ZeRO does by itself."""
+        """Return whether to leave out a step is for us to say: ZeRO does by itself."""
         return self.options.nonfinite != "step" and not hasattr(self.engine.optimizer, "overflow")
 
     @contextmanager
@@ -192,7 +192,7 @@ def _refuse_unlike(odd: list[str], zero: int) -> None:
 class ZeroEngine(DeepSpeedEngine):
     """``DeepSpeedEngine`` without pipeline: ZeRO 0 to 3."""
 
-    #: whether gradients are reduced in this backward, and used in the step after it
+    #: true if gradients are reduced in this backward, and used in the step after it
     _is_last_part = True
 
     def state_dict(self) -> dict[str, Any]:

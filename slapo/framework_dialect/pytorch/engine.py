@@ -60,7 +60,7 @@ class TorchEngineBase(Engine):
     def _check_model(self) -> None:
         refuse_sharded(self.module)
 
-    #: whether the optimizer has stepped, in a step that is not over
+    #: true if the optimizer has stepped, in a step that is not over
     _has_stepped = False
 
     def _make_optimizer(self) -> None:
@@ -77,7 +77,7 @@ class TorchEngineBase(Engine):
             self.scheduler = make_scheduler(self.options.lr_scheduler, self.optimizer)
 
     def _is_counted(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter counts here in the norm of the whole model's gradient."""
+        """Return whether the parameter counts here in the norm of the whole model's gradient."""
         return True
 
     def _loss_of(self, output: Any, targets: Any) -> Tensor:
@@ -141,7 +141,7 @@ class TorchEngineBase(Engine):
         return clip if scale is None else scale * clip
 
     def _is_finite(self) -> bool:
-        """Whether the optimizer may step; the same on every rank."""
+        """Return whether the optimizer may step; the same on every rank."""
         if self._loss_scale is None and self.options.nonfinite == "step":
             return True
         assert self.grad_norm is not None, "taken for this"

@@ -39,7 +39,7 @@ class PipelineSchedule:
         return tuple(i for i in range(n_stages) if self.rank_of(i, pp) == rank)
 
     def evaluates(self, micro_batches: int, pp: int) -> bool:
-        """Whether so many micro-batches can be evaluated in one run."""
+        """Return whether so many micro-batches can be evaluated in one run."""
         if self.stages_per_rank == 1:
             return True
         return micro_batches % max(1, micro_batches // pp) == 0

@@ -68,7 +68,7 @@ def _code_key(module: fx.GraphModule) -> str | None:
 
 
 def has_state(module: nn.Module) -> bool:
-    """Whether a module has parameters, buffers, or other state that is saved."""
+    """Return whether a module has parameters, buffers, or other state that is saved."""
     return bool(module.state_dict()) or next(module.buffers(), None) is not None
 
 

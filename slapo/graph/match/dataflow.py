@@ -20,7 +20,7 @@ _SIZE_ARITHMETIC = frozenset(
 
 
 def is_private(value: Any, modules: ModuleLookup) -> bool:
-    """Whether only its one user can see a value, and so a write to it.
+    """Return whether only its one user can see a value, and so a write to it.
 
     Inputs and parameters are always seen; a view is as private as the value it views.
     """

@@ -34,7 +34,7 @@ class Search:
     total: int = 0
     #: child around the :class:`.SubgraphView` that was searched; empty for the module's graph
     inside: str = ""
-    #: whether matches may share operations
+    #: true if matches may share operations
     overlapping: bool = False
 
     @classmethod
@@ -82,7 +82,7 @@ class Subgraph(list[tuple[str, fx.Node]]):
         return self._match.bindings
 
     def is_whole(self) -> bool:
-        """Whether the list has the nodes that were found, and no others."""
+        """Return whether the list has the nodes that were found, and no others."""
         return [node for _, node in self] == list(self._match)
 
 

@@ -112,7 +112,7 @@ class _PatternTracer(fx.Tracer):
         return super().create_arg(a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether the trace stops at `m`."""
+        """Return whether the trace stops at `m`."""
         return not isinstance(m, (Pattern, ModulePattern, nn.Sequential))
 
 

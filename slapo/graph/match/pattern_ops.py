@@ -40,7 +40,7 @@ class Step:
     sizes: Mapping[str, Any] = field(default_factory=dict)
     #: arguments that the trace spells out with their defaults, though the pattern may not
     implied: frozenset[str] = frozenset()
-    #: whether constants may be any
+    #: true if constants may be any
     is_open: bool = False
 
     @property

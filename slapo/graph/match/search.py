@@ -226,7 +226,7 @@ class _Unification:
 
 
 def _wildcard_fits(wanted: fx.Node, value: Any) -> bool:
-    """Whether a wildcard may stand for `value`; None is the absence of a value."""
+    """Return whether a wildcard may stand for `value`; None is the absence of a value."""
     if wanted.op == "get_attr" and PATTERN_OF_CHAIN in wanted.meta:
         same = (wanted.op, wanted.target)
         return isinstance(value, fx.Node) and (value.op, value.target) == same

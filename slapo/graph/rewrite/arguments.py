@@ -31,7 +31,7 @@ class Callee:
     label: str
     #: without ``self``; None if it has no readable signature
     parameters: tuple[Parameter, ...] | None
-    #: whether the signature says that it returns one tensor
+    #: true if the signature says that it returns one tensor
     returns_tensor: bool = False
 
     @classmethod
@@ -55,7 +55,7 @@ class Callee:
         return [p.name for p in self.parameters or () if p.kind not in _REST]
 
     def takes(self, kind: Any) -> bool:
-        """Whether there is a parameter of a kind."""
+        """Return whether there is a parameter of a kind."""
         return any(p.kind is kind for p in self.parameters or ())
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -150,7 +150,7 @@ def plan_call(
 
 
 def _is_required(parameter: Parameter) -> bool:
-    """Whether a parameter must be given by position."""
+    """Return whether a parameter must be given by position."""
     return parameter.kind in _POSITIONAL and parameter.default is Parameter.empty
 
 

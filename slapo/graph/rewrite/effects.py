@@ -55,7 +55,7 @@ class Effects:
         return roots | self._state_of(node)[0]
 
     def draws(self, node: fx.Node) -> bool:
-        """Whether a node draws random numbers, be it in training only."""
+        """Return whether a node draws random numbers, be it in training only."""
         if "draws" in node.meta.get(MARKS, ()):
             return True
         if (module := called_module(self._gm, node)) is not None:
@@ -124,7 +124,7 @@ def called_module(gm: HasGraph, node: fx.Node) -> nn.Module | None:
 
 
 def draws_in(module: nn.Module) -> bool:
-    """Whether a module draws random numbers in training, whatever its present mode."""
+    """Return whether a module draws random numbers in training, whatever its present mode."""
     module = innermost(module)
     if isinstance(module, fx.GraphModule):  # its children count where they are called
         effects = Effects(module)

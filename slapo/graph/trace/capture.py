@@ -68,12 +68,12 @@ class Capture:
         self.fits = size_check(self.sizes)
 
     def holds(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether it serves a call of its key."""
+        """Return whether it serves a call of its key."""
         frame = {"module": module, "args": args, "kwargs": kwargs}
         return self.fits(args, kwargs) and bool(self.state.check(frame))
 
     def holds_state(self, module: nn.Module) -> bool:
-        """Whether module and globals are as they were."""
+        """Return whether module and globals are as they were."""
         return bool(self.state.check({"module": module, "args": (), "kwargs": {}}))
 
 
@@ -333,7 +333,7 @@ def _constants_read(output: CaptureOutput, root: nn.Module) -> list[tuple[str, s
 
 
 def _is_read(output: CaptureOutput, path: str, name: str) -> bool:
-    """Whether the forward has asked for an attribute of the module at `path`."""
+    """Return whether the forward has asked for an attribute of the module at `path`."""
     source = f"L['module']{_source_of(path)}.{name}"
     guards = output.graph_capture_output.output_graph.guards.inner
     return any(g.name == source or g.name.startswith((f"{source}.", f"{source}[")) for g in guards)

@@ -44,7 +44,7 @@ COLLECTOR = _Collector()
 
 
 def collects(hook: Any) -> bool:
-    """Whether a hook collects results for Transformers."""
+    """Return whether a hook collects results for Transformers."""
     return getattr(hook, "__module__", "") == _HOME
 
 
@@ -151,6 +151,6 @@ def _yes() -> bool:
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether it is a ``PreTrainedModel``, without importing transformers."""
+    """Return whether it is a ``PreTrainedModel``, without importing transformers."""
     names = (f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__)
     return "transformers.modeling_utils.PreTrainedModel" in names

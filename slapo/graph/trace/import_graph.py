@@ -353,7 +353,7 @@ def _shares_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_attribute(tensor: Tensor, value: Tensor, name: str) -> bool:
-    """Whether `value` is ``tensor.T`` and so on."""
+    """Return whether `value` is ``tensor.T`` and so on."""
     forms = []
     with suppress(RuntimeError):  # not all have all of them
         for each in (value, getattr(tensor, name)):

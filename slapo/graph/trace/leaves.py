@@ -61,7 +61,7 @@ class Depth:
     leaf_modules: frozenset[str] = frozenset()
 
     def __call__(self, module: nn.Module, path: str) -> bool:
-        """Whether the module at `path` stays one call."""
+        """Return whether the module at `path` stays one call."""
         if path in self.leaf_modules or type(module).__name__ in self.leaf_modules:
             return True
         if is_opaque(module) or "forward" in vars(module):

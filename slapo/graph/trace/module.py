@@ -62,7 +62,7 @@ class Tree:
         return tuple([module.training for module in self._modules])
 
     def is_as_before(self) -> bool:
-        """Whether nothing of it has changed."""
+        """Return whether nothing of it has changed."""
         return bool(self._now() == self._before)
 
 
@@ -117,14 +117,14 @@ class Trace:
         self._shown = graph
 
     def calls(self, path: str) -> bool:
-        """Whether the graph calls the module at `path`."""
+        """Return whether the graph calls the module at `path`."""
         if self._called is not None and not isinstance(self._shown, fx.Graph):
             return path in self._called
         return bool(self.shown.find_nodes(op="call_module", target=path))
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether calls run graphs, and not the module's own forward."""
+        """Return whether calls run graphs, and not the module's own forward."""
         return bool(self.rules) or self.edited is not None
 
     def forget(self) -> None:

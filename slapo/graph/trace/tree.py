@@ -182,7 +182,7 @@ class _Tracer(fx.Tracer):
         self._below: set[nn.Module] = set()
 
     def is_leaf_module(self, module: nn.Module, path: str) -> bool:
-        """Whether a call of `module` is one node."""
+        """Return whether a call of `module` is one node."""
         if self._is_leaf(module, path):
             return True
         self.entered.add(path)

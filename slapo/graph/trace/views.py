@@ -110,7 +110,7 @@ def targets_of(graph: fx.Graph) -> list[str]:
 
 
 def is_used(targets: Sequence[str], path: str) -> bool:
-    """Whether a module, one around it or something in it is among sorted targets."""
+    """Return whether a module, one around it or something in it is among sorted targets."""
     names, inside = path.split("."), f"{path}."
     around = (".".join(names[:length]) for length in range(1, len(names) + 1))
     place = bisect_left(targets, inside)
