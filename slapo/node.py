@@ -31,25 +31,28 @@ if TYPE_CHECKING:
 _HISTORIES: WeakKeyDictionary[nn.Module, list[Record]] = WeakKeyDictionary()
 
 
-#: Attributes of modules that may count what is split.
-Numbers = list[tuple["weakref.ref[nn.Module]", dict[str, Any]]]
+#: Attributes of modules, and of their configs, that may count what is split.
+Numbers = list[tuple["weakref.ref[Any]", dict[str, Any]]]
 
 
 def numbers_of(model: nn.Module) -> Numbers:
-    """Whole numbers, and tuples and lists of them, that the modules of a model have."""
+    """Whole numbers, and tuples and lists of them, that the modules of a model have; configs."""
+    modules = list(model.modules())
+    configs = {id(c): c for m in modules if hasattr(c := vars(m).get("config"), "__dict__")}
     found: Numbers = []
-    for module in model.modules():
-        own = {name: value for name, value in vars(module).items() if _counts(name, value)}
+    for holder in [*modules, *configs.values()]:
+        own = {name: value for name, value in vars(holder).items() if _counts(name, value)}
         if own:
-            found.append((weakref.ref(module), own))
+            found.append((weakref.ref(holder), own))
     return found
 
 
 def _counts(name: str, value: Any) -> bool:
     kind = type(value)
-    if name[0] == "_" or (kind is not int and kind is not tuple and kind is not list):
-        return False
-    return kind is int or (len(value) > 0 and all(type(each) is int for each in value))
+    if kind is int or name == "config":
+        return name[0] != "_"
+    numbers = name[0] != "_" and (kind is tuple or kind is list)
+    return numbers and len(value) > 0 and all(type(each) is int for each in value)
 
 
 def history_of(root: nn.Module) -> list[Record]:

@@ -120,18 +120,19 @@ def _place(slot: Slot) -> Place:
 
 @contextmanager
 def as_before(model: nn.Module, numbers: Numbers) -> Iterator[None]:
-    """Modules with the whole numbers that they had before they were scheduled."""
-    before: list[tuple[nn.Module, dict[str, Any]]] = [
-        (module, own) for ref, own in numbers if (module := ref()) is not None
+    """Modules and configs with the whole numbers that they had before they were scheduled."""
+    before: list[tuple[Any, dict[str, Any]]] = [
+        (holder, own) for ref, own in numbers if (holder := ref()) is not None
     ]
     for outer in model.modules():
         state = sharding_of(innermost(outer))
         if state is not None:
             before.append((innermost(outer), state.sizes))
     with ExitStack() as stack:
-        for module, own in before:
+        for holder, own in before:
+            now = holder.__dict__
             for name, value in own.items():
-                if name in module.__dict__ and module.__dict__[name] != value:
-                    stack.callback(module.__dict__.__setitem__, name, module.__dict__[name])
-                    module.__dict__[name] = value
+                if name in now and now[name] is not value:
+                    stack.callback(now.__setitem__, name, now[name])
+                    now[name] = value
         yield

@@ -74,8 +74,8 @@ class PlaceMode(OperationLog):
             self._views[each.path] += (part[2] for part in each.parts if part[0] in VIEWS)
         #: memory -> tensors there that are known to be constant
         self._constants: dict[int, list[weakref.ref[Tensor]]] = {}
-        #: autograd's number of a view -> how its input lies
-        self._places_of_views: dict[int, Place] = {}
+        #: autograd's number of a node -> how the first tensor lies that it was given
+        self._places_by_node: dict[int, Place] = {}
 
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run the operation, and say where its results lie."""
@@ -93,8 +93,13 @@ class PlaceMode(OperationLog):
             stop.fits = False
             raise stop from error
         call.outs = tensors_in(out)
-        if name in VIEWS:
-            self._compare_view(call)
+        path, in_backward = self.paths.now()
+        if in_backward:
+            call.of_gradient_of = self._places_by_node.get(self.paths.number())
+        elif places:
+            # A node has its number before it runs; what makes none comes behind the last one.
+            self._places_by_node.setdefault(self.paths.number(), places[0])
+            call.shape_in_one_process = self._find_in_one_process(call, path)
         self._settle(call)
         pairs = zip(tensors, places, strict=True)
         on_one = any(place.is_slice and tensor.shape[place.dim] == 1 for tensor, place in pairs)
@@ -325,13 +330,10 @@ class PlaceMode(OperationLog):
             wrong = own_draws()
         raise self.stop(name, call.tensors, places, wrong)
 
-    def _compare_view(self, call: Call) -> None:
-        """Tell a view what it gives in one process, or what its input was in the forward pass."""
-        path, in_backward = self.paths.now()
-        if in_backward:
-            call.of_gradient_of = self._places_of_views.get(self.paths.number())
-            return
-        self._places_of_views[self.paths.number()] = call.places[0]
+    def _find_in_one_process(self, call: Call, path: str) -> Shape | None:
+        """What a view gives in one process."""
+        if call.name not in VIEWS:
+            return None
         own, shapes = tuple(call.outs[0].shape), self._views[path]
         # Some may be left out here, as where each rank has a head of its own, not a repeated one.
         for _ in range(len(shapes)):
@@ -339,8 +341,8 @@ class PlaceMode(OperationLog):
             pairs = [*zip(shapes[-1], own, strict=False)]
             is_longer = [whole > size for whole, size in pairs if whole != size]
             if len(shapes[-1]) == len(own) and is_longer in ([], [True]):
-                call.shape_in_one_process = shapes[-1]
-                return
+                return shapes[-1]
+        return None
 
     def _whole_shape(self, tensor: Tensor) -> Shape:
         place = place_of(tensor)

@@ -251,7 +251,9 @@ def _changed(sch: Schedule, path: str) -> str:
         if module is not None and ref() is module:
             now = vars(module)
             changed = [
-                f"{n} was {v} and is {now.get(n)}" for n, v in own.items() if now.get(n) != v
+                f"{n} was {v} and is {now.get(n)}"
+                for n, v in own.items()
+                if n != "config" and now.get(n) != v
             ]
             if changed:
                 return f"; of its numbers, {', '.join(changed)}"

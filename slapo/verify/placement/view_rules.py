@@ -240,8 +240,10 @@ def slice_backward(call: Call) -> list[Place]:
     place, axis = call.places[0], call.get("dim") % call.tensors[0].ndim
     if not place.is_slice or axis != place.dim:
         return [place]
+    after, before = call.outs[0].shape[axis], call.of_gradient_of
+    if before is not None and before.is_slice and before.dim == axis:
+        return [place.along(axis, before.blocks_in(after))]
     own = place.blocks_in(call.tensors[0].shape[axis])
-    after = call.outs[0].shape[axis]
     if len(set(own)) > 1 or after % own[0]:
         raise call.misfit(f"it puts blocks of {own} among others of which the sizes are not known")
     return [place.along(axis, own[:1] * (after // own[0]))]
@@ -303,20 +305,33 @@ def index(call: Call) -> list[Place]:
         return _sliced_indices(call)
     if not place.is_slice:
         return [place]
-    at = [dim for dim, tensor in enumerate(chosen) if tensor is not None]
-    if place.dim in at:
+    dims = _dims_behind(chosen, call.tensors[0].ndim)
+    if place.dim not in dims:
         raise call.misfit(f"it chooses along dimension {place.dim}, of which each rank has a slice")
-    if any(chosen[dim].dtype is torch.bool for dim in at):
-        mask = chosen[0]
-        if at == [0] and place.dim >= mask.ndim:
-            return [place.along(place.dim - mask.ndim + 1)]
-        raise call.misfit("no rule follows a slice through a choice by a boolean mask")
-    wide = max(chosen[dim].ndim for dim in at)
-    together = at == list(range(at[0], at[-1] + 1))
+    return [place.along(dims.index(place.dim))]
+
+
+def _indexed(chosen: Sequence[torch.Tensor | None]) -> tuple[list[int], int]:
+    """Dimensions that indices choose from, and the number of dimensions that they put there."""
+    at: list[int] = []
+    dim = wide = 0
+    for index in chosen:
+        is_mask = index is not None and index.dtype is torch.bool
+        several = index.ndim if index is not None and is_mask else 1
+        if index is not None:
+            at += range(dim, dim + several)
+            wide = max(wide, 1 if is_mask else index.ndim)
+        dim += several
+    return at, wide
+
+
+def _dims_behind(chosen: Sequence[torch.Tensor | None], ndim: int) -> list[int]:
+    """For each dimension of what indices choose, the one that it was; -1 for those of indices."""
+    at, wide = _indexed(chosen)
+    kept = [dim for dim in range(ndim) if dim not in at]
+    together = at == [*range(at[0], at[-1] + 1)]
     start = at[0] if together else 0
-    before = sum(dim < place.dim for dim in at)
-    kept = place.dim - before
-    return [place.along(kept if kept < start else kept + wide)]
+    return [*kept[:start], *[-1] * wide, *kept[start:]]
 
 
 def _sliced_indices(call: Call) -> list[Place]:
@@ -398,23 +413,16 @@ def _written_dims(call: Call) -> set[int]:
     chosen, ndim = call.get("indices"), call.tensors[0].ndim
     if chosen is None:
         return {call.get("dim") % ndim}
-    found: set[int] = set()
-    dim = 0
-    for index in chosen:
-        several = index.ndim if index is not None and index.dtype is torch.bool else 1
-        found.update(range(dim, dim + several) if index is not None else ())
-        dim += several
-    return found
+    return {*_indexed(chosen)[0]}
 
 
 def _put_slices(call: Call, target: Place, source: Place) -> Place:
-    """Rows that are sliced along a dimension behind the index, as what takes them is."""
-    values, rows = call.tensors[-1], call.tensors[0]
-    behind = values.ndim - source.dim
-    dim = rows.ndim - behind
-    chosen = call.get("indices")
-    first = call.get("dim", 0) if chosen is None else len(chosen) - 1
-    if dim <= first or source.dim < 1:
+    """Rows that are sliced along a dimension that is not indexed, as what takes them is."""
+    values, rows, chosen = call.tensors[-1], call.tensors[0], call.get("indices")
+    if chosen is None:  # one tensor of them, for one dimension
+        chosen = [None] * (call.get("dim") % rows.ndim) + [call.tensors[1]]
+    dim = _dims_behind(chosen, rows.ndim)[source.dim - values.ndim]
+    if dim < 0:
         raise call.misfit("it puts slices of rows in, where each rank has others")
     if target.same(source.along(dim)) or target.is_zero or dim in target.uniform:
         return source.along(dim)
