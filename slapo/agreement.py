@@ -190,7 +190,7 @@ def is_on_every_rank(error: BaseException) -> bool:
 
 
 class FirstFailure:
-    """What failed first on some rank, left in a store for those that meet a broken collective.
+    """The first failure on any rank, kept in a store for ranks that meet a broken collective.
 
     A store whose keeper is gone is met with silence here: who reads it knows that by its error.
 
@@ -212,7 +212,7 @@ class FirstFailure:
                 self._store.set("failed", text)
 
     def told(self) -> str:
-        """What failed first; empty if nothing did. Raises RuntimeError where the store is gone."""
+        """The first failure, or an empty text; RuntimeError if the store is gone."""
         return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
 
     def forget(self) -> None:

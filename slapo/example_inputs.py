@@ -25,7 +25,7 @@ _ALTERNATIVES = (("input_ids", "inputs_embeds"), ("decoder_input_ids", "decoder_
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What the builders of single inputs read."""
+    """Settings that the builders of single inputs read."""
 
     module: nn.Module
     config: Any

@@ -19,7 +19,7 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 class Kept:
-    """What a record keeps in the place of an argument that it must not hold on to.
+    """Stand-in for an argument that a record must not keep alive.
 
     Those that there are, and what becomes of them: :mod:`slapo.record`.
     """
@@ -160,7 +160,7 @@ def describe(value: Any) -> str:
 
 
 def identify(value: Any) -> str:
-    """What an argument is: the class and the configuration of a module, the code of a function.
+    """Identity of an argument: class and configuration of a module, code of a function.
 
     The same on every rank that passes the same; of others, their text.
     """

@@ -123,7 +123,7 @@ def _has_output(logger: logging.Logger | None) -> bool:
 
 
 def _has_level(logger: logging.Logger) -> bool:
-    """Whether this logger or one above it has a level of its own; the root always has one."""
+    """Return whether this logger, or one above it but the root, has a level of its own."""
     while logger.parent is not None:
         if logger.level != logging.NOTSET:
             return True

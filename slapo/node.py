@@ -56,7 +56,7 @@ def _counts(name: str, value: Any) -> bool:
 
 
 def history_of(root: nn.Module) -> list[Record]:
-    """What was applied to a model by the last schedule over it."""
+    """Primitives that the last schedule over a model applied to it."""
     return _HISTORIES.get(root, [])
 
 
@@ -74,7 +74,7 @@ class PrimitiveNotes(dict[str, Any]):
 
 @dataclass
 class ScheduleMetadata:
-    """What a node remembers.
+    """Metadata of a node.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ class ScheduleMetadata:
 
 @dataclass
 class ScheduleState:
-    """What all nodes of one tree share."""
+    """State shared by all nodes of one tree."""
 
     ties: TieGroups
     #: primitive's name -> what its notes on a node begin with
@@ -257,7 +257,7 @@ class Node:
             node, parent = parent, parent.parent
 
     def describe_unknown(self, path: str) -> str:
-        """What to say of a path that does not exist."""
+        """The message for a path that does not exist."""
         inlined = self._describe_inlined(path)
         if inlined is not None:
             return inlined
@@ -288,7 +288,7 @@ class Node:
         )
 
     def _describe_inlined(self, path: str) -> str | None:
-        """What to say of a path to a module that graphs do not call any more."""
+        """The message for a path to a module that graphs no longer call."""
         for above, node in self.named_schedules():
             name = path[len(above) :].lstrip(".") if path.startswith(above) else ""
             if name and node._hides(name):
@@ -569,7 +569,7 @@ def _is_transparent(module: nn.Module, name: str, hides: Callable[[str], bool]) 
 
 
 def _slot(parent: nn.Module, name: str) -> nn.Module | None:
-    """What the model has for a child now; None if it has nothing."""
+    """The model's present module for a child; None if there is none."""
     module: nn.Module | None = parent
     for part in name.split("."):
         module = module._modules.get(part) if module is not None else None

@@ -29,7 +29,7 @@ _hooks: list[Any] = []
 
 
 def parameters_of(model: nn.Module) -> Known:
-    """Those that a model has now, which this does not keep."""
+    """The present parameters of a model, which this does not keep."""
     found: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
     for path, module in model.named_modules():  # half the time of named_parameters
         for leaf, param in module._parameters.items():

@@ -129,7 +129,7 @@ class Schedule(Node):
 
     @property
     def record(self) -> ScheduleRecord:
-        """What was applied to the whole tree so far, as data: to save, compare and replay.
+        """The primitives applied to the whole tree so far, as data: to save, compare and replay.
 
         Examples
         --------
@@ -379,7 +379,7 @@ def create_schedule(
 
 
 def _warn_of_earlier(root: nn.Module) -> None:
-    """Of a model that was changed by another schedule, which the new one knows nothing about."""
+    """Warn of a model that another schedule has changed, unknown to the new one."""
     earlier = history_of(root)
     if earlier:
         count = f"{len(earlier)} primitive{'s' if len(earlier) > 1 else ''}"

@@ -72,7 +72,7 @@ class _ModuleState(_Attributes):
 
 
 class _TensorState:
-    """What hangs on a tensor; its values are kept by reference."""
+    """Attributes of a tensor; its values are kept by reference."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.attributes, self.data = tensor, dict(tensor.__dict__), tensor.data

@@ -194,7 +194,7 @@ def _signed(kind: type[ModuleWrapper], origin: type[nn.Module]) -> Callable[...,
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:
-    """What a wrapper around `module` is, besides; a traced module is what it was traced from."""
+    """The extra base class of a wrapper around `module`; of a traced one, its original class."""
     if isinstance(module, fx.GraphModule):
         trace = vars(module).get("_trace")
         origin: type[nn.Module] = nn.Module if trace is None else trace.origin

@@ -1,4 +1,4 @@
-"""What a schedule costs on a cluster: memory and time of a step that is not run."""
+"""The cost of a schedule on a cluster: memory and time of a step that is not run."""
 
 from slapo.cost.api import dryrun
 from slapo.cost.calibrate import calibrate

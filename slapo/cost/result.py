@@ -87,7 +87,7 @@ class DryRun:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all replicas; 0 where the model takes no ``input_ids``."""
+        """Tokens per second of all replicas; 0 where the model takes no ``input_ids``."""
         return self.tokens / self.time.total
 
     @property

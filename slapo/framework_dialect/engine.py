@@ -261,7 +261,7 @@ class Engine:
             self.lowering.pipelined.bind(part.args, part.kwargs, training)
 
     def _loss_of(self, output: Any, targets: Any) -> Tensor:
-        """What to go backward from: the loss of a micro-batch, which counts in this step's."""
+        """The loss of a micro-batch, which counts in this step's loss."""
         assert self.options.loss_fn is not None, "checked before the batch was loaded"
         if self._is_idle:
             return torch.zeros((), device=self.device)
@@ -339,7 +339,7 @@ class Engine:
             )
 
     def _refuse_autocast(self, what: str) -> None:
-        """Of stages, losses and recomputations not all would run under a context of the user's."""
+        """Refuse a context of the user's, in which not all stages and losses would run."""
         if torch.is_autocast_enabled(self.device.type):
             raise SlapoError(
                 f"{what} was called inside of torch.autocast; call it outside, and say at build "
@@ -358,7 +358,7 @@ class Engine:
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """What a failed step leaves is taken back, or no further one is taken."""
+        """Undo a failed step, or refuse further ones."""
         try:
             yield
         except BaseException as error:  # as a key that interrupts

@@ -1,4 +1,4 @@
-"""Which rank failed first, for every rank that meets a broken collective.
+"""The name of the rank that failed first, for every rank that meets a broken collective.
 
 A rank that fails leaves others in collectives. These break when its process ends, or time out when
 it hangs, and their error then shows a socket. The rank that fails therefore writes what happened in

@@ -74,7 +74,7 @@ def is_tensor_parallel(param: Tensor) -> bool:
 
 
 def is_counted_slice(param: Tensor) -> bool:
-    """Whether it is a slice that counts on this rank: of those that hold the same, on the first."""
+    """Return whether this rank counts a slice: the first of the ranks that hold it does."""
     sharers = getattr(param, SHARERS, None)
     return is_tensor_parallel(param) and (sharers is None or _is_first(sharers.group))
 

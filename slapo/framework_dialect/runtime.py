@@ -63,14 +63,14 @@ class Lowering:
 
     @property
     def module(self) -> nn.Module:
-        """What runs here: the model, the stage, or a list of stages."""
+        """The module that runs here: the model, the stage, or a list of stages."""
         if not self.stages:
             return self.model
         stages = list(self.stages.values())
         return stages[0] if len(stages) == 1 else nn.ModuleList(stages)
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
-        """What an optimizer gets: this rank's parameters, each once, by their names in the model.
+        """Parameters for an optimizer: those of this rank, each once, by their names in the model.
 
         Copies of one that stages share have one name, so that a rule by name treats them alike.
         """
@@ -139,7 +139,7 @@ class Lowering:
 
 
 def _refuse_two_values(pairs: list[tuple[str, Any, Any]]) -> None:
-    """Of tied tensors, which are one here."""
+    """Refuse two values for tied tensors, which are one here."""
     first: dict[tuple[int, torch.Size], tuple[str, Any]] = {}
     for name, tensor, value in pairs:
         if isinstance(tensor, Tensor) and not hasattr(tensor, "device_mesh") and tensor.numel():
@@ -270,7 +270,7 @@ class Boundaries:
         self._known: dict[Boundary, tuple[Boundary, ...]] = {}
 
     def of(self, inputs: Boundary) -> tuple[Boundary, ...]:
-        """What each stage receives. A collective of the pipeline's ranks for a new form."""
+        """The tensors that each stage receives; collective for inputs of a new form."""
         if inputs not in self._known:
             self._known[inputs] = infer_boundaries(
                 self._n_stages,

@@ -246,7 +246,7 @@ class _RecipeRun:
         cut(self.sch, self.prefix, self.recipe.stacks, paths, self.ends(), inputs)
 
     def example_inputs(self) -> dict[str, Any]:
-        """What the model is called with; tokens can be shared among the ranks."""
+        """Inputs of the model; tokens can be sharded over the ranks."""
         if self.options.example_inputs is not None:
             return dict(self.options.example_inputs)
         if self.recipe.inputs is not None:
@@ -258,11 +258,11 @@ class _RecipeRun:
 
     # --- what the model has ----------------------------------------------------------------------
     def layers(self, number: int) -> list[Schedule]:
-        """Those of a stack."""
+        """The layers of a stack."""
         return list(self.base.select(f"{self.recipe.stacks[number].layers}.*"))
 
     def all_layers(self) -> list[Schedule]:
-        """Those of all stacks, in order."""
+        """The layers of all stacks, in order."""
         return [layer for n in range(len(self.recipe.stacks)) for layer in self.layers(n)]
 
     def ends(self) -> list[int]:

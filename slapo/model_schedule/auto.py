@@ -111,7 +111,7 @@ def _layers(model: nn.Module, plan: dict[str, str]) -> str:
 
 
 def _last(model: Any, layers: str) -> str:
-    """What runs after the layers; nothing where that is not known."""
+    """Path of the module that runs after the layers; empty where that is not known."""
     order = [path.rpartition(".")[2] for path in getattr(model, "pp_plan", None) or {}]
     own, within = layers.rpartition(".")[2], layers.rpartition(".")[0]
     place = order.index(own) + 1 if own in order else len(order)

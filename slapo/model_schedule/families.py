@@ -16,7 +16,7 @@ from slapo.schedule import Schedule
 
 
 def _cross_attention(config: Any) -> dict[str, str]:
-    """What BERT and GPT-2 refuse when they are decoders behind an encoder."""
+    """The refusal of BERT and GPT-2 as decoders behind an encoder."""
     why = "its cross attention has no entry in the table"
     return {"tensor parallelism": why} if config.add_cross_attention else {}
 
@@ -114,7 +114,7 @@ def _use_own_attention(base: Schedule, backend: str) -> None:
 
 
 def own_attention(path: str, module: nn.Module, backend: str) -> GPTNeoAttention:
-    """What takes the place of one."""
+    """The replacement of one module."""
     return GPTNeoAttention(module, backend)
 
 

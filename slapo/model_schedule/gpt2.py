@@ -1,4 +1,4 @@
-"""What published schedules of GPT-2 import."""
+"""Names that published schedules of GPT-2 import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a caller of a recipe may ask for, and what is refused before anything changes."""
+"""Options of a recipe, and their refusals before anything changes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Options:
                 raise ValueError(f"{name}=True with pipeline_cuts: {why}; leave {name} out")
 
     def asked(self) -> dict[str, Any]:
-        """What differs from the defaults."""
+        """Options that differ from the defaults."""
         pairs = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
         return {name: value for name, value, default in pairs if value != default}
 
@@ -152,7 +152,7 @@ def has_layers(base: Schedule, stack: Stack) -> bool:
 
 
 def _check_names(base: Schedule, recipe: Recipe, options: Options, config: Any) -> None:
-    """What may be absent in some classes of a family, and a slip of the pen makes so in all."""
+    """Refuse a table whose paths, of which some classes lack some, are all absent."""
     root = base.get_top_schedule()
     model: Any = root.mod
     wrong: dict[str, str] = {}

@@ -64,7 +64,7 @@ def plan_of(model: nn.Module) -> dict[str, str]:
 
 
 def _commonest_start(plan: Mapping[str, str]) -> str:
-    """What stands before ``layers.*``."""
+    """The path in front of ``layers.*``."""
     found = next((path for path in plan if "layers.*" in path), "layers.*")
     return found[: found.index("layers.*")]
 
@@ -213,7 +213,7 @@ _MODULES: dict[str, Callable[[Schedule], Any]] = {
 
 # --- styles of bare parameters -------------------------------------------------------------------
 def _outputs(node: Schedule, name: str, blocks: int = 1) -> None:
-    """Of experts ``(experts, out, in)``: output features lie along the last axis but one."""
+    """Shard outputs of experts ``(experts, out, in)``, along the last axis but one."""
     dims = node.mod._parameters[name].dim()  # type: ignore[union-attr]
     node.shard(name, axis=max(dims - 2, 0) if dims != 2 or "bias" not in name else 1, blocks=blocks)
 

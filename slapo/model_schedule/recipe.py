@@ -1,4 +1,4 @@
-"""What a recipe is written in: regions of a layer that are split, stacks of layers, a family."""
+"""The vocabulary of recipes: regions of a layer that are split, stacks of layers, a family."""
 
 from __future__ import annotations
 

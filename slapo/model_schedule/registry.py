@@ -116,7 +116,7 @@ def schedule_of(key: str) -> ScheduleMaker | None:
 
 
 def maker_of(key: str) -> RecipeMaker | ScheduleMaker | None:
-    """What is registered under a key at the moment; None for ``"auto"``."""
+    """The recipe now registered under a key; None for ``"auto"``."""
     return _RECIPES.get(key) or _SCHEDULES.get(key)
 
 

@@ -106,7 +106,7 @@ def cut(
 
 
 def _container(sch: Schedule, path: str) -> str:
-    """What runs the layers: a list of them runs nothing."""
+    """The module that calls the layers: a list of them calls nothing."""
     is_list = isinstance(sch.mod.get_submodule(path), nn.ModuleList)
     return path.rpartition(".")[0] if is_list else path
 

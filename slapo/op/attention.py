@@ -334,7 +334,7 @@ class FlashAttentionOp(nn.Module):
         return output.transpose(1, 2)
 
     def extra_repr(self) -> str:
-        """What differs between two of them."""
+        """Options that differ between two of them."""
         return f"{self.attn_op_name!r}, apply_causal_mask={self.apply_causal_mask}"
 
 

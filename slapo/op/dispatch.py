@@ -27,7 +27,7 @@ def only_counted(*types: type) -> Iterator[None]:
 
 
 def is_plain(*tensors: Any) -> bool:
-    """Whether these are tensors of torch's own, and operations on them run as they are called.
+    """Return whether these are plain tensors, whose operations run as they are called.
 
     They do not under a compiler, a trace, a dispatch mode that counts or checks, a transform of
     ``torch.func`` or a forward-mode derivative: each of these has to see the operations.

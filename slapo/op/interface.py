@@ -160,7 +160,7 @@ def _attention(
     backend: str,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What models call: ``(batch, heads, seq, size)`` -> ``(batch, seq, heads, size)``."""
+    """Attention for models: ``(batch, heads, seq, size)`` -> ``(batch, seq, heads, size)``."""
     own = _own_function(module, kwargs) if backend in ("auto", "eager") else None
     if own is None:
         _refuse_unknown(kwargs)

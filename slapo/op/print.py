@@ -37,7 +37,7 @@ class Print(nn.Module):
 
 @torch.fx.wrap
 def show(x: Tensor, *values: Any) -> Tensor:
-    """What a graph calls where a forward makes a :class:`Print` of its own."""
+    """The function that a graph calls where a forward makes a :class:`Print` of its own."""
     if not isinstance(x, FakeTensor):  # a graph is made of it
         print(*values, x)
     return x

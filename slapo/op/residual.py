@@ -219,6 +219,6 @@ class DenseDropoutAddNorm(SameChildren):
 
 
 def _is_unchanged(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Whether a call runs the forward of `cls` alone; engines gather by hooks or by another one."""
+    """Return whether a call runs the forward of `cls` alone, without hooks that gather."""
     forward = getattr(module.forward, "__func__", None)
     return type(module) is cls and forward is cls.forward and not has_forward_hooks(module)

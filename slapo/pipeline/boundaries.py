@@ -70,7 +70,7 @@ Boundary = tuple[TensorMeta, ...]
 
 
 def describe_tensors(names: Sequence[str], tensors: Sequence[Tensor]) -> Boundary:
-    """What crosses a boundary, such as what stage 0 receives."""
+    """Descriptions of the tensors that cross a boundary, such as the inputs of stage 0."""
     return tuple(TensorMeta.of(name, t) for name, t in zip(names, tensors, strict=True))
 
 
@@ -119,7 +119,7 @@ class ShapeProbe:
         return made[id(value)]
 
     def run(self, received: Boundary, autocast: torch.dtype | None = None) -> Boundary:
-        """What the stage sends; of the last stage nothing."""
+        """The tensors that the stage sends; the last stage sends none."""
         try:
             with self._as_probed(), self.mode:
                 sent = self._sent(received, autocast, TensorMeta.empty)
@@ -217,7 +217,7 @@ def infer_boundaries(
     group: dist.ProcessGroup | None = None,
     holder: Callable[[int], int] = lambda index: 0,
 ) -> tuple[Boundary, ...]:
-    """What each stage receives, stage 0 first."""
+    """The tensors that each stage receives, stage 0 first."""
     found = [inputs]
     alone = group is None or group.size() == 1
     here = 0 if alone else dist.get_rank(group)

@@ -1,4 +1,4 @@
-"""Which nodes of a graph compute tensors, and which plain values such as sizes."""
+"""Kinds of graph nodes: those that compute tensors, and those of plain values such as sizes."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _kind_of_function(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
 
 
 def _is_taken_apart(node: fx.Node) -> bool:
-    """Whether users look things up in it by a constant, as in a tuple or an output object."""
+    """Return whether users index it by a constant, as a tuple or an output object."""
     return any(is_projection(user) for user in node.users)
 
 

@@ -189,7 +189,7 @@ def _containers_above(sch: Node, cuts: list[Node]) -> tuple[Traced, list[str]]:
 
 
 def _is_passed_over(node: Node, below: Node) -> bool:
-    """Whether `node` is a mere namespace: what is above calls `below` directly, as OPT does."""
+    """Return whether `node` is a mere namespace: the module above calls `below` directly (OPT)."""
     if isinstance(innermost(node.mod), Traced):
         return False
     for above in node.ancestors():
@@ -248,5 +248,5 @@ def _ends_of(cut: Node, graph: fx.Graph) -> list[fx.Node]:
 
 
 def _checked(call: fx.Node) -> fx.Node:
-    """What stands for the result of a call: the check of it, where there is one."""
+    """The node of a call's result: the check of it, where there is one."""
     return next((user for user in call.users if user.target is like_input), call)

@@ -109,7 +109,7 @@ def _check_of(condition: str) -> Callable[[Any, Any], bool]:
 
 
 def _outline(value: Any) -> Any:
-    """What must be as in the traced call: types of tensors, their ranks, and all constants.
+    """The properties in which calls must agree: tensor types, dimensions, and all constants.
 
     No graph makes a cache, asked or not.
     """
@@ -208,7 +208,7 @@ class PipelinedModule(nn.Module):
         return names
 
     def first_name(self, index: int, local: str) -> str:
-        """What ``named_parameters()`` of the model calls a parameter of a stage."""
+        """The name in ``named_parameters()`` of the model for a parameter of a stage."""
         return self._first_names.get((index, local), local)
 
     def original_names(self, index: int) -> dict[str, tuple[str, ...]]:

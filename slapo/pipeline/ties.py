@@ -84,7 +84,7 @@ def analyze_tie_weights(
 
 
 def _places(stages: Sequence[nn.Module]) -> Iterable[list[tuple[str, int]]]:
-    """Of each parameter, the ``(name, stage)`` where it stands, in order."""
+    """For each parameter, the ``(name, stage)`` of its places, in order."""
     found: dict[int, list[tuple[str, int]]] = {}
     for index, stage in enumerate(stages):
         for name, parameter in stage.named_parameters(remove_duplicate=False):

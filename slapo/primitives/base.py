@@ -1,4 +1,4 @@
-"""What a primitive is, the registry of all of them, and the arguments that they declare."""
+"""The base of primitives, their registry, and the arguments that they declare."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Primitive:
 
     @staticmethod
     def init_metadata() -> Any:
-        """What ``sch.metadata.primitives[name]`` starts with on a node."""
+        """The first value of ``sch.metadata.primitives[name]`` on a node."""
         return {}
 
     @staticmethod

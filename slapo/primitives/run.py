@@ -82,7 +82,7 @@ def perform(
 def record_of(
     node: Node, primitive: type[Primitive], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Record:
-    """What is noted of a call, taken before it: arguments may be other things after it."""
+    """The record of a call, taken before it, as it may change its arguments."""
     given = _named(primitive.apply, args, kwargs)
     if given is None:
         given = _bound(node, primitive, args, kwargs)
@@ -150,7 +150,7 @@ def _bound(
 
 
 def _taken(signature: inspect.Signature, given: Iterable[str]) -> str:
-    """What a primitive takes, and which of the keywords it does not."""
+    """A refusal that lists a primitive's arguments and the unknown keywords."""
     parameters = list(signature.parameters.values())[1:]
     shown = [str(p.replace(annotation=inspect.Parameter.empty)) for p in parameters]
     unknown = [name for name in given if name not in signature.parameters]

@@ -111,7 +111,7 @@ def _groups(sch: Node, target_ops: Any, argument: str) -> list[Any]:
 
 
 def _as_search(sch: Node, given: Any) -> str:
-    """What a user may have meant who gave something else than matches."""
+    """Advice for an argument that is no match."""
     if isinstance(given, str) and given in sch:
         return f"sch.find({given!r}), or call the primitive on {spelled(sch[given].path)}"
     is_pattern = isinstance(given, str) or callable(given)

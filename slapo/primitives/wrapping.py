@@ -1,4 +1,4 @@
-"""What the primitives that wrap or replace a module have in common."""
+"""Shared code of the primitives that wrap or replace a module."""
 
 from __future__ import annotations
 

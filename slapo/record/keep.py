@@ -31,7 +31,7 @@ _PARTS: dict[str, type[Part]] = {
 
 
 def keep(value: Any, node: Node) -> Any:
-    """What a record keeps of an argument of a primitive of `node`, taken before it is applied.
+    """Encode an argument of a primitive of `node` for a record, before it is applied.
 
     It holds no module, graph or large tensor, and later changes of `value` do not reach it. What
     no file can hold is kept as its text, and refused when the record is saved.
@@ -68,14 +68,14 @@ def _keep_container(value: Any, inner: Any, node: Node) -> Any:
 
 
 def made_by(make: Any, module: nn.Module, node: Node) -> Any:
-    """What a record keeps of a module that `make` made: the function, where it has a name."""
+    """Encode a module that `make` made: by the function, where it has a name."""
     function = keep(make, node)
     is_named = isinstance(function, (Named, Partial))
     return MadeBy(function, describe(module)) if is_named else keep(module, node)
 
 
 def decode(data: Any) -> Any:
-    """What :func:`.parts.encode` wrote, as a record keeps it."""
+    """The output of :func:`.parts.encode`, as a record keeps it."""
     if isinstance(data, list):
         return [decode(item) for item in data]
     if not isinstance(data, dict):

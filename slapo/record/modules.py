@@ -163,7 +163,7 @@ def _recipe(module: nn.Module, keep: Keep) -> tuple[Named, tuple[Any, ...], dict
 
 
 def _parameters(cls: type[nn.Module]) -> Mapping[str, Any]:
-    """What its constructor takes by name, and the defaults; looking them up takes a while."""
+    """Named arguments of a constructor, and their defaults; cached, as the lookup is slow."""
     known = _DEFAULTS.get(cls)
     if known is None:
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -174,7 +174,7 @@ def _parameters(cls: type[nn.Module]) -> Mapping[str, Any]:
 
 
 def _attribute(module: nn.Module, name: str, default: Any) -> tuple[bool, Any]:
-    """What a module keeps of an argument, by its name; ``bias=True`` makes a parameter."""
+    """A module's attribute for an argument, by its name; ``bias=True`` makes a parameter."""
     if name in module._parameters:
         return isinstance(default, bool), module._parameters[name] is not None
     if name in module._modules or name in _OF_TORCH:
@@ -206,7 +206,7 @@ def _attributes(module: nn.Module, numbers: dict[int, int]) -> Iterator[tuple[st
 
 
 def _facts(param: nn.Parameter, numbers: dict[int, int]) -> tuple[Any, ...]:
-    """What a parameter is, but for its values, which are no part of a recipe."""
+    """Description of a parameter without its values."""
     number = numbers.setdefault(id(param), len(numbers))
     return number, tuple(param.shape), param.dtype, param.requires_grad, dict(vars(param))
 

@@ -44,7 +44,7 @@ class Part(Kept):
     tag = ""
 
     def inner(self) -> Iterable[Any]:
-        """What it is made of, as the record keeps it."""
+        """Its parts, as the record keeps them."""
         return [getattr(self, each.name) for each in dataclasses.fields(self)]  # type: ignore[arg-type]
 
     def encode(self) -> Any:
@@ -129,7 +129,7 @@ def _encode_plain(value: Any) -> Any:
 
 
 def decode_plain(tag: str, data: Any, decode: Decode) -> Any:
-    """What an object in JSON stands for, which is no stand-in."""
+    """Decode an object of JSON."""
     readers: dict[str, Callable[[Any], Any]] = {
         "tuple": lambda items: tuple(map(decode, items)),
         "set": lambda items: set(map(decode, items)),
@@ -163,7 +163,7 @@ class Unnamed(Part):
         return self.shown
 
     def problem(self) -> str:
-        """What it is, and what to do."""
+        """A description of it, and the remedy."""
         return self.why
 
 
@@ -240,7 +240,7 @@ class MadeBy(Part):
 
 
 def look_up(module: Any, qualname: str) -> Any:
-    """What a dotted name stands for in a module."""
+    """The value of a dotted name in a module."""
     return functools.reduce(getattr, qualname.split("."), module)
 
 

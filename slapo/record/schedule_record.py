@@ -78,7 +78,7 @@ class ScheduleRecord(Sequence[Record]):
         return digest(self.records)
 
     def diff(self, other: ScheduleRecord) -> str:
-        """What differs between two records, in words, a line for each; empty where nothing does.
+        """Differences between two records, a line for each; empty if there are none.
 
         Lines of programs and sizes of groups are no difference.
 

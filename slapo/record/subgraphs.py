@@ -1,4 +1,4 @@
-"""What ``find`` returned, as the search that finds it again and the place in the results."""
+"""Matches of ``find``, recorded as the search and the place in its results."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def keep_found(value: Any, keep: Callable[[Any], Any], node: Node) -> Part:
 
 
 def is_found(value: Any) -> bool:
-    """Whether it is a match, a located node, or what a program has put together like those."""
+    """Return whether it is a match, a located node, or a structure of these."""
     if isinstance(value, (Subgraph, Located)) or _is_pair(value):
         return True
     return (

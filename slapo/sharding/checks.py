@@ -64,7 +64,7 @@ def _check_unknown(path: str, module: nn.Module, state: Sharding) -> None:
 
 
 def _check_sums(path: str, module: nn.Module, state: Sharding) -> None:
-    """What each rank computes whole is not summed, nor is its gradient."""
+    """Refuse a sum of an output that each rank computes whole, or of its gradient."""
     params = list(module.parameters())
     if not params or any(map(_is_slice, params)):
         return
@@ -105,7 +105,7 @@ def _check_gathered_input(path: str, module: nn.Module, state: Sharding) -> None
 
 
 def _check_vocabulary(path: str, outer: nn.Module, state: Sharding) -> None:
-    """Of a table that is spread, each rank looks up its own tokens only."""
+    """Refuse a sharded table without its mask: each rank looks up its own tokens only."""
     by_hand = outer._forward_pre_hooks and outer._forward_hooks
     if state.layout.vocabulary and not (is_masked(innermost(outer)) or by_hand):
         raise SlapoError(

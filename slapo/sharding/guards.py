@@ -31,7 +31,7 @@ def _save_pretrained(*args: Any, **kwargs: Any) -> None:
 
 
 def refuse_saving(model: nn.Module) -> None:
-    """Of a model of Transformers: let ``save_pretrained`` raise."""
+    """Let ``save_pretrained`` of a Transformers model raise."""
     if hasattr(type(model), "save_pretrained"):
         model.__dict__["save_pretrained"] = _save_pretrained
 

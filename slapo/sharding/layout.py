@@ -1,4 +1,4 @@
-"""What is known of how a sharded module's input and output lie across the ranks."""
+"""Known placements of a sharded module's input and output."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def add_reducer(
 
 @dataclass(frozen=True)
 class _BiasPart:
-    """What each rank adds to its slice of the sum, along `axis`; its gradient is a part then."""
+    """Each rank's addend for its slice of the sum, along `axis`; its gradient is partial then."""
 
     axis: int
     channel_axis: int

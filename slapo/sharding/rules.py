@@ -13,7 +13,7 @@ from slapo.sharding.layout import PARTIAL, REPLICATE, Layout, Placement, shard
 
 @dataclass(frozen=True)
 class Effect:
-    """What follows from sharding one tensor along one axis.
+    """Consequences of sharding one tensor along one axis.
 
     Parameters
     ----------
@@ -200,7 +200,7 @@ def tensor_of_size(module: nn.Module, name: str) -> tuple[str, int] | None:
 
 
 def effect_of(module: nn.Module, tensor: str, axis: int) -> Effect:
-    """What sharding `tensor` of `module` along `axis` entails, by its nearest known class."""
+    """Consequences of sharding `tensor` of `module` along `axis`, by its nearest known class."""
     for cls in type(module).__mro__:
         rule = _RULES.get(cls) or _FOREIGN.get(f"{cls.__module__}.{cls.__qualname__}")
         if rule is not None:

@@ -47,7 +47,7 @@ class ShardSpec:
 
     @property
     def copy(self) -> int:
-        """Which of the ranks that hold its part this one is."""
+        """Index of this rank among those that hold its part."""
         return self.rank % self.copies
 
     def _share(self, size: int, rank: int) -> tuple[int, int]:

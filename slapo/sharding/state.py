@@ -1,4 +1,4 @@
-"""What sharding leaves on a module, in one object that goes wherever the module goes.
+"""State that sharding leaves on a module, in one object that goes wherever the module goes.
 
 A slice says by attributes that it is one (``orig_shape``), and so do tagged parameters; hooks sum
 gradients. Torch keeps neither: a copied parameter has no attributes, an unpickled one no hooks, and
@@ -49,7 +49,7 @@ class Sharding:
     _carriers: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        """Of a copied or unpickled module: its tensors are copies too, and carry nothing yet."""
+        """Tag the tensors of a copied or unpickled module, which carry nothing yet."""
         self.__dict__.update(state)
         for name, tensor in self._carriers.items():
             forget_hook(tensor)
@@ -99,7 +99,7 @@ class Sharding:
 
 
 def sharding_of(module: nn.Module) -> Sharding | None:
-    """What sharding has left on `module` itself; None for nothing."""
+    """The sharding state of `module` itself; None if there is none."""
     found: Sharding | None = module.__dict__.get(SHARDING)
     return found
 

@@ -1,4 +1,4 @@
-"""What steps of tensor parallelism mean over the ranks, beyond what they compute on this one.
+"""Steps of tensor parallelism: their placements over the ranks, before and after.
 
 Collectives, and the few computations that give each rank something else, say here what they take
 and what they give. One table, read by the layout check of ``Schedule.sync``, by the placement check

@@ -25,7 +25,7 @@ from slapo.sharding.steps import ALL_GATHER, ALL_REDUCE, COPY, REDUCE_SCATTER, S
 
 @dataclass(frozen=True)
 class _Row:
-    """What is known of one operation."""
+    """Description of one operation."""
 
     #: in which it works
     modes: tuple[str, ...]
@@ -286,7 +286,7 @@ def _check_reshard(op: str, letters: str, placement: Placement, side: str) -> No
 
 
 def may_be_axis(axis: int, known: int | None) -> bool:
-    """Whether `axis` can be the axis `known` (from the end); its rank is unknown at schedule time.
+    """Return whether `axis` can be the axis `known` (from the end) of a tensor of any rank.
 
     A non-negative axis fits when some number of dimensions makes the two equal; the hook checks
     again when it sees the tensor.

@@ -35,7 +35,7 @@ def apply_tags(param: Tensor, tags: Mapping[str, Any], group: dist.ProcessGroup 
 
 
 def is_summed(param: Tensor | None) -> bool:
-    """Whether its gradient is summed over ranks, of the schedule or of those that share it."""
+    """Return whether its gradient is summed over ranks of the schedule, or those that share it."""
     return has_partial_grad(param) or hasattr(param, SHARERS)
 
 
@@ -72,7 +72,7 @@ def _sum_gradient(param: Tensor, group: dist.ProcessGroup | None) -> object:
 
 
 def forget_hook(param: Tensor) -> None:
-    """Of an unpickled parameter, which has the mark of a hook and not the hook.
+    """Register the hook of an unpickled parameter, which has its mark only.
 
     Or of one whose gradient somebody else sums, as engines do for all of them at the end of a step.
     """

@@ -58,7 +58,7 @@ def resolve_group(
 
 
 def _warn_if_alone() -> None:
-    """Of one of several processes that a launcher has started: it is a world of one here."""
+    """Warn in one of several launched processes, which is a world of one here."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     if "RANK" in os.environ and world_size.isdigit() and int(world_size) > 1:
         warn_caller(

@@ -159,7 +159,7 @@ class _Rows:
         return (tokens - start).masked_fill(elsewhere, 0)
 
     def zero(self, output: Tensor) -> Tensor:
-        """What row 0 gave for tokens of other ranks is taken out."""
+        """Zero the rows that row 0 gave for tokens of other ranks."""
         return output.masked_fill(self._foreign.pop().unsqueeze(-1), 0.0)
 
 
@@ -199,11 +199,11 @@ def mask_vocabulary(table: nn.Module) -> None:
 
 
 def is_masked(table: nn.Module) -> bool:
-    """Whether tokens of other ranks are taken out, by this library or by a hook of the user's."""
+    """Return whether tokens of other ranks are masked, by this library or a user's hook."""
     state = sharding_of(table)
     return (state is not None and state.masks_vocabulary) or masks_itself(table)
 
 
 def masks_itself(table: nn.Module) -> bool:
-    """Whether the user has put a function before the table, by ``sync("fwd_pre", function)``."""
+    """Return whether a user's function runs before the table, by ``sync("fwd_pre", function)``."""
     return any(sync.mode == "fwd_pre" and not sync.op for sync in syncs_of(table))

@@ -1,4 +1,4 @@
-"""What models return, opened as far as it can be."""
+"""Leaves of model outputs, as far as they can be opened."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """What containers hold, however deep."""
+    """The leaves of nested containers."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(item, f"{path}.{key}")

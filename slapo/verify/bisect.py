@@ -1,4 +1,4 @@
-"""Which primitive of a schedule makes it wrong, or which one it lacks."""
+"""Search for the primitive that makes a schedule wrong, or the one that is missing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TRIES = 48
 
 @dataclass(frozen=True)
 class Blame:
-    """What makes a schedule wrong."""
+    """The cause of a wrong schedule."""
 
     #: ``"surplus"``: right without `record`; ``"missing"``: right with `call` after `record`;
     #: ``"different"``: right with `call` in the place of `record`; ``"since"``: never right again
@@ -182,7 +182,7 @@ class _Search:
         return Blame("since", applied[self._last_good(applied)].record, "", error)
 
     def judge(self, edit: _Edit) -> Exception | None:
-        """What is wrong with a schedule after a change."""
+        """The error of a schedule after a change; None if it is right."""
         self.raised, self.applied = None, []
         sch = create_schedule(self.make(), group=self.group)
         self.modules = {path for path, _ in sch.mod.named_modules()}
@@ -254,7 +254,7 @@ class _Search:
 
 
 def _against_siblings(applied: Sequence[_Applied], modules: set[str]) -> list[_Edit]:
-    """What the modules of one layer have and those of another have not.
+    """Edits by differences between the modules of one layer and those of another.
 
     `modules` are the paths that there are.
     """

@@ -1,4 +1,4 @@
-"""What is wrong with a schedule, and the error that says so: one form for all checks."""
+"""Findings of all checks, and the one form of their errors."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _full(sch: Schedule, path: str) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with a schedule."""
+    """A fault of a schedule."""
 
     #: what is wrong, with the module and the values
     said: str

@@ -60,7 +60,7 @@ class Source:
 
 
 def declared_sources(module: nn.Module) -> dict[str, Source]:
-    """What `module` says of its parameters; empty when it says nothing."""
+    """The sources that `module` declares for its parameters; empty if it declares none."""
     declare: Any = getattr(module, "weight_sources", None)
     return dict(declare()) if callable(declare) else {}
 

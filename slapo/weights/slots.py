@@ -50,7 +50,7 @@ class Slot:
 
 
 def own_slots(module: nn.Module, path: str = "") -> list[Slot]:
-    """Those of one module, which is found at `path`."""
+    """The slots of one module, which is found at `path`."""
     prefix = f"{path}." if path else ""
     tables = (module._parameters, module._buffers)
     return [

@@ -10,7 +10,7 @@ from slapo.errors import SlapoError
 
 
 class TieGroups:
-    """Which names of a model lead to one parameter; found in one pass by identity.
+    """Names of a model that lead to one parameter; found in one pass by identity.
 
     Examples
     --------
@@ -90,7 +90,7 @@ def check_ties(model: nn.Module, ties: TieGroups) -> None:
 
 
 class TiePlan:
-    """What keeps ties whole when a new module takes the place of others.
+    """Keeps ties when a new module replaces others.
 
     A parameter of the new module that goes by the old name becomes the tied one; a module that
     holds the tied parameter already, under whatever name, keeps it.

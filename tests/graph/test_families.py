@@ -196,6 +196,7 @@ COLLECTING = [
     for name in ("llama", "bert", "gpt2", "t5", "mixtral")
     for flag in (COLLECTED[2:] if name == "mixtral" else COLLECTED[:2])
     for how in ("flat", "leaves", "layer")
+    if name != "t5" or how == "leaves" or flag == COLLECTED[0]
 ]
 
 

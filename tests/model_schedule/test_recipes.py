@@ -58,10 +58,14 @@ def test_one_process(key: str) -> None:
     check(key, differences(key))
 
 
+#: On four processes those whose tables and classes are those of another family are left out.
+TWINS = ("roberta", "mistral", "qwen2", "gemma3_text")
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("part", range(3))
 def test_tensor_parallel(world_size: int, part: int) -> None:
-    keys = sorted(MODELS)[part::3]
+    keys = sorted(set(MODELS) - set(TWINS if world_size > 2 else ()))[part::3]
     for found in run_distributed(job, world_size, keys, timeout=400):
         for key in keys:
             check(key, found[key])

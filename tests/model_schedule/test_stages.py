@@ -33,7 +33,7 @@ TOGETHER = [key for key in DISTINCT if key != "wideresnet"]
     [
         *((CUT[part::3], (2, 1, 1), {}, {}) for part in range(3)),
         (["bert", "llama", "t5", "wideresnet"], (4, 1, 1), {}, {}),
-        *((TOGETHER[part::2], (2, 1, 2), ALL, {}) for part in range(2)),
+        (TOGETHER[::2], (2, 1, 2), ALL, {}),
         (["t5", "gpt2"], (2, 1, 2), {"parallel_vocabulary": False}, {}),
         (["gpt2"], (2, 2, 2), ALL, {}),
         # The loss is computed within the head, around which an engine has its weight whole.

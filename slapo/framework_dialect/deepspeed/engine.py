@@ -29,7 +29,7 @@ class OpaqueTargets:
 
 
 class DeepSpeedEngine(Engine):
-    """What the engines with and without a pipeline have in common.
+    """Base of the engines with and without a pipeline.
 
     Attributes
     ----------

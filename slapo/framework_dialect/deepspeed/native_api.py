@@ -47,7 +47,7 @@ class PlainOptions:
     sync_replicated: bool = False
 
     def described(self) -> dict[str, Any]:
-        """What must be alike on all ranks."""
+        """Values that must be equal on all ranks."""
         return {"config": self.config, "sync_replicated": self.sync_replicated}
 
     @classmethod

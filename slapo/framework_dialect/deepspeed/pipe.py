@@ -67,7 +67,7 @@ class StagePipeline(PipelineModule):
         return self if self.keeps_modes else super().train(mode)
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-        """What DeepSpeed sums the gradients of before it averages them over replicas."""
+        """Tied parameters, whose gradients DeepSpeed sums before it averages them over replicas."""
         return self._ties
 
 

@@ -182,7 +182,7 @@ class MegatronEngine(Engine):
 
     # --- gradients and the optimizer -----------------------------------------------------------
     def _finalize(self, models: list[Any], *args: Any, **kwargs: Any) -> None:
-        """What the schedule does last: the mean over replicas, then the sum over ties."""
+        """Finish a step's gradients: the mean over replicas, then the sum over ties."""
         megatron_core().distributed.finalize_model_grads(models, *args, **kwargs)
         for shared in self.shared:
             parameter: Any = shared.copies[0]
@@ -229,7 +229,7 @@ class MegatronEngine(Engine):
             self.scheduler.step()
 
     def _is_finite(self) -> bool:
-        """Whether all gradients are, where that was asked for and Megatron-Core does not look."""
+        """Return whether all gradients are finite, where Megatron-Core does not check."""
         if self.options.nonfinite == "step" or self.options.half is torch.float16:
             return True
         # What the distributed optimizer reduces elsewhere is in these buffers too, not yet reduced.

@@ -92,7 +92,7 @@ class BufferLayout:
 
     @property
     def shape(self) -> tuple[int]:
-        """Of the buffer; never empty, since an empty message may be none."""
+        """The length of the buffer; never 0, since an empty message may not be sent."""
         return (max(self.ends[-1], _ALIGNMENT) // WIRE_DTYPE.itemsize,)
 
     def read(self, buffer: Tensor) -> list[Tensor]:

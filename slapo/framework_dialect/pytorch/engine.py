@@ -118,7 +118,7 @@ class TorchEngineBase(Engine):
     _renew_masters = _drop_gathered
 
     def _reduce_gradients(self) -> None:
-        """What is still partial after the backward."""
+        """Complete gradients that are still partial after the backward."""
         for parameters, group in self._partial_sums:
             reduce_gradients(parameters, group, mean=False)
 

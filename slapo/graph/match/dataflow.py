@@ -48,7 +48,7 @@ def size_helpers(matched: Collection[fx.Node], inputs: Collection[fx.Node]) -> s
 
 
 def is_size(node: Any) -> bool:
-    """Whether a value follows from shapes alone: ``x.size()``, ``x.shape``, or arithmetic on it."""
+    """Return whether shapes alone give a value: ``x.size()``, ``x.shape``, or arithmetic on it."""
     if not isinstance(node, fx.Node):
         return False
     if node.op == "call_method":

@@ -224,7 +224,7 @@ class NearestMatch(NamedTuple):
         return self.steps[min(missing, key=order)] if missing else None
 
     def in_place_of(self, missing: Step) -> list[fx.Node]:
-        """What takes the values, or gives the value, that the missing operation would."""
+        """Nodes that take the values, or give the value, that the missing operation would."""
         nearby: list[fx.Node] = []
         for node, match in self.found.items():
             nearby += match.users if node in missing.operands else ()

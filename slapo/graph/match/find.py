@@ -78,7 +78,7 @@ class Subgraph(list[tuple[str, fx.Node]]):
 
     @property
     def bindings(self) -> dict[str, Any]:
-        """What each argument of the pattern stands for, see :attr:`.search.Match.bindings`."""
+        """The value of each argument of the pattern, see :attr:`.search.Match.bindings`."""
         return self._match.bindings
 
     def is_whole(self) -> bool:

@@ -126,7 +126,7 @@ def _constants_first(pairs: Iterable[Pair]) -> list[Pair]:
 
 
 def compared_arguments(step: Step, node: fx.Node, call: Call) -> dict[str | int, Pair] | None:
-    """What a pattern and a graph have for each argument that must agree; None if none can.
+    """Pairs of arguments of a pattern and a graph that must agree; None if none can.
 
     Where a functional call of the pattern meets a module, what the call leaves out and sizes are
     parameters and attributes of the module's own: any do.

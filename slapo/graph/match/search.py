@@ -176,7 +176,7 @@ class _Unification:
         return False
 
     def _step_fits(self, step: Step, node: fx.Node) -> bool:
-        """Whether a node is the operation, is free, and writes to nothing that is seen outside."""
+        """Return whether a node is the operation, is free, and writes to nothing seen outside."""
         if node in self._images or node in self._taken or not self._index.fits(step, node):
             return False
         call = self._index.call(step, node)
@@ -210,7 +210,7 @@ class _Unification:
         return True
 
     def _bound_sizes(self) -> dict[fx.Node, Any] | None:
-        """What arguments stand for among sizes; None if one would be two different values."""
+        """Values of arguments among sizes; None if one would have two different values."""
         found: dict[fx.Node, Any] = {}
         for wanted, step in self._steps.items():
             given = self._index.call(step, self._bound[wanted]).args or {} if step.sizes else {}

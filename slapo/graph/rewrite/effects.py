@@ -1,4 +1,4 @@
-"""What the nodes of a graph do beside returning a value: writes, views, and random draws."""
+"""Effects of graph nodes beside their value: writes, views, and random draws."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Effects:
         self._roots: dict[fx.Node, frozenset[Root]] = {}
 
     def writes(self, node: fx.Node) -> set[Root]:
-        """What a node changes in place, the state of a module that it calls included."""
+        """Values that a node changes in place, the state of a module that it calls included."""
         written = self.roots(written_operands(node, self._gm.get_submodule))
         if written and changes_sizes(node):
             written |= {("sizes", root) for root in written}
         return written | self._state_of(node)[1]
 
     def reads(self, node: fx.Node) -> set[Root]:
-        """What a node looks at. A look at sizes sees no write but those that change them."""
+        """Values that a node reads; of sizes, those whose writes change sizes."""
         roots = self.roots(node.all_input_nodes)
         if is_size(node):
             return {("sizes", root) for root in roots}

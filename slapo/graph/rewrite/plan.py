@@ -1,4 +1,4 @@
-"""What a rewrite does to one graph: checked in full before anything changes."""
+"""The plan of a rewrite of one graph: checked in full before anything changes."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Rule:
         self.plan = None
 
     def _part_of(self, view: View) -> View | SubgraphView:
-        """What is rewritten of a view: itself, or a part that a checkpoint has moved."""
+        """The part of a view to rewrite: itself, or a part that a checkpoint has moved."""
         if not self.inside:
             return view
         for node in view.graph.nodes:

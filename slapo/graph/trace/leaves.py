@@ -1,4 +1,4 @@
-"""Which modules below a traced one stay calls, and what is put back after a run of them."""
+"""Leaves: modules below a traced one that stay calls, and the state restored after they run."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Tree:
 
 
 class Trace:
-    """What belongs to a traced module besides the module: settings, graphs and rewrites."""
+    """Settings, graphs and rewrites of a traced module."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class Trace:
 
     # --- undo and copies -------------------------------------------------------------------------
     def _copied(self) -> dict[str, Any]:
-        """What a copy has too: guards stay with the module, which captures when it is called."""
+        """State that a copy keeps; guards stay behind, and the copy captures when it is called."""
         tables = ("rules", "parked", "added", "dropped")
         state = {k: v.copy() if k in tables else v for k, v in self.__dict__.items()}
         return {**state, "known": [], "tree": None, "number": None}

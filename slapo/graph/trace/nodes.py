@@ -111,7 +111,7 @@ def called_name(node: fx.Node) -> str:
 
 
 def switches_mode(node: fx.Node) -> bool:
-    """Whether the node begins or ends a region of ``no_grad``, ``autocast`` or inference mode."""
+    """Return whether a node begins or ends ``no_grad``, ``autocast`` or inference mode."""
     name = called_name(node) if node.op == "call_function" else ""
     return name in ("_set_grad_enabled", *_BEGINS, *_ENDS)
 

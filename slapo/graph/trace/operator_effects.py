@@ -1,4 +1,4 @@
-"""What a call writes to, what its result may be a view of, and whether it draws random numbers.
+"""Effects of one call: its writes, the tensors its result may view, its random draws.
 
 The one table of this. Torch itself says so of its operators, in schemas and tags; listed here is
 only what has none: Python's operators, functions that are no operators, and modules. Modules whose
@@ -46,7 +46,7 @@ _DRAWING = {
 
 
 class _Facts(NamedTuple):
-    """What schemas and tags say; operands by position (None: only by name) and name."""
+    """Effects by schemas and tags; operands by position (None: only by name) and name."""
 
     written: list[tuple[int | None, str]]
     viewed: list[tuple[int | None, str]]

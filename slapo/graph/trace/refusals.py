@@ -1,4 +1,4 @@
-"""What a graph cannot hold, in a user's words: the module, the line, the reason, the remedy."""
+"""Refusals of code that a graph cannot hold: the module, the line, the reason, the remedy."""
 
 from __future__ import annotations
 

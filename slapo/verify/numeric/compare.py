@@ -1,4 +1,4 @@
-"""What two runs of a trial gave: outputs, gradients, buffers, probabilities of dropouts."""
+"""Comparisons of two runs: outputs, gradients, buffers, probabilities of dropouts."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _raise_gradients(trial: PairedRun, failures: list[tuple[str, float, float]])
 
 
 def _listed(failures: list[tuple[str, float, float]]) -> str:
-    """Whose gradients differ, and by how much."""
+    """Names of the gradients that differ, and by how much."""
     name, error, limit = failures[-1]
     by = f"by {error:.3g} where {limit:.3g} is allowed"
     if len(failures) == 1:

@@ -170,7 +170,7 @@ class Verify:
             compare_all(sides, self.eval_mode)
 
     def _check_placements(self) -> None:
-        """Of a whole model on several ranks: it names the missing call, which values do not."""
+        """Check the placements of a whole model: they name the missing call, values do not."""
         if self.sch.world_size == 1 or self.sch.path:
             return
         try:

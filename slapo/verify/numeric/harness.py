@@ -1,4 +1,4 @@
-"""What both sides of a verification share: copies, inputs, a loss, and tensors to compare."""
+"""Shared tools of both sides of a verification: copies, inputs, a loss, and comparisons."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def copy_model(sch: Schedule) -> nn.Module:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave, and the floating point inputs it was given, whose gradients tell."""
+    """The output of a run, and its floating point inputs, whose gradients are compared."""
 
     output: Any
     inputs: list[Tensor]
@@ -70,7 +70,7 @@ def local_tensors(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def gradient_of(tensor: Tensor) -> Tensor:
-    """None counts as zero; those of sparse embeddings are compared as any."""
+    """The gradient, zeros for None, and dense for a sparse embedding."""
     grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
     return grad if grad.layout is torch.strided else grad.to_dense()
 

@@ -1,4 +1,4 @@
-"""What every module took, gave and sent back in two runs, and the first module that differs."""
+"""Inputs, outputs and gradients of every module in two runs, and the first that differs."""
 
 from __future__ import annotations
 

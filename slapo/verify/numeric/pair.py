@@ -29,7 +29,7 @@ _LARGEST = 1e3
 
 @dataclass
 class ModelPair:
-    """What every run of a verification needs."""
+    """The shared state of all runs of a verification."""
 
     sch: Schedule
     #: the copy from entry
@@ -60,7 +60,7 @@ class ModelPair:
         self.compiled = self.origins.compiled_values(self.full)
 
     def records(self) -> list[Record]:
-        """What was applied in the block."""
+        """Primitives that were applied in the block."""
         return self.sch.history[self.start :]
 
     def of_all_ranks(self, value: Any) -> list[Any]:
@@ -77,7 +77,7 @@ class ModelPair:
         return max(self.of_all_ranks(value))
 
     def first(self, findings: Sequence[Any]) -> list[Any]:
-        """Those of the first rank that has some, so that all ranks tell the same."""
+        """Findings of the first rank that has some, so that all ranks report the same."""
         return next(filter(None, self.of_all_ranks(list(findings))), [])
 
     def error(

@@ -1,4 +1,4 @@
-"""Which runs a verification makes of the two models, and what each of them shows.
+"""The runs of a verification, and what each of them shows.
 
 1. Forward, in the model's own dtype and in train mode, without chance: whether the scheduled model
    runs as it is, gives the same kinds and dtypes, and drops with the same probabilities.
@@ -129,7 +129,7 @@ def _numbers(sides: ModelPair, way: RunMode) -> Any:
 
 
 def _are_apart(own: Any, double: Any) -> bool:
-    """Whether outputs of train and of eval mode differ, as far as the dtype lets one tell."""
+    """Return whether outputs of train and eval mode differ by more than rounding."""
     others = dict(tensors_in(double))
     for name, tensor in tensors_in(own):
         if tensor.dtype not in (torch.float32, torch.float64) or name not in others:

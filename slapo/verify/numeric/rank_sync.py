@@ -90,7 +90,7 @@ class RankSync:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """What fails inside is told to the others, or explained by who failed before."""
+        """Report a failure within to the other ranks, or explain it by an earlier one of theirs."""
         try:
             yield
         except Exception as error:

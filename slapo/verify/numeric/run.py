@@ -76,7 +76,7 @@ class PairedRun:
 
     @contextmanager
     def attempt(self, whatever: bool = False) -> Iterator[None]:
-        """What fails within on any rank, for its dtypes or `whatever`, is `Refused` on all."""
+        """Raise `Refused` on all ranks for a failure on any, because of dtypes or `whatever`."""
         peers, self.peers = self.peers, RankSync(self.sides.sch.group)
         error: Exception | None = None
         try:
@@ -108,7 +108,7 @@ class PairedRun:
     # --- runs --------------------------------------------------------------------------------
     @contextmanager
     def modes(self, quiet: DropoutRecorder | None) -> Iterator[Widened | None]:
-        """What is changed of torch's functions while a model runs, forward or backward."""
+        """The modes that change torch's functions while a model runs, forward or backward."""
         dtypes = {t.dtype for t in self.sides.full.values() if t.is_floating_point()}
         widened = Widened(self.way.wide, dtypes) if self.way.wide is not None else None
         with quiet or nullcontext(), widened or nullcontext(), carried_by(self.peers.carry_out):
@@ -155,7 +155,7 @@ class PairedRun:
             return self.run(self.sides.sch.mod, quiet)
 
     def backward(self, outcome: Outcome) -> None:
-        """Of either, from the user's loss or from all outputs."""
+        """Run the backward of either model, from the user's loss or from all outputs."""
         loss_fn = self.sides.loss_fn
         loss = None if loss_fn is not None else weighed(outcome.output)  # which draws numbers
         with self.modes(DropoutRecorder() if self.way.quiet else None):
@@ -164,7 +164,7 @@ class PairedRun:
                 _run_backward(loss)
 
     def backward_scheduled(self, outcome: Outcome) -> None:
-        """Of the scheduled model, whose failure names the module."""
+        """Run the backward of the scheduled model; a failure names the module."""
         with self._explained("the backward pass of "):
             self.backward(outcome)
 

@@ -75,7 +75,7 @@ def _gone(model: nn.Module, before: dict[str, Slot], origins: Origins) -> Iterat
 
 
 def _holder(model: nn.Module, name: str) -> str:
-    """What the module could say that took a parameter's place."""
+    """Advice for the module that replaced a parameter."""
     path = name.rpartition(".")[0]
     while path:
         try:

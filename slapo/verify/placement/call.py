@@ -154,7 +154,7 @@ def independent_along(*dims: int) -> Rule:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Those of arguments or results, in order."""
+    """Tensors among arguments or results, in order."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 

@@ -94,7 +94,7 @@ def grouped_product(call: Call) -> list[Place]:
 
 @rule_for("convolution", "_convolution")
 def convolution(call: Call) -> list[Place]:
-    """Of a batch, of output channels, of input channels, or of groups."""
+    """Placements of a convolution sharded by batch, output channels, input channels or groups."""
     x, weight = call.places[:2]
     bias = call.place("bias")
     place = _convolved(call, x, weight, call.get("groups"), bool(call.get("transposed")))
@@ -123,7 +123,7 @@ def _convolved(call: Call, x: Place, weight: Place, groups: int, transposed: boo
 
 
 def _by_groups(x: Place, weight: Place) -> bool:
-    """Whether each rank has some of the groups: their channels, and the weights for these alone.
+    """Return whether ranks shard the groups: their channels, and the weights of these alone.
 
     One group may be left of several. Of a convolution that had one, such weights would be for more
     channels than the rank has.

@@ -18,7 +18,7 @@ _GRADIENTS = "_slapo_gradient_places"
 
 
 def token_losses(call: Call) -> Place:
-    """Of logits sliced along the vocabulary, whole losses; of sliced tokens, sliced losses."""
+    """Logits sharded along the vocabulary give whole losses; sharded tokens, sharded losses."""
     ctx, logits, _, start, group, _ = call.args
     of_logits, of_labels = call.places[:2]
     if has_others(group):
@@ -32,7 +32,7 @@ def token_losses(call: Call) -> Place:
 
 
 def linear_loss(call: Call) -> Place:
-    """Of rows of the weight, a whole loss and a partial gradient of the hidden states."""
+    """A weight sharded by rows gives a whole loss, and a partial gradient of the hidden states."""
     ctx, _, weight, _, _, settings = call.args
     of_hidden, of_weight, *of_bias, of_labels = call.places
     if not has_others(settings.group):

@@ -14,7 +14,7 @@ from slapo.verify.placement.view_rules import fitting
 
 @rule_for("as_strided")
 def as_strided(call: Call) -> list[Place]:
-    """What lies along a dimension of the same stride, or all of it in another shape."""
+    """Keep a shard along a dimension of the same stride, or of all memory in another shape."""
     place = through_memory(call.places[0], call.tensors[0], call.outs[0])
     if place is None:
         raise call.misfit("no rule follows a slice through these strides")

@@ -125,7 +125,7 @@ class PlaceMode(OperationLog):
                 self._constants.setdefault(_memory(out), []).append(weakref.ref(out))
 
     def _forget_constants(self, written: Tensor) -> None:
-        """What has the memory of a tensor that was written is not constant any more."""
+        """Forget that tensors in the memory of a written one are constant."""
         for tensor in self._constants_at(_memory(written)):
             put_place(tensor, replace(place_of(tensor), uniform=frozenset(), is_zero=False))
         self._constants.pop(_memory(written), None)
@@ -152,7 +152,7 @@ class PlaceMode(OperationLog):
         return owners[-1] if owners and self.paths.in_graph() else None
 
     def _check_in_place(self, call: Call, found: list[Place]) -> None:
-        """What is changed in place has views that are not followed: they must stay right."""
+        """Refuse a change in place under which views that are not followed would be wrong."""
         for out, place in zip(call.outs, found, strict=False):
             at = next((i for i, t in enumerate(call.tensors) if t is out), None)
             if at is None or call.places[at].same(place):
@@ -331,7 +331,7 @@ class PlaceMode(OperationLog):
         raise self.stop(name, call.tensors, places, wrong)
 
     def _find_in_one_process(self, call: Call, path: str) -> Shape | None:
-        """What a view gives in one process."""
+        """The shape of a view's result in one process."""
         if call.name not in VIEWS:
             return None
         own, shapes = tuple(call.outs[0].shape), self._views[path]
@@ -359,7 +359,7 @@ class PlaceMode(OperationLog):
 
 
 def _memory(tensor: Tensor) -> int:
-    """What tensors share that are views of each other."""
+    """The memory that tensors share which are views of each other."""
     return tensor.untyped_storage()._cdata
 
 
@@ -395,7 +395,7 @@ def _places_of(call: Call) -> list[Place]:
 
 
 def _is_linear(call: Call) -> bool:
-    """Whether it is a derivative, of a gradient that is a partial sum, where all else is whole."""
+    """Return whether it differentiates a partial gradient, where all else is whole."""
     is_derivative = call.name.endswith(("_backward", "_backward_data"))
     return is_derivative and call.places[0].is_partial and others_whole(call.places)
 

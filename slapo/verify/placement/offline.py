@@ -25,7 +25,7 @@ ScheduleFn = Callable[..., Any]
 
 @dataclass(frozen=True)
 class CheckInput:
-    """What a function of the user's made: a model, its schedule as a function, and inputs."""
+    """The result of a user's function: a model, its schedule as a function, and inputs."""
 
     model: nn.Module
     schedule: ScheduleFn
@@ -34,7 +34,7 @@ class CheckInput:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What was found right."""
+    """A schedule that was found right."""
 
     #: name of its class
     model: str
@@ -111,7 +111,7 @@ def check_at(
 def _check_once(
     make: Callable[[], Any], ranks: int, sequence_parallel: bool, loss_fn: Any
 ) -> tuple[CheckResult, bool]:
-    """What was checked, and whether ranks have shares of several sizes."""
+    """The result of one check, and whether ranks have shares of several sizes."""
     with init_empty_weights():
         made = read_made(make())
     sch = create_schedule(made.model)

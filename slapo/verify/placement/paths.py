@@ -1,4 +1,4 @@
-"""Which module is running, in the forward pass and in the backward pass of it."""
+"""The running module, in the forward and in the backward pass."""
 
 from __future__ import annotations
 

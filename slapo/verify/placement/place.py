@@ -104,7 +104,7 @@ class Place:
         return mine == theirs
 
     def whole_size(self, size: int, ranks: int) -> int:
-        """Of all ranks together, of which this one has `size` along the dimension of the slice."""
+        """The size over all ranks, where this one has `size` along the dimension of the slice."""
         return size * ranks if self.share is None else int(size / self.share)
 
     def along(self, dim: int, blocks: Sequence[int] | None = None) -> Place:
@@ -157,7 +157,7 @@ def sliced(dim: int, blocks: Sequence[int] = (), share: Fraction | None = None) 
 
 
 def share_of_whole(own: int, total: int | None, ranks: int) -> Fraction | None:
-    """What a rank has of a whole, where it is cut unevenly."""
+    """A rank's fraction of a whole that is cut unevenly; None if it is cut evenly."""
     return None if total is None or total % ranks == 0 else Fraction(own, total)
 
 

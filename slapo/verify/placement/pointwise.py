@@ -133,21 +133,21 @@ def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
 
 
 def _kept_by_view(call: Call) -> frozenset[int]:
-    """Of the dimensions along which it is constant, those that are still there."""
+    """Dimensions of the result along which it is constant."""
     old, new = call.tensors[0].shape, call.outs[0].shape
     kept = {(old[dim], prod(old[dim + 1 :])) for dim in call.places[0].uniform}
     return frozenset(d for d, size in enumerate(new) if (size, prod(new[d + 1 :])) in kept)
 
 
 def _left_by_sum(call: Call) -> frozenset[int]:
-    """Of the dimensions that a sum leaves, those along which it is constant."""
+    """Dimensions left by a sum along which it is constant."""
     ndim, gone = call.tensors[0].ndim, call.dims()
     left = [dim for dim in range(ndim) if call.get("keepdim") or dim not in gone]
     return frozenset(left.index(dim) for dim in call.places[0].uniform if dim in left)
 
 
 def _stays_zero(call: Call) -> bool:
-    """Of what was all zero: whether the result is."""
+    """Return whether the result of zeros is zero."""
     if call.name in ("expand", "neg", *VIEWS, *COPIES):
         return call.places[0].is_zero
     if call.name in ("add", "mul"):
@@ -197,7 +197,7 @@ def _drawn_for(call: Call) -> list[Place]:
 
 
 def _copied(call: Call) -> list[Place]:
-    """What a tensor is overwritten with; slices, with what is the same along them, stay slices."""
+    """The placement of the source; slices overwritten by a value constant along them stay."""
     target, source = call.places[0], call.places[-1]
     if target.is_slice and source.is_whole:
         written = call.tensors[-1]
@@ -245,7 +245,7 @@ def others_whole(places: list[Place]) -> bool:
 
 @rule_for("detach", "alias", "clone", "contiguous", "lift_fresh", "positive", "conj", "_conj")
 def same(call: Call) -> list[Place]:
-    """What is copied lies as before."""
+    """A copy keeps the placement."""
     return [call.places[0]] * len(call.outs)
 
 

@@ -1,4 +1,4 @@
-"""What the placement check says of what it found: where, which placements, and the call to add."""
+"""Messages of the placement check: where, which placements, and the call to add."""
 
 from __future__ import annotations
 

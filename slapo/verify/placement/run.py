@@ -242,7 +242,7 @@ def _noting(gradients: dict[str, Place], name: str) -> Callable[[Tensor], None]:
 
 
 def losses_in(output: Any) -> list[Tensor]:
-    """What is differentiated without a loss function."""
+    """Tensors to differentiate without a loss function."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, Tensor) and loss.ndim == 0:
         return [loss]
@@ -251,7 +251,7 @@ def losses_in(output: Any) -> list[Tensor]:
 
 @contextmanager
 def _eager() -> Iterator[None]:
-    """What was compiled runs operation by operation."""
+    """Run compiled functions operation by operation."""
     if torch.compiler.is_compiling():
         yield
         return

@@ -1,4 +1,4 @@
-"""What modules compute: the operations of the model in one process, on the same sizes.
+"""The operations of the model in one process, to compare sizes with.
 
 Half the size of a head where half the number of heads was meant fits every shape, and every slice.
 """
@@ -120,7 +120,7 @@ class OperationLog(TorchDispatchMode):
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """What runs in the block is not looked at: who runs it says what it gives."""
+        """Do not follow operations in the block: its caller gives the placement."""
         self.quiet += 1
         try:
             yield

@@ -30,7 +30,7 @@ Where = Callable[[int, Call, int], int]
 
 
 def _first(call: Call) -> Place:
-    """Of the tensor that is moved; masked tokens are for a lookup alone."""
+    """The placement of the moved tensor; masked tokens are for a lookup alone."""
     place = call.places[0]
     if place.kind == MASKED:
         raise call.misfit(MASKED_ELSEWHERE)
@@ -402,7 +402,7 @@ rule_for("index_put", "_index_put_impl", "index_add", "index_copy")(_put_in)
 
 
 def _rows_of_slices(call: Call) -> bool:
-    """Whether each rank adds rows to a table of zeros, by indices that are sliced as they are."""
+    """Return whether each rank adds its rows to zeros, by indices sharded as the rows are."""
     (*between, source), chosen = call.places[1:], call.get("indices") or []
     first = bool(chosen) and chosen[0] is not None and all(i is None for i in chosen[1:])
     return first and bool(call.get("accumulate")) and all(p.same(source) for p in between)
