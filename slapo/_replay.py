@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from slapo.history import Record, identify, warn_caller
 from slapo.primitives.base import Primitive, find_primitive, list_primitives
 from slapo.primitives.run import perform
 from slapo.record import ModuleSpec, Part, ScheduleRecord, revive, walk
-from slapo.record.parts import MadeBy, Named
+from slapo.record.parts import MadeBy, Named, check_package, check_value
 from slapo.record.subgraphs import Found, searches_kept
 from slapo.schedule import Schedule, create_schedule
 from slapo.snapshot import restored_on_error
@@ -27,6 +27,7 @@ def replay(
     model: nn.Module,
     record: ScheduleRecord | str | os.PathLike[str],
     group: dist.ProcessGroup | DeviceMesh | None = None,
+    allow: Collection[str] = (),
 ) -> Schedule:
     """Make a schedule of `model` and apply the primitives of a record to it, in order.
 
@@ -42,6 +43,9 @@ def replay(
         The path of what ``sch.record.save`` wrote, or a :class:`ScheduleRecord`.
     group
         The tensor-parallel group, as for :func:`create_schedule`.
+    allow
+        Packages, such as ``["mypackage"]``, that a record from a file may import functions and
+        classes from, besides torch, slapo and transformers.
 
     Returns
     -------
@@ -51,8 +55,8 @@ def replay(
     Raises
     ------
     SlapoError
-        If an argument cannot be made anew or not imported, a number would be wrong for another
-        size of the group, or a graph is not the recorded one.
+        If an argument cannot be made anew or not imported, a file names what is not allowed, a
+        number would be wrong for another size of the group, or a graph is not the recorded one.
     KeyError
         If the model lacks a path; the nearest are named.
     ValueError
@@ -65,7 +69,9 @@ def replay(
 
     Notes
     -----
-    A record names what it imports, and may name anything: replay those that you trust.
+    A record from a file is data: it names classes of modules and functions of tensors in torch,
+    slapo and transformers, and whatever the packages in `allow` have. All names are checked before
+    anything is imported from another package or called.
 
     Until the last step is done, what each took away (the rest of a sharded weight, a module that
     was replaced) is held, to be put back if one fails. Of a model on ``meta`` that is nothing.
@@ -84,7 +90,7 @@ def replay(
     loaded = _loaded(record)
     loaded.check_holds()
     primitives = [_primitive(step, each) for step, each in enumerate(loaded)]
-    _check_imports(loaded)
+    _check_imports(loaded, [allow] if isinstance(allow, str) else allow)
     sch = create_schedule(model, path=loaded.root, group=group)
     _check_numbers(loaded, sch.world_size)
     searches = _searches(loaded)
@@ -154,15 +160,16 @@ def _parts(record: ScheduleRecord) -> Iterator[tuple[int, Record, str, Part]]:
             yield from ((step, each, name, p) for p in walk(value) if isinstance(p, Part))
 
 
-def _check_imports(record: ScheduleRecord) -> None:
-    """Import all that is named, before anything is changed."""
-    for step, each, name, part in _parts(record):
-        named = part.cls if isinstance(part, ModuleSpec) else part
-        if isinstance(named, Named):
-            try:
-                named.revive()
-            except SlapoError as error:
-                raise SlapoError(f"replay: step {step}, {each}: {name}: {error}") from error
+def _check_imports(record: ScheduleRecord, allow: Collection[str]) -> None:
+    """Import all that is named and may be, before anything is changed."""
+    for check in (check_package, check_value):  # nothing is imported before all may be
+        for step, each, name, part in _parts(record):
+            named = part.cls if isinstance(part, ModuleSpec) else part
+            if isinstance(named, Named):
+                try:
+                    check(named, allow)
+                except SlapoError as error:
+                    raise SlapoError(f"replay: step {step}, {each}: {name}: {error}") from error
 
 
 #: Primitives whose integers may count something that another number of ranks has less of.

@@ -270,7 +270,7 @@ def check_round_trip(
     assert str(loaded) == str(sch.record)
     assert loaded.digest() == sch.digest()
     assert loaded.diff(sch.record) == ""
-    again = slapo.replay(make(), path)
+    again = slapo.replay(make(), path, allow=["tests"])
     assert again.digest() == sch.digest()
     assert print_of(again) == print_of(sch)
     assert [str(record) for record in again.history] == [str(record) for record in sch.history]
@@ -348,7 +348,7 @@ def test_a_pattern_that_is_another_one_now(tmp_path: Path, monkeypatch: pytest.M
     other.__qualname__ = "gelu"
     monkeypatch.setitem(globals(), "gelu", other)
     with pytest.raises(slapo.SlapoError, match=r"find\(gelu\) finds 0 matches here, and found 1"):
-        slapo.replay(block(), tmp_path / "record")
+        slapo.replay(block(), tmp_path / "record", allow=["tests"])
 
 
 def test_bindings_by_name(tmp_path: Path) -> None:
@@ -431,7 +431,7 @@ def test_a_root_with_a_path(tmp_path: Path) -> None:
     sch = slapo.create_schedule(stack(), path="model")
     sch["head"].checkpoint()
     sch.record.save(tmp_path / "record")
-    again = slapo.replay(stack(), tmp_path / "record")
+    again = slapo.replay(stack(), tmp_path / "record", allow=["tests"])
     assert again.digest() == sch.digest()
     assert again["head"].path == "model.head"
 
@@ -621,6 +621,68 @@ def test_names_that_mean_something_else() -> None:
     assert "a named tuple, Pair; pass a tuple" in keep(Pair(1, 2), sch).problem()
 
 
+# --- names in a file ------------------------------------------------------------------------------
+def step_with(**arguments: Any) -> dict[str, Any]:
+    """A step of a file that replaces the first layer."""
+    return {
+        "path": "0",
+        "primitive": "replace",
+        "arguments": arguments,
+        "positional": 0,
+        "location": "somewhere.py:1",
+    }
+
+
+TOUCH = {"partial": [{"import": "os:system"}, {"tuple": []}, {"dict": {}}]}
+HARMFUL = {
+    "a program as a module": {"module": {"class": "subprocess:Popen", "args": [["touch", "made"]]}},
+    "a function that makes a module": {"made_by": [{"import": "os:system"}, "Linear"]},
+    "a partial of one": {"made_by": [TOUCH, "Linear"]},
+    "by way of torch": {"made_by": [{"import": "torch:os.system"}, "Linear"]},
+    "a class of torch that is no module": {"module": {"class": "torch:Generator"}},
+    "a loader of torch": {"made_by": [{"import": "torch.hub:load"}, "Linear"]},
+    "a loader at the top of torch": {"made_by": [{"import": "torch:load"}, "Linear"]},
+    "a download of Transformers": {
+        "made_by": [{"import": "transformers:AutoModel.from_pretrained"}, "Linear"]
+    },
+    "a program of slapo": {"made_by": [{"import": "slapo.autotune.trial:run_command"}, "Linear"]},
+    "a builtin": {"made_by": [{"import": "torch:builtins.exec"}, "Linear"]},
+    "a module of the search path": {"module": {"class": "imported_by_accident:Linear"}},
+    "a function that is called a dtype": {"torch": "load"},
+}
+
+
+@pytest.mark.parametrize("argument", HARMFUL.values(), ids=HARMFUL)
+def test_a_file_cannot_run_what_it_names(
+    argument: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "imported_by_accident.py").write_text("raise SystemExit('it was imported')\n")
+    steps = [step_with(new_mod={"import": "torch:relu"}), step_with(new_mod=argument)]
+    head = {"format": "slapo.schedule", "version": 1, "world_size": 1}
+    (tmp_path / "record").write_text(json.dumps({**head, "steps": steps}))
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises((slapo.SlapoError, ValueError), match=r"may name|no dtype"):
+        slapo.replay(model, tmp_path / "record")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["imported_by_accident.py", "record"]
+    assert type(model[0]) is nn.Linear
+
+
+def test_packages_that_a_caller_allows(tmp_path: Path) -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2)))
+    sch["0"].sync("fwd_post", double)
+    sch.record.save(tmp_path / "record")
+    with pytest.raises(slapo.SlapoError, match=r"pass allow=\['tests'\]"):
+        slapo.replay(nn.Sequential(nn.Linear(2, 2)), tmp_path / "record")
+    for allow in (["tests"], "tests"):
+        model = nn.Sequential(nn.Linear(2, 2))
+        assert slapo.replay(model, tmp_path / "record", allow=allow).digest() == sch.digest()
+    # Of the program that made it, nothing has to be allowed.
+    assert slapo.replay(nn.Sequential(nn.Linear(2, 2)), sch.record).digest() == sch.digest()
+
+
 # --- replay on another model ----------------------------------------------------------------------
 def refused(
     model: nn.Module, record: Any, error: type[Exception], message: str, **given: Any
@@ -746,7 +808,9 @@ def test_sizes_of_weights_may_be_others(tmp_path: Path) -> None:
     for layer in sch.select("layers.*"):
         layer.fuse(layer.find(gelu_of_fc1), compiler=None)
     sch.record.save(tmp_path / "record")
-    assert slapo.replay(Stack(size=12), tmp_path / "record").digest() == sch.digest()
+    assert (
+        slapo.replay(Stack(size=12), tmp_path / "record", allow=["tests"]).digest() == sch.digest()
+    )
 
 
 @pytest.mark.parametrize(
@@ -789,7 +853,7 @@ def test_what_is_no_record() -> None:
 def test_a_function_that_is_another_one_now(tmp_path: Path) -> None:
     edited = saved(tmp_path, lambda data: data["steps"][1].update(identity="of before"))
     with pytest.warns(UserWarning, match="step 1, .*replace_all.*another one now") as caught:
-        slapo.replay(stack(), edited)
+        slapo.replay(stack(), edited, allow=["tests"])
     assert caught[0].filename == __file__
 
 
@@ -825,7 +889,9 @@ def test_files_that_are_not_right(edit: Any, message: str, tmp_path: Path) -> No
 
 def test_a_file_can_be_edited(tmp_path: Path) -> None:
     edited = saved(tmp_path, lambda data: data["steps"].pop(0))
-    assert [r.primitive for r in slapo.replay(stack(), edited).history] == ["replace_all"]
+    assert [r.primitive for r in slapo.replay(stack(), edited, allow=["tests"]).history] == [
+        "replace_all"
+    ]
 
 
 # --- other numbers of ranks -----------------------------------------------------------------------
@@ -847,7 +913,7 @@ def heads_and_shards(sch: Schedule) -> None:
 def test_other_numbers_of_ranks(fake_group: Any, size: int) -> None:
     record = recorded_on_two(heads_and_shards)
     fake_group(size - 1, size)
-    sch = slapo.replay(stack(), record)
+    sch = slapo.replay(stack(), record, allow=["tests"])
     assert sch["layers.0.fc1.inner"].mod.weight.shape == (16 // size, 8)
     assert (sch["layers.1.fc1"].mod.heads, sch["layers.1.fc1"].mod.sizes) == (
         8 // size,
@@ -877,10 +943,10 @@ def test_numbers_of_a_rank_are_refused(
     fake_group: Any, schedule: Callable[[Schedule], Any], message: str
 ) -> None:
     record = recorded_on_two(schedule)
-    assert slapo.replay(stack(), record).digest() == record.digest()
+    assert slapo.replay(stack(), record, allow=["tests"]).digest() == record.digest()
     fake_group(0, 4)
     with pytest.raises(slapo.SlapoError, match=message):
-        slapo.replay(stack(), record)
+        slapo.replay(stack(), record, allow=["tests"])
 
 
 def make_heads(path: str, module: nn.Module) -> nn.Module:
@@ -947,7 +1013,11 @@ def test_differences(lines: tuple[str, ...], text: str, tmp_path: Path) -> None:
 def test_what_is_compared() -> None:
     record = record_of(*BASE)
     assert [r.primitive for r in record[1:3]] == ["sync", "checkpoint"]
-    assert slapo.replay(stack(), record[:2]).digest() == record[:2].digest() != record.digest()
+    assert (
+        slapo.replay(stack(), record[:2], allow=["tests"]).digest()
+        == record[:2].digest()
+        != record.digest()
+    )
     assert str(record).splitlines()[2].startswith('2: sch["layers.1"].checkpoint()  # <string>:1')
     assert repr(record) == "<ScheduleRecord of 4 primitives, world_size 1>"
 
@@ -988,7 +1058,7 @@ def train_both(rank: int, world_size: int, name: str, path: str, save: bool) -> 
     if save:
         sch.record.save(path)
     dist.barrier()
-    again = slapo.replay(models[1], path)
+    again = slapo.replay(models[1], path, allow=["tests"])
     return losses(sch, family), losses(again, family), sch.digest(), again.digest()
 
 

@@ -11,14 +11,15 @@ import dataclasses
 import functools
 import importlib
 import math
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from types import MethodType
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slapo.errors import SlapoError
 from slapo.history import Kept, describe
@@ -139,11 +140,18 @@ def decode_plain(tag: str, data: Any, decode: Decode) -> Any:
         "slice": lambda parts: slice(*map(decode, parts)),
         "complex": lambda parts: complex(*map(decode, parts)),
         "float": float,
-        "torch": lambda name: getattr(torch, name),
+        "torch": _of_torch,
         "device": torch.device,
         "ellipsis": lambda _: ...,
     }
     return readers[tag](data)
+
+
+def _of_torch(name: str) -> Any:
+    found = getattr(torch, name, None)
+    if not isinstance(found, _OF_TORCH):
+        raise ValueError(f"torch.{name} is no dtype, layout or memory format")
+    return found
 
 
 # --- functions and classes ------------------------------------------------------------------------
@@ -174,6 +182,8 @@ class Named(Part):
     tag = "import"
     module: str
     qualname: str
+    #: true for one that a file names: see :func:`check_value`
+    is_read: bool = field(default=False, compare=False)
 
     @property
     def text(self) -> str:
@@ -188,7 +198,11 @@ class Named(Part):
     def decode(cls, data: Any, decode: Decode) -> Named:
         """Take the two apart."""
         module, _, qualname = data.partition(":")
-        return cls(module, qualname)
+        return cls(module, qualname, is_read=True)
+
+    def inner(self) -> Iterable[Any]:
+        """Nothing that would be a part."""
+        return ()
 
     def revive(self, node: Node | None = None) -> Any:
         """Import it."""
@@ -242,6 +256,45 @@ class MadeBy(Part):
 def look_up(module: Any, qualname: str) -> Any:
     """The value of a dotted name in a module."""
     return functools.reduce(getattr, qualname.split("."), module)
+
+
+#: Packages that names in a file may lead to without being asked for, and the modules of each whose
+#: functions compute and do nothing else. Others load files, download, or start programs.
+TRUSTED = {
+    "torch": r"torch|torch\.(functional|nn\.functional|nn\.init|_C\._\w+)",
+    "slapo": r"slapo\.(op|sharding|pattern|model_schedule)\b.*",
+    "transformers": r"transformers\.(activations|pytorch_utils|models\.\w+\.modeling_\w+)",
+}
+
+
+def check_package(named: Named, allow: Collection[str]) -> None:
+    """Refuse a name from a file that leads out of the trusted packages; imports nothing."""
+    package = named.module.partition(".")[0]
+    if named.is_read and package not in TRUSTED and package not in allow:
+        raise SlapoError(
+            f"{named.encode()} is in the package {package!r}, and a record from a file may name "
+            f"{', '.join(TRUSTED)} alone: if you trust it, pass allow=[{package!r}]"
+        )
+
+
+def check_value(named: Named, allow: Collection[str]) -> None:
+    """Import a name; refuse one from a file that stands for what may do harm when it is called."""
+    value = named.revive()
+    if not named.is_read:
+        return
+    owner = value if hasattr(value, "__module__") else getattr(value, "__objclass__", None)
+    home = str(getattr(owner, "__module__", None))
+    root = home.partition(".")[0]
+    if root not in allow:
+        is_plain = isinstance(value, (FunctionType, BuiltinFunctionType, MethodDescriptorType))
+        fits = is_plain and re.fullmatch(TRUSTED.get(root, ""), home)
+        is_method = isinstance(value, MethodDescriptorType) and home == "torch._C"
+        is_module = isinstance(value, type) and issubclass(value, nn.Module) and root in TRUSTED
+        if not (fits or is_method or is_module):
+            raise SlapoError(
+                f"{named.encode()} is a {type(value).__name__} of {home}; a record from a file may "
+                "name classes of modules and functions of tensors there, and nothing else"
+            )
 
 
 def import_path(value: Any) -> Named | None:

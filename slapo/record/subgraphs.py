@@ -75,6 +75,8 @@ class Found(Part):
     def decode(cls, data: Any, decode: Decode) -> Found:
         """The same again."""
         numbers = (data["index"], data["total"], data["ago"])
+        if data["verb"] not in ("find", "find_node"):
+            raise ValueError(f"{data['verb']!r} is no search")
         return cls(data["verb"], decode(data["pattern"]), *numbers)
 
     def search(self, node: Node, step: int) -> None:

@@ -153,7 +153,7 @@ def the_schedule_itself():
 def a_model_with_fewer_layers():
     path = saved(checkpoints)
     yield
-    slapo.replay(Stack(depth=2), path)
+    slapo.replay(Stack(depth=2), path, allow=["tests"])
 
 
 @mistake("replay")
@@ -162,7 +162,7 @@ def a_model_with_another_forward():
     model = Stack()
     model.forward = lambda x: model.head(model.layers[0](x))
     yield
-    slapo.replay(model, path)
+    slapo.replay(model, path, allow=["tests"])
 
 
 @mistake("replay")
@@ -181,14 +181,14 @@ def a_model_in_another_mode():
 def a_model_with_other_sizes():
     path = saved(lambda sch: sch["head"].shard("weight", axis=0, blocks=4))
     yield
-    slapo.replay(Stack(size=5), path)
+    slapo.replay(Stack(size=5), path, allow=["tests"])
 
 
 @mistake("replay")
 def a_primitive_that_nobody_registered():
     path = saved(checkpoints, lambda data: data["steps"][0].update(primitive="checkpoints"))
     yield
-    slapo.replay(Stack(), path)
+    slapo.replay(Stack(), path, allow=["tests"])
 
 
 @mistake("replay")
@@ -198,7 +198,7 @@ def a_function_that_has_moved():
         lambda data: data["steps"][1]["arguments"].update(new_mod={"import": "tests.mistakes:g"}),
     )
     yield
-    slapo.replay(Stack(), path)
+    slapo.replay(Stack(), path, allow=["tests"])
 
 
 @mistake("replay")
@@ -212,7 +212,7 @@ def a_number_of_one_rank():
     )
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     yield
-    slapo.replay(nn.Sequential(), path)
+    slapo.replay(nn.Sequential(), path, allow=["tests"])
 
 
 @mistake("set")
