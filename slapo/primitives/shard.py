@@ -11,7 +11,7 @@ from slapo.logger import get_logger
 from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called, check_own_tensor
-from slapo.sharding.guards import refuse_clipping, refuse_saving
+from slapo.sharding.guards import refuse_clipping, refuse_methods
 from slapo.sharding.shards import ShardPlan
 from slapo.sharding.slicing import Cut, make_spec
 from slapo.sharding.state import shards_of
@@ -102,7 +102,8 @@ class ShardPrimitive(Primitive):
             logger.info("%s is tied to %s.%s and sharded with it", name, sch.path, tensor_name)
         sch.metadata.primitives["shard"][tensor_name] = plan.spec
         if sch.world_size > 1:
-            refuse_saving(sch.get_top_schedule().mod)
+            for node in (sch, *sch.ancestors()):
+                refuse_methods(innermost(node.mod), module)
             refuse_clipping()
         return sch
 

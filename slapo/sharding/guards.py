@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Iterator
@@ -30,10 +31,21 @@ def _save_pretrained(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def refuse_saving(model: nn.Module) -> None:
-    """Let ``save_pretrained`` of a Transformers model raise."""
+def _resize_token_embeddings(*args: Any, **kwargs: Any) -> None:
+    raise SlapoError(
+        "resize_token_embeddings would take this rank's slice of the vocabulary for the whole of "
+        "it; resize the model before slapo.create_schedule"
+    )
+
+
+def refuse_methods(model: nn.Module, sharded: nn.Module) -> None:
+    """Let methods of a Transformers model raise that would take slices for wholes."""
     if hasattr(type(model), "save_pretrained"):
         model.__dict__["save_pretrained"] = _save_pretrained
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        with contextlib.suppress(NotImplementedError):  # of models without tokens
+            if hasattr(model, name) and innermost(getattr(model, name)()) is sharded:
+                model.__dict__["resize_token_embeddings"] = _resize_token_embeddings
 
 
 @functools.cache

@@ -580,24 +580,39 @@ def test_ranks_that_hold_other_values_or_inputs() -> None:
         assert "pass inputs of one shape" in verified
 
 
-def save(rank: int, world: int) -> str:
+class Around(nn.Module):
+    """A user's model around one of Transformers."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+def save_and_resize(rank: int, world: int) -> list[tuple[str, str]]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
         n_layer=1, n_embd=8, n_head=2, vocab_size=16, bos_token_id=0, eos_token_id=0
     )
-    model = GPT2LMHeadModel(config)
-    sch = slapo.create_schedule(model)
-    sch["transformer.h.0.mlp.c_fc"].shard("weight", 1).shard("bias", 0)
-    with pytest.raises(slapo.SlapoError) as caught:
-        copy.deepcopy(model).save_pretrained("nowhere")
-    return str(caught.value)
+    found = []
+    for is_inner in (False, True):
+        model = GPT2LMHeadModel(config)
+        sch = slapo.create_schedule(Around(model) if is_inner else model)
+        base = sch["inner"] if is_inner else sch
+        base["transformer.h.0.mlp.c_fc"].shard("weight", 1).shard("bias", 0)
+        said = told(lambda model=model: copy.deepcopy(model).save_pretrained("nowhere"))
+        model.resize_token_embeddings(18)  # whose tables are whole
+        base["transformer.wte"].shard("weight", 0)
+        found.append((said, told(lambda model=model: model.resize_token_embeddings(20))))
+    return found
 
 
-def test_a_sharded_model_is_not_saved_as_a_whole() -> None:
+def test_a_sharded_model_is_not_saved_or_resized_as_a_whole() -> None:
     pytest.importorskip("transformers")
-    for text in run_distributed(save, 2):
-        assert "save_pretrained would write this rank's slices" in text
+    for found in run_distributed(save_and_resize, 2):
+        for saved, resized in found:
+            assert "save_pretrained would write this rank's slices" in saved
+            assert "resize the model before slapo.create_schedule" in resized
 
 
 def other_modules(rank: int, world: int) -> dict[str, str]:
