@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,14 +28,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="slapo", description="A schedule language for training large PyTorch models."
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    version = f"slapo {sys.modules['slapo'].__version__}"  # it is above this module
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_check(commands)
     _add_recipes(commands)
     _add_passed_on(commands, "dryrun", _dryrun, "memory and time of a step on a described cluster")
     _add_passed_on(commands, "tune", _tune, "find the values with which a script trains fastest")
     given = parser.parse_args(arguments)
+    if given.command is None:
+        parser.print_help()
+        return 2
     try:
-        return int(given.run(given))
+        status = int(given.run(given))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # as of `slapo recipes | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except _UsageError as error:
         print(f"slapo {given.command}: {error}", file=sys.stderr)
         return 2
@@ -56,7 +67,9 @@ def _add_check(commands: Any) -> None:
         help="a function without arguments that returns (model, schedule) or (model, schedule, "
         "example_inputs); or MODULE:FUNCTION",
     )
-    check.add_argument("--tp", type=int, required=True, help="ranks that tensors are split over")
+    check.add_argument(
+        "--tp", type=int, default=2, help="ranks that tensors are split over (%(default)s)"
+    )
     check.add_argument(
         "--sp", action="store_true", help="call the schedule with sequence_parallel=True"
     )

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from slapo.errors import with_nearest
+
 
 def attribute(package: str, name: str, homes: Mapping[str, str]) -> Any:
     """Import an attribute of a package: a name that `homes` has a module for, or a submodule."""
@@ -20,4 +22,7 @@ def attribute(package: str, name: str, homes: Mapping[str, str]) -> Any:
     except ModuleNotFoundError as error:
         if error.name != path:
             raise  # a package that the submodule needs
-        raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
+        module = sys.modules[package]
+        known = [each for each in getattr(module, "__all__", homes) if each[0] != "_"]
+        said = with_nearest(name, known, f"module {package!r} has no attribute {name!r}")
+        raise AttributeError(said, name=name, obj=module) from None

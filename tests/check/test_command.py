@@ -137,3 +137,29 @@ def test_models_of_transformers_need_no_inputs() -> None:
     assert [checked.ranks for checked in check_at(make, 4, sequence_parallel=True)] == [4, 2]
     with pytest.raises(slapo.SlapoError, match="known for Linear; return example inputs too"):
         list(check_at(lambda: (nn.Linear(2, 2), lambda sch: None), 2))
+
+
+# --- the command itself ---------------------------------------------------------------------------
+def test_no_command_shows_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr().out
+    assert all(f"    {name} " in shown for name in ("check", "recipes", "dryrun", "tune"))
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"slapo {slapo.__version__}\n"
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    code = "import sys; from slapo.command import main; sys.exit(main(['recipes']))"
+    reading = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert reading.stdout is not None
+    reading.stdout.close()
+    _, said = reading.communicate(timeout=120)
+    assert (reading.returncode, said) == (0, b"")
+
+
+def test_a_slip_in_a_name_of_the_package() -> None:
+    with pytest.raises(AttributeError, match="did you mean 'create_schedule'"):
+        _ = slapo.creat_schedule
