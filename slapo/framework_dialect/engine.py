@@ -18,7 +18,7 @@ from slapo.agreement import (
 )
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch, BatchCheck, next_batch
-from slapo.framework_dialect.failures import failures_of
+from slapo.framework_dialect.failures import naming_failures
 from slapo.framework_dialect.losses import LossAccumulator, LossReducer, PendingLoss
 from slapo.framework_dialect.options import TrainingOptions
 from slapo.framework_dialect.precision import buffers_named
@@ -64,7 +64,7 @@ class Engine:
         self.module.to(self.device, torch.float32 if options.dtype is torch.float32 else None)
         #: parameters that stages share
         self.shared = share_over_mesh(lowering, self.mesh, options.sync_replicated, self._rank_of)
-        self._failures = failures_of(options.mesh)
+        self._naming_failures = naming_failures(options.mesh)
         self._batch_check = BatchCheck(options.mesh) if options.check_batches else None
         floating = (p.dtype for p in self.module.parameters() if p.is_floating_point())
         dtype = options.half or next(floating, None)
@@ -93,7 +93,7 @@ class Engine:
         """Errors of a step are explained: by the rank that failed first, by buffers' dtypes."""
         half = self.options.half
         named = nullcontext() if half is None else buffers_named(self.module, half)
-        with self._failures.named(), named:
+        with self._naming_failures(), named:
             yield
 
     # --- with a loss function ----------------------------------------------------------------

@@ -17,8 +17,8 @@ import platform
 import sys
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from multiprocessing import util
 
@@ -141,34 +141,22 @@ class Failures:
         return describe_rank(self._places, rank)
 
 
-class _NoFailures(Failures):
-    """That of a process alone."""
-
-    def __init__(self) -> None:
-        pass
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """A step as it is."""
-        yield
-
-
 _current: Failures | None = None
 _number = 0
 # The job that `_current` is for, by its store; not kept alive by us.
 _job: weakref.ref[dist.Store] | None = None
 
 
-def failures_of(mesh: DeviceMesh) -> Failures:
-    """The one that engines of this process share; all ranks call it in one order."""
+def naming_failures(mesh: DeviceMesh) -> Callable[[], AbstractContextManager[None]]:
+    """The context of a step, see `Failures.named`; all ranks call this in one order."""
     global _current, _number, _job
     if not has_peers():
-        return _NoFailures()
+        return nullcontext
     store = dist.distributed_c10d._get_default_store()
     if _current is None or _job is None or _job() is not store:
         _number += 1
         _current, _job = Failures(mesh, store, _number), weakref.ref(store)
-    return _current
+    return _current.named
 
 
 def _machine() -> str:

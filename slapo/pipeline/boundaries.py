@@ -48,17 +48,11 @@ class TensorMeta:
         """That of a tensor."""
         return cls(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
-    def empty(self, device: torch.device | str) -> Tensor:
+    def tensor(
+        self, device: torch.device | str, make: Callable[..., Tensor] = torch.empty
+    ) -> Tensor:
         """A tensor like it."""
-        return torch.empty(
-            self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad
-        )
-
-    def zeros(self, device: torch.device | str) -> Tensor:
-        """A tensor like it, of zeros: they are valid as indices too."""
-        return torch.zeros(
-            self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad
-        )
+        return make(self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +116,7 @@ class ShapeProbe:
         """The tensors that the stage sends; the last stage sends none."""
         try:
             with self._as_probed(), self.mode:
-                sent = self._sent(received, autocast, TensorMeta.empty)
+                sent = self._sent(received, autocast, torch.empty)
         except Exception:
             # Modules that look at values (experts that pick their tokens) need real ones.
             sent = self._run_for_real(received, autocast)
@@ -131,7 +125,7 @@ class ShapeProbe:
             raise SlapoError(
                 f"stage {self.stage.index} would send {wrong}, which are no tensors; cut elsewhere"
             )
-        return tuple(TensorMeta.of(n, t) for n, t in zip(self.stage.sent, sent, strict=True))
+        return describe_tensors(self.stage.sent, sent)
 
     def _run_for_real(self, received: Boundary, autocast: torch.dtype | None) -> Sequence[Tensor]:
         """On zeros in place of parameters and buffers: an engine may have shared out the real."""
@@ -141,7 +135,8 @@ class ShapeProbe:
                 self._as_probed(real=True),
                 torch.random.fork_rng(devices, device_type=self.device.type),
             ):
-                return self._sent(received, autocast, TensorMeta.zeros)
+                # Zeros are valid as indices too.
+                return self._sent(received, autocast, torch.zeros)
         except Exception as error:
             shapes = {m.name: (m.shape, m.dtype) for m in received}
             raise SlapoError(
@@ -150,12 +145,9 @@ class ShapeProbe:
             ) from error
 
     def _sent(
-        self,
-        received: Boundary,
-        autocast: torch.dtype | None,
-        make: Callable[[TensorMeta, torch.device], Tensor],
+        self, received: Boundary, autocast: torch.dtype | None, make: Callable[..., Tensor]
     ) -> Sequence[Any]:
-        inputs = [make(meta, self.device) for meta in received]
+        inputs = [meta.tensor(self.device, make) for meta in received]
         with torch.enable_grad(), autocasting(self.device, autocast):
             sent = self.stage(*inputs)
         return sent if self.stage.sent else ()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import slapo
 from slapo.errors import SlapoError
-from slapo.framework_dialect.failures import failures_of
+from slapo.framework_dialect.failures import naming_failures
 from slapo.mesh import init_mesh
 from tests.runtimes.contract import copied, data, is_unchanged, loss_fn, make
 from tests.runtimes.jobs import WORLD, Outcome, environment, free_port, run_job
@@ -112,9 +112,9 @@ def hear_from(source: int, rank: int) -> None:
 
 def killed(late: float, rank: int) -> None:
     """Rank 0, which keeps the store, notices at once; it stays until a late one has read."""
-    failures = failures_of(init_mesh(pp=WORLD, device="cpu"))
+    failures = naming_failures(init_mesh(pp=WORLD, device="cpu"))
     for step in range(6):
-        with failures.named():
+        with failures():
             if rank == 1 and step == 5:
                 kill()
             if rank == 2 and step == 5:
@@ -123,36 +123,36 @@ def killed(late: float, rank: int) -> None:
 
 
 def keeper_of_the_store_killed(rank: int) -> None:
-    failures = failures_of(init_mesh(pp=WORLD, device="cpu"))
+    failures = naming_failures(init_mesh(pp=WORLD, device="cpu"))
     for step in range(1000):
-        with failures.named():
+        with failures():
             if rank == 0 and step == 5:
                 kill()
             dist.all_reduce(torch.ones(1))
 
 
 def raises_between_steps(rank: int) -> None:
-    failures = failures_of(init_mesh(pp=WORLD, device="cpu"))
-    with failures.named():
+    failures = naming_failures(init_mesh(pp=WORLD, device="cpu"))
+    with failures():
         dist.all_reduce(torch.ones(1))
     if rank == 2:
         raise KeyError("no such column")
-    with failures.named():
+    with failures():
         dist.recv(torch.ones(1), (rank + 1) % WORLD)
 
 
 def meets_an_error_that_all_have(rank: int) -> None:
     """Every rank raises by itself, at another time, and goes on; nobody is blamed later."""
-    failures = failures_of(init_mesh(pp=WORLD, device="cpu"))
+    failures = naming_failures(init_mesh(pp=WORLD, device="cpu"))
     for _ in range(2):
-        with pytest.raises(ValueError, match="bad batch"), failures.named():
+        with pytest.raises(ValueError, match="bad batch"), failures():
             time.sleep(0.3 * rank)
             raise ValueError("bad batch")
-    with failures.named():
+    with failures():
         hear_from(1, rank)
     if rank == 1:
         kill()
-    with failures.named():
+    with failures():
         hear_from(1, rank)
 
 
@@ -189,8 +189,8 @@ def test_engines_share_one_and_start_no_thread() -> None:
     """Also with a store in a file, which no rank keeps."""
     mesh = init_mesh(pp=2, device="cpu")
     before = threading.active_count()
-    first, second = failures_of(mesh), failures_of(mesh)
-    with first.named(), second.named():
+    first, second = naming_failures(mesh), naming_failures(mesh)
+    with first(), second():
         dist.all_reduce(torch.ones(1))
     assert first is second
     assert threading.active_count() == before
@@ -248,11 +248,11 @@ SCRIPT = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
 import torch, torch.distributed as dist
-from slapo.framework_dialect.failures import failures_of
+from slapo.framework_dialect.failures import naming_failures
 from slapo.mesh import init_mesh
 torch.set_num_threads(1)
-failures = failures_of(init_mesh(dp=2, device="cpu", timeout=5))
-with failures.named():
+failures = naming_failures(init_mesh(dp=2, device="cpu", timeout=5))
+with failures():
     dist.all_reduce(torch.ones(1))
 if dist.get_rank() == 1 and {fault!r} == "raises":
     {{}}["no such key"]
@@ -261,7 +261,7 @@ if dist.get_rank() == 1 and {fault!r} == "killed":
 if dist.get_rank() == 1 and {fault!r} == "hangs":
     time.sleep(30)
 if {fault!r}:
-    with failures.named():
+    with failures():
         dist.recv(torch.ones(1), 0 if dist.get_rank() else 1)
 """
 

@@ -31,7 +31,7 @@ def unpack(meta: TensorMeta, tensor: Tensor) -> Tensor:
 def room_for(meta: TensorMeta, device: torch.device) -> Tensor:
     """Memory for what travels."""
     if meta.requires_grad:
-        return meta.empty(device).detach()
+        return meta.tensor(device).detach()
     return torch.empty(meta.nbytes, dtype=torch.uint8, device=device)
 
 

@@ -8,7 +8,7 @@ import io
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,6 +57,5 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def quiet_warnings() -> AbstractContextManager[None]:
-    """Ignore deprecations that concern DeepSpeed's code."""
-    return runtime.quiet_warnings("deepspeed")
+#: Ignores deprecations that concern DeepSpeed's code.
+quiet_warnings = partial(runtime.quiet_warnings, "deepspeed")

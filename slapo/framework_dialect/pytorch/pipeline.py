@@ -313,7 +313,7 @@ class TorchPipelineEngine(TorchEngineBase):
         sent = (
             (torch.empty(1, device=self.device, requires_grad=True),)
             if last
-            else tuple(meta.empty(self.device) for meta in boundaries[index + 1])
+            else tuple(meta.tensor(self.device) for meta in boundaries[index + 1])
         )
         cls = TrainingStage if train else EvaluationStage
         return cls(
@@ -321,7 +321,7 @@ class TorchPipelineEngine(TorchEngineBase):
             index,
             self.lowering.n_stages,
             self.device,
-            input_args=tuple(meta.empty(self.device) for meta in boundaries[index]),
+            input_args=tuple(meta.tensor(self.device) for meta in boundaries[index]),
             output_args=sent,
             group=self.mesh.get_group("pp"),
         )

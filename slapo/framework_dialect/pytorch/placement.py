@@ -32,7 +32,6 @@ class PipelineSchedule:
     rank_of: Callable[[int, int], int]
     stages_per_rank: int | None
     splits_backward: bool
-    source: str
 
     def stages_of(self, rank: int, n_stages: int, pp: int) -> tuple[int, ...]:
         """The stages that a rank runs, in order."""
@@ -68,13 +67,13 @@ class PipelineSchedule:
 
 
 SCHEDULES = {
-    "1f1b": PipelineSchedule("Schedule1F1B", _looped, 1, False, "Narayanan et al. 2019"),
-    "gpipe": PipelineSchedule("ScheduleGPipe", _looped, 1, False, "Huang et al. 2019"),
-    "interleaved_1f1b": PipelineSchedule(
-        "ScheduleInterleaved1F1B", _looped, None, False, "Narayanan et al. 2021"
-    ),
-    "zero_bubble": PipelineSchedule(
-        "ScheduleInterleavedZeroBubble", _looped, None, True, "Qi et al. 2024 (ZB-H1)"
-    ),
-    "zbv": PipelineSchedule("ScheduleZBVZeroBubble", _v_shaped, 2, True, "Qi et al. 2024 (ZB-V)"),
+    # Narayanan et al. 2019
+    "1f1b": PipelineSchedule("Schedule1F1B", _looped, 1, False),
+    # Huang et al. 2019
+    "gpipe": PipelineSchedule("ScheduleGPipe", _looped, 1, False),
+    # Narayanan et al. 2021
+    "interleaved_1f1b": PipelineSchedule("ScheduleInterleaved1F1B", _looped, None, False),
+    # Qi et al. 2024: ZB-H1 and ZB-V
+    "zero_bubble": PipelineSchedule("ScheduleInterleavedZeroBubble", _looped, None, True),
+    "zbv": PipelineSchedule("ScheduleZBVZeroBubble", _v_shaped, 2, True),
 }
