@@ -157,6 +157,11 @@ class PendingLoss:
 
 
 def _one_number(loss: Any) -> Tensor:
+    if loss is None:
+        raise ValueError(
+            "loss_fn returned None; a model of Transformers has no loss where the batch has no "
+            "'labels', and a function needs a return"
+        )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(

@@ -52,8 +52,9 @@ def test_nothing_that_counts_is_a_loss_of_zero() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
+        (None, "a model of Transformers has no loss where the batch has no .labels."),
         (torch.ones(2), r"loss_fn returned \(2,\); it must return one number"),
-        (None, "loss_fn returned NoneType"),
+        ({}, "loss_fn returned dict"),
         ((torch.tensor(1.0), "many"), "the count 'many' in"),
         ((torch.tensor(1.0), -1), "the count -1 in"),
         ((torch.tensor(1.0), float("nan")), "the count nan in"),
