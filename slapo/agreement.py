@@ -47,13 +47,7 @@ _ON_EVERY_RANK = "_slapo_on_every_rank"
 def all_ranks_or_none(
     what: str, check: Callable[[], T], group: dist.ProcessGroup | None = None
 ) -> T:
-    """Run ``check`` on each rank; if it raises on any of them, raise on all.
-
-    Examples
-    --------
-    >>> all_ranks_or_none("read the size", lambda: 3)
-    3
-    """
+    """Run ``check`` on each rank; if it raises on any of them, raise on all."""
     if not has_peers(group):
         return check()
     result, error = _attempt(check)
@@ -70,12 +64,7 @@ def same_on_all_ranks(
     group: dist.ProcessGroup | None = None,
     remedy: str = "pass the same on every rank",
 ) -> None:
-    """Refuse, on every rank, values that differ between ranks.
-
-    Examples
-    --------
-    >>> same_on_all_ranks("micro_batches", 4)
-    """
+    """Refuse, on every rank, values that differ between ranks."""
     if not has_peers(group):
         return
     values = gathered(value, group)
@@ -99,11 +88,6 @@ def checksum(tensor: Tensor) -> Tensor:
 
     Sums over the rows and over the columns of the bytes laid out in a square of 64-bit numbers,
     each weighted by its place: two passes over the data and no copy of it.
-
-    Examples
-    --------
-    >>> int(checksum(torch.tensor([float("nan")]))) == int(checksum(torch.tensor([float("nan")])))
-    True
     """
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
     whole = flat.numel() // 8 * 8
@@ -125,14 +109,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def communication_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where small tensors have to be for the collectives of ``group``.
-
-    Examples
-    --------
-    >>> from slapo.mesh import init_mesh
-    >>> communication_device(init_mesh(device="cpu")["tp"].get_group())
-    device(type='cpu')
-    """
+    """Where small tensors have to be for the collectives of ``group``."""
     if "cpu:" in str(dist.get_backend_config(group)):
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
@@ -141,51 +118,27 @@ def communication_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def has_peers(group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether there are other processes in the group, None for the world, that really exist.
-
-    Examples
-    --------
-    >>> has_peers()
-    False
-    """
+    """Return whether the group, None for the world, has other processes that really exist."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
     return dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Return whether this is the error of a collective that lost another rank, or its patience.
-
-    Examples
-    --------
-    >>> is_broken_collective(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"))
-    True
-    """
+    """Return whether this is the error of a collective that lost another rank, or its patience."""
     if isinstance(error, SlapoError) or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or bool(_BROKEN.search(str(error)))
 
 
 def on_every_rank(error: T) -> T:
-    """Mark an exception that all ranks raise together.
-
-    Examples
-    --------
-    >>> is_on_every_rank(on_every_rank(ValueError("bad")))
-    True
-    """
+    """Mark an exception that all ranks raise together."""
     setattr(error, _ON_EVERY_RANK, True)
     return error
 
 
 def is_on_every_rank(error: BaseException) -> bool:
-    """Return whether all ranks raise this exception together, so that none waits for another.
-
-    Examples
-    --------
-    >>> is_on_every_rank(ValueError("bad"))
-    False
-    """
+    """Return whether all ranks raise this exception together, so that none waits for another."""
     return getattr(error, _ON_EVERY_RANK, False)
 
 
@@ -193,13 +146,6 @@ class FirstFailure:
     """The first failure on any rank, kept in a store for ranks that meet a broken collective.
 
     A store whose keeper is gone is met with silence here: who reads it knows that by its error.
-
-    Examples
-    --------
-    >>> failure = FirstFailure(dist.HashStore(), rank=1)
-    >>> failure.tell("rank 1 ran out of memory")
-    >>> failure.told()
-    'rank 1 ran out of memory'
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:

@@ -23,6 +23,6 @@ def attribute(package: str, name: str, homes: Mapping[str, str]) -> Any:
         if error.name != path:
             raise  # a package that the submodule needs
         module = sys.modules[package]
-        known = [each for each in getattr(module, "__all__", homes) if each[0] != "_"]
+        known = [each for each in vars(module).get("__all__", homes) if each[0] != "_"]
         said = with_nearest(name, known, f"module {package!r} has no attribute {name!r}")
         raise AttributeError(said, name=name, obj=module) from None

@@ -80,14 +80,7 @@ def get_logger(name: str = "slapo", level: int | str | None = None) -> RankLogge
 
 @contextmanager
 def only_warnings(name: str = "slapo") -> Iterator[None]:
-    """Drop what the logger of that name says below WARNING, as of models that are only tried.
-
-    Examples
-    --------
-    >>> with only_warnings():
-    ...     get_logger("slapo").isEnabledFor(logging.INFO)
-    False
-    """
+    """Drop what the logger of that name says below WARNING, as of models that are only tried."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(max(before, logging.WARNING))

@@ -99,14 +99,7 @@ def _make_mesh(kind: str, sizes: tuple[int, int, int], timeout: timedelta | None
 
 
 def timeout_of_job() -> timedelta:
-    """How long ranks wait for each other: what groups that are made later should have too.
-
-    Examples
-    --------
-    >>> _ = init_mesh(device="cpu", timeout=60)
-    >>> timeout_of_job().total_seconds()
-    60.0
-    """
+    """How long ranks wait for each other: what groups that are made later should have too."""
     world = dist.distributed_c10d._get_default_group()
     backend = world._get_backend(torch.device(next(iter(_backends()))))
     # Torch's fake group, which waits for nobody, has no options.
@@ -115,41 +108,21 @@ def timeout_of_job() -> timedelta:
 
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
-    """Give a timeout to a group that is there; None for the world.
-
-    Examples
-    --------
-    >>> _ = init_mesh(device="cpu")
-    >>> set_timeout(timedelta(minutes=1))
-    """
+    """Give a timeout to a group that is there; None for the world."""
     # Private only by its name: torch documents it, and has no other way; for gloo and NCCL alone.
     if dist.get_backend() != "fake":
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """A group of some ranks, with the timeout of the job. A collective of the world.
-
-    Examples
-    --------
-    >>> _ = init_mesh(device="cpu")
-    >>> new_group([0]).size()
-    1
-    """
+    """A group of some ranks, with the timeout of the job. A collective of the world."""
     group = dist.new_group(list(ranks), timeout=timeout_of_job())
     # A rank outside gets a placeholder that is no group.
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def grid_of(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh of pipeline, data and tensor parallelism that a user's mesh stands for.
-
-    Examples
-    --------
-    >>> _ = init_mesh(device="cpu")
-    >>> grid_of(init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))).mesh_dim_names
-    ('pp', 'dp', 'tp')
-    """
+    """The mesh of pipeline, data and tensor parallelism that a user's mesh stands for."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh is a {type(mesh).__name__}; pass slapo.init_mesh(pp=, dp=, tp=)")
     names = mesh.mesh_dim_names or ()
@@ -181,49 +154,24 @@ def grid_of(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def group_among(rank_sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Make a group of each set of ranks; returns that of this rank. A collective of the world.
-
-    Examples
-    --------
-    >>> _ = init_mesh(device="cpu")
-    >>> group_among([[0]]).size()
-    1
-    """
+    """Make a group of each set of ranks; returns that of this rank. A collective of the world."""
     made = [new_group(ranks) for ranks in rank_sets]
     return next(group for group in made if group is not None)
 
 
 def describe_rank(places: torch.Tensor, rank: int) -> str:
-    """Name a rank with its place among `places`, the tensor of ranks that a mesh holds.
-
-    Examples
-    --------
-    >>> describe_rank(init_mesh(device="cpu").mesh, 0)
-    'rank 0 (pp 0, dp 0, tp 0)'
-    """
+    """Name a rank with its place among `places`, the tensor of ranks that a mesh holds."""
     place = (places == rank).nonzero()[0].tolist()
     return f"rank {rank} ({', '.join(f'{d} {i}' for d, i in zip(DIMS, place, strict=True))})"
 
 
 def current_device(mesh: DeviceMesh) -> torch.device:
-    """The device of this process, of the mesh's type.
-
-    Examples
-    --------
-    >>> current_device(init_mesh(device="cpu"))
-    device(type='cpu')
-    """
+    """The device of this process, of the mesh's type."""
     return _indexed(mesh.device_type)
 
 
 def device_of_world() -> torch.device:
-    """The device that the process group works for: the accelerator if it has a backend for it.
-
-    Examples
-    --------
-    >>> device_of_world().type in ("cpu", _best_device().type)
-    True
-    """
+    """The device that the process group works for: the accelerator if it has a backend for it."""
     return _indexed(_device_of_backend() if _is_up() else _best_device().type)
 
 
@@ -320,13 +268,6 @@ def leave_together() -> None:
     Threads of gloo whose peers go before them abort the process now and then: its launcher would
     take a job that is done for one that has failed. So ranks wait for each other, but not long: one
     that is still in a collective has to learn that this one is gone.
-
-    Examples
-    --------
-    >>> _ = init_mesh(device="cpu")
-    >>> leave_together()
-    >>> dist.is_initialized()
-    False
     """
     if not _is_up():
         return

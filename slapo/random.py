@@ -337,13 +337,7 @@ def set_random_seed(
 
 @contextmanager
 def states_kept(tp_rank: int, seed: int = 2013) -> Iterator[None]:
-    """Python's, torch's and the tracker's states as they were; one without a seed gets one.
-
-    Examples
-    --------
-    >>> with states_kept(tp_rank=0), get_rng_tracker().fork():
-    ...     mask = torch.rand(2) < 0.1
-    """
+    """Python's, torch's and the tracker's states as they were; one without a seed gets one."""
     of_python = random.getstate()
     with torch.random.fork_rng(), tracker_kept(tp_rank, seed):
         try:
@@ -354,13 +348,7 @@ def states_kept(tp_rank: int, seed: int = 2013) -> Iterator[None]:
 
 @contextmanager
 def tracker_kept(tp_rank: int = 0, seed: int = 2013) -> Iterator[None]:
-    """The tracker's states as they were; a tracker without a seed gets one for the block.
-
-    Examples
-    --------
-    >>> with tracker_kept(), get_rng_tracker().fork():
-    ...     mask = torch.rand(2) < 0.1
-    """
+    """The tracker's states as they were; a tracker without a seed gets one for the block."""
     states = _tracker.get_states()
     if not states:
         _tracker.set_states({TENSOR_PARALLEL: _seeded(seed + tp_rank, _started_devices())})

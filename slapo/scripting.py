@@ -19,13 +19,6 @@ def script(function: Any) -> Any:
     ------
     Exception
         Of many kinds, if it cannot be compiled.
-
-    Examples
-    --------
-    >>> script(lambda x: x)
-    Traceback (most recent call last):
-        ...
-    RuntimeError: Expected a single top-level function: ...
     """
     with quiet():
         return torch.jit.script(function)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import json
-import re
 import sqlite3
 import sys
 import time
@@ -110,46 +107,6 @@ class Database:
             )
         )
 
-    def import_json(self, path: str | Path) -> int:
-        """Import a JSON database of the published package.
-
-        It is an object whose keys are points: JSON, or ``name-value``, ``name:value`` or
-        ``name=value`` for each value. A result is a number, or an object with ``throughput``. Keys
-        without values are skipped.
-
-        Parameters
-        ----------
-        path
-            The file.
-
-        Returns
-        -------
-        int
-            Number of imported points; points that are in the database already are skipped.
-
-        Raises
-        ------
-        TuneError
-            If the file or one of its keys cannot be read; nothing is imported then.
-        """
-        try:
-            held = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise TuneError(f"{path} cannot be read as JSON: {error}; name another file") from None
-        if not isinstance(held, dict):
-            raise TuneError(f"{path} holds a {type(held).__name__}, not an object of results")
-        known = {trial.key for trial in self.trials if trial.is_run}
-        new: dict[str, tuple[dict[str, Any], Any]] = {}
-        for key, entry in held.items():
-            values = _old_values(key, path)
-            if values and point_key(values) not in known:
-                new.setdefault(point_key(values), (values, entry))
-        for values, entry in new.values():
-            result, code = _old_result(entry)
-            failure = "out_of_memory" if code == 1 else "crash"
-            self.commit(values, result, "" if result is not None else failure)
-        return len(new)
-
 
 # --- the study -----------------------------------------------------------------------------------
 def import_optuna() -> Any:
@@ -184,8 +141,7 @@ def open_study(db: Path | None) -> optuna.Study:
     except Exception as error:
         raise TuneError(
             f"{db} cannot be used as a database: {str(error).splitlines()[0]}; name a new file, or "
-            "one that a search wrote. A JSON database of the published package is imported by "
-            'slapo.autotune.Database("trials.db").import_json("old.json")'
+            "one that a search wrote"
         ) from error
     finally:
         optuna.logging.set_verbosity(before)
@@ -352,49 +308,3 @@ def _number(found: Any, name: str, values: dict[str, Any]) -> float:
     if number is None or number < 0:
         raise TuneError(f"predict({values}) gave {name}={value!r}; give a finite number from 0 on")
     return number
-
-
-# --- JSON databases of the published package -----------------------------------------------------
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-#: A name and its value: a number, which may contain the separator of pairs as its sign, or a text.
-_PAIR = re.compile(
-    rf"\s*([A-Za-z_]\w*)\s*[-:=]\s*({_NUMBER}(?=[-,;\s]|$)|[^-,;:=\s'\"]+)(?:\s*[-,;]|\s+|$)"
-)
-_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
-
-
-def _old_values(key: str, path: object) -> dict[str, Any]:
-    for read in (json.loads, ast.literal_eval):
-        with contextlib.suppress(ValueError, SyntaxError):
-            found = read(key)
-            if isinstance(found, dict):
-                return found
-    if not re.search(r"[-:=]", key):
-        return {}
-    values: dict[str, Any] = {}
-    at = 0
-    while at < len(key):
-        pair = _PAIR.match(key, at)
-        if pair is None or pair[1] in values:
-            raise TuneError(
-                f"{path} names a point {key!r}, of which {key[at:]!r} cannot be read; write "
-                "name-value, name:value or name=value for each of its values, or JSON"
-            )
-        at, text = pair.end(), pair[2]
-        if re.fullmatch(_NUMBER, text):
-            values[pair[1]] = int(text) if text.lstrip("+-").isdigit() else float(text)
-        else:
-            values[pair[1]] = _WORDS.get(text, text)
-    return values
-
-
-def _old_result(entry: Any) -> tuple[float | None, Any]:
-    """Result and error code: of a number, of an object, or of a list [code, speed]."""
-    code = None
-    if isinstance(entry, Mapping):
-        code = entry.get("error_code")
-        entry = entry.get("throughput", entry.get("samples_per_sec"))
-    elif isinstance(entry, list) and entry:
-        code, entry = entry[0], None if entry[0] else entry[-1]
-    number = finite_number(entry)
-    return (number if number is not None and number > 0 else None), code

@@ -33,15 +33,7 @@ class StageTie:
 
 
 def ties_of_stages(stages: Sequence[nn.Module]) -> tuple[StageTie, ...]:
-    """Parameters tied across stages, found by identity in one pass.
-
-    Examples
-    --------
-    >>> first, last = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
-    >>> last.weight = first.weight
-    >>> ties_of_stages([first, nn.ReLU(), last])
-    (StageTie(members=((0, 'weight'), (2, 'weight'))),)
-    """
+    """Parameters tied across stages, found by identity in one pass."""
     ties = []
     for places in _places(stages):
         first: dict[int, str] = {}
@@ -69,15 +61,6 @@ def analyze_tie_weights(
     dict
         A number for each of them -> the ``(name, stage)`` where it stands: names in the stage, or
         in the model with stage 0.
-
-    Examples
-    --------
-    >>> model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
-    >>> model[1].weight = model[0].weight
-    >>> sorted(analyze_tie_weights(model, False)[0])
-    [('0.weight', 0), ('1.weight', 0)]
-    >>> sorted(analyze_tie_weights(model, True)[0])
-    [('weight', 0), ('weight', 1)]
     """
     stages = list(top_mod.children()) if is_pipeline_partitioned else [top_mod]
     return dict(enumerate(set(places) for places in _places(stages) if len(places) > 1))

@@ -31,13 +31,6 @@ class GroupHandle:
 
     It does not keep the group: one that outlives ``dist.destroy_process_group`` ends with the
     interpreter, where threads of gloo that still run abort the process.
-
-    Examples
-    --------
-    >>> import copy
-    >>> handle = GroupHandle(None)
-    >>> copy.deepcopy(handle) is handle, handle.group
-    (True, None)
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -109,14 +102,7 @@ _alone = False
 
 @contextmanager
 def as_if_alone() -> Iterator[None]:
-    """Within the block every group counts as one of a single rank: nothing is communicated.
-
-    Examples
-    --------
-    >>> with as_if_alone():
-    ...     group_size()
-    1
-    """
+    """Within the block every group counts as one of a single rank: nothing is communicated."""
     global _alone
     before, _alone = _alone, True
     try:
@@ -126,13 +112,7 @@ def as_if_alone() -> Iterator[None]:
 
 
 def group_size(group: dist.ProcessGroup | None = None) -> int:
-    """Return the number of ranks in ``group``.
-
-    Examples
-    --------
-    >>> group_size()
-    1
-    """
+    """Return the number of ranks in ``group``."""
     if _alone or not _initialized():
         return 1
     size = dist.get_world_size(group)
@@ -145,24 +125,12 @@ def group_size(group: dist.ProcessGroup | None = None) -> int:
 
 
 def group_rank(group: dist.ProcessGroup | None = None) -> int:
-    """Return this process' rank inside ``group``.
-
-    Examples
-    --------
-    >>> group_rank()
-    0
-    """
+    """Return this process' rank inside ``group``."""
     return dist.get_rank(group) if _initialized() and not _alone else 0
 
 
 def share_of(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Where a rank's share of `size` begins, and how long it is, as ``torch.chunk`` cuts it.
-
-    Examples
-    --------
-    >>> [share_of(10, rank, 4) for rank in range(4)]
-    [(0, 3), (3, 3), (6, 3), (9, 1)]
-    """
+    """Where a rank's share of `size` begins, and how long it is, as ``torch.chunk`` cuts it."""
     longest = -(-size // ranks)
     start = min(rank * longest, size)
     return start, min(longest, size - start)
@@ -243,13 +211,7 @@ def group_of_one() -> dist.ProcessGroup:
 
 
 def parse_reshard(spec: str) -> tuple[str, str]:
-    """Split a resharding such as ``"RS->SR"`` in the layouts before and after.
-
-    Examples
-    --------
-    >>> parse_reshard("RS->SR")
-    ('RS', 'SR')
-    """
+    """Split a resharding such as ``"RS->SR"`` in the layouts before and after."""
     source, arrow, target = spec.partition("->")
     if not arrow or source == target or source not in _LAYOUTS or target not in _LAYOUTS:
         valid = ", ".join(f'"{a}->{b}"' for a in _LAYOUTS for b in _LAYOUTS if a != b)

@@ -184,13 +184,7 @@ def register_shard_rule(cls: type[nn.Module], rule: Rule) -> None:
 
 
 def tensor_of_size(module: nn.Module, name: str) -> tuple[str, int] | None:
-    """The tensor, and its axis, whose size an attribute of the module's repeats; None for others.
-
-    Examples
-    --------
-    >>> tensor_of_size(nn.Linear(4, 6), "out_features")
-    ('weight', 0)
-    """
+    """The tensor, and its axis, whose size an attribute repeats; None for others."""
     for tensor, value in module._parameters.items():
         for axis in range(0 if value is None else value.dim()):
             with suppress(ValueError):  # of what cannot be sharded along it

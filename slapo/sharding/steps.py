@@ -73,18 +73,7 @@ def carry_out(
 
 @contextmanager
 def carried_by(carrier: Carrier) -> Iterator[None]:
-    """Let a function carry out the steps that this process begins within the block.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from slapo.sharding.collectives import reduce_from_group
-    >>> def printed(step, function, tensor, group, **arguments):
-    ...     print(step.name, tuple(tensor.shape))
-    ...     return function(tensor, group, **arguments)
-    >>> with carried_by(printed):
-    ...     total = reduce_from_group(torch.ones(2))  # in a world of one, none begins
-    """
+    """Let a function carry out the steps that this process begins within the block."""
     global _carrier
     before, _carrier = _carrier, carrier
     try:

@@ -35,14 +35,6 @@ def check_takes(
     ------
     TypeError
         Saying what it takes.
-
-    Examples
-    --------
-    >>> check_takes(lambda module: module, "make_fn", ("path", "module"))
-    Traceback (most recent call last):
-        ...
-    TypeError: make_fn is called with (path, module), and <lambda> takes (module); pass a function \
-that takes these
     """
     try:
         signature = inspect.signature(function)
@@ -80,13 +72,7 @@ def outline(inputs: Any) -> Any:
 
 
 def as_call(inputs: Any, name: str = "example_inputs") -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments.
-
-    Examples
-    --------
-    >>> as_call({"n": 3})
-    ((), {'n': 3})
-    """
+    """Positional and keyword arguments."""
     if isinstance(inputs, Tensor):
         return (inputs,), {}
     if isinstance(inputs, Mapping):

@@ -10,15 +10,7 @@ from slapo.errors import SlapoError
 
 
 class TieGroups:
-    """Names of a model that lead to one parameter; found in one pass by identity.
-
-    Examples
-    --------
-    >>> model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
-    >>> model[1].weight = model[0].weight
-    >>> sorted(TieGroups(model).partners("0.weight"))
-    ['1.weight']
-    """
+    """Names of a model that lead to one parameter; found in one pass by identity."""
 
     def __init__(self, model: nn.Module) -> None:
         names: dict[int, list[str]] = {}

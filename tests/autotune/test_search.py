@@ -427,48 +427,10 @@ def test_databases(tmp_path: Path) -> None:
     assert run.points[10:] == [point_key({"a": 1, "b": 1})]
 
 
-OLD = {
-    "batch_size-8-ckpt_ratio-0.5": ({"batch_size": 8, "ckpt_ratio": 0.5}, 1.0),
-    '{"batch_size": 16, "ckpt_ratio": 1.0}': ({"batch_size": 16, "ckpt_ratio": 1.0}, 1.0),
-    "batch_size-8-attn-flash": ({"batch_size": 8, "attn": "flash"}, {"throughput": 1.0}),
-    "{'bs': 4, 'kernel': 'flash'}": ({"bs": 4, "kernel": "flash"}, [0, 1.0]),
-    "lr-1e+5-x-1E5": ({"lr": 1e5, "x": 1e5}, {"samples_per_sec": 1}),
-    "x-.5-y--2-z-08": ({"x": 0.5, "y": -2, "z": 8}, 1),
-    "v-1.2.3,flag=True, n: None": ({"v": "1.2.3", "flag": True, "n": None}, 1),
-    "batch_size:32,ckpt_ratio:0": ({"batch_size": 32, "ckpt_ratio": 0}, [1, 0]),
-    "batch_size=64": ({"batch_size": 64}, [2, 0]),
-    "batch_size=65": ({"batch_size": 65}, {"throughput": 0, "error_code": 1}),
-}
-
-
-def test_json_databases_of_the_published_package(tmp_path: Path) -> None:
-    held = {key: result for key, (_, result) in OLD.items()}
-    (tmp_path / "old.json").write_text(json.dumps({**held, "x": 1}))
-    database = Database(tmp_path / "db")
-    assert database.import_json(tmp_path / "old.json") == len(OLD)
-    assert database.import_json(tmp_path / "old.json") == 0
-    assert [trial.values for trial in database.trials] == [values for values, _ in OLD.values()]
-    outcomes = [(trial.outcome, trial.result) for trial in database.trials]
-    lost = ("out_of_memory", None)
-    assert outcomes == [("ok", 1.0)] * 7 + [lost, ("crash", None), lost]
-    for text, message in [
-        ("nope", "cannot be read as JSON"),
-        ("[]", "holds a list"),
-        ('{"a-1": 2.0, "attn-flash-v2": 1.0}', "'attn-flash-v2', of which 'v2' cannot be read"),
-        ('{"a-1-a-2": 2.0}', "'a-1-a-2', of which 'a-2'"),
-        ('{"micro-batch-8": 2.0}', "of which '8'"),
-    ]:
-        (tmp_path / "bad.json").write_text(text)
-        with pytest.raises(TuneError, match=message):
-            database.import_json(tmp_path / "bad.json")
-    assert len(database.trials) == len(OLD)
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("text", "text cannot be used as a database: .*; name a new file"),
-        ("old.json", r"is imported by .*import_json"),
         ("broken", "broken cannot be used as a database"),
         ("", "cannot be used as a database: .*unable to open"),
         ("no/where/db", "cannot be written: No such .*; name a file in a folder that can be"),
@@ -476,7 +438,6 @@ def test_json_databases_of_the_published_package(tmp_path: Path) -> None:
 )
 def test_files_that_are_no_database(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "text").write_text("hello")
-    (tmp_path / "old.json").write_text('{"a": 1}')
     (tmp_path / "broken").write_bytes(b"SQLite format 3\0" + b"\1" * 4096)
     with pytest.raises(TuneError, match=message):
         tune(grid, run=lambda point: 1.0, db=tmp_path / name)

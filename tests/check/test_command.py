@@ -163,3 +163,5 @@ def test_a_reader_that_has_seen_enough() -> None:
 def test_a_slip_in_a_name_of_the_package() -> None:
     with pytest.raises(AttributeError, match="did you mean 'create_schedule'"):
         _ = slapo.creat_schedule
+    with pytest.raises(AttributeError, match=r"module 'slapo\.utils' has no attribute"):
+        _ = slapo.utils.nothing_like_it
