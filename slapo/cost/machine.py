@@ -227,7 +227,8 @@ def _gpu(
 
 
 #: By name. Dense peaks, memory bandwidth and links of the makers' data sheets; of links what
-#: all-reduces reach: 120 GB/s on six NVLinks of a V100, 230 on an A100's twelve, 360 on an H100's.
+#: all-reduces reach: 120 GB/s on six NVLinks of a V100, 230 on an A100's twelve, 360 on an H100's
+#: and an H200's, and the same share of a B200's.
 MACHINES: dict[str, Machine] = {
     machine.name: machine
     for machine in (
@@ -236,6 +237,8 @@ MACHINES: dict[str, Machine] = {
         _gpu("a100-40gb", 40, 312 * TERA, 19.5 * TERA, 1555 * GB, (230 * GB, 22 * GB)),
         _gpu("a100-80gb", 80, 312 * TERA, 19.5 * TERA, 2039 * GB, (230 * GB, 22 * GB)),
         _gpu("h100-80gb", 80, 989 * TERA, 67 * TERA, 3350 * GB, (360 * GB, 45 * GB)),
+        _gpu("h200-141gb", 141, 989 * TERA, 67 * TERA, 4800 * GB, (360 * GB, 45 * GB)),
+        _gpu("b200-180gb", 180, 2250 * TERA, 75 * TERA, 8000 * GB, (720 * GB, 45 * GB)),
         Machine(
             "cpu",
             24 * 2**30,
