@@ -242,7 +242,7 @@ TASKS: dict[Layout, list[Callable[[Layout], None]]] = {
 @on_ranks(timeout=280)
 def test_training_equals_one_process(layout: Layout) -> None:
     stand_in_for_cuda()
-    layouts.check_families("megatron", layout)
+    layouts.check_families(FAMILIES, "megatron", layout)
     for task in TASKS[layout]:
         task(layout)
 

@@ -45,7 +45,7 @@ class Call:
     shape_in_one_process: tuple[int, ...] | None = None
     #: true if it draws random numbers of this rank's own, for slices that it will meet
     draws_own: bool = False
-    #: in the backward pass, how the first tensor lay that the node was given
+    #: of a view in the backward pass, how the tensor lay whose gradient its result is
     of_gradient_of: Place | None = None
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -74,8 +74,8 @@ class PlaceMode(OperationLog):
             self._views[each.path] += (part[2] for part in each.parts if part[0] in VIEWS)
         #: memory -> tensors there that are known to be constant
         self._constants: dict[int, list[weakref.ref[Tensor]]] = {}
-        #: autograd's number of a node -> how the first tensor lies that it was given
-        self._places_by_node: dict[int, Place] = {}
+        #: autograd's number of a view -> how its input lies
+        self._places_of_views: dict[int, Place] = {}
 
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run the operation, and say where its results lie."""
@@ -93,13 +93,8 @@ class PlaceMode(OperationLog):
             stop.fits = False
             raise stop from error
         call.outs = tensors_in(out)
-        path, in_backward = self.paths.now()
-        if in_backward:
-            call.of_gradient_of = self._places_by_node.get(self.paths.number())
-        elif places:
-            # A node has its number before it runs; what makes none comes behind the last one.
-            self._places_by_node.setdefault(self.paths.number(), places[0])
-            call.shape_in_one_process = self._find_in_one_process(call, path)
+        if name in VIEWS or name.startswith("slice"):
+            self._compare_view(call)
         self._settle(call)
         pairs = zip(tensors, places, strict=True)
         on_one = any(place.is_slice and tensor.shape[place.dim] == 1 for tensor, place in pairs)
@@ -330,10 +325,18 @@ class PlaceMode(OperationLog):
             wrong = own_draws()
         raise self.stop(name, call.tensors, places, wrong)
 
+    def _compare_view(self, call: Call) -> None:
+        """Tell a view its shape in one process, or how its input lay in the forward pass."""
+        path, in_backward = self.paths.now()
+        if in_backward:
+            call.of_gradient_of = self._places_of_views.get(self.paths.number())
+            return
+        # A node has its number before it runs; a view that makes none comes behind the last one.
+        self._places_of_views.setdefault(self.paths.number(), call.places[0])
+        if call.name in VIEWS:
+            call.shape_in_one_process = self._find_in_one_process(call, path)
+
     def _find_in_one_process(self, call: Call, path: str) -> Shape | None:
-        """The shape of a view's result in one process."""
-        if call.name not in VIEWS:
-            return None
         own, shapes = tuple(call.outs[0].shape), self._views[path]
         # Some may be left out here, as where each rank has a head of its own, not a repeated one.
         for _ in range(len(shapes)):
