@@ -14,7 +14,7 @@ from slapo.sharding.tags import PARTIAL_GRAD
 from slapo.wrapper import innermost
 
 
-class AnnotatePrimitive(Primitive):
+class AnnotatePrimitive(Primitive, name="annotate"):
     """Tag a parameter; the tag is an attribute of it and follows it to every new tensor.
 
     ``mod.weight --> mod.weight`` with ``mod.weight.<key> == value``, also after sharding,
@@ -48,11 +48,6 @@ class AnnotatePrimitive(Primitive):
     >>> sch.annotate("weight", "replicated", True).mod.weight.replicated
     True
     """
-
-    @staticmethod
-    def name() -> str:
-        """Return ``"annotate"``."""
-        return "annotate"
 
     @staticmethod
     def apply(sch: Node, /, param_name: str, key: str, value: Any) -> Node:

@@ -39,9 +39,14 @@ class Primitive:
     False
     """
 
+    def __init_subclass__(cls, /, name: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if name:
+            cls.name = staticmethod(lambda: name)  # type: ignore[method-assign]
+
     @staticmethod
     def name() -> str:
-        """The method's name on every schedule."""
+        """The method's name on every schedule, unless ``class X(Primitive, name=...)`` has it."""
         raise NotImplementedError("a Primitive needs a static name() that returns a string")
 
     @staticmethod

@@ -20,7 +20,7 @@ from slapo.primitives.wrapping import wrap
 from slapo.wrapper import ModuleWrapper
 
 
-class CheckpointPrimitive(Primitive):
+class CheckpointPrimitive(Primitive, name="checkpoint"):
     """Recompute activations in the backward pass instead of keeping them.
 
     | the module: ``mod(x) --> checkpoint(mod, x)``
@@ -59,11 +59,6 @@ class CheckpointPrimitive(Primitive):
     >>> list(sch.mod.state_dict())
     ['0.weight', '0.bias']
     """
-
-    @staticmethod
-    def name() -> str:
-        """Return ``"checkpoint"``."""
-        return "checkpoint"
 
     @staticmethod
     def apply(

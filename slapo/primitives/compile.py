@@ -10,7 +10,7 @@ from slapo.primitives.wrapping import check_called, check_runs
 from slapo.wrapper import innermost
 
 
-class CompilePrimitive(Primitive):
+class CompilePrimitive(Primitive, name="compile"):
     """Run a module through ``torch.compile``, from its next call on.
 
     ``mod(x) --> torch.compile(mod)(x)``
@@ -36,11 +36,6 @@ class CompilePrimitive(Primitive):
     >>> sch["0"].compile(backend="eager").mod(torch.ones(1, 2)).shape
     torch.Size([1, 2])
     """
-
-    @staticmethod
-    def name() -> str:
-        """Return ``"compile"``."""
-        return "compile"
 
     @staticmethod
     def apply(

@@ -14,7 +14,7 @@ from slapo.sharding.state import copy_shards, shards_of
 from slapo.wrapper import innermost
 
 
-class DecomposePrimitive(Primitive):
+class DecomposePrimitive(Primitive, name="decompose"):
     """Split a linear layer into its product and its bias, so that the addition can be fused.
 
     ``F.linear(x, weight, bias) --> F.linear(x, weight) + bias``
@@ -35,11 +35,6 @@ class DecomposePrimitive(Primitive):
     >>> sch["0"].decompose().mod
     LinearWithSeparateBias(in_features=2, out_features=2, bias=True)
     """
-
-    @staticmethod
-    def name() -> str:
-        """Return ``"decompose"``."""
-        return "decompose"
 
     @staticmethod
     def apply(sch: Node, /) -> Node:

@@ -9,7 +9,7 @@ from slapo.primitives.wrapping import wrap
 from slapo.wrapper import ModuleWrapper
 
 
-class ForkRNGPrimitive(Primitive):
+class ForkRNGPrimitive(Primitive, name="fork_rng"):
     """Run a module's forward under the tensor-parallel random state.
 
     ``mod(x) --> with get_rng_tracker().fork(): mod(x)``
@@ -30,11 +30,6 @@ class ForkRNGPrimitive(Primitive):
     >>> sch["0"].fork_rng().mod(torch.ones(2)).shape
     torch.Size([2])
     """
-
-    @staticmethod
-    def name() -> str:
-        """Return ``"fork_rng"``."""
-        return "fork_rng"
 
     @staticmethod
     def apply(sch: Node, /) -> Node:

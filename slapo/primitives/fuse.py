@@ -11,7 +11,7 @@ from slapo.primitives.replace import rewrite_subgraphs
 from slapo.primitives.subgraphs import check_hooks, parse
 
 
-class FusePrimitive(Primitive):
+class FusePrimitive(Primitive, name="fuse"):
     """Compile the operations of one subgraph into one module.
 
     ``b = x + bias; c = gelu(b) --> c = FusedModule_0(x, bias)``
@@ -51,11 +51,6 @@ class FusePrimitive(Primitive):
     >>> list(sch.fuse(match, name="BiasGeLU").child)
     ['fc', 'BiasGeLU_0']
     """
-
-    @staticmethod
-    def name() -> str:
-        """Return ``"fuse"``."""
-        return "fuse"
 
     @staticmethod
     def apply(

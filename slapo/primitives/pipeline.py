@@ -11,7 +11,7 @@ from slapo.primitives.base import Primitive
 from slapo.wrapper import innermost
 
 
-class CutPipelineStagePrimitive(Primitive):
+class CutPipelineStagePrimitive(Primitive, name="cut_pipeline_stage"):
     """End a pipeline stage after this module.
 
     ``a; mod; b --> stage 0: a, mod; stage 1: b``
@@ -41,11 +41,6 @@ class CutPipelineStagePrimitive(Primitive):
     >>> sch["1"].cut_pipeline_stage().metadata.primitives["cut_pipeline_stage"]
     {'enabled': True}
     """
-
-    @staticmethod
-    def name() -> str:
-        """Return ``"cut_pipeline_stage"``."""
-        return "cut_pipeline_stage"
 
     @staticmethod
     def is_verifiable() -> bool:

@@ -30,7 +30,7 @@ from slapo.wrapper import innermost, replace_innermost
 logger = get_logger("slapo")
 
 
-class ReplacePrimitive(Primitive):
+class ReplacePrimitive(Primitive, name="replace"):
     """Put another module in the place of this one, or one call in the place of operations.
 
     | whole module: ``self.act(x) --> self.act(x)`` with ``act`` another module
@@ -87,11 +87,6 @@ class ReplacePrimitive(Primitive):
     >>> "tanh" in sch.mod.code
     True
     """
-
-    @staticmethod
-    def name() -> str:
-        """Return ``"replace"``."""
-        return "replace"
 
     @staticmethod
     def apply(

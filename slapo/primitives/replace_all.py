@@ -16,7 +16,7 @@ from slapo.utils.calls import check_takes
 from slapo.wrapper import innermost
 
 
-class ReplaceAllPrimitive(Primitive):
+class ReplaceAllPrimitive(Primitive, name="replace_all"):
     """Replace every submodule of a class.
 
     ``every m with isinstance(m, cls) --> make_fn(path, m, **kwargs)``
@@ -48,11 +48,6 @@ class ReplaceAllPrimitive(Primitive):
     >>> sch.replace_all(nn.ReLU, lambda path, module: nn.GELU()).mod[2]
     GELU(approximate='none')
     """
-
-    @staticmethod
-    def name() -> str:
-        """Return ``"replace_all"``."""
-        return "replace_all"
 
     @staticmethod
     def apply(

@@ -28,7 +28,7 @@ class _NotGiven:
 _NONE = _NotGiven()
 
 
-class SetPrimitive(Primitive):
+class SetPrimitive(Primitive, name="set"):
     """Set a plain attribute of the module: a number of heads, a size, a flag.
 
     ``mod.num_heads == 8 --> mod.num_heads == 4``
@@ -68,11 +68,6 @@ class SetPrimitive(Primitive):
     >>> sch.set("num_heads", whole=4).mod.num_heads  # a world of one
     4
     """
-
-    @staticmethod
-    def name() -> str:
-        """Return ``"set"``."""
-        return "set"
 
     @staticmethod
     def apply(sch: Node, /, name: str, value: Any = _NONE, whole: Any = None) -> Node:

@@ -21,7 +21,7 @@ from slapo.wrapper import innermost
 logger = get_logger()
 
 
-class ShardPrimitive(Primitive):
+class ShardPrimitive(Primitive, name="shard"):
     """Keep this rank's slice of a parameter or buffer.
 
     ``weight of shape (out, in) --> weight of shape (out / world_size, in)`` for ``axis=0``
@@ -67,11 +67,6 @@ class ShardPrimitive(Primitive):
     >>> sch.shard("weight", axis=0).mod.weight.orig_shape
     torch.Size([6, 4])
     """
-
-    @staticmethod
-    def name() -> str:
-        """Return ``"shard"``."""
-        return "shard"
 
     @staticmethod
     def apply(

@@ -40,7 +40,7 @@ _HOOK_ARGUMENTS = {
 }
 
 
-class SyncPrimitive(Primitive):
+class SyncPrimitive(Primitive, name="sync"):
     """Put a collective, or a hook of your own, before or after a module.
 
     ``mod(x) --> op(mod(x))`` for ``fwd_post``, ``mod(op(x))`` for ``fwd_pre``; ``bwd_post`` acts on
@@ -94,11 +94,6 @@ class SyncPrimitive(Primitive):
     >>> sch.shard("weight", axis=1).sync("fwd_post", "all_reduce").mod(torch.ones(2, 4)).shape
     torch.Size([2, 6])
     """
-
-    @staticmethod
-    def name() -> str:
-        """Return ``"sync"``."""
-        return "sync"
 
     @staticmethod
     def init_metadata() -> Any:

@@ -32,7 +32,7 @@ class _ClosedError(TraceError):
     """A module that no tracer enters, whatever is passed."""
 
 
-class TracePrimitive(Primitive):
+class TracePrimitive(Primitive, name="trace"):
     """Replace a module by its graph, so that its operations can be found and rewritten.
 
     ``mod --> fx.GraphModule`` of the same call signature, names and state
@@ -82,11 +82,6 @@ class TracePrimitive(Primitive):
     >>> [node.target for node in sch.mod.graph.nodes if node.op == "call_module"]
     ['0', '1']
     """
-
-    @staticmethod
-    def name() -> str:
-        """Return ``"trace"``."""
-        return "trace"
 
     @staticmethod
     def apply(
@@ -159,7 +154,7 @@ def _first_or_second(
     return result
 
 
-class TraceUntilPrimitive(Primitive):
+class TraceUntilPrimitive(Primitive, name="trace_until"):
     """Trace the containers from the root down to some paths, whose children stay untouched.
 
     ``root, root.encoder --> graphs``; ``root.encoder.layer.0`` and so on stay modules
@@ -199,11 +194,6 @@ class TraceUntilPrimitive(Primitive):
     >>> sch["0.0"].cut_pipeline_stage().name
     '0'
     """
-
-    @staticmethod
-    def name() -> str:
-        """Return ``"trace_until"``."""
-        return "trace_until"
 
     @staticmethod
     def apply(
