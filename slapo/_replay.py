@@ -55,7 +55,7 @@ def replay(
     Raises
     ------
     SlapoError
-        If an argument cannot be made anew or not imported, a file names what is not allowed, a
+        If an argument cannot be rebuilt or imported, a file names something that is not allowed, a
         number would be wrong for another size of the group, or a graph is not the recorded one.
     KeyError
         If the model lacks a path; the nearest are named.
