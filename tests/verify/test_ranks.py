@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import slapo
+from slapo.verify.numeric.rank_sync import RankSync
 from tests.distributed import run_distributed
 from tests.runtimes.jobs import WORLD, run_job
 
@@ -117,6 +118,11 @@ def test_a_failure_between_collectives_is_one_on_all(module: type[nn.Module]) ->
 
 
 def goes_another_way(rank: int, world: int) -> str:
+    # Rank 1 comes first and looks for failures slowly: it finds rank 0's, which was told after both
+    # had come.
+    meet, told_by_another = RankSync.meet, RankSync._told_by_another
+    RankSync.meet = lambda self, step: (time.sleep(0.3 * (rank == 0)), meet(self, step))[1]
+    RankSync._told_by_another = lambda self: (time.sleep(0.1 * rank), told_by_another(self))[1]
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4)))
     with pytest.raises(slapo.VerificationError) as told, slapo.Verify(sch, X):
         sharded_pair(sch)

@@ -53,7 +53,11 @@ class RankSync:
         deadline = time.monotonic() + self._patience
         pause = 1e-4
         while not self._store.check(list(keys.values())):
-            self._raise_for_others()
+            told = self._told_by_another()
+            if self._store.check(list(keys.values())):  # a rank that fails here has come here first
+                break
+            if told:
+                raise on_every_rank(VerificationError(f"Verify failed on {told}"))
             if time.monotonic() > deadline:
                 late = [rank for rank, key in keys.items() if not self._store.check([key])]
                 raise SlapoError(
@@ -108,11 +112,6 @@ class RankSync:
     def _told_by_another(self) -> str:
         told = self._failure.told()
         return "" if told.startswith(f"rank {self._rank} ") else told
-
-    def _raise_for_others(self) -> None:
-        told = self._told_by_another()
-        if told:
-            raise on_every_rank(VerificationError(f"Verify failed on {told}"))
 
     def _raise_for_who_left(self, noticed: Exception) -> None:
         """A collective broke here: say who has failed."""
