@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from slapo.agreement import all_ranks_or_none, gathered, has_peers, same_on_all_ranks
-from slapo.errors import SlapoError, with_nearest
+from slapo.errors import PlacementError, SlapoError, with_nearest
 from slapo.framework_dialect import Lowering, Runtime, get_dialect_cls
+from slapo.framework_dialect.gradient_check import compare_first_gradients
 from slapo.framework_dialect.replicas import share_wholes
+from slapo.logger import get_logger
 from slapo.node import ScheduleState
 from slapo.optimizers import refuse_earlier_optimizers
 from slapo.pipeline import PipelinedModule, generate_pipeline_partition
@@ -24,17 +28,22 @@ from slapo.sharding.guards import guard_wrappers
 from slapo.sharding.state import sharding_of
 from slapo.snapshot import restored_on_error
 from slapo.verify.placement import check as check_places
+from slapo.verify.placement.run import check_call
 from slapo.weights.materialize import has_meta_tensors, materialize
 from slapo.weights.meta import allow_calls
 from slapo.weights.ties import TieGroups, check_ties
 from slapo.wrapper import innermost
+
+logger = get_logger("slapo")
+
+FIRST_BATCH = "first batch"
 
 
 def build(
     sch: Schedule,
     target: str | None = None,
     init_weights: bool | Callable[..., Any] = True,
-    check: Any = False,
+    check: Any = FIRST_BATCH,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """Make the scheduled model ready to run.
@@ -55,8 +64,12 @@ def build(
         How to create parameters on ``meta``: True for the model's own initialisation, a callable
         ``fn(module)`` or ``fn(module, path)``, or False to leave them.
     check
-        Example inputs to run :func:`slapo.check` on first; or True, for those that the schedule
-        has seen last, in :class:`slapo.Verify`, ``check`` or as `example_inputs` of a trace.
+        When :func:`slapo.check` runs, if something is sharded: ``"first batch"`` on the first
+        micro-batch that the engine trains on; on example inputs that you give, before anything
+        else; True, on those that the schedule has seen last, in :class:`slapo.Verify`, ``check`` or
+        as `example_inputs` of a trace; or False, never. Without a target, every value but False
+        compares the first gradients of parameters that all tensor-parallel ranks hold whole;
+        engines do that at the first steps and at every hundredth.
     **kwargs
         For the runtime; a name that it does not know is an error with the nearest one. Without a
         target there is ``sync_replicated``: True gives what is whole on every rank the values of
@@ -116,11 +129,15 @@ def build(
             f"init_weights is {init_weights!r}; pass True, False or a function of a "
             "module and its path"
         )
-    if check is not False:
+    is_late = isinstance(check, str) and check == FIRST_BATCH
+    if not is_late and check is not False:
         _check_places(sch, check)
     sch = _as_whole(sch)
     if target is None:
-        return _build_module(sch, init_weights, **kwargs), None
+        model = _build_module(sch, init_weights, **kwargs)
+        if check is not False and sch.world_size > 1:
+            compare_first_gradients(model, sch.group)
+        return model, None
     dialect = get_dialect_cls("runtime", target)
     what = f"build(target={target!r})"
     runtime = all_ranks_or_none(what, lambda: dialect(sch, **kwargs))
@@ -133,6 +150,8 @@ def build(
         all_ranks_or_none(what, lambda: _check_filled(lowering, target))
         allow_calls(model)
         guard_wrappers(model, None)
+        if is_late and sch.world_size > 1:
+            lowering.check_call = partial(_check_first_call, sch)
         built = runtime.lower(lowering)
         sch.state.built_for = target
         return built
@@ -150,6 +169,25 @@ def _check_places(sch: Schedule, inputs: Any) -> None:
                 "check=example_inputs"
             )
     all_ranks_or_none("build(check=...)", lambda: check_places(sch, inputs))
+
+
+def _check_first_call(sch: Schedule, *call: Any) -> None:
+    """Check places on a batch; what the check cannot follow is left to compared gradients."""
+    began = time.monotonic()
+    try:
+        check_call(sch, *call)
+    except Exception as error:
+        if isinstance(error, PlacementError) and error.is_certain:
+            raise
+        logger.warning(
+            "the placement check could not follow the first batch, and gradients alone are "
+            "compared: %s; register_place_rule() teaches it an operation, build(check=False) "
+            "leaves it out",
+            error,
+        )
+    else:
+        seconds = time.monotonic() - began
+        logger.info("the placement check of the first batch took %.1f s", seconds)
 
 
 def _as_whole(sch: Schedule) -> Schedule:

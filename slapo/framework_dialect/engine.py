@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from slapo.agreement import (
     all_ranks_or_none,
     communication_device,
+    gathered,
     has_peers,
     on_every_rank,
 )
 from slapo.errors import SlapoError
-from slapo.framework_dialect.batches import Batch, BatchCheck, next_batch
+from slapo.framework_dialect.batches import Batch, BatchCheck, batch_digest, next_batch
 from slapo.framework_dialect.failures import naming_failures
+from slapo.framework_dialect.gradient_check import GradientCheck
 from slapo.framework_dialect.losses import LossAccumulator, LossReducer, PendingLoss
 from slapo.framework_dialect.options import TrainingOptions
 from slapo.framework_dialect.precision import buffers_named
@@ -132,6 +134,7 @@ class Engine:
                 )
             batch = self._load("train_batch", data_iter, cut_evenly=True)
             self._set_training()
+            self._check_places(batch.first(self.options.micro_batches), with_loss=True)
             self._tally, self._weight = LossAccumulator(self.options.micro_batches), None
             with self._all_or_nothing():
                 loss = self._train(batch)
@@ -256,6 +259,31 @@ class Engine:
         self._check_call(whole.first(parts), training=cut_evenly)
         self._form_before = (form, cut_evenly)
 
+    def _check_places(self, part: Batch, with_loss: bool) -> None:
+        """The placement check, before anything has trained on the first batch."""
+        check, self.lowering.check_call = self.lowering.check_call, None
+        if check is None:
+            return
+        if len(set(gathered(batch_digest(part), self.mesh.get_group("tp")))) > 1:
+            return  # each rank has tokens of its own, and the check knows nothing of them
+
+        def loss_of(output: Any) -> Tensor:
+            assert self.options.loss_fn is not None, "checked before the batch was loaded"
+            returned = self.options.loss_fn(output, part.targets)
+            return returned[0] if isinstance(returned, (tuple, list)) else returned
+
+        with self._as_plain():
+            all_ranks_or_none(
+                "the check of the first batch",
+                lambda: check(
+                    part.args, part.kwargs, loss_of if with_loss else None, self.options.half
+                ),
+            )
+
+    def _as_plain(self) -> AbstractContextManager[None]:
+        """The model without what a library has put around it, for a call of stand-ins."""
+        return nullcontext()
+
     def _check_call(self, part: Batch, training: bool) -> None:
         if self.lowering.pipelined is not None:
             self.lowering.pipelined.bind(part.args, part.kwargs, training)
@@ -289,6 +317,8 @@ class Engine:
         self._refuse_pipeline("a call of the engine")
         with self._running():
             part = Batch(args, kwargs, None).cast(self.options.half)
+            if torch.is_grad_enabled() and self.module.training:
+                self._check_places(part, with_loss=False)
             return self._call(*part.args, **part.kwargs)
 
     def backward(self, loss: Tensor) -> None:
@@ -330,6 +360,19 @@ class Engine:
 
     def _step(self) -> None:
         self._optimizer_step(None)
+
+    def _compares_gradients(self) -> bool:
+        """Return whether this step compares gradients over tensor-parallel ranks."""
+        is_checked = self.options.check_batches and self.options.is_checked(self.step_count)
+        return is_checked and self.mesh.shape[2] > 1
+
+    def _compare_gradients(self, gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
+        """Refuse gradients of replicated parameters that differ; of the whole step."""
+        if self._compares_gradients():
+            found = GradientCheck(self.module, self.mesh.get_group("tp"))
+            for name, parameter in found.parameters.items():
+                found.note(name, gradient_of(parameter))
+            found.compare()
 
     def _refuse_pipeline(self, what: str) -> None:
         if self.lowering.n_stages > 1:

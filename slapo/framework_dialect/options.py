@@ -104,8 +104,8 @@ class TrainingOptions:
         ``torch.float16`` such steps are skipped at least, and the scale of the loss is lowered;
         DeepSpeed's ZeRO skips them always.
     check_batches
-        Compare the batches of ranks that must get the same one, at the first steps and at every
-        hundredth.
+        Compare the batches of ranks that must get the same one, and the gradients of parameters
+        that tensor-parallel ranks hold whole, at the first steps and at every hundredth.
     sync_replicated
         Take the first rank's values of parameters that several ranks hold. False: they must be the
         same when the engine is built.

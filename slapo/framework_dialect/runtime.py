@@ -21,6 +21,10 @@ from slapo.node import Node
 from slapo.pipeline import PipelinedModule, Stage, StageTie
 from slapo.pipeline.boundaries import Boundary, ShapeProbe, infer_boundaries
 
+CheckCall = Callable[
+    [tuple[Any, ...], dict[str, Any], Callable[[Any], Tensor] | None, torch.dtype | None], None
+]
+
 
 @dataclass
 class Lowering:
@@ -41,6 +45,9 @@ class Lowering:
         The tensor-parallel ranks; None for a world of one.
     created
         Names in `module` of the tensors that `build` has created: each rank has drawn its own.
+    check_call
+        Runs the placement check on a call of the model: ``check_call(args, kwargs, loss_fn, half)``
+        with the dtype of half precision that it computes in. None if it is not to run.
     """
 
     model: nn.Module
@@ -49,6 +56,7 @@ class Lowering:
     ties: tuple[StageTie, ...] = ()
     tp_group: dist.ProcessGroup | None = None
     created: frozenset[str] = frozenset()
+    check_call: CheckCall | None = None
 
     @property
     def pipeline(self) -> PipelinedModule:

@@ -17,6 +17,7 @@ from slapo.graph.trace.nests import parts, size_check
 from slapo.graph.trace.tree import Joined
 from slapo.pipeline.stage import Kind, Stage, owner_at, put_tensor
 from slapo.pipeline.ties import StageTie, ties_of_stages
+from slapo.sharding.tags import new_parameter
 from slapo.wrapper import innermost
 
 
@@ -125,6 +126,13 @@ def _outline(value: Any) -> Any:
 def _shown(outline: Any) -> str:
     is_tensor = isinstance(outline, tuple) and outline and isinstance(outline[0], torch.dtype)
     return f"a {outline[0]} tensor of {outline[1]} dimensions" if is_tensor else repr(outline)
+
+
+def unstaged(root: nn.Module, path: str) -> str:
+    """The path of a module or tensor as the model has it that `root` may be cut from."""
+    stage, _, rest = path.partition(".")
+    is_cut = isinstance(root, PipelinedModule) and stage.startswith("submod_")
+    return rest if is_cut else path
 
 
 class PipelinedModule(nn.Module):
@@ -237,7 +245,7 @@ def _release_module(module: nn.Module, needed: set[int]) -> None:
     for name, parameter in list(module._parameters.items()):
         if _is_released(parameter, needed):
             blank = torch.empty_like(parameter, device="meta")
-            module._parameters[name] = nn.Parameter(blank, parameter.requires_grad)
+            module._parameters[name] = new_parameter(blank, parameter)
     for name, buffer in list(module._buffers.items()):
         if _is_released(buffer, needed):
             module._buffers[name] = buffer.to("meta")

@@ -8,7 +8,6 @@ its module carries, and gives it back in all of these cases.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,10 +56,9 @@ class Sharding:
 
     def snapshot(self) -> Sharding:
         """A copy that later changes of this one do not reach, over the same tensors."""
-        new = copy.copy(self)
+        new = object.__new__(type(self))  # copy.copy would dress the tensors anew
         for name, value in vars(self).items():
-            if isinstance(value, dict):
-                new.__dict__[name] = dict(value)
+            new.__dict__[name] = dict(value) if isinstance(value, dict) else value
         return new
 
     def tag(self, module: nn.Module, name: str, key: str, value: Any) -> None:

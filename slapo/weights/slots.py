@@ -39,7 +39,10 @@ class Slot:
     @property
     def full_shape(self) -> torch.Size:
         """Its shape before sharding."""
-        return self.spec.full_shape if self.spec is not None else self.tensor.shape
+        if self.spec is not None:
+            return self.spec.full_shape
+        # Of a slice that its author has made.
+        return torch.Size(getattr(self.tensor, "orig_shape", self.tensor.shape))
 
     def put(self, tensor: Tensor) -> None:
         """Set the tensor."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from slapo.framework_dialect.deepspeed.config import Settings
 from slapo.framework_dialect.deepspeed.initialize import whole_norm
 from slapo.framework_dialect.deepspeed.load import quiet_warnings
 from slapo.framework_dialect.engine import Engine
+from slapo.framework_dialect.gradient_check import GradientCheck
 from slapo.framework_dialect.gradients import scale_gradients
 from slapo.framework_dialect.options import TrainingOptions
 from slapo.framework_dialect.runtime import Lowering
@@ -43,6 +45,9 @@ class DeepSpeedEngine(Engine):
     #: names of parameters that have got gradients, in a step that compares them; else None
     _with_gradient: set[str] | None = None
 
+    #: gradients of replicated parameters, in a step that compares them; else None
+    _replicated: GradientCheck | None = None
+
     def __init__(self, lowering: Lowering, options: TrainingOptions, settings: Settings) -> None:
         self.settings = settings
         super().__init__(lowering, options)
@@ -54,6 +59,8 @@ class DeepSpeedEngine(Engine):
         self.scheduler = engine.lr_scheduler
         if self.settings.zero == 3:
             self._gathering_group = self.mesh.get_group("dp")
+            # Parameters have no shape there, and modules not the tables that others have.
+            self.lowering.check_call = None
         if self.options.nonfinite != "step" and hasattr(engine.optimizer, "check_grad_overflow"):
             engine.optimizer.check_grad_overflow = True
 
@@ -86,34 +93,40 @@ class DeepSpeedEngine(Engine):
 
     @contextmanager
     def _noting_gradients(self) -> Iterator[None]:
-        """Note which parameters get gradients, where replicas must agree, in steps that compare.
+        """Note gradients on their way into DeepSpeed's buffers, in steps that compare them.
 
         ZeRO 1 and 2 put the gradients that there are in one buffer, and add up buffers: replicas
         that use different parameters, as of experts, would add one's gradient to another's.
         """
-        adds_buffers = hasattr(self.engine.optimizer, "ipg_buckets")
-        if not (
-            adds_buffers and self.mesh.shape[1] > 1 and self.options.is_checked(self.step_count)
+        handles = []
+        if (
+            hasattr(self.engine.optimizer, "ipg_buckets")
+            and self.mesh.shape[1] > 1
+            and self.options.is_checked(self.step_count)
         ):
-            yield
-            return
-        noted = self._with_gradient = set[str]()
-        handles = [
-            parameter.register_hook(lambda _, name=name: noted.add(name))
-            for name, parameter in self.lowering.trainable()
-        ]
+            self._with_gradient = noted = self._with_gradient or set[str]()
+            for name, parameter in self.lowering.trainable():
+                handles.append(parameter.register_hook(lambda _, name=name: noted.add(name)))
+        if self._compares_gradients():
+            if self._replicated is None:
+                self._replicated = GradientCheck(self.module, self.mesh.get_group("tp"))
+            for name, parameter in self._replicated.parameters.items():
+                handles.append(parameter.register_hook(partial(self._replicated.note, name)))
         try:
             yield
         finally:
-            self._with_gradient = None
             for handle in handles:
                 handle.remove()
 
     def _check_gradients(self) -> None:
-        if self._with_gradient is not None:
-            noted = gathered(self._with_gradient, self.mesh.get_group("dp"))
+        noted_here, self._with_gradient = self._with_gradient, None
+        replicated, self._replicated = self._replicated, None
+        if noted_here is not None:
+            noted = gathered(noted_here, self.mesh.get_group("dp"))
             odd = sorted(set.union(*noted) - set.intersection(*noted))
             all_ranks_or_none("train_batch", lambda: _refuse_unlike(odd, self.settings.zero))
+        if replicated is not None:
+            replicated.compare()
 
     @contextmanager
     def _scaled(self, scale: Tensor | None) -> Iterator[None]:
@@ -225,10 +238,6 @@ class ZeroEngine(DeepSpeedEngine):
         with quiet_warnings(), deepspeed.zero.GatheredParameters(parameters, modifier_rank=rank):
             yield
 
-    def _train(self, batch: Batch) -> Tensor:
-        with self._noting_gradients():
-            return super()._train(batch)
-
     def _forward_backward(self, batch: Batch) -> None:
         parts = batch.cut(self.options.micro_batches)
         for number, part in enumerate(parts, 1):
@@ -259,7 +268,7 @@ class ZeroEngine(DeepSpeedEngine):
     def _backward(self, loss: Tensor) -> None:
         self._set_boundary()
         # The loss of a micro-batch is its part of the whole already.
-        with quiet_warnings():
+        with quiet_warnings(), self._noting_gradients():
             self.engine.backward(loss, scale_wrt_gas=False)
 
     def _set_boundary(self) -> None:

@@ -211,6 +211,7 @@ class MegatronEngine(Engine):
             )
 
     def _optimizer_step(self, scale: Tensor | None) -> None:
+        self._compare_gradients(lambda parameter: parameter.main_grad)  # type: ignore[attr-defined]
         if scale is not None:
             self.model.scale_gradients(scale.float())
         has_stepped, norm = False, None

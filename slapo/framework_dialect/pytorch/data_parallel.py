@@ -180,6 +180,26 @@ def without_sync(module: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_sharding(module: nn.Module) -> Iterator[None]:
+    """A context in which calls gather no parameters: a caller has put others in their places."""
+    hooks: list[tuple[Any, dict[int, Any]]] = []
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            state = part._get_fsdp_state()
+            for table in (part._forward_pre_hooks, part._forward_hooks):
+                hooks.append((table, dict(table)))
+                for key, hook in hooks[-1][1].items():
+                    if getattr(hook, "__self__", None) is state:
+                        del table[key]
+    try:
+        yield
+    finally:
+        for table, before in hooks:
+            table.clear()
+            table.update(before)
+
+
 def partial_sums(
     module: nn.Module, group: dist.ProcessGroup | None
 ) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from slapo.framework_dialect.pytorch.data_parallel import (
     replicate,
     shard_mesh,
     shard_parameters,
+    without_sharding,
     without_sync,
 )
 from slapo.framework_dialect.pytorch.options import TorchOptions
@@ -87,6 +88,7 @@ class TorchEngineBase(Engine):
 
     def _optimizer_step(self, scale: Tensor | None) -> None:
         self._reduce_gradients()
+        self._compare_gradients(lambda parameter: parameter.grad)
         parameters = self._parameters
         if self._loss_scale is not None:
             back = torch.tensor(1 / self._loss_scale.value, device=self.device)
@@ -109,6 +111,9 @@ class TorchEngineBase(Engine):
     def _shard(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         assert self.sharding is not None, "asked before"
         self._sharded += shard_parameters(module, self.sharding, options, self.options.half)
+
+    def _as_plain(self) -> AbstractContextManager[None]:
+        return without_sharding(self.module)
 
     def _drop_gathered(self) -> None:
         """Whole parameters that FSDP2 keeps after a forward without backward are not of now."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slapo.node import Numbers
+from slapo.pipeline.pipelined import unstaged
 from slapo.sharding.state import sharding_of
 from slapo.sharding.tags import apply_tags, new_parameter
 from slapo.verify.placement.place import WHOLE, Origin, Place, put_place, share_of_whole, sliced
@@ -26,9 +27,13 @@ REAL_BYTES = 128 * 2**20
 
 
 class FakeParameters:
-    """Makes tensors in place of others, with numbers in them or without."""
+    """Makes tensors in place of others, with numbers in them or without.
 
-    def __init__(self, model: nn.Module) -> None:
+    Parameters become of dtype `half`, in which engines compute with copies of them.
+    """
+
+    def __init__(self, model: nn.Module, half: torch.dtype | None = None) -> None:
+        self._half = half
         tensors = [*model.parameters(), *model.buffers()]
         whole = sum(_full_size(t) * t.element_size() for t in tensors)
         self.fake = None if whole <= REAL_BYTES else FakeTensorMode(allow_non_fake_inputs=True)
@@ -42,18 +47,21 @@ class FakeParameters:
 
     def like(self, tensor: Tensor, shape: torch.Size) -> Tensor:
         """A tensor of its type, of another shape perhaps."""
-        device = self.device if tensor.is_meta else tensor.device
+        device, dtype = self.device if tensor.is_meta else tensor.device, tensor.dtype
+        if self._half is not None and isinstance(tensor, nn.Parameter) and dtype.is_floating_point:
+            dtype = self._half
         if self.fake is not None:
             with self.fake:
-                return torch.empty(shape, dtype=tensor.dtype, device=device)
-        if not tensor.is_meta and shape == tensor.shape:
-            return tensor.detach().clone()
-        if not tensor.is_floating_point():
-            return torch.zeros(shape, dtype=tensor.dtype, device=device)
+                return torch.empty(shape, dtype=dtype, device=device)
+        is_here = not tensor.is_meta and not hasattr(tensor, "device_mesh")
+        if is_here and shape == tensor.shape:
+            return tensor.detach().clone().to(dtype)
+        if not dtype.is_floating_point:
+            return torch.zeros(shape, dtype=dtype, device=device)
         numbers = torch.empty(shape, dtype=torch.float32).uniform_(
             0.1, 1, generator=self._generator
         )
-        return numbers.to(device, tensor.dtype)
+        return numbers.to(device, dtype)
 
     def given(self, tensor: Tensor) -> Tensor:
         """An input of the user's, to be differentiated where that was asked for."""
@@ -82,7 +90,8 @@ def standing_in(
     named: dict[str, tuple[Tensor, Place]] = {}
 
     def made(slot: Slot) -> Tensor:
-        old, place = slot.tensor, _place(slot)
+        name = unstaged(model, slot.name)
+        old, place = slot.tensor, _place(slot, name)
         shape = slot.full_shape if whole else old.shape
         new = stand_ins.like(old, shape)
         if isinstance(old, nn.Parameter):
@@ -90,7 +99,7 @@ def standing_in(
                 new = new_parameter(new, old)
             if not whole:
                 apply_tags(new, {}, group)
-            named[slot.name] = new, place
+            named[name] = new, place
         put_place(new, WHOLE if whole else place)
         return new
 
@@ -107,14 +116,18 @@ def standing_in(
             param.grad = grad
 
 
-def _place(slot: Slot) -> Place:
-    spec = slot.spec
-    if spec is None or spec.world_size == 1:
+def _place(slot: Slot, name: str) -> Place:
+    spec, shape = slot.spec, slot.tensor.shape
+    if spec is None:  # one that its author has sharded says so by this attribute
+        whole = getattr(slot.tensor, "orig_shape", shape)
+        axes = [axis for axis, size in enumerate(shape) if size != whole[axis]]
+        return sliced(axes[0]) if len(axes) == 1 else WHOLE
+    if spec.world_size == 1:
         return WHOLE
     blocks = spec.local_blocks()
     uneven = share_of_whole(blocks[0], spec.blocks[0], spec.parts)
     share = uneven if spec.copies == 1 else Fraction(1, spec.parts)
-    birth = Origin("shard", slot.name.rpartition(".")[0])
+    birth = Origin("shard", name.rpartition(".")[0])
     return replace(sliced(spec.axis, blocks, share), birth=birth, copies=spec.copies)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from slapo.pipeline.pipelined import unstaged
 from slapo.wrapper import innermost
 
 
@@ -22,14 +23,13 @@ class Paths:
 
     def __init__(self, model: nn.Module) -> None:
         self._names: dict[int, str] = {}
-        for path, module in model.named_modules():
+        self._graphs: set[str] = set()
+        for name, module in model.named_modules():
+            path = unstaged(model, name)
             self._names.setdefault(id(module), path)
             self._names.setdefault(id(innermost(module)), path)
-        self._graphs = {
-            path
-            for path, module in model.named_modules()
-            if isinstance(innermost(module), fx.GraphModule)
-        }
+            if isinstance(innermost(module), fx.GraphModule):
+                self._graphs.add(path)
         self._running: list[str] = []
         self._numbers: list[int] = []
         self._paths: list[str] = []

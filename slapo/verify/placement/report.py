@@ -9,6 +9,7 @@ from torch import nn
 
 from slapo.errors import PlacementError
 from slapo.history import Record, contains, numberless, spelled
+from slapo.pipeline.pipelined import unstaged
 from slapo.schedule import Schedule
 from slapo.sharding.state import sharding_of
 from slapo.sharding.steps import REDUCE_SCATTER
@@ -227,10 +228,8 @@ def _where(sch: Schedule, path: str, in_backward: bool) -> str:
 
 
 def _module(sch: Schedule, path: str) -> nn.Module | None:
-    try:
-        return innermost(sch.mod.get_submodule(path))
-    except AttributeError:
-        return None
+    named = sch.mod.named_modules(remove_duplicate=False)
+    return next((innermost(m) for name, m in named if unstaged(sch.mod, name) == path), None)
 
 
 def _shown(operation: Operation | None, other: Operation | None, path: str) -> str:

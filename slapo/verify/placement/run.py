@@ -87,8 +87,7 @@ def check(sch: Schedule, example_inputs: Any, loss_fn: LossFn | None = None) -> 
             f"check takes a schedule, got {type(sch).__name__}; pass what "
             "slapo.create_schedule(model) returned"
         )
-    error: Exception | None = None
-    try:
+    with _raised_alike(sch):
         args, kwargs = as_call(example_inputs)
         refuse_batch(innermost(sch.mod), args)
         if not sch.path:  # for build(check=True)
@@ -96,17 +95,34 @@ def check(sch: Schedule, example_inputs: Any, loss_fn: LossFn | None = None) -> 
         if sch.world_size > 1:
             check_modules(sch.mod)
         _Check(sch, args, kwargs, loss_fn).run()
-    except Exception as raised:  # all ranks are to hear of it
-        error = raised
-    _raise_alike(sch, error)
 
 
-def _raise_alike(sch: Schedule, error: Exception | None) -> None:
+def check_call(
+    sch: Schedule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: LossFn | None,
+    half: torch.dtype | None = None,
+) -> None:
+    """`check` of a model that is built, whose parameters count as of dtype `half`."""
+    with _raised_alike(sch):
+        _Check(sch, args, kwargs, loss_fn, half).run()
+
+
+@contextmanager
+def _raised_alike(sch: Schedule) -> Iterator[None]:
     """Raise on all ranks what one has found: rank 0 takes a wrong offset for right."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
     if has_peers(sch.group) and sch.world_size > 1:
         shared = PlacementError(str(error)) if error is not None else None
         if isinstance(error, PlacementError):
             shared = error
+        elif shared is not None:
+            shared.is_certain = False
         found = [each for each in gathered(shared, sch.group) if each is not None]
         if found:
             error = error or found[0]
@@ -120,10 +136,15 @@ class _Check:
     """One check of one schedule."""
 
     def __init__(
-        self, sch: Schedule, args: Any, kwargs: dict[str, Any], loss_fn: LossFn | None
+        self,
+        sch: Schedule,
+        args: Any,
+        kwargs: dict[str, Any],
+        loss_fn: LossFn | None,
+        half: torch.dtype | None = None,
     ) -> None:
         self.sch, self.loss_fn = sch, loss_fn
-        self.stand_ins = FakeParameters(sch.mod)
+        self.stand_ins = FakeParameters(sch.mod, half)
         self.inputs = (args, kwargs)
 
     def run(self) -> None:

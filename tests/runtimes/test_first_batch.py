@@ -1,0 +1,134 @@
+"""A wrong schedule does not train: the first batch is checked, and gradients are compared."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import slapo
+from tests.runtimes import contract
+from tests.runtimes.contract import copied, data, is_unchanged, loss_fn, seeded
+from tests.runtimes.ranks import on_ranks
+
+TARGETS = [
+    ("torch", (1, 2, 2), {}),  # FSDP2
+    ("torch", (1, 2, 2), {"data_parallel": "ddp"}),
+    ("torch", (1, 2, 2), {"dtype": torch.bfloat16}),
+    ("torch", (2, 1, 2), {}),
+    ("deepspeed", (1, 2, 2), {"zero": 1}),
+    ("deepspeed", (1, 2, 2), {"zero": 3}),
+    ("deepspeed", (2, 1, 2), {}),
+]
+IDS = [f"{target}-{layout}-{'-'.join(map(str, given))}" for target, layout, given in TARGETS]
+
+
+def schedule(mesh: Any, model: nn.Module, stages: int = 1, forgets: bool = True) -> slapo.Schedule:
+    """Of four blocks; the third forgets to sum the gradients of its input."""
+    sch = slapo.create_schedule(model, group=mesh["tp"])
+    for index in range(4):
+        block = sch[f"h.{index}"]
+        block["up"].shard("weight", 0).shard("bias", 0)
+        if not (forgets and index == 2):
+            block["up"].sync("bwd_post", "all_reduce")
+        block["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    if stages > 1:
+        sch.trace_until("")
+        sch["h.1"].cut_pipeline_stage()
+    return sch
+
+
+def is_refused(target: str, layout: Any, given: dict[str, Any], check: Any, text: str) -> None:
+    mesh = slapo.init_mesh(*layout, device="cpu")
+    engine, _ = slapo.build(
+        schedule(mesh, seeded(), layout[0]),
+        target=target,
+        mesh=mesh,
+        loss_fn=loss_fn,
+        optimizer=contract.sgd,
+        micro_batches=2,
+        check=check,
+        **given,
+    )
+    before = copied(engine)
+    with pytest.raises(slapo.PlacementError) as told:
+        engine.train_batch(data())
+    assert is_unchanged(engine, before)
+    assert text in str(told.value)
+
+
+@pytest.mark.parametrize(("target", "layout", "given"), TARGETS, ids=IDS)
+@on_ranks(4)
+def test_a_forgotten_sync_is_named(target: str, layout: Any, given: dict[str, Any]) -> None:
+    # Under ZeRO-3 modules hold nothing that could be checked, and gradients are compared alone.
+    named = 'add sch["h.2.up"].sync("bwd_post", "all_reduce")'
+    is_refused(
+        target, layout, given, "first batch", "'h.1.down.bias'" if given.get("zero") == 3 else named
+    )
+
+
+@pytest.mark.parametrize(("target", "layout", "given"), TARGETS[:1] + TARGETS[3:5])
+@on_ranks(4)
+def test_gradients_of_whole_parameters_are_compared(
+    target: str, layout: Any, given: dict[str, Any]
+) -> None:
+    last = "the gradients of " if layout[0] > 1 else "the gradients of 'h.1.down.bias'"
+    is_refused(target, layout, given, False, last)
+
+
+@on_ranks(2)
+def test_without_a_target_the_first_gradients_are_compared() -> None:
+    mesh = slapo.init_mesh(tp=2, device="cpu")
+    x, y = next(data())
+    for forgets in (False, True):
+        model, _ = slapo.build(schedule(mesh, seeded(), forgets=forgets))
+        with torch.no_grad():
+            model(x)
+        loss = loss_fn(model(x), y)
+        if not forgets:
+            loss.backward()
+            assert not any(p._backward_hooks for p in model.parameters())
+            continue
+        with pytest.raises(slapo.PlacementError, match=r"'h\.1\.down\.bias'"):
+            loss.backward()
+    model, _ = slapo.build(schedule(mesh, seeded(), forgets=False))
+    with pytest.raises(slapo.PlacementError, match="different batches"):
+        loss_fn(model((x + dist.get_rank()) % contract.VOCABULARY), y).backward()
+    model, _ = slapo.build(schedule(mesh, seeded()), check=False)
+    loss_fn(model(x), y).backward()
+
+
+class Unknown(nn.Module):
+    """An operation that no rule follows, of slices; without effect here."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.renorm(x, 2, 0, 1e9)
+
+
+@on_ranks(2)
+def test_what_the_check_cannot_follow_is_said_and_trains() -> None:
+    mesh = slapo.init_mesh(tp=2, device="cpu")
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(
+        nn.Sequential(nn.Linear(4, 8), Unknown(), nn.Linear(8, 4)), group=mesh["tp"]
+    )
+    sch["0"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+    sch["2"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("slapo").addHandler(handler)
+    engine, _ = slapo.build(
+        sch,
+        target="torch",
+        mesh=mesh,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=contract.sgd,
+    )
+    engine.train_batch(iter([(torch.ones(3, 4), torch.zeros(3, 4))]))
+    told = any("could not follow" in line and "renorm" in line for line in lines)
+    assert told == (dist.get_rank() == 0)
