@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast test-versions lint format types docs-check golden bench clean
+.PHONY: help install quickstart test test-fast test-wide test-versions lint format types docs-check golden bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,10 +34,13 @@ quickstart: $(STAMP) ## schedule a small model and see that it still computes th
 	$(BIN)/python examples/quickstart.py
 
 test: $(STAMP) ## the whole suite, doctests included
-	$(PYTEST) --doctest-modules slapo tests -n $(JOBS) $(PYTEST_ARGS)
+	$(PYTEST) --doctest-modules slapo tests -m "not wide" -n $(JOBS) $(PYTEST_ARGS)
+
+test-wide: $(STAMP) ## the same checks for further families of models
+	$(PYTEST) tests -m wide -n $(JOBS) $(PYTEST_ARGS)
 
 test-fast: $(STAMP) ## the suite without its slow tests
-	$(PYTEST) --doctest-modules slapo tests -m "not slow" -n $(JOBS) $(PYTEST_ARGS)
+	$(PYTEST) --doctest-modules slapo tests -m "not slow and not wide" -n $(JOBS) $(PYTEST_ARGS)
 
 # Oldest and newest versions, as torch-transformers; each pair gets a virtual environment of its own.
 ENDS := 2.11.0-5.17.0 2.14.1-5.24.0
@@ -46,7 +49,7 @@ FAST_ROOMS := tests/graph tests/primitives tests/sharding tests/weights tests/op
 test-versions: $(ENDS:%=test-versions-%) ## the fast tests on the oldest and the newest torch and Transformers
 
 test-versions-%: .venv-%/.slapo-installed
-	.venv-$*/bin/python -m pytest $(FAST_ROOMS) -m "not slow" -n $(JOBS) $(PYTEST_ARGS)
+	.venv-$*/bin/python -m pytest $(FAST_ROOMS) -m "not slow and not wide" -n $(JOBS) $(PYTEST_ARGS)
 
 .venv-%/.slapo-installed: pyproject.toml
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*

@@ -39,6 +39,9 @@ class Primitive:
     False
     """
 
+    #: false for one that only notes something, so that what was captured still holds
+    changes_model = True
+
     def __init_subclass__(cls, /, name: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if name:

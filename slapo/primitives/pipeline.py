@@ -42,6 +42,8 @@ class CutPipelineStagePrimitive(Primitive, name="cut_pipeline_stage"):
     {'enabled': True}
     """
 
+    changes_model = False
+
     @staticmethod
     def is_verifiable() -> bool:
         """A cut model runs in stages only."""

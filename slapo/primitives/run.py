@@ -75,7 +75,8 @@ def perform(
         state.depth -= 1
     if state.depth == 0 and result is not False:  # False: it could not, and changed nothing
         node.note(record)
-        forget_captures(node.mod, *(above.mod for above in node.ancestors()))
+        if primitive.changes_model:
+            forget_captures(node.mod, *(above.mod for above in node.ancestors()))
     return node if result is None else result
 
 

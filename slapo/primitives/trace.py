@@ -195,6 +195,8 @@ class TraceUntilPrimitive(Primitive, name="trace_until"):
     '0'
     """
 
+    changes_model = False  # nothing is above the root, and its own captures are new
+
     @staticmethod
     def apply(
         sch: Node,

@@ -39,9 +39,13 @@ def read(folder: Path) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    ("processes", "options"), [(0, "--checkpoint-ratio 1.0"), (2, "--accumulate 2")]
+    ("script", "processes", "options"),
+    [
+        pytest.param(script, *given, marks=[pytest.mark.wide] if (number + place) % 2 else [])
+        for number, script in enumerate(KINDS)
+        for place, given in enumerate([(0, "--checkpoint-ratio 1.0"), (2, "--accumulate 2")])
+    ],
 )
-@pytest.mark.parametrize("script", list(KINDS))
 def test_training_is_that_of_the_unscheduled_model(
     tmp_path: Path, script: str, processes: int, options: str
 ) -> None:

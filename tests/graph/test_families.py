@@ -28,12 +28,18 @@ from tests.graph.zoo import FAMILIES, checkpoint_layers, each_layer, transformer
 
 #: Families whose layers are those of another one.
 HEADS = ("bert_classifier", "gpt2_classifier")
-#: Run in each test run; the others are slow because they are many.
+#: Run in each test run.
 QUICK = ("bert", "llama", "t5")
-SLOW = pytest.mark.slow
+#: Those of the others that differ most from these and from each other run in the whole suite.
+DISTINCT = (
+    *("gpt2", "gpt_neo", "falcon", "phi3", "mixtral", "gpt_oss", "mamba", "bart", "whisper"),
+    *("swin", "vit", "resnet", "wav2vec2", "modernbert"),
+)
+SLOW, WIDE = pytest.mark.slow, pytest.mark.wide
 NAMES = [
-    pytest.param(name, marks=[] if name in QUICK else [SLOW])
-    for name in [*(each for each in FAMILIES if each not in HEADS), *MORE]
+    pytest.param(name, marks=[] if name in QUICK else [SLOW if name in DISTINCT else WIDE])
+    for name in (*FAMILIES, *MORE)
+    if name not in HEADS
 ]
 
 #: What a graph cannot hold, and what the refusal says.
@@ -191,8 +197,9 @@ def test_sequences_beyond_a_table_of_positions_fail() -> None:
 COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
+MARKS = {"t5": [SLOW], "bert": [WIDE], "gpt2": [WIDE]}
 COLLECTING = [
-    pytest.param(name, flag, how, marks=[] if name in ("llama", "mixtral") else [SLOW])
+    pytest.param(name, flag, how, marks=MARKS.get(name, []))
     for name in ("llama", "bert", "gpt2", "t5", "mixtral")
     for flag in (COLLECTED[2:] if name == "mixtral" else COLLECTED[:2])
     for how in ("flat", "leaves", "layer")

@@ -62,8 +62,14 @@ def test_one_process(key: str) -> None:
 TWINS = ("roberta", "mistral", "qwen2", "gemma3_text")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize(
+    ("world_size", "part"),
+    [
+        *((2, part) for part in range(3)),
+        (4, 0),
+        *(pytest.param(4, part, marks=pytest.mark.wide) for part in (1, 2)),
+    ],
+)
 def test_tensor_parallel(world_size: int, part: int) -> None:
     keys = sorted(set(MODELS) - set(TWINS if world_size > 2 else ()))[part::3]
     for found in run_distributed(job, world_size, keys, timeout=400):

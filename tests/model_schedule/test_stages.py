@@ -31,7 +31,8 @@ TOGETHER = [key for key in DISTINCT if key != "wideresnet"]
 @pytest.mark.parametrize(
     ("keys", "layout", "options", "engine"),
     [
-        *((CUT[part::3], (2, 1, 1), {}, {}) for part in range(3)),
+        (CUT[::3], (2, 1, 1), {}, {}),
+        *(pytest.param(CUT[part::3], (2, 1, 1), {}, {}, marks=pytest.mark.wide) for part in (1, 2)),
         (["bert", "llama", "t5", "wideresnet"], (4, 1, 1), {}, {}),
         (TOGETHER[::2], (2, 1, 2), ALL, {}),
         (["t5", "gpt2"], (2, 1, 2), {"parallel_vocabulary": False}, {}),

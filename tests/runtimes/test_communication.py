@@ -209,7 +209,11 @@ BYTES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [(2, 1, 1), (4, 1, 1)], ids=["pp2", "pp4"])
+@pytest.mark.parametrize(
+    "layout",
+    [(2, 1, 1), pytest.param((4, 1, 1), marks=pytest.mark.wide)],
+    ids=["pp2", "pp4"],
+)
 @on_ranks(timeout=280)
 def test_each_boundary_sends_its_tensors_once_and_their_gradients_back(layout: Any) -> None:
     """As many micro-batches as stages."""

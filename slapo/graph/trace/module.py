@@ -104,6 +104,8 @@ class Trace:
         self.number: int | None = None
         #: what captures take for granted of the modules and tensors below
         self.tree: Tree | None = None
+        #: the graph with containers entered that was made last, for a pipeline
+        self.joined: Any = None
 
     @property
     def shown(self) -> fx.Graph:
@@ -129,7 +131,15 @@ class Trace:
 
     def forget(self) -> None:
         """Drop all captures: something that they have built in has changed."""
-        self.known, self.tree = [], None
+        self.known, self.tree, self.joined = [], None, None
+
+    def take_joined(self, key: Any, root: nn.Module) -> Any:
+        """The joined graph of the last trace, once, if it is one of `key` and still holds."""
+        joined, self.joined = self.joined, None
+        if joined is None or joined.state is None or joined.key != key:
+            return None
+        frame = {"module": root, "args": (), "kwargs": {}}
+        return joined if joined.state.check(frame) else None
 
     def edit(self) -> None:
         """Run the shown graph, whatever has become of it, from now on."""

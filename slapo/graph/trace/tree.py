@@ -19,7 +19,15 @@ from slapo.graph.trace.leaves import (
     is_sealed,
     syncs_replaced,
 )
-from slapo.graph.trace.module import Shared, Trace, captured, check_traceable, origin_of
+from slapo.graph.trace.module import (
+    Shared,
+    Trace,
+    Traced,
+    captured,
+    check_traceable,
+    origin_of,
+    trace_of,
+)
 from slapo.graph.trace.nests import OWNER
 from slapo.graph.trace.nodes import add_placeholder, nodes_in, spare_self
 from slapo.graph.trace.views import as_before
@@ -264,6 +272,9 @@ class Joined:
     sizes: list[str] | None = None
     #: arguments that a preview has as constants
     fixed: dict[str, Any] = field(default_factory=dict)
+    #: dynamo's guards on the module, and what else it holds for; None for a preview
+    state: Any = None
+    key: Any = None
 
 
 def join(
@@ -285,7 +296,11 @@ def join(
     def is_leaf(_: nn.Module, path: str) -> bool:
         return path not in containers
 
+    key = (frozenset(containers), id(inputs), [module.training for module in root.modules()])
+    trace = trace_of(root) if isinstance(root, Traced) else None
     with as_before(root):
+        if trace is not None and (known := trace.take_joined(key, root)) is not None:
+            return known
         check_traceable(root)
         if inputs is None:
             fixed = constants_of(root, concrete_args or {})
@@ -293,7 +308,7 @@ def join(
         from slapo.graph.trace.capture import capture  # brings torch._dynamo: a second
 
         found = capture(root, *inputs, is_leaf, any_batch=True)
-    return Joined(found.graph, found.sizes)
+    return Joined(found.graph, found.sizes, state=found.state, key=key)
 
 
 def trace_containers(
@@ -304,8 +319,8 @@ def trace_containers(
     shared: Shared,
 ) -> TraceResult:
     """Trace the containers as one graph; their own are made when somebody looks at them."""
-    graph = join(root, containers, inputs, concrete_args).graph
-    called = [str(node.target) for node in graph.find_nodes(op="call_module")]
+    joined = join(root, containers, inputs, concrete_args)
+    called = [str(node.target) for node in joined.graph.find_nodes(op="call_module")]
     result = TraceResult()
     for path in containers:
         module = innermost(root.get_submodule(path)) if path else root
@@ -326,6 +341,8 @@ def trace_containers(
             called=below | inner,
             shared=shared,
         )
+    if "" in result.traces:
+        result.traces[""].joined = joined
     return result
 
 
