@@ -50,13 +50,15 @@ class ShardSpec:
         """Index of this rank among those that hold its part."""
         return self.rank % self.copies
 
-    def _share(self, size: int, rank: int) -> tuple[int, int]:
+    def share(self, size: int, rank: int | None = None) -> tuple[int, int]:
+        """Where this rank's part of a block of `size` begins, or another's, and how long it is."""
+        rank = self.rank if rank is None else rank
         return share_of(size, rank // self.copies, self.parts)
 
     def slice(self, full: Tensor) -> Tensor:
         """This rank's part of the full tensor, as a tensor of its own."""
         parts = [
-            block.narrow(self.axis, *self._share(size, self.rank))
+            block.narrow(self.axis, *self.share(size))
             for block, size in zip(
                 full.split(list(self.blocks), self.axis), self.blocks, strict=True
             )
@@ -78,13 +80,12 @@ class ShardSpec:
 
     def local_blocks(self, rank: int | None = None) -> list[int]:
         """Sizes of what this rank, or another, has of each block."""
-        rank = self.rank if rank is None else rank
-        return [self._share(size, rank)[1] for size in self.blocks]
+        return [self.share(size, rank)[1] for size in self.blocks]
 
     @property
     def start(self) -> int:
         """Where this rank's part of the first block begins."""
-        return self._share(self.blocks[0], self.rank)[0]
+        return self.share(self.blocks[0])[0]
 
     @property
     def is_uneven(self) -> bool:

@@ -143,6 +143,7 @@ def make_sharding(module: nn.Module, group: dist.ProcessGroup | None) -> Shardin
     if state is None:
         state = module.__dict__[SHARDING] = Sharding(handle_of(group))
         module.register_load_state_dict_post_hook(attach_after_loading)
+        module.register_state_dict_post_hook(place_slices)
     return state
 
 
@@ -151,4 +152,16 @@ def attach_after_loading(module: nn.Module, incompatible_keys: Any) -> None:
     bare = innermost(module)
     state = sharding_of(bare)
     if state is not None:
+        from slapo.sharding.slice_tensor import unwrapped  # for state dicts only
+
+        for name, param in bare._parameters.items():
+            bare._parameters[name] = unwrapped(param)
         state.attach(bare)
+
+
+def place_slices(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """A hook: slices in a state dict know their place in the whole."""
+    from slapo.sharding.slice_tensor import place_in_state_dict  # for state dicts only
+
+    for name, spec in shards_of(innermost(module)).items():
+        place_in_state_dict(state_dict, prefix + name, spec)

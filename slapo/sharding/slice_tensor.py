@@ -1,0 +1,199 @@
+"""Slices in state dicts, which ``torch.distributed.checkpoint`` writes where they belong.
+
+It takes a plain tensor of one name for the same on all ranks, and would keep one rank's slice for
+all. Slices have its protocol instead: a checkpoint then holds whole tensors under the model's own
+names, and any layout, and the unscheduled model, reads its part of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo.sharding.slicing import ShardSpec
+
+#: Operations whose result is the same part of the whole; the last by the stager of ``async_save``.
+_COPIES = {
+    *(Tensor.detach, Tensor.clone, Tensor.to, Tensor.cpu, Tensor.contiguous, Tensor.new_empty),
+    *(torch.clone, torch.zeros_like, torch.empty_like, torch.detach),
+}
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A part of the whole that lies in one piece in what a rank holds, and where there."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local: tuple[int, ...]
+
+
+class SliceTensor(Tensor):
+    """This rank's part of a parameter, in a state dict; like any tensor in all else.
+
+    Copies know their place in the whole; other results, and pickles, are plain tensors.
+    """
+
+    _boxes: Sequence[_Box]
+    _whole: torch.Size
+
+    @classmethod
+    def of(cls, tensor: Tensor, boxes: Sequence[_Box], whole: torch.Size) -> SliceTensor:
+        """The same data, which knows its place."""
+        found = tensor.as_subclass(cls)
+        found._boxes, found._whole = boxes, whole
+        return found
+
+    def plain(self) -> Tensor:
+        """The same data as any tensor."""
+        return self.as_subclass(Tensor)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation on plain tensors."""
+        source = args[0] if args else None
+        if func is Tensor.size and len(args) == 1 and _is_loading(sys._getframe(1)):
+            return source._whole  # type: ignore[union-attr]
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if func in _COPIES and isinstance(source, cls):
+            return cls.of(result, source._boxes, source._whole)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return SliceTensor.of(self.plain().__deepcopy__(memo), self._boxes, self._whole)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+    # --- the protocol of torch.distributed.checkpoint --------------------------------------------
+    def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self.plain())
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self._whole),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for box in self._boxes
+        ]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        found = next(box for box in self._boxes if box.offsets == tuple(index.offset))
+        part = self.plain()
+        for axis, (start, size) in enumerate(zip(found.local, found.sizes, strict=True)):
+            part = part.narrow(axis, start, size)
+        return part
+
+
+def _is_loading(caller: Any) -> bool:
+    """Return whether the planner of a load asks for a size: it compares that of the whole."""
+    return caller.f_globals.get("__name__") == "torch.distributed.checkpoint.default_planner"
+
+
+def place_in_state_dict(state_dict: dict[str, Any], name: str, spec: ShardSpec) -> None:
+    """Let an entry of a state dict know its place in the whole; FSDP2's share of a slice too."""
+    tensor = state_dict.get(name)
+    if tensor is None or spec.world_size == 1 or isinstance(tensor, nn.Parameter):
+        return
+    if hasattr(tensor, "device_mesh"):
+        tensor.__class__ = _class_of_shares()
+        tensor.place(_boxes_of_share(tensor, spec), spec.full_shape)
+    else:
+        state_dict[name] = SliceTensor.of(tensor, _boxes(spec), spec.full_shape)
+
+
+@functools.cache
+def _class_of_shares() -> Any:
+    from torch.distributed.tensor import DTensor  # a second, which who shards by FSDP2 has taken
+
+    class SliceDTensor(DTensor):
+        """FSDP2's share of a slice."""
+
+        def place(self, boxes: Sequence[_Box], whole: torch.Size) -> None:
+            local = self._local_tensor
+            self._local_tensor = SliceTensor.of(local.as_subclass(Tensor), boxes, whole)
+
+        def size(self, *dim: int) -> Any:  # type: ignore[override]
+            if not dim and _is_loading(sys._getframe(1)):
+                return self._local_tensor._whole  # type: ignore[attr-defined]
+            return super().size(*dim)
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+        ) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **(kwargs or {}))
+            source = args[0] if args else None
+            if func in _COPIES and isinstance(source, cls) and isinstance(result, DTensor):
+                place: Any = source._local_tensor
+                result.__class__ = cls
+                result.place(place._boxes, place._whole)  # type: ignore[attr-defined]
+            return result
+
+    return SliceDTensor
+
+
+def unwrapped(param: nn.Parameter | None) -> nn.Parameter | None:
+    """A plain parameter of one that ``load_state_dict(assign=True)`` took from a state dict."""
+    if not isinstance(param, SliceTensor):
+        return param
+    return nn.Parameter(param.plain().detach(), param.requires_grad)
+
+
+def _boxes(spec: ShardSpec) -> list[_Box]:
+    found, block, local = [], 0, 0
+    none = (0,) * len(spec.full_shape)
+    for size in spec.blocks:
+        start, own = spec.share(size)
+        if own:
+            offsets, starts = _at(none, spec.axis, block + start), _at(none, spec.axis, local)
+            found.append(_Box(offsets, _at(tuple(spec.full_shape), spec.axis, own), starts))
+        block, local = block + size, local + own
+    return found
+
+
+def _at(sizes: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
+    return (*sizes[:axis], value, *sizes[axis + 1 :])
+
+
+def _boxes_of_share(share: Any, spec: ShardSpec) -> list[_Box]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, start = compute_local_shape_and_global_offset(
+        share.shape, share.device_mesh, share.placements
+    )
+    return [cut for box in _boxes(spec) if (cut := _cut(box, start, sizes)) is not None]
+
+
+def _cut(box: _Box, start: Sequence[int], size: Sequence[int]) -> _Box | None:
+    """What of a box lies in FSDP2's share of the slice, with places in the share."""
+    low = [max(first, begin) for first, begin in zip(box.local, start, strict=True)]
+    ends = [first + length for first, length in zip(box.local, box.sizes, strict=True)]
+    high = [min(end, begin + n) for end, begin, n in zip(ends, start, size, strict=True)]
+    sizes = tuple(b - a for a, b in zip(low, high, strict=True))
+    if min(sizes) <= 0:
+        return None
+    moved = zip(box.offsets, low, box.local, strict=True)
+    local = tuple(a - begin for a, begin in zip(low, start, strict=True))
+    return _Box(tuple(offset + a - first for offset, a, first in moved), sizes, local)
