@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -451,3 +452,11 @@ def test_trace_of_a_container_shows_its_graph_when_asked() -> None:
     assert isinstance(container, Traced)
     assert trace_of(container).calls("layers.0")
     assert "self.layers" in container.code or "layers_0" in container.code
+
+
+def test_containers_traced_by_a_capture_are_copied_and_pickled_without_its_guards() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ReLU()))
+    x = torch.ones(3, 2)
+    assert sch.trace_until("0", tracer="huggingface", example_inputs=x)
+    for other in (copy.deepcopy(sch.mod), pickle.loads(pickle.dumps(sch.mod))):
+        assert torch.equal(other(x), sch.mod(x))

@@ -218,7 +218,7 @@ class Trace:
         """State that a copy keeps; guards stay behind, and the copy captures when it is called."""
         tables = ("rules", "parked", "added", "dropped")
         state = {k: v.copy() if k in tables else v for k, v in self.__dict__.items()}
-        return {**state, "known": [], "tree": None, "number": None}
+        return {**state, "known": [], "tree": None, "number": None, "joined": None}
 
     def saved(self) -> dict[str, Any]:
         """The state, for :meth:`restore`."""
