@@ -133,6 +133,11 @@ def _class_of_shares() -> Any:
             local = self._local_tensor
             self._local_tensor = SliceTensor.of(local.as_subclass(Tensor), boxes, whole)
 
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            local: Any = self._local_tensor
+            plain: Any = DTensor(local.plain(), self._spec, requires_grad=self.requires_grad)
+            return plain.__reduce_ex__(protocol)
+
         def size(self, *dim: int) -> Any:  # type: ignore[override]
             if not dim and _is_loading(sys._getframe(1)):
                 return self._local_tensor._whole  # type: ignore[attr-defined]

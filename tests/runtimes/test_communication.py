@@ -52,7 +52,7 @@ def collectives_of(name: str, layers: int, by_tokens: bool) -> tuple[Counter[str
     family.loss(expected(**inputs), targets).backward()
     sch = slapo.create_schedule(model_of(family, layers), group=torch.distributed.group.WORLD)
     schedule(sch, family, sequence_parallel=by_tokens)
-    model, _ = slapo.build(sch)
+    model, _ = slapo.build(sch, check=False)  # which would compare the first gradients
     with Collectives() as forward:
         loss = family.loss(model(**inputs), targets)
     with Collectives() as backward:
