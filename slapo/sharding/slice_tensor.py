@@ -7,6 +7,7 @@ names, and any layout, and the unscheduled model, reads its part of them.
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Sequence
@@ -69,7 +70,8 @@ class SliceTensor(Tensor):
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return SliceTensor.of(self.plain().__deepcopy__(memo), self._boxes, self._whole)
+        # By copy.deepcopy, which keeps the plain one: the memo knows it by its number.
+        return SliceTensor.of(copy.deepcopy(self.plain(), memo), self._boxes, self._whole)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain().__reduce_ex__(protocol)
@@ -133,10 +135,18 @@ def _class_of_shares() -> Any:
             local = self._local_tensor
             self._local_tensor = SliceTensor.of(local.as_subclass(Tensor), boxes, whole)
 
-        def __reduce_ex__(self, protocol: Any) -> Any:
+        def plain(self) -> Any:
             local: Any = self._local_tensor
-            plain: Any = DTensor(local.plain(), self._spec, requires_grad=self.requires_grad)
-            return plain.__reduce_ex__(protocol)
+            return DTensor(local.plain(), self._spec, requires_grad=self.requires_grad)
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            found, place = copy.deepcopy(self.plain(), memo), self._local_tensor
+            found.__class__ = SliceDTensor
+            found.place(place._boxes, place._whole)  # type: ignore[attr-defined]
+            return found
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return self.plain().__reduce_ex__(protocol)
 
         def size(self, *dim: int) -> Any:  # type: ignore[override]
             if not dim and _is_loading(sys._getframe(1)):

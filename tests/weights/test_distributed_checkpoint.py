@@ -53,9 +53,15 @@ def there_and_back(rank: int, world: int, key: str, where: str) -> None:
     dcp.load({"model": engine.state_dict()}, checkpoint_id=where)
     for name, tensor in engine.state_dict().items():
         torch.testing.assert_close(local(tensor), before[name], rtol=0, atol=0)
-    copied = {name: torch.zeros_like(t) for name, t in engine.state_dict().items()}
-    dcp.load({"model": copied}, checkpoint_id=where)
-    for name, tensor in copied.items():
+    zeros = {name: torch.zeros_like(t) for name, t in engine.state_dict().items()}
+    for copied in (zeros, copy.deepcopy(zeros)):
+        dcp.load({"model": copied}, checkpoint_id=where)
+        for name, tensor in copied.items():
+            torch.testing.assert_close(local(tensor), before[name], rtol=0, atol=0)
+    torch.save(engine.state_dict(), file := io.BytesIO())
+    file.seek(0)
+    for name, tensor in torch.load(file, weights_only=False).items():
+        assert not isinstance(local(tensor), SliceTensor)
         torch.testing.assert_close(local(tensor), before[name], rtol=0, atol=0)
     # In a model that no schedule has touched.
     for path in (where, f"{where}/late"):
