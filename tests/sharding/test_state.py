@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import slapo
 from slapo.sharding import sync_ops
 from slapo.sharding.state import sharding_of, shards_of
+from tests.check.verdicts import fake_world
 from tests.distributed import run_distributed
 
 pytestmark = pytest.mark.distributed
@@ -674,3 +675,14 @@ def made_by_build(rank: int, world: int) -> list[bool]:
 )
 def test_each_of_two_ranks_finds(worker: Callable[[int, int], Any], expected: Any) -> None:
     assert run_distributed(worker, 2) == [expected] * 2
+
+
+def test_a_snapshot_leaves_the_hooks_of_parameters_as_they_are() -> None:
+    with fake_world(2):
+        sch = slapo.create_schedule(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)))
+        sch["0"].annotate("weight", "partial_grad", True)
+        weight, state = sch["0"].mod.weight, sharding_of(sch["0"].mod)
+        assert state is not None
+        assert len(weight._backward_hooks) == 1
+        state.snapshot()
+        assert len(weight._backward_hooks) == 1
