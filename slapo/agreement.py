@@ -83,6 +83,14 @@ def same_on_all_ranks(
     raise _raised_by(group, error)
 
 
+def extremes(values: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """The largest and the smallest of each value over the ranks, by one collective."""
+    mirrored = -values if values.is_floating_point() else ~values  # -x has no place for the least
+    both = torch.stack([values, mirrored]).to(communication_device(group))
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return both[0], -both[1] if values.is_floating_point() else ~both[1]
+
+
 def checksum(tensor: Tensor) -> Tensor:
     """A 0-dim integer that changes with any element or swap of elements; NaN is as good as any.
 

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo.agreement import all_ranks_or_none, checksum, communication_device, same_on_all_ranks
+from slapo.agreement import all_ranks_or_none, checksum, extremes, same_on_all_ranks
 from slapo.errors import SlapoError
 from slapo.mesh import group_among
 
@@ -173,12 +173,8 @@ class BatchCheck:
             ready()
             return
         digest = (0, 0, 0) if batch is None else (1, *batch_digest(batch))
-        # The largest and, by its negative, the smallest: in one collective.
-        both = torch.tensor([digest, [-number for number in digest]], dtype=torch.int64)
-        both = both.to(communication_device(self.group))
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
-        largest, smallest = both.tolist()
-        if largest[0] == 1 and largest == [-number for number in smallest]:
+        largest, smallest = extremes(torch.tensor(digest, dtype=torch.int64), self.group)
+        if bool((largest == smallest).all()) and int(largest[0]) == 1:
             return
         all_ranks_or_none(what, ready, self.group)
         same_on_all_ranks(

@@ -1,13 +1,14 @@
-"""Gradients that tensor-parallel ranks compute each for itself: those of one parameter are alike.
+"""A comparison of the gradients that each tensor-parallel rank computes for a replicated parameter.
 
-What a missing sync leaves is a gradient of which each rank has another part. The ranks compare a
-few numbers of each, in one small collective: the products with fixed random vectors from both
-sides, whose differences are as large as the gradients' own are on average, unlike those of norms.
+After a missing sync the gradient is partial, and differs from rank to rank. The ranks compare a few
+values per gradient in one small collective: products with fixed random vectors from both sides.
+These differ on average as much as the gradients do; the norms of partial gradients can be alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from slapo.agreement import communication_device, has_peers, on_every_rank
+from slapo.agreement import extremes, has_peers, on_every_rank
 from slapo.errors import PlacementError
 from slapo.framework_dialect.gradients import is_tensor_parallel, local_part
 from slapo.sharding.groups import handle_of
@@ -29,9 +30,9 @@ _TOLERANCE, _ROUNDING = 2e-2, 1e-5
 
 
 class GradientCheck:
-    """Compares gradients of the parameters that all tensor-parallel ranks hold whole.
+    """Compares gradients of the parameters that are replicated over the tensor-parallel ranks.
 
-    Those of several backward passes are added up.
+    Gradients of several backward passes are added up.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -56,7 +57,7 @@ class GradientCheck:
             for size in matrix.shape
         )
         products = (left * (matrix @ right)).sum(0)
-        digest = torch.cat([products, matrix.norm()[None]]).double().cpu()
+        digest = torch.cat([products, matrix.norm()[None]])
         self._digests[name] = self._digests.get(name, 0) + digest
 
     def compare(self) -> None:
@@ -64,13 +65,11 @@ class GradientCheck:
         names = list(self._seeds)
         if not names:
             return
-        none = torch.zeros(_PRODUCTS + 1, dtype=torch.float64)
-        found = torch.stack([self._digests.pop(name, none) for name in names])
-        group = self._handle.group
-        # The largest and, by their negatives, the smallest.
-        both = torch.stack([found, -found]).to(communication_device(group))
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-        spread, norms = (both[0] + both[1])[:, :-1].amax(1), both[0, :, -1]
+        none = torch.zeros(_PRODUCTS + 1)
+        # Read here, not in `note`: that would make the host wait at every gradient.
+        found = torch.stack([self._digests.pop(name, none).cpu().double() for name in names])
+        largest, smallest = extremes(found, self._handle.group)
+        spread, norms = (largest - smallest)[:, :-1].amax(1), largest[:, -1]
         share = spread / norms.clamp(min=_ROUNDING * float(norms.max()) or 1)
         # The last of the model are the first of the backward pass, next to the fault.
         wrong = [names[i] for i in (share > _TOLERANCE).nonzero().flatten().tolist()][::-1]
@@ -96,25 +95,23 @@ def _replicated(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
 def compare_first_gradients(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Compare each replicated parameter's first gradient at the end of the backward it comes in."""
     if any(map(is_tensor_parallel, module.parameters())):
-        _FirstGradients(module, group).watch()
+        _FirstGradients(module, group)
 
 
 class _FirstGradients:
+    """Hooks on the parameters, which keep it until each has had its gradient."""
+
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
         self._check = GradientCheck(module, group)
         self._is_due = False
-        self._handles: dict[str, Any] = {}
-
-    def watch(self) -> None:
-        for name, parameter in self._check.parameters.items():
-            self._handles[name] = parameter.register_hook(lambda grad, n=name: self._note(n, grad))
-        self._check.parameters = {}  # whose hooks keep this
+        self._handles = {
+            name: parameter.register_hook(partial(self._note, name))
+            for name, parameter in self._check.parameters.items()
+        }
+        self._check.parameters = {}  # or they would be kept by their own hooks
 
     def _note(self, name: str, gradient: Tensor) -> None:
-        handle = self._handles.pop(name, None)
-        if handle is None:
-            return
-        handle.remove()
+        self._handles.pop(name).remove()
         self._check.note(name, gradient)
         if not self._is_due:
             self._is_due = True

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
-from slapo.agreement import all_ranks_or_none, checksum, communication_device, has_peers
+from slapo.agreement import all_ranks_or_none, checksum, extremes, has_peers
 from slapo.errors import SlapoError
 from slapo.framework_dialect.gradients import distinct, is_tensor_parallel
 from slapo.framework_dialect.runtime import Lowering
@@ -170,11 +170,8 @@ def _refuse(wrong: tuple[str, str] | None) -> None:
 def _first_difference(named: Named, group: dist.ProcessGroup) -> str | None:
     if not named:
         return None
-    sums = torch.stack([checksum(tensor).cpu() for _, tensor in named])
-    # The largest and, by its complement, the smallest: in one collective.
-    both = torch.stack([sums, ~sums]).to(communication_device(group))
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    differs = (both[0] != ~both[1]).nonzero()
+    largest, smallest = extremes(torch.stack([checksum(t).cpu() for _, t in named]), group)
+    differs = (largest != smallest).nonzero()
     return named[int(differs[0])][0] if len(differs) else None
 
 

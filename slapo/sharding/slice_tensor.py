@@ -118,8 +118,7 @@ def place_in_state_dict(state_dict: dict[str, Any], name: str, spec: ShardSpec) 
     if tensor is None or spec.world_size == 1 or isinstance(tensor, nn.Parameter):
         return
     if hasattr(tensor, "device_mesh"):
-        tensor.__class__ = _class_of_shares()
-        tensor.place(_boxes_of_share(tensor, spec), spec.full_shape)
+        _class_of_shares().of(tensor, _boxes_of_share(tensor, spec), spec.full_shape)
     else:
         state_dict[name] = SliceTensor.of(tensor, _boxes(spec), spec.full_shape)
 
@@ -131,19 +130,20 @@ def _class_of_shares() -> Any:
     class SliceDTensor(DTensor):
         """FSDP2's share of a slice."""
 
-        def place(self, boxes: Sequence[_Box], whole: torch.Size) -> None:
-            local = self._local_tensor
-            self._local_tensor = SliceTensor.of(local.as_subclass(Tensor), boxes, whole)
+        @classmethod
+        def of(cls, share: Any, boxes: Sequence[_Box], whole: torch.Size) -> Any:
+            """The DTensor itself, which knows its place from here on."""
+            local = share._local_tensor.as_subclass(Tensor)
+            share.__class__, share._local_tensor = cls, SliceTensor.of(local, boxes, whole)
+            return share
 
         def plain(self) -> Any:
             local: Any = self._local_tensor
             return DTensor(local.plain(), self._spec, requires_grad=self.requires_grad)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            found, place = copy.deepcopy(self.plain(), memo), self._local_tensor
-            found.__class__ = SliceDTensor
-            found.place(place._boxes, place._whole)  # type: ignore[attr-defined]
-            return found
+            place: Any = self._local_tensor
+            return SliceDTensor.of(copy.deepcopy(self.plain(), memo), place._boxes, place._whole)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             return self.plain().__reduce_ex__(protocol)
@@ -162,8 +162,7 @@ def _class_of_shares() -> Any:
             source = args[0] if args else None
             if func in _COPIES and isinstance(source, cls) and isinstance(result, DTensor):
                 place: Any = source._local_tensor
-                result.__class__ = cls
-                result.place(place._boxes, place._whole)  # type: ignore[attr-defined]
+                return cls.of(result, place._boxes, place._whole)
             return result
 
     return SliceDTensor
@@ -202,7 +201,7 @@ def _boxes_of_share(share: Any, spec: ShardSpec) -> list[_Box]:
 
 
 def _cut(box: _Box, start: Sequence[int], size: Sequence[int]) -> _Box | None:
-    """What of a box lies in FSDP2's share of the slice, with places in the share."""
+    """The part of a box within FSDP2's share of the slice, with places in the share."""
     low = [max(first, begin) for first, begin in zip(box.local, start, strict=True)]
     ends = [first + length for first, length in zip(box.local, box.sizes, strict=True)]
     high = [min(end, begin + n) for end, begin, n in zip(ends, start, size, strict=True)]

@@ -136,10 +136,8 @@ class Trace:
     def take_joined(self, key: Any, root: nn.Module) -> Any:
         """The joined graph of the last trace, once, if it is one of `key` and still holds."""
         joined, self.joined = self.joined, None
-        if joined is None or joined.state is None or joined.key != key:
-            return None
-        frame = {"module": root, "args": (), "kwargs": {}}
-        return joined if joined.state.check(frame) else None
+        is_known = joined is not None and joined.capture is not None and joined.key == key
+        return joined if is_known and joined.capture.holds_state(root) else None
 
     def edit(self) -> None:
         """Run the shown graph, whatever has become of it, from now on."""

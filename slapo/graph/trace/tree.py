@@ -272,8 +272,9 @@ class Joined:
     sizes: list[str] | None = None
     #: arguments that a preview has as constants
     fixed: dict[str, Any] = field(default_factory=dict)
-    #: dynamo's guards on the module, and what else it holds for; None for a preview
-    state: Any = None
+    #: the capture that it is from; None for a preview
+    capture: Any = None
+    #: containers, inputs and modes that it was made for
     key: Any = None
 
 
@@ -308,7 +309,7 @@ def join(
         from slapo.graph.trace.capture import capture  # brings torch._dynamo: a second
 
         found = capture(root, *inputs, is_leaf, any_batch=True)
-    return Joined(found.graph, found.sizes, state=found.state, key=key)
+    return Joined(found.graph, found.sizes, capture=found, key=key)
 
 
 def trace_containers(

@@ -52,9 +52,10 @@ class RankSync:
         self._store.set(keys[self._rank], step)
         deadline = time.monotonic() + self._patience
         pause = 1e-4
-        while not self._store.check(list(keys.values())):
+        every = list(keys.values())
+        while not self._store.check(every):
             told = self._told_by_another()
-            if self._store.check(list(keys.values())):  # a rank that fails here has come here first
+            if self._store.check(every):  # a rank that fails here has come here first
                 break
             if told:
                 raise on_every_rank(VerificationError(f"Verify failed on {told}"))

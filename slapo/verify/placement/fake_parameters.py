@@ -55,7 +55,7 @@ class FakeParameters:
                 return torch.empty(shape, dtype=dtype, device=device)
         is_here = not tensor.is_meta and not hasattr(tensor, "device_mesh")
         if is_here and shape == tensor.shape:
-            return tensor.detach().clone().to(dtype)
+            return tensor.detach().to(dtype, copy=True)
         if not dtype.is_floating_point:
             return torch.zeros(shape, dtype=dtype, device=device)
         numbers = torch.empty(shape, dtype=torch.float32).uniform_(
