@@ -129,7 +129,11 @@ def build(
             f"init_weights is {init_weights!r}; pass True, False or a function of a "
             "module and its path"
         )
-    is_late = isinstance(check, str) and check == FIRST_BATCH
+    is_late = isinstance(check, str)
+    if is_late and check != FIRST_BATCH:
+        raise ValueError(
+            f"check is {check!r}; pass {FIRST_BATCH!r}, example inputs of the model, True or False"
+        )
     if not is_late and check is not False:
         _check_places(sch, check)
     sch = _as_whole(sch)

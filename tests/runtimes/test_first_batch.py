@@ -102,6 +102,12 @@ def test_without_a_target_the_first_gradients_are_compared() -> None:
     loss_fn(model(x), y).backward()
 
 
+def test_another_word_is_refused() -> None:
+    sch = slapo.create_schedule(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="check is 'first_batch'; pass 'first batch', example"):
+        slapo.build(sch, check="first_batch")
+
+
 class Unknown(nn.Module):
     """An operation that no rule follows, of slices; without effect here."""
 
