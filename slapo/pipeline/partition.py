@@ -13,7 +13,7 @@ from slapo.errors import SlapoError, TraceError
 from slapo.graph.trace.module import Traced, trace_of
 from slapo.graph.trace.nests import OWNER, map_leaves, size_check, tensors
 from slapo.graph.trace.nodes import like_input
-from slapo.graph.trace.tree import Joined, join
+from slapo.graph.trace.tree import Joined, join, serves_mode
 from slapo.graph.trace.views import View
 from slapo.hooks import has_backward_hooks, has_forward_hooks
 from slapo.logger import get_logger
@@ -118,6 +118,9 @@ def _join_each(root: Traced, containers: list[str]) -> dict[Kind, Joined]:
     for training in (root.training, not root.training):
         try:
             with in_mode(root, training):
+                if found and serves_mode(root, found[Kind(not training)]):
+                    found |= {kind._replace(training=training): j for kind, j in found.items()}
+                    break
                 found[Kind(training)] = many = joined(_with_rows(trace.inputs, 2))
                 one = _with_rows(trace.inputs, 1)
                 if many.sizes is not None and not size_check(many.sizes)(*one):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
+from slapo.graph.trace import capture
 from slapo.pipeline import PipelinedModule, Stage, StageTie, analyze_tie_weights
 from slapo.pipeline import generate_pipeline_partition as partition
 from slapo.pipeline.boundaries import ShapeProbe, describe_tensors
@@ -669,3 +670,55 @@ def test_what_a_stage_with_a_script_sends() -> None:
     (sent,) = ShapeProbe(first, torch.device("cpu")).run(received)
     assert sent.shape == (3, 6)
     assert sch.mod(torch.ones(3, 4)).shape == (3, 4)
+
+
+class ByMode(nn.Module):
+    """Forwards with layers that do, or set, something else in eval mode."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 4), LeafByMode(how), nn.Linear(4, 4)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.first(x))
+        if self.how == "tuple" and isinstance(y, tuple):
+            y = y[0] + y[1].mean()
+        if self.how == "asks" and not self.training:
+            y = -y
+        return self.last(y) * y.size(0)
+
+
+class LeafByMode(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.fc, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.fc(x)
+        if self.training or self.how in ("alike", "asks"):
+            return F.dropout(y, 0.5, self.training)
+        return (y, y * 2) if self.how == "tuple" else y[1:]
+
+
+@pytest.mark.parametrize("how", ["alike", "asks", "tuple", "rows"])
+def test_one_capture_serves_both_modes_where_nothing_tells_them_apart(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures = []
+    plain = capture.capture
+    monkeypatch.setattr(capture, "capture", lambda *a, **k: captures.append(1) or plain(*a, **k))
+    model, x = ByMode(how), torch.randn(5, 4)
+    sch = cut(copy.deepcopy(model), "", "first", example_inputs=[x])
+    assert len(captures) == (1 if how == "alike" else 2)
+    for module in (sch.mod, model):
+        module.eval()
+    assert torch.equal(sch.mod(x), model(x))
+    for module in (sch.mod, model):
+        module.train()
+    assert torch.equal(seeded_call(sch.mod, x), seeded_call(model, x))
+
+
+def seeded_call(module: nn.Module, x: Tensor) -> Tensor:
+    torch.manual_seed(3)
+    return module(x)

@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from slapo.errors import TraceError
 from slapo.graph.trace.hf import refuse_collected
 from slapo.graph.trace.import_graph import GraphImport, Path
-from slapo.graph.trace.leaf_calls import Call, LeafCalls
+from slapo.graph.trace.leaf_calls import Call, LeafCalls, returns_alike
 from slapo.graph.trace.leaves import IsLeaf
 from slapo.graph.trace.nests import call_key, collected_keys, parts, rebuild, size_check
 from slapo.graph.trace.refusals import CACHE_REFUSED, explain, refuse_effects
@@ -54,6 +54,8 @@ class Capture:
     sizes: list[str]
     #: arguments of the first call of each leaf, with fake tensors
     inputs: dict[str, Call] = field(default_factory=dict)
+    #: structure of the first result of each leaf, and the fake tensors and sizes in it
+    results: dict[str, tuple[Any, list[Any]]] = field(default_factory=dict)
     #: paths of the modules below whose operations are in the graph
     entered: frozenset[str] = frozenset()
     #: path, name and value of the attributes that the forward has read
@@ -75,6 +77,16 @@ class Capture:
     def holds_state(self, module: nn.Module) -> bool:
         """Return whether module and globals are as they were."""
         return bool(self.state.check({"module": module, "args": (), "kwargs": {}}))
+
+    def holds_in_mode(self, module: nn.Module) -> bool:
+        """Return whether a capture in the mode that the module is in now would be the same.
+
+        Guards tell whether the forward has asked for the mode; what leaves return is tried out.
+        """
+        if not self.holds_state(module):
+            return False
+        with surroundings(module, any_batch=True):
+            return returns_alike(module, self.inputs, self.results)
 
 
 def capture(
@@ -148,7 +160,17 @@ def capture(
             del forward.__globals__[name]  # dynamo's graph, which guards would keep alive
     key, compile_key = call_key(args, kwargs), call_key(args, kwargs, within_compile=True)
     below = graph.entered(entered)
-    return Capture(graph.graph, key, compile_key, state, sizes, calls.inputs, below, constants)
+    return Capture(
+        graph.graph,
+        key,
+        compile_key,
+        state,
+        sizes,
+        calls.inputs,
+        calls.results,
+        below,
+        constants,
+    )
 
 
 def _call_forward(module: Any, args: Any, kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ from slapo.graph.trace.nests import (
     parts,
     tensors,
 )
-from slapo.graph.trace.torch_private import BY_VALUE, FakeTensorMode, detect_fake_mode
+from slapo.graph.trace.torch_private import BY_VALUE, FakeTensorMode, ShapeEnv, detect_fake_mode
 from slapo.hooks import MODE_ATTRIBUTE
 
 _ACTIVE: ContextVar[LeafCalls | None] = ContextVar("slapo_leaf_calls", default=None)
@@ -90,6 +90,8 @@ class LeafCalls:
         self.accesses: dict[str, list[tuple[Any, ...]]] = {}
         #: path -> arguments of the first call, with fake tensors
         self.inputs: dict[str, Call] = {}
+        #: path -> structure of the first result, and the fake tensors and sizes in it
+        self.results: dict[str, tuple[Any, list[Any]]] = {}
         #: leaves whose results were assumed to be like their first input
         self.assumed: set[str] = set()
         #: the collectives of syncs on modules that are entered
@@ -146,6 +148,7 @@ class LeafCalls:
         result = self._result(path, args, kwargs)
         flat: list[Any] = []
         self.structures[path] = flatten(result, flat)
+        self.results.setdefault(path, (self.structures[path], flat))
         found = accesses(result)
         if self.accesses.setdefault(path, found) != found:
             raise TraceError(
@@ -228,6 +231,45 @@ class LeafCalls:
         result = torch.empty_like(given[0])
         trains = torch.is_grad_enabled() and result.is_floating_point()
         return result.requires_grad_() if trains else result
+
+
+def returns_alike(
+    root: nn.Module, inputs: Mapping[str, Call], results: Mapping[str, tuple[Any, list[Any]]]
+) -> bool:
+    """Return whether leaves of `root` now return the like of these results, and set nothing."""
+    calls = LeafCalls(root, {path: root.get_submodule(path) for path in inputs}, any_batch=False)
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        for path, call in inputs.items():
+            args, kwargs = map_leaves(call, _of_numbers)
+            try:
+                calls.flat_result(path, args, kwargs)
+            except Exception:  # a capture will say what is wrong
+                return False
+            pair = [
+                (s, list(map(_numbers, flat))) for s, flat in (calls.results[path], results[path])
+            ]
+            if calls.left_behind or pair[0] != pair[1]:
+                return False
+    return True
+
+
+def _of_numbers(value: Any) -> Any:
+    """The like of a fake tensor or symbol, with numbers for all symbols."""
+    if not isinstance(value, Tensor):
+        return _number(value)
+    sizes, strides = ([*map(_number, each)] for each in (value.shape, value.stride()))
+    new = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+    return new.requires_grad_().clone() if value.requires_grad else new
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype, value.device, *map(_number, value.shape)
+    return _number(value)
+
+
+def _number(value: Any) -> Any:
+    return value.node.hint if isinstance(value, SYMBOLIC) else value
 
 
 @lru_cache(maxsize=1024)

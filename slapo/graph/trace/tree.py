@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
+from slapo.graph.trace.hf import caches_off
 from slapo.graph.trace.leaves import (
     Depth,
     IsLeaf,
@@ -299,7 +300,7 @@ def join(
 
     key = (frozenset(containers), id(inputs), [module.training for module in root.modules()])
     trace = trace_of(root) if isinstance(root, Traced) else None
-    with as_before(root):
+    with as_before(root), caches_off(root):
         if trace is not None and (known := trace.take_joined(key, root)) is not None:
             return known
         check_traceable(root)
@@ -310,6 +311,12 @@ def join(
 
         found = capture(root, *inputs, is_leaf, any_batch=True)
     return Joined(found.graph, found.sizes, capture=found, key=key)
+
+
+def serves_mode(root: nn.Module, joined: Joined) -> bool:
+    """Return whether a joined graph serves the mode too that `root` is in now."""
+    with as_before(root), caches_off(root):
+        return joined.capture is not None and joined.capture.holds_in_mode(root)
 
 
 def trace_containers(
