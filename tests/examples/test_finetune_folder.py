@@ -78,7 +78,7 @@ def loss_in_one_process(folder: Path, files: list[str]) -> float:
     ("name", "settings", "reads", "arguments"),
     [
         ("Llama", GATED, True, "--tp 2 --checkpoint-ratio 0.5"),
-        ("GPT2", PLAIN, False, "--tp 2"),
+        pytest.param("GPT2", PLAIN, False, "--tp 2", marks=pytest.mark.wide),
         ("Olmo2", GATED, False, "--tp 2"),
         ("Llama", GATED, False, "--data-parallel fsdp"),
     ],

@@ -171,7 +171,7 @@ def rewritten_root(name: str, flatten: bool = True, **changes: Any) -> tuple[Any
 
 @pytest.mark.parametrize("flatten", [True, False], ids=["flat", "leaves"])
 @pytest.mark.parametrize(
-    "name", ["bert", *[pytest.param(n, marks=SLOW) for n in ("llama", "gpt2")]]
+    "name", ["bert", pytest.param("llama", marks=SLOW), pytest.param("gpt2", marks=WIDE)]
 )
 def test_a_rewritten_root_equals_the_plain_model(name: str, flatten: bool) -> None:
     """In low precision, under autocast, with dropout, and with labels, which no trace was given."""

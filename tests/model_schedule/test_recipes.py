@@ -67,11 +67,11 @@ TWINS = ("roberta", "mistral", "qwen2", "gemma3_text")
     [
         *((2, part) for part in range(3)),
         (4, 0),
-        *(pytest.param(4, part, marks=pytest.mark.wide) for part in (1, 2)),
+        *(pytest.param(4, part, marks=pytest.mark.wide) for part in range(1, 6)),
     ],
 )
 def test_tensor_parallel(world_size: int, part: int) -> None:
-    keys = sorted(set(MODELS) - set(TWINS if world_size > 2 else ()))[part::3]
+    keys = sorted(set(MODELS) - set(TWINS if world_size > 2 else ()))[part :: 3 * world_size // 2]
     for found in run_distributed(job, world_size, keys, timeout=400):
         for key in keys:
             check(key, found[key])

@@ -34,7 +34,8 @@ TOGETHER = [key for key in DISTINCT if key != "wideresnet"]
         (CUT[::3], (2, 1, 1), {}, {}),
         *(pytest.param(CUT[part::3], (2, 1, 1), {}, {}, marks=pytest.mark.wide) for part in (1, 2)),
         (["bert", "llama", "t5", "wideresnet"], (4, 1, 1), {}, {}),
-        (TOGETHER[::2], (2, 1, 2), ALL, {}),
+        (TOGETHER[::4], (2, 1, 2), ALL, {}),
+        pytest.param(TOGETHER[2::4], (2, 1, 2), ALL, {}, marks=pytest.mark.wide),
         (["t5", "gpt2"], (2, 1, 2), {"parallel_vocabulary": False}, {}),
         (["gpt2"], (2, 2, 2), ALL, {}),
         # The loss is computed within the head, around which an engine has its weight whole.

@@ -219,7 +219,7 @@ def test_the_kernel_computes_unchanged_children_only(
 @needs_triton
 @interprets_loops
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", ["gradient", pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("part", ["gradient", pytest.param("", marks=pytest.mark.wide)])
 def test_the_kernel_by_the_interpreter(part: str) -> None:
     assert "skipped" not in run_kernels("1", "-k", part)
 

@@ -44,7 +44,7 @@ def compare(name: str, stages: Any, reference: Any, labels: bool, arguments: Any
 
 #: With labels every family; without them, whose outputs then are logits, one of each kind.
 CASES: list[Any] = [
-    pytest.param(name, True, marks=[pytest.mark.wide] if number % 2 else [])
+    pytest.param(name, True, marks=[pytest.mark.wide] if number % 3 else [])
     for number, name in enumerate(sorted(FAMILIES))
 ]
 CASES += [(name, False) for name in ("bert", "llama", "resnet", "t5")]

@@ -52,8 +52,13 @@ def _life(rank: int, port: int, folder: str, job: Callable[[int], None]) -> None
     job(rank)
 
 
-def run_job(folder: Path, job: Callable[[int], None], limit: float = 150) -> Outcome:
-    """Run ``job(rank)`` in each process of a job with a TCPStore that rank 0 keeps."""
+def run_job(
+    folder: Path, job: Callable[[int], None], limit: float = 150, hanging: int | None = None
+) -> Outcome:
+    """Run ``job(rank)`` in each process of a job with a TCPStore that rank 0 keeps.
+
+    One that is `hanging` is killed once the others have ended.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
     port = free_port()
@@ -63,7 +68,8 @@ def run_job(folder: Path, job: Callable[[int], None], limit: float = 150) -> Out
     for worker in workers:
         worker.start()
     start, ended = time.monotonic(), [0.0] * WORLD
-    while time.monotonic() < start + limit and not all(ended):
+    awaited = [rank for rank in range(WORLD) if rank != hanging]
+    while time.monotonic() < start + limit and not all(ended[rank] for rank in awaited):
         for rank, worker in enumerate(workers):
             if not ended[rank] and worker.exitcode is not None:
                 ended[rank] = time.monotonic() - start

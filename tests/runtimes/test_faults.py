@@ -50,7 +50,7 @@ def kill() -> None:
 
 
 def hang() -> None:
-    time.sleep(30)
+    time.sleep(100)
 
 
 class FailsLater:
@@ -86,12 +86,11 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path, target: str) -> None:
 
 
 def test_a_rank_that_hangs_is_named(tmp_path: Path, target: str) -> None:
-    outcome = run_job(tmp_path, partial(train_until, hang, target), limit=100)
+    outcome = run_job(tmp_path, partial(train_until, hang, target), hanging=1)
+    assert outcome.codes[1] is None, "the others end without it"
     for rank in (0, 2):
         assert outcome.codes[rank] == 1
         assert "nothing was heard of rank 1 (pp 1, dp 0, tp 0), which may" in outcome.texts[rank]
-        # The one that hangs wakes up after half a minute, and learns that it is alone.
-        assert outcome.seconds[rank] < outcome.seconds[1] - (30 - PATIENCE - SOON)
 
 
 def test_a_rank_that_raises_is_named_with_its_error(tmp_path: Path, target: str) -> None:
