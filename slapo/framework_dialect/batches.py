@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,45 @@ _EXPECTED = (
     "(inputs, targets), where inputs is a tensor, a tuple of positional arguments or a dict of "
     "keyword arguments of the model, and targets is what loss_fn takes"
 )
+
+
+#: What a loss leaves out of its mean: the default of torch, and what Transformers goes by.
+IGNORED = -100
+
+
+class WeightedTargets(NamedTuple):
+    """What a loss function takes, beside the numbers of targets that its mean is over."""
+
+    given: Any
+    #: of each sample
+    counts: Tensor
+    #: the weight of one target in the batch of all replicas, times the number of replicas
+    each: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        """The share of these targets in the loss of a step."""
+        return self.counts.sum() * self.each
+
+
+def target_counts(batch: Batch, shifts: bool) -> Tensor | None:
+    """For each sample the number of targets that a mean is over; None where it cannot be known.
+
+    These are the model's own ``labels``, of which it leaves out the first token if it `shifts`
+    them, or else the targets of the loss function, if they are integers.
+    """
+    own = batch.kwargs.get("labels")
+    labels = batch.targets if own is None else own
+    if isinstance(labels, Mapping):
+        labels = labels.get("labels")
+    if not isinstance(labels, Tensor) or not labels.dim() or labels.dtype not in _LABELS:
+        return None
+    if shifts and own is not None and labels.dim() > 1:
+        labels = labels[..., 1:]
+    return (labels != IGNORED).reshape(labels.shape[0], -1).sum(1)
+
+
+_LABELS = (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,10 +19,22 @@ from slapo.agreement import (
     on_every_rank,
 )
 from slapo.errors import SlapoError
-from slapo.framework_dialect.batches import Batch, BatchCheck, batch_digest, next_batch
+from slapo.framework_dialect.batches import (
+    Batch,
+    BatchCheck,
+    WeightedTargets,
+    batch_digest,
+    next_batch,
+    target_counts,
+)
 from slapo.framework_dialect.failures import naming_failures
 from slapo.framework_dialect.gradient_check import GradientCheck
-from slapo.framework_dialect.losses import LossAccumulator, LossReducer, PendingLoss
+from slapo.framework_dialect.losses import (
+    LossAccumulator,
+    LossReducer,
+    PendingLoss,
+    shifts_labels,
+)
 from slapo.framework_dialect.options import TrainingOptions
 from slapo.framework_dialect.precision import buffers_named
 from slapo.framework_dialect.replicas import share_over_mesh
@@ -74,6 +87,8 @@ class Engine:
         self._tally = LossAccumulator()
         self._weight: float | None = None
         self._outputs: list[Any] | None = None
+        self._shifts_labels = shifts_labels(lowering)
+        self._has_warned = False
         #: replicas that gather parameters from each other in each forward; None where none do
         self._gathering_group: dist.ProcessGroup | None = None
         #: true if a forward is run for these only
@@ -114,7 +129,8 @@ class Engine:
         -------
         Tensor
             The loss: 0-dim, float32, the same on every rank. The mean over micro-batches and
-            data-parallel ranks; of a ``loss_fn`` that counts, the quotient of both sums over these.
+            data-parallel ranks, weighed by their targets (see ``loss_mean``); of a ``loss_fn`` that
+            counts, the quotient of both sums over these.
 
         Raises
         ------
@@ -135,6 +151,7 @@ class Engine:
             batch = self._load("train_batch", data_iter, cut_evenly=True)
             self._set_training()
             self._check_places(batch.first(self.options.micro_batches), with_loss=True)
+            batch = self._weighted(batch, training=True)
             self._tally, self._weight = LossAccumulator(self.options.micro_batches), None
             with self._all_or_nothing():
                 loss = self._train(batch)
@@ -168,7 +185,7 @@ class Engine:
         Returns
         -------
         loss : Tensor
-            As that of `train_batch`, with samples of equal weight.
+            As that of `train_batch`; where there are no targets to count, samples weigh the same.
         outputs : list
             If asked for: the model's output for each micro-batch, on the ranks that run the last
             stage; empty on the others.
@@ -176,6 +193,7 @@ class Engine:
         with self._running():
             self._refuse_autocast("eval_batch")
             batch = self._load("eval_batch", data_iter, cut_evenly=False)
+            batch = self._weighted(batch, training=False)
             self._tally, self._outputs = LossAccumulator(), [] if return_outputs else None
             try:
                 with self._evaluating(), torch.no_grad():
@@ -247,6 +265,37 @@ class Engine:
         assert batch is not None, "there was no error"
         return batch
 
+    def _weighted(self, batch: Batch, training: bool) -> Batch:
+        """The batch, whose parts weigh as much in a mean loss as they have targets."""
+        if self.options.loss_mean != "targets":
+            return batch
+        counts = target_counts(batch, self._shifts_labels)
+        if counts is None:
+            self._warn_of_padding(batch)
+            return batch
+        each = torch.ones((), device=counts.device)
+        if training:
+            total = counts.sum()
+            if self.mesh.shape[1] > 1:
+                dist.all_reduce(total, group=self.mesh.get_group("dp"))
+            each = self.mesh.shape[1] / total.clamp(min=1)
+        return replace(batch, targets=WeightedTargets(batch.targets, counts, each))
+
+    def _warn_of_padding(self, batch: Batch) -> None:
+        """Micro-batches of several lengths, whose losses weigh the same."""
+        mask = batch.kwargs.get("attention_mask")
+        is_due = not self._has_warned and self.options.is_checked(self.step_count)
+        if not is_due or not isinstance(mask, Tensor) or mask.dim() != 2:
+            return
+        lengths = mask.sum(1).split(max(1, mask.shape[0] // self.options.micro_batches))
+        if len({int(part.sum()) for part in lengths}) > 1:
+            self._has_warned = True
+            logger.warning(
+                "micro-batches have different numbers of tokens, and their mean losses weigh the "
+                "same: no labels are known that could be counted. Let loss_fn return (sum, count), "
+                'or pass loss_mean="micro_batches" if this is meant'
+            )
+
     def _check_form(self, batch: Batch, cut_evenly: bool) -> None:
         """Return whether the batch can be cut, and the model called with its parts."""
         given = (batch.args, batch.targets)
@@ -295,7 +344,10 @@ class Engine:
             return torch.zeros((), device=self.device)
         if self._outputs is not None:
             self._outputs.append(output)
-        loss = self._tally.add(self.options.loss_fn(output, targets), self._weight)
+        weight: Tensor | float | None = self._weight
+        if isinstance(targets, WeightedTargets):
+            targets, weight = targets.given, targets.weight
+        loss = self._tally.add(self.options.loss_fn(output, targets), weight)
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ValueError(
                 "loss_fn returned a loss without a gradient, by which nothing can train; compute "

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from slapo.agreement import has_peers, on_every_rank
 from slapo.errors import SlapoError
+from slapo.framework_dialect.runtime import Lowering
+from slapo.wrapper import innermost
 
 # Of two tensor-parallel ranks' losses, relative to the larger: kernels that add up in no fixed
 # order are off by less, and a forgotten collective or another dropout mask by more.
@@ -20,9 +22,9 @@ _SPREAD = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 class LossAccumulator:
     """The losses of one step on this rank.
 
-    A loss function returns a mean, and micro-batches weigh the same; or ``(sum, count)``, as of
-    tokens that are no padding, and the mean is that over all of them, wherever they are. `parts` is
-    the number of micro-batches of a step; in an evaluation `add` is given the weight of each.
+    A loss function returns a mean, and `add` is given the weight of the micro-batch, by default the
+    same for all `parts` of a step; or it returns ``(sum, count)``, as of tokens that are no
+    padding, and the mean is that over all of them, wherever they are.
     """
 
     def __init__(self, parts: int = 1) -> None:
@@ -32,7 +34,7 @@ class LossAccumulator:
         #: true if the loss function counts; None before it was called
         self.counts: bool | None = None
 
-    def add(self, returned: Any, weight: float | None = None) -> Tensor:
+    def add(self, returned: Any, weight: Tensor | float | None = None) -> Tensor:
         """Note what a loss function returned for a micro-batch; returns the root for backward."""
         counts = isinstance(returned, (tuple, list)) and len(returned) == 2
         if self.counts not in (None, counts):
@@ -47,6 +49,9 @@ class LossAccumulator:
         else:
             loss = _one_number(returned)
             share = 1 / self.parts if weight is None else weight
+            if isinstance(share, Tensor):
+                # The mean over no targets is not a number.
+                loss = torch.where(share > 0, loss, 0)
             loss = loss * share
             self.count += share
         self._losses.append(loss.detach())
@@ -60,6 +65,15 @@ class LossAccumulator:
                 "a rank of the last pipeline stage has no loss; its loss_fn was not run"
             )
         return torch.stack(self._losses).sum()
+
+
+def shifts_labels(lowering: Lowering) -> bool:
+    """Return whether the model's own loss compares each token with the label behind it."""
+    pipelined = lowering.pipelined
+    model: Any = lowering.model if pipelined is None else pipelined.whole
+    own = getattr(model and innermost(model), "loss_function", None)
+    both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return getattr(own, "__name__", "") == "ForCausalLMLoss" and not both
 
 
 class LossReducer:

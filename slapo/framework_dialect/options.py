@@ -83,6 +83,11 @@ class TrainingOptions:
         ``loss_fn(output, targets)`` -> the mean loss of a micro-batch, or ``(sum, count)``: the
         loss of a batch is then the quotient of both sums over all micro-batches and replicas,
         whatever each of them counts.
+    loss_mean
+        What a mean loss is taken over: ``"targets"``, so that micro-batches and replicas weigh as
+        much as they have targets (the model's own ``labels`` in the inputs, or else integer
+        targets, those of -100 left out), or ``"micro_batches"``, which weigh the same. Where there
+        are no such targets they do in any case.
     optimizer
         ``optimizer(parameters)`` -> a torch optimizer; called with a list of parameters, or of
         ``(name, parameter)`` if its first argument is called ``named_parameters``, with the names
@@ -114,6 +119,7 @@ class TrainingOptions:
     mesh: DeviceMesh
     loss_fn: LossFn | None = None
     optimizer: OptimizerFn | None = None
+    loss_mean: str = "targets"
     micro_batches: int = 1
     clip_grad_norm: float | None = None
     lr_scheduler: Callable[[Any], Any] | None = None
@@ -130,6 +136,7 @@ class TrainingOptions:
             "lr=1e-4): build changes which parameters there are",
             TypeError,
         ),
+        "loss_mean": one_of("targets", "micro_batches"),
         "micro_batches": Rule(is_whole, "a whole number from 1 up"),
         "clip_grad_norm": Rule(
             lambda v: v is None or (is_number(v) and v > 0), "a number above 0, or None"

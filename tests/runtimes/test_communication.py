@@ -242,15 +242,16 @@ def test_several_stages_on_a_rank_send_to_other_ranks_only(pipeline_schedule: st
         ((2, 1, 1), {}, {"allreduce_": 2}),
         # And the norm, over the stages.
         ((2, 1, 1), {"clip_grad_norm": 1.0}, {"allreduce_": 3}),
-        # And the mean over replicas, in one bucket.
-        ((2, 2, 1), {}, {"allreduce_": 3}),
+        # And the mean over replicas, in one bucket, and how many targets they have.
+        ((2, 2, 1), {}, {"allreduce_": 4}),
+        ((2, 2, 1), {"loss_mean": "micro_batches"}, {"allreduce_": 3}),
         # Four times the least: two sums for each of four blocks, forward and backward.
         ((1, 1, 2), {"micro_batches": 1}, {"allreduce_": 1 + 8}),
         # Two blocks and what is around them: gathered once, for four micro-batches.
         (
             (2, 2, 1),
             {"data_parallel": "fsdp"},
-            {"allreduce_": 2, "_allgather_base_": 3, "_reduce_scatter_base_": 3},
+            {"allreduce_": 3, "_allgather_base_": 3, "_reduce_scatter_base_": 3},
         ),
     ],
     ids=str,

@@ -25,6 +25,7 @@ from tests.runtimes.contract import (
     data,
     loss_fn,
     make,
+    seeded,
 )
 from tests.runtimes.ranks import RUNTIMES, error_of, on_ranks
 
@@ -104,6 +105,37 @@ def test_losses_that_count_are_exact(target: str, layout: Any, options: dict[str
     assert max(found.values()) < TOLERANCE, found
     assert min(reference.norms) > CLIP
     assert engine.step_count == STEPS
+
+
+#: One of each way to sum over replicas, and to cut a batch.
+MEANS = [CASES[0], CASES[1], *[case for case in CASES if case[0] != "torch"][2::3]]
+
+
+@pytest.mark.parametrize(("target", "layout", "options"), MEANS, ids=shown)
+@on_ranks()
+def test_mean_losses_weigh_as_much_as_they_have_targets(
+    target: str, layout: Any, options: dict[str, Any]
+) -> None:
+    """Some micro-batches have no target, and a mean that is not a number."""
+    engine = make(target, layout, clip_grad_norm=CLIP, **options)
+    reference = alone(clip=CLIP)
+    found = compare(engine, reference, uneven(), as_tokenized)
+    assert max(found.values()) < TOLERANCE, found
+
+
+@on_ranks(1)
+def test_the_mean_of_means_is_a_word_away() -> None:
+    layout = (1, 1, 1)
+    means = make("torch", layout, loss_mean="micro_batches", micro_batches=2)
+    ids, targets = next(data())
+    targets[0, 1:] = -100
+    with torch.no_grad():
+        pairs = zip(ids.chunk(2), targets.chunk(2), strict=True)
+        parts = [loss_fn(seeded()(part), wanted) for part, wanted in pairs]
+    loss = means.train_batch(iter([(ids, targets)]))
+    assert float(loss) == pytest.approx(sum(map(float, parts)) / 2)
+    with pytest.raises(ValueError, match="loss_mean is 'tokens'; pass 'targets' or"):
+        make("torch", layout, loss_mean="tokens")
 
 
 # --- the rest of the surface ---------------------------------------------------------------------

@@ -30,6 +30,7 @@ _WITH_MESH = {
     "clip_grad_norm": "gradient_clipping",
     "nonfinite": None,
     "check_batches": None,
+    "loss_mean": None,
 }
 
 
