@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from slapo.agreement import all_ranks_or_none, checksum, extremes, same_on_all_ranks
 from slapo.errors import SlapoError
 from slapo.mesh import group_among
+from slapo.op.cross_entropy import IGNORED
 
 _EXPECTED = (
     "(inputs, targets), where inputs is a tensor, a tuple of positional arguments or a dict of "
@@ -23,12 +24,11 @@ _EXPECTED = (
 )
 
 
-#: What a loss leaves out of its mean: the default of torch, and what Transformers goes by.
-IGNORED = -100
+_LABELS = (torch.int64, torch.int32)
 
 
 class WeightedTargets(NamedTuple):
-    """What a loss function takes, beside the numbers of targets that its mean is over."""
+    """Targets of a loss function, with the numbers of them that its mean is over."""
 
     given: Any
     #: of each sample
@@ -57,9 +57,6 @@ def target_counts(batch: Batch, shifts: bool) -> Tensor | None:
     if shifts and own is not None and labels.dim() > 1:
         labels = labels[..., 1:]
     return (labels != IGNORED).reshape(labels.shape[0], -1).sum(1)
-
-
-_LABELS = (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True)

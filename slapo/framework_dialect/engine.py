@@ -282,7 +282,7 @@ class Engine:
         return replace(batch, targets=WeightedTargets(batch.targets, counts, each))
 
     def _warn_of_padding(self, batch: Batch) -> None:
-        """Micro-batches of several lengths, whose losses weigh the same."""
+        """Warn once of micro-batches of different lengths whose losses have equal weights."""
         mask = batch.kwargs.get("attention_mask")
         is_due = not self._has_warned and self.options.is_checked(self.step_count)
         if not is_due or not isinstance(mask, Tensor) or mask.dim() != 2:
@@ -291,9 +291,9 @@ class Engine:
         if len({int(part.sum()) for part in lengths}) > 1:
             self._has_warned = True
             logger.warning(
-                "micro-batches have different numbers of tokens, and their mean losses weigh the "
-                "same: no labels are known that could be counted. Let loss_fn return (sum, count), "
-                'or pass loss_mean="micro_batches" if this is meant'
+                "micro-batches have different numbers of tokens, and their mean losses count "
+                "equally: the batch has no integer labels to weight them by. Let loss_fn return "
+                '(sum, count), or pass loss_mean="micro_batches" if this is intended'
             )
 
     def _check_form(self, batch: Batch, cut_evenly: bool) -> None:

@@ -84,10 +84,9 @@ class TrainingOptions:
         loss of a batch is then the quotient of both sums over all micro-batches and replicas,
         whatever each of them counts.
     loss_mean
-        What a mean loss is taken over: ``"targets"``, so that micro-batches and replicas weigh as
-        much as they have targets (the model's own ``labels`` in the inputs, or else integer
-        targets, those of -100 left out), or ``"micro_batches"``, which weigh the same. Where there
-        are no such targets they do in any case.
+        The weights of mean losses: ``"targets"`` weights each micro-batch and replica by its number
+        of targets (the model's own ``labels`` in the inputs, or else integer targets, without those
+        of -100), ``"micro_batches"`` all equally. Batches without such targets have equal weights.
     optimizer
         ``optimizer(parameters)`` -> a torch optimizer; called with a list of parameters, or of
         ``(name, parameter)`` if its first argument is called ``named_parameters``, with the names

@@ -673,7 +673,7 @@ def test_what_a_stage_with_a_script_sends() -> None:
 
 
 class ByMode(nn.Module):
-    """Forwards with layers that do, or set, something else in eval mode."""
+    """In eval mode the forward, or a layer of it, does something else."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -696,12 +696,14 @@ class LeafByMode(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         y = self.fc(x)
-        if self.training or self.how in ("alike", "asks"):
+        if self.how == "sets" and not self.training:
+            self.seen = True
+        if self.training or self.how in ("alike", "asks", "sets"):
             return F.dropout(y, 0.5, self.training)
         return (y, y * 2) if self.how == "tuple" else y[1:]
 
 
-@pytest.mark.parametrize("how", ["alike", "asks", "tuple", "rows"])
+@pytest.mark.parametrize("how", ["alike", "asks", "tuple", "rows", "sets"])
 def test_one_capture_serves_both_modes_where_nothing_tells_them_apart(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from slapo.errors import TraceError
 from slapo.graph.trace.hf import refuse_collected
 from slapo.graph.trace.import_graph import GraphImport, Path
-from slapo.graph.trace.leaf_calls import Call, LeafCalls, returns_alike
+from slapo.graph.trace.leaf_calls import Call, LeafCalls, number_of, returns_alike
 from slapo.graph.trace.leaves import IsLeaf
 from slapo.graph.trace.nests import call_key, collected_keys, parts, rebuild, size_check
 from slapo.graph.trace.refusals import CACHE_REFUSED, explain, refuse_effects
@@ -258,7 +258,7 @@ class _Example:
             return made
         elements = parts(value)
         if elements is None:
-            return _number(value)
+            return number_of(value)
         items = [self._made_of(p.value, (*path, (p.access, p.key))) for p in elements]
         return rebuild(value, items)
 
@@ -271,7 +271,7 @@ def _without_past(value: Tensor) -> Tensor:
             "tensors, or make the module a leaf"
         )
     sizes = [isinstance(s, torch.SymInt) for s in value.shape]
-    shape, stride = ([_number(s) for s in many] for many in (value.shape, value.stride()))
+    shape, stride = ([number_of(s) for s in many] for many in (value.shape, value.stride()))
     if type(value) is Tensor and not any(sizes):
         new = value.detach()
     else:
@@ -284,10 +284,6 @@ def _without_past(value: Tensor) -> Tensor:
         if sizes[dim] if any(sizes) else size > 1:
             torch._dynamo.maybe_mark_dynamic(new, dim)
     return new
-
-
-def _number(size: Any) -> Any:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
 # --- checks under which a capture serves another call of its key ---------------------------------

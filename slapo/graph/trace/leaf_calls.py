@@ -256,19 +256,20 @@ def returns_alike(
 def _of_numbers(value: Any) -> Any:
     """The like of a fake tensor or symbol, with numbers for all symbols."""
     if not isinstance(value, Tensor):
-        return _number(value)
-    sizes, strides = ([*map(_number, each)] for each in (value.shape, value.stride()))
+        return number_of(value)
+    sizes, strides = ([*map(number_of, each)] for each in (value.shape, value.stride()))
     new = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
     return new.requires_grad_().clone() if value.requires_grad else new
 
 
 def _numbers(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.dtype, value.device, *map(_number, value.shape)
-    return _number(value)
+        return value.dtype, value.device, *map(number_of, value.shape)
+    return number_of(value)
 
 
-def _number(value: Any) -> Any:
+def number_of(value: Any) -> Any:
+    """The number that a symbol stands for in the example inputs; other values as they are."""
     return value.node.hint if isinstance(value, SYMBOLIC) else value
 
 
