@@ -12,7 +12,7 @@ from tests.distributed import run_distributed
 
 Case = tuple[str, dict[str, Any]]
 
-# Each family once, in one of the two ways.
+# Each family once, in one of the two ways; Llama in both, the second of them below.
 TENSOR: list[Case] = [
     (key, {"ckpt_ratio": ratio, "sequence_parallel": spread})
     for keys, ratio, spread in (
@@ -30,6 +30,10 @@ PIPELINE: list[Case] = [
     for key in keys
 ]
 PIPELINE.append(("llama", {"micro_batches": 8}))
+BOTH_TENSOR: list[Case] = [("llama", {"ckpt_ratio": 1.0, "sequence_parallel": True})]
+BOTH_PIPELINE: list[Case] = [
+    ("llama", {"ckpt_ratio": 1.0, "schedule": "gpipe", "micro_batches": 4})
+]
 _FSDP = {"data_parallel": "fsdp"}
 REPLICAS: list[Case] = [
     (key, {"ckpt_ratio": ratio, "micro_batches": count, **how})
@@ -59,8 +63,14 @@ def peaks(rank: int, world: int, mesh: dict[str, int], cases: list[Case]) -> lis
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @pytest.mark.parametrize(
     ("mesh", "cases"),
-    [({"tp": 2}, TENSOR), ({"pp": 2}, PIPELINE), ({"dp": 2}, REPLICAS), ({"dp": 2}, ZERO)],
-    ids=["tensor", "pipeline", "replicas", "zero"],
+    [
+        pytest.param({"tp": 2}, TENSOR, id="tensor"),
+        pytest.param({"pp": 2}, PIPELINE, id="pipeline"),
+        pytest.param({"dp": 2}, REPLICAS, id="replicas"),
+        pytest.param({"dp": 2}, ZERO, id="zero"),
+        pytest.param({"tp": 2}, BOTH_TENSOR, id="llama-tensor", marks=pytest.mark.wide),
+        pytest.param({"pp": 2}, BOTH_PIPELINE, id="llama-pipeline", marks=pytest.mark.wide),
+    ],
 )
 def test_peak_of_two_ranks(mesh: dict[str, int], cases: list[Case]) -> None:
     ranks = run_distributed(peaks, 2, mesh, cases, timeout=280)

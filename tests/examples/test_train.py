@@ -100,12 +100,12 @@ def test_every_recipe_has_a_model() -> None:
 
 
 def test_every_model_trains() -> None:
-    """Each by tensor parallelism, or cut in stages; two in both ways, which compute the same.
+    """Each by tensor parallelism, or cut in stages; three in both ways, which compute the same.
 
     Losses differ by the order of sums in float32, which AdamW's division by small second moments
     amplifies from step to step.
     """
-    both = ["t5", "vit"]
+    both = ["gpt2", "t5", "vit"]
     runs = {
         options: run_distributed(train_all, 2, keys, options, timeout=280)[0]
         for options, keys in (

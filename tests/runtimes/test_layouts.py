@@ -25,7 +25,7 @@ from tests.runtimes.layouts import (
 from tests.runtimes.ranks import on_ranks
 
 LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
-#: Along one axis every family trains on every target; along several at once, one of these does.
+#: Along one axis every family trains on every target; along several at once, these do.
 PAIRS = {"torch": ("gpt2", "t5"), "deepspeed": ("bert", "llama")}
 #: DeepSpeed's engine has one way through all layouts with several axes.
 FURTHER = [("deepspeed", (2, 2, 1)), ("deepspeed", (2, 1, 2))]
@@ -33,21 +33,24 @@ CASES = [
     pytest.param(
         target,
         layout,
-        marks=[pytest.mark.wide] if (target, layout) in FURTHER else [],
-        id=f"{target}-{'x'.join(map(str, layout))}",
+        names,
+        marks=[pytest.mark.wide] if is_further or (target, layout) in FURTHER else [],
+        id=f"{target}-{'x'.join(map(str, layout))}-{'further' if is_further else 'first'}",
     )
-    for target in PAIRS
+    for target, pair in PAIRS.items()
     for layout in LAYOUTS
+    for is_further, names in enumerate(
+        [FAMILIES] if layout.count(1) > 1 else [[pair[layout[1] - 1]], [pair[2 - layout[1]]]]
+    )
 ]
 #: Gradients of these models are of norm 1 and more at every step.
 CLIP = 0.1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "layout"), CASES)
+@pytest.mark.parametrize(("target", "layout", "names"), CASES)
 @on_ranks(timeout=280)
-def test_training_equals_one_process(target: str, layout: Any) -> None:
-    names = FAMILIES if layout.count(1) > 1 else [PAIRS[target][layout[1] - 1]]
+def test_training_equals_one_process(target: str, layout: Any, names: Any) -> None:
     check_families(names, target, layout, clip_grad_norm=CLIP)
 
 
@@ -87,10 +90,17 @@ def test_a_backward_that_cannot_be_split() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["torch", pytest.param("deepspeed", marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        pytest.param(target, name, marks=[] if name == "gpt2" else [pytest.mark.wide])
+        for target, pair in PAIRS.items()
+        for name in pair
+    ],
+)
 @on_ranks(4, timeout=280)
-def test_dropout_repeats(target: str) -> None:
-    check_repeats(PAIRS[target][0], target, (2, 1, 2))
+def test_dropout_repeats(target: str, name: str) -> None:
+    check_repeats(name, target, (2, 1, 2))
 
 
 @on_ranks(2)

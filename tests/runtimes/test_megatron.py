@@ -234,7 +234,7 @@ TASKS: dict[Layout, list[Callable[[Layout], None]]] = {
     (1, 2, 1): [by_hand, configured, overlapped, distributed, no_gradient],
     (1, 1, 2): [by_hand, clipped, scheduled],
     (2, 2, 1): [distributed, distributed_overlapped, mixed],
-    (2, 1, 2): [clipped],
+    (2, 1, 2): [clipped, evaluate],
 }
 
 
@@ -242,7 +242,7 @@ TASKS: dict[Layout, list[Callable[[Layout], None]]] = {
 @on_ranks(timeout=280)
 def test_training_equals_one_process(layout: Layout) -> None:
     stand_in_for_cuda()
-    names = FAMILIES if layout.count(1) == 2 else ("t5",)
+    names = FAMILIES if layout.count(1) == 2 else ("gpt2", "t5")
     layouts.check_families(names, "megatron", layout)
     for task in TASKS[layout]:
         task(layout)
