@@ -40,7 +40,7 @@ CASES = [
     for target, pair in PAIRS.items()
     for layout in LAYOUTS
     for is_further, names in enumerate(
-        [FAMILIES] if layout.count(1) > 1 else [[pair[layout[1] - 1]], [pair[2 - layout[1]]]]
+        [list(FAMILIES)] if layout.count(1) > 1 else [[pair[layout[1] - 1]], [pair[2 - layout[1]]]]
     )
 ]
 #: Gradients of these models are of norm 1 and more at every step.
