@@ -22,7 +22,8 @@ from slapo.primitives.subgraphs import (
     parse,
 )
 from slapo.primitives.wrapping import check_called, check_module
-from slapo.sharding.state import make_sharding, move_syncs, shards_of
+from slapo.sharding.partial import defer_bias_as
+from slapo.sharding.state import copy_shards, make_sharding, move_syncs, shards_of
 from slapo.weights.provenance import Source, dropped_values, inherit_weights
 from slapo.weights.ties import TiePlan
 from slapo.wrapper import innermost, replace_innermost
@@ -163,6 +164,7 @@ def replace_module(sch: Node, new: nn.Module) -> None:
     # A module of the user's that wraps the old one takes its place, wrappers and hooks and all.
     wraps_old = any(m is old or m is sch.mod for m in new.modules())
     if not wraps_old:
+        _keep_shards(old, new)
         move_hooks(old, new)
         move_reducers(old, new)
         move_syncs(old, new)
@@ -173,6 +175,14 @@ def replace_module(sch: Node, new: nn.Module) -> None:
         sch.set_module(outer)
     if not wraps_old:
         _carry_notes(sch, new)
+
+
+def _keep_shards(old: nn.Module, new: nn.Module) -> None:
+    """Slices that the new module has taken over are slices there, too."""
+    shards = shards_of(old)
+    if shards and all(getattr(new, name, None) is getattr(old, name) for name in shards):
+        copy_shards(old, new)
+        defer_bias_as(old, new)
 
 
 def _set_ties(sch: Node, plan: TiePlan) -> None:
@@ -192,7 +202,7 @@ def _check_not_above(sch: Node, new: nn.Module) -> None:
 
 
 def _carry_notes(sch: Node, new: nn.Module) -> None:
-    """Tags follow to parameters of the same name; shards of the old module are gone."""
+    """Tags follow to parameters of the same name; shards that the new module lacks are gone."""
     for param_name, tags in sch.metadata.param_tags.items():
         if new._parameters.get(param_name) is not None:
             state = make_sharding(new, sch.group)

@@ -345,6 +345,21 @@ def test_a_row_parallel_layer_stays_the_same_object(pair: None) -> None:
     assert list(linear.state_dict()) == ["weight", "bias"]
 
 
+def test_a_module_that_takes_slices_over_is_sharded(pair: None) -> None:
+    """On meta it has the very tensors of the module it replaces."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    sch = slapo.create_schedule(model)
+    sch["0"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+    sch["1"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    before = [shards_of(module) for module in model]
+    with slapo.init_empty_weights():
+        sch["0"].replace(nn.Linear(4, 4))
+        sch["1"].replace(nn.Linear(4, 4))
+    assert [shards_of(module) for module in model] == before
+    assert type(model.state_dict()["0.weight"]).__name__ == "SliceTensor"
+    slapo.check(sch, torch.ones(2, 4))  # the second adds its bias once
+
+
 def test_hooks_of_a_reduction_are_listed(pair: None) -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
     sch["0"].shard("weight", 1).sync("fwd_post", "all_reduce")
