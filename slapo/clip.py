@@ -14,9 +14,9 @@ from slapo.framework_dialect.gradients import (
     clip_factor,
     global_norm,
     is_counted_slice,
-    is_sharded,
     scale_gradients,
 )
+from slapo.sharding.slicing import is_sharded
 from slapo.sharding.state import sharding_of
 from slapo.wrapper import innermost
 

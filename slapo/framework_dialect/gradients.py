@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from slapo.mesh import device_of_world
+from slapo.sharding.slicing import is_sharded, local_part
 from slapo.sharding.tags import SHARERS
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
@@ -133,17 +134,6 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 def distinct(params: Iterable[Parameter]) -> list[Parameter]:
     """Each parameter once, in order."""
     return list({id(param): param for param in params}.values())
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
-    # Asking for the class would import torch.distributed.tensor, which takes a second.
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether this is a DTensor."""
-    return hasattr(tensor, "device_mesh")
 
 
 # --- buckets -------------------------------------------------------------------------------------

@@ -7,9 +7,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import Parameter
 
-from slapo.agreement import all_ranks_or_none
+from slapo.agreement import all_ranks_or_none, gathered, has_peers, on_every_rank
+from slapo.errors import SlapoError
+from slapo.framework_dialect.runtime import Lowering
+from slapo.sharding.whole_steps import (
+    ELEMENT,
+    MODEL,
+    error_of_coupled_steps,
+    reach_of_steps,
+    slices_of,
+    step_on_wholes,
+)
 
 #: From a list of parameters, or of ``(name, parameter)``, to an optimizer.
 OptimizerFn = Callable[[list[Any]], Any]
@@ -20,6 +31,36 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """The user's optimizer over this rank's parameters. A collective of the world."""
     return all_ranks_or_none("optimizer", lambda: _make_optimizer(factory, named, device))
+
+
+def place_steps(
+    optimizer: torch.optim.Optimizer,
+    lowering: Lowering,
+    group: Callable[[], dist.ProcessGroup | None],
+    flat: str | None = None,
+) -> None:
+    """Let steps that need whole tensors have them, or refuse. A collective of the world.
+
+    `group` makes the group of the ranks among which the parts of each tensor lie; `flat` says why
+    the runtime cannot have whole tensors, if so.
+    """
+    reach = reach_of_steps(optimizer)
+    here = max(reach.values(), default=ELEMENT), bool(slices_of(lowering.module))
+    everywhere = gathered(here, None) if has_peers() else [here]
+    furthest, is_sliced = max(r for r, _ in everywhere), any(s for _, s in everywhere)
+    if furthest == ELEMENT:
+        return
+    if flat is not None:
+        raise on_every_rank(
+            SlapoError(
+                f"{type(optimizer).__name__} computes a step from whole tensors, and {flat}; pass "
+                "an optimizer that treats each element by itself, as AdamW does, or build for "
+                'target="torch"'
+            )
+        )
+    if furthest == MODEL and (is_sliced or lowering.n_stages > 1):
+        raise error_of_coupled_steps(optimizer)
+    step_on_wholes(optimizer, lowering.module, reach, group())
 
 
 def make_scheduler(factory: Callable[[Any], Any] | None, optimizer: Any) -> Any:

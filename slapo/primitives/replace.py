@@ -164,7 +164,10 @@ def replace_module(sch: Node, new: nn.Module) -> None:
     # A module of the user's that wraps the old one takes its place, wrappers and hooks and all.
     wraps_old = any(m is old or m is sch.mod for m in new.modules())
     if not wraps_old:
-        _keep_shards(old, new)
+        shards = shards_of(old)
+        if shards and all(getattr(new, name, None) is getattr(old, name) for name in shards):
+            copy_shards(old, new)  # on meta: it has taken the slices over
+            defer_bias_as(old, new)
         move_hooks(old, new)
         move_reducers(old, new)
         move_syncs(old, new)
@@ -175,14 +178,6 @@ def replace_module(sch: Node, new: nn.Module) -> None:
         sch.set_module(outer)
     if not wraps_old:
         _carry_notes(sch, new)
-
-
-def _keep_shards(old: nn.Module, new: nn.Module) -> None:
-    """Slices that the new module has taken over are slices there, too."""
-    shards = shards_of(old)
-    if shards and all(getattr(new, name, None) is getattr(old, name) for name in shards):
-        copy_shards(old, new)
-        defer_bias_as(old, new)
 
 
 def _set_ties(sch: Node, plan: TiePlan) -> None:

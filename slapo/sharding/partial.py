@@ -157,7 +157,8 @@ def defer_bias_as(old: nn.Module, new: nn.Module) -> None:
     """Let `new` add its bias after the reductions of `old`, if its forward is known."""
     before, after = sharding_of(old), sharding_of(new)
     if is_deferring(old) and has_bias(new) and _known_product(type(new)) is not None:
-        assert before is not None and after is not None, "both are sharded"
+        assert before is not None, "it defers"
+        assert after is not None, "it has the slices of the other"
         defer_bias(new)
         after.reducers, before.reducers, after.bias_part = before.reducers, (), before.bias_part
 

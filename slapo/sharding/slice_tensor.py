@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo.sharding.slicing import ShardSpec
+from slapo.sharding.slicing import ShardSpec, is_sharded
 
 #: Operations whose result is the same part of the whole; the last by the stager of ``async_save``.
 _COPIES = {
@@ -27,12 +27,20 @@ _COPIES = {
 
 
 @dataclass(frozen=True)
-class _Box:
+class Box:
     """A part of the whole that lies in one piece in what a rank holds, and where there."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     local: tuple[int, ...]
+
+    def of_whole(self, tensor: Tensor) -> Tensor:
+        """The part, of the whole tensor."""
+        return _narrowed(tensor, self.offsets, self.sizes)
+
+    def of_local(self, tensor: Tensor) -> Tensor:
+        """The part, of what this rank holds."""
+        return _narrowed(tensor, self.local, self.sizes)
 
 
 class SliceTensor(Tensor):
@@ -41,11 +49,11 @@ class SliceTensor(Tensor):
     Copies know their place in the whole; other results, and pickles, are plain tensors.
     """
 
-    _boxes: Sequence[_Box]
+    _boxes: Sequence[Box]
     _whole: torch.Size
 
     @classmethod
-    def of(cls, tensor: Tensor, boxes: Sequence[_Box], whole: torch.Size) -> SliceTensor:
+    def of(cls, tensor: Tensor, boxes: Sequence[Box], whole: torch.Size) -> SliceTensor:
         """The same data, which knows its place."""
         found = tensor.as_subclass(cls)
         found._boxes, found._whole = boxes, whole
@@ -101,10 +109,13 @@ class SliceTensor(Tensor):
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         found = next(box for box in self._boxes if box.offsets == tuple(index.offset))
-        part = self.plain()
-        for axis, (start, size) in enumerate(zip(found.local, found.sizes, strict=True)):
-            part = part.narrow(axis, start, size)
-        return part
+        return found.of_local(self.plain())
+
+
+def _narrowed(tensor: Tensor, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    for axis, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        tensor = tensor.narrow(axis, start, size)
+    return tensor
 
 
 def _is_loading(caller: Any) -> bool:
@@ -117,10 +128,8 @@ def place_in_state_dict(state_dict: dict[str, Any], name: str, spec: ShardSpec) 
     tensor = state_dict.get(name)
     if tensor is None or spec.world_size == 1 or isinstance(tensor, nn.Parameter):
         return
-    if hasattr(tensor, "device_mesh"):
-        _class_of_shares().of(tensor, _boxes_of_share(tensor, spec), spec.full_shape)
-    else:
-        state_dict[name] = SliceTensor.of(tensor, _boxes(spec), spec.full_shape)
+    kind = _class_of_shares() if is_sharded(tensor) else SliceTensor
+    state_dict[name] = kind.of(tensor, boxes_of(tensor, spec), spec.full_shape)
 
 
 @functools.cache
@@ -131,7 +140,7 @@ def _class_of_shares() -> Any:
         """FSDP2's share of a slice."""
 
         @classmethod
-        def of(cls, share: Any, boxes: Sequence[_Box], whole: torch.Size) -> Any:
+        def of(cls, share: Any, boxes: Sequence[Box], whole: torch.Size) -> Any:
             """The DTensor itself, which knows its place from here on."""
             local = share._local_tensor.as_subclass(Tensor)
             share.__class__, share._local_tensor = cls, SliceTensor.of(local, boxes, whole)
@@ -175,14 +184,34 @@ def unwrapped(param: nn.Parameter | None) -> nn.Parameter | None:
     return nn.Parameter(param.plain().detach(), param.requires_grad)
 
 
-def _boxes(spec: ShardSpec) -> list[_Box]:
+def boxes_of(tensor: Tensor, spec: ShardSpec | None) -> list[Box]:
+    """Where what this rank holds lies in the whole; of FSDP2's share of a slice, too."""
+    boxes = [_whole(tensor.shape)] if spec is None else _boxes_of_slice(spec)
+    if not is_sharded(tensor):
+        return boxes
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    share: Any = tensor
+    sizes, start = compute_local_shape_and_global_offset(
+        share.shape, share.device_mesh, share.placements
+    )
+    return [cut for box in boxes if (cut := _cut(box, start, sizes)) is not None]
+
+
+def _whole(shape: torch.Size) -> Box:
+    none = (0,) * len(shape)
+    return Box(none, tuple(shape), none)
+
+
+def _boxes_of_slice(spec: ShardSpec) -> list[Box]:
     found, block, local = [], 0, 0
-    none = (0,) * len(spec.full_shape)
+    whole = _whole(spec.full_shape)
     for size in spec.blocks:
         start, own = spec.share(size)
         if own:
-            offsets, starts = _at(none, spec.axis, block + start), _at(none, spec.axis, local)
-            found.append(_Box(offsets, _at(tuple(spec.full_shape), spec.axis, own), starts))
+            offsets = _at(whole.offsets, spec.axis, block + start)
+            starts = _at(whole.local, spec.axis, local)
+            found.append(Box(offsets, _at(whole.sizes, spec.axis, own), starts))
         block, local = block + size, local + own
     return found
 
@@ -191,16 +220,7 @@ def _at(sizes: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
     return (*sizes[:axis], value, *sizes[axis + 1 :])
 
 
-def _boxes_of_share(share: Any, spec: ShardSpec) -> list[_Box]:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sizes, start = compute_local_shape_and_global_offset(
-        share.shape, share.device_mesh, share.placements
-    )
-    return [cut for box in _boxes(spec) if (cut := _cut(box, start, sizes)) is not None]
-
-
-def _cut(box: _Box, start: Sequence[int], size: Sequence[int]) -> _Box | None:
+def _cut(box: Box, start: Sequence[int], size: Sequence[int]) -> Box | None:
     """The part of a box within FSDP2's share of the slice, with places in the share."""
     low = [max(first, begin) for first, begin in zip(box.local, start, strict=True)]
     ends = [first + length for first, length in zip(box.local, box.sizes, strict=True)]
@@ -210,4 +230,4 @@ def _cut(box: _Box, start: Sequence[int], size: Sequence[int]) -> _Box | None:
         return None
     moved = zip(box.offsets, low, box.local, strict=True)
     local = tuple(a - begin for a, begin in zip(low, start, strict=True))
-    return _Box(tuple(offset + a - first for offset, a, first in moved), sizes, local)
+    return Box(tuple(offset + a - first for offset, a, first in moved), sizes, local)

@@ -180,3 +180,14 @@ def _block_sizes(size: int, blocks: int | Sequence[int]) -> tuple[int, ...]:
             f"block sizes {list(blocks)} do not add up to {size}; pass the size of every block"
         )
     return tuple(blocks)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    # Asking for the class would import torch.distributed.tensor, which takes a second.
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether this is a DTensor."""
+    return hasattr(tensor, "device_mesh")

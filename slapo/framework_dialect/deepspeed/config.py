@@ -97,6 +97,14 @@ def merge(config: Config, given: Mapping[str, Any], layout: Layout) -> Settings:
     return Settings(merged, micro_batches, zero, float(clip), size, has_optimizer)
 
 
+def flat_parameters(config: Config) -> str | None:
+    """Say why DeepSpeed's optimizers step on flat pieces of parameters; None if they do not."""
+    if stage := (config.get("zero_optimization") or {}).get("stage", 0):
+        return f"ZeRO stage {stage} has flat pieces of them"
+    half = [name for name in ("fp16", "bf16") if (config.get(name) or {}).get("enabled")]
+    return f"DeepSpeed's {half[0]} has flat copies of them" if half else None
+
+
 def check_zero(zero: int, pp: int) -> None:
     """Refuse what ``PipelineModule`` cannot do."""
     if zero not in (0, 1, 2, 3):

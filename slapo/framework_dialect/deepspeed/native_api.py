@@ -15,7 +15,7 @@ from slapo.framework_dialect.deepspeed import config as configs
 from slapo.framework_dialect.deepspeed.initialize import initialize, topology_of
 from slapo.framework_dialect.deepspeed.load import import_deepspeed, quiet
 from slapo.framework_dialect.gradients import is_tensor_parallel
-from slapo.framework_dialect.optimizers import make_optimizer
+from slapo.framework_dialect.optimizers import make_optimizer, place_steps
 from slapo.framework_dialect.options import FLAG
 from slapo.framework_dialect.replicas import share_values, shared_parameters
 from slapo.framework_dialect.runtime import Lowering
@@ -151,6 +151,9 @@ def lower_plain(lowering: Lowering, options: PlainOptions) -> tuple[Any, Any]:
     optimizer = options.optimizer
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = make_optimizer(optimizer, lowering.trainable(), device_of_world())
+    if optimizer is not None:
+        flat = configs.flat_parameters(options.config)
+        place_steps(optimizer, lowering, lambda: lowering.tp_group, flat)
     engine = initialize(
         deepspeed,
         model,

@@ -14,7 +14,7 @@ from slapo.framework_dialect.deepspeed.engine import PipeEngine, ZeroEngine
 from slapo.framework_dialect.deepspeed.initialize import initialize, mesh_unit, topology_of
 from slapo.framework_dialect.deepspeed.load import import_deepspeed
 from slapo.framework_dialect.deepspeed.native_api import PlainOptions, lower_plain
-from slapo.framework_dialect.optimizers import make_optimizer
+from slapo.framework_dialect.optimizers import make_optimizer, place_steps
 from slapo.framework_dialect.options import TrainingOptions, check_names
 from slapo.framework_dialect.runtime import (
     Lowering,
@@ -133,6 +133,8 @@ class DeepSpeedRuntime(MeshRuntime):
         if self.options.optimizer is not None:
             device = current_device(self.options.mesh)
             optimizer = make_optimizer(self.options.optimizer, lowering.trainable(), device)
+            flat = configs.flat_parameters(self.settings.config)
+            place_steps(optimizer, lowering, lambda: lowering.tp_group, flat)
         exact: dict[nn.Parameter, Tensor] = {}
         if self.options.half is not None and optimizer is not None:
             exact = {p: p.detach().float() for p in model.parameters() if p.requires_grad}

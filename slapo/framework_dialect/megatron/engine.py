@@ -110,8 +110,7 @@ class MegatronEngine(Engine):
 
     def _make_optimizer(self) -> None:
         with quiet():
-            named = self.lowering.trainable()
-            self.optimizer = make_optimizer(self.options, self.model, named, self.device)
+            self.optimizer = make_optimizer(self.options, self.model, self.lowering, self.device)
         if self.options.half is torch.float16:
             self.config.grad_scale_func = self.optimizer.scale_loss
         if self.options.lr_scheduler is not None:

@@ -13,8 +13,10 @@ from slapo.framework_dialect.gradients import is_counted_slice
 from slapo.framework_dialect.megatron.load import megatron_core
 from slapo.framework_dialect.megatron.options import Configured, MegatronOptions
 from slapo.framework_dialect.optimizers import make_optimizer as make_torch_optimizer
+from slapo.framework_dialect.optimizers import place_steps
 from slapo.framework_dialect.precision import HALF_NAMES, INITIAL_SCALE
 from slapo.framework_dialect.replicas import SharedParameter
+from slapo.framework_dialect.runtime import Lowering
 from slapo.sharding.state import shards_of
 from slapo.wrapper import innermost
 
@@ -45,15 +47,18 @@ def mark_parameters(module: nn.Module, shared: Sequence[SharedParameter]) -> Non
 def make_optimizer(
     options: MegatronOptions,
     model: Any,
-    named: Sequence[tuple[str, nn.Parameter]],
+    lowering: Lowering,
     device: torch.device,
 ) -> Any:
     """Megatron-Core's optimizer for a model under its DDP. A collective of the world."""
     if isinstance(options.optimizer, Configured):
         return options.optimizer(model)
     assert options.optimizer is not None, "asked before"
-    inner = make_torch_optimizer(options.optimizer, named, device)
+    inner = make_torch_optimizer(options.optimizer, lowering.trainable(), device)
     core, half = megatron_core(), options.half
+    copies = half is not None and options.mesh.shape[2] > 1
+    flat = "Megatron-Core's float32 copies of slices are no slices to Slapo" if copies else None
+    place_steps(inner, lowering, lambda: lowering.tp_group, flat)
     config = core.optimizer.OptimizerConfig(
         clip_grad=options.clip_grad_norm or 0.0,
         params_dtype=half or torch.float32,

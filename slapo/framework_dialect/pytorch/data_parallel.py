@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,7 +68,7 @@ def shard_mesh(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
     if shard_size == dp:
         return mesh["dp"]
     sizes, names = (pp, dp // shard_size, shard_size, tp), ("pp", "replicate", "shard", "tp")
-    whole = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=names)
+    whole = DeviceMesh(mesh.device_type, mesh.mesh.view(sizes), mesh_dim_names=names)
     for name in names:
         set_timeout(timeout_of_job(), whole.get_group(name))
     return whole["replicate", "shard"]

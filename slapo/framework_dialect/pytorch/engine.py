@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +21,7 @@ from slapo.framework_dialect.gradients import (
     reduce_gradients,
     scale_gradients,
 )
-from slapo.framework_dialect.optimizers import make_optimizer, make_scheduler
+from slapo.framework_dialect.optimizers import make_optimizer, make_scheduler, place_steps
 from slapo.framework_dialect.precision import LossScale
 from slapo.framework_dialect.pytorch.data_parallel import (
     check_parallel_options,
@@ -34,6 +35,7 @@ from slapo.framework_dialect.pytorch.data_parallel import (
 )
 from slapo.framework_dialect.pytorch.options import TorchOptions
 from slapo.framework_dialect.runtime import Lowering
+from slapo.mesh import group_among
 from slapo.pipeline.boundaries import autocasting
 
 
@@ -72,10 +74,17 @@ class TorchEngineBase(Engine):
         if self.options.optimizer is not None:
             named = self.lowering.trainable()
             self.optimizer = make_optimizer(self.options.optimizer, named, self.device)
+            place_steps(self.optimizer, self.lowering, self._ranks_of_parts)
             stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
             #: whose gradients the optimizer's zero_grad() would leave
             self._others = [p for _, p in named if id(p) not in stepped]
             self.scheduler = make_scheduler(self.options.lr_scheduler, self.optimizer)
+
+    def _ranks_of_parts(self) -> dist.ProcessGroup | None:
+        """The ranks of this stage that hold parts of one tensor. A collective of the world."""
+        if self.sharding is None:
+            return self.lowering.tp_group
+        return group_among(self.mesh.mesh.flatten(1).tolist())
 
     def _is_counted(self, parameter: nn.Parameter) -> bool:
         """Return whether the parameter counts here in the norm of the whole model's gradient."""

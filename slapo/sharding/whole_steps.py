@@ -1,0 +1,351 @@
+"""Steps of optimizers that compute from whole tensors, of which each rank holds a part.
+
+AdamW and SGD treat every element by itself, and a step on a slice is the slice of the step. Muon
+(Jordan et al., 2024) orthogonalizes a whole matrix, LAMB (You et al., 2020) takes the norm of a
+tensor, and Adafactor (Shazeer and Stern, 2018) means of rows and columns. For these, each tensor
+has an owner among the ranks that hold its parts: the owner gathers the parameter and its gradient,
+steps, and sends the parts back. Work and state are shared out over the ranks by tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from slapo.agreement import communication_device, gathered, on_every_rank
+from slapo.errors import SlapoError
+from slapo.logger import get_logger
+from slapo.sharding.groups import GroupHandle, handle_of
+from slapo.sharding.slice_tensor import Box, boxes_of
+from slapo.sharding.slicing import ShardSpec, is_sharded, local_part
+from slapo.sharding.state import shards_of
+from slapo.wrapper import innermost
+
+logger = get_logger("slapo")
+
+#: What a step on a tensor depends on: each element alone, the whole tensor, or other tensors too.
+ELEMENT, TENSOR, MODEL = range(3)
+
+#: Updates that differ by less do so by rounding; optimizers of 8 bits round much.
+_TOLERANCE = 0.05
+
+
+# --- what a step depends on ----------------------------------------------------------------------
+def reach_of_steps(optimizer: Optimizer) -> dict[Parameter, int]:
+    """What the step of each parameter depends on, found by trial on small tensors."""
+    found: dict[Parameter, int] = {}
+    for stepper in _steppers(optimizer):
+        for group in stepper.param_groups:
+            try:
+                reach = _reach(stepper, group)
+            except Exception as error:
+                reach = ELEMENT
+                logger.warning(
+                    "%s could not be tried on small tensors (%s: %s); its steps are taken to treat "
+                    "each element by itself, as slices need it",
+                    type(stepper).__name__,
+                    type(error).__name__,
+                    error,
+                )
+            found.update(dict.fromkeys(group["params"], reach))
+    return found
+
+
+def _steppers(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that step: one that has others in its attributes hands its steps on."""
+    values = [v for value in vars(optimizer).values() for v in _items(value)]
+    inner = dict.fromkeys(value for value in values if isinstance(value, Optimizer))
+    return [each for one in inner for each in _steppers(one)] or [optimizer]
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _reach(optimizer: Optimizer, group: dict[str, Any]) -> int:
+    reach = ELEMENT
+    held = group["params"]
+    device = next((p.device for p in held), torch.device("cpu"))
+    for dims in sorted({p.dim() for p in held if p.dim()}):
+        generator = torch.Generator().manual_seed(dims)
+        shape = (2, *(32, 16, 3, 3, 3)[:dims])
+        value, *gradients = (torch.randn(shape, generator=generator) for _ in range(4))
+        # Halves of different sizes, and a gradient that jumps: norms and limits show by these.
+        for tensor, factor in zip((value, *gradients), (1, 1, 10, 1), strict=True):
+            tensor.mul_(factor)[:, : shape[1] // 2] *= 4
+            tensor[..., : shape[-1] // 2] *= 3
+        first, second = (
+            (value[i].to(device), [g[i].to(device) for g in gradients]) for i in range(2)
+        )
+        (alone,) = _updates(optimizer, group, [first])
+        if not alone.any():
+            raise SlapoError("step() changes nothing")
+        other = (second[0], [g * 50 for g in second[1]])
+        if _differ(_updates(optimizer, group, [first, other])[0], alone):
+            return MODEL
+        for axis in {0, dims - 1}:
+            halves = zip(*(t.chunk(2, axis) for t in (first[0], *first[1])), strict=True)
+            parts = [_updates(optimizer, group, [(v, g)])[0] for v, *g in halves]
+            if _differ(torch.cat(parts, axis), alone):
+                reach = TENSOR
+    return reach
+
+
+def _updates(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    tensors: Sequence[tuple[Tensor, list[Tensor]]],
+) -> list[Tensor]:
+    """What steps of one group change in other tensors, with a gradient of each for each step."""
+    params = [Parameter(value.clone()) for value, _ in tensors]
+    group, before = {**group, "params": params}, dict(optimizer.__dict__)
+    lr = group.get("lr")
+    if lr is not None:  # that of a warm-up may be zero
+        group["lr"] = torch.full_like(lr, 0.01) if isinstance(lr, Tensor) else 0.01
+    # Not those of a copy: an optimizer may own memory that goes with the first of them.
+    step: Any = type(optimizer).step
+    step = step.__wrapped__ if hasattr(step, "hooked") else step  # without hooks
+    optimizer.param_groups, optimizer.state = [group], defaultdict(dict)
+    try:
+        for number in range(len(tensors[0][1])):
+            for param, (_, gradients) in zip(params, tensors, strict=True):
+                param.grad = gradients[number].clone()
+            step(optimizer)
+    finally:
+        optimizer.__dict__.clear()
+        optimizer.__dict__.update(before)
+    return [p.detach() - value for p, (value, _) in zip(params, tensors, strict=True)]
+
+
+def _differ(found: Tensor, wanted: Tensor) -> bool:
+    return bool((found - wanted).norm() > _TOLERANCE * wanted.norm())
+
+
+# --- optimizers that a user makes for a model without an engine -----------------------------------
+_WATCHED: weakref.WeakKeyDictionary[nn.Module, GroupHandle] = weakref.WeakKeyDictionary()
+_SEEN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_hooks: list[Any] = []
+
+
+def watch_optimizers(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Look at the first step of each optimizer that has slices of a model."""
+    if slices_of(module):
+        _WATCHED[module] = handle_of(group)
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_look))
+
+
+def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _SEEN:
+        return
+    _SEEN.update((optimizer, *_steppers(optimizer)))
+    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    for module, handle in list(_WATCHED.items()):
+        slices = held.keys() & slices_of(module).keys()
+        if slices:
+            reach = reach_of_steps(optimizer)
+            if MODEL in reach.values():
+                raise error_of_coupled_steps(optimizer)
+            shares = any(is_sharded(held[key]) for key in slices)
+            step_on_wholes(optimizer, module, reach, dist.group.WORLD if shares else handle.group)
+
+
+def error_of_coupled_steps(optimizer: Optimizer) -> SlapoError:
+    """Explain why an optimizer cannot be for a model that is split over ranks."""
+    return on_every_rank(
+        SlapoError(
+            f"{type(optimizer).__name__} computes the step of a tensor from other tensors too, of "
+            "which each rank has only some here; pass an optimizer that steps on each tensor by "
+            'itself, or keep tensors whole: tp=1, pp=1, data_parallel="fsdp"'
+        )
+    )
+
+
+# --- whole tensors for a step --------------------------------------------------------------------
+def step_on_wholes(
+    optimizer: Optimizer,
+    module: nn.Module,
+    reach: Mapping[Parameter, int],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Let steps that depend on whole tensors be on these. A collective of the ranks of a group.
+
+    They are the ranks among which the parts of each tensor lie.
+    """
+    specs = slices_of(module)
+    held = [
+        param
+        for param, found in reach.items()
+        if found == TENSOR and (id(param) in specs or is_sharded(param))
+    ]
+    if group is None or group.size() == 1 or not held:
+        return
+    steps = _WholeSteps(_split(held, [specs.get(id(p)) for p in held], group), group)
+    optimizer.register_step_pre_hook(steps.gather)
+    optimizer.register_step_post_hook(steps.scatter)
+    logger.info(
+        "%s computes from whole tensors: for each step, each of %d tensors is gathered on one of "
+        "%d ranks, which holds its state",
+        type(optimizer).__name__,
+        len(held),
+        group.size(),
+    )
+
+
+def slices_of(module: nn.Module) -> dict[int, ShardSpec]:
+    """How each sliced parameter of a model lies, by its id."""
+    return {
+        id(part._parameters[name]): spec
+        for part in map(innermost, module.modules())
+        for name, spec in shards_of(part).items()
+        if spec.world_size > 1 and part._parameters.get(name) is not None
+    }
+
+
+@dataclass
+class _Split:
+    """A parameter whose parts lie on several ranks."""
+
+    #: this rank's part
+    part: Parameter
+    whole: torch.Size
+    #: for each rank, where its part lies
+    boxes: list[list[Box]]
+    owner: int
+
+
+def _split(
+    params: Sequence[Parameter], specs: Sequence[ShardSpec | None], group: dist.ProcessGroup
+) -> list[_Split]:
+    """Find where all parts lie, and share out the wholes by their sizes."""
+    own = [boxes_of(param, spec) for param, spec in zip(params, specs, strict=True)]
+    every, loads, found = gathered(own, group), [0] * group.size(), {}
+    wholes = [s.full_shape if s else p.shape for p, s in zip(params, specs, strict=True)]
+    for i in sorted(range(len(params)), key=lambda i: -wholes[i].numel()):
+        owner = loads.index(min(loads))
+        loads[owner] += wholes[i].numel()
+        found[i] = _Split(params[i], wholes[i], [boxes[i] for boxes in every], owner)
+    return [found[i] for i in range(len(params))]
+
+
+class _WholeSteps:
+    """Hooks around an optimizer's step, which put whole tensors in and take them out again."""
+
+    def __init__(self, tensors: list[_Split], group: dist.ProcessGroup) -> None:
+        self._tensors, self._handle = tensors, handle_of(group)
+        self._rank, self._ranks = group.rank(), range(group.size())
+        self._dtype = functools.reduce(torch.promote_types, (t.part.dtype for t in tensors))
+        #: of a step: tensors with a gradient, and the wholes that stand for those of this rank
+        self._stepped: list[_Split] = []
+        self._wholes: dict[Parameter, Parameter] = {}
+        #: the optimizer's groups, and what was in them before
+        self._groups: list[dict[str, Any]] = []
+        self._params: list[list[Parameter]] = []
+
+    @torch.no_grad()
+    def gather(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Before a step: owners get whole parameters and gradients."""
+        if len(args) > 1 or kwargs.get("closure") is not None:
+            raise SlapoError(
+                f"{type(optimizer).__name__}.step() got a closure, which steps on whole tensors of "
+                "a model split over ranks cannot take; compute the gradients before step()"
+            )
+        present = torch.tensor([int(t.part.grad is not None) for t in self._tensors])
+        group = self._handle.group
+        present = present.to(communication_device(group))
+        dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
+        self._stepped = [t for t, n in zip(self._tensors, present.tolist(), strict=True) if n]
+        for tensor in self._stepped:
+            if tensor.owner == self._rank:
+                local = local_part(tensor.part.detach())
+                whole = self._wholes[tensor.part] = Parameter(local.new_empty(tensor.whole))
+                whole.grad = torch.empty_like(whole)
+        self._exchange(lambda part: part, lambda whole: whole, to_owners=True)
+        self._exchange(_gradient, lambda whole: whole.grad, to_owners=True)
+        parts = dict.fromkeys(tensor.part for tensor in self._stepped)
+        self._groups = [g for stepper in _steppers(optimizer) for g in stepper.param_groups]
+        self._params = [one["params"] for one in self._groups]
+        for one in self._groups:
+            others = (self._wholes.get(p) if p in parts else p for p in one["params"])
+            one["params"] = [param for param in others if param is not None]
+        _move_state(optimizer, self._wholes)
+
+    @torch.no_grad()
+    def scatter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """After a step: every rank has its part of the new values."""
+        _move_state(optimizer, {whole: part for part, whole in self._wholes.items()})
+        for one, params in zip(self._groups, self._params, strict=True):
+            one["params"] = params
+        self._exchange(lambda part: part, lambda whole: whole, to_owners=False)
+        self._stepped, self._wholes, self._groups, self._params = [], {}, [], []
+
+    def _exchange(
+        self,
+        local: Callable[[Parameter], Tensor],
+        whole: Callable[[Parameter], Any],
+        to_owners: bool,
+    ) -> None:
+        """Send parts to the owners of wholes, or back, in one collective."""
+        # For each other rank, my parts of its wholes, and its parts of mine.
+        mine = [
+            [
+                box.of_local(held)
+                for t in self._stepped
+                if t.owner == rank
+                for held in [local_part(local(t.part).detach())]
+                for box in t.boxes[self._rank]
+            ]
+            for rank in self._ranks
+        ]
+        theirs = [
+            [
+                box.of_whole(whole(self._wholes[t.part]))
+                for t in self._stepped
+                if t.owner == self._rank
+                for box in t.boxes[rank]
+            ]
+            for rank in self._ranks
+        ]
+        sent, received = (mine, theirs) if to_owners else (theirs, mine)
+        device = self._tensors[0].part.device
+        sizes = [[sum(t.numel() for t in part) for part in parts] for parts in (sent, received)]
+        outgoing = torch.empty(sum(sizes[0]), dtype=self._dtype, device=device)
+        incoming = torch.empty(sum(sizes[1]), dtype=self._dtype, device=device)
+        for there, here in _places(outgoing, sent):
+            there.copy_(here)
+        dist.all_to_all_single(incoming, outgoing, sizes[1], sizes[0], group=self._handle.group)
+        for there, here in _places(incoming, received):
+            here.copy_(there)
+
+
+def _places(buffer: Tensor, parts: Sequence[Sequence[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Where in a flat buffer each tensor goes, and the tensor."""
+    flat = list(itertools.chain.from_iterable(parts))
+    pieces = buffer.split([tensor.numel() for tensor in flat]) if flat else ()
+    for piece, tensor in zip(pieces, flat, strict=True):
+        yield piece.view(tensor.shape), tensor
+
+
+def _gradient(part: Parameter) -> Tensor:
+    return torch.zeros_like(part) if part.grad is None else part.grad
+
+
+def _move_state(optimizer: Optimizer, others: Mapping[Parameter, Parameter]) -> None:
+    for stepper in _steppers(optimizer):
+        for old, new in others.items():
+            if old in stepper.state:
+                stepper.state[new] = stepper.state.pop(old)
