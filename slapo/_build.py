@@ -79,7 +79,7 @@ def build(
         Every target takes ``mesh`` (from :func:`slapo.init_mesh`), ``loss_fn(output, target)``
         (the mean of a micro-batch, or ``(sum, count)``), ``loss_mean``,
         ``optimizer(parameters)`` (or ``optimizer(named_parameters)``), ``micro_batches``,
-        ``clip_grad_norm``, ``lr_scheduler(optimizer)``, ``dtype``, ``nonfinite``,
+        ``batch_dims``, ``clip_grad_norm``, ``lr_scheduler(optimizer)``, ``dtype``, ``nonfinite``,
         ``check_batches`` and ``sync_replicated``.
 
         ``"torch"``: also ``pipeline_schedule`` (``"1f1b"``, ``"gpipe"``, ``"interleaved_1f1b"``,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -66,14 +66,24 @@ class Batch:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     targets: Any
+    #: name or position of an argument -> the axis of its samples; None: each part gets all of it
+    dims: Mapping[str | int, int | None] = field(default_factory=dict)
+    #: of each leaf of the arguments, once it is known
+    axes: tuple[int | None, ...] | None = None
 
     @classmethod
-    def of(cls, batch: Any, device: torch.device | str) -> Batch:
+    def of(
+        cls,
+        batch: Any,
+        device: torch.device | str,
+        dims: Mapping[str | int, int | None] | None = None,
+    ) -> Batch:
         """Take apart what a data loader yields, on a device."""
         inputs, targets = _pair(batch)
         args, kwargs = _arguments(inputs)
         given = (args, kwargs, targets)
-        return cls(*_map(lambda t: t.to(device, non_blocking=True), given))
+        args, kwargs, targets = _map(lambda t: t.to(device, non_blocking=True), given)
+        return cls(args, kwargs, targets, dims or {})
 
     def cast(self, dtype: torch.dtype | None) -> Batch:
         """Arguments of floating point in another dtype; None leaves them."""
@@ -83,24 +93,30 @@ class Batch:
         def cast(tensor: Tensor) -> Tensor:
             return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-        return Batch(_map(cast, self.args), _map(cast, self.kwargs), self.targets)
+        return replace(self, args=_map(cast, self.args), kwargs=_map(cast, self.kwargs))
 
     def weight(self) -> int:
         """Number of samples in an evaluation: that of the targets where inputs are of several."""
-        for part in (self.targets, self):
-            lengths = _lengths(part)
-            if len(lengths) == 1:
-                return lengths.pop()
-        return 1
+        lengths = _lengths(self.targets) or _lengths((self.args, self.kwargs))
+        return lengths.pop() if len(lengths) == 1 else 1
 
-    def input_lengths(self) -> set[int]:
-        """First sizes of the arguments."""
-        return _lengths((self.args, self.kwargs))
+    def samples(self) -> int:
+        """Number of samples along the axes that are cut."""
+        leaves, axes = _leaves((self.args, self.kwargs)), self.with_axes().axes or ()
+        sizes = (t.shape[axis] for t, axis in zip(leaves, axes, strict=True) if axis is not None)
+        return next(sizes, None) or max(_lengths(self.targets), default=0)
 
     def part(self, start: int, length: int) -> Batch:
-        """Some of the samples, as views; tensors without dimensions and other values stay."""
-        whole = (self.args, self.kwargs, self.targets)
-        return Batch(*_map(lambda t: t.narrow(0, start, length) if t.dim() else t, whole))
+        """Some of the samples, as views; what has no axis of samples stays."""
+        whole = self.with_axes()
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        cut = [
+            leaf if axis is None else leaf.narrow(axis, start, length)
+            for leaf, axis in zip(leaves, whole.axes or (), strict=True)
+        ]
+        args, kwargs = pytree.tree_unflatten(cut, spec)
+        targets = _map(lambda t: t.narrow(0, start, length) if t.dim() else t, self.targets)
+        return replace(whole, args=args, kwargs=kwargs, targets=targets)
 
     def cut(self, micro_batches: int) -> list[Batch]:
         """Equal parts."""
@@ -120,7 +136,7 @@ class Batch:
         """
         if micro_batches == 1:
             return [(self, 1)]
-        size = self._size(micro_batches)
+        size = self.samples()
         if size % micro_batches == 0 and size:
             return [(self, micro_batches)]
         length = max(1, -(-size // micro_batches))
@@ -129,7 +145,7 @@ class Batch:
         return parts + ([(self.part(full * length, rest), 1)] if rest or not full else [])
 
     def _part_size(self, micro_batches: int) -> int:
-        size = self._size(micro_batches)
+        size = self.samples()
         if size % micro_batches or not size:
             raise ValueError(
                 f"a batch of {size} samples is not divisible by micro_batches={micro_batches} "
@@ -138,29 +154,106 @@ class Batch:
             )
         return size // micro_batches
 
-    def _size(self, micro_batches: int) -> int:
-        found = _lengths(self)
-        if len(found) == 1:
-            return found.pop()
-        if not found:
+    def with_axes(self) -> Batch:
+        """The batch, of which it is known along which axes it can be cut."""
+        if self.axes is not None:
+            return self
+        named = list(self._named_leaves())
+        declared = {
+            leaf.shape[axis]
+            for _, argument, leaf in named
+            if (axis := self.dims.get(argument)) is not None and isinstance(leaf, Tensor)
+        }
+        # Targets have their samples in front; without them, inputs have.
+        sizes = _lengths(self.targets) | declared or {
+            t.shape[0] for _, name, t in named if _is_cut(t) and name not in self.dims
+        }
+        if len(sizes) != 1:
             raise ValueError(
-                f"the batch has no tensor to cut in {micro_batches} micro-batches; pass tensors, "
-                "or micro_batches=1"
+                f"the tensors of the batch differ in their first size ({self._sizes()}), which is "
+                "the one that is cut in micro-batches; expand all of them to the batch size, or "
+                f"{_DECLARE}"
+                if sizes
+                else "the batch has no tensor to cut in micro-batches; pass tensors, or "
+                "micro_batches=1"
             )
-        raise ValueError(
-            f"the tensors of the batch differ in their first size ({self._sizes()}), which is the "
-            "one that is cut in micro-batches; expand all of them to the batch size"
+        (size,) = sizes
+        axes = tuple(
+            self.dims[argument] if argument in self.dims else _axis_of(path, leaf, size)
+            for path, argument, leaf in named
         )
+        if any(axes) and 0 not in axes and not declared:
+            raise ValueError(
+                f"no input has its first size like the targets ({self._sizes()}); pass as many of "
+                f"both, or {_DECLARE}"
+            )
+        return replace(self, axes=axes)
+
+    def check_totals(self) -> None:
+        """Refuse to cut ends of documents in the whole batch, as kernels of packed ones take them.
+
+        They look like one number for each sample, and their values are read: in new forms only.
+        """
+        whole = self.with_axes()
+        leaves = list(self._named_leaves())
+        tokens = {t.shape[0] * t.shape[1] for _, _, t in leaves if _is_cut(t) and t.dim() > 1}
+        for (path, argument, leaf), axis in zip(leaves, whole.axes or (), strict=True):
+            rises = (
+                axis == 0
+                and argument not in self.dims
+                and leaf.dim() == 1
+                and leaf.dtype in _LABELS
+                and len(leaf) > 1
+                and bool((leaf.diff() >= 0).all())
+            )
+            if rises and int(leaf[-1]) in tokens:
+                raise ValueError(
+                    f"{path} rises to {int(leaf[-1])}, the number of tokens in the batch: these "
+                    "are ends of documents, which mean nothing in a micro-batch. Pass "
+                    f"micro_batches=1, or {_DECLARE}"
+                )
+
+    def _named_leaves(self) -> Iterator[tuple[str, str | int, Any]]:
+        """Of each leaf of the arguments how it is called, and its argument."""
+        paths = pytree.tree_flatten_with_path((self.args, self.kwargs))[0]
+        for (_, first, *rest), leaf in paths:
+            key: Any = first
+            argument = key.idx if isinstance(key, pytree.SequenceKey) else key.key
+            yield f"inputs{pytree.keystr((first, *rest))}", argument, leaf
 
     def _sizes(self) -> str:
         """First size of each tensor, by its place in the batch."""
-        whole = {"inputs": self.kwargs or self.args, "targets": self.targets}
-        return ", ".join(
-            f"{name}{pytree.keystr(path)}: {leaf.shape[0]}"
-            for name, nest in whole.items()
-            for path, leaf in pytree.tree_flatten_with_path(nest)[0]
-            if isinstance(leaf, Tensor) and leaf.dim()
-        )
+        targets = pytree.tree_flatten_with_path(self.targets)[0]
+        named = [(path, leaf) for path, _, leaf in self._named_leaves()]
+        named += [(f"targets{pytree.keystr(path)}", leaf) for path, leaf in targets]
+        return ", ".join(f"{path}: {leaf.shape[0]}" for path, leaf in named if _is_cut(leaf))
+
+
+_DECLARE = (
+    "tell build of tensors whose samples lie elsewhere: batch_dims={name: axis}, or {name: None} "
+    "for one that each micro-batch gets whole"
+)
+
+
+def _is_cut(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def _axis_of(path: str, leaf: Any, size: int) -> int | None:
+    """The axis of a tensor's samples, of which there are so many; None where there is nothing."""
+    if not _is_cut(leaf):
+        return None
+    shape = tuple(leaf.shape)
+    axes = [axis for axis, length in enumerate(shape) if length == size]
+    # Samples come first, but for indices such as the positions of three axes of an image.
+    if len(axes) == 1 or (axes[:1] == [0] and (len(shape) < 3 or leaf.is_floating_point())):
+        return axes[0]
+    which = f"{len(axes)} of its axes have" if axes else "none of its axes has"
+    remedy = _DECLARE if axes else f"expand it to the batch size, or {_DECLARE}"
+    raise ValueError(
+        f"{path} is of shape {shape}, and {which} the size of the batch, {size}, which is cut in "
+        f"micro-batches; {remedy}"
+    )
 
 
 def next_batch(data_iter: Iterator[Any]) -> Any:

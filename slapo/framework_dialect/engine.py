@@ -253,7 +253,8 @@ class Engine:
             raise SlapoError(f"{what} needs a loss; build with loss_fn=")
         batch, error = None, None
         try:
-            batch = Batch.of(next_batch(data_iter), self.device).cast(self.options.half)
+            given = next_batch(data_iter)
+            batch = Batch.of(given, self.device, self.options.batch_dims).cast(self.options.half)
             self._check_form(batch, cut_evenly)
         except Exception as raised:
             batch, error = None, raised
@@ -304,6 +305,8 @@ class Engine:
         if (form, cut_evenly) == self._form_before:
             return  # calls of one form fare alike
         count = self.options.micro_batches
+        if count > 1:
+            batch.check_totals()
         whole, parts = (batch, count) if cut_evenly else batch.cut_unevenly(count)[0]
         self._check_call(whole.first(parts), training=cut_evenly)
         self._form_before = (form, cut_evenly)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import FunctionType
@@ -61,6 +62,14 @@ def _is_optimizer_fn(value: Any) -> bool:
     return value is None or (callable(value) and not isinstance(value, torch.optim.Optimizer))
 
 
+def _is_batch_dims(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, Mapping)
+        and all(isinstance(name, (str, int)) for name in value)
+        and all(axis is None or type(axis) is int for axis in value.values())
+    )
+
+
 def one_of(*values: Any) -> Rule:
     """The rule of an option with a few values."""
     shown = [repr(v) if isinstance(v, str) else str(v) for v in values]
@@ -92,7 +101,12 @@ class TrainingOptions:
         ``(name, parameter)`` if its first argument is called ``named_parameters``, with the names
         that the model has for them.
     micro_batches
-        Number of equal parts that a batch is cut in.
+        Number of equal parts that a batch is cut in, each tensor along its first axis, or along the
+        only axis that has the size of the batch.
+    batch_dims
+        The axis of the samples, for inputs where it is another or not the only one of that size:
+        ``{"position_ids": 1}``, by the name of an argument, or by its position in a tuple. None for
+        an input that every micro-batch gets whole.
     clip_grad_norm
         Largest norm of the whole model's gradient; ``math.inf`` measures it only. None: it is
         neither measured nor clipped.
@@ -120,6 +134,7 @@ class TrainingOptions:
     optimizer: OptimizerFn | None = None
     loss_mean: str = "targets"
     micro_batches: int = 1
+    batch_dims: Mapping[str | int, int | None] | None = None
     clip_grad_norm: float | None = None
     lr_scheduler: Callable[[Any], Any] | None = None
     dtype: torch.dtype | None = None
@@ -136,6 +151,9 @@ class TrainingOptions:
             TypeError,
         ),
         "loss_mean": one_of("targets", "micro_batches"),
+        "batch_dims": Rule(
+            _is_batch_dims, 'a mapping such as {"position_ids": 1, "mask": None}', TypeError
+        ),
         "micro_batches": Rule(is_whole, "a whole number from 1 up"),
         "clip_grad_norm": Rule(
             lambda v: v is None or (is_number(v) and v > 0), "a number above 0, or None"
@@ -157,6 +175,8 @@ class TrainingOptions:
                 "process"
             )
         options = cls(**given)
+        if options.batch_dims:
+            _check_arguments(options.batch_dims, model)
         return options if options.dtype else replace(options, dtype=half_of(model))
 
     def __post_init__(self) -> None:
@@ -188,6 +208,20 @@ class TrainingOptions:
     def is_checked(step: int) -> bool:
         """Return whether a step compares what must be alike on several ranks."""
         return step < CHECKED_STEPS or step % CHECK_EVERY == 0
+
+
+def _check_arguments(batch_dims: Mapping[str | int, int | None], model: nn.Module) -> None:
+    """Refuse names that are no arguments of the model."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name in batch_dims:
+        if isinstance(name, str) and name not in parameters:
+            takes = with_nearest(name, list(parameters), f"it has {list(parameters)}")
+            raise ValueError(
+                f"batch_dims has {name!r}, and {type(model).__name__}.forward no such argument; "
+                f"{takes}"
+            )
 
 
 def check_names(target: str, given: Mapping[str, Any], known: Sequence[str]) -> None:

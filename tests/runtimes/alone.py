@@ -134,7 +134,10 @@ def _mean(loss: Any) -> Tensor:
 def cut(batch: Any, parts: int) -> list[Any]:
     """Equal parts of a batch, one after the other."""
     leaves, spec = pytree.tree_flatten(batch)
-    pieces = [leaf.chunk(parts) if isinstance(leaf, Tensor) else [leaf] * parts for leaf in leaves]
+    pieces = [
+        leaf.chunk(parts) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * parts
+        for leaf in leaves
+    ]
     return [pytree.tree_unflatten(list(part), spec) for part in zip(*pieces, strict=True)]
 
 

@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import slapo
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch, next_batch
+from tests.runtimes.alone import Alone, compare
+from tests.runtimes.contract import sgd
+from tests.runtimes.ranks import on_ranks
 
 
 def split_batch(batch: Any, micro_batches: int) -> list[Batch]:
@@ -67,14 +72,16 @@ def test_not_divisible() -> None:
 
 
 def test_sizes_that_differ() -> None:
-    batch = ({"input_ids": rows(4), "position_ids": rows(1)}, torch.arange(4))
-    message = r"inputs\['input_ids'\]: 4, inputs\['position_ids'\]: 1, targets: 4"
+    inputs = {"input_ids": rows(4), "position_ids": rows(1)}
+    message = r"\(inputs\['input_ids'\]: 4, inputs\['position_ids'\]: 1, targets\[0\]: 3, targets\[1\]: 4\)"
     with pytest.raises(ValueError, match=message):
-        split_batch(batch, 2)
+        split_batch((inputs, [torch.arange(3), torch.arange(4)]), 2)
+    with pytest.raises(ValueError, match=r"no input has its first size like the targets"):
+        split_batch((rows(4), torch.arange(2)), 2)
 
 
 def test_nothing_to_cut() -> None:
-    with pytest.raises(ValueError, match="no tensor to cut in 2 micro-batches"):
+    with pytest.raises(ValueError, match="no tensor to cut in micro-batches"):
         split_batch(((torch.tensor(1.0),), "text"), 2)
 
 
@@ -154,3 +161,118 @@ def test_arguments_are_cast_and_targets_are_not() -> None:
     assert cast.args[0]["n"].dtype == torch.int64
     assert cast.targets.dtype == torch.float32
     assert batch.cast(None) is batch
+
+
+# --- samples along other axes --------------------------------------------------------------------
+IDS = torch.arange(24).reshape(4, 6) % 7
+
+
+def axes_of(name: str, tensor: torch.Tensor, dims: Any = None, size: int = 4) -> Any:
+    ids = IDS if size == 4 else torch.ones(size, 6, dtype=torch.int64)
+    batch = Batch.of(({"ids": ids, name: tensor}, ids), "cpu", dims)
+    batch.check_totals()
+    return (batch.with_axes().axes or ())[1]
+
+
+def test_the_only_axis_of_the_size_of_the_batch() -> None:
+    assert axes_of("positions", torch.zeros(3, 4, 6, dtype=torch.int64)) == 1
+    assert axes_of("mask", torch.zeros(4, 1, 4, 4)) == 0  # samples come first
+    assert axes_of("ids_too", torch.zeros(4, 4, dtype=torch.int64)) == 0
+    assert axes_of("scale", torch.tensor(2.0)) is None
+    assert axes_of("flag", True) is None  # type: ignore[arg-type]
+    assert axes_of("lengths", torch.tensor([3, 4, 5, 6])) == 0
+
+
+def test_declared_axes() -> None:
+    assert axes_of("mask", torch.zeros(1, 6, 1), {"mask": None}) is None
+    assert axes_of("positions", torch.zeros(4, 4, 6, dtype=torch.int64), {"positions": 1}) == 1
+    assert axes_of("ends", torch.tensor([6, 12, 18, 24]), {"ends": None}) is None
+    parts = Batch.of(((IDS.t(), IDS), IDS), "cpu", {0: 1}).cut(2)
+    assert parts[1].args[0].shape == (6, 2)
+    assert torch.equal(parts[1].args[0].t(), parts[1].args[1])
+    assert parts[0].samples() == 2
+    assert [part.samples() for part in parts[0].cut(2)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "size", "message"),
+    [
+        (
+            torch.zeros(1, 6, 1),
+            4,
+            r"inputs\['x'\] is of shape \(1, 6, 1\), and none of its axes has",
+        ),
+        (torch.zeros(5), 4, "none of its axes has the size of the batch, 4"),
+        (torch.zeros(6, 6, 6, dtype=torch.int64), 6, "3 of its axes have the size of the batch, 6"),
+        (torch.tensor([6, 12, 18, 24]), 4, r"inputs\['x'\] rises to 24, the number of tokens"),
+    ],
+)
+def test_what_is_not_guessed(tensor: torch.Tensor, size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        axes_of("x", tensor, size=size)
+
+
+class Positions(nn.Module):
+    """Takes positions of three axes, a mask for all samples, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(32, 8), nn.Embedding(32, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 32)
+
+    def forward(self, ids: Any, positions: Any, mask: Any, scale: Any) -> Any:
+        hidden = self.embedding(ids) + self.positions(positions).sum(0)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden)) * mask * scale
+        return self.head(hidden)
+
+
+def token_loss(logits: Any, targets: Any) -> Any:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize(
+    ("target", "layout"),
+    [
+        ("torch", (1, 1, 1)),
+        ("torch", (2, 1, 1)),
+        pytest.param("deepspeed", (2, 1, 1), marks=pytest.mark.wide),
+        pytest.param("megatron", (2, 1, 1), marks=pytest.mark.wide),
+    ],
+)
+@on_ranks()
+def test_micro_batches_along_other_axes(target: str, layout: Any) -> None:
+    torch.manual_seed(0)
+    model, mesh = Positions(), slapo.init_mesh(*layout, device="cpu")
+    generator = torch.Generator().manual_seed(1)
+    inputs = {
+        "ids": torch.randint(32, (4, 6), generator=generator),
+        "positions": torch.randint(32, (3, 4, 6), generator=generator),
+        "mask": torch.rand(1, 6, 1, generator=generator),
+        "scale": torch.tensor(0.5),
+    }
+    batch = inputs, torch.randint(32, (4, 6), generator=generator)
+    alone = Alone(model, token_loss, sgd)
+    sch = slapo.create_schedule(model, group=mesh["tp"])
+    if layout[0] > 1:
+        sch.trace_until("", example_inputs=inputs)
+        sch["layers.0"].cut_pipeline_stage()
+    engine, _ = slapo.build(
+        sch,
+        target,
+        mesh=mesh,
+        loss_fn=token_loss,
+        optimizer=sgd,
+        micro_batches=2,
+        batch_dims={"mask": None},
+    )
+    assert max(compare(engine, alone, [batch] * 3).values()) < 1e-5
+    evaluated = alone.evaluate(batch)[0]
+    assert abs(engine.eval_batch(iter([batch])).item() - evaluated) < 1e-5
+
+
+def test_names_that_the_model_has_not() -> None:
+    given = {"mesh": slapo.init_mesh(device="cpu"), "batch_dims": {"position": 1}}
+    with pytest.raises(ValueError, match=r"no such argument; .*'positions'"):
+        slapo.build(slapo.create_schedule(Positions()), "torch", **given)

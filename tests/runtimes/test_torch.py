@@ -341,13 +341,6 @@ def test_a_failed_step_leaves_no_gradients() -> None:
 
 
 @on_ranks(2)
-def test_inputs_without_dimensions_are_refused_everywhere() -> None:
-    engine, (_, targets) = make("torch", (2, 1, 1)), next(data())
-    with pytest.raises(ValueError, match=r"inputs \['ids'\] have no dimensions"):
-        engine.train_batch(iter([({"ids": torch.tensor(3)}, targets)]))
-
-
-@on_ranks(2)
 def test_fsdp_with_ties_between_the_items_of_a_list() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))

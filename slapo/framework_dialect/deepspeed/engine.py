@@ -82,11 +82,11 @@ class DeepSpeedEngine(Engine):
     def _check_call(self, part: Batch, training: bool) -> None:
         super()._check_call(part, training)
         fixed = self.settings.micro_batch_size
-        sizes = part.input_lengths()
-        if fixed is not None and sizes and sizes != {fixed}:
+        size = part.samples() if fixed is not None else 0
+        if size and size != fixed:
             raise ValueError(
                 f"deepspeed: the config fixes micro-batches of {fixed} samples, and this batch, "
-                f"cut in {self.settings.micro_batches}, makes some of {sizes.pop()}; leave "
+                f"cut in {self.settings.micro_batches}, makes some of {size}; leave "
                 "train_batch_size and train_micro_batch_size_per_gpu out of the config, and "
                 "batches may have any size"
             )

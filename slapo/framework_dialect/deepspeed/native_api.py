@@ -31,6 +31,7 @@ _WITH_MESH = {
     "nonfinite": None,
     "check_batches": None,
     "loss_mean": None,
+    "batch_dims": None,
 }
 
 

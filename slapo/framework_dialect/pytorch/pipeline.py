@@ -24,25 +24,18 @@ from slapo.pipeline.boundaries import Boundary, autocasting, describe_tensors
 _RUNS_KEPT = 4
 
 
-def _cut_targets(targets: Any, parts: int, length: int) -> Sequence[Any]:
-    if parts == 1:
-        return [targets]
-    if isinstance(targets, Tensor) and targets.dim():
-        return targets.split(length)
-    whole = Batch((), {}, targets)
-    return [whole.part(k * length, length).targets for k in range(parts)]
-
-
 class StageRunner(nn.Module):
     """A stage as ``PipelineStage`` calls it; the last one goes on to the loss.
 
     The logits of a micro-batch are thus gone when its loss is computed, and what leaves the
-    pipeline is one number for each.
+    pipeline is one number for each. What enters it are the numbers of micro-batches, for which the
+    first stage has the inputs: torch would cut these along the first axis.
     """
 
     def __init__(
         self,
         stage: Stage,
+        inputs_of: Callable[[int], Sequence[Tensor]] | None,
         loss_of: Callable[[Any, int], Tensor] | None,
         device: torch.device,
         autocast: torch.dtype | None,
@@ -53,12 +46,15 @@ class StageRunner(nn.Module):
         #: of the next micro-batch: a stage gets them in order
         self.number = 0
         self._own_outputs = own_outputs
-        self._loss_of, self._device, self._autocast = loss_of, device, autocast
+        self._inputs_of, self._loss_of = inputs_of, loss_of
+        self._device, self._autocast = device, autocast
 
     def forward(self, *received: Tensor) -> Any:
         """Run the next micro-batch."""
         number, self.number = self.number, self.number + 1
-        if self._own_outputs:
+        if self._inputs_of is not None:
+            received = tuple(self._inputs_of(number))
+        elif self._own_outputs:
             received = tuple(map(_ContiguousGradient.apply, received))
         with autocasting(self._device, self._autocast):
             output = self.stage(*received)
@@ -155,7 +151,8 @@ class TorchPipelineEngine(TorchEngineBase):
         self._pp = options.mesh.shape[0]
         self.last_pp_rank = self._rank_of(lowering.n_stages - 1)
         super().__init__(lowering, options)
-        self._targets: Sequence[Any] = ()
+        #: micro-batches of the step that runs
+        self._parts: Sequence[Batch] = ()
         self._runs: OrderedDict[Any, Any] = OrderedDict()
         self._check_sharding()
         # Before FSDP2 comes: the probes remember the modules without it.
@@ -197,8 +194,10 @@ class TorchPipelineEngine(TorchEngineBase):
     def _make_runner(self, stage: Stage) -> StageRunner:
         is_last = stage.index == self.lowering.n_stages - 1
         own = self.schedule.splits_backward or self.sharding is not None
+        inputs_of = self._micro_batch_inputs if stage.index == 0 else None
         loss_of = self._micro_batch_loss if is_last else None
-        runner = StageRunner(stage, loss_of, self.device, self.options.autocast, own)
+        autocast = self.options.autocast
+        runner = StageRunner(stage, inputs_of, loss_of, self.device, autocast, own)
         if self.sharding is None:
             return runner
         # Gathered once a step: gathered anew for every micro-batch they would travel more than all
@@ -217,17 +216,6 @@ class TorchPipelineEngine(TorchEngineBase):
         return id(parameter) not in self._uncounted
 
     # --- steps -------------------------------------------------------------------------------
-    def _check_call(self, part: Batch, training: bool) -> None:
-        pipelined = self.lowering.pipeline
-        tensors = pipelined.bind(part.args, part.kwargs, training)
-        named = zip(pipelined.inputs.names, tensors, strict=True)
-        flat = [name for name, tensor in named if not tensor.dim()]
-        if flat:
-            raise ValueError(
-                f"inputs {flat} have no dimensions, and a pipeline cuts all of its inputs along "
-                "the first; expand them to the size of the batch"
-            )
-
     def _forward_backward(self, batch: Batch) -> None:
         self._run(batch, self.options.micro_batches, train=True)
 
@@ -247,33 +235,28 @@ class TorchPipelineEngine(TorchEngineBase):
 
     def _run(self, batch: Batch, parts: int, train: bool) -> None:
         """All micro-batches through this rank's stages."""
-        pipelined = self.lowering.pipeline
-        tensors = pipelined.inputs.take(batch.args, batch.kwargs)
-        length = tensors[0].shape[0] // parts if tensors else 0
-        form = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)
-        run = self._runs.get((form, parts, train))
+        self._parts, inputs = batch.cut(parts), self.lowering.pipeline.inputs
+        first = describe_tensors(inputs.names, inputs.take(*_call(self._parts[0])))
+        run = self._runs.get((first, parts, train))
         if run is None:
-            first = tuple(tensor[:length] for tensor in tensors)
-            run = self._make_run(describe_tensors(pipelined.inputs.names, first), parts, train)
-            self._runs[form, parts, train] = run
+            run = self._runs[first, parts, train] = self._make_run(first, parts, train)
             if len(self._runs) > _RUNS_KEPT:  # each holds buffers for all of its micro-batches
                 self._runs.popitem(last=False)
-        self._runs.move_to_end((form, parts, train))
+        self._runs.move_to_end((first, parts, train))
         for runner in self.runners.values():
             runner.number = 0
-        arguments = tensors if 0 in self.runners else ()
+        arguments = (run.numbers,) if 0 in self.runners else ()
         try:
             step = run.step if train else run.eval
             single = isinstance(run, PipelineScheduleSingle)
             extra: dict[str, Any] = {"return_outputs": False} if train and single else {}
             if self.lowering.n_stages - 1 in self.runners:
-                self._targets = _cut_targets(batch.targets, parts, length)
                 extra["target"] = run.numbers
             step(*arguments, **extra)
         except RuntimeError as error:
             raise self._explained(error) from None
         finally:
-            self._targets = ()
+            self._parts = ()
 
     def _explained(self, error: RuntimeError) -> BaseException:
         """The pipeline wraps what a stage raises, and shows the tensors instead."""
@@ -289,7 +272,10 @@ class TorchPipelineEngine(TorchEngineBase):
         return error
 
     def _micro_batch_loss(self, output: Any, number: int) -> Tensor:
-        return self._loss_of(output, self._targets[number])
+        return self._loss_of(output, self._parts[number].targets)
+
+    def _micro_batch_inputs(self, number: int) -> Sequence[Tensor]:
+        return self.lowering.pipeline.inputs.take(*_call(self._parts[number]))
 
     # --- one torch schedule for each shape of micro-batch --------------------------------------
     def _make_run(self, inputs: Boundary, parts: int, train: bool) -> Any:
@@ -305,7 +291,7 @@ class TorchPipelineEngine(TorchEngineBase):
             loss_fn=lambda loss, number: loss,  # it was found in the last stage
             scale_grads=False,
         )
-        run.numbers = torch.arange(parts)  # torch wants targets to cut
+        run.numbers = torch.arange(parts)  # torch wants something to cut
         return run
 
     def _make_stage(self, index: int, boundaries: tuple[Boundary, ...], train: bool) -> Any:
@@ -315,13 +301,18 @@ class TorchPipelineEngine(TorchEngineBase):
             if last
             else tuple(meta.tensor(self.device) for meta in boundaries[index + 1])
         )
+        received = tuple(meta.tensor(self.device) for meta in boundaries[index])
         cls = TrainingStage if train else EvaluationStage
         return cls(
             self.runners[index],
             index,
             self.lowering.n_stages,
             self.device,
-            input_args=tuple(meta.tensor(self.device) for meta in boundaries[index]),
+            input_args=received if index else (torch.arange(1),),
             output_args=sent,
             group=self.mesh.get_group("pp"),
         )
+
+
+def _call(part: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return part.args, part.kwargs
