@@ -196,7 +196,7 @@ class Engine:
             batch = self._weighted(batch, training=False)
             self._tally, self._outputs = LossAccumulator(), [] if return_outputs else None
             try:
-                with self._evaluating(), torch.no_grad():
+                with self._evaluating(), torch.no_grad(), self._among_replicas(batch):
                     cuts = batch.cut_unevenly(self.options.micro_batches)
                     for part, count in cuts:
                         self._weight = part.weight() / count
@@ -219,6 +219,10 @@ class Engine:
         self._is_idle = True
         for _ in range(int(most) - here):
             self._evaluate(part.first(count), 1)
+
+    def _among_replicas(self, batch: Batch, training: bool = False) -> AbstractContextManager[None]:
+        """For calls of the model: what a library needs if replicas go through different layers."""
+        return nullcontext()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

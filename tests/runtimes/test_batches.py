@@ -73,7 +73,7 @@ def test_not_divisible() -> None:
 
 def test_sizes_that_differ() -> None:
     inputs = {"input_ids": rows(4), "position_ids": rows(1)}
-    message = r"\(inputs\['input_ids'\]: 4, inputs\['position_ids'\]: 1, targets\[0\]: 3, targets\[1\]: 4\)"
+    message = r"input_ids'\]: 4, inputs\['position_ids'\]: 1, targets\[0\]: 3, targets\[1\]: 4\)"
     with pytest.raises(ValueError, match=message):
         split_batch((inputs, [torch.arange(3), torch.arange(4)]), 2)
     with pytest.raises(ValueError, match=r"no input has its first size like the targets"):

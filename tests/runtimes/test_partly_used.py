@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from typing import Any
 
 import pytest
@@ -121,12 +122,131 @@ def test_replicas_may_use_different_parameters(target: str, options: dict[str, A
         assert largest_difference(engine, reference.state()) < close
 
 
+class Pictures(nn.Module):
+    """A tower that replicas without pictures do not enter, of layers that FSDP2 gathers alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: Tensor, pictures: Tensor | None = None) -> Tensor:
+        if pictures is not None:
+            x = x + self.tower(pictures)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+#: Whether each of two replicas has pictures, for each step.
+HAVING = [(True, True), (True, False), (False, False), (False, True)]
+
+
+def picture_batches() -> list[list[Any]]:
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for having in HAVING:
+        x, pictures, y = torch.randn(3, 2, 4, 3, generator=generator)
+        found.append(
+            [
+                ({"x": x[i], **({"pictures": pictures[i]} if has else {})}, y[i])
+                for i, has in enumerate(having)
+            ]
+        )
+    return found
+
+
+def make_pictures(**options: Any) -> tuple[Any, nn.Module]:
+    torch.manual_seed(0)
+    model, optimizer = Pictures(), functools.partial(torch.optim.SGD, lr=0.1)
+    reference = copy.deepcopy(model)
+    return build(model, "torch", (1, 2, 1), optimizer=optimizer, **options), reference
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data_parallel": "fsdp"},
+        {"data_parallel": "fsdp", "micro_batches": 2},
+        {"data_parallel": "fsdp", "shard_size": 1},
+        {"data_parallel": "fsdp", "data_parallel_options": {"reshard_after_forward": False}},
+        {"data_parallel": "fsdp", "dtype": torch.bfloat16, "micro_batches": 2},
+        FIND_UNUSED,
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_a_replica_without_pictures(options: dict[str, Any]) -> None:
+    engine, reference = make_pictures(**options)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    rank = engine.mesh.get_local_rank("dp")
+    for step, replicas in enumerate(picture_batches()):
+        optimizer.zero_grad()
+        losses = [F.mse_loss(reference(**inputs), targets) for inputs, targets in replicas]
+        wanted = torch.stack(losses).mean()
+        evaluated = engine.eval_batch(iter([replicas[rank]]))
+        loss = engine.train_batch(iter([replicas[rank]]))
+        wanted.backward()
+        optimizer.step()
+        close = 2e-2 if "dtype" in options else 1e-6
+        assert abs(evaluated - wanted) < close, step
+        assert abs(loss - wanted) < close, step
+        state = {name: value.detach() for name, value in reference.state_dict().items()}
+        assert largest_difference(engine, state) < close, step
+
+
+@on_ranks(2)
+def test_ddp_refuses_replicas_that_use_different_parameters() -> None:
+    began = time.monotonic()
+    engine, _ = make_pictures()
+    for step, replicas in enumerate(picture_batches()[:2]):
+        batch = iter([replicas[engine.mesh.get_local_rank("dp")]])
+        if not step:
+            engine.train_batch(batch)
+            continue
+        with pytest.raises(slapo.SlapoError, match=r"\['tower.0.weight'.*find_unused_parameters"):
+            engine.train_batch(batch)
+    assert time.monotonic() - began < 20
+
+
+class Dropped(nn.Module):
+    """The sign of the first number says which layer of a list is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if index != int(x[0, 0] > 0):
+                x = x + torch.tanh(layer(x))
+        return x
+
+
+@on_ranks(2)
+def test_replicas_that_leave_out_layers() -> None:
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    given = {"optimizer": optimizer, "micro_batches": 2, "data_parallel": "fsdp"}
+    torch.manual_seed(0)
+    model = Dropped()
+    engine = build(copy.deepcopy(model), "torch", (1, 2, 1), **given, **FIND_UNUSED)
+    reference = Alone(model, F.mse_loss, optimizer, parts=4)
+    for batch in expert_batches():
+        reference.step(batch)
+        engine.train_batch(iter([of_this_rank(engine.mesh, batch)]))
+        assert largest_difference(engine, reference.state()) < 1e-6
+    engine = build(model, "torch", (1, 2, 1), **given)
+    message = r"one has come to 'layers.0' and another to 'layers.1', and FSDP2 gathers layers"
+    with pytest.raises(slapo.SlapoError, match=message):
+        engine.train_batch(iter([of_this_rank(engine.mesh, expert_batches()[0])]))
+
+
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize("target", ["deepspeed"])
 @on_ranks(2)
 def test_zero_refuses_replicas_that_use_different_parameters(target: str, zero: int) -> None:
     engine, _ = make_experts(target, {"zero": zero})
-    text = r"replicas use different parameters: \['first.bias', 'first.weight'.*ZeRO stage "
+    text = r"replicas use different parameters: \['first.weight', 'first.bias'.*ZeRO stage "
     with pytest.raises(slapo.SlapoError, match=f"{text}{zero}"):
         engine.train_batch(iter([of_this_rank(engine.mesh, expert_batches()[0])]))
 

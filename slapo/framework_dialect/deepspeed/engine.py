@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slapo.agreement import all_ranks_or_none, gathered
+from slapo.agreement import all_ranks_or_none, on_every_rank
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.deepspeed.config import Settings
@@ -20,6 +20,7 @@ from slapo.framework_dialect.engine import Engine
 from slapo.framework_dialect.gradient_check import GradientCheck
 from slapo.framework_dialect.gradients import scale_gradients
 from slapo.framework_dialect.options import TrainingOptions
+from slapo.framework_dialect.replica_use import calls_differ, refuse_unlike_use, used_in
 from slapo.framework_dialect.runtime import Lowering
 
 
@@ -44,6 +45,8 @@ class DeepSpeedEngine(Engine):
 
     #: names of parameters that have got gradients, in a step that compares them; else None
     _with_gradient: set[str] | None = None
+
+    _calls_differ = False
 
     #: gradients of replicated parameters, in a step that compares them; else None
     _replicated: GradientCheck | None = None
@@ -102,7 +105,7 @@ class DeepSpeedEngine(Engine):
         if (
             hasattr(self.engine.optimizer, "ipg_buckets")
             and self.mesh.shape[1] > 1
-            and self.options.is_checked(self.step_count)
+            and (self._calls_differ or self.options.is_checked(self.step_count))
         ):
             self._with_gradient = noted = self._with_gradient or set[str]()
             for name, parameter in self.lowering.trainable():
@@ -122,11 +125,17 @@ class DeepSpeedEngine(Engine):
         noted_here, self._with_gradient = self._with_gradient, None
         replicated, self._replicated = self._replicated, None
         if noted_here is not None:
-            noted = gathered(noted_here, self.mesh.get_group("dp"))
-            odd = sorted(set.union(*noted) - set.intersection(*noted))
-            all_ranks_or_none("train_batch", lambda: _refuse_unlike(odd, self.settings.zero))
+            used = {id(p) for name, p in self.lowering.trainable() if name in noted_here}
+            all_ranks_or_none("train_batch", lambda: self._check_use(used))
         if replicated is not None:
             replicated.compare()
+
+    def _check_use(self, used: set[int]) -> None:
+        remedy = (
+            f"ZeRO stage {self.settings.zero} would add their gradients to other parameters'; "
+            "pass zero=0, or target='torch'"
+        )
+        refuse_unlike_use(self.lowering.trainable(), used, self.mesh.get_group("dp"), remedy)
 
     @contextmanager
     def _scaled(self, scale: Tensor | None) -> Iterator[None]:
@@ -193,15 +202,6 @@ class DeepSpeedEngine(Engine):
             refresh()
 
 
-def _refuse_unlike(odd: list[str], zero: int) -> None:
-    if odd:
-        raise SlapoError(
-            f"deepspeed: replicas use different parameters: {odd[:4]} got gradients on some of "
-            f"them only, and ZeRO stage {zero} would add these to other parameters' gradients; "
-            "pass zero=0, or target='torch'"
-        )
-
-
 class ZeroEngine(DeepSpeedEngine):
     """``DeepSpeedEngine`` without pipeline: ZeRO 0 to 3."""
 
@@ -238,7 +238,21 @@ class ZeroEngine(DeepSpeedEngine):
         with quiet_warnings(), deepspeed.zero.GatheredParameters(parameters, modifier_rank=rank):
             yield
 
+    def _among_replicas(self, batch: Batch, training: bool = False) -> AbstractContextManager[None]:
+        shares = self.settings.zero > 0 and self.mesh.shape[1] > 1
+        self._calls_differ = shares and calls_differ(batch, self.mesh.get_group("dp"))
+        if self._calls_differ and self.settings.zero == 3:
+            raise on_every_rank(
+                SlapoError(
+                    "replicas call the model with different arguments, and ZeRO stage 3 gathers "
+                    "the parameters that each call needs; pass zero=0, or target='torch' with "
+                    'data_parallel="fsdp"'
+                )
+            )
+        return nullcontext()
+
     def _forward_backward(self, batch: Batch) -> None:
+        self._among_replicas(batch, training=True)
         parts = batch.cut(self.options.micro_batches)
         for number, part in enumerate(parts, 1):
             self._is_last_part = number == len(parts)
@@ -269,6 +283,11 @@ class ZeroEngine(DeepSpeedEngine):
         self._set_boundary()
         # The loss of a micro-batch is its part of the whole already.
         with quiet_warnings(), self._noting_gradients():
+            if self._with_gradient is not None and self._is_last_part:
+                # Within this backward gradients are reduced, which replicas must have alike.
+                noted = self._with_gradient
+                before = {id(p) for name, p in self.lowering.trainable() if name in noted}
+                self._check_use(before | used_in(loss))
             self.engine.backward(loss, scale_wrt_gas=False)
 
     def _set_boundary(self) -> None:

@@ -83,6 +83,8 @@ def check_parallel_options(given: Mapping[str, Any], sharded: bool, pipelined: b
         )
     taker: Any = fully_shard if sharded else DistributedDataParallel
     known = sorted(set(inspect.signature(taker).parameters) - _OURS)
+    if not pipelined:
+        known = sorted({*known, "find_unused_parameters"})
     check_names(f"torch: data_parallel_options of {taker.__name__}", given, known)
 
 
@@ -138,8 +140,7 @@ def _include_unused(sharded: Sequence[FSDPModule]) -> None:
         return
     include(True)
     for part in sharded:
-        groups: list[Any] = part._get_fsdp_state()._fsdp_param_groups
-        for group in groups:
+        for group in _groups_of(part):
             group.post_backward = functools.partial(_post_backward, group, group.post_backward)
 
 
@@ -153,6 +154,46 @@ def _post_backward(group: Any, reduce: Callable[..., None], *args: Any) -> None:
                 grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
                 param.unsharded_accumulated_grad, whole.grad = grad.to(param.reduce_dtype), None
     reduce(*args)
+
+
+@contextmanager
+def gathered_at_once(sharded: Sequence[FSDPModule], training: bool) -> Iterator[None]:
+    """A context in which replicas may go through different units.
+
+    All units are gathered at its start, and their gradients are reduced at its end, in one order on
+    all replicas; parameters without a gradient have one of zero.
+    """
+    root: Any = sharded[-1]._get_fsdp_state()
+    root._lazy_init()
+    groups = [group for part in sharded for group in _groups_of(part)]
+    before = [(g.post_forward_mesh_info, g.reshard_after_backward) for g in groups]
+    for part in sharded:
+        part.unshard()
+    for group in groups:
+        group.post_forward_mesh_info, group.reshard_after_backward = None, False
+        group.reduce_grads = group.all_reduce_grads = False
+    try:
+        yield
+    finally:
+        for group, (info, reshards) in zip(groups, before, strict=True):
+            group.post_forward_mesh_info, group.reshard_after_backward = info, reshards
+            group.reduce_grads = group.all_reduce_grads = True
+    if training:
+        for param in (param for group in groups for param in group.fsdp_params):
+            whole = param._unsharded_param
+            has_none = whole.grad is None and param.unsharded_accumulated_grad is None
+            if whole.requires_grad and has_none:
+                whole.grad = torch.zeros_like(whole)
+                param.to_accumulated_grad_if_needed()
+        root._root_post_backward_final_callback()
+    for part in sharded:
+        part.reshard()
+
+
+def _groups_of(part: FSDPModule) -> list[Any]:
+    state: Any = part._get_fsdp_state()
+    # Older releases of torch have one, or none.
+    return getattr(state, "_fsdp_param_groups", None) or [g for g in [state._fsdp_param_group] if g]
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]) -> nn.Module:

@@ -25,6 +25,7 @@ from slapo.framework_dialect.optimizers import make_optimizer, make_scheduler, p
 from slapo.framework_dialect.precision import LossScale
 from slapo.framework_dialect.pytorch.data_parallel import (
     check_parallel_options,
+    gathered_at_once,
     partial_sums,
     refuse_sharded,
     replicate,
@@ -34,6 +35,12 @@ from slapo.framework_dialect.pytorch.data_parallel import (
     without_sync,
 )
 from slapo.framework_dialect.pytorch.options import TorchOptions
+from slapo.framework_dialect.replica_use import (
+    calls_differ,
+    entering_alike,
+    refuse_unlike_use,
+    used_in,
+)
 from slapo.framework_dialect.runtime import Lowering
 from slapo.mesh import group_among
 from slapo.pipeline.boundaries import autocasting
@@ -172,14 +179,18 @@ class TorchEngineBase(Engine):
             part.compile(**(chosen if isinstance(chosen, Mapping) else {}))
 
 
+_ALLOW = 'build with data_parallel_options={"find_unused_parameters": True}'
 _UNUSED = (
-    "DDP misses gradients of parameters that the last micro-batch did not use; build with "
-    'data_parallel_options={"find_unused_parameters": True}, or freeze them'
+    "DDP misses gradients of parameters that the last micro-batch did not use; "
+    f"{_ALLOW}, or freeze them"
 )
 
 
 class TorchEngine(TorchEngineBase):
     """DDP or FSDP2 around a model that runs in one piece."""
+
+    #: of a step: whether all layers are gathered at once, and whether to compare what replicas use
+    _is_apart = _is_to_compare = False
 
     def __init__(self, lowering: Lowering, options: TorchOptions) -> None:
         super().__init__(lowering, options)
@@ -192,7 +203,10 @@ class TorchEngine(TorchEngineBase):
         #: what is called: the model, under DDP where there are replicas
         self.runner: nn.Module = self.module
         self._compile(self.module)
+        #: true if replicas may use different parameters: DDP looks for them, and FSDP2 does by this
+        self._may_differ = bool(extra.get("find_unused_parameters"))
         if self.sharding is not None:
+            extra.pop("find_unused_parameters", None)
             self._shard(self.module, extra)
         else:
             self.runner = replicate(self.module, self.mesh, extra)
@@ -225,11 +239,33 @@ class TorchEngine(TorchEngineBase):
 
     def _forward_backward(self, batch: Batch) -> None:
         *first, last = batch.cut(self.options.micro_batches)
-        if first:
-            with without_sync(self.runner):
-                for part in first:
-                    self._loss(part).backward()
-        self._loss(last).backward()
+        with self._among_replicas(batch, training=True):
+            if first:
+                with nullcontext() if self._is_apart else without_sync(self.runner):
+                    for part in first:
+                        self._loss(part).backward()
+            loss = self._loss(last)
+            if self._is_to_compare and isinstance(self.runner, DistributedDataParallel):
+                named, used = self.lowering.trainable(), used_in(loss)
+                why = f"DDP would wait for the others; {_ALLOW}"
+                refuse_unlike_use(named, used, self.mesh.get_group("dp"), why)
+            loss.backward()
+
+    def _among_replicas(self, batch: Batch, training: bool = False) -> AbstractContextManager[None]:
+        self._is_apart = self._is_to_compare = False
+        if self.mesh.shape[1] == 1 or (self._may_differ and self.sharding is None):
+            return nullcontext()
+        dp = self.mesh.get_group("dp")
+        differ = self._may_differ or calls_differ(batch, dp)
+        self._is_apart = differ and self.sharding is not None
+        if self._is_apart:
+            return gathered_at_once(self._sharded, training)
+        self._is_to_compare = training and (differ or self.options.is_checked(self.step_count))
+        if not self._is_to_compare or self.sharding is None or self.options.compile:
+            return nullcontext()
+        units: list[Any] = self._sharded
+        why = f"FSDP2 gathers layers one at a time; {_ALLOW}, and it gathers all at once"
+        return entering_alike(self.module, units, dp, why)
 
     def _loss(self, part: Batch) -> Tensor:
         with autocasting(self.device, self.options.autocast):
