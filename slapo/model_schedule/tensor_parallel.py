@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from slapo.errors import SlapoError
 from slapo.model_schedule.recipe import TOKENS, Region, Stack
+from slapo.primitives.adapters import base_of, is_split_without_adapters
 from slapo.random import TENSOR_PARALLEL, get_rng_tracker
 from slapo.schedule import Schedule
 from slapo.sharding.collectives import copy_to_group
@@ -24,22 +24,23 @@ from slapo.sharding.vocab import look_up_own_rows, sum_looked_up
 # --- layers --------------------------------------------------------------------------------------
 def split_column(node: Schedule, blocks: int = 1, parts: int | None = None, **how: Any) -> Schedule:
     """Each rank keeps a slice of the output features: of all that lies along them."""
-    names = [*node.mod._parameters.items(), *node.mod._buffers.items()]
+    layer = base_of(node).mod
+    names = [*layer._parameters.items(), *layer._buffers.items()]
     if not any(tensor is not None and tensor.dim() for _, tensor in names):
         raise ValueError(
-            f"{node.path!r} ({type(node.mod).__name__}) has no weight of its own to split by "
-            "columns; schedule the model before you wrap its layers (adapters)"
+            f"{node.path!r} ({type(layer).__name__}) has no weight of its own to split by "
+            "columns; schedule the model before you wrap its layers"
         )
     for name, tensor in names:
         if tensor is not None and tensor.dim():
-            axis = _out_axis(node.mod) if tensor.dim() > 1 else 0
+            axis = _out_axis(layer) if tensor.dim() > 1 else 0
             node.shard(name, axis=axis, blocks=blocks, parts=parts, **how)
     return node
 
 
 def split_row(node: Schedule) -> Schedule:
     """Each rank keeps a slice of the input features, and makes a part of the sum."""
-    return node.shard("weight", axis=1 - _out_axis(node.mod))
+    return node.shard("weight", axis=1 - _out_axis(base_of(node).mod))
 
 
 def _out_axis(module: nn.Module) -> int:
@@ -219,18 +220,15 @@ def require_seed(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def refuse_adapters(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Hook: PEFT puts its layers around those that are split, and knows nothing of the slices."""
+    """Hook: what PEFT puts around layers that are split knows nothing of the slices."""
     if torch.compiler.is_compiling():
         return
-    tuners = sys.modules.get("peft.tuners.tuners_utils")
-    if tuners is None:
-        return
-    found = [path for path, m in module.named_modules() if isinstance(m, tuners.BaseTunerLayer)]
+    found = [path for path, part in module.named_modules() if is_split_without_adapters(part)]
     if found:
         raise SlapoError(
-            f"adapters were put into a layer that is split over ranks, at {found}: their sums and "
-            "gradients would be of one rank's slice; take a group of one rank for tensor "
-            "parallelism, and more for data parallelism"
+            f"adapters were put around layers that are split over ranks, at {found}: their sums "
+            "and gradients would be of one rank's slice; put them in before you create the "
+            "schedule, which splits both then"
         )
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 from torch import nn
 
 from slapo.logger import get_logger
 from slapo.node import Node
+from slapo.primitives.adapters import adapters_of, base_of, reduces_within
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called, check_own_tensor
 from slapo.sharding.guards import refuse_clipping, refuse_methods
 from slapo.sharding.shards import ShardPlan
 from slapo.sharding.slicing import Cut, make_spec
 from slapo.sharding.state import shards_of
+from slapo.snapshot import restored_on_error
 from slapo.weights.ties import owner_of
 from slapo.wrapper import innermost
 
@@ -79,6 +81,9 @@ class ShardPrimitive(Primitive, name="shard"):
         parts: Annotated[int | None, "such as the number of key and value heads"] = None,
     ) -> Node:
         """Check everything, then slice the tensor here and where it is tied."""
+        if adapters := adapters_of(sch):
+            _shard_adapted(sch, adapters, tensor_name, axis, (blocks, uneven, parts))
+            return sch
         check_own_tensor(sch, tensor_name)
         check_called(sch, tensor_name)
         module = innermost(sch.mod)
@@ -101,6 +106,23 @@ class ShardPrimitive(Primitive, name="shard"):
                 refuse_methods(innermost(node.mod), module)
             refuse_clipping()
         return sch
+
+
+def _shard_adapted(
+    sch: Node, adapters: list[tuple[Node, Node]], name: str, axis: int, how: tuple[Any, ...]
+) -> None:
+    """Split a layer and the low-rank matrices around it."""
+    with restored_on_error(sch):
+        base_of(sch).shard(name, axis, *how)  # type: ignore[attr-defined]
+        first: Any
+        second: Any
+        for first, second in adapters if name == "weight" else ():
+            if reduces_within(sch):
+                first.shard("weight", 1, *how)
+                continue
+            for own in [n for n, tensor in second.mod._parameters.items() if tensor is not None]:
+                second.shard(own, 0, *how)
+            first.annotate("weight", "partial_grad", True)
 
 
 def _full_name(sch: Node, tensor_name: str) -> str:

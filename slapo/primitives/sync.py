@@ -12,6 +12,7 @@ from torch import nn
 
 from slapo.history import describe
 from slapo.node import Node
+from slapo.primitives.adapters import adapters_of, base_of, reduces_within
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called, check_runs
 from slapo.sharding.groups import handle_of
@@ -27,6 +28,7 @@ from slapo.sharding.sync_hooks import (
     keyword_names,
 )
 from slapo.sharding.vocab import check_maskable, mask_vocabulary, masks_itself
+from slapo.snapshot import restored_on_error
 from slapo.utils.calls import check_takes
 from slapo.wrapper import innermost
 
@@ -112,6 +114,9 @@ class SyncPrimitive(Primitive, name="sync"):
     ) -> Node:
         """Check the sync against what is known, then register it."""
         check_runs(sch)
+        if mode == "fwd_post" and sync_op_or_fn in REDUCTIONS and reduces_within(sch):
+            _sync_adapted(sch, sync_op_or_fn, kwargs)
+            return sch
         check_called(sch)
         _check_takes_hooks(sch)
         if isinstance(sync_op_or_fn, str):
@@ -122,6 +127,19 @@ class SyncPrimitive(Primitive, name="sync"):
         text = sync_op_or_fn if isinstance(sync_op_or_fn, str) else describe(sync_op_or_fn)
         sch.metadata.primitives["sync"].append(f"{mode} {text}")
         return sch
+
+
+def _sync_adapted(sch: Node, op: Any, kwargs: dict[str, Any]) -> None:
+    """Reduce what a layer makes, and what the first matrices around it make."""
+    with restored_on_error(sch):
+        first: Any
+        second: Any
+        for first, second in [(base_of(sch), None), *adapters_of(sch)]:
+            first.sync("fwd_post", op, **kwargs)
+            if second is not None and op == "reduce_scatter":  # it sees a part of the tokens
+                for name, tensor in second.mod._parameters.items():
+                    if tensor is not None:
+                        second.annotate(name, "partial_grad", True)
 
 
 def _check_takes_hooks(sch: Node) -> None:

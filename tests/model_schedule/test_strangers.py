@@ -12,8 +12,10 @@ from torch import nn
 
 import slapo
 from slapo.model_schedule import apply_schedule
+from slapo.sharding.whole_steps import slices_of
 from slapo.verify.placement.offline import fake_world
 from tests.distributed import run_distributed
+from tests.fingerprint import refused
 from tests.model_schedule.models import MODELS, tokens, transformers
 
 #: Of what PEFT asks Transformers.
@@ -113,7 +115,10 @@ def test_a_wrapped_model(key: str) -> None:
 def adapted(model: nn.Module, *targets: str) -> Any:
     peft = pytest.importorskip("peft")
     torch.manual_seed(3)
-    config = peft.LoraConfig(r=2, target_modules=list(targets), init_lora_weights=False)
+    transposed = any(target.startswith("c_") for target in targets)  # of GPT-2
+    config = peft.LoraConfig(
+        r=2, target_modules=list(targets), init_lora_weights=False, fan_in_fan_out=transposed
+    )
     return peft.get_peft_model(model, config)
 
 
@@ -139,7 +144,110 @@ def test_adapters_in_one_process() -> None:
             torch.testing.assert_close(found[name], grad, atol=2e-6, rtol=1e-4)
 
 
-def over_ranks(rank: int, world_size: int) -> list[str]:
+#: Layers with adapters, by key: rows and columns, packed and with biases.
+ADAPTED = {
+    "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+}
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("gpt2", {}),
+    ("llama", {"sequence_parallel": True}),
+    ("gpt2", {"sequence_parallel": True}),
+    ("llama", {"ckpt_ratio": 0.5}),
+]
+
+
+def lively(model: Any) -> Any:
+    """No matrix of adapters is zero, and none is the other's."""
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def equals_one_process(rank: int, world_size: int, key: str, options: dict[str, Any]) -> None:
+    mesh, inputs = slapo.init_mesh(tp=world_size, device="cpu"), tokens(3, 8)
+    slapo.set_random_seed(1, mesh=mesh)
+    plain = lively(adapted(MODELS[key].build(), *ADAPTED[key]))
+    model = copy.deepcopy(plain)
+    slapo.build(apply_schedule(model.base_model.model, key, group=mesh["tp"], **options))
+    wanted, loss = plain(**inputs).loss, model(**inputs).loss
+    torch.testing.assert_close(loss, wanted, atol=1e-6, rtol=1e-5)
+    wanted.backward()
+    loss.backward()
+    specs = slices_of(model)
+    found = zip(model.parameters(), plain.parameters(), strict=True)
+    adapters = [(mine, whole) for mine, whole in found if whole.requires_grad]
+    assert len(adapters) > 10
+    assert sum(id(mine) in specs for mine, _ in adapters) > 5
+    for mine, whole in adapters:
+        spec = specs.get(id(mine))
+        part = whole.grad if spec is None else spec.slice(whole.grad)
+        torch.testing.assert_close(mine.grad, part, atol=2e-6, rtol=1e-4)
+    wanted = plain.eval().merge_and_unload()(**inputs).logits
+    merged = model.eval().merge_and_unload()
+    torch.testing.assert_close(merged(**inputs).logits, wanted, atol=1e-5, rtol=1e-4)
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+
+
+@pytest.mark.parametrize(("key", "options"), OPTIONS)
+def test_adapters_are_split_with_their_layers(key: str, options: dict[str, Any]) -> None:
+    pytest.importorskip("peft")
+    run_distributed(equals_one_process, 2, key, options)
+
+
+def by_hand(rank: int, world_size: int) -> None:
+    plain = lively(adapted(Pair(), "0", "2"))
+    model = copy.deepcopy(plain)
+    sch = slapo.create_schedule(model.base_model.model, group=dist.group.WORLD)
+    sch["layers.0"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
+    sch["layers.2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    slapo.check(sch, torch.ones(2, 4))
+    slapo.build(sch)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    for one in (plain, model):
+        one(x).square().sum().backward()
+    for mine, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        if whole.requires_grad:
+            spec = slices_of(model).get(id(mine))
+            part = whole.grad if spec is None else spec.slice(whole.grad)
+            torch.testing.assert_close(mine.grad, part)
+
+
+class Pair(nn.Module):
+    """Two layers, the second of which has a bias that is added once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def test_adapters_by_hand() -> None:
+    pytest.importorskip("peft")
+    run_distributed(by_hand, 2)
+
+
+def test_adapters_of_other_kinds_change_nothing() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["0"], use_dora=True)
+    model = peft.get_peft_model(Pair(), config)
+    with fake_world(2):
+        check_refusal(slapo.create_schedule(model.base_model.model))
+
+
+def check_refusal(sch: Any) -> None:
+    with refused(sch, ValueError, "are not two matrices of LoRA"):
+        sch["layers.0"].shard("weight", axis=0)
+
+
+def around_slices(rank: int, world_size: int) -> list[str]:
     said = []
     for targets in (["o_proj"], ["q_proj", "v_proj"], ["down_proj"]):
         built, _ = slapo.build(
@@ -150,16 +258,14 @@ def over_ranks(rank: int, world_size: int) -> list[str]:
         with pytest.raises(slapo.SlapoError) as caught:
             model(**tokens(3, 9))
         said.append(str(caught.value))
-        inside = adapted(MODELS["llama"].build(), *targets)
-        with pytest.raises((ValueError, KeyError, slapo.SlapoError)):
-            apply_schedule(inside.base_model.model, "llama", group=dist.group.WORLD)
     return said
 
 
-def test_adapters_over_ranks() -> None:
+def test_adapters_around_slices_are_refused() -> None:
     pytest.importorskip("peft")
-    for said in run_distributed(over_ranks, 2):
+    for said in run_distributed(around_slices, 2):
         assert "split over ranks, at ['self_attn.o_proj']" in said[0]
+        assert "put them in before you create the schedule" in said[0]
         assert "['self_attn.q_proj', 'self_attn.v_proj']" in said[1]
         assert "['mlp.down_proj']" in said[2]
 
