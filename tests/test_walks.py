@@ -20,7 +20,7 @@ from tests.check.verdicts import fake_world
 ROOT = str(Path(slapo.__file__).parent)
 #: Walk -> most files, most functions. They may become fewer.
 BUDGETS = {
-    "shard": (17, 74),
+    "shard": (18, 76),
     "sync": (14, 53),
     "build": (15, 34),
     "build for torch": (31, 98),
