@@ -43,6 +43,8 @@ class ParallelCrossEntropy(nn.Module):
         group, or a world of one where ``torch.distributed`` is not initialised.
     ignore_index
         The label of tokens whose loss is 0, and which give no gradient.
+    label_smoothing
+        The share of the target that is spread over the whole vocabulary, as in torch.
 
     Examples
     --------
@@ -51,11 +53,17 @@ class ParallelCrossEntropy(nn.Module):
     torch.Size([2, 3])
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, ignore_index: int = IGNORED) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        ignore_index: int = IGNORED,
+        label_smoothing: float = 0.0,
+    ) -> None:
         super().__init__()
+        check_smoothing("ParallelCrossEntropy", label_smoothing)
         # A handle, which copies of the module share and pickles find again.
         self._group = handle_of(group)
-        self.ignore_index = ignore_index
+        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -101,7 +109,14 @@ class ParallelCrossEntropy(nn.Module):
         """
         group = self.group
         start = self._start(logits, vocab_size, group)
-        return token_losses(logits, labels, start, group, ignore_index=self.ignore_index)
+        return token_losses(
+            logits,
+            labels,
+            start,
+            group,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+        )
 
     def _start(
         self, logits: Tensor, vocab_size: int | None, group: dist.ProcessGroup | None
@@ -138,6 +153,7 @@ def token_losses(
     group: dist.ProcessGroup | None = None,
     *,
     ignore_index: int = IGNORED,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Compute the cross entropy of each token; this rank has the logits' columns from `start` on.
 
@@ -146,8 +162,9 @@ def token_losses(
     pass turns into their gradient in place, unless the graph is retained.
     """
     check_shapes("token_losses", logits, labels)
+    check_smoothing("token_losses", label_smoothing)
     start = start if has_others(group) else 0
-    losses = TokenLosses.apply(logits, labels, start, group, ignore_index)
+    losses = TokenLosses.apply(logits, labels, start, group, ignore_index, label_smoothing)
     return cast(Tensor, losses)
 
 
@@ -170,35 +187,54 @@ class Columns:
 
 
 def exponentials_(
-    logits: Tensor, columns: Columns, labels: Tensor, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor,
+    columns: Columns,
+    labels: Tensor,
+    group: dist.ProcessGroup | None,
+    smoothing: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Overwrite float32 logits by exponentials, relative to the token's largest logit.
 
-    Returns the losses, and the sums of the exponentials over the whole vocabulary.
+    Returns the losses, the sums of the exponentials over the whole vocabulary, and with smoothing
+    each column's share of the target.
     """
     peak = logits.amax(-1)
     if has_others(group):
         peak = carry_out(_PEAK, _largest, peak, group)
     logits.sub_(peak.unsqueeze(-1))
     picked = logits.gather(-1, columns.index).squeeze(-1).masked_fill_(~columns.is_own, 0.0)
-    packed = torch.stack([logits.exp_().sum(-1), picked, columns.is_own.to(picked.dtype)])
+    terms = [picked, columns.is_own.to(picked.dtype)]
+    if smoothing:
+        terms += [logits.sum(-1), torch.full_like(picked, logits.shape[-1])]
+    packed = torch.stack([logits.exp_().sum(-1), *terms])
     if has_others(group):
         packed = carry_out(_TERMS, _add_up, packed, group, labels=labels, counts=columns.counts)
     else:
         _refuse(packed, labels, columns.counts)
-    total, picked, owners = packed.unbind()
+    total, picked, owners, *rest = packed.unbind()
     # Without a look at the values, which an accelerator would have to wait for.
     is_lost = columns.counts & (owners != 1)
-    losses = (total.log() - picked).masked_fill_(is_lost, torch.nan)
-    return losses.masked_fill_(~columns.counts, 0.0), total
+    even = smoothing / rest[1] if smoothing else None
+    wanted = picked if even is None else (1 - smoothing) * picked + even * rest[0]
+    losses = (total.log() - wanted).masked_fill_(is_lost, torch.nan)
+    return losses.masked_fill_(~columns.counts, 0.0), total, even
 
 
-def gradient_(powers: Tensor, total: Tensor, columns: Columns, grad: Tensor | None) -> Tensor:
+def gradient_(
+    powers: Tensor,
+    total: Tensor,
+    columns: Columns,
+    grad: Tensor | None,
+    even: Tensor | None = None,
+    smoothing: float = 0.0,
+) -> Tensor:
     """Overwrite exponentials by the gradient of the logits, given that of the losses or 1."""
     each = columns.counts.to(powers.dtype)
     each = each if grad is None else each * grad
     powers.mul_((each / total).unsqueeze(-1))
-    at_labels = torch.where(columns.is_own, -each, 0.0).unsqueeze(-1)
+    if even is not None:
+        powers.sub_((each * even).unsqueeze(-1))
+    at_labels = torch.where(columns.is_own, (smoothing - 1) * each, 0.0).unsqueeze(-1)
     return powers.scatter_add_(-1, columns.index, at_labels)
 
 
@@ -223,6 +259,15 @@ def check_shapes(what: str, logits: Tensor, labels: Tensor) -> None:
         raise ValueError(
             f"{what}: logits of shape {tuple(logits.shape)} have no column on this rank; share "
             "the vocabulary out over fewer ranks"
+        )
+
+
+def check_smoothing(what: str, value: float) -> None:
+    """Refuse what is no share of a target."""
+    if not 0 <= value < 1:
+        raise ValueError(
+            f"{what}: label_smoothing is {value!r}; pass the share of the target that is spread "
+            "over the vocabulary, from 0 up to below 1"
         )
 
 
@@ -265,20 +310,22 @@ class TokenLosses(torch.autograd.Function):
         start: int | Tensor,
         group: dist.ProcessGroup | None,
         ignore_index: int,
+        smoothing: float,
     ) -> Tensor:
         # In any case a copy, which is overwritten until it is the gradient.
         powers = logits.to(torch.float32, copy=True)
         columns = Columns.of(labels, start, logits.shape[-1], ignore_index)
-        losses, total = exponentials_(powers, columns, labels, group)
-        ctx.save_for_backward(powers, total, columns.index, columns.is_own, columns.counts)
-        ctx.dtype = logits.dtype
+        losses, total, even = exponentials_(powers, columns, labels, group, smoothing)
+        parts = columns.index, columns.is_own, columns.counts
+        ctx.save_for_backward(powers, total, even, *parts)
+        ctx.dtype, ctx.smoothing = logits.dtype, smoothing
         return losses
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
         refuse_graph("token_losses", INSTEAD)
-        powers, total, *parts = ctx.saved_tensors
+        powers, total, even, *parts = ctx.saved_tensors
         if is_graph_kept():
             powers = powers.clone()
-        own = gradient_(powers, total, Columns(*parts), grad)
-        return own.to(ctx.dtype), None, None, None, None
+        own = gradient_(powers, total, Columns(*parts), grad, even, ctx.smoothing)
+        return own.to(ctx.dtype), None, None, None, None, None

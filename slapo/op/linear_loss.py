@@ -22,6 +22,7 @@ from slapo.op.cross_entropy import (
     INSTEAD,
     Columns,
     check_shapes,
+    check_smoothing,
     exponentials_,
     gradient_,
     has_others,
@@ -47,6 +48,7 @@ def linear_cross_entropy(
     group: dist.ProcessGroup | None = None,
     ignore_index: int = IGNORED,
     chunk: int | None = None,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Sum of the cross entropies of ``F.linear(hidden, weight, bias)``, by chunks of tokens.
 
@@ -73,6 +75,8 @@ def linear_cross_entropy(
         The label of tokens that do not count.
     chunk
         Tokens at a time, the same on all ranks; 256 on CPU and 1024 elsewhere unless given.
+    label_smoothing
+        The share of the target that is spread over the whole vocabulary, as in torch.
 
     Returns
     -------
@@ -99,8 +103,10 @@ def linear_cross_entropy(
     """
     chunk = _CHUNK.get(hidden.device.type, _CHUNK_ELSEWHERE) if chunk is None else chunk
     _check_operands(hidden, weight, labels, bias, chunk)
+    check_smoothing("linear_cross_entropy", label_smoothing)
     start = start if has_others(group) else 0
-    settings = _Settings(start, group, ignore_index, chunk, torch.is_grad_enabled())
+    is_training = torch.is_grad_enabled()
+    settings = _Settings(start, group, ignore_index, chunk, is_training, label_smoothing)
     with _own_precision(hidden.device.type) as dtype:
         if dtype is not None:
             hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -152,6 +158,7 @@ class _Settings:
     ignore_index: int
     chunk: int
     is_training: bool
+    smoothing: float
 
 
 class _Gradients:
@@ -226,9 +233,10 @@ def _losses_of(
     logits = F.linear(hidden[tokens], weight, bias).float()
     own = (settings.start, len(weight), settings.ignore_index)
     columns = Columns.of(labels[tokens], *own)
-    losses, total = exponentials_(logits, columns, labels[tokens], settings.group)
+    group, smoothing = settings.group, settings.smoothing
+    losses, total, even = exponentials_(logits, columns, labels[tokens], group, smoothing)
     if grads.are_needed:
-        gradient_(logits, total, columns, None)
+        gradient_(logits, total, columns, None, even, smoothing)
         grads.add(tokens, hidden[tokens], logits)
     return losses
 
@@ -239,12 +247,14 @@ class Targets:
 
     With `shift` each position predicts the next one's label, as in a causal language model. The sum
     of the losses is divided by `num_items`, by default the number of labels that count.
+    `label_smoothing` is that of torch's cross entropy.
     """
 
     labels: Tensor
     shift: bool = True
     num_items: Tensor | int | None = None
     ignore_index: int = IGNORED
+    label_smoothing: float = 0.0
 
     def moved(self) -> Tensor:
         """Return the label that each position predicts, ``(batch, seq)``."""
@@ -339,6 +349,7 @@ class LossHead(nn.Linear):
             group=group,
             ignore_index=self.targets.ignore_index,
             chunk=self.chunk,
+            label_smoothing=self.targets.label_smoothing,
         )
         loss = self.targets.mean(total)
         self.given = loss.detach()

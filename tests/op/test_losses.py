@@ -161,12 +161,17 @@ def own_columns(whole: Tensor, rank: int, ranks: int, dim: int = -1) -> Tensor:
     return whole.chunk(ranks, dim)[rank].detach().clone().requires_grad_()
 
 
-def compare_parallel(rank: int, ranks: int, vocab: int, dtype: torch.dtype) -> None:
+def compare_parallel(
+    rank: int, ranks: int, vocab: int, dtype: torch.dtype, smoothing: float
+) -> None:
     logits = (4 * torch.randn(BATCH, SEQ, vocab)).to(dtype).requires_grad_()
     labels, scale = labels_like(BATCH, SEQ, vocab=vocab), torch.randn(BATCH, SEQ)
-    wanted = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+    how: dict[str, Any] = {"label_smoothing": smoothing}
+    flat = logits.float().flatten(0, 1)
+    wanted = F.cross_entropy(flat, labels.flatten(), reduction="none", **how)
     (wanted.view(BATCH, SEQ) * scale).sum().backward()
-    module = ParallelCrossEntropy(dist.group.WORLD if rank else None)  # None is the same
+    group = dist.group.WORLD if rank else None  # None is the same
+    module = ParallelCrossEntropy(group, **how)
     for vocab_size in (vocab, None):
         own = own_columns(logits, rank, ranks)
         losses = module(own, labels, vocab_size)
@@ -188,7 +193,22 @@ def compare_parallel(rank: int, ranks: int, vocab: int, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("vocab", [96, VOCAB])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_losses_of_a_shared_out_vocabulary(ranks: int, vocab: int, dtype: torch.dtype) -> None:
-    run_distributed(compare_parallel, ranks, vocab, dtype)
+    run_distributed(compare_parallel, ranks, vocab, dtype, 0.0)
+
+
+@pytest.mark.distributed
+def test_smoothed_losses_of_a_shared_out_vocabulary() -> None:
+    run_distributed(compare_parallel, 2, VOCAB, torch.float32, 0.2)
+
+
+@pytest.mark.parametrize("smoothing", [-0.1, 1.0])
+def test_what_is_no_smoothing(smoothing: float) -> None:
+    for act in (
+        lambda: ParallelCrossEntropy(label_smoothing=smoothing),
+        lambda: linear_cross_entropy(*operands()[:2], labels_like(29), label_smoothing=smoothing),
+    ):
+        with pytest.raises(ValueError, match="from 0 up to below 1"):
+            act()
 
 
 def count_collectives(rank: int, ranks: int) -> None:
@@ -397,7 +417,8 @@ def whole_loss(model: Model, x: Tensor, targets: Targets) -> Tensor:
     if targets.shift:
         labels = F.pad(labels, (0, 1), value=targets.ignore_index)[..., 1:]
     logits = model(x).float().flatten(0, 1)
-    args = {"ignore_index": targets.ignore_index}
+    args: dict[str, Any] = {"ignore_index": targets.ignore_index}
+    args["label_smoothing"] = targets.label_smoothing
     if targets.num_items is None:
         return F.cross_entropy(logits, labels.flatten(), **args)
     return F.cross_entropy(logits, labels.flatten(), reduction="sum", **args) / targets.num_items
@@ -409,6 +430,7 @@ TARGETS = [
     {"shift": True, "num_items": 5},
     {"shift": True, "num_items": torch.tensor(5)},
     {"shift": False, "ignore_index": 3},
+    {"shift": True, "label_smoothing": 0.1},
 ]
 
 

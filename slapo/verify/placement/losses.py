@@ -19,7 +19,7 @@ _GRADIENTS = "_slapo_gradient_places"
 
 def token_losses(call: Call) -> Place:
     """Logits sharded along the vocabulary give whole losses; sharded tokens, sharded losses."""
-    ctx, logits, _, start, group, _ = call.args
+    ctx, logits, _, start, group, *_ = call.args
     of_logits, of_labels = call.places[:2]
     if has_others(group):
         _check_labels(call, of_labels)
