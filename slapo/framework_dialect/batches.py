@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,22 @@ class WeightedTargets(NamedTuple):
     def weight(self) -> Tensor:
         """The share of these targets in the loss of a step."""
         return self.counts.sum() * self.each
+
+
+class PaddedTargets(NamedTuple):
+    """Targets of the first samples of a micro-batch, behind which are copies of the last."""
+
+    given: Any
+    samples: int
+
+    def of_samples(self, output: Any) -> Any:
+        """The part of a model's output that is of these samples."""
+
+        def cut(tensor: Tensor) -> Tensor:
+            is_padded = tensor.dim() > 0 and tensor.shape[0] == self.samples + 1
+            return tensor.narrow(0, 0, self.samples) if is_padded else tensor
+
+        return _map(cut, output)
 
 
 def target_counts(batch: Batch, shifts: bool) -> Tensor | None:
@@ -118,16 +135,39 @@ class Batch:
         targets = _map(lambda t: t.narrow(0, start, length) if t.dim() else t, self.targets)
         return replace(whole, args=args, kwargs=kwargs, targets=targets)
 
-    def cut(self, micro_batches: int) -> list[Batch]:
-        """Equal parts."""
+    def cut(self, micro_batches: int, pads: bool = False) -> list[Batch]:
+        """Parts of equal sizes, or where that cannot be the last ones with a sample less.
+
+        With `pads`, these get a copy of their last sample, whose outputs the loss does not see.
+        """
         if micro_batches == 1:
             return [self]
-        length = self._part_size(micro_batches)
-        return [self.part(k * length, length) for k in range(micro_batches)]
+        length, longer = self._part_size(micro_batches)
+        sizes = [length + (k < longer) for k in range(micro_batches)]
+        starts = itertools.accumulate(sizes, initial=0)
+        parts = [self.part(start, size) for start, size in zip(starts, sizes, strict=False)]
+        if pads and longer:
+            parts = [part if k < longer else part._padded(length) for k, part in enumerate(parts)]
+        return parts
 
     def first(self, micro_batches: int) -> Batch:
-        """The first of equal parts."""
-        return self if micro_batches == 1 else self.part(0, self._part_size(micro_batches))
+        """The first of so many parts, of which none is larger."""
+        if micro_batches == 1:
+            return self
+        length, longer = self._part_size(micro_batches)
+        return self.part(0, length + bool(longer))
+
+    def _padded(self, samples: int) -> Batch:
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        longer = [
+            leaf if axis is None else torch.cat([leaf, leaf.narrow(axis, samples - 1, 1)], axis)
+            for leaf, axis in zip(leaves, self.axes or (), strict=True)
+        ]
+        args, kwargs = pytree.tree_unflatten(longer, spec)
+        labels = kwargs.get("labels")
+        if isinstance(labels, Tensor) and labels.dtype in _LABELS:  # of the model's own loss
+            labels[samples:] = IGNORED
+        return replace(self, args=args, kwargs=kwargs, targets=PaddedTargets(self.targets, samples))
 
     def cut_unevenly(self, micro_batches: int) -> list[tuple[Batch, int]]:
         """Batches that are cut in equal parts one after the other, and in how many.
@@ -144,15 +184,16 @@ class Batch:
         parts = [(self.part(0, full * length), full)] if full else []
         return parts + ([(self.part(full * length, rest), 1)] if rest or not full else [])
 
-    def _part_size(self, micro_batches: int) -> int:
+    def _part_size(self, micro_batches: int) -> tuple[int, int]:
+        """The size of parts, and how many are larger by one."""
         size = self.samples()
-        if size % micro_batches or not size:
+        if size < micro_batches:
             raise ValueError(
-                f"a batch of {size} samples is not divisible by micro_batches={micro_batches} "
+                f"a batch of {size} samples cannot be cut in micro_batches={micro_batches} "
                 f"({self._sizes()}); change either, or drop the last batch of the data "
                 "(drop_last=True)"
             )
-        return size // micro_batches
+        return divmod(size, micro_batches)
 
     def with_axes(self) -> Batch:
         """The batch, of which it is known along which axes it can be cut."""

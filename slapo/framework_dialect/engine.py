@@ -22,6 +22,7 @@ from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import (
     Batch,
     BatchCheck,
+    PaddedTargets,
     WeightedTargets,
     batch_digest,
     next_batch,
@@ -277,7 +278,7 @@ class Engine:
         counts = target_counts(batch, self._shifts_labels)
         if counts is None:
             self._warn_of_padding(batch)
-            return batch
+            return self._weighted_by_samples(batch) if training else batch
         each = torch.ones((), device=counts.device)
         if training:
             total = counts.sum()
@@ -285,6 +286,15 @@ class Engine:
                 dist.all_reduce(total, group=self.mesh.get_group("dp"))
             each = self.mesh.shape[1] / total.clamp(min=1)
         return replace(batch, targets=WeightedTargets(batch.targets, counts, each))
+
+    def _weighted_by_samples(self, batch: Batch) -> Batch:
+        """The batch, whose parts of different sizes weigh as much as they have samples."""
+        parts = self.options.micro_batches
+        size = batch.samples() if parts > 1 else 0
+        if parts == 1 or size % parts == 0:
+            return batch
+        counts = torch.ones(size, device=self.device)
+        return replace(batch, targets=WeightedTargets(batch.targets, counts, counts[0] / size))
 
     def _warn_of_padding(self, batch: Batch) -> None:
         """Warn once of micro-batches of different lengths whose losses have equal weights."""
@@ -352,6 +362,8 @@ class Engine:
         if self._outputs is not None:
             self._outputs.append(output)
         weight: Tensor | float | None = self._weight
+        if isinstance(targets, PaddedTargets):
+            output, targets = targets.of_samples(output), targets.given
         if isinstance(targets, WeightedTargets):
             targets, weight = targets.given, targets.weight
         loss = self._tally.add(self.options.loss_fn(output, targets), weight)

@@ -101,7 +101,8 @@ class TrainingOptions:
         ``(name, parameter)`` if its first argument is called ``named_parameters``, with the names
         that the model has for them.
     micro_batches
-        Number of equal parts that a batch is cut in, each tensor along its first axis, or along the
+        Number of parts that a batch is cut in, equal or with a sample less in the last ones; each
+        tensor along its first axis, or along the
         only axis that has the size of the batch.
     batch_dims
         The axis of the samples, for inputs where it is another or not the only one of that size:

@@ -58,7 +58,7 @@ def test_it_trains(processes: int, arguments: str) -> None:
     ("arguments", "message"),
     [
         ("--pp 3", "pp=3, dp=1, tp=1 makes 3 processes, and the job has 2"),
-        ("--pp 2 --batch 5", "a batch of 5 samples is not divisible by micro_batches=2"),
+        ("--pp 2 --batch 1", "a batch of 1 samples cannot be cut in micro_batches=2"),
         ("--pp 2 --target deepspeed --zero 3", "ZeRO"),
         ("--pp 2 --model albert", "pipeline_cuts=2 is not for this family: its layers run several"),
     ],

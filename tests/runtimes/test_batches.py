@@ -64,9 +64,11 @@ def test_one_micro_batch_is_the_batch() -> None:
 
 
 def test_not_divisible() -> None:
-    message = r"batch of 5 samples is not divisible by micro_batches=2 \(inputs\[0\]: 5\); .*drop"
+    assert [part.samples() for part in split_batch((rows(5), None), 3)] == [2, 2, 1]
+    assert split_batch((rows(5), None), 3)[2].args[0].tolist() == [[8, 9]]
+    message = r"batch of 2 samples cannot be cut in micro_batches=3 \(inputs\[0\]: 2\); .*drop"
     with pytest.raises(ValueError, match=message):
-        split_batch((rows(5), None), 2)
+        split_batch((rows(2), None), 3)
     with pytest.raises(ValueError, match="batch of 0 samples"):
         split_batch((rows(0), None), 2)
 
@@ -276,3 +278,47 @@ def test_names_that_the_model_has_not() -> None:
     given = {"mesh": slapo.init_mesh(device="cpu"), "batch_dims": {"position": 1}}
     with pytest.raises(ValueError, match=r"no such argument; .*'positions'"):
         slapo.build(slapo.create_schedule(Positions()), "torch", **given)
+
+
+def squares(logits: Any, targets: Any) -> Any:
+    return nn.functional.mse_loss(logits, targets)
+
+
+@pytest.mark.parametrize(
+    ("target", "layout"),
+    [
+        ("torch", (1, 1, 1)),
+        ("torch", (2, 1, 1)),
+        ("deepspeed", (2, 1, 1)),
+        ("megatron", (2, 1, 1)),
+        pytest.param("deepspeed", (1, 1, 1), marks=pytest.mark.wide),
+        pytest.param("megatron", (1, 1, 1), marks=pytest.mark.wide),
+    ],
+)
+@on_ranks()
+def test_the_last_batch_of_an_epoch(target: str, layout: Any) -> None:
+    """Samples that no number of micro-batches divides; targets that are counted, or are not."""
+    mesh, generator = slapo.init_mesh(*layout, device="cpu"), torch.Generator().manual_seed(1)
+    counted = torch.randint(32, (5, 6), generator=generator)
+    counted[0, 2:] = -100
+    for loss_fn, targets, parts in (
+        (token_loss, counted, 2),
+        (token_loss, counted, 4),
+        (squares, torch.randn(5, 6, 32, generator=generator), 3),
+    ):
+        inputs = {
+            "ids": torch.randint(32, (5, 6), generator=generator),
+            "positions": torch.randint(32, (3, 5, 6), generator=generator),
+            "mask": torch.rand(5, 6, 1, generator=generator),
+            "scale": torch.tensor(0.5),
+        }
+        torch.manual_seed(0)
+        model = Positions()
+        alone = Alone(model, loss_fn, sgd)
+        sch = slapo.create_schedule(model, group=mesh["tp"])
+        if layout[0] > 1:
+            sch.trace_until("", example_inputs=inputs)
+            sch["layers.0"].cut_pipeline_stage()
+        given = {"mesh": mesh, "loss_fn": loss_fn, "optimizer": sgd, "micro_batches": parts}
+        engine, _ = slapo.build(sch, target, **given)
+        assert max(compare(engine, alone, [(inputs, targets)] * 3).values()) < 1e-5, parts

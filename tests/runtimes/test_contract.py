@@ -81,7 +81,7 @@ _TOKENS = "unexpected keyword argument 'tokens'; it takes ['ids']"
 
 #: Mistake with a pipeline of two ranks -> part of the message on each of them.
 MISTAKES: dict[str, tuple[Callable[[Any, int], Any], str, str]] = {
-    "odd": (one((IDS[:7], TARGETS[:7])), *["not divisible by micro_batches=4"] * 2),
+    "odd": (one((IDS[:3], TARGETS[:3])), *["cannot be cut in micro_batches=4"] * 2),
     "no pair": (one({"ids": IDS}), *["make it the pair (inputs, targets)"] * 2),
     "no iterator": (
         lambda engine, rank: engine.train_batch([(IDS, TARGETS)]),

@@ -325,9 +325,9 @@ def test_refusals() -> None:
         if rank == 1
         else "SlapoError: optimizer failed on rank 1 with TypeError"
     )
-    engine, batch = start("gpt2", layout=layout, micro_batches=3), batches(FAMILIES["gpt2"])[0]
+    engine, batch = start("gpt2", layout=layout, micro_batches=5), batches(FAMILIES["gpt2"])[0]
     text = error_of(lambda: engine.train_batch(iter([batch])))
-    assert "ValueError: a batch of 4 samples is not divisible by micro_batches=3" in text
+    assert "ValueError: a batch of 4 samples cannot be cut in micro_batches=5" in text
     text = error_of(lambda: engine(**batch[0]))
     assert "SlapoError: a call of the engine would run one of 2 pipeline stages" in text
     engine = start("gpt2", layout=layout, optimizer=None)

@@ -337,7 +337,7 @@ class PipeEngine(DeepSpeedEngine):
 
     def _data(self, batch: Batch, parts: int) -> Any:
         """Micro-batches as DeepSpeed takes them: tensors of the first stage, and labels."""
-        cut, model = batch.cut(parts), self.lowering.pipeline
+        cut, model = batch.cut(parts, pads=True), self.lowering.pipeline
         inputs = [model.inputs.take(part.args, part.kwargs) for part in cut]
         form = [(tensor.shape, tensor.dtype) for tensor in inputs[0]]
         if form != self._form:

@@ -127,7 +127,7 @@ class MegatronEngine(Engine):
 
     def _run(self, batch: Batch, count: int, train: bool) -> None:
         """All micro-batches through the schedule."""
-        parts, extra = batch.cut(count), {}
+        parts, extra = batch.cut(count, pads=self.lowering.pipelined is not None), {}
         if self.lowering.pipelined is not None:
             parts = self._bind(parts)
             extra["adjust_tensor_shapes_fn"] = self._shapes

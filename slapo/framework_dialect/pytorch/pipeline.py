@@ -235,7 +235,7 @@ class TorchPipelineEngine(TorchEngineBase):
 
     def _run(self, batch: Batch, parts: int, train: bool) -> None:
         """All micro-batches through this rank's stages."""
-        self._parts, inputs = batch.cut(parts), self.lowering.pipeline.inputs
+        self._parts, inputs = batch.cut(parts, pads=True), self.lowering.pipeline.inputs
         first = describe_tensors(inputs.names, inputs.take(*_call(self._parts[0])))
         run = self._runs.get((first, parts, train))
         if run is None:
