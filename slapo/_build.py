@@ -26,7 +26,6 @@ from slapo.schedule import Schedule
 from slapo.sharding.checks import check_modules
 from slapo.sharding.guards import guard_wrappers
 from slapo.sharding.state import sharding_of
-from slapo.sharding.whole_steps import watch_optimizers
 from slapo.snapshot import restored_on_error
 from slapo.verify.placement import check as check_places
 from slapo.verify.placement.run import check_call
@@ -236,7 +235,10 @@ def _build_module(
     guard_wrappers(sch.mod, sch.group)
     allow_calls(sch.mod)
     refuse_earlier_optimizers(sch.mod, sch.state.parameters)
-    watch_optimizers(sch.mod, sch.group)
+    if sch.world_size > 1:
+        from slapo.sharding.whole_steps import watch_optimizers  # where something may be split only
+
+        watch_optimizers(sch.mod, sch.group)
     sch.state.built_for = ""
     return sch.mod
 

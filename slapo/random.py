@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from slapo.errors import SlapoError
 
 # Name of the state that `set_random_seed` gives to the tracker.
-TENSOR_PARALLEL = "tensor_parallel"
+TENSOR_PARALLEL = "model-parallel-rng"
 
 # Far above what pipeline and data-parallel ranks add to a seed, so that no two ranks meet.
 _TENSOR_PARALLEL_STRIDE = 1_000_003
@@ -329,7 +329,7 @@ def set_random_seed(
     _seed_numpy(shared_seed)
     # Two seeds of its own for each tensor-parallel rank: odd multiples for the tracker's state,
     # even ones for the default state.
-    own_seed = shared_seed + (2 * tp + 1) * _TENSOR_PARALLEL_STRIDE
+    own_seed = _tensor_parallel_seed(shared_seed, tp)
     torch.manual_seed(own_seed + _TENSOR_PARALLEL_STRIDE if always_enable_tp_seed else shared_seed)
     _tracker.add(TENSOR_PARALLEL, own_seed)
     _is_seed_set = True
@@ -367,6 +367,10 @@ def _check_rank(name: str, rank: int | None) -> int:
             f"set_random_seed: {name} is {rank}; pass a rank from 0 up, or None outside of a group"
         )
     return rank or 0
+
+
+def _tensor_parallel_seed(seed: int, rank: int) -> int:
+    return seed + (2 * rank + 1) * _TENSOR_PARALLEL_STRIDE
 
 
 def _seed_numpy(seed: int) -> None:
@@ -411,6 +415,8 @@ def _restore(state: RNGState) -> None:
 def _copy(states: Mapping[str, RNGState]) -> dict[str, RNGState]:
     return {
         name: {device: _copy_tensor(device, tensor) for device, tensor in state.items()}
+        if isinstance(state, Mapping)
+        else state  # of a script that keeps something of its own there
         for name, state in states.items()
     }
 
@@ -427,11 +433,18 @@ _CUDA_RNG_STATE_TRACKER = _tracker
 
 def model_parallel_cuda_manual_seed(
     seed: int, tp_rank: int, always_enable_tp_seed: bool = False
-) -> None:
+) -> int:
     """See :func:`set_random_seed`, of which this is the part for tensor-parallel ranks.
+
+    Returns
+    -------
+    int
+        The seed of the tracker's state.
 
     Examples
     --------
     >>> model_parallel_cuda_manual_seed(3, tp_rank=1)
+    3000012
     """
     set_random_seed(seed, tp_rank=tp_rank, always_enable_tp_seed=always_enable_tp_seed)
+    return _tensor_parallel_seed(seed, tp_rank)

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 import slapo
 from slapo.pattern import call_module
+from slapo.sharding.whole_steps import slices_of
 from tests.distributed import run_distributed
 
 TRACERS = ["pytorch", "huggingface", "dynamo"]
@@ -267,3 +268,117 @@ def test_a_node_is_built_by_itself() -> None:
     sch["a"].checkpoint()
     with pytest.raises(slapo.SlapoError, match=r'sch\["a"\]\.checkpoint'):
         slapo.build(sch["a.b"])
+
+
+# --- names that scripts use ----------------------------------------------------------------------
+OF_FLASH = ["native_flash_attn", "flash_attn", "cuda"]
+PUBLISHED_KERNELS = [*OF_FLASH, "native_xformers", "cutlass", "triton"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these kernels may be there")
+@pytest.mark.parametrize("name", PUBLISHED_KERNELS)
+def test_kernels_that_are_not_here(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="slapo"):
+        op = slapo.op.FlashAttentionOp(name, apply_causal_mask=True)
+    assert op.attn_op_name == "auto"
+    assert f'attn_op_name={name!r} is "auto" here' in caplog.text
+    x = torch.randn(2, 5, 4, 8)
+    assert torch.equal(op(x, x, x), slapo.op.FlashAttentionOp("auto", True)(x, x, x))
+
+
+def test_kernels_that_never_were() -> None:
+    with pytest.raises(ValueError, match="attn_op_name is 'flashy'"):
+        slapo.op.FlashAttentionOp("flashy")
+
+
+def test_a_tag_is_listed_at_the_root() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2)))
+    sch["0"].annotate("weight", "foo", "bar")
+    assert list(sch.metadata.param_tags) == ["foo"]
+
+
+def test_the_tracker_of_random_states() -> None:
+    from slapo.random import (
+        CudaRNGStatesTracker,
+        get_cuda_rng_tracker,
+        model_parallel_cuda_manual_seed,
+        tracker_kept,
+    )
+
+    tracker = CudaRNGStatesTracker()
+    tracker.set_states({"s": 123})
+    assert tracker.get_states() == {"s": 123}
+    tracker.fork("not there")  # and not entered
+    with tracker_kept():
+        seeds = {model_parallel_cuda_manual_seed(3, rank, True) for rank in range(4)}
+        assert len(seeds) == 4
+        assert list(get_cuda_rng_tracker().get_states()) == ["model-parallel-rng"]
+        with get_cuda_rng_tracker().fork():
+            inside = torch.rand(2)
+        assert not torch.equal(inside, torch.rand(2))
+
+
+def test_ties_of_a_topology_are_bound_on_first_use() -> None:
+    assert callable(slapo.framework_dialect.deepspeed.pipeline.analyze_tie_ranks)
+    with pytest.raises(AttributeError, match="no attribute 'nope'"):
+        _ = slapo.framework_dialect.nope
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+def by_a_function(sch: slapo.Schedule) -> None:
+    """A function takes the rank's part of the tokens, and a gather undoes it."""
+    rank, ranks = sch.rank, sch.world_size
+    sch["fc1"].sync("fwd_pre", lambda module, args: (args[0].chunk(ranks, 1)[rank],))
+    sch["fc1"].sync("fwd_pre", "all_gather", axis=1)
+    sch["fc1"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+    sch["fc2"].shard("weight", 1).sync("fwd_post", "reduce_scatter", axis=1)
+    sch.sync("fwd_post", "all_gather", axis=1, tensor_parallel_output_grad=False)
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mlp = slapo.op.FusedMLP(8, 16, "relu", 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x)
+
+
+def by_columns_and_rows(sch: slapo.Schedule) -> None:
+    """The activation and the dropout of these layers act once, on the sum."""
+    sch["mlp.fc_in"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+    sch["mlp.fc_out"].shard("weight", 1).sync("fwd_post", "all_reduce")
+
+
+def train_as_one(rank: int, world_size: int) -> None:
+    for make, schedule in ((Tokens, by_a_function), (Fused, by_columns_and_rows)):
+        whole, model = make(), make()
+        sch = slapo.create_schedule(model, group=torch.distributed.group.WORLD)
+        schedule(sch)
+        slapo.build(sch)
+        x = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1))
+        mine, wanted = x.clone().requires_grad_(), x.clone().requires_grad_()
+        torch.testing.assert_close(model(mine), whole(wanted))
+        model(mine).square().sum().backward()
+        whole(wanted).square().sum().backward()
+        torch.testing.assert_close(mine.grad, wanted.grad)
+        specs = slices_of(model)
+        for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+            spec = specs.get(id(one))
+            part = other.grad if spec is None else spec.slice(other.grad)
+            torch.testing.assert_close(one.grad, part, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.distributed
+def test_sequence_parallel_by_a_function_and_a_fused_mlp() -> None:
+    run_distributed(train_as_one, 2)

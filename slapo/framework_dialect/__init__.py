@@ -3,9 +3,12 @@
 Those that Slapo ships are imported when a schedule is built for them: :func:`get_dialect_cls`.
 """
 
+from typing import Any
+
 from slapo.framework_dialect.engine import Engine
 from slapo.framework_dialect.registry import get_dialect_cls, register_framework_dialect
 from slapo.framework_dialect.runtime import Lowering, Runtime
+from slapo.late import attribute
 
 __all__ = [
     "Engine",
@@ -14,3 +17,7 @@ __all__ = [
     "get_dialect_cls",
     "register_framework_dialect",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return attribute(__name__, name, {})

@@ -13,14 +13,6 @@ from torch.nn import Parameter
 from slapo.agreement import all_ranks_or_none, gathered, has_peers, on_every_rank
 from slapo.errors import SlapoError
 from slapo.framework_dialect.runtime import Lowering
-from slapo.sharding.whole_steps import (
-    ELEMENT,
-    MODEL,
-    error_of_coupled_steps,
-    reach_of_steps,
-    slices_of,
-    step_on_wholes,
-)
 
 #: From a list of parameters, or of ``(name, parameter)``, to an optimizer.
 OptimizerFn = Callable[[list[Any]], Any]
@@ -44,6 +36,15 @@ def place_steps(
     `group` makes the group of the ranks among which the parts of each tensor lie; `flat` says why
     the runtime cannot have whole tensors, if so.
     """
+    from slapo.sharding.whole_steps import (  # for builds with an optimizer only
+        ELEMENT,
+        MODEL,
+        error_of_coupled_steps,
+        reach_of_steps,
+        slices_of,
+        step_on_wholes,
+    )
+
     reach = reach_of_steps(optimizer)
     here = max(reach.values(), default=ELEMENT), bool(slices_of(lowering.module))
     everywhere = gathered(here, None) if has_peers() else [here]

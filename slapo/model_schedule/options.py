@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from slapo.model_schedule.recipe import Recipe, Stack
+from slapo.op.attention import known_backend
 from slapo.schedule import Schedule
 
 METHODS = ("uniform", "head")
-ATTENTION = ("auto", "eager", "sdpa", "flash", "xformers")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Options:
             raise ValueError(f"ckpt_ratio is {ratio!r}; pass a share of the layers, from 0 to 1")
         _check_choice("checkpoint_method", self.checkpoint_method, METHODS)
         if self.attn_op_name is not None:
-            _check_choice("attn_op_name", self.attn_op_name, ATTENTION)
+            object.__setattr__(self, "attn_op_name", known_backend(self.attn_op_name))
         if self.pipeline_cuts is not None:
             self._check_cuts()
         given = self.example_inputs

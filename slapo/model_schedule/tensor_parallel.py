@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from slapo.errors import SlapoError
 from slapo.model_schedule.recipe import TOKENS, Region, Stack
-from slapo.primitives.adapters import base_of, is_split_without_adapters
+from slapo.primitives.wrapping import base_of, is_split_without_adapters
 from slapo.random import TENSOR_PARALLEL, get_rng_tracker
 from slapo.schedule import Schedule
 from slapo.sharding.collectives import copy_to_group

@@ -5,15 +5,25 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo.errors import MissingPackageError
+from slapo.logger import get_logger
 from slapo.random import TENSOR_PARALLEL, get_rng_tracker
 
+logger = get_logger()
+
 BACKENDS = ("auto", "eager", "sdpa", "flash", "xformers")
+
+#: Names that published schedules have for kernels of two packages.
+_PUBLISHED = {
+    **dict.fromkeys(("native_xformers", "cutlass", "triton"), "xformers"),
+    **dict.fromkeys(("native_flash_attn", "flash_attn", "cuda"), "flash"),
+}
 #: From so many keys on, SDPA is faster than eager attention with a bias for each pair (measured on
 #: a CPU in float32: its fast kernels do not take one that needs a gradient).
 _LONG = 1024
@@ -96,6 +106,26 @@ def attend(
         mask = bias
     with drawing(dropout):
         return _KERNELS[backend]((query, key, value), mask, is_causal, scale, dropout)
+
+
+def known_backend(name: Any) -> str:
+    """The backend of a name; of a published one for a kernel that this machine lacks, ``"auto"``.
+
+    Raises
+    ------
+    ValueError
+        For a name that never was one.
+    """
+    if name in BACKENDS:
+        return str(name)
+    if name not in _PUBLISHED:
+        raise ValueError(f"attn_op_name is {name!r}; pass one of {list(BACKENDS)}")
+    try:
+        check_available(_PUBLISHED[name])
+    except (MissingPackageError, ValueError) as error:
+        logger.info('attn_op_name=%r is "auto" here: %s', name, error)
+        return "auto"
+    return _PUBLISHED[name]
 
 
 def drawing(dropout: float) -> AbstractContextManager[None]:
@@ -299,9 +329,7 @@ class FlashAttentionOp(nn.Module):
         scale: float | None = None,
     ) -> None:
         super().__init__()
-        if attn_op_name not in BACKENDS:
-            raise ValueError(f"attn_op_name is {attn_op_name!r}; pass one of {list(BACKENDS)}")
-        self.attn_op_name = attn_op_name
+        self.attn_op_name = known_backend(attn_op_name)
         self.apply_causal_mask = apply_causal_mask
         self.scale = scale
 

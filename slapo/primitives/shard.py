@@ -9,9 +9,14 @@ from torch import nn
 
 from slapo.logger import get_logger
 from slapo.node import Node
-from slapo.primitives.adapters import adapters_of, base_of, reduces_within
 from slapo.primitives.base import Primitive
-from slapo.primitives.wrapping import check_called, check_own_tensor
+from slapo.primitives.wrapping import (
+    adapters_of,
+    base_of,
+    check_called,
+    check_own_tensor,
+    reduces_within,
+)
 from slapo.sharding.guards import refuse_clipping, refuse_methods
 from slapo.sharding.shards import ShardPlan
 from slapo.sharding.slicing import Cut, make_spec

@@ -12,9 +12,8 @@ from torch import nn
 
 from slapo.history import describe
 from slapo.node import Node
-from slapo.primitives.adapters import adapters_of, base_of, reduces_within
 from slapo.primitives.base import Primitive
-from slapo.primitives.wrapping import check_called, check_runs
+from slapo.primitives.wrapping import adapters_of, base_of, check_called, check_runs, reduces_within
 from slapo.sharding.groups import handle_of
 from slapo.sharding.layout import KnownSync, Placement
 from slapo.sharding.partial import add_reducer, can_reduce
@@ -208,7 +207,9 @@ def _add_op(sch: Node, mode: str, op: SyncOp) -> None:
     _check_names(module, mode, op)
     if mode == "bwd_post":
         _check_gradients(module, op)
-        sch.mod.register_forward_pre_hook(GradientHook(op), with_kwargs=True)
+        # Of what the module is given: in front of functions that change it.
+        first = any(sync.mode == "fwd_pre" and not sync.op for sync in syncs_of(module))
+        sch.mod.register_forward_pre_hook(GradientHook(op), with_kwargs=True, prepend=first)
     elif mode == "fwd_pre":
         _check_before_gradients(module, op)
         sch.mod.register_forward_pre_hook(InputHook(op, mode), with_kwargs=True)

@@ -76,6 +76,8 @@ class KnownSync:
         """The layout around this sync, given the one within it."""
         if self.mode == "fwd_post":
             return replace(layout, output=self.output)
+        if self.mode == "fwd_pre" and not self.op:  # it may change what the module sees
+            return replace(layout, input=None)
         if self.mode == "fwd_pre" and self.completes_gradient and layout.input is not None:
             return replace(layout, input=Placement("shard", self.axis))
         return layout

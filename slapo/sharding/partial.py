@@ -64,6 +64,7 @@ class PartialSumMixin:
     traceable = False
     _original: type[nn.Module]
     _product: Product
+    _finish: Product
     _bias_dims: int
     _slapo_sharding: Sharding
     bias: Tensor
@@ -79,7 +80,8 @@ class PartialSumMixin:
         for reduce in state.reducers:
             output = reduce(self, (input,), output)
         # Under autocast the product has a smaller dtype, and so has the original's output.
-        return output + bias.to(output.dtype).view(-1, *[1] * self._bias_dims)
+        output = output + bias.to(output.dtype).view(-1, *[1] * self._bias_dims)
+        return type(self)._finish(self, output)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """The class is made where it is needed, so pickles have that of the original."""
@@ -114,10 +116,25 @@ def _convolution(module: Any, input: Tensor) -> Tensor:
     return output
 
 
+def _drop(module: Any, output: Tensor) -> Tensor:
+    return F.dropout(output, module.p, module.training, module.inplace)
+
+
+def _activate(module: Any, output: Tensor) -> Tensor:
+    activated: Tensor = module.act_fn(output)
+    return activated
+
+
+#: What classes do behind the bias, to the sum of all ranks.
+_FINISHES: dict[str, Product] = {
+    "slapo.op.linear.LinearWithDropout": _drop,
+    "slapo.op.linear.LinearWithAct": _activate,
+}
 #: forward that a class must have for us to know its product -> (product, dims behind channels)
 _PRODUCTS: dict[str, tuple[Product, int]] = {
     "torch.nn.modules.linear.Linear": (_linear, 0),
     "slapo.op.linear.LinearWithSeparateBias": (_linear, 0),
+    **dict.fromkeys(_FINISHES, (_linear, 0)),
     "transformers.pytorch_utils.Conv1D": (_matmul, 0),
     "torch.nn.modules.conv.Conv1d": (_convolution, 1),
     "torch.nn.modules.conv.Conv2d": (_convolution, 2),
@@ -223,6 +240,8 @@ def _deferring_class(cls: type[nn.Module]) -> type[nn.Module]:
         assert known is not None, "check_deferrable has refused all others"
         body = {"_original": cls, "_product": known[0], "_bias_dims": known[1]}
         body["__module__"] = cls.__module__
+        names = [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
+        body["_finish"] = next((_FINISHES[n] for n in names if n in _FINISHES), lambda _, y: y)
         made: Any = _DeferringClass(cls.__name__, (PartialSumMixin, cls), body)
         _CLASSES[cls] = made
     return _CLASSES[cls]
