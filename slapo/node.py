@@ -32,7 +32,7 @@ _HISTORIES: WeakKeyDictionary[nn.Module, list[Record]] = WeakKeyDictionary()
 
 
 #: Attributes of modules, and of their configs, that may count what is split.
-Numbers = list[tuple["weakref.ref[Any]", dict[str, Any]]]
+Numbers = list[tuple[Callable[[], Any], dict[str, Any]]]
 
 
 def numbers_of(model: nn.Module) -> Numbers:
@@ -43,8 +43,15 @@ def numbers_of(model: nn.Module) -> Numbers:
     for holder in [*modules, *configs.values()]:
         own = {name: value for name, value in vars(holder).items() if _counts(name, value)}
         if own:
-            found.append((weakref.ref(holder), own))
+            found.append((_reference(holder), own))
     return found
+
+
+def _reference(holder: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(holder)
+    except TypeError:  # a SimpleNamespace as a config, for one
+        return lambda: holder
 
 
 def _counts(name: str, value: Any) -> bool:

@@ -24,7 +24,7 @@ BUDGETS = {
     "sync": (14, 53),
     "build": (15, 34),
     "build for torch": (31, 98),
-    "apply_schedule": (35, 148),
+    "apply_schedule": (35, 149),
     "train step": (8, 62),
 }
 

@@ -172,8 +172,12 @@ def _check_names(base: Schedule, recipe: Recipe, options: Options, config: Any) 
         for region in stack.regions:
             for name in ("forked", "by_head"):
                 paths = getattr(region, name).split()
-                lacking = [path for path in paths if not any(path in layer for layer in layers)]
+                lacking = [p for p in paths if not any(_has(layer, p) for layer in layers)]
                 wrong |= {name: " ".join(lacking)} if lacking else {}
+            for name in ("counts", "groups"):
+                paths = getattr(region, name).split()
+                lacking = [p for p in paths if not any(_counts_in(layer, p) for layer in layers)]
+                wrong |= {f"{name} of a region": " ".join(lacking)} if lacking else {}
     if wrong:
         raise ValueError(
             f"the recipe names what {type(model).__name__} and its config do not have: {wrong}; "
@@ -190,7 +194,8 @@ def _check_known(base: Schedule, recipe: Recipe) -> None:
                 raise ValueError(
                     f"{layer.path} ({type(layer.mod).__name__}) has the parameters {unknown} in a "
                     "block that is split, and the recipe knows nothing of them; pass the key of "
-                    "the model's own family, or 'auto'; adapters are for a group of one rank"
+                    "the model's own family, or 'auto'; or name them in the table: columns=, "
+                    "rows=, inside= (whole, and seeing slices) or by_head="
                 )
 
 
@@ -204,8 +209,18 @@ def _unknown_parameters(layer: nn.Module, stack: Stack) -> list[str]:
     return found
 
 
+def _has(layer: Schedule, path: str) -> bool:
+    owner, _, leaf = path.rpartition(".")
+    return path in layer or (owner in layer and leaf in layer[owner].mod._parameters)
+
+
+def _counts_in(layer: Schedule, path: str) -> bool:
+    owner, _, attribute = path.rpartition(".")
+    return owner in layer and hasattr(layer[owner].mod, attribute)
+
+
 def _lies_in(path: str, modules: Iterable[str]) -> bool:
-    return any(path.startswith(f"{each}.") for each in modules)
+    return any(f"{path}.".startswith(f"{each}.") for each in modules)
 
 
 def _check_counts(config: Any, recipe: Recipe, ranks: int) -> None:

@@ -38,7 +38,7 @@ class Region:
     inside
         Whole modules that see a slice, such as norms of heads: their gradients are summed.
     by_head
-        Embeddings with a column for each head.
+        Embeddings with a column for each head, and parameters whose last axis is heads.
     forked
         Modules whose dropout acts on a slice, if no kernel has taken their place: each rank draws
         numbers of its own.

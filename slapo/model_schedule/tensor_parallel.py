@@ -76,8 +76,11 @@ def split_region(
     for path in region.inside.split():
         sum_gradients(layer[path])
     for path in region.by_head.split():
-        if path in layer:  # of the first layer only
+        owner, _, leaf = path.rpartition(".")
+        if path in layer:
             layer[path].shard("weight", axis=1)
+        elif owner in layer and leaf in layer[owner].mod._parameters:  # in some layers only
+            layer[owner].shard(leaf, axis=-1)
     if region.experts:
         _split_experts(layer[region.experts])
         _sum(layer[region.enter], axis)

@@ -244,6 +244,34 @@ def test_the_message(two_ranks: None) -> None:
     check(sch, X)
 
 
+class Heads(nn.Module):
+    """Three layers of one input, and one of what they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.q(x) * self.k(x) + self.v(x))
+
+
+def test_layers_of_one_input_are_summed_where_it_enters(two_ranks: None) -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.LayerNorm(HIDDEN), Heads()))
+    for name in ("q", "k", "v"):
+        sch["1"][name].shard("weight", axis=0).shard("bias", axis=0)
+    sch["1.out"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    error = refused(sch)
+    assert 'add sch["1"].sync("bwd_post", "all_reduce")' in str(error)
+    error.remedy.apply(sch)  # type: ignore[attr-defined]
+    check(sch, X)
+
+
+def test_a_config_of_any_class(two_ranks: None) -> None:
+    model: Any = Block()
+    model.config = types.SimpleNamespace(hidden=HIDDEN)
+    check(split(slapo.create_schedule(model)), X)
+
+
 def test_the_lines_of_the_suspect_come_first(two_ranks: None) -> None:
     """A message shows some of the lines that were applied: among them those that matter."""
     sch = slapo.create_schedule(nn.Sequential(nn.Sequential(*(Block() for _ in range(4)))))

@@ -186,8 +186,8 @@ def test_replicas_evaluate_any_numbers_of_samples(target: str, options: dict[str
             "did you mean 'find_unused_parameters'",
         ),
         (
-            {"data_parallel_options": {"find_unused_parameters": True}, "dtype": torch.bfloat16},
-            "data_parallel_options of fully_shard' has no option 'find_unused_parameters'",
+            {"data_parallel_options": {"bucket_cap_mb": 1}, "dtype": torch.bfloat16},
+            "data_parallel_options of fully_shard' has no option 'bucket_cap_mb'",
         ),
     ],
     ids=lambda value: str(value)[:40],

@@ -11,7 +11,7 @@ from slapo.errors import PlacementError
 from slapo.history import Record, contains, numberless, spelled
 from slapo.pipeline.pipelined import unstaged
 from slapo.schedule import Schedule
-from slapo.sharding.state import sharding_of
+from slapo.sharding.state import layout_of, sharding_of
 from slapo.sharding.steps import REDUCE_SCATTER
 from slapo.utils.raised import running_in
 from slapo.verify.finding import Finding, Remedy, Step, add_sync, kept_sizes
@@ -189,7 +189,21 @@ def _entry(sch: Schedule, path: str) -> str:
     sums = {numberless(r.path) for r in sch.history if _names(r, "bwd_post")}
     parts = path.split(".")
     around = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-    return next((above for above in around if numberless(above) in sums), path)
+    known = next((above for above in around if numberless(above) in sums), None)
+    return known or _shared_by_columns(sch, path) or path
+
+
+def _shared_by_columns(sch: Schedule, path: str) -> str | None:
+    """The module around, if several of its layers are split by columns and none is whole."""
+    above = path.rpartition(".")[0]
+    module = _module(sch, above) if above else None
+    children = [] if module is None else map(innermost, module.children())
+    matrices = [
+        m for m in children if any(p.dim() > 1 for p in m._parameters.values() if p is not None)
+    ]
+    outputs = [layout_of(matrix).output for matrix in matrices]
+    columns = [output for output in outputs if output is not None and output.kind == "shard"]
+    return above if len(columns) > 1 and None not in outputs else None
 
 
 def _about_slice(sch: Schedule, stop: Stop) -> Finding:
