@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slapo.errors import SlapoError
 from slapo.sharding.slicing import ShardSpec, is_sharded
 
 #: Operations whose result is the same part of the whole; the last by the stager of ``async_save``.
@@ -71,6 +72,8 @@ class SliceTensor(Tensor):
         source = args[0] if args else None
         if func is Tensor.size and len(args) == 1 and _is_loading(sys._getframe(1)):
             return source._whole  # type: ignore[union-attr]
+        if func is Tensor.is_contiguous and _named(sys._getframe(1), "safetensors.torch"):
+            _refuse_whole(source)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         if func in _COPIES and isinstance(source, cls):
@@ -120,7 +123,21 @@ def _narrowed(tensor: Tensor, starts: tuple[int, ...], sizes: tuple[int, ...]) -
 
 def _is_loading(caller: Any) -> bool:
     """Return whether the planner of a load asks for a size: it compares that of the whole."""
-    return caller.f_globals.get("__name__") == "torch.distributed.checkpoint.default_planner"
+    return _named(caller, "torch.distributed.checkpoint.default_planner")
+
+
+def _named(caller: Any, module: str) -> bool:
+    return caller.f_globals.get("__name__") == module
+
+
+def _refuse_whole(part: Any) -> None:
+    """Refuse to write a slice under the name of the whole, as ``save_pretrained`` of PEFT does."""
+    raise SlapoError(
+        f"a tensor of shape {tuple(part.shape)} is this rank's part of one of shape "
+        f"{tuple(part._whole)}, and a file of safetensors would have it for the whole; save by "
+        "torch.distributed.checkpoint, which writes wholes, or pass "
+        "tensor.as_subclass(torch.Tensor) for a file of each rank"
+    )
 
 
 def place_in_state_dict(state_dict: dict[str, Any], name: str, spec: ShardSpec) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -358,6 +359,18 @@ def test_a_module_that_takes_slices_over_is_sharded(pair: None) -> None:
     assert [shards_of(module) for module in model] == before
     assert type(model.state_dict()["0.weight"]).__name__ == "SliceTensor"
     slapo.check(sch, torch.ones(2, 4))  # the second adds its bias once
+
+
+def test_slices_are_not_written_for_wholes(pair: None, tmp_path: Path) -> None:
+    files = pytest.importorskip("safetensors.torch")
+    model = nn.Sequential(nn.Linear(4, 8))
+    slapo.create_schedule(model)["0"].shard("weight", 0)
+    file, state = tmp_path / "model.safetensors", model.state_dict()
+    with pytest.raises(slapo.SlapoError, match=r"\(4, 4\) is this rank's part of one of shape"):
+        files.save_file(state, file)
+    assert not file.exists()
+    files.save_file({name: value.as_subclass(torch.Tensor) for name, value in state.items()}, file)
+    assert torch.equal(files.load_file(file)["0.weight"], model[0].weight)
 
 
 def test_hooks_of_a_reduction_are_listed(pair: None) -> None:
