@@ -179,7 +179,8 @@ class _RecipeRun:
         """As the config says; what it says is proved at the end."""
         (stack,) = self.recipe.stacks
         layers = self.layers(0)
-        split_by_plan(self.sch, self.recipe.plan, layers, self.spreads)
+        key_values = self.few_key_values()
+        split_by_plan(self.sch, self.recipe.plan, layers, self.spreads, key_values)
         if self.spreads:
             verbs.deal_out(self.base, stack, layers)
 

@@ -68,7 +68,7 @@ def auto_recipe(model: nn.Module, base: str, config: Any) -> Recipe:
         stacks=(Stack(layers.removeprefix(within), (), last=last.removeprefix(within)),),
         embeddings=" ".join(path.removeprefix(within) for path in embeddings.split()),
         heads=head,
-        counts="num_attention_heads num_key_value_heads",
+        key_value_heads="num_key_value_heads",
         refuses=refuses,
         plan=kept,
     )

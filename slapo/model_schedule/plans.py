@@ -45,6 +45,9 @@ _SECOND_INPUTS = frozenset({"encoder_hidden_states", "key_value_states", "cross_
 #: Styles of modules within a block whose input every one of them takes as slices, or not at all.
 _SPLIT = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce", "local_params"})
 
+#: Projections whose heads several ranks share if there are fewer, and how many queries a head has.
+_KEYS_VALUES, _GROUPS = ("k_proj", "v_proj"), "num_key_value_groups"
+
 #: Within attention over latents: what norms them, and the projection from them to the heads.
 _FROM_LATENT, _TO_HEADS = "kv_a", "kv_b"
 
@@ -88,10 +91,20 @@ def unknown_styles(plan: Mapping[str, str]) -> dict[str, str]:
 
 # --- carried out ---------------------------------------------------------------------------------
 def split_by_plan(
-    sch: Schedule, plan: Mapping[str, str], layers: list[Schedule], tokens: bool
+    sch: Schedule,
+    plan: Mapping[str, str],
+    layers: list[Schedule],
+    tokens: bool,
+    key_values: int | None = None,
 ) -> None:
-    """Shard and sync as a plan says."""
+    """Shard and sync as a plan says; `key_values` heads are shared by several ranks each."""
     found = entries(sch.mod, plan)
+    few = {p for p in found if p.rpartition(".")[2] in _KEYS_VALUES} if key_values else set[str]()
+    if key_values and not few:
+        raise ValueError(
+            f"{key_values} heads of keys and values are fewer than the {sch.world_size} ranks, and "
+            f"the plan has none of {list(_KEYS_VALUES)} to be shared; pick a group of no more ranks"
+        )
     sharing = _sharing(sch, found)
     latent = {path.rpartition(".")[0] for path, each in found.items() if each == "mla_kv_a_proj"}
     paths = {layer.path for layer in layers}
@@ -103,7 +116,10 @@ def split_by_plan(
         elif style == "rowwise" and owner in blocks:
             split_row(sch[path]).sync("fwd_post", "reduce_scatter", axis=TOKENS)
         else:
-            _MODULES[style](sch[path])
+            if path in few:
+                split_column(sch[path], parts=key_values)
+            else:
+                _MODULES[style](sch[path])
             summed = owner in sharing or (owner in latent and leaf.startswith(_TO_HEADS))
             if style in _COLUMNS and not summed:
                 sch[path].sync("bwd_post", "all_reduce")
@@ -111,6 +127,10 @@ def split_by_plan(
         sch[path].sync("bwd_post", "all_reduce")
     for layer in layers if tokens else ():
         _gather_at_blocks(layer, blocks)
+    for owner in sorted({path.rpartition(".")[0] for path in few}):
+        groups = getattr(sch[owner].mod, _GROUPS, None)
+        if groups is not None and key_values:  # as many as all heads of queries make over ranks
+            sch[owner].set(_GROUPS, groups * key_values // sch.world_size)
 
 
 def _sharing(sch: Schedule, plan: Mapping[str, str]) -> set[str]:

@@ -41,6 +41,28 @@ def test_equal_to_the_model() -> None:
         assert all(value < TOLERANCE for value in found.values()), found
 
 
+def few_heads(rank: int, world_size: int) -> dict[str, float]:
+    return {
+        f"{key} {mode}": max(difference(key, MODES[mode], dist.group.WORLD, by="auto").values())
+        for key in ("llama", "qwen3", "mixtral")
+        for mode in ("vocabulary", "tokens")
+    }
+
+
+def test_fewer_heads_of_keys_than_ranks() -> None:
+    for found in run_distributed(few_heads, 4, timeout=300):
+        assert all(value < TOLERANCE for value in found.values()), found
+
+
+def test_packed_heads_of_keys_are_not_shared() -> None:
+    sizes = {**SMALL, "intermediate_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**sizes, pad_token_id=0))
+    before = str(model)
+    with fake_world(4, 1), pytest.raises(ValueError, match="fewer than the 4 ranks"):
+        apply_schedule(model, "auto")
+    assert str(model) == before
+
+
 def test_one_process() -> None:
     for key in PLANNED:
         assert max(difference(key, {"fused_loss": True}, by="auto").values()) < TOLERANCE
