@@ -4,7 +4,7 @@ AdamW and SGD treat every element by itself, and a step on a slice is the slice 
 (Jordan et al., 2024) orthogonalizes a whole matrix, LAMB (You et al., 2020) takes the norm of a
 tensor, and Adafactor (Shazeer and Stern, 2018) means of rows and columns. For these, each tensor
 has an owner among the ranks that hold its parts: the owner gathers the parameter and its gradient,
-steps, and sends the parts back. Work and state are shared out over the ranks by tensors.
+steps, and sends the parts back. So each rank does the work and holds the state of some tensors.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from slapo.wrapper import innermost
 
 logger = get_logger("slapo")
 
-#: What a step on a tensor depends on: each element alone, the whole tensor, or other tensors too.
+#: Reach of a step: each element depends on itself, on the whole tensor, or on other tensors too.
 ELEMENT, TENSOR, MODEL = range(3)
 
 #: Updates that differ by less do so by rounding; optimizers of 8 bits round much.
 _TOLERANCE = 0.05
 
 
-# --- what a step depends on ----------------------------------------------------------------------
+# --- the reach of a step -------------------------------------------------------------------------
 def reach_of_steps(optimizer: Optimizer) -> dict[Parameter, int]:
-    """What the step of each parameter depends on, found by trial on small tensors."""
+    """The reach of the step of each parameter, found by trial on small tensors."""
     found: dict[Parameter, int] = {}
     for stepper in _steppers(optimizer):
         for group in stepper.param_groups:
@@ -112,6 +112,10 @@ def _updates(
 ) -> list[Tensor]:
     """What steps of one group change in other tensors, with a gradient of each for each step."""
     params = [Parameter(value.clone()) for value, _ in tensors]
+    # What the optimizer holds elsewhere, it finds without gradients.
+    hidden = [(param, param.grad) for param in group["params"]]
+    for param, _ in hidden:
+        param.grad = None
     group, before = {**group, "params": params}, dict(optimizer.__dict__)
     lr = group.get("lr")
     if lr is not None:  # that of a warm-up may be zero
@@ -128,6 +132,8 @@ def _updates(
     finally:
         optimizer.__dict__.clear()
         optimizer.__dict__.update(before)
+        for param, gradient in hidden:
+            param.grad = gradient
     return [p.detach() - value for p, (value, _) in zip(params, tensors, strict=True)]
 
 
@@ -231,7 +237,7 @@ class _Split:
 def _split(
     params: Sequence[Parameter], specs: Sequence[ShardSpec | None], group: dist.ProcessGroup
 ) -> list[_Split]:
-    """Find where all parts lie, and share out the wholes by their sizes."""
+    """Find where all parts lie, and give the wholes to owners, the largest first."""
     own = [boxes_of(param, spec) for param, spec in zip(params, specs, strict=True)]
     every, loads, found = gathered(own, group), [0] * group.size(), {}
     wholes = [s.full_shape if s else p.shape for p, s in zip(params, specs, strict=True)]

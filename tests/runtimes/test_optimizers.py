@@ -275,6 +275,33 @@ def test_a_trial_leaves_no_trace() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+class Holder:
+    """Has an optimizer where nobody looks for one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+
+class Hidden(torch.optim.Optimizer):
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, {})
+        self.holder = Holder(torch.optim.SGD(params, lr=1.0))
+
+    def step(self) -> None:  # type: ignore[override]
+        self.holder.inner.step()
+
+
+def test_a_trial_does_not_step_on_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    model = _linears()
+    optimizer = Hidden(list(model.parameters()))
+    _train(model, optimizer)
+    values = copy.deepcopy(model.state_dict())
+    reach_of_steps(optimizer)
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is not None for p in model.parameters())
+    assert "Hidden could not be tried on small tensors" in caplog.text
+
+
 def test_what_cannot_be_tried_is_said(caplog: pytest.LogCaptureFixture) -> None:
     reach = reach_of_steps(torch.optim.LBFGS(_linears().parameters()))
     assert set(reach.values()) == {ELEMENT}
