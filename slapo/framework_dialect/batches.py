@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +27,9 @@ _EXPECTED = (
 
 
 _LABELS = (torch.int64, torch.int32)
+
+#: Name or position of an argument -> the axis of its samples; None: all of it, in each micro-batch.
+BatchDims = Mapping[str | int, int | None]
 
 
 class WeightedTargets(NamedTuple):
@@ -83,18 +87,12 @@ class Batch:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     targets: Any
-    #: name or position of an argument -> the axis of its samples; None: each part gets all of it
-    dims: Mapping[str | int, int | None] = field(default_factory=dict)
-    #: of each leaf of the arguments, once it is known
-    axes: tuple[int | None, ...] | None = None
+    dims: BatchDims = field(default_factory=dict)
+    #: the axes of the batch that this is a part of
+    known_axes: tuple[int | None, ...] | None = None
 
     @classmethod
-    def of(
-        cls,
-        batch: Any,
-        device: torch.device | str,
-        dims: Mapping[str | int, int | None] | None = None,
-    ) -> Batch:
+    def of(cls, batch: Any, device: torch.device | str, dims: BatchDims | None = None) -> Batch:
         """Take apart what a data loader yields, on a device."""
         inputs, targets = _pair(batch)
         args, kwargs = _arguments(inputs)
@@ -119,21 +117,25 @@ class Batch:
 
     def samples(self) -> int:
         """Number of samples along the axes that are cut."""
-        leaves, axes = _leaves((self.args, self.kwargs)), self.with_axes().axes or ()
-        sizes = (t.shape[axis] for t, axis in zip(leaves, axes, strict=True) if axis is not None)
+        leaves = zip(_leaves((self.args, self.kwargs)), self.axes, strict=True)
+        sizes = (leaf.shape[axis] for leaf, axis in leaves if axis is not None)
         return next(sizes, None) or max(_lengths(self.targets), default=0)
 
     def part(self, start: int, length: int) -> Batch:
         """Some of the samples, as views; what has no axis of samples stays."""
-        whole = self.with_axes()
-        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
-        cut = [
-            leaf if axis is None else leaf.narrow(axis, start, length)
-            for leaf, axis in zip(leaves, whole.axes or (), strict=True)
-        ]
-        args, kwargs = pytree.tree_unflatten(cut, spec)
+        cut = self._along(lambda leaf, axis: leaf.narrow(axis, start, length))
         targets = _map(lambda t: t.narrow(0, start, length) if t.dim() else t, self.targets)
-        return replace(whole, args=args, kwargs=kwargs, targets=targets)
+        return replace(cut, targets=targets)
+
+    def _along(self, change: Callable[[Tensor, int], Tensor]) -> Batch:
+        """The batch with other inputs: what `change` makes of each and its axis of samples."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        changed = [
+            leaf if axis is None else change(leaf, axis)
+            for leaf, axis in zip(leaves, self.axes, strict=True)
+        ]
+        args, kwargs = pytree.tree_unflatten(changed, spec)
+        return replace(self, args=args, kwargs=kwargs, known_axes=self.axes)
 
     def cut(self, micro_batches: int, pads: bool = False) -> list[Batch]:
         """Parts of equal sizes, or where that cannot be the last ones with a sample less.
@@ -158,16 +160,14 @@ class Batch:
         return self.part(0, length + bool(longer))
 
     def _padded(self, samples: int) -> Batch:
-        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
-        longer = [
-            leaf if axis is None else torch.cat([leaf, leaf.narrow(axis, samples - 1, 1)], axis)
-            for leaf, axis in zip(leaves, self.axes or (), strict=True)
-        ]
-        args, kwargs = pytree.tree_unflatten(longer, spec)
-        labels = kwargs.get("labels")
+        def longer(leaf: Tensor, axis: int) -> Tensor:
+            return torch.cat([leaf, leaf.narrow(axis, samples - 1, 1)], axis)
+
+        padded = self._along(longer)
+        labels = padded.kwargs.get("labels")
         if isinstance(labels, Tensor) and labels.dtype in _LABELS:  # of the model's own loss
             labels[samples:] = IGNORED
-        return replace(self, args=args, kwargs=kwargs, targets=PaddedTargets(self.targets, samples))
+        return replace(padded, targets=PaddedTargets(self.targets, samples))
 
     def cut_unevenly(self, micro_batches: int) -> list[tuple[Batch, int]]:
         """Batches that are cut in equal parts one after the other, and in how many.
@@ -195,10 +195,11 @@ class Batch:
             )
         return divmod(size, micro_batches)
 
-    def with_axes(self) -> Batch:
-        """The batch, of which it is known along which axes it can be cut."""
-        if self.axes is not None:
-            return self
+    @functools.cached_property
+    def axes(self) -> tuple[int | None, ...]:
+        """The axis of the samples of each leaf of the arguments; None where it is not cut."""
+        if self.known_axes is not None:
+            return self.known_axes
         named = list(self._named_leaves())
         declared = {
             leaf.shape[axis]
@@ -228,17 +229,16 @@ class Batch:
                 f"no input has its first size like the targets ({self._sizes()}); pass as many of "
                 f"both, or {_DECLARE}"
             )
-        return replace(self, axes=axes)
+        return axes
 
     def check_totals(self) -> None:
         """Refuse to cut ends of documents in the whole batch, as kernels of packed ones take them.
 
         They look like one number for each sample, and their values are read: in new forms only.
         """
-        whole = self.with_axes()
         leaves = list(self._named_leaves())
         tokens = {t.shape[0] * t.shape[1] for _, _, t in leaves if _is_cut(t) and t.dim() > 1}
-        for (path, argument, leaf), axis in zip(leaves, whole.axes or (), strict=True):
+        for (path, argument, leaf), axis in zip(leaves, self.axes, strict=True):
             rises = (
                 axis == 0
                 and argument not in self.dims
@@ -255,7 +255,7 @@ class Batch:
                 )
 
     def _named_leaves(self) -> Iterator[tuple[str, str | int, Any]]:
-        """Of each leaf of the arguments how it is called, and its argument."""
+        """The path of each leaf of the arguments, its argument, and the leaf."""
         paths = pytree.tree_flatten_with_path((self.args, self.kwargs))[0]
         for (_, first, *rest), leaf in paths:
             key: Any = first

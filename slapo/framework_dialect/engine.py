@@ -290,9 +290,9 @@ class Engine:
     def _weighted_by_samples(self, batch: Batch) -> Batch:
         """The batch, whose parts of different sizes weigh as much as they have samples."""
         parts = self.options.micro_batches
-        size = batch.samples() if parts > 1 else 0
-        if parts == 1 or size % parts == 0:
+        if parts == 1 or batch.samples() % parts == 0:
             return batch
+        size = batch.samples()
         counts = torch.ones(size, device=self.device)
         return replace(batch, targets=WeightedTargets(batch.targets, counts, counts[0] / size))
 

@@ -36,6 +36,8 @@ def place_steps(
     `group` makes the group of the ranks among which the parts of each tensor lie; `flat` says why
     the runtime cannot have whole tensors, if so.
     """
+    if flat is None and not has_peers():
+        return  # nothing is split, and any optimizer will do
     from slapo.sharding.whole_steps import (  # for builds with an optimizer only
         ELEMENT,
         MODEL,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from slapo.errors import with_nearest
+from slapo.framework_dialect.batches import BatchDims
 from slapo.framework_dialect.optimizers import OptimizerFn
 from slapo.framework_dialect.precision import HALVES, half_of
 from slapo.mesh import grid_of
@@ -102,8 +103,7 @@ class TrainingOptions:
         that the model has for them.
     micro_batches
         Number of parts that a batch is cut in, equal or with a sample less in the last ones; each
-        tensor along its first axis, or along the
-        only axis that has the size of the batch.
+        tensor along its first axis, or along the only axis that has the size of the batch.
     batch_dims
         The axis of the samples, for inputs where it is another or not the only one of that size:
         ``{"position_ids": 1}``, by the name of an argument, or by its position in a tuple. None for
@@ -135,7 +135,7 @@ class TrainingOptions:
     optimizer: OptimizerFn | None = None
     loss_mean: str = "targets"
     micro_batches: int = 1
-    batch_dims: Mapping[str | int, int | None] | None = None
+    batch_dims: BatchDims | None = None
     clip_grad_norm: float | None = None
     lr_scheduler: Callable[[Any], Any] | None = None
     dtype: torch.dtype | None = None
@@ -211,7 +211,7 @@ class TrainingOptions:
         return step < CHECKED_STEPS or step % CHECK_EVERY == 0
 
 
-def _check_arguments(batch_dims: Mapping[str | int, int | None], model: nn.Module) -> None:
+def _check_arguments(batch_dims: BatchDims, model: nn.Module) -> None:
     """Refuse names that are no arguments of the model."""
     parameters = inspect.signature(model.forward).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
 
 from slapo.model_schedule.recipe import Recipe, Stack
+from slapo.model_schedule.tensor_parallel import tensor_by_head
 from slapo.op.attention import known_backend
 from slapo.schedule import Schedule
 
@@ -170,14 +171,10 @@ def _check_names(base: Schedule, recipe: Recipe, options: Options, config: Any) 
     for stack in recipe.stacks:
         layers = list(base.select(f"{stack.layers}.*"))
         for region in stack.regions:
-            for name in ("forked", "by_head"):
+            for name, said, is_there in _IN_LAYERS:
                 paths = getattr(region, name).split()
-                lacking = [p for p in paths if not any(_has(layer, p) for layer in layers)]
-                wrong |= {name: " ".join(lacking)} if lacking else {}
-            for name in ("counts", "groups"):
-                paths = getattr(region, name).split()
-                lacking = [p for p in paths if not any(_counts_in(layer, p) for layer in layers)]
-                wrong |= {f"{name} of a region": " ".join(lacking)} if lacking else {}
+                lacking = [path for path in paths if not any(is_there(la, path) for la in layers)]
+                wrong |= {said: " ".join(lacking)} if lacking else {}
     if wrong:
         raise ValueError(
             f"the recipe names what {type(model).__name__} and its config do not have: {wrong}; "
@@ -209,14 +206,18 @@ def _unknown_parameters(layer: nn.Module, stack: Stack) -> list[str]:
     return found
 
 
-def _has(layer: Schedule, path: str) -> bool:
-    owner, _, leaf = path.rpartition(".")
-    return path in layer or (owner in layer and leaf in layer[owner].mod._parameters)
-
-
-def _counts_in(layer: Schedule, path: str) -> bool:
+def _has_attribute(layer: Schedule, path: str) -> bool:
     owner, _, attribute = path.rpartition(".")
     return owner in layer and hasattr(layer[owner].mod, attribute)
+
+
+#: Entry of a region, how it is called in an error, and whether a layer has what it names.
+_IN_LAYERS: tuple[tuple[str, str, Callable[[Schedule, str], bool]], ...] = (
+    ("forked", "forked", lambda layer, path: path in layer),
+    ("by_head", "by_head", lambda layer, path: tensor_by_head(layer, path) is not None),
+    ("counts", "counts of a region", _has_attribute),
+    ("groups", "groups of a region", _has_attribute),
+)
 
 
 def _lies_in(path: str, modules: Iterable[str]) -> bool:

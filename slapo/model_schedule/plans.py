@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from slapo.model_schedule.recipe import TOKENS
 from slapo.model_schedule.tensor_parallel import (
+    divide_groups,
     group_of,
     split_column,
     split_row,
@@ -128,9 +129,8 @@ def split_by_plan(
     for layer in layers if tokens else ():
         _gather_at_blocks(layer, blocks)
     for owner in sorted({path.rpartition(".")[0] for path in few}):
-        groups = getattr(sch[owner].mod, _GROUPS, None)
-        if groups is not None and key_values:  # as many as all heads of queries make over ranks
-            sch[owner].set(_GROUPS, groups * key_values // sch.world_size)
+        if key_values and hasattr(sch[owner].mod, _GROUPS):
+            divide_groups(sch[owner], _GROUPS, key_values)
 
 
 def _sharing(sch: Schedule, plan: Mapping[str, str]) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -76,11 +77,9 @@ def split_region(
     for path in region.inside.split():
         sum_gradients(layer[path])
     for path in region.by_head.split():
-        owner, _, leaf = path.rpartition(".")
-        if path in layer:
-            layer[path].shard("weight", axis=1)
-        elif owner in layer and leaf in layer[owner].mod._parameters:  # in some layers only
-            layer[owner].shard(leaf, axis=-1)
+        if found := tensor_by_head(layer, path):  # in some layers only
+            node, name, axis = found
+            node.shard(name, axis=axis)
     if region.experts:
         _split_experts(layer[region.experts])
         _sum(layer[region.enter], axis)
@@ -104,6 +103,15 @@ def _enter(node: Schedule, region: Region, axis: int | None, reads: list[str]) -
         node.sync("bwd_post", "all_reduce", argument=reads)
 
 
+def tensor_by_head(layer: Schedule, path: str) -> tuple[Schedule, str, int] | None:
+    """Where heads lie along an axis: a module's weight, or a parameter itself; None for neither."""
+    owner, _, leaf = path.rpartition(".")
+    if path in layer:
+        return layer[path], "weight", 1
+    has = owner in layer and leaf in layer[owner].mod._parameters
+    return (layer[owner], leaf, -1) if has else None
+
+
 def _divide(layer: Schedule, region: Region, key_values: int | None) -> None:
     """Numbers of heads follow."""
     for name in region.counts.split():
@@ -112,9 +120,13 @@ def _divide(layer: Schedule, region: Region, key_values: int | None) -> None:
     if key_values:
         for name in region.groups.split():
             path, _, attribute = name.rpartition(".")
-            # As many as all heads of queries make over the ranks that share a head of keys.
-            query_heads = getattr(layer[path].mod, attribute) * key_values
-            layer[path].set(attribute, query_heads // layer.world_size)
+            divide_groups(layer[path], attribute, key_values)
+
+
+def divide_groups(node: Schedule, attribute: str, key_values: int) -> None:
+    """Query heads for each head of keys: all of a rank's, over ranks that share a head of keys."""
+    query_heads = getattr(node.mod, attribute) * key_values
+    node.set(attribute, query_heads // node.world_size)
 
 
 def _split_experts(node: Schedule) -> None:
@@ -224,7 +236,7 @@ def require_seed(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 def refuse_adapters(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Hook: what PEFT puts around layers that are split knows nothing of the slices."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or "peft" not in sys.modules:
         return
     found = [path for path, part in module.named_modules() if is_split_without_adapters(part)]
     if found:

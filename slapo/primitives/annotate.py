@@ -81,7 +81,7 @@ class AnnotatePrimitive(Primitive, name="annotate"):
             )
         make_sharding(module, sch.group).tag(module, param_name, key, value)
         sch.metadata.param_tags.setdefault(param_name, {})[key] = value
-        # Of the root, the keys of the whole model.
+        # The root lists the keys of the whole model.
         name = f"{sch.model_path}.{param_name}".lstrip(".")
         sch.get_top_schedule().metadata.param_tags.setdefault(key, {})[name] = value
         return sch

@@ -207,7 +207,7 @@ def _add_op(sch: Node, mode: str, op: SyncOp) -> None:
     _check_names(module, mode, op)
     if mode == "bwd_post":
         _check_gradients(module, op)
-        # Of what the module is given: in front of functions that change it.
+        # It sums the gradient of what the module is given, in front of functions that change that.
         first = any(sync.mode == "fwd_pre" and not sync.op for sync in syncs_of(module))
         sch.mod.register_forward_pre_hook(GradientHook(op), with_kwargs=True, prepend=first)
     elif mode == "fwd_pre":

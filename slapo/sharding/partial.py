@@ -125,20 +125,21 @@ def _activate(module: Any, output: Tensor) -> Tensor:
     return activated
 
 
-#: What classes do behind the bias, to the sum of all ranks.
-_FINISHES: dict[str, Product] = {
-    "slapo.op.linear.LinearWithDropout": _drop,
-    "slapo.op.linear.LinearWithAct": _activate,
-}
-#: forward that a class must have for us to know its product -> (product, dims behind channels)
-_PRODUCTS: dict[str, tuple[Product, int]] = {
-    "torch.nn.modules.linear.Linear": (_linear, 0),
-    "slapo.op.linear.LinearWithSeparateBias": (_linear, 0),
-    **dict.fromkeys(_FINISHES, (_linear, 0)),
-    "transformers.pytorch_utils.Conv1D": (_matmul, 0),
-    "torch.nn.modules.conv.Conv1d": (_convolution, 1),
-    "torch.nn.modules.conv.Conv2d": (_convolution, 2),
-    "torch.nn.modules.conv.Conv3d": (_convolution, 3),
+def _leave(module: Any, output: Tensor) -> Tensor:
+    return output
+
+
+#: forward that a class must have for us to know its product -> (product, dims behind channels, what
+#: it does to the sum of all ranks and the bias)
+_PRODUCTS: dict[str, tuple[Product, int, Product]] = {
+    "torch.nn.modules.linear.Linear": (_linear, 0, _leave),
+    "slapo.op.linear.LinearWithSeparateBias": (_linear, 0, _leave),
+    "slapo.op.linear.LinearWithDropout": (_linear, 0, _drop),
+    "slapo.op.linear.LinearWithAct": (_linear, 0, _activate),
+    "transformers.pytorch_utils.Conv1D": (_matmul, 0, _leave),
+    "torch.nn.modules.conv.Conv1d": (_convolution, 1, _leave),
+    "torch.nn.modules.conv.Conv2d": (_convolution, 2, _leave),
+    "torch.nn.modules.conv.Conv3d": (_convolution, 3, _leave),
 }
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -226,7 +227,7 @@ class _BiasPart:
         return cast(Tensor, _OwnPart.apply(bias, self.group))
 
 
-def _known_product(cls: type[nn.Module]) -> tuple[Product, int] | None:
+def _known_product(cls: type[nn.Module]) -> tuple[Product, int, Product] | None:
     for base in cls.__mro__:
         known = _PRODUCTS.get(f"{base.__module__}.{base.__qualname__}")
         if known is not None:
@@ -238,10 +239,8 @@ def _deferring_class(cls: type[nn.Module]) -> type[nn.Module]:
     if cls not in _CLASSES:
         known = _known_product(cls)
         assert known is not None, "check_deferrable has refused all others"
-        body = {"_original": cls, "_product": known[0], "_bias_dims": known[1]}
-        body["__module__"] = cls.__module__
-        names = [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
-        body["_finish"] = next((_FINISHES[n] for n in names if n in _FINISHES), lambda _, y: y)
+        body = dict(zip(("_product", "_bias_dims", "_finish"), known, strict=True))
+        body |= {"_original": cls, "__module__": cls.__module__}
         made: Any = _DeferringClass(cls.__name__, (PartialSumMixin, cls), body)
         _CLASSES[cls] = made
     return _CLASSES[cls]

@@ -173,7 +173,7 @@ def axes_of(name: str, tensor: torch.Tensor, dims: Any = None, size: int = 4) ->
     ids = IDS if size == 4 else torch.ones(size, 6, dtype=torch.int64)
     batch = Batch.of(({"ids": ids, name: tensor}, ids), "cpu", dims)
     batch.check_totals()
-    return (batch.with_axes().axes or ())[1]
+    return batch.axes[1]
 
 
 def test_the_only_axis_of_the_size_of_the_batch() -> None:
@@ -234,6 +234,28 @@ def token_loss(logits: Any, targets: Any) -> Any:
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def inputs_of(samples: int, generator: torch.Generator, mask: torch.Tensor) -> dict[str, Any]:
+    return {
+        "ids": torch.randint(32, (samples, 6), generator=generator),
+        "positions": torch.randint(32, (3, samples, 6), generator=generator),
+        "mask": mask,
+        "scale": torch.tensor(0.5),
+    }
+
+
+def start(target: str, layout: Any, inputs: Any, loss_fn: Any, **given: Any) -> tuple[Any, Alone]:
+    """An engine of the model, and one process."""
+    torch.manual_seed(0)
+    model, mesh = Positions(), slapo.init_mesh(*layout, device="cpu")
+    alone = Alone(model, loss_fn, sgd)
+    sch = slapo.create_schedule(model, group=mesh["tp"])
+    if layout[0] > 1:
+        sch.trace_until("", example_inputs=inputs)
+        sch["layers.0"].cut_pipeline_stage()
+    given = {"mesh": mesh, "loss_fn": loss_fn, "optimizer": sgd, **given}
+    return slapo.build(sch, target, **given)[0], alone
+
+
 @pytest.mark.parametrize(
     ("target", "layout"),
     [
@@ -245,30 +267,11 @@ def token_loss(logits: Any, targets: Any) -> Any:
 )
 @on_ranks()
 def test_micro_batches_along_other_axes(target: str, layout: Any) -> None:
-    torch.manual_seed(0)
-    model, mesh = Positions(), slapo.init_mesh(*layout, device="cpu")
     generator = torch.Generator().manual_seed(1)
-    inputs = {
-        "ids": torch.randint(32, (4, 6), generator=generator),
-        "positions": torch.randint(32, (3, 4, 6), generator=generator),
-        "mask": torch.rand(1, 6, 1, generator=generator),
-        "scale": torch.tensor(0.5),
-    }
+    inputs = inputs_of(4, generator, mask=torch.rand(1, 6, 1, generator=generator))
     batch = inputs, torch.randint(32, (4, 6), generator=generator)
-    alone = Alone(model, token_loss, sgd)
-    sch = slapo.create_schedule(model, group=mesh["tp"])
-    if layout[0] > 1:
-        sch.trace_until("", example_inputs=inputs)
-        sch["layers.0"].cut_pipeline_stage()
-    engine, _ = slapo.build(
-        sch,
-        target,
-        mesh=mesh,
-        loss_fn=token_loss,
-        optimizer=sgd,
-        micro_batches=2,
-        batch_dims={"mask": None},
-    )
+    given = {"micro_batches": 2, "batch_dims": {"mask": None}}
+    engine, alone = start(target, layout, inputs, token_loss, **given)
     assert max(compare(engine, alone, [batch] * 3).values()) < 1e-5
     evaluated = alone.evaluate(batch)[0]
     assert abs(engine.eval_batch(iter([batch])).item() - evaluated) < 1e-5
@@ -298,7 +301,7 @@ def squares(logits: Any, targets: Any) -> Any:
 @on_ranks()
 def test_the_last_batch_of_an_epoch(target: str, layout: Any) -> None:
     """Samples that no number of micro-batches divides; targets that are counted, or are not."""
-    mesh, generator = slapo.init_mesh(*layout, device="cpu"), torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     counted = torch.randint(32, (5, 6), generator=generator)
     counted[0, 2:] = -100
     for loss_fn, targets, parts in (
@@ -306,19 +309,6 @@ def test_the_last_batch_of_an_epoch(target: str, layout: Any) -> None:
         (token_loss, counted, 4),
         (squares, torch.randn(5, 6, 32, generator=generator), 3),
     ):
-        inputs = {
-            "ids": torch.randint(32, (5, 6), generator=generator),
-            "positions": torch.randint(32, (3, 5, 6), generator=generator),
-            "mask": torch.rand(5, 6, 1, generator=generator),
-            "scale": torch.tensor(0.5),
-        }
-        torch.manual_seed(0)
-        model = Positions()
-        alone = Alone(model, loss_fn, sgd)
-        sch = slapo.create_schedule(model, group=mesh["tp"])
-        if layout[0] > 1:
-            sch.trace_until("", example_inputs=inputs)
-            sch["layers.0"].cut_pipeline_stage()
-        given = {"mesh": mesh, "loss_fn": loss_fn, "optimizer": sgd, "micro_batches": parts}
-        engine, _ = slapo.build(sch, target, **given)
+        inputs = inputs_of(5, generator, mask=torch.rand(5, 6, 1, generator=generator))
+        engine, alone = start(target, layout, inputs, loss_fn, micro_batches=parts)
         assert max(compare(engine, alone, [(inputs, targets)] * 3).values()) < 1e-5, parts

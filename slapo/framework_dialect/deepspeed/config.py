@@ -99,10 +99,15 @@ def merge(config: Config, given: Mapping[str, Any], layout: Layout) -> Settings:
 
 def flat_parameters(config: Config) -> str | None:
     """Say why DeepSpeed's optimizers step on flat pieces of parameters; None if they do not."""
-    if stage := (config.get("zero_optimization") or {}).get("stage", 0):
+    if stage := zero_of(config):
         return f"ZeRO stage {stage} has flat pieces of them"
-    half = [name for name in ("fp16", "bf16") if (config.get(name) or {}).get("enabled")]
-    return f"DeepSpeed's {half[0]} has flat copies of them" if half else None
+    half = precision_of(config)
+    return None if half is None else f"DeepSpeed has flat copies of them in {half}"
+
+
+def zero_of(config: Config) -> Any:
+    """The ZeRO stage of a configuration."""
+    return (config.get("zero_optimization") or {}).get("stage", 0)
 
 
 def check_zero(zero: int, pp: int) -> None:

@@ -43,8 +43,8 @@ class DeepSpeedEngine(Engine):
     #: DeepSpeed's own, once it is there
     engine: Any = None
 
-    #: names of parameters that have got gradients, in a step that compares them; else None
-    _with_gradient: set[str] | None = None
+    #: ids of parameters that have got gradients, in a step that compares them; else None
+    _with_gradient: set[int] | None = None
 
     _calls_differ = False
 
@@ -107,9 +107,10 @@ class DeepSpeedEngine(Engine):
             and self.mesh.shape[1] > 1
             and (self._calls_differ or self.options.is_checked(self.step_count))
         ):
-            self._with_gradient = noted = self._with_gradient or set[str]()
-            for name, parameter in self.lowering.trainable():
-                handles.append(parameter.register_hook(lambda _, name=name: noted.add(name)))
+            self._with_gradient = noted = self._with_gradient or set[int]()
+            for _, parameter in self.lowering.trainable():
+                key = id(parameter)
+                handles.append(parameter.register_hook(lambda _, key=key: noted.add(key)))
         if self._compares_gradients():
             if self._replicated is None:
                 self._replicated = GradientCheck(self.module, self.mesh.get_group("tp"))
@@ -125,8 +126,7 @@ class DeepSpeedEngine(Engine):
         noted_here, self._with_gradient = self._with_gradient, None
         replicated, self._replicated = self._replicated, None
         if noted_here is not None:
-            used = {id(p) for name, p in self.lowering.trainable() if name in noted_here}
-            all_ranks_or_none("train_batch", lambda: self._check_use(used))
+            all_ranks_or_none("train_batch", lambda: self._check_use(noted_here))
         if replicated is not None:
             replicated.compare()
 
@@ -285,9 +285,7 @@ class ZeroEngine(DeepSpeedEngine):
         with quiet_warnings(), self._noting_gradients():
             if self._with_gradient is not None and self._is_last_part:
                 # Within this backward gradients are reduced, which replicas must have alike.
-                noted = self._with_gradient
-                before = {id(p) for name, p in self.lowering.trainable() if name in noted}
-                self._check_use(before | used_in(loss))
+                self._check_use(self._with_gradient | used_in(loss))
             self.engine.backward(loss, scale_wrt_gas=False)
 
     def _set_boundary(self) -> None:

@@ -117,7 +117,7 @@ def _layout(sch: Any, topology: Any) -> configs.Layout:
 
 
 def _check_precision(config: configs.Config, layout: configs.Layout) -> None:
-    zero = (config.get("zero_optimization") or {}).get("stage", 0)
+    zero = configs.zero_of(config)
     configs.check_zero(zero, layout.pp)
     enabled = [name for name in ("fp16", "bf16") if (config.get(name) or {}).get("enabled")]
     shares = layout.tp > 1 or (layout.pp > 1 and "fp16" in enabled)

@@ -28,8 +28,8 @@ class StageRunner(nn.Module):
     """A stage as ``PipelineStage`` calls it; the last one goes on to the loss.
 
     The logits of a micro-batch are thus gone when its loss is computed, and what leaves the
-    pipeline is one number for each. What enters it are the numbers of micro-batches, for which the
-    first stage has the inputs: torch would cut these along the first axis.
+    pipeline is one number for each. The numbers of micro-batches enter it, and the first stage
+    looks up their inputs: torch would cut these along the first axis.
     """
 
     def __init__(
@@ -235,8 +235,9 @@ class TorchPipelineEngine(TorchEngineBase):
 
     def _run(self, batch: Batch, parts: int, train: bool) -> None:
         """All micro-batches through this rank's stages."""
-        self._parts, inputs = batch.cut(parts, pads=True), self.lowering.pipeline.inputs
-        first = describe_tensors(inputs.names, inputs.take(*_call(self._parts[0])))
+        self._parts = batch.cut(parts, pads=True)
+        names = self.lowering.pipeline.inputs.names
+        first = describe_tensors(names, self._micro_batch_inputs(0))
         run = self._runs.get((first, parts, train))
         if run is None:
             run = self._runs[first, parts, train] = self._make_run(first, parts, train)
@@ -275,7 +276,8 @@ class TorchPipelineEngine(TorchEngineBase):
         return self._loss_of(output, self._parts[number].targets)
 
     def _micro_batch_inputs(self, number: int) -> Sequence[Tensor]:
-        return self.lowering.pipeline.inputs.take(*_call(self._parts[number]))
+        part = self._parts[number]
+        return self.lowering.pipeline.inputs.take(part.args, part.kwargs)
 
     # --- one torch schedule for each shape of micro-batch --------------------------------------
     def _make_run(self, inputs: Boundary, parts: int, train: bool) -> Any:
@@ -312,7 +314,3 @@ class TorchPipelineEngine(TorchEngineBase):
             output_args=sent,
             group=self.mesh.get_group("pp"),
         )
-
-
-def _call(part: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return part.args, part.kwargs
