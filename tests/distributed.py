@@ -8,14 +8,18 @@ a :class:`RankFailure` that carries the traceback of the first rank to fail.
 import contextlib
 import faulthandler
 import multiprocessing
+import os
 import pickle
 import random
+import runpy
+import socket
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -140,6 +144,81 @@ def run_distributed(
                 worker.join()
             for reader in readers:
                 reader.close()
+
+
+def run_script(
+    script: Path, arguments: Sequence[str], processes: int, where: Path, timeout: float = 200
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as ``torchrun`` does, or as ``python`` does for 0 processes; but forked.
+
+    The first rank that fails ends the others. Gives the status, and what all of them printed.
+    """
+    port = _free_port()
+    workers: list[ForkServerProcess] = []
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory(prefix="slapo-script-") as scratch:
+        out, err = Path(scratch, "out"), Path(scratch, "err")
+        environments = [
+            {
+                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)},
+                **{"LOCAL_WORLD_SIZE": str(processes), "MASTER_PORT": str(port)},
+                "MASTER_ADDR": "127.0.0.1",
+            }
+            for rank in range(processes)
+        ]
+        try:
+            for environment in environments or [{}]:
+                given = (str(script), list(arguments), environment, str(where), str(out), str(err))
+                workers.append(_context().Process(target=_be_script, args=given, daemon=True))
+                workers[-1].start()
+            waiting = list(workers)
+            status = 0
+            while waiting and status == 0 and time.monotonic() < deadline:
+                connection.wait([worker.sentinel for worker in waiting], 1.0)
+                status = next((w.exitcode for w in waiting if w.exitcode), 0)
+                waiting = [worker for worker in waiting if worker.exitcode is None]
+            if waiting and status == 0:
+                raise TimeoutError(f"{script.name} did not end in {timeout} s: {err.read_text()}")
+            for worker in waiting:
+                worker.join(1.0)  # the others may have something to say of it
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.join()
+        command = [str(script), *arguments]
+        return subprocess.CompletedProcess(command, status, out.read_text(), err.read_text())
+
+
+def _be_script(
+    script: str, arguments: list[str], environment: dict[str, str], where: str, out: str, err: str
+) -> None:
+    """Life of one process of a script."""
+    for descriptor, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.chdir(where)
+    os.environ.update(environment)
+    warnings.resetwarnings()
+    sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
+    status = 0
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        found: int = probe.getsockname()[1]
+        return found
 
 
 def _context() -> multiprocessing.context.ForkServerContext:

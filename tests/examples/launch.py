@@ -1,4 +1,4 @@
-"""Start an example as a user does."""
+"""Start an example as a user does, or in processes that have imported torch already."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.distributed import run_script
+
 ROOT = Path(__file__).parents[2]
 
 
 def start(
-    script: str, processes: int, arguments: list[str], where: Path
+    script: str, processes: int, arguments: list[str], where: Path, by_torchrun: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script of the examples; 0 processes: by python itself, without torchrun."""
-    command = [sys.executable]
-    if processes:
-        command += ["-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(processes)]
+    """Run a script of the examples; 0 processes: as python itself does."""
+    path = ROOT / "examples" / script
+    if not by_torchrun:
+        return run_script(path, arguments, processes, where)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.run(
-        [*command, str(ROOT / "examples" / script), *arguments],
+        [*command, "--nproc-per-node", str(processes), str(path), *arguments],
         cwd=where,
         capture_output=True,
         text=True,

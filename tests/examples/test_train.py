@@ -25,8 +25,11 @@ SMALL = "--hidden 32 --length 16 --layers 2 --batch 4 --steps 30 --micro-batches
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
-def launch(processes: int, arguments: str) -> subprocess.CompletedProcess[str]:
-    return start("train_3d.py", processes, [*SMALL.split(), *arguments.split()], ROOT)
+def launch(
+    processes: int, arguments: str, by_torchrun: bool = False
+) -> subprocess.CompletedProcess[str]:
+    given = [*SMALL.split(), *arguments.split()]
+    return start("train_3d.py", processes, given, ROOT, by_torchrun)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +45,7 @@ def launch(processes: int, arguments: str) -> subprocess.CompletedProcess[str]:
 def test_it_trains(processes: int, arguments: str) -> None:
     if "deepspeed" in arguments:
         pytest.importorskip("deepspeed")
-    done = launch(processes, arguments)
+    done = launch(processes, arguments, by_torchrun="deepspeed" in arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.search(r"loss (\d+\.\d+) -> (\d+\.\d+), (\d+) tokens/s", done.stdout)
     assert found, done.stdout
