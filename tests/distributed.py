@@ -147,7 +147,12 @@ def run_distributed(
 
 
 def run_script(
-    script: Path, arguments: Sequence[str], processes: int, where: Path, timeout: float = 200
+    script: Path,
+    arguments: Sequence[str],
+    processes: int,
+    where: Path,
+    warn_by: Any = "default",
+    timeout: float = 200,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as ``torchrun`` does, or as ``python`` does for 0 processes; but forked.
 
@@ -160,15 +165,26 @@ def run_script(
         out, err = Path(scratch, "out"), Path(scratch, "err")
         environments = [
             {
-                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)},
-                **{"LOCAL_WORLD_SIZE": str(processes), "MASTER_PORT": str(port)},
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(processes),
+                "LOCAL_WORLD_SIZE": str(processes),
+                "MASTER_PORT": str(port),
                 "MASTER_ADDR": "127.0.0.1",
             }
             for rank in range(processes)
         ]
         try:
             for environment in environments or [{}]:
-                given = (str(script), list(arguments), environment, str(where), str(out), str(err))
+                given = (
+                    str(script),
+                    list(arguments),
+                    environment,
+                    str(where),
+                    warn_by,
+                    str(out),
+                    str(err),
+                )
                 workers.append(_context().Process(target=_be_script, args=given, daemon=True))
                 workers[-1].start()
             waiting = list(workers)
@@ -190,7 +206,13 @@ def run_script(
 
 
 def _be_script(
-    script: str, arguments: list[str], environment: dict[str, str], where: str, out: str, err: str
+    script: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    where: str,
+    warn_by: Any,
+    out: str,
+    err: str,
 ) -> None:
     """Life of one process of a script."""
     for descriptor, path in ((1, out), (2, err)):
@@ -198,6 +220,7 @@ def _be_script(
     os.chdir(where)
     os.environ.update(environment)
     warnings.resetwarnings()
+    warnings.simplefilter(warn_by)
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
     status = 0
     try:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed import run_script
+
 ROOT = Path(__file__).parent.parent
 GALLERY = ROOT / "docs" / "gallery"
 
@@ -69,7 +71,9 @@ def check(name: str, printed: str) -> None:
 def test_it_runs_from_top_to_bottom(name: str) -> None:
     if name == "quick_start":
         pytest.importorskip("transformers")
-    check(name, run(str(GALLERY / f"{name}.py")))
+    done = run_script(GALLERY / f"{name}.py", [], 0, ROOT, warn_by="error")
+    assert done.returncode == 0, done.stderr[-3000:]
+    check(name, done.stdout)
 
 
 @pytest.mark.distributed

@@ -77,8 +77,8 @@ def test_mistakes(arguments: str, message: str) -> None:
 
 # --- every model ---------------------------------------------------------------------------------
 #: Batches differ, so that two losses tell little: the means of the first and the last five do.
-EVERY = "--hidden 32 --length 16 --layers 4 --micro-batches 2 --device cpu"
-TEXT, IMAGES = "--batch 8 --steps 24 --lr 3e-3", "--batch 32 --steps 40 --lr 1e-3"
+EVERY = "--hidden 32 --length 16 --layers 2 --micro-batches 2 --device cpu"
+TEXT, IMAGES = "--batch 8 --steps 16 --lr 5e-3", "--batch 32 --steps 40 --lr 1e-3"
 #: Key of a recipe -> key of the model here that shows it.
 SHOWN_BY = {"gemma3": "gemma3_text"}
 
