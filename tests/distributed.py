@@ -185,7 +185,7 @@ def run_script(
                     str(out),
                     str(err),
                 )
-                workers.append(_context().Process(target=_be_script, args=given, daemon=True))
+                workers.append(_context().Process(target=_be_script, args=given))
                 workers[-1].start()
             waiting = list(workers)
             status = 0
