@@ -210,7 +210,13 @@ class LeafCalls:
                 return self._assume(path, args, kwargs)
             return result
         except Exception as error:
-            if isinstance(error, TraceError) or not _cannot_be_faked(error):
+            if isinstance(error, TraceError):
+                raise
+            if isinstance(error, RuntimeError) and _has_slices(module):
+                # What a rewrite has taken out is there as it was then: whole.
+                with _whole(module):
+                    return self._run(path, args, kwargs)
+            if not _cannot_be_faked(error):
                 raise
             return self._assume(path, args, kwargs)
         finally:
@@ -335,6 +341,30 @@ def _real_parameters_allowed(mode: FakeTensorMode | None) -> Iterator[None]:
             yield
     finally:
         mode.allow_non_fake_inputs = before
+
+
+def _is_slice(tensor: Tensor) -> bool:
+    return getattr(tensor, "orig_shape", tensor.shape) != tensor.shape
+
+
+def _has_slices(module: nn.Module) -> bool:
+    return any(_is_slice(tensor) for _, _, tensor in tensor_slots(module))
+
+
+@contextmanager
+def _whole(module: nn.Module) -> Iterator[None]:
+    """Fake tensors of their whole shapes in the places of slices."""
+    slots = [slot for slot in tensor_slots(module) if _is_slice(slot[2])]
+    try:
+        for table, name, tensor in slots:
+            shape: Any = getattr(tensor, "orig_shape", None)
+            whole: Any = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            table[name] = nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole
+        yield
+    finally:
+        for table, name, tensor in slots:
+            table[name] = tensor
 
 
 @contextmanager

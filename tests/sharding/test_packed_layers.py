@@ -1,0 +1,111 @@
+"""Column-parallel layers packed into one in a traced module, in front of a row-parallel layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slapo
+from slapo.op import FusedQKV
+from slapo.weights.provenance import Source
+from tests.distributed import run_distributed
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length = x.shape[0], x.shape[1]
+        heads = [p(x).view(batch, length, -1, 4) for p in (self.query, self.key, self.value)]
+        q, k, v = (h.transpose(1, 2) for h in heads)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return self.out(y.reshape(batch, length, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(16, 24, bias=False), nn.Linear(16, 24, bias=False)
+        self.down = nn.Linear(24, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.sigmoid(self.gate(x)) * self.up(x))
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(16, 48, bias=False)
+
+    def weight_sources(self) -> dict[str, Source]:
+        return {"both.weight": Source(("0.weight", "1.weight"))}
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.both(x).chunk(2, dim=-1)
+
+
+def heads_of(x: Tensor) -> Tensor:
+    projected = slapo.call_module("query|key|value", x).view(x.shape[0], x.shape[1], -1, 4)
+    return projected.transpose(1, 2)
+
+
+def attention(sch: slapo.Schedule) -> None:
+    sch.replace(FusedQKV(16, 4), sch.find(heads_of))
+    packed = sch["FusedQKV_0.fused_linear"]
+    packed.shard("weight", axis=0, blocks=3).shard("bias", axis=0, blocks=3)
+    packed.sync("bwd_post", "all_reduce")
+    sch["out"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+def mlp(sch: slapo.Schedule) -> None:
+    sch.replace(Packed(), sch.find(lambda x: slapo.call_module("gate|up", x)))
+    packed = sch["Packed_0.both"]
+    packed.shard("weight", axis=0, blocks=2).sync("bwd_post", "all_reduce")
+    sch["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[slapo.Schedule], None]]] = {
+    "attention": (Attention, attention),
+    "mlp": (MLP, mlp),
+}
+
+
+def compare(rank: int, world: int, name: str, is_recorded: bool) -> None:
+    make, schedule = CASES[name]
+    torch.manual_seed(0)
+    model = make().double()
+    reference = copy.deepcopy(model)
+    inputs: Any = torch.randn(2, 5, 16, dtype=torch.float64)
+    sch = slapo.create_schedule(model, group=dist.group.WORLD)
+    assert sch.trace(example_inputs=inputs) if is_recorded else sch.trace()
+    schedule(sch)
+    slapo.check(sch, inputs)
+    with slapo.Verify(sch, inputs):
+        pass
+    built, _ = slapo.build(sch)
+    x, y = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
+    expected, actual = reference(x), built(y)
+    torch.testing.assert_close(actual, expected)
+    expected.square().sum().backward()
+    actual.square().sum().backward()
+    torch.testing.assert_close(y.grad, x.grad)
+    with torch.no_grad():  # another kind of call, and another number of samples
+        more = torch.randn(3, 7, 16, dtype=torch.float64)
+        for version in (built.eval(), copy.deepcopy(built)):
+            torch.testing.assert_close(version(more), reference(more))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_it_computes_what_the_model_does(name: str, is_recorded: bool) -> None:
+    run_distributed(compare, 2, name, is_recorded)
