@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from slapo.framework_dialect import Engine
     from slapo.mesh import init_mesh
     from slapo.model_schedule import apply_schedule
+    from slapo.pretrained import load_pretrained, save_pretrained
     from slapo.record import ScheduleRecord
     from slapo.verify import Verify
     from slapo.verify.bisect import bisect
@@ -80,9 +81,11 @@ __all__ = [
     "init_empty_weights",
     "init_mesh",
     "list_primitives",
+    "load_pretrained",
     "register_place_rule",
     "register_primitive",
     "replay",
+    "save_pretrained",
     "set_random_seed",
 ]
 
@@ -103,8 +106,10 @@ _LATE = {
     "get_cuda_rng_tracker": "slapo.random",
     "init_mesh": "slapo.mesh",
     "is_random_seed_set": "slapo.random",
+    "load_pretrained": "slapo.pretrained",
     "register_place_rule": "slapo.verify.placement",
     "replay": "slapo._replay",
+    "save_pretrained": "slapo.pretrained",
 }
 
 

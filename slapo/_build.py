@@ -29,8 +29,10 @@ from slapo.sharding.state import sharding_of
 from slapo.snapshot import restored_on_error
 from slapo.verify.placement import check as check_places
 from slapo.verify.placement.run import check_call
+from slapo.weights.holdings import holdings
 from slapo.weights.materialize import has_meta_tensors, materialize
 from slapo.weights.meta import allow_calls
+from slapo.weights.provenance import write_down
 from slapo.weights.ties import TieGroups, check_ties
 from slapo.wrapper import innermost
 
@@ -154,6 +156,7 @@ def build(
         all_ranks_or_none(what, lambda: _check_filled(lowering, target))
         allow_calls(model)
         guard_wrappers(model, None)
+        _take_over_saving(model)
         if is_late and sch.world_size > 1:
             lowering.check_call = partial(_check_first_call, sch)
         built = runtime.lower(lowering)
@@ -162,6 +165,13 @@ def build(
     finally:
         if isinstance(model, PipelinedModule):
             model.forget_whole()
+
+
+def _take_over_saving(model: nn.Module) -> None:
+    if hasattr(innermost(model), "save_pretrained"):
+        from slapo.pretrained import take_over_saving  # of models of Transformers only
+
+        take_over_saving(model)
 
 
 def _check_places(sch: Schedule, inputs: Any) -> None:
@@ -234,6 +244,7 @@ def _build_module(
     share_wholes(sch.mod, sch.group, sync_replicated)
     guard_wrappers(sch.mod, sch.group)
     allow_calls(sch.mod)
+    _take_over_saving(sch.mod)
     refuse_earlier_optimizers(sch.mod, sch.state.parameters)
     if sch.world_size > 1:
         from slapo.sharding.whole_steps import watch_optimizers  # where something may be split only
@@ -247,6 +258,9 @@ def _fill_module(sch: Schedule, init_weights: bool | Callable[..., Any]) -> None
     """Make a model that runs in one piece ready."""
     _materialize(sch, init_weights)
     _renew_tags(sch)
+    if sch.state.loader is not None:
+        sch.state.loader.fill(holdings(sch.mod))
+    write_down(sch.mod, sch.state.original)
 
 
 def _prepare(sch: Schedule, runtime: Runtime) -> Lowering:
@@ -282,10 +296,14 @@ def _fill(sch: Schedule, lowering: Lowering, init_weights: bool | Callable[..., 
         _fill_module(sch, init_weights)
         return
     wanted = {id(t) for stage in lowering.stages.values() for t in _tensors_of(stage)}
-    if init_weights is not False and pipelined.whole is not None:
-        materialize(pipelined.whole, init_weights, sch.group, only=wanted)
+    if pipelined.whole is not None:
+        loader = sch.state.loader
+        materialize(pipelined.whole, init_weights, sch.group, only=wanted, loader=loader)
         pipelined.renew_tensors()
     release(pipelined, tuple(lowering.stages))
+    for stage in lowering.stages.values() if sch.state.loader is not None else ():
+        sch.state.loader.fill(holdings(stage))
+    write_down(pipelined, sch.state.original)
 
 
 def _check_filled(lowering: Lowering, target: str) -> None:
@@ -357,9 +375,9 @@ def _check_shards(sch: Schedule) -> None:
 
 def _materialize(sch: Schedule, init_weights: bool | Callable[..., Any]) -> None:
     """Create values, or leave everything on meta where a module cannot initialise its own."""
-    if init_weights is not False and has_meta_tensors(sch.mod):
+    if has_meta_tensors(sch.mod):
         with restored_on_error(sch):
-            materialize(sch.mod, init_weights, sch.group)
+            materialize(sch.mod, init_weights, sch.group, loader=sch.state.loader)
 
 
 def _renew_tags(sch: Schedule) -> None:

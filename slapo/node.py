@@ -20,7 +20,7 @@ from slapo.graph.trace.module import inlined_in, kept_whole_in
 from slapo.history import Record, digest, spelled
 from slapo.optimizers import Known
 from slapo.sharding.groups import GroupHandle
-from slapo.weights.provenance import Source
+from slapo.weights.provenance import Source, write_down
 from slapo.weights.ties import TieGroups
 from slapo.wrapper import innermost
 
@@ -129,6 +129,9 @@ class ScheduleState:
     shared_captures: dict[Any, Any] = field(default_factory=dict)
     #: the model's parameters before it was scheduled
     parameters: Known = field(default_factory=dict)
+    #: the model as it was given, and what reads weights for it when it is built
+    original: Any = None
+    loader: Any = None
     #: modules, and the whole numbers that they had before they were scheduled
     numbers: Numbers = field(default_factory=list)
     #: the target that the model was built for, "" for none and None before that
@@ -153,6 +156,8 @@ class ScheduleState:
             {},
             {},
             {},
+            self.original,
+            self.loader,
             list(self.numbers),
             None,
             self.example_inputs,
@@ -400,6 +405,7 @@ class Node:
             )
         state = self.state.copy()
         state.nodes_of = {}
+        write_down(self.mod)  # copies of tensors do not know their origins
         model = copy.deepcopy(self.mod, memo)
         new = type(self)(model, self.name, self.path, None, self.group, state)
         for (_, old), (_, node) in zip(self.named_schedules(), new.named_schedules(), strict=True):

@@ -51,6 +51,7 @@ from slapo.selection import Selection
 from slapo.sharding.tp_group import resolve_group
 from slapo.snapshot import Snapshot
 from slapo.weights.meta import refuse_calls
+from slapo.weights.provenance import note_origins
 from slapo.weights.ties import TieGroups
 from slapo.wrapper import innermost
 
@@ -373,6 +374,7 @@ def create_schedule(
     state = ScheduleState(TieGroups(root), _start_note)
     schedule = Schedule(root, name, path, None, resolve_group(group, mesh), state)
     schedule.metadata.tie_weights = state.ties.as_dict()
+    state.original = note_origins(root)
     state.parameters, state.numbers = parameters_of(root), numbers_of(root)
     refuse_calls(root)
     return schedule

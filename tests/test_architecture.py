@@ -26,6 +26,7 @@ FLOORS = [
     ["clip", "selection"],
     ["schedule"],
     ["verify"],
+    ["pretrained"],
     ["_build", "_replay"],
     ["autotune", "model_schedule"],
     ["cost"],

@@ -22,9 +22,9 @@ ROOT = str(Path(slapo.__file__).parent)
 BUDGETS = {
     "shard": (17, 76),
     "sync": (14, 53),
-    "build": (15, 34),
-    "build for torch": (31, 98),
-    "apply_schedule": (35, 149),
+    "build": (16, 40),
+    "build for torch": (31, 102),
+    "apply_schedule": (35, 153),
     "train step": (8, 62),
 }
 

@@ -43,6 +43,7 @@ from slapo.framework_dialect.runtime import Lowering
 from slapo.graph.trace.nests import call_key, tensors
 from slapo.logger import get_logger
 from slapo.mesh import DIMS, current_device
+from slapo.weights.holdings import Held, holdings
 
 logger = get_logger("slapo")
 
@@ -498,6 +499,11 @@ class Engine:
         return False
 
     # --- state -------------------------------------------------------------------------------
+    def held(self) -> list[Held]:
+        """This rank's tensors, each once, and what of the original model they are."""
+        found = (holdings(m) for m in self.lowering.stages.values() or [self.lowering.model])
+        return list({id(item.tensor): item for held in found for item in held}.values())
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters."""
         return self.module.parameters()
@@ -525,9 +531,9 @@ class Engine:
             If names or shapes do not fit; nothing is changed then.
         """
         self.lowering.load_state_dict(state, strict)
-        self._renew_masters()
+        self.renew_masters()
 
-    def _renew_masters(self) -> None:
+    def renew_masters(self) -> None:
         """Copies of parameters that the optimizer keeps become those of the parameters."""
 
     def train(self, mode: bool = True) -> Engine:

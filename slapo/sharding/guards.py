@@ -26,8 +26,8 @@ from slapo.wrapper import innermost
 def _save_pretrained(*args: Any, **kwargs: Any) -> None:
     raise SlapoError(
         "save_pretrained would write this rank's slices of a model that is sharded over several; "
-        "save model.state_dict() of each rank, and put the slices together along the axes that "
-        "they were sharded along (parameters know the whole's shape as orig_shape)"
+        "build the schedule first, and call slapo.save_pretrained(what build returned, folder) on "
+        "every rank"
     )
 
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slapo.errors import SlapoError
 from slapo.sharding.state import sharding_of
 from slapo.sharding.tags import apply_tags, new_parameter, tags_of
+from slapo.weights.load import Loader
 from slapo.weights.slots import Slot, exchanged, own_slots
 from slapo.wrapper import innermost
 
@@ -28,19 +29,23 @@ def materialize(
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
     only: Collection[int] | None = None,
+    loader: Loader | None = None,
 ) -> None:
     """Create what is on ``meta``, one module at a time; what has values keeps them.
+
+    What `loader` has is read, this rank's part only.
 
     A tensor is created with its full shape, initialised, made equal on all ranks of the group and
     then sliced. Beside this rank's share, one module is in memory at a time.
     """
-    if init_weights is False or not has_meta_tensors(model):
+    if (init_weights is False and loader is None) or not has_meta_tensors(model):
         return
-    initialize = _resolve(model, init_weights)
-    worker = _Materializer(model, initialize, group, device or _default_device(group), only)
+    initialize = [] if init_weights is False else _resolve(model, init_weights)
+    device = device or _default_device(group)
+    worker = _Materializer(model, initialize, group, device, only, loader)
     for path, module in _post_order(model):
         worker.visit(path, module)
-    worker.check_complete()
+    worker.finish()
 
 
 def has_meta_tensors(model: nn.Module) -> bool:
@@ -120,9 +125,10 @@ class _Materializer:
         group: dist.ProcessGroup | None,
         device: torch.device,
         only: Collection[int] | None = None,
+        loader: Loader | None = None,
     ) -> None:
         self.model, self.initialize, self.group, self.device = model, initialize, group, device
-        self.only = only
+        self.only, self.loader = only, loader
         # Of a model in stages each rank makes a part: what a module draws must not depend on what
         # was made before it, or the stages would start with equal weights.
         self.seed = int(torch.randint(2**31, ())) if only is not None else None
@@ -144,10 +150,18 @@ class _Materializer:
 
     def _visit(self, path: str, module: nn.Module) -> None:
         self._adopt_tied(module)
+        self._read(module)
         own = {slot for slot in own_slots(module) if self._is_wanted(slot.tensor)}
         below = self._written_below(path, module)
-        if own or below:
+        if (own or below) and self.initialize:
             self._initialize(path, module, own | below)
+
+    def _read(self, module: nn.Module) -> None:
+        for slot in own_slots(module) if self.loader else ():
+            if self._is_wanted(slot.tensor):
+                value = self.loader.value_of(slot, self.device)  # type: ignore[union-attr]
+                if value is not None:
+                    self.loader.made.add(id(self._put(slot, value)))  # type: ignore[union-attr]
 
     def _is_wanted(self, tensor: Tensor) -> bool:
         return tensor.is_meta and (self.only is None or id(tensor) in self.only)
@@ -168,14 +182,22 @@ class _Materializer:
         ]
         if not below:
             return set()
-        written, places = _WriteProbe(), [*below, *own_slots(module)]
+        written, places = _WriteProbe(), [*below, *own_slots(module), *self._read_below(module)]
         with exchanged(places, _full, False), written, torch.no_grad(), _full_sizes([module]):
             storages = {_storage(slot.tensor): slot for slot in below}
             self.initialize[0](module, path)
         return {storages[s] for s in written.storages if s in storages}
 
+    def _read_below(self, module: nn.Module) -> list[Slot]:
+        """Descendants' tensors that were read, which no initialisation may write to."""
+        if self.loader is None:
+            return []
+        inner = (m for m in map(innermost, module.modules()) if m is not module)
+        read = self.loader.made
+        return [slot for m in inner for slot in own_slots(m) if id(slot.tensor) in read]
+
     def _initialize(self, path: str, module: nn.Module, wanted: set[Slot]) -> None:
-        places = {*own_slots(module), *wanted}
+        places = {*own_slots(module), *wanted, *self._read_below(module)}
         owners = list(dict.fromkeys(slot.owner for slot in places))
 
         def make(slot: Slot) -> Tensor:
@@ -211,12 +233,15 @@ class _Materializer:
         return left
 
     def _install(self, slot: Slot, full: Tensor) -> None:
-        old = slot.tensor
         value = full.detach()
         if self.group is not None and dist.get_world_size(self.group) > 1:
             dist.broadcast(value, dist.get_global_rank(self.group, 0), group=self.group)
         local = slot.spec.slice(value) if slot.spec is not None else value
-        new: Tensor = local
+        self.created.add(id(self._put(slot, local)))
+
+    def _put(self, slot: Slot, local: Tensor) -> Tensor:
+        """Put this rank's part in the place of one on meta."""
+        old, new = slot.tensor, local
         if isinstance(old, nn.Parameter):
             new = new_parameter(local, old)
             apply_tags(new, {}, self.group)
@@ -224,11 +249,11 @@ class _Materializer:
             new.__dict__.update(tags_of(old))
         self.new[id(old)] = new
         self.keep.append(old)
-        self.created.add(id(new))
         _keep(slot, new)
+        return new
 
-    def check_complete(self) -> None:
-        """Every tensor has values now."""
+    def finish(self) -> None:
+        """Every tensor has values now, unless nothing is to initialize them."""
         for _, module in _post_order(self.model):
             self._adopt_tied(module)
         left = [
@@ -236,7 +261,7 @@ class _Materializer:
             for name, t in (*self.model.named_parameters(), *self.model.named_buffers())
             if self._is_wanted(t)
         ]
-        if left:
+        if left and self.initialize:
             raise SlapoError(
                 f"{left[:5]} are still on meta; they belong to modules that are not reached "
                 "through children. Initialise them by hand and build with init_weights=False"

@@ -3,16 +3,40 @@
 A module that takes the place of others may define ``weight_sources()``: for each of its
 parameters, which of the originals' parameters make it up. The same declaration, read backwards,
 gives the originals' parameters again.
+
+Each tensor carries its origin, that of the whole of it: ``create_schedule`` gives it its own name,
+and where a replacement packs values, origins are packed by the same code. How a tensor is sliced is
+known already, and is applied when somebody asks. Copies of tensors lose their origins, so ``build``
+writes these down on the modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from slapo.sharding.state import shards_of
+from slapo.wrapper import innermost
+
+if TYPE_CHECKING:
+    from slapo.weights.pieces import Pieced
+
+
+# On a tensor: its name in the original model, or its pieces; without an underscore in front, as
+# such attributes follow to the tensor that takes its place.
+_ORIGIN = "slapo_origin"
+
+# On a module of a built model: name of a tensor -> origin.
+_WRITTEN = "_slapo_origins"
+
+# On the root of a built model.
+_ORIGINAL = "_slapo_original"
 
 
 @dataclass(frozen=True)
@@ -101,6 +125,9 @@ def _fill(
         owner._parameters[leaf] = nn.Parameter(
             value.detach().clone(), requires_grad=any(p.requires_grad for p in parts)
         )
+    origins = [origin_of(part) for part in parts]
+    if None not in origins:
+        give_origin(owner._parameters[leaf], source.pack(origins))  # type: ignore[arg-type]
 
 
 def _original(
@@ -144,3 +171,111 @@ def dropped_values(new: nn.Module, original: nn.Module) -> list[str]:
         and not (p.is_meta or before[name].is_meta)
         and not torch.equal(p.to(before[name].dtype), before[name])
     ]
+
+
+# --- origins --------------------------------------------------------------------------------------
+@dataclass
+class Original:
+    """The model as it was given to ``create_schedule``."""
+
+    cls: type[nn.Module]
+    config: Any
+    generation_config: Any
+    #: name -> shape and dtype, of parameters and persistent buffers
+    tensors: dict[str, tuple[torch.Size, torch.dtype]]
+    #: name -> the first name of the same tensor
+    ties: dict[str, str]
+
+    @property
+    def is_of_transformers(self) -> bool:
+        """Return whether Transformers knows how it lies on disk."""
+        return hasattr(self.cls, "from_pretrained") and hasattr(self.config, "save_pretrained")
+
+
+def note_origins(model: nn.Module) -> Original:
+    """Give each tensor of a model its name for an origin, and remember the model."""
+    first: dict[int, str] = {}
+    tensors, ties = {}, {}
+    for name, module, leaf in places(model):
+        tensor = tensor_at(module, leaf)
+        if is_lazy(tensor):
+            continue
+        if id(tensor) in first:
+            ties[name] = first[id(tensor)]
+            continue
+        first[id(tensor)] = name
+        setattr(tensor, _ORIGIN, name)
+        spec = shards_of(module).get(leaf)
+        shape = tensor.shape if spec is None else spec.full_shape
+        tensors[name] = (torch.Size(shape), tensor.dtype)
+    root = innermost(model)
+    config, generation = (
+        copy.deepcopy(getattr(root, name, None)) for name in ("config", "generation_config")
+    )
+    return Original(_class_of(root), config, generation, tensors, ties)
+
+
+def _class_of(model: nn.Module) -> type[nn.Module]:
+    return next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("slapo"))
+
+
+def give_origin(tensor: Any, origin: Pieced) -> None:
+    """Say what a tensor is made of."""
+    setattr(tensor, _ORIGIN, origin)
+
+
+def origin_of(tensor: Tensor) -> Pieced | None:
+    """What a tensor is made of that is not sharded; None if its author has given it values."""
+    return None if hasattr(tensor, "orig_shape") else _as_pieces(tensor, None, tensor.shape)
+
+
+def origin_at(module: nn.Module, leaf: str) -> Pieced | None:
+    """What the whole tensor at a place is made of; None if its author has given it values."""
+    tensor, spec = tensor_at(module, leaf), shards_of(module).get(leaf)
+    written = module.__dict__.get(_WRITTEN, {}).get(leaf)
+    return _as_pieces(tensor, written, tensor.shape if spec is None else spec.full_shape)
+
+
+def _as_pieces(tensor: Tensor, written: Any, shape: torch.Size) -> Pieced | None:
+    from slapo.weights.pieces import Pieced  # where weights are packed, or a model is built
+
+    found = getattr(tensor, _ORIGIN, written)
+    return Pieced.leaf(found, shape, tensor.dtype) if isinstance(found, str) else found
+
+
+def write_down(model: nn.Module, original: Original | None = None) -> None:
+    """Have the modules of a model know the origins of their tensors, as copies of those do not."""
+    for _, module, leaf in places(model):
+        if is_lazy(tensor_at(module, leaf)):
+            continue
+        found = origin_at(module, leaf)
+        if found is not None:
+            # With the shape, which not every runtime leaves to a parameter.
+            give_origin(tensor_at(module, leaf), found)
+            module.__dict__.setdefault(_WRITTEN, {})[leaf] = found
+    if original is not None:
+        innermost(model).__dict__[_ORIGINAL] = original
+
+
+def original_of(model: nn.Module) -> Original | None:
+    """The model that a built one was."""
+    return innermost(model).__dict__.get(_ORIGINAL)
+
+
+def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Where a model holds what it saves: name, module, name there; by all names of a tensor."""
+    for path, outer in model.named_modules(remove_duplicate=False):
+        module = innermost(outer)
+        prefix = f"{path}." if path else ""
+        if isinstance(module, torch.jit.ScriptModule):
+            yield from ((prefix + n, module, n) for n, _ in module.named_parameters(recurse=False))
+            continue
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and leaf not in module._non_persistent_buffers_set:
+                yield prefix + leaf, module, leaf
+
+
+def tensor_at(module: nn.Module, leaf: str) -> Tensor:
+    """The tensor that a module has under a name."""
+    found: Tensor = getattr(module, leaf)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,8 @@ from slapo.framework_dialect.gradients import scale_gradients
 from slapo.framework_dialect.options import TrainingOptions
 from slapo.framework_dialect.replica_use import calls_differ, refuse_unlike_use, used_in
 from slapo.framework_dialect.runtime import Lowering
+from slapo.weights.holdings import Held
+from slapo.weights.pieces import Pieced, boxes_of_range
 
 
 class OpaqueTargets:
@@ -196,10 +199,28 @@ class DeepSpeedEngine(Engine):
             norm = self.engine.get_global_grad_norm()
             self.grad_norm = None if norm is None else torch.as_tensor(norm, device=self.device)
 
-    def _renew_masters(self) -> None:
+    def renew_masters(self) -> None:
+        """See :meth:`Engine.renew_masters`."""
         refresh = getattr(self.engine.optimizer, "refresh_fp32_params", None)
         if refresh is not None:
             refresh()
+
+
+@dataclass
+class _FlatShare(Held):
+    """A parameter of which ZeRO stage 3 leaves this rank a range of its elements."""
+
+    dp_rank: int = 0
+
+    def parts(self) -> Iterator[tuple[Tensor, Pieced]]:
+        """See :meth:`Held.parts`."""
+        tensor: Any = self.tensor
+        share, here = tensor.ds_tensor.detach(), self.here
+        start = self.dp_rank * share.numel()
+        stop = min(start + share.numel(), tensor.ds_numel)
+        for at, box in boxes_of_range(here.shape, start, stop):
+            part = here.part(box)
+            yield share.narrow(0, at - start, part.numel()).view(part.shape), part
 
 
 class ZeroEngine(DeepSpeedEngine):
@@ -228,6 +249,30 @@ class ZeroEngine(DeepSpeedEngine):
         if self.optimizer is not None:
             for name, parameter in self.module.named_parameters():
                 safe_set_full_fp32_param(parameter, values[name].float())
+
+    def held(self) -> list[Held]:
+        """See :meth:`Engine.held`; under ZeRO-3 those are ranges of flattened tensors."""
+        held = super().held()
+        if self.settings.zero < 3:
+            return held
+        rank = self.mesh.get_local_rank("dp")
+        return [
+            _FlatShare(h.name, h.tensor, h.origin, h.spec, rank)
+            if hasattr(h.tensor, "ds_tensor")
+            else h
+            for h in held
+        ]
+
+    def renew_masters(self) -> None:
+        """See :meth:`Engine.renew_masters`."""
+        super().renew_masters()
+        if self.settings.zero == 3 and self.optimizer is not None:
+            from deepspeed.utils import safe_set_local_fp32_param  # optional package
+
+            shared_out: Any = self.parameters()
+            for parameter in shared_out:
+                if parameter.requires_grad:
+                    safe_set_local_fp32_param(parameter, parameter.ds_tensor.float())
 
     @contextmanager
     def _gathered(self, writes: bool = False) -> Iterator[None]:

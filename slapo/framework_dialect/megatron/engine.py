@@ -240,7 +240,8 @@ class MegatronEngine(Engine):
         dist.all_reduce(found)
         return not found
 
-    def _renew_masters(self) -> None:
+    def renew_masters(self) -> None:
+        """See :meth:`Engine.renew_masters`."""
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 

@@ -136,7 +136,7 @@ class TorchEngineBase(Engine):
         for part in self._sharded:
             part.reshard()
 
-    _renew_masters = _drop_gathered
+    renew_masters = _drop_gathered
 
     def _reduce_gradients(self) -> None:
         """Complete gradients that are still partial after the backward."""

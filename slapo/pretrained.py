@@ -1,0 +1,238 @@
+"""Weights of Hugging Face, in and out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo.agreement import all_ranks_or_none, same_on_all_ranks
+from slapo.errors import SlapoError
+from slapo.framework_dialect import Engine
+from slapo.framework_dialect.precision import cast_parameters
+from slapo.schedule import Schedule
+from slapo.weights.export import export, size_in_bytes
+from slapo.weights.folders import Folder, Found
+from slapo.weights.holdings import Held, holdings
+from slapo.weights.load import Loader
+from slapo.weights.provenance import Original, original_of
+from slapo.wrapper import innermost
+
+Target = Schedule | nn.Module | Engine
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What :func:`load_pretrained` has found.
+
+    Attributes
+    ----------
+    missing : tuple of str
+        Names in the model that the folder does not have.
+    unexpected : tuple of str
+        Names in the folder that the model does not have.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    _bytes: Callable[[], int]
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that this rank has read; of a schedule, what its build reads."""
+        return self._bytes()
+
+
+def load_pretrained(
+    target: Target,
+    folder: str | os.PathLike[str],
+    *,
+    missing: str = "init",
+    dtype: torch.dtype | None = None,
+) -> Loaded:
+    """Take the weights of a model from a folder; each rank reads only what it holds.
+
+    Parameters
+    ----------
+    target
+        The root schedule, before :func:`slapo.build`, which reads then; a module that it built; or
+        an engine, whose optimizer goes on from the new weights with the state that it has.
+    folder
+        As ``save_pretrained`` writes it, in one file or several, or one file of safetensors. Names
+        are converted as Transformers does; those of other models are taken as they are.
+    missing
+        ``"init"`` initializes what belongs to a new head, or was not in the class that the folder
+        was saved from; ``"error"`` refuses it.
+    dtype
+        Of the parameters; those of the schedule if None. For a schedule alone.
+
+    Returns
+    -------
+    Loaded
+        What was missing and unexpected, and how many bytes this rank has read.
+
+    Raises
+    ------
+    SlapoError
+        If the folder is damaged, holds a model of another family or of other sizes, lacks what its
+        own class has, or names differ; on every rank, and before anything changes.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import slapo
+    >>> model, _ = slapo.build(slapo.create_schedule(nn.Linear(2, 2)))
+    >>> folder = tempfile.mkdtemp() + "/model"
+    >>> slapo.save_pretrained(model, folder)
+    >>> with slapo.init_empty_weights():
+    ...     sch = slapo.create_schedule(nn.Linear(2, 2))
+    >>> slapo.load_pretrained(sch, folder).missing
+    ()
+    >>> again, _ = slapo.build(sch)
+    >>> bool((again.weight == model.weight).all())
+    True
+    """
+    what = "load_pretrained"
+    if missing not in ("init", "error"):
+        raise ValueError(f'missing is {missing!r}; pass "init" or "error"')
+    original = _original(what, target)
+    if dtype is not None and not isinstance(target, Schedule):
+        raise ValueError(
+            f"load_pretrained: dtype={dtype} is for a schedule before build; what is built has the "
+            "dtype that it trains in"
+        )
+    same_on_all_ranks(what, {"folder": str(folder), "missing": missing, "dtype": str(dtype)})
+    found = all_ranks_or_none(what, lambda: _find(original, Path(folder), missing))
+    loader = Loader(found)
+    if isinstance(target, Schedule):
+        if dtype is not None:
+            cast_parameters(target.mod, dtype)
+        target.state.loader = loader
+        generation = found.take_generation_config()
+        if generation is not None:
+            vars(innermost(target.mod))["generation_config"] = generation
+    else:
+        loader.fill(all_ranks_or_none(what, lambda: _held(target)))
+        if isinstance(target, Engine):
+            target.renew_masters()
+    return Loaded(tuple(found.missing), tuple(found.unexpected), lambda: found.folder.bytes_read)
+
+
+def save_pretrained(
+    target: nn.Module | Engine,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: str | int = "50GB",
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a model as an ordinary folder of Hugging Face, which ``from_pretrained`` opens.
+
+    Names and shapes are those of the original model, whatever the schedule has made of it. Every
+    rank of the job calls it. Ranks write files side by side, and none holds the whole model. The
+    folder is there under its name only when all is in it.
+
+    Parameters
+    ----------
+    target
+        A module or an engine that :func:`slapo.build` returned.
+    folder
+        A new one, or an empty one.
+    max_shard_size
+        The most bytes in one file, or a text such as ``"5GB"``.
+    dtype
+        Of floating-point tensors in the folder; those of the model if None.
+
+    Raises
+    ------
+    SlapoError
+        If a tensor comes from no original, as of a module with weights of its own, or `folder`
+        holds files; on every rank.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import slapo
+    >>> model, _ = slapo.build(slapo.create_schedule(nn.Linear(2, 2)))
+    >>> slapo.save_pretrained(model, tempfile.mkdtemp() + "/model")
+    """
+    what = "save_pretrained"
+    limit = size_in_bytes(max_shard_size)
+    if isinstance(target, Schedule):
+        raise SlapoError("save_pretrained takes what slapo.build returned, and got a schedule")
+    original = _original(what, target)
+    same_on_all_ranks(what, {"folder": str(folder), "limit": limit, "dtype": str(dtype)})
+    held = all_ranks_or_none(what, lambda: _held(target))
+    export(original, held, Path(folder), limit, dtype)
+
+
+def take_over_saving(model: nn.Module) -> None:
+    """Let ``model.save_pretrained`` of a sharded model be :func:`save_pretrained`."""
+    if "save_pretrained" in innermost(model).__dict__:
+        model.__dict__["save_pretrained"] = MethodType(_save_as_transformers, model)
+
+
+def _save_as_transformers(
+    model: nn.Module,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    state_dict: Any = None,
+    max_shard_size: str | int = "50GB",
+    safe_serialization: bool = True,
+    **others: Any,
+) -> None:
+    if state_dict is not None or others or not safe_serialization:
+        raise SlapoError(
+            "save_pretrained of a sharded model takes a folder and max_shard_size; whatever "
+            "rank this is, call it on every one"
+        )
+    save_pretrained(model, save_directory, max_shard_size=max_shard_size)
+
+
+def _held(target: nn.Module | Engine) -> list[Held]:
+    return target.held() if isinstance(target, Engine) else holdings(target)
+
+
+def _original(what: str, target: Any) -> Original:
+    if isinstance(target, Schedule):
+        if target.parent is not None:
+            raise SlapoError(f"{what} takes the root schedule, and got {target.where}")
+        if target.state.built_for is not None:
+            raise SlapoError(f"{what}: this schedule is built already; pass what build returned")
+        return target.state.original
+    found = None
+    if isinstance(target, Engine):
+        found = original_of(target.lowering.model)
+    elif isinstance(target, nn.Module):
+        found = original_of(target)
+    else:
+        raise TypeError(
+            f"{what} takes what slapo.build returned, got {type(target).__name__}; pass a "
+            "schedule, a built module or an engine"
+        )
+    if found is None:
+        raise SlapoError(
+            f"{what}: this {type(target).__name__} was not built by slapo.build; pass what that "
+            "returned"
+        )
+    return found
+
+
+def _find(original: Original, path: Path, missing: str) -> Found:
+    folder = Folder(path)
+    found = Found(folder, original)
+    if not found.missing:
+        return found
+    lacking = found.missing if missing == "error" else found.missing_in_its_class()
+    if lacking:
+        extra = f"; it has {found.unexpected[:5]} beside" if found.unexpected else ""
+        raise SlapoError(
+            f"{path} lacks {lacking[:5]}{f' and {len(lacking) - 5} more' * (len(lacking) > 5)}"
+            f"{extra}; pass the folder of this model, or weights for all of it"
+        )
+    return found

@@ -1,0 +1,86 @@
+"""Any box of any original tensor, brought to the rank that asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slapo.agreement import communication_device, gathered, has_peers
+from slapo.weights.holdings import Held
+from slapo.weights.pieces import Box, index_of, lengths, overlap
+
+# Sends that may be under way at a time: each keeps a copy of what it sends.
+_AT_ONCE = 8
+
+
+class Exchange:
+    """Made and used by all ranks at once, in one order; nothing is gathered but lists of boxes."""
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self._mine: dict[tuple[str, Box], Tensor] = {}
+        for item in held:
+            for piece, values in item.pieces():
+                self._mine.setdefault((str(piece.leaf), piece.source), values)
+        offered = [(name, box, values.dtype) for (name, box), values in self._mine.items()]
+        self.rank = dist.get_rank() if has_peers() else 0
+        self._device = communication_device(None) if has_peers() else None
+        #: name -> box -> ranks that have it
+        self._holders: dict[str, dict[Box, list[int]]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for rank, boxes in enumerate(gathered(offered, None) if has_peers() else [offered]):
+            for name, box, dtype in boxes:
+                self._holders.setdefault(name, {}).setdefault(box, []).append(rank)
+                self.dtypes.setdefault(name, dtype)
+        self._pending: list[tuple[dist.Work | None, Tensor]] = []
+
+    def lacks(self, name: str, box: Box) -> bool:
+        """Return whether some of it is on no rank, or at two places at once."""
+        parts = (overlap(part, box) for part in self._holders.get(name, {}))
+        have = sum(torch.Size(lengths(part)).numel() for part in parts if part is not None)
+        return have != torch.Size(lengths(box)).numel()
+
+    def fetch(self, name: str, box: Box, owner: int, dtype: torch.dtype) -> Tensor | None:
+        """The values in a box, on the CPU, on the rank `owner`; None on the others."""
+        values = torch.empty(lengths(box), dtype=dtype) if self.rank == owner else None
+        for part, ranks in self._holders[name].items():
+            shared = overlap(part, box)
+            if shared is None:
+                continue
+            sender = owner if owner in ranks else ranks[0]
+            here = None
+            if self.rank == sender:
+                here = self._mine[name, part][index_of(shared, part)].to(dtype)
+            if sender != owner:
+                here = self._sent(here, lengths(shared), dtype, sender, owner)
+            if values is not None and here is not None:
+                values[index_of(shared, box)] = here.cpu()
+        return values
+
+    def finish(self) -> None:
+        """Wait until all is received."""
+        while self._pending:
+            self._wait()
+
+    def _sent(
+        self, values: Tensor | None, shape: list[int], dtype: torch.dtype, sender: int, owner: int
+    ) -> Tensor | None:
+        # As bytes: gloo sends no bfloat16.
+        if values is not None:
+            carried = values.to(self._device).contiguous().view(-1).view(torch.uint8)
+            self._pending.append((dist.isend(carried, owner), carried))
+            if len(self._pending) > _AT_ONCE:
+                self._wait()
+        elif self.rank == owner:
+            size = torch.Size(shape).numel() * dtype.itemsize
+            carried = torch.empty(size, dtype=torch.uint8, device=self._device)
+            dist.recv(carried, sender)
+            return carried.view(dtype).view(shape)
+        return None
+
+    def _wait(self) -> None:
+        work, _ = self._pending.pop(0)
+        if work is not None:
+            work.wait()

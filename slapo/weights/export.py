@@ -1,0 +1,217 @@
+"""Write a model as a folder of Hugging Face, from any layout, without gathering it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slapo.agreement import all_ranks_or_none, has_peers
+from slapo.errors import SlapoError
+from slapo.weights.exchange import Exchange
+from slapo.weights.files import TensorFile
+from slapo.weights.folders import INDEX, on_disk, skeleton_of
+from slapo.weights.holdings import Held
+from slapo.weights.pieces import Box, Pieced, box_of
+from slapo.weights.provenance import Original
+
+_WHAT = "save_pretrained"
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def size_in_bytes(text: str | int) -> int:
+    """Of ``"5GB"``: five times a thousand million, as Transformers counts.
+
+    Examples
+    --------
+    >>> size_in_bytes("5GB"), size_in_bytes("1MiB"), size_in_bytes(300)
+    (5000000000, 1048576, 300)
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B\s*", str(text).upper())
+    if found is None:
+        raise ValueError(f'max_shard_size is {text!r}; pass bytes, or a text such as "5GB"')
+    number, unit, binary = found.groups()
+    base = _UNITS[unit] if not binary else 1024 ** "_KMGT".index(unit or "_")
+    return int(float(number) * base)
+
+
+def export(
+    original: Original,
+    held: Sequence[Held],
+    folder: Path,
+    max_shard_size: int,
+    dtype: torch.dtype | None,
+) -> None:
+    """Write the folder: each rank some files, of which it asks the others for what it lacks."""
+    all_ranks_or_none(_WHAT, lambda: _check_origins(held))
+    exchange = Exchange(held)
+    kept = {n: t for n, t in exchange.dtypes.items() if dtype is None or not t.is_floating_point}
+    cast = {n: dtype for n in exchange.dtypes if n not in kept and dtype is not None}
+    disk = all_ranks_or_none(_WHAT, lambda: on_disk(original, {**kept, **cast}))
+    _check_whole(exchange, disk)
+    files = _shared_out(disk, max_shard_size)
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    on_first_rank = exchange.rank == 0
+    all_ranks_or_none(_WHAT, lambda: _start(folder, temporary) if on_first_rank else None)
+    world = dist.get_world_size() if has_peers() else 1
+    owners = {name: number % world for number, name in enumerate(files)}
+    mine = [name for name in files if owners[name] == exchange.rank]
+    opened: dict[str, TensorFile] = {}
+    try:
+        all_ranks_or_none(_WHAT, lambda: _create(opened, temporary, mine, files, disk))
+        error = _write(exchange, disk, files, owners, opened)
+        all_ranks_or_none(_WHAT, lambda: _close(opened, error))
+    finally:
+        for file in opened.values():
+            file.__exit__()
+    all_ranks_or_none(
+        _WHAT,
+        lambda: _finish(original, disk, files, temporary, folder) if on_first_rank else None,
+    )
+
+
+def _check_origins(held: Sequence[Held]) -> None:
+    lost = [item.name for item in held if item.origin is None]
+    if lost:
+        raise SlapoError(
+            f"save_pretrained: {lost[:5]} come from no tensor of the original model, which has no "
+            "names for them; let the module that has them declare weight_sources(), or save the "
+            "state dict of each rank"
+        )
+
+
+def _check_whole(exchange: Exchange, disk: Mapping[str, Pieced]) -> None:
+    lacking = [n for n, t in disk.items() if any(exchange.lacks(*need) for need in t.needs())]
+    if lacking:
+        raise SlapoError(
+            f"save_pretrained: {lacking[:5]} cannot be made from what the ranks hold; call it on "
+            "every rank, with the engine or model that slapo.build returned there"
+        )
+
+
+def _shared_out(disk: Mapping[str, Pieced], limit: int) -> dict[str, list[str]]:
+    """File -> names of its tensors, none larger than `limit` unless one tensor is."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in disk.items():
+        bytes_ = tensor.numel() * tensor.dtype.itemsize
+        if parts[-1] and size + bytes_ > limit:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += bytes_
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    count = len(parts)
+    return {f"model-{k:05d}-of-{count:05d}.safetensors": part for k, part in enumerate(parts, 1)}
+
+
+def _start(folder: Path, temporary: Path) -> None:
+    if folder.is_dir() and any(folder.iterdir()):
+        raise SlapoError(
+            f"save_pretrained: {folder} holds files already; pass a new folder, or remove it first"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise SlapoError(f"save_pretrained: {folder} is a file; pass a folder")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+
+
+def _create(
+    opened: dict[str, TensorFile],
+    temporary: Path,
+    mine: Sequence[str],
+    files: Mapping[str, Sequence[str]],
+    disk: Mapping[str, Pieced],
+) -> None:
+    for name in mine:
+        room = {key: (disk[key].shape, disk[key].dtype) for key in files[name]}
+        opened[name] = TensorFile.create(temporary / name, room)
+
+
+def _write(
+    exchange: Exchange,
+    disk: Mapping[str, Pieced],
+    files: Mapping[str, Sequence[str]],
+    owners: Mapping[str, int],
+    opened: Mapping[str, TensorFile],
+) -> Exception | None:
+    """Write the values; goes on after an error, as other ranks wait for what they are sent."""
+    error: Exception | None = None
+    # A tensor of each file in turn, so that all owners have work.
+    for row in zip_longest(*([(name, key) for key in keys] for name, keys in files.items())):
+        for name, key in filter(None, row):
+            tensor, owner = disk[key], owners[name]
+            values: dict[tuple[str, Box], Any] = {
+                need: exchange.fetch(*need, owner, exchange.dtypes[need[0]])
+                for need in tensor.needs()
+            }
+            if owner == exchange.rank and error is None:
+                try:
+                    whole = tensor.read(partial(_given, values))
+                    opened[name].write(key, box_of(whole.shape), whole)
+                except Exception as raised:
+                    error = raised
+    exchange.finish()
+    return error
+
+
+def _given(values: Mapping[tuple[str, Box], Tensor], name: str, box: Box) -> Tensor:
+    return values[name, box]
+
+
+def _close(opened: Mapping[str, TensorFile], error: Exception | None) -> None:
+    if error is not None:
+        raise error
+    for file in opened.values():
+        file.sync()
+
+
+def _finish(
+    original: Original,
+    disk: Mapping[str, Pieced],
+    files: Mapping[str, Sequence[str]],
+    temporary: Path,
+    folder: Path,
+) -> None:
+    """Configs, the index last, and the name that says that all is there."""
+    if original.is_of_transformers:
+        _write_configs(original, disk, temporary)
+    if len(files) > 1:
+        total = sum(t.numel() * t.dtype.itemsize for t in disk.values())
+        metadata = {"total_parameters": _parameters(original), "total_size": total}
+        where = {key: name for name, keys in files.items() for key in keys}
+        text = json.dumps({"metadata": metadata, "weight_map": where}, indent=2, sort_keys=True)
+        (temporary / INDEX).write_text(text + "\n")
+    if folder.is_dir():
+        folder.rmdir()  # it is empty
+    os.rename(temporary, folder)
+
+
+def _write_configs(original: Original, disk: Mapping[str, Pieced], folder: Path) -> None:
+    config = copy.deepcopy(original.config)
+    config.architectures = [original.cls.__name__]
+    config.dtype = next((t.dtype for t in disk.values() if t.dtype.is_floating_point), None)
+    config.save_pretrained(folder)
+    if original.generation_config is not None:
+        original.generation_config.save_pretrained(folder)
+
+
+def _parameters(original: Original) -> int:
+    model = skeleton_of(original) if original.is_of_transformers else None
+    if model is None:
+        return sum(shape.numel() for shape, _ in original.tensors.values())
+    return sum(p.numel() for p in model.parameters())

@@ -1,0 +1,172 @@
+"""Safetensors files by boxes: only the bytes of a box are read or written.
+
+The format: eight bytes that say how long the header is, the header in JSON (name -> dtype, shape,
+offsets of the values behind it), the values.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo.errors import SlapoError
+from slapo.weights.pieces import Box, lengths
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class TensorFile:
+    """A safetensors file that is open; use it in a ``with``.
+
+    Raises
+    ------
+    SlapoError
+        If it is cut off or damaged.
+    """
+
+    def __init__(self, path: Path, fd: int | None = None) -> None:
+        self.path, self.bytes_read = path, 0
+        self._fd = os.open(path, os.O_RDONLY) if fd is None else fd
+        try:
+            self._entries, self._start = self._read_header()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    @classmethod
+    def create(
+        cls, path: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]
+    ) -> TensorFile:
+        """A file with room for `tensors`, whose values are written later in any order."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        # The order of safetensors' own writer: values stay aligned.
+        order = sorted(tensors.items(), key=lambda item: (-item[1][1].itemsize, item[0]))
+        for name, (shape, dtype) in order:
+            end = at + math.prod(shape) * dtype.itemsize
+            header[name] = {
+                "dtype": _NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [at, end],
+            }
+            at = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            # A full disk shows now, before any work.
+            os.posix_fallocate(fd, 0, 8 + len(text) + at)
+            os.pwrite(fd, len(text).to_bytes(8, "little") + text, 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(path, fd)
+
+    def names(self) -> list[str]:
+        """Of its tensors."""
+        return list(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor."""
+        return tuple(self._entries[name]["shape"])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor."""
+        found = _DTYPES.get(self._entries[name]["dtype"])
+        if found is None:
+            raise SlapoError(
+                f"{self.path}: {name!r} is of the type {self._entries[name]['dtype']}, which this "
+                "version cannot read"
+            )
+        return found
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The values in a box."""
+        values = torch.empty(lengths(box), dtype=self.dtype(name))
+        self._move(name, box, values, os.preadv)
+        self.bytes_read += values.nbytes
+        return values
+
+    def write(self, name: str, box: Box, values: Tensor) -> None:
+        """Put values in a box."""
+        self._move(name, box, values.to(self.dtype(name)).contiguous(), os.pwritev)
+
+    def sync(self) -> None:
+        """Have it all on the disk."""
+        os.fsync(self._fd)
+
+    def _read_header(self) -> tuple[dict[str, Any], int]:
+        size = os.fstat(self._fd).st_size
+        length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+        if size < 8 or length > size - 8:
+            raise SlapoError(
+                f"{self.path} has {size} bytes, which is no safetensors file, or part of one"
+            )
+        try:
+            header = json.loads(os.pread(self._fd, length, 8))
+            header.pop("__metadata__", None)
+            ends = [entry["data_offsets"][1] for entry in header.values()]
+            sizes = [math.prod(entry["shape"]) for entry in header.values()]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise SlapoError(f"{self.path}: the header is damaged ({error})") from error
+        promised = 8 + length + max(ends, default=0)
+        if promised != size or not all(n >= 0 for n in sizes):
+            raise SlapoError(
+                f"{self.path} has {size} bytes, and its header says {promised}; the file is cut "
+                "off or damaged: copy it again"
+            )
+        return header, 8 + length
+
+    def _move(self, name: str, box: Box, values: Tensor, move: Callable[..., int]) -> None:
+        """Transfer the runs of bytes that a box consists of."""
+        if not values.numel():
+            return
+        shape, item = self.shape(name), values.element_size()
+        # Axes from here on are whole: a run goes through all of them.
+        axis = len(shape)
+        while axis and box[axis - 1] == (0, shape[axis - 1]):
+            axis -= 1
+        strides = [math.prod(shape[k + 1 :]) * item for k in range(len(shape))]
+        outer = box[: max(axis - 1, 0)]
+        first = self._start + int(self._entries[name]["data_offsets"][0])
+        length = values.nbytes // math.prod(lengths(outer))
+        if axis:
+            first += box[axis - 1][0] * strides[axis - 1]
+        memory = memoryview(values.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        for number, index in enumerate(product(*(range(*bounds) for bounds in outer))):
+            at = first + sum(i * stride for i, stride in zip(index, strides, strict=False))
+            run = memory[number * length : (number + 1) * length]
+            while run:
+                moved = move(self._fd, [run], at)
+                if moved <= 0:
+                    raise SlapoError(f"{self.path} ends within {name!r}; copy the file again")
+                run, at = run[moved:], at + moved

@@ -1,0 +1,298 @@
+"""Folders of Hugging Face: their tensors by name, and how these make up those of a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo.errors import SlapoError
+from slapo.weights.files import TensorFile
+from slapo.weights.pieces import Box, Pieced, index_of
+from slapo.weights.provenance import Original
+
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+
+
+class Folder:
+    """The tensors in a folder, or of one file; use it in a ``with``.
+
+    Raises
+    ------
+    SlapoError
+        If there is none, or the folder contradicts itself.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._open = ExitStack()
+        #: old files, which are read whole
+        self._loaded: dict[str, Tensor] = {}
+        self._file_of: dict[str, TensorFile] = {}
+        try:
+            self._find()
+        except BaseException:
+            self._open.close()
+            raise
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    @property
+    def bytes_read(self) -> int:
+        """Of tensors, so far."""
+        files = {id(file): file for file in self._file_of.values()}
+        return sum(file.bytes_read for file in files.values())
+
+    def leaves(self) -> dict[str, Pieced]:
+        """Each tensor, as itself."""
+        stored = {n: (file.shape(n), file.dtype(n)) for n, file in self._file_of.items()}
+        stored |= {name: (t.shape, t.dtype) for name, t in self._loaded.items()}
+        return {n: Pieced.leaf(n, shape, dtype) for n, (shape, dtype) in stored.items()}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The values in a box."""
+        if name in self._loaded:
+            return self._loaded[name][index_of(box)]
+        return self._file_of[name].read(name, box)
+
+    def config(self) -> dict[str, Any]:
+        """What ``config.json`` says; nothing where there is none."""
+        path = self.path / "config.json"
+        if self.path.is_file() or not path.is_file():
+            return {}
+        return _json(path)
+
+    def _find(self) -> None:
+        if self.path.is_file():
+            self._add([self.path])
+        elif not self.path.is_dir():
+            raise SlapoError(
+                f"{self.path} is neither a folder nor a file; pass a folder that save_pretrained "
+                "has written, or one that was downloaded before: nothing is downloaded here"
+            )
+        elif (self.path / INDEX).is_file():
+            self._add_index(_json(self.path / INDEX))
+        elif (self.path / WEIGHTS).is_file():
+            self._add([self.path / WEIGHTS])
+        else:
+            self._add(self._others())
+
+    def _others(self) -> list[Path]:
+        """Files without an index: safetensors by any name, else those of ``torch.save``."""
+        for pattern in ("*.safetensors", "pytorch_model*.bin"):
+            found = sorted(self.path.glob(pattern))
+            if found:
+                return found
+        has = sorted(path.name for path in self.path.iterdir())[:8]
+        raise SlapoError(
+            f"{self.path} holds no weights, neither *.safetensors nor pytorch_model*.bin; it has "
+            f"{has or 'nothing'}"
+        )
+
+    def _add_index(self, index: Any) -> None:
+        where = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(where, dict):
+            raise SlapoError(f"{self.path / INDEX} has no weight_map; save the folder again")
+        files = sorted(set(where.values()))
+        gone = [name for name in files if not (self.path / name).is_file()]
+        if gone:
+            raise SlapoError(f"{self.path}: the index names {gone[:3]}, which are not there")
+        self._add([self.path / name for name in files])
+        lacking = [name for name in where if name not in self._file_of]
+        extra = [name for name in self._file_of if name not in where]
+        if lacking or extra:
+            what = f"lack {lacking[:3]}" if lacking else f"have {extra[:3]} beside what it names"
+            raise SlapoError(f"{self.path}: the index and its files differ, which {what}")
+
+    def _add(self, paths: list[Path]) -> None:
+        for path in paths:
+            if path.suffix == ".safetensors":
+                file = self._open.enter_context(TensorFile(path))
+                self._file_of |= dict.fromkeys(file.names(), file)
+            else:
+                self._loaded |= _loaded(path)
+
+
+def _loaded(path: Path) -> dict[str, Tensor]:
+    """What ``torch.save`` has written; code in it is not run."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise SlapoError(
+            f"{path} is no file of tensors alone ({type(error).__name__}: {str(error)[:200]}); "
+            "code in it is not run: save the model as safetensors"
+        ) from None
+    if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
+        raise SlapoError(f"{path} holds no state dict of tensors; save the model as safetensors")
+    return found
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise SlapoError(f"{path} is damaged: {error}") from None
+
+
+def class_of(folder: Folder) -> Any:
+    """The class that it was saved from; None if that is not known."""
+    names = folder.config().get("architectures")
+    if not names:
+        return None
+    import transformers  # optional package
+
+    return getattr(transformers, names[0], None)
+
+
+class Found:
+    """What a folder has for a model.
+
+    Attributes
+    ----------
+    originals
+        Name in the model -> what the tensor is made of in the folder.
+    missing, unexpected
+        Names in the model that the folder lacks, and the reverse.
+    """
+
+    def __init__(self, folder: Folder, original: Original) -> None:
+        self.folder, self._original = folder, original
+        self._check_family(original)
+        leaves = folder.leaves()
+        if original.is_of_transformers:
+            self.originals, info = _converted(original, leaves)
+        else:
+            self.originals = {n: t for n, t in leaves.items() if n in original.tensors}
+            info = {"unexpected_keys": leaves.keys() - original.tensors - original.ties.keys()}
+        for name, first in original.ties.items():
+            if name in self.originals:
+                self.originals.setdefault(first, self.originals[name])
+        self.originals = {n: t for n, t in self.originals.items() if n in original.tensors}
+        self.missing = sorted(original.tensors.keys() - self.originals)
+        self.unexpected = sorted(info["unexpected_keys"])
+        self._check_shapes(original, info.get("mismatched_keys", ()))
+
+    def take_generation_config(self) -> Any:
+        """How the folder's model generates text, which is part of the model; None without."""
+        path = self.folder.path / "generation_config.json"
+        if not self._original.is_of_transformers or not path.is_file():
+            return None
+        from transformers import GenerationConfig  # optional package
+
+        found = GenerationConfig.from_pretrained(self.folder.path)
+        self._original.generation_config = found
+        return found
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The values in a box of the model's tensor."""
+        return self.originals[name].part(box).read(self.folder.read)
+
+    def missing_in_its_class(self) -> list[str]:
+        """What the folder lacks of the class that it was saved from."""
+        cls = class_of(self.folder)
+        if cls is None or cls is self._original.cls:
+            return self.missing if cls is not None else []
+        saved = replace(self._original, cls=cls)
+        _, info = _converted(saved, self.folder.leaves())
+        return sorted(info["missing_keys"])
+
+    def _check_family(self, original: Original) -> None:
+        config = self.folder.config()
+        quantized = config.get("quantization_config")
+        if quantized:
+            raise SlapoError(
+                f"{self.folder.path} holds weights quantized by "
+                f"{quantized.get('quant_method', 'some method')!r}, which cannot be sharded; pass "
+                "a folder of plain weights"
+            )
+        family = getattr(original.config, "model_type", None)
+        other = config.get("model_type")
+        if original.is_of_transformers and other is not None and other != family:
+            raise SlapoError(
+                f"{self.folder.path} holds a model of the family {other!r}, and this one is of "
+                f"{family!r} ({original.cls.__name__}); make the model from this folder's config"
+            )
+
+    def _check_shapes(self, original: Original, mismatched: Any) -> None:
+        wrong = {name: (tuple(disk), tuple(here)) for name, disk, here in mismatched}
+        for name, tensor in self.originals.items():
+            if tensor.shape != original.tensors[name][0]:
+                wrong[name] = (tuple(tensor.shape), tuple(original.tensors[name][0]))
+        if wrong:
+            shown = [f"{n} is {disk}, not {here}" for n, (disk, here) in list(wrong.items())[:3]]
+            raise SlapoError(
+                f"{self.folder.path} holds a model of other sizes: {'; '.join(shown)}"
+                f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}; make the model from "
+                "this folder's config"
+            )
+
+
+def _converted(
+    original: Original, leaves: Mapping[str, Pieced]
+) -> tuple[dict[str, Pieced], dict[str, Any]]:
+    """Names in the model, by Transformers' own conversion."""
+    made: Any = original.cls
+    with _quiet():
+        model, info = made.from_pretrained(
+            None,
+            config=original.config,
+            state_dict=dict(leaves),
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    tensors = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    return {name: t for name, t in tensors if isinstance(t, Pieced)}, info
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Transformers tells what is missing; here it is in the result."""
+    from transformers.utils import logging  # optional package
+
+    level, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shows_bars:
+            logging.enable_progress_bar()
+
+
+def skeleton_of(original: Original) -> nn.Module:
+    """The original model without memory."""
+    made: Any = original.cls
+    with torch.device("meta"):
+        model: nn.Module = made(original.config)
+    return model
+
+
+def on_disk(original: Original, dtypes: Mapping[str, torch.dtype]) -> dict[str, Pieced]:
+    """Name in the folder -> what the tensor is made of in the model."""
+    leaves = {
+        name: Pieced.leaf(name, shape, dtypes.get(name, dtype))
+        for name, (shape, dtype) in original.tensors.items()
+    }
+    if not original.is_of_transformers:
+        return leaves
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model: Any = skeleton_of(original)
+    left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
+    kept = {name: leaf for name, leaf in leaves.items() if name not in left_out}
+    found: dict[str, Pieced] = revert_weight_conversion(model, kept)
+    return found

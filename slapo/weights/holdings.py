@@ -1,0 +1,70 @@
+"""What a rank holds of the tensors of the original model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from slapo.errors import SlapoError
+from slapo.sharding.slicing import ShardSpec, is_sharded
+from slapo.sharding.state import shards_of
+from slapo.weights.pieces import Piece, Pieced, index_of
+from slapo.weights.provenance import origin_at, places, tensor_at
+
+
+@dataclass
+class Held:
+    """A tensor that this rank holds, and what the whole of it is made of."""
+
+    name: str
+    tensor: Tensor
+    #: None if it comes from no original
+    origin: Pieced | None
+    spec: ShardSpec | None = None
+
+    @property
+    def here(self) -> Pieced:
+        """The origin of this rank's slice."""
+        whole: Any = self.origin
+        found: Any = whole if self.spec is None else self.spec.slice(whole)
+        return found
+
+    def parts(self) -> Iterator[tuple[Tensor, Pieced]]:
+        """The values in this process, and their origins."""
+        tensor, here = self.tensor.detach(), self.here
+        if tensor.shape != here.shape:
+            raise SlapoError(
+                f"{self.name!r} has the shape {tuple(tensor.shape)}, and this rank's part of it "
+                f"{tuple(here.shape)}; pass the engine that slapo.build returned, not its module"
+            )
+        if not is_sharded(tensor):
+            yield tensor, here
+            return
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        share: Any = tensor
+        sizes, starts = compute_local_shape_and_global_offset(
+            share.shape, share.device_mesh, share.placements
+        )
+        box = tuple((at, at + size) for at, size in zip(starts, sizes, strict=True))
+        yield share.to_local(), here.part(box)
+
+    def pieces(self) -> Iterator[tuple[Piece, Tensor]]:
+        """Pieces of originals that are here, and views of their values as they lie there."""
+        for local, here in self.parts():
+            for piece in here.pieces:
+                if isinstance(piece.leaf, str):
+                    yield piece, piece.to_source(local[index_of(piece.place)])
+
+
+def holdings(module: nn.Module) -> list[Held]:
+    """Each tensor of a module once."""
+    found: dict[int, Held] = {}
+    for name, owner, leaf in places(module):
+        tensor, spec = tensor_at(owner, leaf), shards_of(owner).get(leaf)
+        if id(tensor) not in found:
+            found[id(tensor)] = Held(name, tensor, origin_at(owner, leaf), spec)
+    return list(found.values())

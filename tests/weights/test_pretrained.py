@@ -1,0 +1,589 @@
+"""Folders of Hugging Face: into any layout, and out of it the same, byte for byte."""
+
+from __future__ import annotations
+
+import copy
+import filecmp
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+import transformers
+
+import slapo
+from slapo.op import FusedQKV
+from slapo.weights.files import TensorFile
+from slapo.weights.folders import Folder
+from slapo.weights.provenance import Source
+from tests.distributed import run_distributed
+from tests.model_schedule.models import MODELS, tokens
+from tests.runtimes.ranks import error_of
+
+LIMIT = "60KB"
+#: Of Transformers; the others have no folders.
+KEYS = [key for key in MODELS if key != "wideresnet"]
+
+
+def loss_of(output: Any, _: Any) -> Tensor:
+    return output.loss if hasattr(output, "loss") else output.square().mean()
+
+
+def contents(path: str | Path) -> dict[str, Tensor]:
+    with Folder(path) as folder:
+        return {n: folder.read(n, t.pieces[0].source) for n, t in folder.leaves().items()}
+
+
+def differences(left: str | Path, right: str | Path) -> list[str]:
+    """What two folders do not have alike."""
+    one, two = contents(left), contents(right)
+    found = sorted(one.keys() ^ two.keys())
+    for name in one.keys() & two.keys():
+        if one[name].dtype != two[name].dtype or not torch.equal(one[name], two[name]):
+            found.append(name)
+    for config in ("config.json", "generation_config.json"):
+        pair = [Path(path, config) for path in (left, right)]
+        if pair[0].exists() and not (pair[1].exists() and filecmp.cmp(*pair, shallow=False)):
+            found.append(config)
+    return found
+
+
+def local(parameter: Any) -> Tensor:
+    share = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return getattr(parameter, "ds_tensor", share)
+
+
+def bytes_held(module: nn.Module) -> int:
+    tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    saved = [t for t in tensors.values() if hasattr(t, "slapo_origin")]
+    return sum(local(t).nbytes for t in saved)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("folders")
+    for key in KEYS:
+        MODELS[key].build().save_pretrained(where / key, max_shard_size=LIMIT)
+    return where
+
+
+def scheduled(key: str, mesh: Any, on_meta: bool, **options: Any) -> slapo.Schedule:
+    with slapo.init_empty_weights(enable=on_meta):
+        model = MODELS[key].build()
+    if not on_meta:
+        for parameter in model.parameters():
+            parameter.data.zero_()
+    pp = mesh.shape[0]
+    cuts = {"pipeline_cuts": pp, "example_inputs": MODELS[key].inputs(2, 8)} if pp > 1 else {}
+    return slapo.apply_schedule(model, key, group=mesh["tp"], **cuts, **options)
+
+
+def there_and_back(
+    rank: int,
+    world: int,
+    where: str,
+    keys: list[str],
+    layout: tuple[int, int, int],
+    target: str,
+    options: dict[str, Any],
+    on_meta: bool,
+) -> None:
+    """From a folder to this rank's slices, before build or after it, and out again."""
+    mesh = slapo.init_mesh(*layout, device="cpu")
+    for key in keys:
+        sch = scheduled(key, mesh, on_meta)
+        late = "late" in options
+        given = {name: value for name, value in options.items() if name != "late"}
+        if layout[0] > 1:
+            given["micro_batches"] = 2
+        found = None if late else slapo.load_pretrained(sch, f"{where}/{key}")
+        engine, _ = slapo.build(
+            sch, target, mesh=mesh, loss_fn=loss_of, optimizer=torch.optim.SGD, **given
+        )
+        if found is None:
+            found = slapo.load_pretrained(engine, f"{where}/{key}")
+        assert (found.missing, found.unexpected) == ((), ()), key
+        if given.get("data_parallel") != "fsdp" or late:
+            share = sum(bytes_held(m) for m in engine.lowering.stages.values() or [engine.module])
+            assert abs(found.bytes_read - share) <= 64 * (given.get("zero") == 3), key
+        out = f"{where}/{key}_out"
+        slapo.save_pretrained(engine, out, max_shard_size=LIMIT)
+        if rank == 0:
+            assert differences(f"{where}/{key}", out) == [], key
+            shutil.rmtree(out)
+        torch.distributed.barrier()
+
+
+LAYOUTS: dict[str, tuple[Any, ...]] = {
+    "tp 2": ((1, 1, 2), "torch", {}, True),
+    "tp 2 in place": ((1, 1, 2), "torch", {}, False),
+    "pp 2": ((2, 1, 1), "torch", {}, True),
+    "fsdp late": ((1, 2, 1), "torch", {"data_parallel": "fsdp", "late": True}, False),
+    "fsdp": ((1, 2, 1), "torch", {"data_parallel": "fsdp", "dtype": torch.bfloat16}, True),
+}
+ZERO = {
+    "zero 1 late": ((1, 2, 1), "deepspeed", {"zero": 1, "late": True}, False),
+    "zero 3 late": ((1, 2, 1), "deepspeed", {"zero": 3, "late": True}, False),
+    "zero 2": ((1, 2, 1), "deepspeed", {"zero": 2}, True),
+}
+FOUR: dict[str, tuple[Any, ...]] = {
+    "pp 2 tp 2": ((2, 1, 2), "torch", {}, True),
+    "tp 4": ((1, 1, 4), "torch", {}, True),
+    "hsdp tp 2": ((1, 2, 2), "torch", {"data_parallel": "fsdp", "late": True}, False),
+}
+SOME = ["gpt2", "llama", "mixtral", "t5"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_folders_come_back_the_same(folders: Path, layout: str) -> None:
+    keys = (
+        KEYS if layout != "pp 2" else ["gpt2", "t5", "vit"]
+    )  # each is captured, which takes seconds
+    run_distributed(there_and_back, 2, str(folders), keys, *LAYOUTS[layout], timeout=250)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ZERO)
+def test_folders_come_back_from_deepspeed(folders: Path, layout: str) -> None:
+    pytest.importorskip("deepspeed")
+    run_distributed(there_and_back, 2, str(folders), SOME, *ZERO[layout], timeout=250)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", FOUR)
+def test_folders_come_back_from_four_ranks(folders: Path, layout: str) -> None:
+    keys = SOME if layout != "pp 2 tp 2" else ["llama", "mixtral"]
+    run_distributed(there_and_back, 4, str(folders), keys, *FOUR[layout], timeout=280)
+
+
+@pytest.mark.distributed
+@pytest.mark.wide
+def test_folders_of_all_families_come_back_from_stages(folders: Path) -> None:
+    keys = [key for key in KEYS if key != "albert"]
+    run_distributed(there_and_back, 2, str(folders), keys, *LAYOUTS["pp 2"], timeout=250)
+
+
+# --- one process ---------------------------------------------------------------------------------
+def llama(**changes: Any) -> nn.Module:
+    return MODELS["llama"].build(**changes)
+
+
+def on_meta(**changes: Any) -> slapo.Schedule:
+    with slapo.init_empty_weights():
+        return slapo.create_schedule(llama(**changes))
+
+
+def test_a_model_from_a_folder_computes_what_it_did(folders: Path, tmp_path: Path) -> None:
+    sch = on_meta()
+    slapo.load_pretrained(sch, folders / "llama")
+    model, _ = slapo.build(sch)
+    kind = transformers.LlamaForCausalLM
+    given = tokens(2, 8)
+    expected = kind.from_pretrained(folders / "llama")(**given)
+    assert torch.equal(model(**given).logits, expected.logits)
+    slapo.save_pretrained(model, tmp_path / "half", dtype=torch.bfloat16)
+    half = kind.from_pretrained(tmp_path / "half", dtype="auto")
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half.lm_head.weight, model.lm_head.weight.bfloat16())
+
+
+def test_a_dtype_of_the_schedule(folders: Path) -> None:
+    sch = on_meta()
+    slapo.load_pretrained(sch, folders / "llama", dtype=torch.bfloat16)
+    model, _ = slapo.build(sch)
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    whole = contents(folders / "llama")["lm_head.weight"]
+    assert torch.equal(model.lm_head.weight, whole.bfloat16())
+    with pytest.raises(ValueError, match="is for a schedule before build"):
+        slapo.load_pretrained(model, folders / "llama", dtype=torch.float32)
+
+
+def test_a_new_head_is_initialized(folders: Path) -> None:
+    settings = transformers.LlamaConfig.from_pretrained(folders / "llama", num_labels=3)
+    torch.manual_seed(0)
+    with slapo.init_empty_weights():
+        model = transformers.LlamaForSequenceClassification(settings)
+    sch = slapo.create_schedule(model)
+    with pytest.raises(slapo.SlapoError, match=r"lacks \['score.weight'\]"):
+        slapo.load_pretrained(sch, folders / "llama", missing="error")
+    found = slapo.load_pretrained(sch, folders / "llama")
+    assert (found.missing, found.unexpected) == (("score.weight",), ("lm_head.weight",))
+    model, _ = slapo.build(sch)
+    assert 0.01 < float(model.score.weight.detach().std()) < 0.03
+    whole = contents(folders / "llama")
+    assert torch.equal(model.model.embed_tokens.weight, whole["model.embed_tokens.weight"])
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(8, 12, bias=False), nn.Linear(8, 12, bias=False)
+        self.down = nn.Linear(12, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.sigmoid(self.gate(x)) * self.up(x))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length = x.shape[0], x.shape[1]
+        heads = [p(x).view(batch, length, -1, 4) for p in (self.query, self.key, self.value)]
+        q, k, v = (h.transpose(1, 2) for h in heads)
+        return (q * k + v).transpose(1, 2).reshape(batch, length, -1)
+
+
+class Own(nn.Module):
+    """Not of Transformers: a tied head, a norm with buffers, a square weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.attention, self.mlp, self.square = Attention(), MLP(), nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        x = x + self.mlp(x + self.attention(x))
+        return self.head(self.norm(self.square(x).flatten(0, 1)))
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(8, 24, bias=False)
+
+    def weight_sources(self) -> dict[str, Any]:
+        return {"both.weight": Source(("0.weight", "1.weight"))}
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.both(x).chunk(2, dim=-1)
+
+
+class Turned(nn.Module):
+    def __init__(self, back: bool = False) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(8, 8)), nn.Parameter(torch.empty(8))
+        self.back = back
+
+    def weight_sources(self) -> dict[str, Any]:
+        return {
+            "weight": Source(("0.weight",), transpose=True),
+            "bias": Source(("0.bias",)),
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight.t() if self.back else self.weight) + self.bias
+
+
+def projections(x: Tensor) -> Any:
+    projected = slapo.call_module("query|key|value", x).view(x.shape[0], x.shape[1], -1, 4)
+    return projected.transpose(1, 2)
+
+
+def rebuilt(sch: slapo.Schedule) -> None:
+    """Change all that a schedule can change, and keep what is computed."""
+    sch["mlp"].trace()
+    found = sch["mlp"].find(lambda x: slapo.call_module("gate|up", x))
+    sch["mlp"].replace(Packed(), found)
+    sch["square"].replace(Turned())
+    sch["square"].replace(Turned(back=True))
+    sch["square"].replace(Turned())
+    sch["mlp.down"].decompose() if False else None
+
+
+def own_parts(rank: int, world: int, where: str) -> None:
+    group = torch.distributed.group.WORLD if world > 1 else None
+    torch.manual_seed(0)
+    model = Own().eval()
+    before = {n: t.clone() for n, t in model.state_dict().items() if n != "head.weight"}
+    ids = torch.randint(0, 11, (2, 3))
+    expected = model(ids)
+    sch = slapo.create_schedule(model, group=group)
+    rebuilt(sch)
+    if world > 1:
+        both = sch["mlp.Packed_0.both"]
+        both.shard("weight", axis=0, blocks=2).sync("bwd_post", "all_reduce")
+        sch["mlp.down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    built, _ = slapo.build(copy.deepcopy(sch))
+    torch.testing.assert_close(built(ids), expected)
+    for number, version in enumerate((built, copy.deepcopy(built), slapo.build(sch)[0])):
+        out = f"{where}/{number}"
+        slapo.save_pretrained(version, out)
+        after = contents(f"{out}/model.safetensors")
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_rebuilt_models_go_out_under_their_names(tmp_path: Path, world: int) -> None:
+    run_distributed(own_parts, world, str(tmp_path))
+
+
+def test_a_kernel_of_three_projections(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Attention()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    sch = slapo.create_schedule(model)
+    sch.trace()
+    sch.replace(FusedQKV(8, 2), sch.find(projections))
+    built, _ = slapo.build(sch)
+    assert "query.weight" not in dict(built.named_parameters())
+    slapo.save_pretrained(built, tmp_path / "out")
+    after = contents(tmp_path / "out")
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_tensor_of_its_own_is_refused(tmp_path: Path) -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    sch["0"].replace(nn.Linear(2, 2))
+    built, _ = slapo.build(sch)
+    with pytest.raises(slapo.SlapoError, match=r"\['0.weight', '0.bias'\] come from no tensor"):
+        slapo.save_pretrained(built, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- bad input -----------------------------------------------------------------------------------
+def rewrite(path: Path, change: Callable[[Any], None]) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def spoil(path: Path, at: int, data: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[at : at + len(data)] = data
+    path.write_bytes(content)
+
+
+def cut_off(folder: Path) -> None:
+    path = sorted(folder.glob("*.safetensors"))[0]
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def of_another_name(index: Any) -> None:
+    index["weight_map"]["nothing"] = next(iter(index["weight_map"].values()))
+
+
+def without_one(index: Any) -> None:
+    index["weight_map"].popitem()
+
+
+SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing": (shutil.rmtree, "is neither a folder nor a file"),
+    "empty": (
+        lambda f: [path.unlink() for path in f.iterdir()],
+        "holds no weights, neither .safetensors",
+    ),
+    "cut off": (cut_off, "the file is cut off or damaged"),
+    "header": (
+        lambda f: spoil(sorted(f.glob("*.safetensors"))[0], 8, b"\0\0\0"),
+        "the header is damaged",
+    ),
+    "no file": (
+        lambda f: sorted(f.glob("*.safetensors"))[0].unlink(),
+        "the index names",
+    ),
+    "index": (
+        lambda f: rewrite(f / "model.safetensors.index.json", of_another_name),
+        "the index and its files differ, which lack",
+    ),
+    "index 2": (
+        lambda f: rewrite(f / "model.safetensors.index.json", without_one),
+        "the index and its files differ, which have",
+    ),
+    "family": (
+        lambda f: rewrite(f / "config.json", lambda c: c.update(model_type="gemma")),
+        "holds a model of the family 'gemma', and this one is of 'llama'",
+    ),
+    "quantized": (
+        lambda f: rewrite(
+            f / "config.json",
+            lambda c: c.update(quantization_config={"quant_method": "gptq"}),
+        ),
+        "weights quantized by 'gptq'",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILED)
+def test_what_is_wrong_with_a_folder(folders: Path, tmp_path: Path, kind: str) -> None:
+    shutil.copytree(folders / "llama", tmp_path / "llama")
+    spoil_it, message = SPOILED[kind]
+    spoil_it(tmp_path / "llama")
+    sch = on_meta()
+    error = error_of(lambda: slapo.load_pretrained(sch, tmp_path / "llama"))
+    assert message.replace(".saf", "*.saf") in error
+    assert error.startswith("SlapoError: ")
+    assert sch.state.loader is None
+
+
+def test_a_folder_of_other_sizes(folders: Path) -> None:
+    sch = on_meta(intermediate_size=96)
+    with pytest.raises(slapo.SlapoError, match=r"gate_proj.weight is .80, 32., not .96, 32."):
+        slapo.load_pretrained(sch, folders / "llama")
+
+
+def test_a_folder_that_lacks_what_its_class_has(folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders / "llama", tmp_path / "llama")
+    for path in (tmp_path / "llama").glob("model*"):
+        path.unlink()
+    whole = contents(folders / "llama")
+    del whole["model.norm.weight"]
+    file = TensorFile.create(
+        tmp_path / "llama" / "model.safetensors",
+        {name: (t.shape, t.dtype) for name, t in whole.items()},
+    )
+    with file:
+        for name, value in whole.items():
+            file.write(name, tuple((0, n) for n in value.shape), value)
+    with pytest.raises(slapo.SlapoError, match=r"lacks \['model.norm.weight'\]"):
+        slapo.load_pretrained(on_meta(), tmp_path / "llama")
+
+
+class _Code:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("it_ran"),))
+
+
+def test_old_files_are_read_and_code_in_them_is_not_run(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(folders / "llama" / "config.json", tmp_path)
+    whole = contents(folders / "llama")
+    torch.save(whole, tmp_path / "pytorch_model.bin")
+    sch = on_meta()
+    slapo.load_pretrained(sch, tmp_path)
+    model, _ = slapo.build(sch)
+    assert torch.equal(model.lm_head.weight, whole["lm_head.weight"])
+    torch.save({"x": _Code()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(slapo.SlapoError, match="code in it is not run"):
+        slapo.load_pretrained(on_meta(), tmp_path)
+    assert not Path("it_ran").exists()
+
+
+def test_wrong_targets_and_options(folders: Path, tmp_path: Path) -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2)))
+    built, _ = slapo.build(sch)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: slapo.load_pretrained(sch, folders), "is built already"),
+        (lambda: slapo.load_pretrained(sch["0"], folders), "takes the root schedule"),
+        (lambda: slapo.load_pretrained(nn.Linear(2, 2), folders), "not built by slapo.build"),
+        (lambda: slapo.load_pretrained(3, folders), "TypeError: load_pretrained takes"),  # type: ignore[arg-type]
+        (lambda: slapo.load_pretrained(sch, folders, missing="no"), "missing is 'no'"),
+        (lambda: slapo.save_pretrained(sch, tmp_path / "x"), "takes what slapo.build returned"),  # type: ignore[arg-type]
+        (lambda: slapo.save_pretrained(built, tmp_path / "full"), "holds files already"),
+        (
+            lambda: slapo.save_pretrained(built, tmp_path / "x", max_shard_size="5 apples"),
+            "max_shard_size is '5 apples'",
+        ),
+    ]
+    for act, message in cases:
+        assert message in error_of(act)
+
+
+# --- on meta, and in the hands of others ---------------------------------------------------------
+def test_a_packed_layer_on_meta_is_read(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain, _ = slapo.build(slapo.create_schedule(Attention()))
+    slapo.save_pretrained(plain, tmp_path / "plain")
+    with slapo.init_empty_weights():
+        sch = slapo.create_schedule(Attention())
+        packed = FusedQKV(8, 2)
+    sch.trace()
+    sch.replace(packed, sch.find(projections))
+    slapo.load_pretrained(sch, tmp_path / "plain")
+    built, _ = slapo.build(sch)
+    x = torch.randn(2, 3, 8)
+    torch.testing.assert_close(built(x), plain(x))
+
+
+def sharded_by_transformers_own_method(rank: int, world: int, where: str) -> None:
+    mesh = slapo.init_mesh(tp=2, device="cpu")
+    sch = slapo.apply_schedule(llama(), "llama", group=mesh["tp"])
+    with pytest.raises(slapo.SlapoError, match="build the schedule first"):
+        sch.mod.save_pretrained(f"{where}/early")
+    model, _ = slapo.build(sch)
+    model.save_pretrained(f"{where}/out", max_shard_size=LIMIT)
+    copy.deepcopy(model).save_pretrained(f"{where}/copied", max_shard_size=LIMIT)
+    with pytest.raises(slapo.SlapoError, match="takes a folder and max_shard_size"):
+        model.save_pretrained(f"{where}/other", state_dict={})
+
+
+@pytest.mark.distributed
+def test_a_sharded_model_saves_itself(folders: Path, tmp_path: Path) -> None:
+    run_distributed(sharded_by_transformers_own_method, 2, str(tmp_path))
+    assert differences(folders / "llama", tmp_path / "out") == []
+    assert differences(folders / "llama", tmp_path / "copied") == []
+
+
+def on_one_rank_only(rank: int, world: int, where: str) -> list[str]:
+    mesh = slapo.init_mesh(tp=2, device="cpu")
+    sch = slapo.apply_schedule(llama(), "llama", group=mesh["tp"])
+    folder = "llama" if rank == 0 else "gpt2"
+    found = [error_of(lambda: slapo.load_pretrained(sch, f"{where}/{folder}"))]
+    shutil.copytree(f"{where}/llama", f"{where}/rank{rank}")
+    model, _ = slapo.build(sch)
+    found.append(error_of(lambda: slapo.save_pretrained(model, f"{where}/rank{rank}/x")))
+    Path(where, "full").mkdir(exist_ok=True)
+    Path(where, "full", "notes").touch()
+    found.append(error_of(lambda: slapo.save_pretrained(model, f"{where}/full")))
+    return found
+
+
+@pytest.mark.distributed
+def test_what_ranks_do_not_have_alike(folders: Path, tmp_path: Path) -> None:
+    for key in ("llama", "gpt2"):
+        shutil.copytree(folders / key, tmp_path / key)
+    for found in run_distributed(on_one_rank_only, 2, str(tmp_path)):
+        assert "folder" in found[0]
+        assert "folder" in found[1]
+        assert "holds files already" in found[2]
+
+
+def weights_train(rank: int, world: int, where: str) -> list[float]:
+    """A step after loading goes on from what was loaded, also where float32 copies are kept."""
+    mesh = slapo.init_mesh(1, 2, 1, device="cpu")
+    losses = []
+    for options in (
+        {"target": "torch", "data_parallel": "fsdp", "dtype": torch.bfloat16},
+        {"target": "deepspeed", "zero": 1, "dtype": torch.bfloat16},
+        {"target": "deepspeed", "zero": 3},
+    ):
+        model = llama()
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+        sch = slapo.apply_schedule(model, "llama", group=mesh["tp"])
+        given = {**options, "optimizer": lambda p: torch.optim.SGD(p, lr=0.0)}
+        engine, _ = slapo.build(sch, mesh=mesh, loss_fn=loss_of, **given)
+        slapo.load_pretrained(engine, f"{where}/llama")
+        batch = tokens(2, 8)
+        for _ in range(2):  # the second after a step, which may copy the masters
+            losses.append(float(engine.train_batch(iter([(batch, batch["labels"])]))))
+    return losses
+
+
+@pytest.mark.distributed
+def test_engines_train_from_what_was_loaded(folders: Path) -> None:
+    pytest.importorskip("deepspeed")
+    expected = float(llama()(**tokens(2, 8)).loss.detach())
+    for losses in run_distributed(weights_train, 2, str(folders)):
+        assert losses == pytest.approx([expected] * 6, rel=5e-3)
