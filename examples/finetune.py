@@ -75,8 +75,7 @@ def main():
         loss = engine.train_batch(data)
         if dist.get_rank() == 0:
             print(f"step {step}: loss {loss:.3f}, norm of the gradient {engine.grad_norm:.2f}")
-    if mesh.get_local_rank("dp") == 0:  # this rank's slices, under the model's own names
-        torch.save(engine.state_dict(), f"model-tp{sch.rank}-of-{sch.world_size}.pt")
+    slapo.save_pretrained(engine, "tuned")  # whole, under the model's own names
     dist.destroy_process_group()
 
 

@@ -28,17 +28,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils.logging import disable_progress_bar
 
 import slapo
 from examples.text import BYTES, Batches, standard_library
 from slapo.model_schedule import apply_schedule, recipe_keys
-from slapo.sharding.state import shards_of
-from slapo.wrapper import innermost
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Share of the text, at its end, that is kept for the evaluation.
@@ -61,21 +57,22 @@ def run(args: argparse.Namespace) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_launch(args, world_size)
     mesh = slapo.init_mesh(dp=world_size // args.tp, tp=args.tp, device=args.device)
-    if dist.get_rank() > 0:
-        disable_progress_bar()
     config = AutoConfig.from_pretrained(args.model)
     check_family(args.model, config)
     tokenizer = load_tokenizer(args.model)
     tokens = read_text(args.text, tokenizer, config)
     check_text(tokens, args.length, config)
 
-    # Every rank reads the whole checkpoint, and keeps its slices.
-    model = load_model(args.model)
-    model.config.use_cache = False  # it is for generation
-    model.train().to(mesh.device_type)
+    dtype = config.dtype
+    with slapo.init_empty_weights():
+        # In float32, which small steps of the optimizer need.
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     slapo.set_random_seed(args.seed, mesh=mesh)
     key = config.model_type if config.model_type in recipe_keys() else "auto"
     sch = apply_schedule(model, key, mesh=mesh, ckpt_ratio=args.checkpoint_ratio)
+    model.config.use_cache = False  # it is for generation
+    # Each rank reads its slices only; nothing may be random.
+    slapo.load_pretrained(sch, args.model, missing="error")
     engine, _ = slapo.build(
         sch,
         target="torch",
@@ -95,9 +92,10 @@ def run(args: argparse.Namespace) -> None:
     train(engine, endless(draw), args.steps, before)
     after = evaluate()
     say(f"{key}: loss of text that it has not seen {before:.4f} -> {after:.4f}")
-    weights = whole_weights(sch, engine.state_dict())
-    if dist.get_rank() == 0:
-        save(weights, args.model, tokenizer, args.output)
+    slapo.save_pretrained(engine, args.output, dtype=dtype)
+    if tokenizer is not None and dist.get_rank() == 0:
+        tokenizer.save_pretrained(args.output)
+    say(f"saved to {args.output}")
 
 
 def say(text: str) -> None:
@@ -122,6 +120,8 @@ def check_launch(args: argparse.Namespace, world_size: int) -> None:
     if Path(args.output).resolve() == Path(args.model).resolve():
         raise ValueError(f"--output {args.output} is the folder of the model; pass another one")
     Path(args.output).mkdir(parents=True, exist_ok=True)
+    if any(Path(args.output).iterdir()):
+        raise ValueError(f"--output {args.output} holds files already; pass a new folder")
 
 
 def check_family(folder: str, config: Any) -> None:
@@ -213,59 +213,6 @@ def mean_loss(engine: Any, text: Tensor, batch: int, length: int) -> float:
     draw = Batches(text, batch, length, masked=False, seed=0)
     data = endless(draw)
     return sum(float(engine.eval_batch(data)) for _ in range(4)) / 4
-
-
-# --- weights -------------------------------------------------------------------------------------
-def load_model(folder: str) -> Any:
-    """In float32, which small steps of the optimizer need; nothing in it may be random."""
-    try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True
-        )
-    except (RuntimeError, SafetensorError) as error:  # sizes unlike the config's; a torn file
-        raise ValueError(f"--model {folder}: its weights cannot be read: {error}") from error
-    lost = sorted(found["missing_keys"])
-    if lost:
-        raise ValueError(
-            f"--model {folder} lacks {len(lost)} of the model's weights, such as {lost[0]}; "
-            "training would start from random ones"
-        )
-    return model
-
-
-def whole_weights(sch: slapo.Schedule, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The model's tensors, put together from the ranks' slices; all ranks must call it.
-
-    Parameters
-    ----------
-    sch
-        The root schedule, which knows how each tensor is sliced.
-    state
-        This rank's slices by name.
-    """
-    specs = {
-        f"{path}.{name}".lstrip("."): spec
-        for path, node in sch.named_schedules()
-        for name, spec in shards_of(innermost(node.mod)).items()
-    }
-    found = {}
-    for name, tensor in state.items():
-        # With FSDP a replica's share of the slice.
-        part = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        whole = specs[name].gather(part, sch.group) if name in specs else part
-        found[name] = whole.cpu()
-    return found
-
-
-def save(weights: dict[str, Tensor], source: str, tokenizer: Any, target: str) -> None:
-    """Write a folder like the first one, in its dtype."""
-    # Unscheduled: it has the original names, and refuses weights under others.
-    model = AutoModelForCausalLM.from_pretrained(source)
-    model.load_state_dict(weights)
-    model.save_pretrained(target)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(target)
-    print(f"saved {len(weights)} tensors to {target}", flush=True)
 
 
 def count(text: str) -> int:

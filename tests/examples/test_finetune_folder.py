@@ -17,6 +17,7 @@ pytest.importorskip("rich")
 import transformers
 from safetensors.torch import load_file, save_file
 
+import slapo
 from examples import finetune_folder
 from examples.text import Batches
 
@@ -153,7 +154,7 @@ def refused(folder: Path, *arguments: str) -> str:
     """What is said about a folder, in a world of one."""
     output = [] if "--output" in arguments else ["--output", str(folder.parent / "tuned")]
     given = ["--model", str(folder), *SIZES, *output, *arguments]
-    with pytest.raises((ValueError, OSError)) as caught:
+    with pytest.raises((ValueError, OSError, slapo.SlapoError)) as caught:
         finetune_folder.run(finetune_folder.parse(given))
     return str(caught.value)
 
@@ -170,6 +171,7 @@ def folder(tmp_path: Path) -> Path:
         ("--tp 2", "--tp 2 does not divide the number of processes, which is 1; start 2 or a "),
         ("--output {folder}", "is the folder of the model; pass another one"),
         ("--output {folder}/config.json", "File exists: "),
+        ("--output {folder}/..", "holds files already; pass a new folder"),
         ("--length 1", "--length 1 leaves no next token to learn"),
         ("--length 64", "--length 64 is more than the model's 48 positions"),
         ("--text nowhere.txt", "No such file or directory: 'nowhere.txt'"),
@@ -213,8 +215,8 @@ def test_weights_that_are_not_there(folder: Path) -> None:
     weights = load_file(first)
     name = sorted(weights)[0]
     save_file({k: v for k, v in weights.items() if k != name}, first, {"format": "pt"})
-    assert f"lacks 1 of the model's weights, such as {name}" in refused(folder)
+    assert f"the index and its files differ, which lack ['{name}']" in refused(folder)
     first.write_bytes(first.read_bytes()[:-100])
-    assert "its weights cannot be read: " in refused(folder)
+    assert "the file is cut off or damaged" in refused(folder)
     first.unlink()
-    assert f"No such file or directory: {first}" in refused(folder)
+    assert f"the index names ['{first.name}'], which are not there" in refused(folder)
