@@ -301,8 +301,8 @@ def _fill(sch: Schedule, lowering: Lowering, init_weights: bool | Callable[..., 
         materialize(pipelined.whole, init_weights, sch.group, only=wanted, loader=loader)
         pipelined.renew_tensors()
     release(pipelined, tuple(lowering.stages))
-    for stage in lowering.stages.values() if sch.state.loader is not None else ():
-        sch.state.loader.fill(holdings(stage))
+    if sch.state.loader is not None:
+        sch.state.loader.fill(h for stage in lowering.stages.values() for h in holdings(stage))
     write_down(pipelined, sch.state.original)
 
 

@@ -108,7 +108,7 @@ def load_pretrained(
             "dtype that it trains in"
         )
     same_on_all_ranks(what, {"folder": str(folder), "missing": missing, "dtype": str(dtype)})
-    found = all_ranks_or_none(what, lambda: _find(original, Path(folder), missing))
+    found = all_ranks_or_none(what, lambda: _find(original, Path(folder).absolute(), missing))
     loader = Loader(found)
     if isinstance(target, Schedule):
         if dtype is not None:
@@ -168,7 +168,7 @@ def save_pretrained(
     original = _original(what, target)
     same_on_all_ranks(what, {"folder": str(folder), "limit": limit, "dtype": str(dtype)})
     held = all_ranks_or_none(what, lambda: _held(target))
-    export(original, held, Path(folder), limit, dtype)
+    export(original, held, Path(folder).absolute(), limit, dtype)
 
 
 def take_over_saving(model: nn.Module) -> None:

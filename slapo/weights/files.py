@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -50,17 +51,19 @@ class TensorFile:
     def __init__(self, path: Path, fd: int | None = None) -> None:
         self.path, self.bytes_read = path, 0
         self._fd = os.open(path, os.O_RDONLY) if fd is None else fd
+        # With the object, for those who keep it as long as they read.
+        self._close = weakref.finalize(self, os.close, self._fd)
         try:
             self._entries, self._start = self._read_header()
         except BaseException:
-            os.close(self._fd)
+            self._close()
             raise
 
     def __enter__(self) -> TensorFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+        self._close()
 
     @classmethod
     def create(

@@ -177,6 +177,7 @@ class Found:
         for name, first in original.ties.items():
             if name in self.originals:
                 self.originals.setdefault(first, self.originals[name])
+        self._check_ties(original)
         self.originals = {n: t for n, t in self.originals.items() if n in original.tensors}
         self.missing = sorted(original.tensors.keys() - self.originals)
         self.unexpected = sorted(info["unexpected_keys"])
@@ -222,6 +223,19 @@ class Found:
                 f"{self.folder.path} holds a model of the family {other!r}, and this one is of "
                 f"{family!r} ({original.cls.__name__}); make the model from this folder's config"
             )
+
+    def _check_ties(self, original: Original) -> None:
+        """One tensor of the model may be there twice, with the same values."""
+        for name, first in original.ties.items():
+            one, two = (self.originals.get(each) for each in (name, first))
+            if one is None or two is None or one.pieces == two.pieces:
+                continue
+            read = self.folder.read
+            if one.shape != two.shape or not torch.equal(one.read(read), two.read(read)):
+                raise SlapoError(
+                    f"{self.folder.path} has two values for {first!r} and {name!r}, which are one "
+                    "tensor in this model; make the model without tied weights, or save them alike"
+                )
 
     def _check_shapes(self, original: Original, mismatched: Any) -> None:
         wrong = {name: (tuple(disk), tuple(here)) for name, disk, here in mismatched}
@@ -276,8 +290,14 @@ def _quiet() -> Iterator[None]:
 def skeleton_of(original: Original) -> nn.Module:
     """The original model without memory."""
     made: Any = original.cls
-    with torch.device("meta"):
-        model: nn.Module = made(original.config)
+    try:
+        with torch.device("meta"):
+            model: nn.Module = made(original.config)
+    except Exception as error:
+        raise SlapoError(
+            f"a {made.__name__} cannot be made from its config alone ({type(error).__name__}: "
+            f"{error}), as from_pretrained would; let its __init__ take the config"
+        ) from error
     return model
 
 
@@ -292,6 +312,14 @@ def on_disk(original: Original, dtypes: Mapping[str, torch.dtype]) -> dict[str, 
     from transformers.core_model_loading import revert_weight_conversion
 
     model: Any = skeleton_of(original)
+    known = model.state_dict()
+    unlike = [n for n, t in leaves.items() if n not in known or known[n].shape != t.shape]
+    if unlike:
+        raise SlapoError(
+            f"save_pretrained: {unlike[:3]} are not in a {original.cls.__name__} of this config, "
+            "which from_pretrained would make; save before the model is changed, as by adapters, "
+            "or keep the config in step with it"
+        )
     left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
     kept = {name: leaf for name, leaf in leaves.items() if name not in left_out}
     found: dict[str, Pieced] = revert_weight_conversion(model, kept)

@@ -32,12 +32,13 @@ class Loader:
 
     @torch.no_grad()
     def fill(self, held: Iterable[Held]) -> None:
-        """Read, in place, what was not read before."""
+        """Read, in place, what was not made from it in this build."""
         for item in held:
             if id(item.tensor) not in self.made and self._has(item.origin):
                 for values, here in item.parts():
                     if values.numel():
                         values.copy_(self._read(here))
+        self.made.clear()
 
     def _has(self, origin: Pieced | None) -> bool:
         return origin is not None and all(

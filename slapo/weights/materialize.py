@@ -42,6 +42,8 @@ def materialize(
         return
     initialize = [] if init_weights is False else _resolve(model, init_weights)
     device = device or _default_device(group)
+    if loader is not None:
+        loader.made.clear()  # of a build that has failed
     worker = _Materializer(model, initialize, group, device, only, loader)
     for path, module in _post_order(model):
         worker.visit(path, module)

@@ -189,7 +189,7 @@ class Original:
     @property
     def is_of_transformers(self) -> bool:
         """Return whether Transformers knows how it lies on disk."""
-        return hasattr(self.cls, "from_pretrained") and hasattr(self.config, "save_pretrained")
+        return hasattr(self.cls, "from_pretrained") and self.config is not None
 
 
 def note_origins(model: nn.Module) -> Original:
@@ -209,14 +209,15 @@ def note_origins(model: nn.Module) -> Original:
         shape = tensor.shape if spec is None else spec.full_shape
         tensors[name] = (torch.Size(shape), tensor.dtype)
     root = innermost(model)
+    configs = (getattr(root, name, None) for name in ("config", "generation_config"))
     config, generation = (
-        copy.deepcopy(getattr(root, name, None)) for name in ("config", "generation_config")
+        copy.deepcopy(each) if hasattr(each, "save_pretrained") else None for each in configs
     )
     return Original(_class_of(root), config, generation, tensors, ties)
 
 
 def _class_of(model: nn.Module) -> type[nn.Module]:
-    return next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("slapo"))
+    return next(cls for cls in type(model).__mro__ if not f"{cls.__module__}.".startswith("slapo."))
 
 
 def give_origin(tensor: Any, origin: Pieced) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import filecmp
+import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -587,3 +588,64 @@ def test_engines_train_from_what_was_loaded(folders: Path) -> None:
     expected = float(llama()(**tokens(2, 8)).loss.detach())
     for losses in run_distributed(weights_train, 2, str(folders)):
         assert losses == pytest.approx([expected] * 6, rel=5e-3)
+
+
+# --- models as they are met ----------------------------------------------------------------------
+def test_copies_of_a_schedule_read_the_same_folder(folders: Path) -> None:
+    sch = on_meta()
+    slapo.load_pretrained(sch, folders / "llama")
+    whole = contents(folders / "llama")
+    for _ in range(3):
+        model, _ = slapo.build(copy.deepcopy(sch))
+        assert all(torch.equal(t, whole[name]) for name, t in model.state_dict().items())
+        del model
+
+
+def test_two_values_of_a_tied_weight(folders: Path, tmp_path: Path) -> None:
+    whole = contents(folders / "llama")  # whose head is a tensor of its own
+    sch = on_meta(tie_word_embeddings=True)
+    with pytest.raises(slapo.SlapoError, match=r"has two values for 'model.embed_tokens.weight'"):
+        slapo.load_pretrained(sch, folders / "llama")
+    whole["lm_head.weight"] = whole["model.embed_tokens.weight"].clone()
+    torch.save(whole, tmp_path / "pytorch_model.bin")
+    slapo.load_pretrained(sch, tmp_path)
+    model, _ = slapo.build(sch)
+    assert torch.equal(model.lm_head.weight, whole["lm_head.weight"])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
+def test_a_model_with_adapters_is_not_written_as_one_without(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    model, _ = slapo.build(slapo.create_schedule(adapted.base_model.model))
+    with pytest.raises(slapo.SlapoError, match="are not in a LlamaForCausalLM of this config"):
+        slapo.save_pretrained(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+class Configured(nn.Module):
+    """With a config that is not data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = iter([])
+        self.fc = nn.Linear(2, 2)
+
+
+def test_a_config_of_any_kind(tmp_path: Path) -> None:
+    model, _ = slapo.build(slapo.create_schedule(Configured()))
+    slapo.save_pretrained(model, tmp_path / "out")
+    assert sorted(contents(tmp_path / "out")) == ["fc.bias", "fc.weight"]
+
+
+def test_files_are_closed(folders: Path) -> None:
+    def count() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    gc.collect()
+    before = count()
+    sch = on_meta()
+    slapo.load_pretrained(sch, folders / "llama")
+    del sch
+    gc.collect()
+    assert count() == before
