@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from slapo.agreement import all_ranks_or_none, gathered, has_peers, same_on_all_ranks
@@ -152,8 +153,13 @@ def build(
     lowering = all_ranks_or_none(what, lambda: _prepare(sch, runtime))
     model = lowering.model
     try:
-        _fill(sch, lowering, init_weights)
-        all_ranks_or_none(what, lambda: _check_filled(lowering, target))
+        if runtime.fills_shares and lowering.pipelined is None and has_meta_tensors(model):
+            _renew_tags(sch)
+            lowering.fill = partial(_fill_shares, sch, lowering, init_weights, target)
+        else:
+            _fill(sch, lowering, init_weights)
+            all_ranks_or_none(what, lambda: _check_filled(lowering, target))
+        write_down(model, sch.state.original)
         allow_calls(model)
         guard_wrappers(model, None)
         _take_over_saving(model)
@@ -244,6 +250,7 @@ def _build_module(
     share_wholes(sch.mod, sch.group, sync_replicated)
     guard_wrappers(sch.mod, sch.group)
     allow_calls(sch.mod)
+    write_down(sch.mod, sch.state.original)
     _take_over_saving(sch.mod)
     refuse_earlier_optimizers(sch.mod, sch.state.parameters)
     if sch.world_size > 1:
@@ -260,7 +267,6 @@ def _fill_module(sch: Schedule, init_weights: bool | Callable[..., Any]) -> None
     _renew_tags(sch)
     if sch.state.loader is not None:
         sch.state.loader.fill(holdings(sch.mod))
-    write_down(sch.mod, sch.state.original)
 
 
 def _prepare(sch: Schedule, runtime: Runtime) -> Lowering:
@@ -303,7 +309,17 @@ def _fill(sch: Schedule, lowering: Lowering, init_weights: bool | Callable[..., 
     release(pipelined, tuple(lowering.stages))
     if sch.state.loader is not None:
         sch.state.loader.fill(h for stage in lowering.stages.values() for h in holdings(stage))
-    write_down(pipelined, sch.state.original)
+
+
+def _fill_shares(
+    sch: Schedule, lowering: Lowering, init_weights: bool | Callable[..., Any], target: str
+) -> None:
+    """Create this rank's shares, where the model was shared out on meta."""
+    loader, everyone = sch.state.loader, dist.group.WORLD
+    materialize(lowering.model, init_weights, sch.group, loader=loader, among=everyone)
+    if loader is not None:
+        loader.fill(holdings(lowering.model))
+    all_ranks_or_none(f"build(target={target!r})", lambda: _check_filled(lowering, target))
 
 
 def _check_filled(lowering: Lowering, target: str) -> None:

@@ -78,7 +78,7 @@ class Engine:
         self.grad_norm: Tensor | None = None
         self.step_count = 0
         all_ranks_or_none("build", self._check_model)
-        self.module.to(self.device, torch.float32 if options.dtype is torch.float32 else None)
+        self.module._apply(self._moved)
         #: parameters that stages share
         self.shared = share_over_mesh(lowering, self.mesh, options.sync_replicated, self._rank_of)
         self._naming_failures = naming_failures(options.mesh)
@@ -102,6 +102,12 @@ class Engine:
 
     def _check_model(self) -> None:
         """Refuse a model that this engine cannot train."""
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """On this engine's device, unless it has no values yet; in float32 if that is asked for."""
+        is_cast = self.options.dtype is torch.float32 and tensor.is_floating_point()
+        device = tensor.device if tensor.is_meta else self.device
+        return tensor.to(device, torch.float32 if is_cast else None)
 
     def _rank_of(self, stage: int) -> int:
         """Where along the pipeline a stage runs."""

@@ -57,6 +57,8 @@ class Lowering:
     tp_group: dist.ProcessGroup | None = None
     created: frozenset[str] = frozenset()
     check_call: CheckCall | None = None
+    #: creates what is on meta, for a runtime that shares parameters out first; else None
+    fill: Callable[[], None] | None = None
 
     @property
     def pipeline(self) -> PipelinedModule:
@@ -176,6 +178,9 @@ class Runtime(ABC):
     The constructor takes the root schedule and the options that the user gave `build`; it checks
     what can be checked before anything starts, and does not talk to other ranks.
     """
+
+    #: true if what is on meta is to be created when each rank has its share; it calls `fill` then
+    fills_shares = False
 
     @abstractmethod
     def __init__(self, sch: Node, **options: Any) -> None: ...

@@ -243,7 +243,7 @@ class Found:
             if tensor.shape != original.tensors[name][0]:
                 wrong[name] = (tuple(tensor.shape), tuple(original.tensors[name][0]))
         if wrong:
-            shown = [f"{n} is {disk}, not {here}" for n, (disk, here) in list(wrong.items())[:3]]
+            shown = [f"{n} is {disk}, not {here}" for n, (disk, here) in sorted(wrong.items())[:3]]
             raise SlapoError(
                 f"{self.folder.path} holds a model of other sizes: {'; '.join(shown)}"
                 f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}; make the model from "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from slapo.errors import SlapoError
 from slapo.sharding.slicing import ShardSpec, is_sharded
 from slapo.sharding.state import shards_of
-from slapo.weights.pieces import Piece, Pieced, index_of
+from slapo.weights.pieces import Box, Piece, Pieced, index_of
 from slapo.weights.provenance import origin_at, places, tensor_at
 
 
@@ -43,14 +43,8 @@ class Held:
         if not is_sharded(tensor):
             yield tensor, here
             return
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
         share: Any = tensor
-        sizes, starts = compute_local_shape_and_global_offset(
-            share.shape, share.device_mesh, share.placements
-        )
-        box = tuple((at, at + size) for at, size in zip(starts, sizes, strict=True))
-        yield share.to_local(), here.part(box)
+        yield share.to_local(), here.part(box_of_share(share))
 
     def pieces(self) -> Iterator[tuple[Piece, Tensor]]:
         """Pieces of originals that are here, and views of their values as they lie there."""
@@ -58,6 +52,17 @@ class Held:
             for piece in here.pieces:
                 if isinstance(piece.leaf, str):
                     yield piece, piece.to_source(local[index_of(piece.place)])
+
+
+def box_of_share(share: Any) -> Box:
+    """What this process has of a DTensor."""
+    # Asking for it would import torch.distributed.tensor, which takes a second.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, starts = compute_local_shape_and_global_offset(
+        share.shape, share.device_mesh, share.placements
+    )
+    return tuple((at, at + size) for at, size in zip(starts, sizes, strict=True))
 
 
 def holdings(module: nn.Module) -> list[Held]:

@@ -27,7 +27,7 @@ class Loader:
         origin = origin_at(slot.owner, slot.leaf)
         if not self._has(origin):
             return None
-        here = Held(slot.name, slot.tensor, origin, slot.spec).here
+        ((_, here),) = Held(slot.name, slot.tensor, origin, slot.spec).parts()
         return self._read(here).to(device, slot.tensor.dtype)
 
     @torch.no_grad()

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo.errors import SlapoError
+from slapo.sharding.slicing import is_sharded
 from slapo.sharding.state import sharding_of
 from slapo.sharding.tags import apply_tags, new_parameter, tags_of
+from slapo.weights.holdings import box_of_share
 from slapo.weights.load import Loader
+from slapo.weights.pieces import index_of
 from slapo.weights.slots import Slot, exchanged, own_slots
 from slapo.wrapper import innermost
 
@@ -30,10 +33,12 @@ def materialize(
     device: torch.device | None = None,
     only: Collection[int] | None = None,
     loader: Loader | None = None,
+    among: dist.ProcessGroup | None = None,
 ) -> None:
     """Create what is on ``meta``, one module at a time; what has values keeps them.
 
-    What `loader` has is read, this rank's part only.
+    What `loader` has is read, this rank's part only. Of what FSDP2 has shared out already each rank
+    keeps its share; then `among` has the ranks that share.
 
     A tensor is created with its full shape, initialised, made equal on all ranks of the group and
     then sliced. Beside this rank's share, one module is in memory at a time.
@@ -44,7 +49,7 @@ def materialize(
     device = device or _default_device(group)
     if loader is not None:
         loader.made.clear()  # of a build that has failed
-    worker = _Materializer(model, initialize, group, device, only, loader)
+    worker = _Materializer(model, initialize, group, device, only, loader, among or group)
     for path, module in _post_order(model):
         worker.visit(path, module)
     worker.finish()
@@ -128,9 +133,10 @@ class _Materializer:
         device: torch.device,
         only: Collection[int] | None = None,
         loader: Loader | None = None,
+        among: dist.ProcessGroup | None = None,
     ) -> None:
         self.model, self.initialize, self.group, self.device = model, initialize, group, device
-        self.only, self.loader = only, loader
+        self.only, self.loader, self.among = only, loader, among
         # Of a model in stages each rank makes a part: what a module draws must not depend on what
         # was made before it, or the stages would start with equal weights.
         self.seed = int(torch.randint(2**31, ())) if only is not None else None
@@ -236,14 +242,17 @@ class _Materializer:
 
     def _install(self, slot: Slot, full: Tensor) -> None:
         value = full.detach()
-        if self.group is not None and dist.get_world_size(self.group) > 1:
-            dist.broadcast(value, dist.get_global_rank(self.group, 0), group=self.group)
+        if self.among is not None and dist.get_world_size(self.among) > 1:
+            dist.broadcast(value, dist.get_global_rank(self.among, 0), group=self.among)
         local = slot.spec.slice(value) if slot.spec is not None else value
+        if is_sharded(slot.tensor):
+            local = local[index_of(box_of_share(slot.tensor))].clone()
         self.created.add(id(self._put(slot, local)))
 
     def _put(self, slot: Slot, local: Tensor) -> Tensor:
         """Put this rank's part in the place of one on meta."""
-        old, new = slot.tensor, local
+        old = slot.tensor
+        local = new = _like_share(old, local) if is_sharded(old) else local
         if isinstance(old, nn.Parameter):
             new = new_parameter(local, old)
             apply_tags(new, {}, self.group)
@@ -268,6 +277,20 @@ class _Materializer:
                 f"{left[:5]} are still on meta; they belong to modules that are not reached "
                 "through children. Initialise them by hand and build with init_weights=False"
             )
+
+
+def _like_share(old: Any, local: Tensor) -> Tensor:
+    """A DTensor of this rank's values."""
+    from torch.distributed.tensor import DTensor  # takes a second
+
+    return DTensor.from_local(
+        local,
+        old.device_mesh,
+        old.placements,
+        run_check=False,
+        shape=old.shape,
+        stride=old.stride(),
+    )
 
 
 # --- tensors of a module ---------------------------------------------------------------------

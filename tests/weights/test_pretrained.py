@@ -26,7 +26,7 @@ from slapo.weights.folders import Folder
 from slapo.weights.provenance import Source
 from tests.distributed import run_distributed
 from tests.model_schedule.models import MODELS, tokens
-from tests.runtimes.ranks import error_of
+from tests.runtimes.ranks import error_of, stand_in_for_cuda
 
 LIMIT = "60KB"
 #: Of Transformers; the others have no folders.
@@ -97,6 +97,8 @@ def there_and_back(
     on_meta: bool,
 ) -> None:
     """From a folder to this rank's slices, before build or after it, and out again."""
+    if target == "megatron":
+        stand_in_for_cuda()
     mesh = slapo.init_mesh(*layout, device="cpu")
     for key in keys:
         sch = scheduled(key, mesh, on_meta)
@@ -156,6 +158,13 @@ def test_folders_come_back_the_same(folders: Path, layout: str) -> None:
 def test_folders_come_back_from_deepspeed(folders: Path, layout: str) -> None:
     pytest.importorskip("deepspeed")
     run_distributed(there_and_back, 2, str(folders), SOME, *ZERO[layout], timeout=250)
+
+
+@pytest.mark.distributed
+def test_folders_come_back_from_megatron(folders: Path) -> None:
+    pytest.importorskip("megatron.core")
+    given = ((1, 1, 2), "megatron", {"late": True}, False)
+    run_distributed(there_and_back, 2, str(folders), ["gpt2", "llama"], *given, timeout=250)
 
 
 @pytest.mark.distributed
@@ -436,7 +445,7 @@ def test_what_is_wrong_with_a_folder(folders: Path, tmp_path: Path, kind: str) -
 
 def test_a_folder_of_other_sizes(folders: Path) -> None:
     sch = on_meta(intermediate_size=96)
-    with pytest.raises(slapo.SlapoError, match=r"gate_proj.weight is .80, 32., not .96, 32."):
+    with pytest.raises(slapo.SlapoError, match=r"down_proj.weight is .32, 80., not .32, 96."):
         slapo.load_pretrained(sch, folders / "llama")
 
 
@@ -649,3 +658,50 @@ def test_files_are_closed(folders: Path) -> None:
     del sch
     gc.collect()
     assert count() == before
+
+
+# --- shares of what is on meta -------------------------------------------------------------------
+def shares_of_meta(rank: int, world: int, where: str, tp: int) -> None:
+    """Shared out on meta: the same values as in one process, read or drawn, and the same steps."""
+    mesh = slapo.init_mesh(1, 2, tp, device="cpu")
+    for key in ("llama", "gpt2", "mixtral"):
+        losses = {}
+        for kind in ("read", "drawn", "whole"):
+            sch = scheduled(key, mesh, on_meta=kind != "whole")
+            if kind != "drawn":
+                found = slapo.load_pretrained(sch, f"{where}/{key}")
+            torch.manual_seed(3)
+            engine, _ = slapo.build(
+                sch,
+                target="torch",
+                mesh=mesh,
+                loss_fn=loss_of,
+                data_parallel="fsdp",
+                optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+                clip_grad_norm=1.0,
+            )
+            if kind == "read":
+                assert found.bytes_read == bytes_held(engine.module), key
+            if kind == "drawn":
+                slapo.save_pretrained(engine, f"{where}/{key}_drawn")
+            batch = MODELS[key].inputs(2, 8)
+            losses[kind] = [
+                float(engine.train_batch(iter([(batch, batch["labels"])]))) for _ in range(3)
+            ]
+        assert losses["read"] == pytest.approx(losses["whole"], rel=1e-6), key
+        assert losses["drawn"][0] != pytest.approx(losses["read"][0], rel=1e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_is_on_meta_is_shared_out_first(folders: Path, tmp_path: Path, tp: int) -> None:
+    for key in ("llama", "gpt2", "mixtral"):
+        shutil.copytree(folders / key, tmp_path / key)
+    run_distributed(shares_of_meta, 2 * tp, str(tmp_path), tp)
+    for key in ("llama", "gpt2", "mixtral"):
+        with slapo.init_empty_weights():
+            sch = slapo.apply_schedule(MODELS[key].build(), key)
+        torch.manual_seed(3)
+        model, _ = slapo.build(sch)
+        slapo.save_pretrained(model, tmp_path / f"{key}_alone")
+        assert differences(tmp_path / f"{key}_drawn", tmp_path / f"{key}_alone") == []

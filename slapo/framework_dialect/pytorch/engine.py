@@ -208,6 +208,8 @@ class TorchEngine(TorchEngineBase):
         if self.sharding is not None:
             extra.pop("find_unused_parameters", None)
             self._shard(self.module, extra)
+            if lowering.fill is not None:
+                lowering.fill()
         else:
             self.runner = replicate(self.module, self.mesh, extra)
         self._make_optimizer()

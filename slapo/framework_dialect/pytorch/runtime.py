@@ -18,6 +18,7 @@ class TorchRuntime(MeshRuntime):
     def __init__(self, sch: Node, **options: Any) -> None:
         self.options = TorchOptions.of("torch", options, sch.mod)
         check_groups(sch, self.options.mesh)
+        self.fills_shares = self.options.data_parallel == "fsdp"
 
     def stages_of_this_rank(self, n_stages: int) -> tuple[int, ...]:
         """As the pipeline schedule places them."""
