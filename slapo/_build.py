@@ -314,7 +314,7 @@ def _fill(sch: Schedule, lowering: Lowering, init_weights: bool | Callable[..., 
 def _fill_shares(
     sch: Schedule, lowering: Lowering, init_weights: bool | Callable[..., Any], target: str
 ) -> None:
-    """Create this rank's shares, where the model was shared out on meta."""
+    """Create this rank's shards of a model that FSDP2 has sharded on meta."""
     loader, everyone = sch.state.loader, dist.group.WORLD
     materialize(lowering.model, init_weights, sch.group, loader=loader, among=everyone)
     if loader is not None:
@@ -391,7 +391,8 @@ def _check_shards(sch: Schedule) -> None:
 
 def _materialize(sch: Schedule, init_weights: bool | Callable[..., Any]) -> None:
     """Create values, or leave everything on meta where a module cannot initialise its own."""
-    if has_meta_tensors(sch.mod):
+    is_created = init_weights is not False or sch.state.loader is not None
+    if is_created and has_meta_tensors(sch.mod):
         with restored_on_error(sch):
             materialize(sch.mod, init_weights, sch.group, loader=sch.state.loader)
 

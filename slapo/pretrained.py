@@ -70,12 +70,12 @@ def load_pretrained(
         ``"init"`` initializes what belongs to a new head, or was not in the class that the folder
         was saved from; ``"error"`` refuses it.
     dtype
-        Of the parameters; those of the schedule if None. For a schedule alone.
+        Type of the parameters; None keeps that of the schedule. For a schedule alone.
 
     Returns
     -------
     Loaded
-        What was missing and unexpected, and how many bytes this rank has read.
+        The names that were missing and unexpected, and the bytes that this rank has read.
 
     Raises
     ------
@@ -146,7 +146,7 @@ def save_pretrained(
     max_shard_size
         The most bytes in one file, or a text such as ``"5GB"``.
     dtype
-        Of floating-point tensors in the folder; those of the model if None.
+        Type of floating-point tensors in the folder; None keeps that of the model.
 
     Raises
     ------

@@ -57,7 +57,7 @@ class Lowering:
     tp_group: dist.ProcessGroup | None = None
     created: frozenset[str] = frozenset()
     check_call: CheckCall | None = None
-    #: creates what is on meta, for a runtime that shares parameters out first; else None
+    #: creates what is on meta, for a runtime that shards parameters first; else None
     fill: Callable[[], None] | None = None
 
     @property
@@ -179,7 +179,7 @@ class Runtime(ABC):
     what can be checked before anything starts, and does not talk to other ranks.
     """
 
-    #: true if what is on meta is to be created when each rank has its share; it calls `fill` then
+    #: true if what is on meta is to be created after it was sharded; the engine calls `fill` then
     fills_shares = False
 
     @abstractmethod

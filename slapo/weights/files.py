@@ -95,15 +95,15 @@ class TensorFile:
         return cls(path, fd)
 
     def names(self) -> list[str]:
-        """Of its tensors."""
+        """Names of the tensors."""
         return list(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor."""
+        """Shape of a tensor."""
         return tuple(self._entries[name]["shape"])
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor."""
+        """Type of a tensor's elements."""
         found = _DTYPES.get(self._entries[name]["dtype"])
         if found is None:
             raise SlapoError(

@@ -37,8 +37,8 @@ def materialize(
 ) -> None:
     """Create what is on ``meta``, one module at a time; what has values keeps them.
 
-    What `loader` has is read, this rank's part only. Of what FSDP2 has shared out already each rank
-    keeps its share; then `among` has the ranks that share.
+    This rank's part of what `loader` has is read. Of what FSDP2 has sharded already each rank keeps
+    its shard; then `among` has the ranks that hold shards.
 
     A tensor is created with its full shape, initialised, made equal on all ranks of the group and
     then sliced. Beside this rank's share, one module is in memory at a time.

@@ -27,6 +27,7 @@ from slapo.weights.provenance import Source
 from tests.distributed import run_distributed
 from tests.model_schedule.models import MODELS, tokens
 from tests.runtimes.ranks import error_of, stand_in_for_cuda
+from tests.sharding.packed import MLP, Attention, Packed, heads_of
 
 LIMIT = "60KB"
 #: Of Transformers; the others have no folders.
@@ -233,37 +234,15 @@ def test_a_new_head_is_initialized(folders: Path) -> None:
     assert torch.equal(model.model.embed_tokens.weight, whole["model.embed_tokens.weight"])
 
 
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = nn.Linear(8, 12, bias=False), nn.Linear(8, 12, bias=False)
-        self.down = nn.Linear(12, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.sigmoid(self.gate(x)) * self.up(x))
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length = x.shape[0], x.shape[1]
-        heads = [p(x).view(batch, length, -1, 4) for p in (self.query, self.key, self.value)]
-        q, k, v = (h.transpose(1, 2) for h in heads)
-        return (q * k + v).transpose(1, 2).reshape(batch, length, -1)
-
-
 class Own(nn.Module):
     """Not of Transformers: a tied head, a norm with buffers, a square weight."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(11, 8)
-        self.attention, self.mlp, self.square = Attention(), MLP(), nn.Linear(8, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.head = nn.Linear(8, 11, bias=False)
+        self.table = nn.Embedding(11, 16)
+        self.attention, self.mlp, self.square = Attention(), MLP(), nn.Linear(16, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, 11, bias=False)
         self.head.weight = self.table.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -272,22 +251,10 @@ class Own(nn.Module):
         return self.head(self.norm(self.square(x).flatten(0, 1)))
 
 
-class Packed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.both = nn.Linear(8, 24, bias=False)
-
-    def weight_sources(self) -> dict[str, Any]:
-        return {"both.weight": Source(("0.weight", "1.weight"))}
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.both(x).chunk(2, dim=-1)
-
-
 class Turned(nn.Module):
     def __init__(self, back: bool = False) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.empty(8, 8)), nn.Parameter(torch.empty(8))
+        self.weight, self.bias = nn.Parameter(torch.empty(16, 16)), nn.Parameter(torch.empty(16))
         self.back = back
 
     def weight_sources(self) -> dict[str, Any]:
@@ -298,11 +265,6 @@ class Turned(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ (self.weight.t() if self.back else self.weight) + self.bias
-
-
-def projections(x: Tensor) -> Any:
-    projected = slapo.call_module("query|key|value", x).view(x.shape[0], x.shape[1], -1, 4)
-    return projected.transpose(1, 2)
 
 
 def rebuilt(sch: slapo.Schedule) -> None:
@@ -344,13 +306,13 @@ def test_rebuilt_models_go_out_under_their_names(tmp_path: Path, world: int) -> 
     run_distributed(own_parts, world, str(tmp_path))
 
 
-def test_a_kernel_of_three_projections(tmp_path: Path) -> None:
+def test_a_kernel_of_three_heads_of(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Attention()
     before = {name: t.clone() for name, t in model.state_dict().items()}
     sch = slapo.create_schedule(model)
     sch.trace()
-    sch.replace(FusedQKV(8, 2), sch.find(projections))
+    sch.replace(FusedQKV(16, 4), sch.find(heads_of))
     built, _ = slapo.build(sch)
     assert "query.weight" not in dict(built.named_parameters())
     slapo.save_pretrained(built, tmp_path / "out")
@@ -517,12 +479,12 @@ def test_a_packed_layer_on_meta_is_read(tmp_path: Path) -> None:
     slapo.save_pretrained(plain, tmp_path / "plain")
     with slapo.init_empty_weights():
         sch = slapo.create_schedule(Attention())
-        packed = FusedQKV(8, 2)
+        packed = FusedQKV(16, 4)
     sch.trace()
-    sch.replace(packed, sch.find(projections))
+    sch.replace(packed, sch.find(heads_of))
     slapo.load_pretrained(sch, tmp_path / "plain")
     built, _ = slapo.build(sch)
-    x = torch.randn(2, 3, 8)
+    x = torch.randn(2, 3, 16)
     torch.testing.assert_close(built(x), plain(x))
 
 

@@ -241,14 +241,9 @@ class ZeroEngine(DeepSpeedEngine):
         if self.settings.zero < 3:
             super().load_state_dict(state, strict)
             return
-        from deepspeed.utils import safe_set_full_fp32_param  # optional package
-
         with self._gathered(writes=True):
             self.lowering.load_state_dict(state, strict)
-            values = {name: p.detach().clone() for name, p in self.module.named_parameters()}
-        if self.optimizer is not None:
-            for name, parameter in self.module.named_parameters():
-                safe_set_full_fp32_param(parameter, values[name].float())
+        self.renew_masters()
 
     def held(self) -> list[Held]:
         """See :meth:`Engine.held`; under ZeRO-3 those are ranges of flattened tensors."""
@@ -269,8 +264,8 @@ class ZeroEngine(DeepSpeedEngine):
         if self.settings.zero == 3 and self.optimizer is not None:
             from deepspeed.utils import safe_set_local_fp32_param  # optional package
 
-            shared_out: Any = self.parameters()
-            for parameter in shared_out:
+            parameters: Any = self.parameters()
+            for parameter in parameters:
                 if parameter.requires_grad:
                     safe_set_local_fp32_param(parameter, parameter.ds_tensor.float())
 

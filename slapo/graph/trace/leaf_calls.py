@@ -213,7 +213,7 @@ class LeafCalls:
             if isinstance(error, TraceError):
                 raise
             if isinstance(error, RuntimeError) and _has_slices(module):
-                # What a rewrite has taken out is there as it was then: whole.
+                # Modules that a rewrite has taken out stand here with whole tensors.
                 with _whole(module):
                     return self._run(path, args, kwargs)
             if not _cannot_be_faked(error):
