@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from slapo.model_schedule import apply_schedule
     from slapo.pretrained import load_pretrained, save_pretrained
     from slapo.record import ScheduleRecord
+    from slapo.saving.steps import checkpoints
     from slapo.verify import Verify
     from slapo.verify.bisect import bisect
     from slapo.verify.placement import check, register_place_rule
@@ -73,6 +74,7 @@ __all__ = [
     "call_module",
     "check",
     "checkpoint",
+    "checkpoints",
     "clip_grad_norm_",
     "create_schedule",
     "dryrun",
@@ -101,6 +103,7 @@ _LATE = {
     "bisect": "slapo.verify.bisect",
     "build": "slapo._build",
     "check": "slapo.verify.placement",
+    "checkpoints": "slapo.saving.steps",
     "clip_grad_norm_": "slapo.clip",
     "dryrun": "slapo.cost",
     "get_cuda_rng_tracker": "slapo.random",

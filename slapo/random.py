@@ -15,9 +15,11 @@ False
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -359,6 +361,26 @@ def tracker_kept(tp_rank: int = 0, seed: int = 2013) -> Iterator[None]:
             _tracker.set_states(states)
         else:
             _tracker.reset()
+
+
+def all_states() -> dict[str, Any]:
+    """Python's, NumPy's, torch's and the tracker's states, as they are now."""
+    states = {"python": random.getstate(), "torch": _capture(), "tracker": _tracker.get_states()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    return states
+
+
+def set_all_states(states: Mapping[str, Any]) -> None:
+    """Go on from states of :func:`all_states`, as far as this process has such generators."""
+    random.setstate(states["python"])
+    here = _device_types()
+    _restore({device: state for device, state in states["torch"].items() if device in here})
+    _tracker.set_states(states["tracker"])
+    if "numpy" in states:
+        import numpy  # where the states were taken, it was there
+
+        numpy.random.set_state(states["numpy"])
 
 
 def _check_rank(name: str, rank: int | None) -> int:

@@ -21,7 +21,7 @@ FLOORS = [
     ["utils", "sharding", "graph"],
     ["mesh", "weights", "pattern", "tracer"],
     ["env", "initialization", "node", "op"],
-    ["pipeline", "printing", "record", "snapshot"],
+    ["pipeline", "printing", "record", "saving", "snapshot"],
     ["framework_dialect", "primitives"],
     ["clip", "selection"],
     ["schedule"],

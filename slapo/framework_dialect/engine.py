@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -43,6 +44,10 @@ from slapo.framework_dialect.runtime import Lowering
 from slapo.graph.trace.nests import call_key, tensors
 from slapo.logger import get_logger
 from slapo.mesh import DIMS, current_device
+from slapo.saving.load import HalfLoadedError, Resumed, load
+from slapo.saving.save import Saving, save
+from slapo.saving.state import has_form_of
+from slapo.sharding.groups import GroupHandle, handle_of
 from slapo.weights.holdings import Held, holdings
 
 logger = get_logger("slapo")
@@ -63,7 +68,13 @@ class Engine:
         ``clip_grad_norm`` asks for it (``math.inf`` to measure only).
     step_count : int
         Steps that the optimizer was asked for.
+    samples : int
+        Samples of batches that this replica has trained on by `train_batch`; after `load`, also its
+        part of those before.
     """
+
+    #: the runtime, as ``build`` calls it
+    target = ""
 
     #: coordinate along pp of the ranks that run the last stage
     last_pp_rank = -1
@@ -76,7 +87,7 @@ class Engine:
         self.optimizer: Any = None
         self.scheduler: Any = None
         self.grad_norm: Tensor | None = None
-        self.step_count = 0
+        self.step_count = self.samples = 0
         all_ranks_or_none("build", self._check_model)
         self.module._apply(self._moved)
         #: parameters that stages share
@@ -98,6 +109,8 @@ class Engine:
         self._backwards = 0
         self._form_before: Any = None
         self._failure: str | None = None
+        self._saving: Saving | None = None
+        self._saving_group: GroupHandle | None = None
         self._nonfinite: str | None = None
 
     def _check_model(self) -> None:
@@ -165,6 +178,7 @@ class Engine:
                 loss = self._train(batch)
             self._refuse_nonfinite()
             self.step_count += 1
+            self.samples += batch.samples()
             return loss
 
     def _train(self, batch: Batch) -> Tensor:
@@ -509,6 +523,148 @@ class Engine:
         """This rank's tensors, each once, and what of the original model they are."""
         found = (holdings(m) for m in self.lowering.stages.values() or [self.lowering.model])
         return list({id(item.tensor): item for held in found for item in held}.values())
+
+    def cells(self) -> dict[int, list[Held]]:
+        """The tensors that the optimizer steps on: id of a parameter -> what it keeps of it here.
+
+        That is the parameter itself, a copy in float32, or ranges of one in a flat tensor. The
+        state of the optimizer lies as they do.
+        """
+        if self.optimizer is None:
+            return {}
+        return {id(item.tensor): [item] for item in self.held() if item.tensor.requires_grad}
+
+    @contextmanager
+    def steppers(self) -> Iterator[list[torch.optim.Optimizer]]:
+        """Torch's optimizers, with the cells for parameters."""
+        yield [] if self.optimizer is None else [self.optimizer]
+
+    def slots_changed(self) -> None:
+        """The optimizer's state has other tensors than before."""
+
+    def fragments(self) -> Iterator[tuple[str, Held]]:
+        """What is kept here of each tensor, in the best precision: values, and slots of state.
+
+        Yields ``""`` or the name of a slot, and the tensor with what of the model is in it.
+        """
+        cells = self.cells()
+        with self.steppers() as steppers:
+            state = {id(cell): kept for each in steppers for cell, kept in each.state.items()}
+        for item in self.held():
+            for cell in cells.get(id(item.tensor), [item]):
+                yield "", cell
+                for slot, value in state.get(id(cell.tensor), {}).items():
+                    if has_form_of(cell.tensor, slot, value):
+                        yield slot, replace(cell, tensor=value)
+
+    @property
+    def loss_scale(self) -> tuple[float, int] | None:
+        """The scale of a loss in float16, and the steps since it changed; None without one."""
+        return None
+
+    def set_loss_scale(self, scale: float, steps: int) -> None:
+        """Have another scale and number of steps; for engines that have one."""
+
+    def save(
+        self,
+        run: str | os.PathLike[str],
+        *,
+        data: Any = None,
+        keep: int | None = None,
+        wait: bool = True,
+    ) -> Saving:
+        """Save all that training goes on from, as ``run/step_00000100``. Every rank calls it.
+
+        Tensors are saved under the names and in the shapes of the original model, so that another
+        layout, engine or schedule can resume.
+
+        Parameters
+        ----------
+        run
+            A folder that all ranks see; it may hold steps from before, which stay.
+        data
+            What yields batches; the state that its ``state_dict()`` returns is saved, too.
+        keep
+            Remove all but so many of the last steps, once this one is complete.
+        wait
+            False copies the state and writes it beside training: one at a time, and an error is
+            raised by ``result()``, or by the next `save`.
+
+        Returns
+        -------
+        Saving
+            Its ``step``, ``path``, ``done()`` and ``result()``.
+
+        Raises
+        ------
+        SlapoError
+            If a tensor comes from no original, ranks were given different folders, or the step is
+            saved already; on every rank, and nothing is overwritten.
+        OSError
+            If a file cannot be written; training can go on.
+        """
+        with self._running():
+            self._check_between_steps("engine.save")
+            previous, self._saving = self._saving, None
+            if previous is not None:
+                previous.result()
+            self._saving = save(self, run, data, keep, wait)
+            return self._saving
+
+    def load(
+        self, run_or_step: str | os.PathLike[str], *, data: Any = None, only: str | None = None
+    ) -> Resumed:
+        """Go on from what `save` has saved, at any layout and engine. Every rank calls it.
+
+        Parameters
+        ----------
+        run_or_step
+            The folder of a run, of which the last complete step is taken, or one step in it.
+        data
+            Gets its state back by ``load_state_dict(state)``; where the number of replicas is
+            another one, by ``seek(samples)``.
+        only
+            ``"weights"`` leaves the optimizer, the scheduler, the step and random states alone.
+
+        Returns
+        -------
+        Resumed
+            ``step``, ``samples`` that all replicas have seen, and ``notes`` on what cannot be as it
+            was, as random states at another layout.
+
+        Raises
+        ------
+        SlapoError
+            If there is no complete step, or it is of another model, optimizer or format, or is
+            damaged; on every rank, before anything changes.
+        """
+        with self._running():
+            self._check_between_steps("engine.load")
+            if self._saving is not None:
+                self._saving.result()
+            try:
+                return load(self, run_or_step, data, only)
+            except HalfLoadedError as error:
+                self._failure = str(error)
+                raise
+
+    def saving_group(self) -> dist.ProcessGroup | None:
+        """All ranks, for a thread that saves. A collective the first time."""
+        if self._saving_group is None:
+            self._saving_group = handle_of(dist.new_group(backend="gloo"))
+        return self._saving_group.group
+
+    def _check_between_steps(self, what: str) -> None:
+        if self._failure is not None:
+            raise SlapoError(
+                f"{what}: a step before has failed with {self._failure}; build a new engine, and "
+                "load the last step that was saved"
+            )
+        if self._backwards:
+            raise SlapoError(
+                f"{what}: {self._backwards} backward() before were not followed by step(), and "
+                "gradients are not saved; call step() first"
+            )
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters."""

@@ -73,13 +73,13 @@ class LossScale:
 
     def __init__(self, value: float = INITIAL_SCALE, interval: int = 2000) -> None:
         self.value, self.interval = value, interval
-        self._steps = 0
+        self.steps = 0
 
     def update(self, was_finite: bool) -> None:
         """Take note of a step."""
         if not was_finite:
-            self.value, self._steps = max(self.value / 2, 1.0), 0
+            self.value, self.steps = max(self.value / 2, 1.0), 0
             return
-        self._steps += 1
-        if self._steps == self.interval:
-            self.value, self._steps = self.value * 2, 0
+        self.steps += 1
+        if self.steps == self.interval:
+            self.value, self.steps = self.value * 2, 0

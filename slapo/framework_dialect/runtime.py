@@ -57,6 +57,8 @@ class Lowering:
     tp_group: dist.ProcessGroup | None = None
     created: frozenset[str] = frozenset()
     check_call: CheckCall | None = None
+    #: the primitives that made the schedule
+    history: tuple[Any, ...] = ()
     #: creates what is on meta, for a runtime that shards parameters first; else None
     fill: Callable[[], None] | None = None
 

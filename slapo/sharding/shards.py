@@ -18,7 +18,7 @@ from slapo.sharding.rules import Effect, effect_of
 from slapo.sharding.slicing import Cut, ShardSpec, make_spec
 from slapo.sharding.state import make_sharding, sharding_of, shards_of, syncs_of
 from slapo.sharding.sync import REDUCTIONS, check_syncs
-from slapo.sharding.tags import PARTIAL_GRAD
+from slapo.sharding.tags import PARTIAL_GRAD, tags_of
 from slapo.sharding.vocab import check_maskable, mask_vocabulary
 
 
@@ -179,6 +179,7 @@ def slice_tensor(module: nn.Module, name: str, spec: ShardSpec) -> None:
     with torch.no_grad():
         local, grad = spec.slice(tensor.detach()), tensor.grad
         if not isinstance(tensor, nn.Parameter):
+            local.__dict__.update(tags_of(tensor))
             module._buffers[name] = local
             return
         tensor.grad = None

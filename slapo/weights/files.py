@@ -10,7 +10,8 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,22 @@ _DTYPES = {
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of calls on an open file say which it is."""
+    try:
+        yield
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, str(path)) from error
 
 
 class TensorFile:
@@ -86,9 +99,10 @@ class TensorFile:
         text += b" " * (-len(text) % 8)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            # A full disk shows now, before any work.
-            os.posix_fallocate(fd, 0, 8 + len(text) + at)
-            os.pwrite(fd, len(text).to_bytes(8, "little") + text, 0)
+            with _naming(path):
+                # A full disk shows now, before any work.
+                os.posix_fallocate(fd, 0, 8 + len(text) + at)
+                os.pwrite(fd, len(text).to_bytes(8, "little") + text, 0)
         except BaseException:
             os.close(fd)
             raise
@@ -125,7 +139,8 @@ class TensorFile:
 
     def sync(self) -> None:
         """Have it all on the disk."""
-        os.fsync(self._fd)
+        with _naming(self.path):
+            os.fsync(self._fd)
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
         size = os.fstat(self._fd).st_size
@@ -169,7 +184,8 @@ class TensorFile:
             at = first + sum(i * stride for i, stride in zip(index, strides, strict=False))
             run = memory[number * length : (number + 1) * length]
             while run:
-                moved = move(self._fd, [run], at)
+                with _naming(self.path):
+                    moved = move(self._fd, [run], at)
                 if moved <= 0:
                     raise SlapoError(f"{self.path} ends within {name!r}; copy the file again")
                 run, at = run[moved:], at + moved

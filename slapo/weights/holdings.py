@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from slapo.errors import SlapoError
 from slapo.sharding.slicing import ShardSpec, is_sharded
 from slapo.sharding.state import shards_of
-from slapo.weights.pieces import Box, Piece, Pieced, index_of
+from slapo.weights.pieces import Box, Piece, Pieced, boxes_of_range, index_of
 from slapo.weights.provenance import origin_at, places, tensor_at
 
 
@@ -37,7 +37,7 @@ class Held:
         tensor, here = self.tensor.detach(), self.here
         if tensor.shape != here.shape:
             raise SlapoError(
-                f"{self.name!r} has the shape {tuple(tensor.shape)}, and this rank's part of it "
+                f"{self.name!r} has the shape {tuple(tensor.shape)}, and this rank's part of it is "
                 f"{tuple(here.shape)}; pass the engine that slapo.build returned, not its module"
             )
         if not is_sharded(tensor):
@@ -52,6 +52,23 @@ class Held:
             for piece in here.pieces:
                 if isinstance(piece.leaf, str):
                     yield piece, piece.to_source(local[index_of(piece.place)])
+
+
+@dataclass
+class HeldRange(Held):
+    """Elements of a tensor, from `start` on, that lie in a flat one from `at` on."""
+
+    start: int = 0
+    at: int = 0
+    count: int = 0
+
+    def parts(self) -> Iterator[tuple[Tensor, Pieced]]:
+        """See :meth:`Held.parts`; box by box."""
+        flat, here = self.tensor.detach().view(-1), self.here
+        for begin, box in boxes_of_range(here.shape, self.start, self.start + self.count):
+            part = here.part(box)
+            found = flat.narrow(0, self.at + begin - self.start, part.numel())
+            yield found.view(part.shape), part
 
 
 def box_of_share(share: Any) -> Box:
@@ -73,3 +90,12 @@ def holdings(module: nn.Module) -> list[Held]:
         if id(tensor) not in found:
             found[id(tensor)] = Held(name, tensor, origin_at(owner, leaf), spec)
     return list(found.values())
+
+
+def without_origin(held: Iterable[Held]) -> list[str]:
+    """Names of tensors that are made of no named tensors."""
+    return [
+        item.name
+        for item in held
+        if item.origin is None or not all(isinstance(p.leaf, str) for p in item.origin.pieces)
+    ]

@@ -275,7 +275,6 @@ def rebuilt(sch: slapo.Schedule) -> None:
     sch["square"].replace(Turned())
     sch["square"].replace(Turned(back=True))
     sch["square"].replace(Turned())
-    sch["mlp.down"].decompose() if False else None
 
 
 def own_parts(rank: int, world: int, where: str) -> None:

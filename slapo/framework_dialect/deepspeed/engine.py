@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,8 +22,8 @@ from slapo.framework_dialect.gradients import scale_gradients
 from slapo.framework_dialect.options import TrainingOptions
 from slapo.framework_dialect.replica_use import calls_differ, refuse_unlike_use, used_in
 from slapo.framework_dialect.runtime import Lowering
-from slapo.weights.holdings import Held
-from slapo.weights.pieces import Pieced, boxes_of_range
+from slapo.weights.holdings import Held, HeldRange
+from slapo.weights.pieces import Pieced
 
 
 class OpaqueTargets:
@@ -42,6 +41,8 @@ class DeepSpeedEngine(Engine):
     engine
         DeepSpeed's own.
     """
+
+    target = "deepspeed"
 
     #: DeepSpeed's own, once it is there
     engine: Any = None
@@ -205,22 +206,63 @@ class DeepSpeedEngine(Engine):
         if refresh is not None:
             refresh()
 
+    def cells(self) -> dict[int, list[Held]]:
+        """See :meth:`Engine.cells`."""
+        held = [h for h in self.held() if h.tensor.requires_grad]
+        return {} if self.optimizer is None else {id(h.tensor): self._cells_of(h) for h in held}
 
-@dataclass
-class _FlatShare(Held):
-    """A parameter of which ZeRO stage 3 leaves this rank a range of its elements."""
+    def _cells_of(self, held: Held) -> list[Held]:
+        own, parameter = self.engine.optimizer, cast(Any, held.tensor)
+        # ZeRO 1 and 2, and with a pipeline in bfloat16.
+        flats = getattr(own, "single_partition_of_fp32_groups", None) or getattr(
+            own, "fp32_groups_flat_partition", None
+        )
+        if flats is not None:
+            there = parameter._hp_mapping
+            if there is None:
+                return []  # it is all on other ranks
+            part, cell = there.lp_fragment_address, there.hp_fragment_address
+            flat = flats[there.param_group_index]
+            return [_range(held, flat, part.start, cell.start, cell.numel)]
+        return [held]
 
-    dp_rank: int = 0
+    @contextmanager
+    def steppers(self) -> Iterator[list[torch.optim.Optimizer]]:
+        """See :meth:`Engine.steppers`."""
+        own = None if self.optimizer is None else self.engine.optimizer
+        yield [] if own is None else [getattr(own, "optimizer", own)]
+
+    def slots_changed(self) -> None:
+        """See :meth:`Engine.slots_changed`."""
+        link = getattr(self.engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
+        if link is not None:
+            link()
+
+    @property
+    def loss_scale(self) -> tuple[float, int] | None:
+        """See :attr:`Engine.loss_scale`."""
+        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
+        if self.options.half is not torch.float16 or scaler is None:
+            return None
+        return float(scaler.cur_scale), scaler.cur_iter - scaler.last_overflow_iter - 1
+
+    def set_loss_scale(self, scale: float, steps: int) -> None:
+        """See :meth:`Engine.set_loss_scale`."""
+        scaler = self.engine.optimizer.loss_scaler
+        scaler.cur_scale, scaler.last_overflow_iter = scale, scaler.cur_iter - steps - 1
+
+
+def _range(held: Held, flat: Tensor, start: int, at: int, count: int) -> HeldRange:
+    return HeldRange(held.name, flat, held.origin, held.spec, start, at, count)
+
+
+class _Share(HeldRange):
+    """A parameter of which ZeRO stage 3 leaves this rank a range."""
 
     def parts(self) -> Iterator[tuple[Tensor, Pieced]]:
         """See :meth:`Held.parts`."""
-        tensor: Any = self.tensor
-        share, here = tensor.ds_tensor.detach(), self.here
-        start = self.dp_rank * share.numel()
-        stop = min(start + share.numel(), tensor.ds_numel)
-        for at, box in boxes_of_range(here.shape, start, stop):
-            part = here.part(box)
-            yield share.narrow(0, at - start, part.numel()).view(part.shape), part
+        parameter: Any = self.tensor
+        yield from _range(self, parameter.ds_tensor, self.start, 0, self.count).parts()
 
 
 class ZeroEngine(DeepSpeedEngine):
@@ -250,13 +292,40 @@ class ZeroEngine(DeepSpeedEngine):
         held = super().held()
         if self.settings.zero < 3:
             return held
-        rank = self.mesh.get_local_rank("dp")
-        return [
-            _FlatShare(h.name, h.tensor, h.origin, h.spec, rank)
-            if hasattr(h.tensor, "ds_tensor")
-            else h
-            for h in held
-        ]
+        kept = [t for h in held if hasattr(t := cast(Any, h.tensor), "ds_tensor")]
+        whole = [t for t in kept if t.ds_status.name == "AVAILABLE"]
+        if whole:  # small ones stay gathered, and what is put in their shares would not be seen
+            whole[0].partition(whole)
+        return [self._share(h) if hasattr(h.tensor, "ds_tensor") else h for h in held]
+
+    def _share(self, held: Held) -> _Share:
+        tensor: Any = held.tensor
+        length = tensor.ds_tensor.numel()
+        start = self.mesh.get_local_rank("dp") * length
+        count = max(0, min(length, tensor.ds_numel - start))
+        return _Share(held.name, tensor, held.origin, held.spec, start, 0, count)
+
+    def _cells_of(self, held: Held) -> list[Held]:
+        if not isinstance(held, _Share):
+            return super()._cells_of(held)
+        own = self.engine.optimizer
+        group, at, _ = own.grad_position[own.get_param_id(held.tensor)]
+        flat = own.fp32_partitioned_groups_flat[group]
+        return [_range(held, flat, held.start, at, held.count)]
+
+    @contextmanager
+    def steppers(self) -> Iterator[list[torch.optim.Optimizer]]:
+        """See :meth:`Engine.steppers`."""
+        own = self.engine.optimizer
+        is_divided = self.settings.zero == 3 and self.optimizer is not None
+        if is_divided:  # it has its parameters during a step only
+            own._set_fp32_optimizer_param_groups()
+        try:
+            with super().steppers() as steppers:
+                yield steppers
+        finally:
+            if is_divided:
+                own._clear_fp32_optimizer_param_groups()
 
     def renew_masters(self) -> None:
         """See :meth:`Engine.renew_masters`."""

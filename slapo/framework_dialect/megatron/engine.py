@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,8 +18,10 @@ from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.engine import Engine
 from slapo.framework_dialect.megatron.load import megatron_core, quiet
 from slapo.framework_dialect.megatron.optimizers import (
+    chained,
     make_optimizer,
     mark_parameters,
+    range_of_share,
     set_masters,
     torch_optimizer,
 )
@@ -28,6 +31,7 @@ from slapo.framework_dialect.optimizers import make_scheduler
 from slapo.framework_dialect.precision import cast_parameters
 from slapo.framework_dialect.runtime import Boundaries, Lowering
 from slapo.pipeline.boundaries import describe_tensors
+from slapo.weights.holdings import Held, HeldRange
 
 
 class MegatronEngine(Engine):
@@ -40,6 +44,7 @@ class MegatronEngine(Engine):
         What Megatron-Core's schedules read.
     """
 
+    target = "megatron"
     options: MegatronOptions
 
     def __init__(self, lowering: Lowering, options: MegatronOptions) -> None:
@@ -239,6 +244,44 @@ class MegatronEngine(Engine):
             found += ~buffer.isfinite().all()
         dist.all_reduce(found)
         return not found
+
+    def cells(self) -> dict[int, list[Held]]:
+        """See :meth:`Engine.cells`."""
+        cells = super().cells()
+        return {key: self._cells_of(held) for key, (held,) in cells.items()}
+
+    def _cells_of(self, held: Held) -> list[Held]:
+        parameter: Any = held.tensor
+        if not getattr(parameter, "main_param_sharded", False):
+            return [replace(held, tensor=getattr(parameter, "main_param", parameter))]
+        place = range_of_share(self.optimizer, parameter)
+        if place is None:
+            return []  # it is all on other ranks
+        cell, start, count = place
+        return [HeldRange(held.name, cell, held.origin, held.spec, start, 0, count)]
+
+    @contextmanager
+    def steppers(self) -> Iterator[list[torch.optim.Optimizer]]:
+        """See :meth:`Engine.steppers`."""
+        parts = [] if self.optimizer is None else chained(self.optimizer)
+        yield [part.optimizer for part in parts if part.optimizer is not None]
+
+    @property
+    def loss_scale(self) -> tuple[float, int] | None:
+        """See :attr:`Engine.loss_scale`."""
+        scaler = self._scaler()
+        return None if scaler is None else (float(scaler.scale), scaler._growth_tracker)
+
+    def set_loss_scale(self, scale: float, steps: int) -> None:
+        """See :meth:`Engine.set_loss_scale`."""
+        scaler = self._scaler()
+        scaler._scale.fill_(scale)
+        scaler._growth_tracker = steps
+
+    def _scaler(self) -> Any:
+        if self.optimizer is None or self.options.half is not torch.float16:
+            return None
+        return chained(self.optimizer)[0].grad_scaler
 
     def renew_masters(self) -> None:
         """See :meth:`Engine.renew_masters`."""

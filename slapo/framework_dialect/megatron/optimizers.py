@@ -97,8 +97,20 @@ def _scaler(config: Any) -> Any:
     )
 
 
-def _chained(optimizer: Any) -> list[Any]:
+def chained(optimizer: Any) -> list[Any]:
+    """The optimizers that one of Megatron-Core consists of."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def range_of_share(optimizer: Any, parameter: Any) -> tuple[Tensor, int, int] | None:
+    """What the distributed optimizer steps on of a parameter, here: the tensor, start, length."""
+    for part in chained(optimizer):
+        if parameter in part.model_param_gbuf_map:
+            place = part._get_model_param_range_map(parameter)["param"]
+            group, order = part.model_param_group_index_map[parameter]
+            cell = part.optimizer.param_groups[group]["params"][order]
+            return cell, place.start, place.size
+    return None
 
 
 @torch.no_grad()
@@ -109,7 +121,7 @@ def set_masters(optimizer: Any, values: Mapping[nn.Parameter, Tensor]) -> None:
         if master is None:
             continue
         if getattr(parameter, "main_param_sharded", False):
-            (part,) = [p for p in _chained(optimizer) if parameter in p.model_param_gbuf_map]
+            (part,) = [p for p in chained(optimizer) if parameter in p.model_param_gbuf_map]
             place = part._get_model_param_range_map(parameter)["param"]
             value = value.flatten()[place.start : place.end]
         master.copy_(value.view(master.shape))
@@ -117,7 +129,7 @@ def set_masters(optimizer: Any, values: Mapping[nn.Parameter, Tensor]) -> None:
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
     """The torch optimizer inside of one of Megatron-Core; None where nothing is trained."""
-    parts = _chained(optimizer)
+    parts = chained(optimizer)
     if len(parts) != 1:
         raise SlapoError(
             f"lr_scheduler: megatron drives {len(parts)} optimizers here, and a scheduler is for "

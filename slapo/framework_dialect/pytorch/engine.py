@@ -44,11 +44,13 @@ from slapo.framework_dialect.replica_use import (
 from slapo.framework_dialect.runtime import Lowering
 from slapo.mesh import group_among
 from slapo.pipeline.boundaries import autocasting
+from slapo.weights.holdings import Held
 
 
 class TorchEngineBase(Engine):
     """The optimizer's step, after scaling and clipping over all ranks."""
 
+    target = "torch"
     options: TorchOptions
 
     def __init__(self, lowering: Lowering, options: TorchOptions) -> None:
@@ -137,6 +139,22 @@ class TorchEngineBase(Engine):
             part.reshard()
 
     renew_masters = _drop_gathered
+
+    def held(self) -> list[Held]:
+        """See :meth:`Engine.held`."""
+        self._drop_gathered()
+        return super().held()
+
+    @property
+    def loss_scale(self) -> tuple[float, int] | None:
+        """See :attr:`Engine.loss_scale`."""
+        scale = self._loss_scale
+        return None if scale is None else (scale.value, scale.steps)
+
+    def set_loss_scale(self, scale: float, steps: int) -> None:
+        """See :meth:`Engine.set_loss_scale`."""
+        if self._loss_scale is not None:
+            self._loss_scale.value, self._loss_scale.steps = scale, steps
 
     def _reduce_gradients(self) -> None:
         """Complete gradients that are still partial after the backward."""

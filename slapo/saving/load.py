@@ -1,0 +1,317 @@
+"""Resume: each rank reads what it holds, after all ranks know that everything is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slapo.agreement import all_ranks_or_none, gathered, has_peers, same_on_all_ranks
+from slapo.errors import SlapoError
+from slapo.random import is_random_seed_set, set_all_states, set_random_seed
+from slapo.saving.nests import decode
+from slapo.saving.save import described
+from slapo.saving.state import (
+    Room,
+    Trainer,
+    by_cell,
+    groups_of,
+    make_room,
+    merged_groups,
+    names_of,
+    original,
+    room_for,
+)
+from slapo.saving.steps import Manifest, Step, find
+from slapo.weights.holdings import Held, without_origin
+
+_WHAT = "engine.load"
+
+#: Of a config, what does not change what a model computes.
+_NOT_COMPARED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+
+
+class HalfLoadedError(SlapoError):
+    """Loading has failed when values had changed already."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What was resumed.
+
+    Attributes
+    ----------
+    step : int
+        The step after which training goes on.
+    samples : int
+        Samples that all replicas have trained on.
+    notes : tuple of str
+        What could not be as it was.
+    """
+
+    step: int
+    samples: int
+    notes: tuple[str, ...] = ()
+
+
+def load(engine: Trainer, run_or_step: Any, data: Any, only: str | None) -> Resumed:
+    """See :meth:`slapo.framework_dialect.Engine.load`."""
+    if only not in (None, "weights"):
+        raise ValueError(f'only is {only!r}; pass "weights", or None for all')
+    path = Path(run_or_step).absolute()
+    same_on_all_ranks(_WHAT, {"path": str(path), "only": only, "data": data is not None})
+    folder = all_ranks_or_none(_WHAT, lambda: find(path))
+    remedy = "all ranks have to see one folder"
+    same_on_all_ranks("the last complete step", str(folder), remedy=remedy)
+    step = all_ranks_or_none(_WHAT, lambda: Step(folder))
+    try:
+        loading = _Loading(engine, step, data, only == "weights")
+        all_ranks_or_none(_WHAT, loading.check)
+        if not loading.only_weights:
+            loading.check_groups()
+        all_ranks_or_none(_WHAT, loading.compare_checksums)
+        # User code, before anything has changed.
+        all_ranks_or_none(_WHAT, loading.give_data)
+        try:
+            all_ranks_or_none(_WHAT, loading.fill)
+        except Exception as error:
+            raise HalfLoadedError(f"{_WHAT} broke off: {error}") from error
+    finally:
+        step.close()
+    manifest = step.manifest
+    return Resumed(manifest.step, manifest.samples, tuple(loading.notes))
+
+
+@dataclass
+class _Loading:
+    engine: Trainer
+    step: Step
+    data: Any
+    only_weights: bool
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rank = dist.get_rank() if has_peers() else 0
+        self.ranks = dist.get_world_size() if has_peers() else 1
+        self.place = [self.engine.mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp")]
+        self.manifest: Manifest = self.step.manifest
+        places = gathered(self.place, None) if has_peers() else [self.place]
+        self.is_same_layout = places == self.manifest.places
+        self.rooms: dict[int, Room] = {}
+
+    # --- before anything changes -----------------------------------------------------------------
+    def check(self) -> None:
+        """Refuse a checkpoint of something else."""
+        held = self.engine.held()
+        lost = without_origin(held)
+        if lost:
+            raise SlapoError(
+                f"{_WHAT}: {lost[:5]} come from no tensor of the original model, under whose names "
+                "tensors are saved; let the module that has them declare weight_sources()"
+            )
+        self._check_model(held)
+        if not self.only_weights:
+            self._check_optimizer()
+            self._check_data()
+
+    def _check_model(self, held: list[Held]) -> None:
+        saved, here = self.manifest.model, described(self.engine)
+        if saved["class"] != here["class"]:
+            raise SlapoError(
+                f"{self.step.folder} is of a {saved['class']}, and this model is a {here['class']}"
+            )
+        shapes = original(self.engine).tensors
+        values = self.manifest.tensors.get("", {})
+        wrong = []
+        for name in sorted({name for item in held for name in names_of(item)}):
+            shape = list(shapes[name][0])
+            if name not in values:
+                wrong.append(f"{name} is not in it")
+            elif values[name].shape != shape:
+                wrong.append(f"{name} is {tuple(values[name].shape)} there, {tuple(shape)} here")
+        if wrong:
+            more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise SlapoError(f"{self.step.folder} is of another model: {wrong[:5]}{more}")
+        changed = sorted(_differences(saved["config"] or {}, here["config"] or {}))
+        if changed and not self.only_weights:
+            raise SlapoError(
+                f"{self.step.folder} is of a model with another config: {'; '.join(changed[:5])}; "
+                'make it the same, or pass only="weights"'
+            )
+        self.notes += [f"config: {each}" for each in changed]
+        if saved["schedule"] != here["schedule"]:
+            count = len(saved["schedule"]), len(here["schedule"])
+            self.notes.append(
+                f"another schedule: {count[0]} primitives when it was saved, {count[1]} now"
+            )
+
+    def _check_optimizer(self) -> None:
+        with self.engine.steppers() as steppers:
+            here = next((type(each).__name__ for each in steppers), None)
+        saved = self.manifest.optimizer
+        if saved != here:
+            had, has = (name or "no optimizer" for name in (saved, here))
+            raise SlapoError(
+                f"{self.step.folder} was saved with {had}, and this engine has {has}; pass the "
+                'same, or only="weights"'
+            )
+        odd = self.manifest.odd
+        if odd and not (self.is_same_layout and self.manifest.engine == self.engine.target):
+            raise SlapoError(
+                f"{self.step.folder}: {saved} keeps {odd}, which are not of the form of the "
+                "parameters and cannot be cut anew; resume at the layout that has saved them, "
+                f'{_shown(self.manifest)}, or pass only="weights"'
+            )
+        if (self.engine.scheduler is None) != (self.manifest.scheduler is None):
+            had = "no scheduler" if self.manifest.scheduler is None else "a scheduler"
+            self.notes.append(f"lr_scheduler: there was {had} when it was saved")
+        for key, inside in by_cell(self.engine).items():
+            self.rooms[key] = room_for(inside, self.manifest)
+
+    def _check_data(self) -> None:
+        data, manifest = self.data, self.manifest
+        if data is None:
+            if manifest.has_data:
+                self.notes.append("data: its state was saved, and no data= was given")
+            return
+        replicas, now = len({place[1] for place in manifest.places}), self.engine.mesh.shape[1]
+        is_exact = manifest.has_data and replicas == now
+        self._method = "load_state_dict" if is_exact else "seek"
+        if callable(getattr(data, self._method, None)):
+            return
+        why = "its state"
+        if not is_exact:
+            why = f"the number of samples that {replicas} replicas have seen, which are {now} now"
+        if not manifest.has_data:
+            why = "the number of samples that were seen, as no state of it was saved"
+        raise SlapoError(
+            f"{_WHAT}: data is a {type(data).__name__} without {self._method}(), which is to take "
+            f"{why}; give it one, or leave out data= and skip {manifest.samples} samples"
+        )
+
+    def check_groups(self) -> None:
+        """Refuse other groups of parameters; finds the options of those here. A collective."""
+        cells = by_cell(self.engine)
+        with self.engine.steppers() as steppers:
+            self._groups = [groups_of(each, cells) for each in steppers]
+        flat = [group for each in self._groups for group in each]
+        every = gathered(flat, None) if has_peers() else [flat]
+        all_ranks_or_none(_WHAT, lambda: self._check_groups([g for part in every for g in part]))
+
+    def _check_groups(self, every: list[dict[str, Any]]) -> None:
+        here = {name for group in every for name in group["names"]}
+        there = {name for group in self.manifest.groups for name in group["names"]}
+        if here != there:
+            only_here, only_there = sorted(here - there), sorted(there - here)
+            raise SlapoError(
+                f"{self.step.folder}: the optimizer had other parameters: {only_there[:3]} then, "
+                f'{only_here[:3]} now; build it with the same ones, or pass only="weights"'
+            )
+        number_of = {n: k for k, g in enumerate(self.manifest.groups) for n in g["names"]}
+        for group in merged_groups(every):
+            first = group["names"][0]
+            other = next((n for n in group["names"] if number_of[n] != number_of[first]), None)
+            if other is not None:
+                raise SlapoError(
+                    f"{self.step.folder}: {first!r} and {other!r} were in two parameter groups of "
+                    "other options, and are in one now; make the same groups, or pass "
+                    'only="weights"'
+                )
+        saved = self.manifest.groups
+        self._options = [
+            [saved[number_of[g["names"][0]]]["options"] if g["names"] else {} for g in each]
+            for each in self._groups
+        ]
+
+    def compare_checksums(self) -> None:
+        """All files are what was written; each rank looks at some."""
+        for rank in range(self.rank, self.step.world, self.ranks):
+            self.step.checked(rank)
+
+    # --- now -------------------------------------------------------------------------------------
+    def give_data(self) -> None:
+        """Hand the data its state, or its place."""
+        if self.data is None or self.only_weights:
+            return
+        if self._method == "load_state_dict":
+            places = self.manifest.places
+            rank = next(k for k, place in enumerate(places) if place == [0, self.place[1], 0])
+            self.data.load_state_dict(self.step.own(rank)["data"])
+        else:
+            self.data.seek(self.manifest.samples)
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Read everything into its place."""
+        cells = self.engine.cells()
+        for item in self.engine.held():
+            kept = cells.get(id(item.tensor), [item])
+            if self.only_weights or all(cell.tensor is not item.tensor for cell in kept):
+                self._read([("", item)])
+        if self.only_weights:
+            self._read(("", cell) for kept in cells.values() for cell in kept)
+            return
+        own = self.step.own(self.rank) if self.is_same_layout else None
+        self._make_room({} if own is None else own["odd"])
+        self._read(self.engine.fragments())
+        self._set_progress(own)
+
+    def _read(self, fragments: Iterable[tuple[str, Held]]) -> None:
+        for slot, held in fragments:
+            there = self.manifest.tensors.get(slot, {})
+            for piece, values in held.pieces():
+                if str(piece.leaf) in there:
+                    values.copy_(self.step.read((slot, str(piece.leaf)), piece.source))
+
+    def _make_room(self, odd: Mapping[str, Mapping[str, Any]]) -> None:
+        names = {key: inside[0].name for key, inside in by_cell(self.engine).items()}
+        special = {
+            key: {slot: kept[name] for slot, kept in odd.items() if name in kept}
+            for key, name in names.items()
+        }
+        kinds = {slot: kept["dtype"] for slot, kept in self.manifest.numbers.items()}
+        with self.engine.steppers() as steppers:
+            for optimizer, options in zip(steppers, self._options, strict=True):
+                make_room(optimizer, self.rooms, options, special, kinds)
+        self.engine.slots_changed()
+
+    def _set_progress(self, own: Any) -> None:
+        engine, manifest = self.engine, self.manifest
+        if engine.scheduler is not None and manifest.scheduler is not None:
+            engine.scheduler.load_state_dict(decode(manifest.scheduler, []))
+        if engine.loss_scale is not None and manifest.loss_scale is not None:
+            scale, steps = manifest.loss_scale
+            engine.set_loss_scale(float(scale), int(steps))
+        engine.step_count = manifest.step
+        replicas = engine.mesh.shape[1]
+        share, rest = divmod(manifest.samples, replicas)
+        engine.samples = share + (self.place[1] < rest)
+        if own is not None:
+            set_all_states(own["random"])
+            return
+        seed = (manifest.seed + manifest.step) % 2**31
+        if is_random_seed_set():
+            set_random_seed(seed, mesh=engine.mesh)
+        else:
+            torch.manual_seed(seed)
+        self.notes.append(
+            f"random states are those of another layout, {_shown(manifest)}; seeded anew from the "
+            "seed and the step"
+        )
+
+
+def _shown(manifest: Manifest) -> str:
+    sizes = (len({place[axis] for place in manifest.places}) for axis in range(3))
+    return ", ".join(f"{dim}={size}" for dim, size in zip(("pp", "dp", "tp"), sizes, strict=True))
+
+
+def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    for name in {**saved, **here}:
+        if name.startswith("_") or name in _NOT_COMPARED:
+            continue
+        if saved.get(name) != here.get(name):
+            yield f"{name} was {saved.get(name)!r} and is {here.get(name)!r}"

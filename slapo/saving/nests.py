@@ -1,0 +1,98 @@
+"""State of schedulers, data and random numbers as JSON, with its tensors beside it.
+
+What is read back is numbers, texts, tensors and nests of them: no code runs.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo.errors import SlapoError
+
+# Key of a JSON object that stands for something else.
+_TAG = "="
+
+_PLAIN = (str, bool, int, float, type(None))
+
+# Classes of nests -> what holds the same values.
+_LISTS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
+_DICTS: dict[type, str] = {OrderedDict: "dict", Counter: "Counter", defaultdict: "dict"}
+_MADE = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+    "dict": dict,
+    "Counter": Counter,
+}
+
+
+def encode(value: Any, tensors: list[Tensor], where: str) -> Any:
+    """A nest as JSON; its tensors are added to `tensors`. `where` names it in an error."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        tensors.append(value.detach())
+        return {_TAG: "tensor", "number": len(tensors) - 1}
+    if isinstance(value, (torch.dtype, torch.device)):
+        return {_TAG: "torch", "name": str(value).removeprefix("torch.")}
+    if isinstance(value, bytes):
+        return {_TAG: "bytes", "text": base64.b64encode(value).decode()}
+    if type(value).__module__ == "numpy":
+        return _encode_numpy(value)
+    if type(value) is list or type(value) in _LISTS:
+        items = [encode(v, tensors, f"{where}[{k}]") for k, v in enumerate(value)]
+        return items if type(value) is list else {_TAG: _LISTS[type(value)], "items": items}
+    if type(value) is dict or type(value) in _DICTS:
+        pairs = [(k, encode(v, tensors, f"{where}[{k!r}]")) for k, v in value.items()]
+        if type(value) is dict and all(type(k) is str and k != _TAG for k, _ in pairs):
+            return dict(pairs)
+        keyed = [[encode(k, tensors, f"a key of {where}"), v] for k, v in pairs]
+        return {_TAG: _DICTS.get(type(value), "dict"), "pairs": keyed}
+    raise SlapoError(
+        f"{where} is a {type(value).__name__}, which is not saved: only numbers, texts, tensors, "
+        "arrays, and lists and dicts of them are"
+    )
+
+
+def decode(value: Any, tensors: list[Tensor]) -> Any:
+    """What was encoded."""
+    if isinstance(value, list):
+        return [decode(each, tensors) for each in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_TAG)
+    if kind is None:
+        return {key: decode(each, tensors) for key, each in value.items()}
+    if kind == "tensor":
+        return tensors[value["number"]]
+    if kind == "torch":
+        found = getattr(torch, value["name"], None)
+        return found if isinstance(found, torch.dtype) else torch.device(value["name"])
+    if kind == "bytes":
+        return base64.b64decode(value["text"])
+    if kind == "numpy":
+        return _decode_numpy(value)
+    if "items" in value:
+        return _MADE[kind](decode(each, tensors) for each in value["items"])
+    pairs = [(decode(key, tensors), decode(each, tensors)) for key, each in value["pairs"]]
+    return _MADE[kind](dict(pairs))
+
+
+def _encode_numpy(value: Any) -> Any:
+    data = base64.b64encode(value.tobytes()).decode()
+    shape = list(value.shape)
+    return {_TAG: "numpy", "dtype": value.dtype.str, "shape": shape, "data": data}
+
+
+def _decode_numpy(value: dict[str, Any]) -> Any:
+    import numpy  # there is an array only where it is installed
+
+    flat = numpy.frombuffer(base64.b64decode(value["data"]), dtype=value["dtype"])
+    array = flat.reshape(value["shape"]).copy()
+    return array if value["shape"] else array[()]

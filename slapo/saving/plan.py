@@ -1,0 +1,86 @@
+"""Which rank writes what: each element of each tensor once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from slapo.errors import SlapoError
+from slapo.weights.pieces import Box, lengths, overlap
+
+#: Slot of the optimizer ("" for values), and name of the original tensor.
+Key = tuple[str, str]
+
+#: A box to write, and the box that the rank has, of which it is all or a part.
+Part = tuple[Box, Box]
+
+
+def share_out(
+    offers: Sequence[Mapping[Key, Sequence[Box]]], shapes: Mapping[str, Sequence[int]]
+) -> list[dict[Key, list[Part]]]:
+    """What each rank writes of what the ranks have; the same on every rank.
+
+    Replicas have equal boxes, or boxes that overlap: ranges of flat buffers, of which each
+    tensor-parallel rank has another length.
+    """
+    holders: dict[Key, dict[Box, list[int]]] = {}
+    for rank, offered in enumerate(offers):
+        for key, boxes in offered.items():
+            for box in boxes:
+                holders.setdefault(key, {}).setdefault(box, []).append(rank)
+    shares: list[dict[Key, list[Part]]] = [{} for _ in offers]
+    load = [0] * len(offers)
+    known: dict[tuple[Box, ...], list[Part]] = {}
+    lacking = []
+    for key, ranks in holders.items():
+        boxes = tuple(ranks)
+        if boxes not in known:
+            known[boxes] = _once(boxes, shapes[key[1]])
+        parts = known[boxes]
+        for part, box in parts:
+            rank = min(ranks[box], key=load.__getitem__)
+            load[rank] += prod(lengths(part))
+            shares[rank].setdefault(key, []).append((part, box))
+        have, wanted = sum(prod(lengths(part)) for part, _ in parts), prod(shapes[key[1]])
+        if have != wanted:
+            lacking.append(f"{' of '.join(filter(None, key))} ({have} of {wanted} elements)")
+    if lacking:
+        raise SlapoError(
+            f"the ranks do not hold all of {lacking[:5]}; call it on every rank, with the engine "
+            "that slapo.build returned there"
+        )
+    return shares
+
+
+def _once(boxes: Sequence[Box], shape: Sequence[int]) -> list[Part]:
+    """Boxes without what others have before them."""
+    sizes = sum(prod(lengths(box)) for box in boxes)
+    apart = sizes == prod(shape) and not any(
+        overlap(a, b) for k, a in enumerate(boxes) for b in boxes[:k]
+    )
+    if apart:
+        return [(box, box) for box in boxes]
+    found: list[Part] = []
+    for box in boxes:
+        rest = [box]
+        for taken, _ in found:
+            rest = [left for part in rest for left in _without(part, taken)]
+        found += [(part, box) for part in rest]
+    return found
+
+
+def _without(box: Box, other: Box) -> list[Box]:
+    """The boxes that are left of one without what another shares with it."""
+    shared = overlap(box, other)
+    if shared is None:
+        return [box]
+    found, left = [], list(box)
+    for axis, (start, stop) in enumerate(shared):
+        before, after = (left[axis][0], start), (stop, left[axis][1])
+        found += [
+            (*left[:axis], bounds, *left[axis + 1 :])
+            for bounds in (before, after)
+            if bounds[0] < bounds[1]
+        ]
+        left[axis] = (start, stop)
+    return found

@@ -1,0 +1,298 @@
+"""Save a step of training: each rank writes a part of what the ranks have."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slapo.agreement import all_ranks_or_none, gathered, has_peers, same_on_all_ranks
+from slapo.errors import SlapoError
+from slapo.logger import get_logger
+from slapo.random import all_states
+from slapo.saving.nests import encode
+from slapo.saving.plan import Key, share_out
+from slapo.saving.state import Mine, Trainer, collect, merged_groups, merged_numbers, original
+from slapo.saving.steps import (
+    TEMPORARY,
+    Manifest,
+    Saved,
+    checksum,
+    file_of,
+    folder_of,
+    keep_last,
+    key_in_file,
+    sync_folder,
+)
+from slapo.weights.files import TensorFile
+from slapo.weights.holdings import without_origin
+from slapo.weights.pieces import Box, box_of, index_of, lengths
+
+logger = get_logger("slapo")
+
+_WHAT = "engine.save"
+
+
+class Saving:
+    """A step that is saved, or under way to be.
+
+    Attributes
+    ----------
+    step : int
+    path : Path
+        Where the step is when it is complete.
+    """
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Return whether nothing is left to do: it is complete, or has failed."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def result(self) -> Path:
+        """Wait until the step is complete.
+
+        Returns
+        -------
+        Path
+            That of the step.
+
+        Raises
+        ------
+        SlapoError, OSError
+            If it could not be saved.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+    def _run(self, write: Any) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self._error = error
+
+    def _start(self, write: Any) -> None:
+        self._thread = threading.Thread(target=self._run, args=(write,), name="slapo-save")
+        self._thread.start()
+
+
+def save(engine: Trainer, run: Any, data: Any, keep: int | None, wait: bool) -> Saving:
+    """See :meth:`slapo.framework_dialect.Engine.save`."""
+    began = time.monotonic()
+    run = Path(run).absolute()
+    folder = folder_of(run, engine.step_count)
+    alike = {"run": str(run), "step": engine.step_count, "keep": keep, "wait": wait}
+    same_on_all_ranks(_WHAT, {**alike, "data": data is not None})
+    all_ranks_or_none(_WHAT, lambda: _check(engine, data, keep))
+    mine, own = all_ranks_or_none(_WHAT, lambda: (collect(engine), _own_state(engine, data)))
+    group = None if wait or not has_peers() else engine.saving_group()
+    rank = dist.get_rank() if has_peers() else 0
+    here = _Offer(
+        mine.boxes(), mine.dtypes(), mine.numbers, mine.groups, list(mine.odd), engine.samples
+    )
+    here.place = [engine.mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp")]
+    offers: list[_Offer] = gathered(here, None) if has_peers() else [here]
+    manifest = all_ranks_or_none(_WHAT, lambda: _describe(engine, offers, data is not None))
+    shapes = {name: tuple(shape) for name, (shape, _) in original(engine).tensors.items()}
+    shares = all_ranks_or_none(_WHAT, lambda: share_out([o.boxes for o in offers], shapes))
+    own["odd"] = mine.odd
+    tensors: list[Tensor] = []
+    text = all_ranks_or_none(_WHAT, lambda: json.dumps(encode(own, tensors, "state")).encode())
+    job = _Job(rank, folder, manifest, _values(mine, shares[rank]), keep, group)
+    job.own = {
+        "own": torch.frombuffer(bytearray(text), dtype=torch.uint8),
+        **{f"own.{k}": tensor for k, tensor in enumerate(tensors)},
+    }
+    all_ranks_or_none(_WHAT, lambda: _start(folder) if rank == 0 else None)
+    saving = Saving(engine.step_count, folder)
+    if wait:
+        job.write()
+        logger.info("saved %s in %.1f s", folder, time.monotonic() - began)
+    else:
+        job.copy()
+        saving._start(job.write)
+    return saving
+
+
+def _check(engine: Trainer, data: Any, keep: int | None) -> None:
+    if keep is not None and (not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"keep is {keep!r}; pass how many of the last steps stay, or None for all")
+    if data is not None and not callable(getattr(data, "state_dict", None)):
+        raise TypeError(
+            f"data is a {type(data).__name__} without state_dict(); pass what yields the batches, "
+            "as torchdata's StatefulDataLoader, or leave it out"
+        )
+    lost = without_origin(engine.held())
+    if lost:
+        raise SlapoError(
+            f"{_WHAT}: {lost[:5]} come from no tensor of the original model, under whose names "
+            "tensors are saved; let the module that has them declare weight_sources()"
+        )
+
+
+@dataclass
+class _Offer:
+    """What a rank tells the others."""
+
+    boxes: dict[Key, list[Box]]
+    dtypes: dict[Key, torch.dtype]
+    numbers: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    odd: list[str]
+    samples: int
+    place: list[int] = field(default_factory=list)
+
+
+def _own_state(engine: Trainer, data: Any) -> dict[str, Any]:
+    return {"random": all_states(), "data": None if data is None else data.state_dict()}
+
+
+def _describe(engine: Trainer, offers: Sequence[_Offer], has_data: bool) -> Manifest:
+    """The manifest, but for the boxes."""
+    given, tensors = original(engine), dict[str, dict[str, Saved]]()
+    dtypes = {key: dtype for offer in offers for key, dtype in offer.dtypes.items()}
+    for offer in offers:
+        wrong = [key for key, dtype in offer.dtypes.items() if dtype != dtypes[key]]
+        if wrong:
+            raise SlapoError(f"{_WHAT}: {wrong[0][1]!r} is of two dtypes on the ranks")
+    for (slot, name), dtype in dtypes.items():
+        saved = Saved(list(given.tensors[name][0]), str(dtype).removeprefix("torch."))
+        tensors.setdefault(slot, {})[name] = saved
+    with engine.steppers() as steppers:
+        optimizer = next((type(each).__name__ for each in steppers), None)
+    scheduler = getattr(engine.scheduler, "state_dict", None)
+    return Manifest(
+        step=engine.step_count,
+        samples=sum(o.samples for o in offers if o.place[0] == 0 and o.place[2] == 0),
+        places=[offer.place for offer in offers],
+        engine=engine.target,
+        versions={"slapo": sys.modules["slapo"].__version__, "torch": torch.__version__},
+        model=described(engine),
+        optimizer=optimizer,
+        groups=merged_groups([group for offer in offers for group in offer.groups]),
+        numbers=merged_numbers([offer.numbers for offer in offers]),
+        scheduler=None if scheduler is None else _plain(scheduler()),
+        loss_scale=None if engine.loss_scale is None else list(engine.loss_scale),
+        seed=torch.initial_seed(),
+        has_data=has_data,
+        odd=sorted({slot for offer in offers for slot in offer.odd}),
+        own={},
+        tensors=tensors,
+    )
+
+
+def described(engine: Trainer) -> dict[str, Any]:
+    """The model and its schedule, for comparisons and to show."""
+    given = original(engine)
+    config = given.config
+    return {
+        "class": given.cls.__qualname__,
+        "config": None if config is None else json.loads(config.to_json_string(use_diff=False)),
+        "schedule": [str(record) for record in engine.lowering.history],
+    }
+
+
+def _plain(state: Any) -> Any:
+    """The state of a scheduler, without its functions: whoever resumes has them."""
+    if isinstance(state, dict):
+        state = {name: value for name, value in state.items() if not callable(value)}
+    return encode(state, [], "lr_scheduler.state_dict()")
+
+
+def _values(mine: Mine, share: Mapping[Key, Sequence[Any]]) -> dict[tuple[Key, Box], Tensor]:
+    """Views of what this rank writes."""
+    return {
+        (key, part): mine.values[key, box][index_of(part, box)]
+        for key, parts in share.items()
+        for part, box in parts
+    }
+
+
+def _start(folder: Path) -> None:
+    if folder.exists():
+        raise SlapoError(
+            f"{_WHAT}: {folder} is there already, and no step is overwritten; pass another run, or "
+            "load that step"
+        )
+    temporary = folder.with_name(folder.name + TEMPORARY)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+
+
+@dataclass
+class _Job:
+    """What is left to do when all is planned; it touches nothing of the engine after `copy`."""
+
+    rank: int
+    folder: Path
+    manifest: Manifest
+    values: dict[tuple[Key, Box], Tensor]
+    keep: int | None
+    group: dist.ProcessGroup | None
+    own: dict[str, Tensor] = field(default_factory=dict)
+
+    def copy(self) -> None:
+        """Have values of now, whatever is trained from here on."""
+        self.values = {key: value.to("cpu", copy=True) for key, value in self.values.items()}
+        self.own = {name: value.to("cpu", copy=True) for name, value in self.own.items()}
+
+    def write(self) -> None:
+        """Write the file of this rank; the first one completes the step. A collective."""
+        temporary = self.folder.with_name(self.folder.name + TEMPORARY)
+        try:
+            sums = self._agreed(lambda: self._write_file(temporary))
+            everyone = gathered(sums, self.group) if has_peers(self.group) else [sums]
+            self._agreed(lambda: self._complete(temporary, everyone) if self.rank == 0 else None)
+        except Exception:
+            if self.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def _agreed(self, act: Any) -> Any:
+        return all_ranks_or_none(_WHAT, act, self.group)
+
+    def _write_file(self, temporary: Path) -> tuple[list[Any], dict[str, int]]:
+        named = {key_in_file(key, box): (key, box) for key, box in self.values}
+        tensors = {**{name: self.values[place] for name, place in named.items()}, **self.own}
+        room = {name: (value.shape, value.dtype) for name, value in tensors.items()}
+        boxes, own = [], {}
+        with TensorFile.create(temporary / file_of(self.rank), room) as file:
+            for name, (key, box) in named.items():
+                value = self.values[key, box].cpu().contiguous()
+                file.write(name, box_of(value.shape), value)
+                boxes.append((key, box, checksum(value)))
+            for name, value in self.own.items():
+                file.write(name, box_of(value.shape), value.cpu())
+                own[name] = checksum(value)
+            file.sync()
+        return boxes, own
+
+    def _complete(self, temporary: Path, everyone: Sequence[Any]) -> None:
+        for rank, (boxes, own) in enumerate(everyone):
+            self.manifest.own[str(rank)] = own
+            for (slot, name), box, value in boxes:
+                place = [[start for start, _ in box], lengths(box), rank, value]
+                self.manifest.tensors[slot][name].boxes.append(place)
+        self.manifest.write(temporary)
+        sync_folder(temporary)
+        os.rename(temporary, self.folder)
+        sync_folder(self.folder.parent)
+        if self.keep is not None:
+            keep_last(self.folder.parent, self.keep)

@@ -1,0 +1,253 @@
+"""What a rank has to save: boxes of original tensors, numbers and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from slapo.errors import SlapoError
+from slapo.saving.nests import decode, encode
+from slapo.saving.plan import Key
+from slapo.saving.steps import Manifest
+from slapo.weights.holdings import Held
+from slapo.weights.pieces import Box
+from slapo.weights.provenance import Original, original_of
+
+#: What a group of an optimizer has besides its options.
+_NO_OPTIONS = ("params", "param_names")
+
+
+class Trainer(Protocol):
+    """What is asked of an engine."""
+
+    target: str
+    mesh: DeviceMesh
+    lowering: Any
+    scheduler: Any
+    step_count: int
+    samples: int
+
+    @property
+    def loss_scale(self) -> tuple[float, int] | None:
+        """The scale of a loss in float16."""
+
+    def held(self) -> list[Held]:
+        """What the model computes with."""
+
+    def cells(self) -> dict[int, list[Held]]:
+        """What the optimizer steps on."""
+
+    def steppers(self) -> AbstractContextManager[list[torch.optim.Optimizer]]:
+        """Torch's optimizers."""
+
+    def fragments(self) -> Iterator[tuple[str, Held]]:
+        """What there is to save."""
+
+    def slots_changed(self) -> None:
+        """The optimizer's state has other tensors."""
+
+    def set_loss_scale(self, scale: float, steps: int) -> None:
+        """Have another scale."""
+
+    def saving_group(self) -> Any:
+        """All ranks, for a thread that saves."""
+
+
+def original(engine: Trainer) -> Original:
+    """The model that was scheduled."""
+    found = original_of(engine.lowering.model)
+    assert found is not None, "build writes it down"
+    return found
+
+
+def names_of(held: Held) -> list[str]:
+    """The original tensors that the whole of one is made of."""
+    assert held.origin is not None, "asked before"
+    return sorted({str(piece.leaf) for piece in held.origin.pieces})
+
+
+@dataclass
+class Mine:
+    """What this rank has of the state of training."""
+
+    values: dict[tuple[Key, Box], Tensor] = field(default_factory=dict)
+    #: slot -> dtype and values by names
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: slot -> name of a parameter -> what is not of its form
+    odd: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    optimizer: str | None = None
+
+    def boxes(self) -> dict[Key, list[Box]]:
+        """The boxes that it has of each tensor."""
+        found: dict[Key, list[Box]] = {}
+        for key, box in self.values:
+            found.setdefault(key, []).append(box)
+        return found
+
+    def dtypes(self) -> dict[Key, torch.dtype]:
+        """Types of the elements."""
+        return {key: values.dtype for (key, _), values in self.values.items()}
+
+
+def collect(engine: Trainer) -> Mine:
+    """All that this rank has, as views."""
+    mine = Mine()
+    for slot, held in engine.fragments():
+        for piece, values in held.pieces():
+            mine.values.setdefault(((slot, str(piece.leaf)), piece.source), values)
+    cells = by_cell(engine)
+    with engine.steppers() as steppers:
+        for optimizer in steppers:
+            mine.optimizer = type(optimizer).__name__
+            _add_numbers(mine, optimizer, cells)
+            mine.groups += groups_of(optimizer, cells)
+    return mine
+
+
+def by_cell(engine: Trainer) -> dict[int, list[Held]]:
+    """Id of a tensor that the optimizer steps on -> the parameters that lie in it."""
+    found: dict[int, list[Held]] = {}
+    for kept in engine.cells().values():
+        for item in kept:
+            found.setdefault(id(item.tensor), []).append(item)
+    return found
+
+
+def has_form_of(cell: Tensor, slot: str, value: Any) -> bool:
+    """Return whether a part of the optimizer's state lies as what it steps on."""
+    is_number = slot == "step" and cell.dim() == 0
+    return isinstance(value, Tensor) and value.shape == cell.shape and not is_number
+
+
+def _add_numbers(mine: Mine, optimizer: Any, cells: Mapping[int, Sequence[Held]]) -> None:
+    for cell, state in optimizer.state.items():
+        inside = cells.get(id(cell))
+        if inside is None:
+            if state:
+                raise SlapoError(
+                    f"engine.save: {type(optimizer).__name__} keeps {sorted(state)} of something "
+                    "that is no parameter of the model, which cannot be saved"
+                )
+            continue
+        for slot, value in state.items():
+            if has_form_of(cell, slot, value):
+                continue
+            if (isinstance(value, Tensor) and value.dim() == 0) or type(value) in (int, float):
+                kind = str(value.dtype)[6:] if isinstance(value, Tensor) else type(value).__name__
+                found = mine.numbers.setdefault(slot, {"dtype": kind, "values": {}})
+                number = value.item() if isinstance(value, Tensor) else value
+                for item in inside:
+                    found["values"].update(dict.fromkeys(names_of(item), number))
+            else:
+                mine.odd.setdefault(slot, {})[inside[0].name] = value
+
+
+def groups_of(optimizer: Any, cells: Mapping[int, Sequence[Held]]) -> list[dict[str, Any]]:
+    """Options of an optimizer, and the names that they hold for."""
+    found = []
+    for group in optimizer.param_groups:
+        options = {}
+        for name, value in group.items():
+            try:
+                plain = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+                options[name] = encode(plain, [], name)
+            except SlapoError:
+                continue  # as a function; the engine that resumes has its own
+        held = [item for p in group["params"] for item in cells.get(id(p), ())]
+        for name in _NO_OPTIONS:
+            options.pop(name, None)
+        found.append({"options": options, "names": sorted({n for h in held for n in names_of(h)})})
+    return found
+
+
+def merged_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of all ranks; those of equal options are one."""
+    found: list[dict[str, Any]] = []
+    for group in groups:
+        same = next((g for g in found if g["options"] == group["options"]), None)
+        if same is None:
+            found.append({"options": group["options"], "names": sorted(group["names"])})
+        else:
+            same["names"] = sorted({*same["names"], *group["names"]})
+    return [group for group in found if group["names"]]
+
+
+def merged_numbers(parts: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Numbers of all ranks."""
+    found: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        for slot, numbers in part.items():
+            into = found.setdefault(slot, {"dtype": numbers["dtype"], "values": {}})
+            into["values"].update(numbers["values"])
+    return found
+
+
+# --- in the other direction ----------------------------------------------------------------------
+@dataclass
+class Room:
+    """The state that an optimizer is to have of what it steps on, before values are read."""
+
+    slots: dict[str, list[str]]
+    numbers: dict[str, float | int]
+
+
+def room_for(inside: Sequence[Held], manifest: Manifest) -> Room:
+    """The slots and numbers that were saved of the parameters in a tensor."""
+    names = [name for item in inside for name in names_of(item)]
+    slots = {
+        slot: [name for name in names if name in named]
+        for slot, named in manifest.tensors.items()
+        if slot
+    }
+    numbers = {}
+    for slot, kept in manifest.numbers.items():
+        found = {kept["values"][name] for name in names if name in kept["values"]}
+        if len(found) > 1:
+            raise SlapoError(
+                f"{inside[0].name!r} is made of {names[:4]}, whose {slot!r} in the checkpoint is "
+                f"{sorted(found)}, and the optimizer has one for all of it; resume with the "
+                "schedule that has saved it"
+            )
+        if found:
+            numbers[slot] = found.pop()
+    return Room({slot: there for slot, there in slots.items() if there}, numbers)
+
+
+def make_room(
+    optimizer: Any,
+    rooms: Mapping[int, Room],
+    options: Sequence[Mapping[str, Any]],
+    odd: Mapping[int, Mapping[str, Any]],
+    kinds: Mapping[str, str],
+) -> None:
+    """Give an optimizer its options, and zeros where values are read later."""
+    packed = optimizer.state_dict()
+    state, number = {}, 0
+    for group, given, wanted in zip(
+        optimizer.param_groups, packed["param_groups"], options, strict=True
+    ):
+        for name, value in wanted.items():
+            if name in group:
+                plain = decode(value, [])
+                was = group[name]
+                given[name] = torch.as_tensor(plain).to(was) if isinstance(was, Tensor) else plain
+        for cell in group["params"]:
+            room = rooms.get(id(cell), Room({}, {}))
+            found: dict[str, Any] = {slot: torch.zeros_like(cell) for slot in room.slots}
+            for slot, value in room.numbers.items():
+                dtype = getattr(torch, kinds[slot], None)
+                is_tensor = isinstance(dtype, torch.dtype) and kinds[slot] not in ("int", "float")
+                found[slot] = torch.tensor(value, dtype=dtype) if is_tensor else value
+            found.update(odd.get(id(cell), {}))
+            if found:
+                state[number] = found
+            number += 1
+    packed["state"] = state
+    optimizer.load_state_dict(packed)

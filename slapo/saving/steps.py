@@ -1,0 +1,298 @@
+"""Folders of a run: one for each step that was saved, complete or not there.
+
+``run/step_00000100/checkpoint.json``
+    Written last: what was saved, and of each tensor the boxes it is written in: offset, sizes, the
+    rank in whose file a box lies, and a checksum.
+``run/step_00000100/rank_00000.safetensors``
+    Boxes by ``slot:name@offset``, and what is this rank's alone.
+``run/step_00000200.tmp/``
+    Under way, or left by a job that was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo.errors import SlapoError
+from slapo.saving.nests import decode
+from slapo.saving.plan import Key
+from slapo.weights.files import TensorFile
+from slapo.weights.pieces import Box, box_of, index_of, lengths, overlap
+
+FORMAT = 1
+MANIFEST = "checkpoint.json"
+TEMPORARY = ".tmp"
+
+_STEP = re.compile(r"step_(\d{8,})")
+
+
+def folder_of(run: Path, step: int) -> Path:
+    """Where a step of a run is saved."""
+    return run / f"step_{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a folder is of, by its name; None if it is of none."""
+    found = _STEP.fullmatch(folder.name)
+    return None if found is None else int(found[1])
+
+
+def checkpoints(run: str | os.PathLike[str]) -> list[Path]:
+    """The complete steps that ``engine.save`` has left in a folder.
+
+    Parameters
+    ----------
+    run
+        The folder that was given to ``engine.save``; it need not be there yet.
+
+    Returns
+    -------
+    list of Path
+        Oldest first; what is under way or was broken off is left out.
+
+    Examples
+    --------
+    >>> checkpoints("a_run_that_has_not_begun")
+    []
+    """
+    run = Path(run)
+    found = [p for p in (run.iterdir() if run.is_dir() else ()) if step_of(p) is not None]
+    return sorted((p for p in found if (p / MANIFEST).is_file()), key=lambda p: step_of(p) or 0)
+
+
+def remove(folder: Path) -> None:
+    """Remove a step; one that is broken off is not taken for complete."""
+    temporary = folder if folder.suffix == TEMPORARY else folder.with_name(folder.name + TEMPORARY)
+    if folder != temporary:
+        shutil.rmtree(temporary, ignore_errors=True)
+        folder.rename(temporary)
+    shutil.rmtree(temporary)
+
+
+@dataclass
+class Saved:
+    """A tensor in a checkpoint."""
+
+    shape: list[int]
+    dtype: str
+    #: offset, sizes, rank, checksum
+    boxes: list[list[Any]] = field(default_factory=list)
+
+    def places(self) -> Iterator[tuple[Box, int, int]]:
+        """The boxes, and the rank and the checksum of each."""
+        for offset, sizes, rank, checksum in self.boxes:
+            yield tuple((a, a + n) for a, n in zip(offset, sizes, strict=True)), rank, checksum
+
+
+@dataclass
+class Manifest:
+    """What ``checkpoint.json`` says."""
+
+    step: int
+    samples: int
+    #: coordinates along pp, dp and tp of each rank
+    places: list[list[int]]
+    engine: str
+    versions: dict[str, str]
+    #: class, config and the lines of the schedule
+    model: dict[str, Any]
+    optimizer: str | None
+    #: hyper-parameters, and the original names that they hold for
+    groups: list[dict[str, Any]]
+    #: slot -> dtype and values by original names, of what is one number for a tensor
+    numbers: dict[str, dict[str, Any]]
+    scheduler: Any
+    loss_scale: list[Any] | None
+    seed: int
+    #: whether the state of what yields batches is there
+    has_data: bool
+    #: slots that are not of the form of their tensors
+    odd: list[str]
+    #: rank -> checksums of what is in its file besides boxes
+    own: dict[str, dict[str, int]]
+    #: slot -> name -> tensor
+    tensors: dict[str, dict[str, Saved]]
+    format: int = FORMAT
+
+    def write(self, folder: Path) -> None:
+        """Write it, and have it on the disk."""
+        with open(folder / MANIFEST, "w") as file:
+            json.dump(asdict(self), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read that of a step."""
+        path = folder / MANIFEST
+        try:
+            given = json.loads(path.read_text())
+            version = given["format"]
+        except FileNotFoundError:
+            raise SlapoError(
+                f"{folder} has no {MANIFEST}: it is no step that engine.save has completed"
+            ) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise SlapoError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+        if version != FORMAT:
+            raise SlapoError(
+                f"{path} is of format {version}, and this slapo reads format {FORMAT}; install the "
+                f"one that wrote it: {given.get('versions', {}).get('slapo', 'a newer one')}"
+            )
+        try:
+            known = {f.name: given[f.name] for f in fields(cls)}
+            known["tensors"] = {
+                slot: {name: Saved(**each) for name, each in named.items()}
+                for slot, named in known["tensors"].items()
+            }
+        except (KeyError, TypeError, AttributeError) as error:
+            raise SlapoError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+        return cls(**known)
+
+
+def key_in_file(key: Key, box: Box) -> str:
+    """Name of a box in the file of a rank."""
+    return f"{key[0]}:{key[1]}@{','.join(str(start) for start, _ in box)}"
+
+
+def file_of(rank: int) -> str:
+    """Name of the file of a rank."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def checksum(values: Tensor) -> int:
+    """CRC-32 of the bytes of a tensor."""
+    flat: Any = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy())
+
+
+class Step:
+    """A complete step, to read from; no rank waits for another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = Manifest.read(folder)
+        self._files: dict[int, TensorFile] = {}
+
+    def read(self, key: Key, box: Box) -> Tensor:
+        """The values in a box, from the boxes that were saved."""
+        saved, values = self.manifest.tensors[key[0]][key[1]], None
+        for there, rank, _ in saved.places():
+            shared = there if there == box else overlap(there, box)
+            if shared is None:
+                continue
+            starts = [start for start, _ in there]
+            inner = tuple((a - at, b - at) for (a, b), at in zip(shared, starts, strict=True))
+            found = self._file(rank).read(key_in_file(key, there), inner)
+            if shared == box:
+                return found
+            if values is None:
+                values = torch.empty(lengths(box), dtype=found.dtype)
+            values[index_of(shared, box)] = found
+        assert values is not None, "the plan has each element once"
+        return values
+
+    def own(self, rank: int) -> Any:
+        """What is one rank's alone."""
+        names = self.manifest.own[str(rank)]
+        tensors = [self._whole(rank, f"own.{k}") for k in range(len(names) - 1)]
+        text: Any = self._whole(rank, "own").numpy()
+        return decode(json.loads(text.tobytes()), tensors)
+
+    def checked(self, rank: int) -> int:
+        """Compare all checksums of a rank's file; returns its bytes.
+
+        Raises
+        ------
+        SlapoError
+            If something is not what was written.
+        """
+        own = self.manifest.own.get(str(rank), {})
+        wanted = dict(own)
+        for slot, named in self.manifest.tensors.items():
+            for name, saved in named.items():
+                for box, where, expected in saved.places():
+                    if where == rank:
+                        wanted[key_in_file((slot, name), box)] = expected
+        size, file = 0, self._file(rank)
+        for name, expected in wanted.items():
+            if name not in file.names():
+                raise SlapoError(f"{file.path} lacks {name!r}; the checkpoint is damaged")
+            found = self._whole(rank, name)
+            size += found.nbytes
+            if checksum(found) != expected:
+                raise SlapoError(
+                    f"{file.path}: {name!r} is not what was written (its checksum is another); "
+                    "take a step before this one"
+                )
+        return size
+
+    @property
+    def world(self) -> int:
+        """Number of ranks that have saved it."""
+        return len(self.manifest.places)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that were read from here."""
+        return sum(file.bytes_read for file in self._files.values())
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.__exit__()
+
+    def _whole(self, rank: int, name: str) -> Tensor:
+        file = self._file(rank)
+        return file.read(name, box_of(file.shape(name)))
+
+    def _file(self, rank: int) -> TensorFile:
+        if rank not in self._files:
+            path = self.folder / file_of(rank)
+            if not path.is_file():
+                raise SlapoError(f"{self.folder} lacks {path.name}, which rank {rank} has written")
+            self._files[rank] = TensorFile(path)
+        return self._files[rank]
+
+
+def find(run_or_step: Path) -> Path:
+    """The step that is meant: a folder of one, or the last one of a run."""
+    if (run_or_step / MANIFEST).is_file() or step_of(run_or_step) is not None:
+        return run_or_step
+    found = checkpoints(run_or_step)
+    if not found:
+        there = sorted(p.name for p in run_or_step.iterdir()) if run_or_step.is_dir() else None
+        what = "is not there" if there is None else f"holds {there[:5] or 'nothing'}"
+        raise SlapoError(
+            f"{run_or_step} has no complete step of engine.save: it {what}; pass the folder that "
+            "was given to save, or one step in it"
+        )
+    return found[-1]
+
+
+def keep_last(run: Path, count: int) -> None:
+    """Remove all steps but the last ones."""
+    for folder in checkpoints(run)[:-count]:
+        remove(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk, where the system can."""
+    with suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

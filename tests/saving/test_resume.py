@@ -1,0 +1,98 @@
+"""Steps of training saved at one layout and engine, and resumed at another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from examples.parallel_models import FAMILIES
+from slapo.saving.steps import Manifest
+from tests.runtimes import layouts
+from tests.runtimes.layouts import TOLERANCE, batches
+from tests.runtimes.ranks import RUNTIMES, on_ranks, stand_in_for_cuda
+from tests.saving import jobs
+from tests.saving.jobs import BEFORE, KINDS, alone, apart, build, train
+
+ALL = ["tp 2", "fsdp", "zero 1", "zero 2", "zero 3", "pp 2", "megatron tp 2"]
+
+
+def installed(kinds: list[str]) -> list[str]:
+    for target in {KINDS[kind][0] for kind in kinds}:
+        pytest.importorskip(RUNTIMES[target])
+    return kinds
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@on_ranks(2, timeout=400)
+def test_all_pairs(tmp_path: Path, family: str) -> None:
+    """Each kind goes on from what each other has saved; one engine from one step after another."""
+    kinds = installed(ALL)
+    stand_in_for_cuda()
+    reference = alone(family).train(batches(FAMILIES[family]))
+    for source in kinds:
+        engine = build(family, source)
+        train(engine, family, 0, BEFORE)
+        engine.save(tmp_path / source)
+    for goal in kinds:
+        engine = build(family, goal, seed=7)
+        for source in kinds:
+            resumed = engine.load(tmp_path / source)
+            assert (resumed.step, engine.step_count, resumed.samples) == (3, 3, 12)
+            losses = train(engine, family, BEFORE, layouts.STEPS)
+            assert apart(engine, reference, losses) < TOLERANCE, (source, goal)
+
+
+HALF = ["fsdp", "dp 2", "tp 2", "zero 1 tp 2", "zero 2", "zero 3", "pipe", "megatron dp 2"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@on_ranks(2, timeout=400)
+def test_float32_copies_and_state_go_through_all_engines(tmp_path: Path, dtype: str) -> None:
+    """To the bit; and what trains from them is no further apart than half precision makes it."""
+    # On a CPU DeepSpeed has no float16.
+    fits = [kind for kind in HALF if dtype == "bfloat16" or KINDS[kind][0] != "deepspeed"]
+    kinds = installed(fits)
+    stand_in_for_cuda()
+    before = Path()
+    losses = []
+    for number, kind in enumerate(kinds):
+        engine = build("llama", kind, seed=3 + number, dtype=getattr(torch, dtype))
+        if number:
+            engine.load(before)
+            saved = engine.save(tmp_path / kind).path
+            assert jobs.different(before, saved) == [], kind
+            assert Manifest.read(saved).loss_scale == Manifest.read(before).loss_scale
+            before = saved
+        else:
+            train(engine, "llama", 0, BEFORE)
+            before = engine.save(tmp_path / "first").path
+        losses.append(train(engine, "llama", BEFORE, layouts.STEPS))
+    for found in losses[1:]:
+        assert found == pytest.approx(losses[0], abs=0.02), losses
+
+
+@on_ranks(2, timeout=300)
+def test_the_same_layout_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """With dropout, to the bit."""
+    for kind in installed(["tp 2", "fsdp", "pp 2", "zero 1", "zero 3"]):
+        given: dict[str, Any] = {"lr_scheduler": jobs.halving, "clip_grad_norm": 0.1}
+        engine = build("gpt2", kind, dropout=0.1, **given)
+        train(engine, "gpt2", 0, BEFORE)
+        engine.save(tmp_path / kind)
+        expected = train(engine, "gpt2", BEFORE, layouts.STEPS)
+        again = build("gpt2", kind, seed=7, dropout=0.1, **given)
+        resumed = again.load(tmp_path / kind)
+        assert resumed.notes == (), kind
+        assert train(again, "gpt2", BEFORE, layouts.STEPS) == expected, kind
+        state, wanted = again.state_dict(), engine.state_dict()
+        assert all(torch.equal(layouts_whole(state[n]), layouts_whole(wanted[n])) for n in wanted)
+
+
+def layouts_whole(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found

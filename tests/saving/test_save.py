@@ -1,0 +1,412 @@
+"""What `engine.save` and `engine.load` promise beside values: data, order, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import slapo
+from slapo.saving.steps import MANIFEST, file_of
+from slapo.weights.files import TensorFile
+from tests.runtimes.ranks import error_of, on_ranks
+
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+class Model(nn.Module):
+    """With a buffer, a tied weight, a parameter that nothing uses, and a frozen one."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, width), nn.BatchNorm1d(width)
+        self.drop = nn.Dropout(0.2)
+        self.last, self.again = nn.Linear(width, width), nn.Linear(width, width, bias=False)
+        self.again.weight = self.last.weight
+        self.unused, self.head = nn.Linear(2, 2), nn.Linear(width, 1)
+        self.head.weight.requires_grad = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.again(self.last(self.drop(self.norm(self.first(x))))))
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+def engine_of(
+    optimizer: Optimizer | None = adam, model: nn.Module | None = None, **options: Any
+) -> Any:
+    mesh = slapo.init_mesh(device="cpu")
+    torch.manual_seed(len(options))
+    sch = slapo.create_schedule(Model() if model is None else model)
+    given = {"loss_fn": nn.functional.mse_loss, "optimizer": optimizer, "mesh": mesh, **options}
+    given.setdefault("data_parallel_options", {"find_unused_parameters": True})
+    return slapo.build(sch, target="torch", **given)[0]
+
+
+class Data:
+    """Batches that come in one order, and may be gone on with."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        self.number += 1
+        generator = torch.Generator().manual_seed(self.number)
+        return torch.randn(4, 4, generator=generator), torch.randn(4, 1, generator=generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        order = torch.arange(3)
+        return {"number": self.number, 5: (b"bytes", {1, 2}, [None, 1.5]), "order": order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state[5] == (b"bytes", {1, 2}, [None, 1.5])
+        assert torch.equal(state["order"], torch.arange(3))
+        self.number = state["number"]
+
+
+class Seeks(Data):
+    load_state_dict = None  # type: ignore[assignment]
+    state_dict = None  # type: ignore[assignment]
+
+    def seek(self, samples: int) -> None:
+        self.number = samples // 4
+
+
+def steps(engine: Any, data: Data, count: int = 2) -> list[float]:
+    return [float(engine.train_batch(data)) for _ in range(count)]
+
+
+@on_ranks(1)
+def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    """Dropout, running means, the order of data; the engine may have trained something else."""
+    engine, data = engine_of(), Data()
+    steps(engine, data)
+    saving = engine.save(tmp_path / "run", data=data)
+    assert (saving.step, saving.path) == (2, tmp_path / "run/step_00000002")
+    assert saving.done()
+    assert saving.result() == saving.path
+    expected = steps(engine, data)
+    for before in (0, 3):
+        again, other = engine_of(clip_grad_norm=1e9), Data()
+        steps(again, other, before)
+        resumed = again.load(tmp_path / "run", data=other)
+        assert (resumed.step, resumed.samples, resumed.notes) == (2, 8, ())
+        assert steps(again, other) == expected
+        wanted = engine.state_dict()
+        assert all(torch.equal(value, wanted[n]) for n, value in again.state_dict().items())
+        assert again.step_count == 4
+        assert again.samples == 16
+
+
+@on_ranks(1)
+def test_data_without_a_state_is_told_the_samples(tmp_path: Path) -> None:
+    engine = engine_of()
+    steps(engine, Data())
+    engine.save(tmp_path)
+    data, again = Seeks(), engine_of()
+    again.load(tmp_path, data=data)
+    assert data.number == 2
+    assert "without seek()" in error_of(lambda: again.load(tmp_path, data=Data()))
+    assert "without state_dict()" in error_of(lambda: engine.save(tmp_path / "new", data=data))
+    engine.step_count += 1
+    engine.save(tmp_path, data=Data())
+    assert again.load(tmp_path).notes == ("data: its state was saved, and no data= was given",)
+
+
+@on_ranks(1)
+def test_steps_are_kept_listed_and_never_overwritten(tmp_path: Path) -> None:
+    engine, data = engine_of(), Data()
+    assert slapo.checkpoints(tmp_path) == []
+    for _ in range(4):
+        steps(engine, data, 1)
+        engine.save(tmp_path, keep=3)
+    shutil.copytree(tmp_path / "step_00000004", tmp_path / "step_00000009.tmp")
+    (tmp_path / "step_00000008").mkdir()
+    names = [path.name for path in slapo.checkpoints(tmp_path)]
+    assert names == ["step_00000002", "step_00000003", "step_00000004"]
+    assert "is there already" in error_of(lambda: engine.save(tmp_path))
+    assert engine_of().load(tmp_path).step == 4
+    assert engine_of().load(tmp_path / "step_00000002").step == 2
+    for keep in (0, -1, 1.5):
+        assert "keep is" in error_of(lambda keep=keep: engine.save(tmp_path, keep=keep))
+
+
+@on_ranks(1)
+def test_beside_training(tmp_path: Path) -> None:
+    """Values are those of the call; one step is under way at a time."""
+    engine, data = engine_of(), Data()
+    steps(engine, data)
+    going = threading.Event()
+    create = TensorFile.create.__func__  # type: ignore[attr-defined]
+
+    def waits(*args: Any) -> TensorFile:
+        assert going.wait(60)
+        return create(TensorFile, *args)
+
+    with mock.patch.object(TensorFile, "create", waits):
+        saving = engine.save(tmp_path / "run", wait=False)
+        expected = steps(engine, data)
+        assert not saving.done()
+        assert slapo.checkpoints(tmp_path / "run") == []
+        going.set()
+        second = engine.save(tmp_path / "run", wait=False)  # waits for the first
+        assert saving.done()
+        second.result()
+    assert len(slapo.checkpoints(tmp_path / "run")) == 2
+    again, other = engine_of(), Data()
+    again.load(saving.path)
+    other.number = 2
+    assert steps(again, other) == expected
+
+    with mock.patch.object(TensorFile, "create", side_effect=OSError(28, "No space left", "x")):
+        steps(engine, data, 1)
+        failing = engine.save(tmp_path / "run", wait=False)
+        steps(engine, data, 1)
+        assert "No space left" in error_of(lambda: engine.save(tmp_path / "run"))
+        assert "No space left" in error_of(failing.result)
+    engine.save(tmp_path / "run")
+    assert len(slapo.checkpoints(tmp_path / "run")) == 3
+
+
+@on_ranks(1)
+def test_weights_alone(tmp_path: Path) -> None:
+    engine = engine_of()
+    steps(engine, Data())
+    engine.save(tmp_path)
+    again = engine_of(lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9))
+    data = Data()
+    steps(again, data, 1)
+    state = {n: v.clone() for n, v in again.optimizer.state_dict()["state"][0].items()}
+    draws = torch.get_rng_state()
+    resumed = again.load(tmp_path, only="weights")
+    assert (resumed.step, again.step_count) == (2, 1)
+    wanted = engine.state_dict()
+    assert all(torch.equal(value, wanted[n]) for n, value in again.state_dict().items())
+    now = again.optimizer.state_dict()["state"][0]
+    assert all(torch.equal(v, state[n]) for n, v in now.items())
+    assert torch.equal(torch.get_rng_state(), draws)
+
+
+# --- groups of parameters, and optimizers of all kinds -------------------------------------------
+def two_groups(named_parameters: Any) -> torch.optim.Optimizer:
+    named = list(named_parameters)
+    weights = [p for n, p in named if n.endswith("weight")]
+    others = [p for n, p in named if not n.endswith("weight")]
+    groups = [{"params": weights, "weight_decay": 0.5}, {"params": others, "lr": 0.01}]
+    return torch.optim.AdamW(groups, lr=0.1)
+
+
+def two_groups_again(named_parameters: Any) -> torch.optim.Optimizer:
+    """The same groups, in another order and of other options."""
+    optimizer = two_groups(named_parameters)
+    optimizer.param_groups.reverse()
+    for group in optimizer.param_groups:
+        group["lr"] = 7.0
+    return optimizer
+
+
+@on_ranks(1)
+def test_groups_of_parameters(tmp_path: Path) -> None:
+    engine = engine_of(two_groups)
+    steps(engine, Data())
+    engine.save(tmp_path)
+    again = engine_of(two_groups_again)
+    again.load(tmp_path)
+    assert [group["lr"] for group in again.optimizer.param_groups] == [0.01, 0.1]
+    data, other = Data(), Data()
+    data.number = other.number = 2
+    torch.manual_seed(0)
+    expected = steps(engine, data)
+    torch.manual_seed(0)
+    assert steps(again, other) == expected
+    assert "two parameter groups" in error_of(lambda: engine_of().load(tmp_path))
+    frozen = Model()
+    frozen.first.weight.requires_grad = False
+    assert "other parameters" in error_of(lambda: engine_of(two_groups, frozen).load(tmp_path))
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "plain": lambda p: torch.optim.SGD(p, lr=0.1),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1), amsgrad=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(1)
+def test_state_of_any_form(tmp_path: Path, name: str) -> None:
+    engine, again = engine_of(OPTIMIZERS[name]), engine_of(OPTIMIZERS[name])
+    data, other = Data(), Data()
+    steps(engine, data)
+    engine.save(tmp_path)
+    assert again.load(tmp_path).notes == ()
+    other.number = 2
+    draws = torch.get_rng_state()
+    expected = steps(engine, data)
+    torch.set_rng_state(draws)
+    assert steps(again, other) == expected
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=10),
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (n + 1)),
+    "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 3]),
+    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [
+            torch.optim.lr_scheduler.LinearLR(o),
+            torch.optim.lr_scheduler.CosineAnnealingLR(o, 5),
+        ],
+        milestones=[3],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@on_ranks(1)
+def test_schedulers(tmp_path: Path, name: str) -> None:
+    engine, again = (engine_of(lr_scheduler=SCHEDULERS[name]) for _ in range(2))
+    data, other = Data(), Data()
+    steps(engine, data)
+    engine.save(tmp_path)
+    assert again.load(tmp_path).notes == ()
+    assert again.scheduler.get_last_lr() == engine.scheduler.get_last_lr()
+    other.number = 2
+    draws = torch.get_rng_state()
+    expected = steps(engine, data)
+    torch.set_rng_state(draws)
+    assert steps(again, other) == expected
+    assert again.scheduler.get_last_lr() == engine.scheduler.get_last_lr()
+
+
+# --- what is wrong -------------------------------------------------------------------------------
+def rewrite(step: Path, change: Callable[[Any], Any]) -> None:
+    given = json.loads((step / MANIFEST).read_text())
+    change(given)
+    (step / MANIFEST).write_text(json.dumps(given))
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a flipped bit": (lambda s: flip(s / file_of(0), -9), "is not what was written"),
+    "a missing file": (lambda s: os.remove(s / file_of(0)), "lacks rank_00000.safetensors"),
+    "a file that is cut off": (lambda s: os.truncate(s / file_of(0), 5000), "cut off"),
+    "a newer format": (
+        lambda s: rewrite(s, lambda m: m.update(format=2, versions={"slapo": "9.0"})),
+        "format 2, and this slapo reads format 1; install the one that wrote it: 9.0",
+    ),
+    "no manifest": (lambda s: os.remove(s / MANIFEST), "no step that engine.save has completed"),
+    "a damaged manifest": (lambda s: flip(s / MANIFEST, 0), "is damaged"),
+    "an entry that is gone": (lambda s: rewrite(s, lambda m: m.pop("groups")), "is damaged"),
+    "another class": (
+        lambda s: rewrite(s, lambda m: m["model"].update({"class": "Other"})),
+        "is of a Other, and this model is a Model",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILED)
+@on_ranks(1)
+def test_a_step_that_is_spoiled(tmp_path: Path, kind: str) -> None:
+    spoil, expected = SPOILED[kind]
+    engine = engine_of()
+    steps(engine, Data())
+    step = engine.save(tmp_path).path
+    spoil(step)
+    other = engine_of()
+    before = {n: v.clone() for n, v in other.state_dict().items()}
+    assert expected in error_of(lambda: other.load(step))
+    assert all(torch.equal(v, before[n]) for n, v in other.state_dict().items())
+    assert other.step_count == 0
+    assert not other.optimizer.state
+    steps(other, Data())
+
+
+@on_ranks(1)
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    engine = engine_of()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "holds nothing" in error_of(lambda: engine.load(empty))
+    assert "is not there" in error_of(lambda: engine.load(tmp_path / "nowhere"))
+    assert "only is 'model'" in error_of(lambda: engine.load(empty, only="model"))
+    steps(engine, Data())
+    engine.save(tmp_path / "run")
+    wider = engine_of(model=Model(width=16))
+    assert "first.weight is (8, 4) there, (16, 4) here" in error_of(
+        lambda: wider.load(tmp_path / "run")
+    )
+    sgd = engine_of(OPTIMIZERS["SGD"])
+    assert "saved with AdamW, and this engine has SGD" in error_of(
+        lambda: sgd.load(tmp_path / "run")
+    )
+    without = engine_of(optimizer=None)
+    assert "this engine has no optimizer" in error_of(lambda: without.load(tmp_path / "run"))
+    without.load(tmp_path / "run", only="weights")
+    x, y = next(Data())
+    engine.backward(nn.functional.mse_loss(engine(x), y))
+    for act in (lambda: engine.save(tmp_path / "new"), lambda: engine.load(tmp_path / "run")):
+        assert "call step() first" in error_of(act)
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@on_ranks(1)
+def test_a_tensor_of_its_own_is_refused(tmp_path: Path) -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 1)))
+    sch["1"].replace(Own())
+    engine, _ = slapo.build(sch, target="torch", mesh=slapo.init_mesh(device="cpu"), optimizer=adam)
+    assert "['1.weight'] come from no tensor" in error_of(lambda: engine.save(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+class Raises(Data):
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("no state")
+
+
+class Odd(Data):
+    def state_dict(self) -> dict[str, Any]:
+        return {"iterator": [iter("abc")]}
+
+
+@on_ranks(1)
+def test_data_whose_state_cannot_be_had(tmp_path: Path) -> None:
+    engine = engine_of()
+    assert "no state" in error_of(lambda: engine.save(tmp_path / "run", data=Raises()))
+    told = error_of(lambda: engine.save(tmp_path / "run", data=Odd()))
+    assert "state['data']['iterator'][0] is a str_ascii_iterator, which is not saved" in told
+    assert not (tmp_path / "run").exists()
+    steps(engine, Data())
