@@ -14,7 +14,7 @@ from torch import nn
 
 from slapo.agreement import all_ranks_or_none, gathered, has_peers, same_on_all_ranks
 from slapo.errors import PlacementError, SlapoError, with_nearest
-from slapo.framework_dialect import Lowering, Runtime, get_dialect_cls
+from slapo.framework_dialect import Engine, Lowering, Runtime, get_dialect_cls
 from slapo.framework_dialect.gradient_check import compare_first_gradients
 from slapo.framework_dialect.replicas import share_wholes
 from slapo.logger import get_logger
@@ -167,6 +167,8 @@ def build(
         if is_late and sch.world_size > 1:
             lowering.check_call = partial(_check_first_call, sch)
         built = runtime.lower(lowering)
+        if sch.state.loader is not None and isinstance(built[0], Engine):
+            built[0].fill_masters(sch.state.loader)
         sch.state.built_for = target
         return built
     finally:

@@ -121,6 +121,7 @@ def load_pretrained(
         loader.fill(all_ranks_or_none(what, lambda: _held(target)))
         if isinstance(target, Engine):
             target.renew_masters()
+            target.fill_masters(loader)
     return Loaded(tuple(found.missing), tuple(found.unexpected), lambda: found.folder.bytes_read)
 
 

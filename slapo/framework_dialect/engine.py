@@ -49,6 +49,7 @@ from slapo.saving.save import Saving, save
 from slapo.saving.state import has_form_of
 from slapo.sharding.groups import GroupHandle, handle_of
 from slapo.weights.holdings import Held, holdings
+from slapo.weights.load import Loader
 
 logger = get_logger("slapo")
 
@@ -697,6 +698,12 @@ class Engine:
 
     def renew_masters(self) -> None:
         """Copies of parameters that the optimizer keeps become those of the parameters."""
+
+    def fill_masters(self, loader: Loader) -> None:
+        """Read again, in its own precision, what the model has rounded and the optimizer keeps."""
+        if loader.has_rounded:
+            cells = (cell for kept in self.cells().values() for cell in kept)
+            loader.fill(cell for cell in cells if cell.tensor.dtype == torch.float32)
 
     def train(self, mode: bool = True) -> Engine:
         """Set the training mode."""

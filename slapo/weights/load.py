@@ -21,6 +21,8 @@ class Loader:
         self.found = found
         #: ids of tensors that were made from what was read for them
         self.made: set[int] = set()
+        #: true if the folder is more precise than what was filled from it
+        self.has_rounded = False
 
     def value_of(self, slot: Slot, device: torch.device) -> Tensor | None:
         """This rank's part of a tensor; None if the folder does not have it."""
@@ -28,7 +30,7 @@ class Loader:
         if not self._has(origin):
             return None
         ((_, here),) = Held(slot.name, slot.tensor, origin, slot.spec).parts()
-        return self._read(here).to(device, slot.tensor.dtype)
+        return self._rounded(self._read(here), slot.tensor.dtype).to(device)
 
     @torch.no_grad()
     def fill(self, held: Iterable[Held]) -> None:
@@ -37,13 +39,17 @@ class Loader:
             if id(item.tensor) not in self.made and self._has(item.origin):
                 for values, here in item.parts():
                     if values.numel():
-                        values.copy_(self._read(here))
+                        values.copy_(self._rounded(self._read(here), values.dtype))
         self.made.clear()
 
     def _has(self, origin: Pieced | None) -> bool:
         return origin is not None and all(
             name in self.found.originals for name, _ in origin.needs()
         )
+
+    def _rounded(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        self.has_rounded |= torch.promote_types(values.dtype, dtype) != dtype
+        return values.to(dtype)
 
     def _read(self, here: Pieced) -> Tensor:
         return here.read(self.found.read)

@@ -23,6 +23,7 @@ import slapo
 from slapo.op import FusedQKV
 from slapo.weights.files import TensorFile
 from slapo.weights.folders import Folder
+from slapo.weights.pieces import index_of
 from slapo.weights.provenance import Source
 from tests.distributed import run_distributed
 from tests.model_schedule.models import MODELS, tokens
@@ -550,6 +551,42 @@ def weights_train(rank: int, world: int, where: str) -> list[float]:
         for _ in range(2):  # the second after a step, which may copy the masters
             losses.append(float(engine.train_batch(iter([(batch, batch["labels"])]))))
     return losses
+
+
+def masters_of(rank: int, world: int, where: str) -> None:
+    """They come from the folder, not from what a recipe has rounded to."""
+    stand_in_for_cuda()
+    mesh = slapo.init_mesh(1, 2, 1, device="cpu")
+    whole = contents(f"{where}/llama")
+    for options in (
+        {"target": "torch", "data_parallel": "fsdp"},
+        {"target": "torch"},
+        {"target": "deepspeed", "zero": 1},
+        {"target": "deepspeed", "zero": 3},
+        {"target": "megatron"},
+    ):
+        for is_late in (False, True):
+            with slapo.init_empty_weights(enable=not is_late):
+                model = llama()
+            sch = slapo.apply_schedule(model, "llama", group=mesh["tp"], bf16=True)
+            if not is_late:
+                slapo.load_pretrained(sch, f"{where}/llama")
+            engine, _ = slapo.build(
+                sch, mesh=mesh, loss_fn=loss_of, optimizer=torch.optim.SGD, **options
+            )
+            if is_late:
+                slapo.load_pretrained(engine, f"{where}/llama")
+            for cells in engine.cells().values():
+                for piece, values in (each for cell in cells for each in cell.pieces()):
+                    wanted = whole[str(piece.leaf)][index_of(piece.source)]
+                    assert torch.equal(values, wanted), (options, is_late, piece.leaf)
+
+
+@pytest.mark.distributed
+def test_float32_copies_are_of_the_folders_precision(folders: Path) -> None:
+    pytest.importorskip("deepspeed")
+    pytest.importorskip("megatron.core")
+    run_distributed(masters_of, 2, str(folders))
 
 
 @pytest.mark.distributed
