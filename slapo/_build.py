@@ -160,7 +160,7 @@ def build(
             _fill(sch, lowering, init_weights)
             all_ranks_or_none(what, lambda: _check_filled(lowering, target))
         write_down(model, sch.state.original)
-        lowering.history = tuple(sch.history)
+        lowering.history = tuple(sch.state.history)
         allow_calls(model)
         guard_wrappers(model, None)
         _take_over_saving(model)

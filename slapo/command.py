@@ -15,6 +15,7 @@ from typing import Any
 from slapo.errors import MissingPackageError, SlapoError, with_nearest
 from slapo.model_schedule import apply_schedule, recipe_keys, recipe_of
 from slapo.model_schedule.registry import AUTO, description
+from slapo.saving.inspect import inspect as inspect_folder
 from slapo.verify.placement.offline import check_at
 
 _AUTO = (
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_check(commands)
     _add_recipes(commands)
+    _add_inspect(commands)
     _add_passed_on(commands, "dryrun", _dryrun, "memory and time of a step on a described cluster")
     _add_passed_on(commands, "tune", _tune, "find the values with which a script trains fastest")
     given = parser.parse_args(arguments)
@@ -144,6 +146,30 @@ def _recipe_options() -> str:
     table = after.partition("\nReturns\n")[0]
     lines = [line for line in table.splitlines() if line.strip(" =")]
     return "\n".join(f"  {line.strip()}" if line.startswith("    ``") else line for line in lines)
+
+
+def _add_inspect(commands: Any) -> None:
+    command = commands.add_parser(
+        "inspect",
+        help="say what lies in a run, in a saved step or in a folder of Hugging Face",
+        description=(
+            "Step, layout, engine, optimizer, tensors and schedule of what engine.save has "
+            "written; of a folder with weights, what is in it."
+        ),
+    )
+    command.add_argument("folder", metavar="FOLDER", help="a run, one step in it, or weights")
+    command.add_argument("--verify", action="store_true", help="compare all checksums")
+    command.set_defaults(run=_inspect)
+
+
+def _inspect(given: argparse.Namespace) -> int:
+    try:
+        for line in inspect_folder(Path(given.folder), given.verify):
+            print(line, flush=True)
+    except (SlapoError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 def _add_passed_on(

@@ -109,6 +109,7 @@ class Engine:
         self._is_idle = False
         self._backwards = 0
         self._form_before: Any = None
+        self._samples_of_form = 0
         self._failure: str | None = None
         self._saving: Saving | None = None
         self._saving_group: GroupHandle | None = None
@@ -179,7 +180,7 @@ class Engine:
                 loss = self._train(batch)
             self._refuse_nonfinite()
             self.step_count += 1
-            self.samples += batch.samples()
+            self.samples += self._samples_of_form
             return loss
 
     def _train(self, batch: Batch) -> Tensor:
@@ -345,7 +346,7 @@ class Engine:
             batch.check_totals()
         whole, parts = (batch, count) if cut_evenly else batch.cut_unevenly(count)[0]
         self._check_call(whole.first(parts), training=cut_evenly)
-        self._form_before = (form, cut_evenly)
+        self._form_before, self._samples_of_form = (form, cut_evenly), batch.samples()
 
     def _check_places(self, part: Batch, with_loss: bool) -> None:
         """The placement check, before anything has trained on the first batch."""

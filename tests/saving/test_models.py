@@ -1,4 +1,4 @@
-"""All families and schedules of one's own: state under original names, whatever was made of them."""
+"""All families and schedules of one's own: state is under original names."""
 
 from __future__ import annotations
 

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import slapo
+from slapo.command import main
 from slapo.saving.steps import MANIFEST, file_of
 from slapo.weights.files import TensorFile
+from tests.distributed import run_distributed
 from tests.runtimes.ranks import error_of, on_ranks
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -297,6 +299,53 @@ def test_schedulers(tmp_path: Path, name: str) -> None:
     torch.set_rng_state(draws)
     assert steps(again, other) == expected
     assert again.scheduler.get_last_lr() == engine.scheduler.get_last_lr()
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    status = main(["inspect", *arguments])
+    said = capsys.readouterr()
+    return status, said.out + said.err
+
+
+def inspected(rank: int, world: int, tmp_path: Path) -> None:
+    engine = engine_of(lr_scheduler=SCHEDULERS["LambdaLR"])
+    for _ in range(2):
+        steps(engine, Data(), 1)
+        engine.save(tmp_path / "run", data=Data())
+    slapo.save_pretrained(engine, tmp_path / "weights")
+
+
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_distributed(inspected, 1, tmp_path)
+    (tmp_path / "run/step_00000007.tmp").mkdir()
+    status, text = shown(capsys, str(tmp_path / "run"), "--verify")
+    assert status == 0
+    for expected in (
+        "a run with 2 complete steps",
+        "all checksums are right",
+        "broken off: step_00000007.tmp",
+        "step 2, after 8 samples",
+        "model      Model",
+        "layout     pp=1, dp=1, tp=1 on torch; slapo ",
+        "optimizer  AdamW, learning rate 0.0333333",
+        "values     13 tensors, 160 elements, float32, int64, 644 B",
+        "exp_avg    7 tensors, 129 elements",
+        "step       2",
+        "also       scheduler, random states, data",
+        "schedule   0 primitives",
+    ):
+        assert expected in text, text
+    flip(tmp_path / "run/step_00000001" / file_of(0), -9)
+    status, text = shown(capsys, str(tmp_path / "run/step_00000001"), "--verify")
+    assert status == 1
+    assert "is not what was written" in text
+    status, text = shown(capsys, str(tmp_path / "weights"))
+    assert status == 0
+    assert "a folder of Hugging Face: no config.json" in text
+    assert "values     13 tensors, 160 elements" in text
+    status, text = shown(capsys, str(tmp_path))
+    assert status == 1
+    assert "holds no weights" in text
 
 
 # --- what is wrong -------------------------------------------------------------------------------
