@@ -20,7 +20,7 @@ from slapo.graph.trace.module import inlined_in, kept_whole_in
 from slapo.history import Record, digest, spelled
 from slapo.optimizers import Known
 from slapo.sharding.groups import GroupHandle
-from slapo.weights.provenance import Source, write_down
+from slapo.weights.provenance import write_down
 from slapo.weights.ties import TieGroups
 from slapo.wrapper import innermost
 
@@ -121,8 +121,6 @@ class ScheduleState:
     nodes_of: dict[int, list[Node]] = field(default_factory=dict)
     #: names of tied parameters that were sharded with their partner and not named themselves yet
     followed: set[str] = field(default_factory=set)
-    #: parameter made of others -> how, and their names
-    sources: dict[str, tuple[Source, list[str]]] = field(default_factory=dict)
     #: kind of module -> arguments of its first call, for recording tracers
     captured: dict[Any, Any] = field(default_factory=dict)
     #: captures that modules of the tree share
@@ -152,7 +150,6 @@ class ScheduleState:
             list(self.history),
             nodes,
             set(self.followed),
-            dict(self.sources),
             {},
             {},
             {},
@@ -169,7 +166,6 @@ class ScheduleState:
         """Become like `other`."""
         self.ties, self.depth, self.followed = other.ties, other.depth, set(other.followed)
         self.history[:] = other.history
-        self.sources = dict(other.sources)
         self.nodes_of = {key: list(nodes) for key, nodes in other.nodes_of.items()}
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from slapo.graph.rewrite.rules import Replace, Rule, carry_out
 from slapo.hooks import move_hooks, move_reducers
 from slapo.logger import get_logger
-from slapo.node import Node, ScheduleState
+from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.subgraphs import (
     Subgraphs,
@@ -24,7 +24,7 @@ from slapo.primitives.subgraphs import (
 from slapo.primitives.wrapping import check_called, check_module
 from slapo.sharding.partial import defer_bias_as
 from slapo.sharding.state import copy_shards, make_sharding, move_syncs, shards_of
-from slapo.weights.provenance import Source, dropped_values, inherit_weights
+from slapo.weights.provenance import dropped_values, inherit_weights
 from slapo.weights.ties import TiePlan
 from slapo.wrapper import innermost, replace_innermost
 
@@ -157,9 +157,8 @@ def replace_module(sch: Node, new: nn.Module) -> None:
             dropped[:3],
             sch.path,
         )
-    sources = inherit_weights(new, [old])
+    inherit_weights(new, [old])
     _set_ties(sch, tie_plan)
-    _note_sources(sch.state, sources, path, [path])
     new.train(old.training)
     # A module of the user's that wraps the old one takes its place, wrappers and hooks and all.
     wraps_old = any(m is old or m is sch.mod for m in new.modules())
@@ -216,10 +215,8 @@ def rewrite_subgraphs(rule: Rule, new: Any, subgraphs: Subgraphs) -> None:
     ends = end_modules(subgraphs)
     tie_plan = _plan_ties(subgraphs, new)
     targets = [str(n.target) for chain in chains for n in chain if n.op == "call_module"]
-    old_paths = [_join(owner.model_path, target) for target in targets]
-    sources: dict[str, Source] = {}
     if isinstance(new, nn.Module):
-        sources = inherit_weights(new, [m for chain in chains for m in subgraphs.modules(chain)])
+        inherit_weights(new, [m for chain in chains for m in subgraphs.modules(chain)])
     call = carry_out(subgraphs.gm, rule)
     if isinstance(new, nn.Module):
         targets.append(str(call.target))
@@ -227,7 +224,6 @@ def rewrite_subgraphs(rule: Rule, new: Any, subgraphs: Subgraphs) -> None:
         if len(chains) == 1:
             move_end_hooks(ends, new)
     _set_ties(owner, tie_plan)
-    _note_sources(owner.state, sources, tie_plan.new_path, old_paths)
     owner.refresh(targets)
 
 
@@ -250,16 +246,6 @@ def _plan_ties(subgraphs: Subgraphs, new: nn.Module | Callable[..., Any]) -> Tie
     paths = [_join(owner.model_path, target) for target in sorted(called)]
     holder = new if isinstance(new, nn.Module) else nn.Module()
     return TiePlan(owner.get_top_schedule().mod, owner.state.ties, paths, "", holder)
-
-
-def _note_sources(
-    state: ScheduleState, sources: Mapping[str, Source], new_path: str, old_paths: list[str]
-) -> None:
-    """Remember which original parameters make up the new ones, by their full names."""
-    for name, source in sources.items():
-        pairs = (full.partition(".") for full in source.names)
-        originals = [_join(old_paths[int(index)], rest) for index, _, rest in pairs]
-        state.sources[_join(new_path, name)] = (source, originals)
 
 
 def _join(path: str, name: str) -> str:

@@ -17,7 +17,7 @@ from slapo.history import describe
 from slapo.node import Node
 from slapo.record.parts import PLAIN, Decode, Named, Part, Unnamed, encode, import_path, revive
 from slapo.weights.meta import init_empty_weights
-from slapo.weights.provenance import declared_sources
+from slapo.weights.provenance import own_values
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _HOOKS = tuple(sorted(name for name in _OF_TORCH if "hook" in name and "_with_kwargs" not in name))
@@ -137,8 +137,7 @@ def _is_empty(module: nn.Module, node: Node) -> bool:
     shared = [name for name, param in named.items() if id(param) in model]
     if shared:
         raise _OpaqueError(f"it holds the model's own {shared[0]!r}")
-    sources = declared_sources(module)
-    own = [name for name, param in named.items() if not param.is_meta and name not in sources]
+    own = own_values(module)
     if own:
         raise _OpaqueError(
             f"its values of {own[:3]} are its own, and no part of the record",

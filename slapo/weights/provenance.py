@@ -1,8 +1,9 @@
 """Where the parameters of a new module come from, so that a replacement keeps the weights.
 
 A module that takes the place of others may define ``weight_sources()``: for each of its
-parameters, which of the originals' parameters make it up. The same declaration, read backwards,
-gives the originals' parameters again.
+parameters, which of the originals' parameters make it up. What that cannot say, it says in
+``weights_from(originals)`` in plain torch code: `originals` has the parameters by name, for each of
+the modules that are replaced.
 
 Each tensor carries its origin, that of the whole of it: ``create_schedule`` gives it its own name,
 and where a replacement packs values, origins are packed by the same code. How a tensor is sliced is
@@ -13,7 +14,7 @@ writes these down on the modules.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +60,6 @@ class Source:
     >>> packed = Source(("0.weight", "1.weight"), dim=0).pack([q, k])
     >>> packed.shape
     torch.Size([4, 4])
-    >>> Source(("0.weight", "1.weight")).unpack(packed, [2, 2])[1].sum()
-    tensor(8.)
     """
 
     names: tuple[str, ...]
@@ -72,62 +71,75 @@ class Source:
         parts = [t.transpose(-1, -2) if self.transpose else t for t in tensors]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
-    def size_of(self, original: Tensor) -> int:
-        """How much of `dim` an original takes."""
-        shape = original.transpose(-1, -2).shape if self.transpose else original.shape
-        return shape[self.dim]
 
-    def unpack(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """The originals' values; `sizes` are theirs along `dim`."""
-        parts = list(tensor.split(list(sizes), self.dim))
-        return [p.transpose(-1, -2) if self.transpose else p for p in parts]
+#: From the parameters of the originals, by name for each of them, to those of the new module.
+Making = Callable[[Sequence[Mapping[str, Tensor]]], dict[str, Tensor]]
 
 
-def declared_sources(module: nn.Module) -> dict[str, Source]:
-    """The sources that `module` declares for its parameters; empty if it declares none."""
-    declare: Any = getattr(module, "weight_sources", None)
-    return dict(declare()) if callable(declare) else {}
+def own_values(module: nn.Module) -> list[str]:
+    """Parameters that have values, and are not made of others'."""
+    if callable(getattr(module, "weights_from", None)):
+        return []
+    declare: Any = getattr(module, "weight_sources", dict)
+    return [n for n, p in module.named_parameters() if not p.is_meta and n not in declare()]
 
 
-def inherit_weights(new: nn.Module, originals: Sequence[nn.Module]) -> dict[str, Source]:
+def inherit_weights(new: nn.Module, originals: Sequence[nn.Module]) -> None:
     """Give `new` the values of the modules it replaces, as far as it declares or allows.
 
-    - Declared sources are packed into the new parameters.
+    - What it declares is made of the originals' parameters.
     - Parameters of `new` on ``meta`` (which have no value of their own) take the original's
       parameter of the same name and shape, the very object, when one module is replaced.
     - Other parameters keep the values that their author gave them.
     """
-    sources = declared_sources(new)
     tables = [dict(m.named_parameters(remove_duplicate=False)) for m in originals]
-    for name, source in sources.items():
-        _fill(new, name, source, tables)
-    if len(originals) == 1 and not sources:
+    making = _making(new)
+    if making is not None:
+        _fill(new, making, tables)
+    elif len(originals) == 1:
         _adopt_by_name(new, tables[0])
-    return sources
 
 
-def _fill(
-    new: nn.Module, name: str, source: Source, tables: Sequence[Mapping[str, Tensor]]
-) -> None:
-    owner_path, _, leaf = name.rpartition(".")
-    owner = new.get_submodule(owner_path)
-    present = owner._parameters.get(leaf)
-    if present is None:
-        raise ValueError(f"{type(new).__name__}.weight_sources names {name!r}, not a parameter")
-    parts = [_original(new, name, full, tables) for full in source.names]
-    with torch.no_grad():
-        value = source.pack(parts)
+def _making(new: nn.Module) -> Making | None:
+    """How a module makes its parameters; None if it does not say."""
+    weights_from: Any = getattr(new, "weights_from", None)
+    if callable(weights_from):
+        return lambda tables: dict(weights_from(tables))
+    declare: Any = getattr(new, "weight_sources", dict)
+    sources: dict[str, Source] = dict(declare())
+    if not sources:
+        return None
+    return lambda tables: {
+        name: source.pack([_original(new, name, full, tables) for full in source.names])
+        for name, source in sources.items()
+    }
+
+
+def _fill(new: nn.Module, making: Making, tables: Sequence[Mapping[str, Tensor]]) -> None:
+    with torch.enable_grad():  # which tells what of it is trained
+        values = making(tables)
+    origins = [{name: origin_of(p) for name, p in table.items()} for table in tables]
+    made: dict[str, Any] = {}
+    if all(origin is not None for table in origins for origin in table.values()):
+        made = making(origins)  # type: ignore[arg-type]
+    for name, value in values.items():
+        owner_path, _, leaf = name.rpartition(".")
+        owner = new.get_submodule(owner_path)
+        present = owner._parameters.get(leaf)
+        if present is None:
+            raise ValueError(
+                f"{type(new).__name__} says where the values of {name!r} come from, and has no "
+                f"such parameter; it has {[n for n, _ in new.named_parameters()]}"
+            )
         if value.shape != present.shape:
             raise ValueError(
-                f"{type(new).__name__}.{name} has shape {tuple(present.shape)}, but "
-                f"{list(source.names)} make {tuple(value.shape)}"
+                f"{type(new).__name__}.{name} has shape {tuple(present.shape)}, but what it is to "
+                f"be made of has {tuple(value.shape)}"
             )
-        owner._parameters[leaf] = nn.Parameter(
-            value.detach().clone(), requires_grad=any(p.requires_grad for p in parts)
-        )
-    origins = [origin_of(part) for part in parts]
-    if None not in origins:
-        give_origin(owner._parameters[leaf], source.pack(origins))  # type: ignore[arg-type]
+        parameter = nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
+        owner._parameters[leaf] = parameter
+        if name in made:
+            give_origin(parameter, made[name])
 
 
 def _original(
@@ -159,7 +171,7 @@ def dropped_values(new: nn.Module, original: nn.Module) -> list[str]:
 
     None where the new module says where its values come from.
     """
-    if declared_sources(new):
+    if _making(new) is not None:
         return []
     before = dict(original.named_parameters(remove_duplicate=False))
     return [

@@ -123,7 +123,7 @@ def compare_gradients(trial: PairedRun, given: Outcome, wanted: Outcome) -> None
     """Gradients of parameters, whole, and of inputs."""
     sides = trial.sides
     expected: dict[str, Tensor] = {}
-    found = sides.origins.gradients()
+    found = sides.origins.gradients(sides.full)
     for index, (mine, theirs) in enumerate(zip(given.inputs, wanted.inputs, strict=True)):
         if theirs.grad is not None:
             expected[f"<input {index}>"] = theirs.grad

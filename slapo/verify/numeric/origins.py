@@ -1,9 +1,9 @@
-"""Where the tensors of a scheduled model come from: names, values and gradients of the original."""
+"""What the tensors of a scheduled model are made of: those of a copy from before."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -11,25 +11,62 @@ from torch import Tensor, nn
 from slapo.errors import SlapoError
 from slapo.schedule import Schedule
 from slapo.verify.numeric.harness import gradient_of
+from slapo.weights.pieces import Box, Piece, index_of, lengths, overlap
+from slapo.weights.provenance import origin_at
 from slapo.weights.slots import Slot, compiled_parameters, slots
 
 
 class Origins:
-    """The tensors of a model by the names that a copy has from before it was scheduled."""
+    """The tensors of a model by the names that a copy has from before it was scheduled.
+
+    Both are made of the tensors of the model as it was first scheduled, boxes of which lead from
+    one to the other. A tensor that its author gave values is that of its name in the copy.
+    """
 
     def __init__(self, sch: Schedule, reference: nn.Module) -> None:
-        self._sch, self._reference = sch, reference
+        self._sch = sch
         self.original_names = {slot.name for slot in slots(reference)}
-        self._known_as: dict[str, str] = {}  # name now -> name in the original
         self._kept = [p.tensor for p in slots(sch.mod)]  # so that ids stay theirs
         self._names = {id(p.tensor): p.name for p in slots(sch.mod)}
+        #: tensor of the first model -> box of it -> where that lies in the copy
+        self._places: dict[str, dict[Box, tuple[str, Piece]]] = {}
+        for slot in slots(sch.mod):
+            origin = origin_at(slot.owner, slot.leaf)
+            for piece in () if origin is None else origin.pieces:
+                if isinstance(piece.leaf, str):
+                    places = self._places.setdefault(piece.leaf, {})
+                    places.setdefault(piece.source, (slot.name, piece))
+
+    def parts_of(self, slot: Slot) -> list[str]:
+        """The tensors of the copy that one is made of; none for a new one."""
+        found = self._parts(slot)
+        if found is None:
+            name = self.original_name(slot)
+            return [name] if name in self.original_names else []
+        return found
+
+    def is_kept(self, slot: Slot) -> bool:
+        """Return whether it is the tensor of before, or one of its name by other means."""
+        is_made = self._parts(slot) is not None
+        return not is_made or self._names.get(id(slot.tensor)) == slot.name
+
+    def value(self, slot: Slot, full: Mapping[str, Tensor]) -> Tensor | None:
+        """The full value of a tensor, from those of the copy; None if they have none for it."""
+        origin = origin_at(slot.owner, slot.leaf)
+        if origin is not None and self._parts(slot) is not None:
+            value = origin.read(lambda leaf, box: self._read(leaf, box, full))
+        else:
+            found = full.get(self.original_name(slot))
+            if found is None:
+                return None
+            value = found
+        return value if value.shape == slot.full_shape else None
 
     def values(self, full: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """This rank's slices of the original's tensors, by the names of the scheduled model."""
         found: dict[str, Tensor] = {}
         for slot in slots(self._sch.mod):
-            self._known_as[slot.name] = self.original_name(slot)
-            value = self._original(slot, full)
+            value = self.value(slot, full)
             if value is not None:
                 with torch.no_grad():
                     found[slot.name] = slot.spec.slice(value) if slot.spec else value
@@ -41,19 +78,6 @@ class Origins:
             else:
                 found[slot.name] = slot.tensor.detach().to(device)
         return found
-
-    def _original(self, slot: Slot, full: Mapping[str, Tensor]) -> Tensor | None:
-        """The full value that the tensor at `slot` has in the original; None if it has none."""
-        shape = slot.full_shape
-        source = self.source_of(slot.name)
-        if source is not None:
-            value: Tensor = source[0].pack([full[name] for name in source[1]])
-        else:
-            name = self.original_name(slot)
-            if name not in full:
-                return None
-            value = full[name]
-        return value if value.shape == shape else None
 
     def names_by_tensor(self) -> dict[int, str]:
         """Identity of a tensor on entry -> its name."""
@@ -70,34 +94,59 @@ class Origins:
             return slot.name
         return self._names.get(id(slot.tensor), slot.name)
 
-    def source_of(self, name: str) -> tuple[Any, list[str]] | None:
-        """How the parameter is made from the original's: source and names from here."""
-        prefix = f"{self._sch.path}." if self._sch.path else ""
-        found = self._sch.state.sources.get(prefix + name)
-        if found is None or not all(n.startswith(prefix) for n in found[1]):
-            return None
-        names = [n[len(prefix) :] for n in found[1]]
-        # A copy taken after the replacement has the new parameter itself.
-        return (found[0], names) if all(n in self.original_names for n in names) else None
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Full gradients of the scheduled model, by the original's names."""
-        found: dict[str, Tensor] = {}
-        originals = {slot.name: slot for slot in slots(self._reference)}
-        for slot in slots(self._sch.mod):
-            if not isinstance(slot.tensor, nn.Parameter):
-                continue
-            grad = gradient_of(slot.tensor)
-            if slot.spec is not None:
-                grad = slot.spec.gather(grad, self._sch.group)
-            source = self.source_of(slot.name)
-            if source is not None:
-                sizes = [source[0].size_of(originals[n].tensor) for n in source[1]]
-                found.update(zip(source[1], source[0].unpack(grad, sizes), strict=True))
-            else:
-                found[self._known_as.get(slot.name, slot.name)] = grad
+    def gradients(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Full gradients of the scheduled model, by the original's names: by the chain rule."""
+        grads: dict[Slot | str, Tensor] = {}
+        for slot in {id(slot.tensor): slot for slot in slots(self._sch.mod)}.values():
+            if isinstance(slot.tensor, nn.Parameter):
+                grad = gradient_of(slot.tensor)
+                spec = slot.spec
+                grads[slot] = grad if spec is None else spec.gather(grad, self._sch.group)
         for param in compiled_parameters(self._sch.mod).values():
-            name = self._names.get(id(param))
-            if name is not None:
-                found.setdefault(name, gradient_of(param))
-        return found
+            if id(param) in self._names:
+                grads[self._names[id(param)]] = gradient_of(param)
+        # In the precision of the run.
+        dtypes = [grad.dtype for grad in grads.values()]
+        leaves = {
+            id(t): t.detach().to(reduce(torch.promote_types, dtypes, t.dtype)).requires_grad_()
+            for t in full.values()
+            if t.is_floating_point() or t.is_complex()
+        }
+        given = {name: leaves.get(id(t), t) for name, t in full.items()}
+        with torch.enable_grad():
+            for at, grad in grads.items():
+                value = given[at] if isinstance(at, str) else self.value(at, given)
+                if value is not None and value.requires_grad:
+                    value.backward(grad)
+        return {name: t.grad for name, t in given.items() if t.grad is not None}
+
+    def _parts(self, slot: Slot) -> list[str] | None:
+        """The names in the copy that an origin leads to; None without one, or where it does not."""
+        origin, found = origin_at(slot.owner, slot.leaf), dict[str, None]()
+        if origin is None:
+            return None
+        for leaf, box in origin.needs():
+            left = torch.Size(lengths(box)).numel()
+            for source, (name, _) in self._places.get(leaf, {}).items():
+                shared = overlap(source, box)
+                if shared is not None:
+                    found[name] = None
+                    left -= torch.Size(lengths(shared)).numel()
+            if left:
+                return None
+        return list(found)
+
+    def _read(self, leaf: str, box: Box, full: Mapping[str, Tensor]) -> Tensor:
+        values = None
+        for source, (name, piece) in self._places[leaf].items():
+            shared = overlap(source, box)
+            if shared is None:
+                continue
+            found = piece.to_source(full[name][index_of(piece.place)])[index_of(shared, source)]
+            if shared == box:
+                return found
+            if values is None:
+                values = found.new_zeros(lengths(box))
+            values[index_of(shared, box)] = found
+        assert values is not None, "asked of what is covered"
+        return values

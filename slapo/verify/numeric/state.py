@@ -7,6 +7,7 @@ dtypes, ``requires_grad`` and names are compared, on each rank its own, before a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -47,12 +48,17 @@ def changes(sch: Schedule, reference: nn.Module, origins: Origins) -> list[Chang
     now = slots(sch.mod)
     found = [*_gone(sch.mod, before, origins), *_new(now, origins), *_untied(now, before, origins)]
     for slot in now:
-        source, name = origins.source_of(slot.name), origins.original_name(slot)
-        if source is not None:
-            found.extend(_changed(slot, [before[part] for part in source[1]], source[0].pack))
-        elif name in before:
-            found.extend(_changed(slot, [before[name]]))
+        names = origins.parts_of(slot)
+        if names:
+            pack = None if origins.is_kept(slot) else partial(_packed, slot, names, origins)
+            found.extend(_changed(slot, [before[name] for name in names], pack))
     return found
+
+
+def _packed(
+    slot: Slot, names: Sequence[str], origins: Origins, values: Sequence[Tensor]
+) -> Tensor | None:
+    return origins.value(slot, dict(zip(names, values, strict=True)))
 
 
 def _gone(model: nn.Module, before: dict[str, Slot], origins: Origins) -> Iterator[Change]:
@@ -60,8 +66,7 @@ def _gone(model: nn.Module, before: dict[str, Slot], origins: Origins) -> Iterat
     names = origins.names_by_tensor()
     accounted: set[str] = set()
     for slot in slots(model):
-        source = origins.source_of(slot.name)
-        accounted.update(source[1] if source is not None else [origins.original_name(slot)])
+        accounted.update(origins.parts_of(slot))
     accounted.update(names[id(p)] for p in compiled_parameters(model).values() if id(p) in names)
     kept = {id(before[name].tensor) for name in accounted if name in before}
     for name, slot in before.items():
@@ -90,9 +95,7 @@ def _holder(model: nn.Module, name: str) -> str:
 def _new(now: Sequence[Slot], origins: Origins) -> Iterator[Change]:
     """Parameters that the original does not have."""
     for slot in now:
-        if not isinstance(slot.tensor, nn.Parameter) or origins.source_of(slot.name) is not None:
-            continue
-        if origins.original_name(slot) not in origins.original_names:
+        if isinstance(slot.tensor, nn.Parameter) and not origins.parts_of(slot):
             owner = type(slot.owner).__name__
             yield Change(
                 slot.name,
@@ -128,7 +131,7 @@ def _untied(now: Sequence[Slot], before: dict[str, Slot], origins: Origins) -> I
 
 
 def _changed(
-    slot: Slot, parts: Sequence[Slot], pack: Callable[[list[Tensor]], Tensor] | None = None
+    slot: Slot, parts: Sequence[Slot], pack: Callable[[list[Tensor]], Tensor | None] | None
 ) -> Iterator[Change]:
     """One tensor against what it was, or against what it is made of."""
     mine, theirs = slot.tensor, [part.tensor for part in parts]
@@ -164,6 +167,8 @@ def _changed(
     with torch.no_grad():
         values = [tensor.detach() for tensor in theirs]
         wanted = values[0] if pack is None else pack(values)
+        if wanted is None:
+            wanted = values[0]
         if slot.spec is not None and was_whole and wanted.shape == slot.full_shape:
             wanted = slot.spec.slice(wanted)
     if mine.shape != wanted.shape:
