@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slapo.agreement import all_ranks_or_none, same_on_all_ranks
 from slapo.errors import SlapoError
@@ -131,6 +131,7 @@ def save_pretrained(
     *,
     max_shard_size: str | int = "50GB",
     dtype: torch.dtype | None = None,
+    values: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a model as an ordinary folder of Hugging Face, which ``from_pretrained`` opens.
 
@@ -148,12 +149,15 @@ def save_pretrained(
         The most bytes in one file, or a text such as ``"5GB"``.
     dtype
         Type of floating-point tensors in the folder; None keeps that of the model.
+    values
+        This rank's tensors in place of the model's, as averages of them: with the names and shapes
+        of ``state_dict()`` of `target`.
 
     Raises
     ------
     SlapoError
-        If a tensor comes from no original, as of a module with weights of its own, or `folder`
-        holds files; on every rank.
+        If a tensor comes from no original, as of a module with weights of its own, `folder` holds
+        files, or `values` do not fit; on every rank.
 
     Examples
     --------
@@ -169,6 +173,8 @@ def save_pretrained(
     original = _original(what, target)
     same_on_all_ranks(what, {"folder": str(folder), "limit": limit, "dtype": str(dtype)})
     held = all_ranks_or_none(what, lambda: _held(target))
+    if values is not None:
+        held = all_ranks_or_none(what, lambda: _with_values(target, held, values))
     export(original, held, Path(folder).absolute(), limit, dtype)
 
 
@@ -197,6 +203,33 @@ def _save_as_transformers(
 
 def _held(target: nn.Module | Engine) -> list[Held]:
     return target.held() if isinstance(target, Engine) else holdings(target)
+
+
+def _with_values(
+    target: nn.Module | Engine, held: list[Held], values: Mapping[str, Tensor]
+) -> list[Held]:
+    module = target.lowering if isinstance(target, Engine) else target
+    state = module.state_dict(keep_vars=True)
+    own = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    lacking = [name for name in own if name not in values]
+    unknown = [name for name in values if name not in own]
+    if lacking or unknown:
+        raise SlapoError(
+            f"save_pretrained: values lack {lacking[:3]} and have {unknown[:3]}, which the model "
+            "does not; pass what state_dict() of the target gives on this rank"
+        )
+    names = {id(tensor): name for name, tensor in own.items()}
+    found = []
+    for item in held:
+        value = values[names[id(item.tensor)]]
+        given = Held(item.name, value, item.origin, item.spec)
+        if given.origin is not None and value.shape != given.here.shape:
+            raise SlapoError(
+                f"save_pretrained: the value of {item.name!r} has the shape {tuple(value.shape)}, "
+                f"and this rank's part of it {tuple(given.here.shape)}"
+            )
+        found.append(given)
+    return found
 
 
 def _original(what: str, target: Any) -> Original:

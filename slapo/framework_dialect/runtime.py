@@ -100,13 +100,13 @@ class Lowering:
                 once.setdefault(id(parameter), (name, parameter))
         return list(once.values())
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's tensors by their names in the model."""
+    def state_dict(self, keep_vars: bool = False) -> dict[str, Any]:
+        """This rank's tensors by their names in the model; as themselves with `keep_vars`."""
         if self.pipelined is None:
-            return dict(self.model.state_dict())
+            return dict(self.model.state_dict(keep_vars=keep_vars))
         state: dict[str, Any] = {}
         for index, stage in self.stages.items():
-            local = stage.state_dict()
+            local = stage.state_dict(keep_vars=keep_vars)
             state.update(local)
             for name, originals in self.pipelined.original_names(index).items():
                 state.update(dict.fromkeys(originals, local[name]))

@@ -594,6 +594,42 @@ def weights_train(rank: int, world: int, where: str) -> list[float]:
     return losses
 
 
+def averages(rank: int, world: int, where: str) -> list[str]:
+    """Values in place of the model's, in their own precision."""
+    for target, layout, options in (
+        ("torch", (1, 1, 2), {}),
+        ("torch", (1, 2, 1), {"data_parallel": "fsdp"}),
+        ("torch", (2, 1, 1), {"micro_batches": 2}),
+        ("deepspeed", (1, 2, 1), {"zero": 3}),
+    ):
+        mesh = slapo.init_mesh(*layout, device="cpu")
+        sch = scheduled("llama", mesh, False)
+        engine, _ = slapo.build(sch, target, mesh=mesh, loss_fn=loss_of, **options)
+        slapo.load_pretrained(engine, f"{where}/llama")
+        state = engine.state_dict()
+        out = f"{where}/average_{target}_{layout}"
+        doubled = {name: 2 * value.double() for name, value in state.items()}
+        slapo.save_pretrained(engine, out, values=doubled)
+        whole, saved = contents(f"{where}/llama"), contents(out)
+        assert whole.keys() == saved.keys()
+        assert all(torch.equal(saved[n], 2 * value.double()) for n, value in whole.items())
+        one = next(iter(state))
+    wrong = {**doubled, one: doubled[one][:1]}
+    return [
+        error_of(lambda: slapo.save_pretrained(engine, f"{where}/no", values={})),
+        error_of(lambda: slapo.save_pretrained(engine, f"{where}/no", values=wrong)),
+    ]
+
+
+@pytest.mark.distributed
+def test_averages_go_out_in_place_of_the_model(folders: Path) -> None:
+    pytest.importorskip("deepspeed")
+    for found in run_distributed(averages, 2, str(folders)):
+        assert "values lack ['model.embed_tokens.weight'" in found[0]
+        assert "has the shape (1, " in found[1]
+    assert not (folders / "no").exists()
+
+
 def masters_of(rank: int, world: int, where: str) -> None:
     """They come from the folder, not from what a recipe has rounded to."""
     stand_in_for_cuda()
