@@ -157,6 +157,8 @@ def build(
             _renew_tags(sch)
             lowering.fill = partial(_fill_shares, sch, lowering, init_weights, target)
         else:
+            if sch.state.loader is not None:
+                sch.state.loader.reads = runtime.reads_weights
             _fill(sch, lowering, init_weights)
             all_ranks_or_none(what, lambda: _check_filled(lowering, target))
         write_down(model, sch.state.original)

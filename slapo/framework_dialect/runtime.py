@@ -184,6 +184,9 @@ class Runtime(ABC):
     #: true if what is on meta is to be created after it was sharded; the engine calls `fill` then
     fills_shares = False
 
+    #: false where what is on meta takes the values of another rank, which reads them
+    reads_weights = True
+
     @abstractmethod
     def __init__(self, sch: Node, **options: Any) -> None: ...
 
@@ -210,6 +213,11 @@ class MeshRuntime(Runtime):
     """A runtime over a mesh, with one stage on each rank of its pipeline."""
 
     options: Any
+
+    @property
+    def reads_weights(self) -> bool:  # type: ignore[override]
+        """Replicas take what `build` creates from the first of them."""
+        return bool(self.options.mesh.get_local_rank("dp") == 0)
 
     def described(self) -> dict[str, Any]:
         """The options, which must be alike on all ranks."""

@@ -23,6 +23,8 @@ class Loader:
         self.made: set[int] = set()
         #: true if the folder is more precise than what was filled from it
         self.has_rounded = False
+        #: false where this rank's tensors take the values of another one that reads
+        self.reads = True
 
     def value_of(self, slot: Slot, device: torch.device) -> Tensor | None:
         """This rank's part of a tensor; None if the folder does not have it."""
@@ -30,7 +32,11 @@ class Loader:
         if not self._has(origin):
             return None
         ((_, here),) = Held(slot.name, slot.tensor, origin, slot.spec).parts()
-        return self._rounded(self._read(here), slot.tensor.dtype).to(device)
+        dtype = slot.tensor.dtype
+        if not self.reads:
+            self._note(here, dtype)
+            return torch.zeros(here.shape, dtype=dtype, device=device)
+        return self._read(here, dtype).to(device)
 
     @torch.no_grad()
     def fill(self, held: Iterable[Held]) -> None:
@@ -39,7 +45,7 @@ class Loader:
             if id(item.tensor) not in self.made and self._has(item.origin):
                 for values, here in item.parts():
                     if values.numel():
-                        values.copy_(self._rounded(self._read(here), values.dtype))
+                        values.copy_(self._read(here, values.dtype))
         self.made.clear()
 
     def _has(self, origin: Pieced | None) -> bool:
@@ -47,9 +53,10 @@ class Loader:
             name in self.found.originals for name, _ in origin.needs()
         )
 
-    def _rounded(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        self.has_rounded |= torch.promote_types(values.dtype, dtype) != dtype
-        return values.to(dtype)
+    def _read(self, here: Pieced, dtype: torch.dtype) -> Tensor:
+        self._note(here, dtype)
+        return here.read(self.found.read).to(dtype)
 
-    def _read(self, here: Pieced) -> Tensor:
-        return here.read(self.found.read)
+    def _note(self, here: Pieced, dtype: torch.dtype) -> None:
+        stored = (self.found.originals[name].dtype for name, _ in here.needs())
+        self.has_rounded |= any(torch.promote_types(each, dtype) != dtype for each in stored)

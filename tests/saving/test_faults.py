@@ -23,6 +23,7 @@ from torch import nn
 import slapo
 from slapo.saving.steps import Step
 from slapo.weights.files import TensorFile
+from slapo.weights.folders import Folder
 from tests.runtimes.jobs import WORLD, run_job
 from tests.runtimes.ranks import error_of, on_ranks
 
@@ -108,6 +109,42 @@ def kill(tmp_path: Path, wait: bool, times: int) -> None:
             step = Step(path)
             assert all(step.checked(rank) for rank in range(step.world))
             step.close()
+
+
+def export_until_killed(where: str, after: int, victim: int, rank: int) -> None:
+    engine = engine_of(width=128)
+    if rank == victim:
+        die_at_call(after)
+    for number in range(1000):
+        slapo.save_pretrained(engine, f"{where}/{after}_{victim}_{number}", max_shard_size="70KB")
+
+
+def kill_exports(tmp_path: Path, times: int) -> None:
+    chance, where = random.Random(0), tmp_path / "out"
+    for _ in range(times):
+        victim, after = chance.randrange(WORLD), chance.randrange(60)
+        outcome = run_job(tmp_path, partial(export_until_killed, str(where), after, victim))
+        assert outcome.codes[victim] == -signal.SIGKILL
+        for rank in set(range(WORLD)) - {victim}:
+            assert outcome.codes[rank] == 1, outcome.texts[rank]
+            assert outcome.seconds[rank] - outcome.seconds[victim] < SOON
+        complete = [path for path in where.iterdir() if path.suffix != ".tmp"]
+        for path in complete:
+            with Folder(path) as folder:
+                assert len(folder.leaves()) == 8
+            shutil.rmtree(path)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_killed_rank_leaves_whole_folders(tmp_path: Path) -> None:
+    kill_exports(tmp_path, 2)
+
+
+@pytest.mark.distributed
+@pytest.mark.wide
+def test_exports_that_are_killed_many_times(tmp_path: Path) -> None:
+    kill_exports(tmp_path, 20)
 
 
 @pytest.mark.distributed
