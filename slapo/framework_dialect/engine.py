@@ -346,7 +346,8 @@ class Engine:
             batch.check_totals()
         whole, parts = (batch, count) if cut_evenly else batch.cut_unevenly(count)[0]
         self._check_call(whole.first(parts), training=cut_evenly)
-        self._form_before, self._samples_of_form = (form, cut_evenly), batch.samples()
+        self._form_before = (form, cut_evenly)
+        self._samples_of_form = batch.samples() if count > 1 else batch.weight()
 
     def _check_places(self, part: Batch, with_loss: bool) -> None:
         """The placement check, before anything has trained on the first batch."""

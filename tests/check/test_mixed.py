@@ -26,14 +26,17 @@ from tests.check.verdicts import fake_world, is_crash, is_false_alarm, is_miss
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_what_is_accepted_trains_alike() -> None:
-    pairs = compared(list(range(36)))
+@pytest.mark.parametrize(
+    "seeds", [range(15), pytest.param(range(15, 60), marks=pytest.mark.wide)], ids=len
+)
+def test_what_is_accepted_trains_alike(seeds: range) -> None:
+    pairs = compared(list(seeds))
     assert [pair for pair in pairs if is_crash(*pair)] == []
     assert [pair for pair in pairs if is_miss(*pair)] == []
     assert [pair for pair in pairs if is_false_alarm(*pair)] == []
     counts = Counter((said.said, true.said) for said, true in pairs)
-    assert counts["accepted", "equal"] >= 12, counts
-    assert sum(counts["refused", true] for true in ("wrong", "error")) >= 4, counts
+    assert counts["accepted", "equal"] >= len(seeds) // 3, counts
+    assert sum(counts["refused", true] for true in ("wrong", "error")) >= len(seeds) // 9, counts
 
 
 # --- found by them -------------------------------------------------------------------------------

@@ -57,6 +57,14 @@ def peaks(rank: int, world: int, mesh: dict[str, int], cases: list[Case]) -> lis
     return [peak(key, mesh, changes) for key, changes in cases]
 
 
+def _in_two(name: str, mesh: dict[str, int], cases: list[Case]) -> list[Any]:
+    """Every second one, and the others where all families are asked for."""
+    return [
+        pytest.param(mesh, cases[::2], id=name),
+        pytest.param(mesh, cases[1::2], id=f"{name}, others", marks=pytest.mark.wide),
+    ]
+
+
 @pytest.mark.distributed
 @pytest.mark.slow
 # BERT's logits are a view, which nobody writes to.
@@ -64,10 +72,10 @@ def peaks(rank: int, world: int, mesh: dict[str, int], cases: list[Case]) -> lis
 @pytest.mark.parametrize(
     ("mesh", "cases"),
     [
-        pytest.param({"tp": 2}, TENSOR, id="tensor"),
-        pytest.param({"pp": 2}, PIPELINE, id="pipeline"),
-        pytest.param({"dp": 2}, REPLICAS, id="replicas"),
-        pytest.param({"dp": 2}, ZERO, id="zero"),
+        *_in_two("tensor", {"tp": 2}, TENSOR),
+        *_in_two("pipeline", {"pp": 2}, PIPELINE),
+        *_in_two("replicas", {"dp": 2}, REPLICAS),
+        *_in_two("zero", {"dp": 2}, ZERO),
         pytest.param({"tp": 2}, BOTH_TENSOR, id="llama-tensor", marks=pytest.mark.wide),
         pytest.param({"pp": 2}, BOTH_PIPELINE, id="llama-pipeline", marks=pytest.mark.wide),
     ],

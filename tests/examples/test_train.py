@@ -102,28 +102,38 @@ def test_every_recipe_has_a_model() -> None:
     assert {SHOWN_BY.get(key, key) for key in recipe_keys()} == set(MODELS)
 
 
-def test_every_model_trains() -> None:
+#: Cut in stages and by tensor parallelism.
+BOTH = ["gpt2", "t5", "vit"]
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        ["llama", "bert", "mixtral", "albert"],
+        pytest.param(list(MODELS), marks=pytest.mark.wide, id="all"),
+    ],
+)
+def test_every_model_trains(others: list[str]) -> None:
     """Each by tensor parallelism, or cut in stages; three in both ways, which compute the same.
 
     Losses differ by the order of sums in float32, which AdamW's division by small second moments
     amplifies from step to step.
     """
-    both = ["gpt2", "t5", "vit"]
     runs = {
         options: run_distributed(train_all, 2, keys, options, timeout=280)[0]
         for options, keys in (
-            ("--tp 2", [*both, *list(MODELS)[::2]]),
-            ("--pp 2", [*both, *list(MODELS)[1::2], "albert"]),
+            ("--tp 2", [*BOTH, *others[::2]]),
+            ("--pp 2", [*BOTH, *others[1::2], "albert"]),
         )
     }
     refused = runs["--pp 2"].pop("albert")
     assert "pipeline_cuts=2 is not for this family" in refused
-    assert {key for found in runs.values() for key in found} | {"albert"} == set(MODELS)
+    assert {key for found in runs.values() for key in found} | {"albert"} == {*BOTH, *others}
     for options, found in runs.items():
         for key, losses in found.items():
             assert isinstance(losses, list), (options, key, losses)
             assert sum(losses[-5:]) < 0.99 * sum(losses[:5]), (options, key, losses)
-    for key in both:
+    for key in BOTH:
         tensor, stages = (runs[options][key][:10] for options in ("--tp 2", "--pp 2"))
         assert stages == pytest.approx(tensor, rel=2e-5), key
 

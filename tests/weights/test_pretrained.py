@@ -154,8 +154,8 @@ SOME = ["gpt2", "llama", "mixtral", "t5"]
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_folders_come_back_the_same(folders: Path, layout: str) -> None:
-    few = {"pp 2": ["gpt2", "t5", "vit"], "dp 2": SOME}  # a capture takes seconds
-    keys = few.get(layout, KEYS)
+    few = {"pp 2": ["gpt2", "t5", "vit"]}  # a capture takes seconds
+    keys = KEYS if layout in ("tp 2", "fsdp") else few.get(layout, SOME)
     run_distributed(there_and_back, 2, str(folders), keys, *LAYOUTS[layout], timeout=250)
 
 
@@ -183,9 +183,10 @@ def test_folders_come_back_from_four_ranks(folders: Path, layout: str) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.wide
-def test_folders_of_all_families_come_back_from_stages(folders: Path) -> None:
-    keys = [key for key in KEYS if key != "albert"]
-    run_distributed(there_and_back, 2, str(folders), keys, *LAYOUTS["pp 2"], timeout=250)
+@pytest.mark.parametrize("layout", ["pp 2", "tp 2 in place", "fsdp late", "dp 2"])
+def test_folders_of_all_families_come_back(folders: Path, layout: str) -> None:
+    keys = [key for key in KEYS if key != "albert" or layout != "pp 2"]
+    run_distributed(there_and_back, 2, str(folders), keys, *LAYOUTS[layout], timeout=250)
 
 
 # --- one process ---------------------------------------------------------------------------------
