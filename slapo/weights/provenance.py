@@ -132,9 +132,13 @@ def _fill(new: nn.Module, making: Making, tables: Sequence[Mapping[str, Tensor]]
                 f"such parameter; it has {[n for n, _ in new.named_parameters()]}"
             )
         if value.shape != present.shape:
+            sources = getattr(new, "weight_sources", dict)()
+            what = (
+                f"{list(sources[name].names)} make" if name in sources else "weights_from() gives"
+            )
             raise ValueError(
-                f"{type(new).__name__}.{name} has shape {tuple(present.shape)}, but what it is to "
-                f"be made of has {tuple(value.shape)}"
+                f"{type(new).__name__}.{name} has shape {tuple(present.shape)}, but {what} "
+                f"{tuple(value.shape)}"
             )
         parameter = nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
         owner._parameters[leaf] = parameter

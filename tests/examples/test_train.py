@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,7 @@ def test_fine_tuning(tmp_path: Path, pretrained: bool) -> None:
     arguments = ["--steps", "6"]
     if pretrained:
         finetune.load().save_pretrained(tmp_path / "model")
-        arguments += ["--model", "model"]
+        arguments += ["--model", "model", "--run", "run"]
     done = start("finetune.py", 4, arguments, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [float(loss) for loss in re.findall(r"^step \d: loss (\d\.\d+)", done.stdout, re.M)]
@@ -164,3 +165,11 @@ def test_fine_tuning(tmp_path: Path, pretrained: bool) -> None:
     before = finetune.load().state_dict()
     assert {k: v.shape for k, v in tuned.items()} == {k: v.shape for k, v in before.items()}
     assert not any(torch.equal(tuned[name], before[name]) for name in before)
+    if pretrained:  # as if it had been stopped after the fifth step
+        shutil.rmtree(tmp_path / "tuned")
+        done = start("finetune.py", 2, [*arguments, "--tp", "1"], tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+        ((step, loss),) = re.findall(r"^step (\d): loss (\d\.\d+)", done.stdout, re.M)
+        assert step == "5"
+        assert float(loss) == pytest.approx(losses[5], abs=0.02)
+        assert (tmp_path / "tuned").is_dir()
