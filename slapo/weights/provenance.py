@@ -132,10 +132,10 @@ def _fill(new: nn.Module, making: Making, tables: Sequence[Mapping[str, Tensor]]
                 f"such parameter; it has {[n for n, _ in new.named_parameters()]}"
             )
         if value.shape != present.shape:
-            sources = getattr(new, "weight_sources", dict)()
-            what = (
-                f"{list(sources[name].names)} make" if name in sources else "weights_from() gives"
-            )
+            sources: dict[str, Source] = getattr(new, "weight_sources", dict)()
+            what = "weights_from() gives"
+            if name in sources:
+                what = f"{list(sources[name].names)} make"
             raise ValueError(
                 f"{type(new).__name__}.{name} has shape {tuple(present.shape)}, but {what} "
                 f"{tuple(value.shape)}"
