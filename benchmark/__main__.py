@@ -28,6 +28,7 @@ from benchmark import (
     train,
     tuning,
     verify,
+    weights,
 )
 from benchmark.measure import Progress, Result
 
@@ -42,6 +43,7 @@ BENCHMARKS: dict[str, Callable[[bool, Progress], Result]] = {
     "check": check.run,
     "dry_run": dry_run.run,
     "tuning": tuning.run,
+    "weights": weights.run,
 }
 
 #: These have options of their own.

@@ -14,8 +14,8 @@ import slapo
 
 def load(folder=None):
     if folder is not None:
-        with slapo.init_empty_weights():  # each rank reads its slices later
-            return LlamaForCausalLM(LlamaConfig.from_pretrained(folder, use_cache=False))
+        with slapo.init_empty_weights():  # build reads it, each rank its slices
+            return LlamaForCausalLM.from_pretrained(folder, use_cache=False)
     torch.manual_seed(0)  # every rank starts with the same weights, and keeps its slices
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -65,8 +65,6 @@ def main():
     example = next(batches(mesh, model.config.vocab_size))[0]
     with slapo.Verify(sch, example, enable=args.model is None):  # with a small model, once
         parallelize(sch)
-    if args.model is not None:
-        slapo.load_pretrained(sch, args.model)
     engine, _ = slapo.build(
         sch,
         target="torch",

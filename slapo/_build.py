@@ -139,6 +139,8 @@ def build(
         )
     if not is_late and check is not False:
         _check_places(sch, check)
+    if sch.state.original.folder is not None:
+        _remember_folder(sch, sch.state.original.folder)
     sch = _as_whole(sch)
     if target is None:
         model = _build_module(sch, init_weights, **kwargs)
@@ -176,6 +178,22 @@ def build(
     finally:
         if isinstance(model, PipelinedModule):
             model.forget_whole()
+
+
+def _remember_folder(sch: Schedule, folder: str) -> None:
+    """Read what `from_pretrained` has left on meta."""
+    if sch.state.loader is not None or not has_meta_tensors(sch.mod):
+        return
+    if sch.parent is not None:
+        raise SlapoError(
+            f"build(sch[{sch.path!r}]): the values are in {folder}, of which build of the root "
+            "reads its own; make the model outside of init_empty_weights()"
+        )
+    from slapo.pretrained import load_pretrained  # of models of Transformers only
+
+    found = load_pretrained(sch, folder)
+    if found.missing:
+        logger.warning("%s has no %s, which are initialized", folder, list(found.missing)[:5])
 
 
 def _take_over_saving(model: nn.Module) -> None:
@@ -229,6 +247,7 @@ def _as_whole(sch: Schedule) -> Schedule:
         )
     check_ties(top.mod, top.state.ties)
     state = ScheduleState(TieGroups(sch.mod), sch.state.start_note)
+    state.original = sch.state.original  # by whose names its tensors are called
     state.history += [
         replace(record, path=record.path[len(sch.path) :].lstrip("."))
         for record in sch.history

@@ -102,6 +102,8 @@ def load_pretrained(
     if missing not in ("init", "error"):
         raise ValueError(f'missing is {missing!r}; pass "init" or "error"')
     original = _original(what, target)
+    if isinstance(target, Engine):
+        target.check_between_steps(what)
     if dtype is not None and not isinstance(target, Schedule):
         raise ValueError(
             f"load_pretrained: dtype={dtype} is for a schedule before build; what is built has the "

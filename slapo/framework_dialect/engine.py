@@ -37,6 +37,7 @@ from slapo.framework_dialect.losses import (
     PendingLoss,
     shifts_labels,
 )
+from slapo.framework_dialect.optimizers import inner_optimizers
 from slapo.framework_dialect.options import TrainingOptions
 from slapo.framework_dialect.precision import buffers_named
 from slapo.framework_dialect.replicas import share_over_mesh
@@ -73,9 +74,6 @@ class Engine:
         Samples of batches that this replica has trained on by `train_batch`; after `load`, also its
         part of those before.
     """
-
-    #: the runtime, as ``build`` calls it
-    target = ""
 
     #: coordinate along pp of the ranks that run the last stage
     last_pp_rank = -1
@@ -539,8 +537,8 @@ class Engine:
 
     @contextmanager
     def steppers(self) -> Iterator[list[torch.optim.Optimizer]]:
-        """Torch's optimizers, with the cells for parameters."""
-        yield [] if self.optimizer is None else [self.optimizer]
+        """Torch's optimizers that step, with the cells for parameters."""
+        yield [] if self.optimizer is None else inner_optimizers(self.optimizer)
 
     def slots_changed(self) -> None:
         """The optimizer's state has other tensors than before."""
@@ -559,6 +557,11 @@ class Engine:
                 for slot, value in state.get(id(cell.tensor), {}).items():
                     if has_form_of(cell.tensor, slot, value):
                         yield slot, replace(cell, tensor=value)
+
+    @property
+    def kind(self) -> str:
+        """The runtime, and what it shards; by which state lies on the same ranks."""
+        raise NotImplementedError
 
     @property
     def loss_scale(self) -> tuple[float, int] | None:
@@ -607,7 +610,7 @@ class Engine:
             If a file cannot be written; training can go on.
         """
         with self._running():
-            self._check_between_steps("engine.save")
+            self.check_between_steps("engine.save")
             previous, self._saving = self._saving, None
             if previous is not None:
                 previous.result()
@@ -642,7 +645,7 @@ class Engine:
             damaged; on every rank, before anything changes.
         """
         with self._running():
-            self._check_between_steps("engine.load")
+            self.check_between_steps("engine.load")
             if self._saving is not None:
                 self._saving.result()
             try:
@@ -657,7 +660,8 @@ class Engine:
             self._saving_group = handle_of(dist.new_group(backend="gloo"))
         return self._saving_group.group
 
-    def _check_between_steps(self, what: str) -> None:
+    def check_between_steps(self, what: str) -> None:
+        """Refuse an engine whose last step has failed, or is not over."""
         if self._failure is not None:
             raise SlapoError(
                 f"{what}: a step before has failed with {self._failure}; build a new engine, and "

@@ -66,6 +66,20 @@ def place_steps(
     step_on_wholes(optimizer, lowering.module, reach, group())
 
 
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Those that hold the state: one that has others in its attributes hands its steps on."""
+    from slapo.sharding.whole_steps import steppers_of  # for who saves, or has slices
+
+    found = steppers_of(optimizer)
+    if optimizer not in found and any(optimizer.state.values()):
+        inner = [type(each).__name__ for each in found]
+        raise SlapoError(
+            f"{type(optimizer).__name__} keeps state of its own beside that of its {inner}, which "
+            "cannot be saved; let one of them keep it"
+        )
+    return found
+
+
 def make_scheduler(factory: Callable[[Any], Any] | None, optimizer: Any) -> Any:
     """The user's scheduler; None without one. A collective of the world."""
     return all_ranks_or_none("lr_scheduler", lambda: _make_scheduler(factory, optimizer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo.agreement import all_ranks_or_none, gathered, has_peers, same_on_all_ranks
+from slapo.agreement import (
+    all_ranks_or_none,
+    gathered,
+    has_peers,
+    is_on_every_rank,
+    on_every_rank,
+    same_on_all_ranks,
+)
 from slapo.errors import SlapoError
+from slapo.logger import get_logger
 from slapo.random import is_random_seed_set, set_all_states, set_random_seed
 from slapo.saving.nests import decode
 from slapo.saving.save import described
@@ -19,6 +28,7 @@ from slapo.saving.state import (
     Room,
     Trainer,
     by_cell,
+    class_of,
     groups_of,
     make_room,
     merged_groups,
@@ -27,7 +37,10 @@ from slapo.saving.state import (
     room_for,
 )
 from slapo.saving.steps import Manifest, Step, find
+from slapo.weights.files import progress_bar
 from slapo.weights.holdings import Held, without_origin
+
+logger = get_logger("slapo")
 
 _WHAT = "engine.load"
 
@@ -62,7 +75,7 @@ def load(engine: Trainer, run_or_step: Any, data: Any, only: str | None) -> Resu
     """See :meth:`slapo.framework_dialect.Engine.load`."""
     if only not in (None, "weights"):
         raise ValueError(f'only is {only!r}; pass "weights", or None for all')
-    path = Path(run_or_step).absolute()
+    began, path = time.monotonic(), Path(run_or_step).absolute()
     same_on_all_ranks(_WHAT, {"path": str(path), "only": only, "data": data is not None})
     folder = all_ranks_or_none(_WHAT, lambda: find(path))
     remedy = "all ranks have to see one folder"
@@ -79,10 +92,12 @@ def load(engine: Trainer, run_or_step: Any, data: Any, only: str | None) -> Resu
         try:
             all_ranks_or_none(_WHAT, loading.fill)
         except Exception as error:
-            raise HalfLoadedError(f"{_WHAT} broke off: {error}") from error
+            half = HalfLoadedError(f"{_WHAT} broke off: {error}")
+            raise on_every_rank(half) if is_on_every_rank(error) else half from error
     finally:
         step.close()
     manifest = step.manifest
+    logger.info("resumed %s in %.1f s", folder, time.monotonic() - began)
     return Resumed(manifest.step, manifest.samples, tuple(loading.notes))
 
 
@@ -150,21 +165,14 @@ class _Loading:
             )
 
     def _check_optimizer(self) -> None:
-        with self.engine.steppers() as steppers:
-            here = next((type(each).__name__ for each in steppers), None)
-        saved = self.manifest.optimizer
-        if saved != here:
-            had, has = (name or "no optimizer" for name in (saved, here))
+        manifest, odd = self.manifest, self.manifest.odd
+        is_same = self.is_same_layout and manifest.engine == self.engine.kind
+        if odd and not (is_same and manifest.model == described(self.engine)):
             raise SlapoError(
-                f"{self.step.folder} was saved with {had}, and this engine has {has}; pass the "
-                'same, or only="weights"'
-            )
-        odd = self.manifest.odd
-        if odd and not (self.is_same_layout and self.manifest.engine == self.engine.target):
-            raise SlapoError(
-                f"{self.step.folder}: {saved} keeps {odd}, which are not of the form of the "
-                "parameters and cannot be cut anew; resume at the layout that has saved them, "
-                f'{_shown(self.manifest)}, or pass only="weights"'
+                f"{self.step.folder}: {manifest.optimizer} keeps {odd}, which are not of the form "
+                "of the parameters and cannot be cut anew; resume with the schedule and at the "
+                f"layout that have saved them, {_shown(manifest)} ({manifest.engine}), or pass "
+                'only="weights"'
             )
         if (self.engine.scheduler is None) != (self.manifest.scheduler is None):
             had = "no scheduler" if self.manifest.scheduler is None else "a scheduler"
@@ -197,12 +205,22 @@ class _Loading:
         """Refuse other groups of parameters; finds the options of those here. A collective."""
         cells = by_cell(self.engine)
         with self.engine.steppers() as steppers:
+            here = class_of(steppers)
             self._groups = [groups_of(each, cells) for each in steppers]
-        flat = [group for each in self._groups for group in each]
-        every = gathered(flat, None) if has_peers() else [flat]
-        all_ranks_or_none(_WHAT, lambda: self._check_groups([g for part in every for g in part]))
+        mine = here, [group for each in self._groups for group in each]
+        everyone = gathered(mine, None) if has_peers() else [mine]
+        # A stage that trains nothing may have none.
+        found = next((name for name, _ in everyone if name is not None), None)
+        every = [group for _, groups in everyone for group in groups]
+        all_ranks_or_none(_WHAT, lambda: self._check_groups(found, every))
 
-    def _check_groups(self, every: list[dict[str, Any]]) -> None:
+    def _check_groups(self, found: str | None, every: list[dict[str, Any]]) -> None:
+        if found != self.manifest.optimizer:
+            had, has = (name or "no optimizer" for name in (self.manifest.optimizer, found))
+            raise SlapoError(
+                f"{self.step.folder} was saved with {had}, and this engine has {has}; pass the "
+                'same, or only="weights"'
+            )
         here = {name for group in every for name in group["names"]}
         there = {name for group in self.manifest.groups for name in group["names"]}
         if here != there:
@@ -247,25 +265,28 @@ class _Loading:
     @torch.no_grad()
     def fill(self) -> None:
         """Read everything into its place."""
-        cells = self.engine.cells()
+        cells, bar = self.engine.cells(), progress_bar(_WHAT)
         for item in self.engine.held():
             kept = cells.get(id(item.tensor), [item])
             if self.only_weights or all(cell.tensor is not item.tensor for cell in kept):
-                self._read([("", item)])
+                self._read(bar, [("", item)])
         if self.only_weights:
-            self._read(("", cell) for kept in cells.values() for cell in kept)
+            self._read(bar, (("", cell) for kept in cells.values() for cell in kept))
+            bar.close()
             return
         own = self.step.own(self.rank) if self.is_same_layout else None
         self._make_room({} if own is None else own["odd"])
-        self._read(self.engine.fragments())
+        self._read(bar, self.engine.fragments())
+        bar.close()
         self._set_progress(own)
 
-    def _read(self, fragments: Iterable[tuple[str, Held]]) -> None:
+    def _read(self, bar: Any, fragments: Iterable[tuple[str, Held]]) -> None:
         for slot, held in fragments:
             there = self.manifest.tensors.get(slot, {})
             for piece, values in held.pieces():
                 if str(piece.leaf) in there:
                     values.copy_(self.step.read((slot, str(piece.leaf)), piece.source))
+                    bar.update(values.nbytes)
 
     def _make_room(self, odd: Mapping[str, Mapping[str, Any]]) -> None:
         names = {key: inside[0].name for key, inside in by_cell(self.engine).items()}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
+
+import torch
 
 from slapo.errors import SlapoError
 from slapo.weights.pieces import Box, lengths, overlap
@@ -15,8 +18,12 @@ Key = tuple[str, str]
 Part = tuple[Box, Box]
 
 
+#: What a rank has of a tensor.
+Offer = tuple[torch.dtype, tuple[Box, ...]]
+
+
 def share_out(
-    offers: Sequence[Mapping[Key, Sequence[Box]]], shapes: Mapping[str, Sequence[int]]
+    offers: Sequence[Mapping[Key, Offer]], shapes: Mapping[str, Sequence[int]]
 ) -> list[dict[Key, list[Part]]]:
     """What each rank writes of what the ranks have; the same on every rank.
 
@@ -25,25 +32,25 @@ def share_out(
     """
     holders: dict[Key, dict[Box, list[int]]] = {}
     for rank, offered in enumerate(offers):
-        for key, boxes in offered.items():
+        for key, (_, boxes) in offered.items():
             for box in boxes:
                 holders.setdefault(key, {}).setdefault(box, []).append(rank)
     shares: list[dict[Key, list[Part]]] = [{} for _ in offers]
     load = [0] * len(offers)
-    known: dict[tuple[Box, ...], list[Part]] = {}
+    known: dict[Any, list[tuple[Part, int]]] = {}
     lacking = []
     for key, ranks in holders.items():
-        boxes = tuple(ranks)
-        if boxes not in known:
-            known[boxes] = _once(boxes, shapes[key[1]])
-        parts = known[boxes]
-        for part, box in parts:
-            rank = min(ranks[box], key=load.__getitem__)
-            load[rank] += prod(lengths(part))
-            shares[rank].setdefault(key, []).append((part, box))
-        have, wanted = sum(prod(lengths(part)) for part, _ in parts), prod(shapes[key[1]])
-        if have != wanted:
-            lacking.append(f"{' of '.join(filter(None, key))} ({have} of {wanted} elements)")
+        form = tuple(ranks), tuple(shapes[key[1]])
+        if form not in known:  # by far most are as in another layer, or another slot
+            known[form] = [(part, prod(lengths(part[0]))) for part in _once(*form)]
+        for part, size in known[form]:
+            have = ranks[part[1]]
+            rank = have[0] if len(have) == 1 else min(have, key=load.__getitem__)
+            load[rank] += size
+            shares[rank].setdefault(key, []).append(part)
+        total, wanted = sum(size for _, size in known[form]), prod(shapes[key[1]])
+        if total != wanted:
+            lacking.append(f"{' of '.join(filter(None, key))} ({total} of {wanted} elements)")
     if lacking:
         raise SlapoError(
             f"the ranks do not hold all of {lacking[:5]}; call it on every rank, with the engine "

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from slapo.agreement import all_ranks_or_none, gathered, has_peers, same_on_all_ranks
 from slapo.errors import SlapoError
 from slapo.logger import get_logger
 from slapo.random import all_states
 from slapo.saving.nests import encode
-from slapo.saving.plan import Key, share_out
+from slapo.saving.plan import Key, Offer, share_out
 from slapo.saving.state import Mine, Trainer, collect, merged_groups, merged_numbers, original
 from slapo.saving.steps import (
     TEMPORARY,
@@ -35,7 +36,7 @@ from slapo.saving.steps import (
     key_in_file,
     sync_folder,
 )
-from slapo.weights.files import TensorFile
+from slapo.weights.files import TensorFile, progress_bar
 from slapo.weights.holdings import without_origin
 from slapo.weights.pieces import Box, box_of, index_of, lengths
 
@@ -104,14 +105,15 @@ def save(engine: Trainer, run: Any, data: Any, keep: int | None, wait: bool) -> 
     mine, own = all_ranks_or_none(_WHAT, lambda: (collect(engine), _own_state(engine, data)))
     group = None if wait or not has_peers() else engine.saving_group()
     rank = dist.get_rank() if has_peers() else 0
-    here = _Offer(
-        mine.boxes(), mine.dtypes(), mine.numbers, mine.groups, list(mine.odd), engine.samples
+    here = _Told(
+        mine.offer(), mine.numbers, mine.groups, list(mine.odd), mine.optimizer, engine.samples
     )
     here.place = [engine.mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp")]
-    offers: list[_Offer] = gathered(here, None) if has_peers() else [here]
-    manifest = all_ranks_or_none(_WHAT, lambda: _describe(engine, offers, data is not None))
+    everyone: list[_Told] = gathered(here, None) if has_peers() else [here]
+    manifest = all_ranks_or_none(_WHAT, lambda: _describe(engine, everyone, data is not None))
     shapes = {name: tuple(shape) for name, (shape, _) in original(engine).tensors.items()}
-    shares = all_ranks_or_none(_WHAT, lambda: share_out([o.boxes for o in offers], shapes))
+    offers = [told.tensors for told in everyone]
+    shares = all_ranks_or_none(_WHAT, lambda: share_out(offers, shapes))
     own["odd"] = mine.odd
     tensors: list[Tensor] = []
     text = all_ranks_or_none(_WHAT, lambda: json.dumps(encode(own, tensors, "state")).encode())
@@ -139,6 +141,12 @@ def _check(engine: Trainer, data: Any, keep: int | None) -> None:
             f"data is a {type(data).__name__} without state_dict(); pass what yields the batches, "
             "as torchdata's StatefulDataLoader, or leave it out"
         )
+    scheduler = engine.scheduler
+    if scheduler is not None and not callable(getattr(scheduler, "state_dict", None)):
+        raise TypeError(
+            f"lr_scheduler is a {type(scheduler).__name__} without state_dict(), from which nobody "
+            "could go on; give it one, and load_state_dict()"
+        )
     lost = without_origin(engine.held())
     if lost:
         raise SlapoError(
@@ -148,14 +156,14 @@ def _check(engine: Trainer, data: Any, keep: int | None) -> None:
 
 
 @dataclass
-class _Offer:
+class _Told:
     """What a rank tells the others."""
 
-    boxes: dict[Key, list[Box]]
-    dtypes: dict[Key, torch.dtype]
+    tensors: dict[Key, Offer]
     numbers: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]
     odd: list[str]
+    optimizer: str | None
     samples: int
     place: list[int] = field(default_factory=list)
 
@@ -164,35 +172,33 @@ def _own_state(engine: Trainer, data: Any) -> dict[str, Any]:
     return {"random": all_states(), "data": None if data is None else data.state_dict()}
 
 
-def _describe(engine: Trainer, offers: Sequence[_Offer], has_data: bool) -> Manifest:
+def _describe(engine: Trainer, everyone: Sequence[_Told], has_data: bool) -> Manifest:
     """The manifest, but for the boxes."""
     given, tensors = original(engine), dict[str, dict[str, Saved]]()
-    dtypes = {key: dtype for offer in offers for key, dtype in offer.dtypes.items()}
-    for offer in offers:
-        wrong = [key for key, dtype in offer.dtypes.items() if dtype != dtypes[key]]
+    dtypes = {key: dtype for told in everyone for key, (dtype, _) in told.tensors.items()}
+    for told in everyone:
+        wrong = [key for key, (dtype, _) in told.tensors.items() if dtype != dtypes[key]]
         if wrong:
             raise SlapoError(f"{_WHAT}: {wrong[0][1]!r} is of two dtypes on the ranks")
     for (slot, name), dtype in dtypes.items():
         saved = Saved(list(given.tensors[name][0]), str(dtype).removeprefix("torch."))
         tensors.setdefault(slot, {})[name] = saved
-    with engine.steppers() as steppers:
-        optimizer = next((type(each).__name__ for each in steppers), None)
-    scheduler = getattr(engine.scheduler, "state_dict", None)
+    scheduler = None if engine.scheduler is None else _plain(engine.scheduler.state_dict())
     return Manifest(
         step=engine.step_count,
-        samples=sum(o.samples for o in offers if o.place[0] == 0 and o.place[2] == 0),
-        places=[offer.place for offer in offers],
-        engine=engine.target,
+        samples=sum(told.samples for told in everyone if told.place[::2] == [0, 0]),
+        places=[told.place for told in everyone],
+        engine=engine.kind,
         versions={"slapo": sys.modules["slapo"].__version__, "torch": torch.__version__},
         model=described(engine),
-        optimizer=optimizer,
-        groups=merged_groups([group for offer in offers for group in offer.groups]),
-        numbers=merged_numbers([offer.numbers for offer in offers]),
-        scheduler=None if scheduler is None else _plain(scheduler()),
+        optimizer=next(filter(None, (told.optimizer for told in everyone)), None),
+        groups=merged_groups([group for told in everyone for group in told.groups]),
+        numbers=merged_numbers([told.numbers for told in everyone]),
+        scheduler=scheduler,
         loss_scale=None if engine.loss_scale is None else list(engine.loss_scale),
         seed=torch.initial_seed(),
         has_data=has_data,
-        odd=sorted({slot for offer in offers for slot in offer.odd}),
+        odd=sorted({slot for told in everyone for slot in told.odd}),
         own={},
         tensors=tensors,
     )
@@ -205,7 +211,7 @@ def described(engine: Trainer) -> dict[str, Any]:
     return {
         "class": given.cls.__qualname__,
         "config": None if config is None else json.loads(config.to_json_string(use_diff=False)),
-        "schedule": [str(record) for record in engine.lowering.history],
+        "schedule": [record.call() for record in engine.lowering.history],
     }
 
 
@@ -213,7 +219,9 @@ def _plain(state: Any) -> Any:
     """The state of a scheduler, without its functions: whoever resumes has them."""
     if isinstance(state, dict):
         state = {name: value for name, value in state.items() if not callable(value)}
-    return encode(state, [], "lr_scheduler.state_dict()")
+    # Of a learning rate that is a tensor.
+    plain = pytree.tree_map_only(Tensor, Tensor.tolist, state)
+    return encode(plain, [], "lr_scheduler.state_dict()")
 
 
 def _values(mine: Mine, share: Mapping[Key, Sequence[Any]]) -> dict[tuple[Key, Box], Tensor]:
@@ -273,15 +281,18 @@ class _Job:
         tensors = {**{name: self.values[place] for name, place in named.items()}, **self.own}
         room = {name: (value.shape, value.dtype) for name, value in tensors.items()}
         boxes, own = [], {}
+        bar = progress_bar(_WHAT, sum(value.nbytes for value in self.values.values()))
         with TensorFile.create(temporary / file_of(self.rank), room) as file:
             for name, (key, box) in named.items():
                 value = self.values[key, box].cpu().contiguous()
                 file.write(name, box_of(value.shape), value)
+                bar.update(value.nbytes)
                 boxes.append((key, box, checksum(value)))
             for name, value in self.own.items():
                 file.write(name, box_of(value.shape), value.cpu())
                 own[name] = checksum(value)
             file.sync()
+        bar.close()
         return boxes, own
 
     def _complete(self, temporary: Path, everyone: Sequence[Any]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from slapo.errors import SlapoError
 from slapo.saving.nests import decode, encode
-from slapo.saving.plan import Key
+from slapo.saving.plan import Key, Offer
 from slapo.saving.steps import Manifest
 from slapo.weights.holdings import Held
 from slapo.weights.pieces import Box
@@ -26,12 +26,15 @@ _NO_OPTIONS = ("params", "param_names")
 class Trainer(Protocol):
     """What is asked of an engine."""
 
-    target: str
     mesh: DeviceMesh
     lowering: Any
     scheduler: Any
     step_count: int
     samples: int
+
+    @property
+    def kind(self) -> str:
+        """The runtime, and what it shards."""
 
     @property
     def loss_scale(self) -> tuple[float, int] | None:
@@ -84,16 +87,19 @@ class Mine:
     groups: list[dict[str, Any]] = field(default_factory=list)
     optimizer: str | None = None
 
-    def boxes(self) -> dict[Key, list[Box]]:
-        """The boxes that it has of each tensor."""
-        found: dict[Key, list[Box]] = {}
-        for key, box in self.values:
-            found.setdefault(key, []).append(box)
-        return found
-
-    def dtypes(self) -> dict[Key, torch.dtype]:
-        """Types of the elements."""
-        return {key: values.dtype for (key, _), values in self.values.items()}
+    def offer(self) -> dict[Key, Offer]:
+        """The boxes that it has of each tensor, and their dtype."""
+        boxes: dict[Key, list[Box]] = {}
+        dtypes = {}
+        for (key, box), values in self.values.items():
+            boxes.setdefault(key, []).append(box)
+            dtypes[key] = values.dtype
+        # Slots have the boxes of their parameter: one object, which is sent once.
+        same: dict[tuple[Box, ...], tuple[Box, ...]] = {}
+        return {
+            key: (dtypes[key], same.setdefault(tuple(each), tuple(each)))
+            for key, each in boxes.items()
+        }
 
 
 def collect(engine: Trainer) -> Mine:
@@ -104,11 +110,16 @@ def collect(engine: Trainer) -> Mine:
             mine.values.setdefault(((slot, str(piece.leaf)), piece.source), values)
     cells = by_cell(engine)
     with engine.steppers() as steppers:
+        mine.optimizer = class_of(steppers)
         for optimizer in steppers:
-            mine.optimizer = type(optimizer).__name__
             _add_numbers(mine, optimizer, cells)
             mine.groups += groups_of(optimizer, cells)
     return mine
+
+
+def class_of(steppers: Sequence[Any]) -> str | None:
+    """The class of an optimizer, or those that it consists of; None of none."""
+    return " and ".join(type(each).__name__ for each in steppers) or None
 
 
 def by_cell(engine: Trainer) -> dict[int, list[Held]]:

@@ -18,7 +18,7 @@ import shutil
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write it, and have it on the disk."""
         with open(folder / MANIFEST, "w") as file:
-            json.dump(asdict(self), file)
+            json.dump(self, file, default=vars)
             file.flush()
             os.fsync(file.fileno())
 

@@ -46,7 +46,7 @@ _TOLERANCE = 0.05
 def reach_of_steps(optimizer: Optimizer) -> dict[Parameter, int]:
     """The reach of the step of each parameter, found by trial on small tensors."""
     found: dict[Parameter, int] = {}
-    for stepper in _steppers(optimizer):
+    for stepper in steppers_of(optimizer):
         for group in stepper.param_groups:
             try:
                 reach = _reach(stepper, group)
@@ -63,11 +63,11 @@ def reach_of_steps(optimizer: Optimizer) -> dict[Parameter, int]:
     return found
 
 
-def _steppers(optimizer: Optimizer) -> list[Optimizer]:
+def steppers_of(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that step: one that has others in its attributes hands its steps on."""
     values = [v for value in vars(optimizer).values() for v in _items(value)]
     inner = dict.fromkeys(value for value in values if isinstance(value, Optimizer))
-    return [each for one in inner for each in _steppers(one)] or [optimizer]
+    return [each for one in inner for each in steppers_of(one)] or [optimizer]
 
 
 def _items(value: Any) -> Iterable[Any]:
@@ -158,7 +158,7 @@ def watch_optimizers(module: nn.Module, group: dist.ProcessGroup | None) -> None
 def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer in _SEEN:
         return
-    _SEEN.update((optimizer, *_steppers(optimizer)))
+    _SEEN.update((optimizer, *steppers_of(optimizer)))
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     for module, handle in list(_WATCHED.items()):
         slices = held.keys() & slices_of(module).keys()
@@ -283,7 +283,7 @@ class _WholeSteps:
         self._exchange(lambda part: part, lambda whole: whole, to_owners=True)
         self._exchange(_gradient, lambda whole: whole.grad, to_owners=True)
         parts = dict.fromkeys(tensor.part for tensor in self._stepped)
-        self._groups = [g for stepper in _steppers(optimizer) for g in stepper.param_groups]
+        self._groups = [g for stepper in steppers_of(optimizer) for g in stepper.param_groups]
         self._params = [one["params"] for one in self._groups]
         for one in self._groups:
             others = (self._wholes.get(p) if p in parts else p for p in one["params"])
@@ -351,7 +351,7 @@ def _gradient(part: Parameter) -> Tensor:
 
 
 def _move_state(optimizer: Optimizer, others: Mapping[Parameter, Parameter]) -> None:
-    for stepper in _steppers(optimizer):
+    for stepper in steppers_of(optimizer):
         for old, new in others.items():
             if old in stepper.state:
                 stepper.state[new] = stepper.state.pop(old)

@@ -20,7 +20,7 @@ from torch import Tensor
 from slapo.agreement import all_ranks_or_none, has_peers
 from slapo.errors import SlapoError
 from slapo.weights.exchange import Exchange
-from slapo.weights.files import TensorFile
+from slapo.weights.files import TensorFile, progress_bar
 from slapo.weights.folders import INDEX, on_disk, skeleton_of
 from slapo.weights.holdings import Held
 from slapo.weights.pieces import Box, Pieced, box_of
@@ -151,6 +151,7 @@ def _write(
 ) -> Exception | None:
     """Write the values; goes on after an error, as other ranks wait for what they are sent."""
     error: Exception | None = None
+    bar = progress_bar(_WHAT, sum(t.numel() * t.dtype.itemsize for t in disk.values()))
     # A tensor of each file in turn, so that all owners have work.
     for row in zip_longest(*([(name, key) for key in keys] for name, keys in files.items())):
         for name, key in filter(None, row):
@@ -165,7 +166,9 @@ def _write(
                     opened[name].write(key, box_of(whole.shape), whole)
                 except Exception as raised:
                     error = raised
+            bar.update(tensor.numel() * tensor.dtype.itemsize)
     exchange.finish()
+    bar.close()
     return error
 
 

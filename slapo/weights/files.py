@@ -6,6 +6,7 @@ offsets of the values behind it), the values.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slapo.errors import SlapoError
@@ -40,6 +42,10 @@ _DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
+# Bytes of a run up to which a call of the system takes longer than to read what is between runs, if
+# that is at most so many times as much; and how many are read at once.
+_SHORT, _CLOSE, _BLOCK = 2**15, 16, 2**22
+
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -50,6 +56,15 @@ def _naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise type(error)(error.errno, error.strerror, str(path)) from error
+
+
+def progress_bar(what: str, total: int | None = None) -> Any:
+    """A bar of bytes on the first rank, for what takes longer than a second."""
+    hub: Any = importlib.import_module("torch.hub")  # where it is, unless tqdm is not installed
+    is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    return hub.tqdm(
+        total=total, desc=what, unit="B", unit_scale=True, delay=1.0, disable=not is_first
+    )
 
 
 class TensorFile:
@@ -129,7 +144,8 @@ class TensorFile:
     def read(self, name: str, box: Box) -> Tensor:
         """The values in a box."""
         values = torch.empty(lengths(box), dtype=self.dtype(name))
-        self._move(name, box, values, os.preadv)
+        if not self._read_rows(name, box, values):
+            self._move(name, box, values, os.preadv)
         self.bytes_read += values.nbytes
         return values
 
@@ -164,6 +180,30 @@ class TensorFile:
             )
         return header, 8 + length
 
+    def _read_rows(self, name: str, box: Box, values: Tensor) -> bool:
+        """Read some columns of a matrix; whether it is one whose short runs lie close together.
+
+        Such are read with what is between them, a block of rows at a time, in place of a call of
+        the system for each.
+        """
+        shape, item = self.shape(name), values.element_size()
+        if len(shape) != 2 or not values.numel():
+            return False
+        (top, bottom), (left, right) = box
+        run, row = (right - left) * item, shape[1] * item
+        if run > _SHORT or row > _CLOSE * run or run == row:
+            return False
+        first = self._start + int(self._entries[name]["data_offsets"][0]) + left * item
+        target = values.view(-1).view(torch.uint8).view(-1, run)
+        at_once = max(1, _BLOCK // row)
+        scratch = torch.empty(min(at_once, bottom - top) * row, dtype=torch.uint8)
+        for start in range(top, bottom, at_once):
+            count = min(at_once, bottom - start)
+            size = (count - 1) * row + run
+            self._transfer(name, scratch[:size], first + start * row, os.preadv)
+            target[start - top :][:count] = scratch.as_strided((count, run), (row, 1))
+        return True
+
     def _move(self, name: str, box: Box, values: Tensor, move: Callable[..., int]) -> None:
         """Transfer the runs of bytes that a box consists of."""
         if not values.numel():
@@ -179,13 +219,16 @@ class TensorFile:
         length = values.nbytes // math.prod(lengths(outer))
         if axis:
             first += box[axis - 1][0] * strides[axis - 1]
-        memory = memoryview(values.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        flat = values.view(-1).view(torch.uint8)
         for number, index in enumerate(product(*(range(*bounds) for bounds in outer))):
             at = first + sum(i * stride for i, stride in zip(index, strides, strict=False))
-            run = memory[number * length : (number + 1) * length]
-            while run:
-                with _naming(self.path):
-                    moved = move(self._fd, [run], at)
-                if moved <= 0:
-                    raise SlapoError(f"{self.path} ends within {name!r}; copy the file again")
-                run, at = run[moved:], at + moved
+            self._transfer(name, flat[number * length :][:length], at, move)
+
+    def _transfer(self, name: str, flat: Tensor, at: int, move: Callable[..., int]) -> None:
+        run = memoryview(flat.numpy())  # type: ignore[arg-type]
+        while run:
+            with _naming(self.path):
+                moved = move(self._fd, [run], at)
+            if moved <= 0:
+                raise SlapoError(f"{self.path} ends within {name!r}; copy the file again")
+            run, at = run[moved:], at + moved

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from slapo.errors import SlapoError
+from slapo.logger import get_logger
 from slapo.weights.files import TensorFile
 from slapo.weights.pieces import Box, Pieced, index_of
 from slapo.weights.provenance import Original
+
+logger = get_logger("slapo")
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
@@ -115,6 +118,9 @@ class Folder:
             raise SlapoError(f"{self.path}: the index and its files differ, which {what}")
 
     def _add(self, paths: list[Path]) -> None:
+        old = sorted(self.path.glob("pytorch_model*.bin"))
+        if old and paths[0] not in old:
+            logger.info("%s has %s, too; the safetensors are read", self.path, old[0].name)
         for path in paths:
             if path.suffix == ".safetensors":
                 file = self._open.enter_context(TensorFile(path))
@@ -237,6 +243,11 @@ class Found:
                     "tensor in this model; make the model without tied weights, or save them alike"
                 )
 
+    def _besides(self, wrong: Collection[str]) -> str:
+        missing = [name for name in self.missing if name not in wrong]
+        lacks = f"; it lacks {missing[:3]}" if missing else ""
+        return lacks + (f"; it has {self.unexpected[:3]} beside" if self.unexpected else "")
+
     def _check_shapes(self, original: Original, mismatched: Any) -> None:
         wrong = {name: (tuple(disk), tuple(here)) for name, disk, here in mismatched}
         for name, tensor in self.originals.items():
@@ -246,8 +257,8 @@ class Found:
             shown = [f"{n} is {disk}, not {here}" for n, (disk, here) in sorted(wrong.items())[:3]]
             raise SlapoError(
                 f"{self.folder.path} holds a model of other sizes: {'; '.join(shown)}"
-                f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}; make the model from "
-                "this folder's config"
+                f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}{self._besides(wrong)}; make "
+                "the model from this folder's config"
             )
 
 

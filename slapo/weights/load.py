@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from slapo.weights.files import progress_bar
 from slapo.weights.folders import Found
 from slapo.weights.holdings import Held
 from slapo.weights.pieces import Pieced
@@ -25,6 +27,7 @@ class Loader:
         self.has_rounded = False
         #: false where this rank's tensors take the values of another one that reads
         self.reads = True
+        self._bar: Any = None
 
     def value_of(self, slot: Slot, device: torch.device) -> Tensor | None:
         """This rank's part of a tensor; None if the folder does not have it."""
@@ -47,6 +50,9 @@ class Loader:
                     if values.numel():
                         values.copy_(self._read(here, values.dtype))
         self.made.clear()
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
     def _has(self, origin: Pieced | None) -> bool:
         return origin is not None and all(
@@ -55,7 +61,11 @@ class Loader:
 
     def _read(self, here: Pieced, dtype: torch.dtype) -> Tensor:
         self._note(here, dtype)
-        return here.read(self.found.read).to(dtype)
+        if self._bar is None:
+            self._bar = progress_bar("load_pretrained")
+        values = here.read(self.found.read)
+        self._bar.update(values.nbytes)
+        return values.to(dtype)
 
     def _note(self, here: Pieced, dtype: torch.dtype) -> None:
         stored = (self.found.originals[name].dtype for name, _ in here.needs())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from slapo.errors import SlapoError
 from slapo.hooks import remove_pre_hooks
+from slapo.weights.provenance import FOLDER
 
 
 @contextmanager
@@ -19,8 +23,9 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
     """Create modules whose parameters have a shape and no memory.
 
     :func:`slapo.build` creates them later, each rank only its share. Parameters that a model ties
-    while it is constructed stay tied. What is loaded inside the block, by ``from_pretrained`` or
-    ``load_state_dict(assign=True)``, keeps its values.
+    while it is constructed stay tied. ``from_pretrained(folder)`` of Transformers remembers the
+    folder, which :func:`slapo.build` reads, each rank what it holds; with options by which values
+    would be others, as a quantization, it loads at once. So does ``load_state_dict(assign=True)``.
 
     Parameters
     ----------
@@ -47,7 +52,8 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
     for name, wrapper in patched.items():
         setattr(nn.Module, name, wrapper(originals[name]))
     try:
-        yield
+        with _remembering_folders():
+            yield
     finally:
         for name, original in originals.items():
             setattr(nn.Module, name, original)
@@ -68,6 +74,58 @@ def _empty_parameter(register: Any) -> Any:
         module._parameters[name] = empties[id(param)][1]
 
     return register_parameter
+
+
+#: Of ``from_pretrained``: arguments by which a model on meta is the same.
+_OPTIONS = ("dtype", "torch_dtype", "attn_implementation")
+
+#: Of it too: where to look for what is here already.
+_PLACES = (
+    *("revision", "code_revision", "trust_remote_code", "adapter_kwargs", "local_files_only"),
+    *("token", "cache_dir", "force_download", "use_safetensors", "low_cpu_mem_usage"),
+)
+
+
+@contextmanager
+def _remembering_folders() -> Iterator[None]:
+    cls: Any = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+    if cls is None:
+        yield
+        return
+    load = cls.__dict__["from_pretrained"]
+
+    def from_pretrained(made: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        model = None if args or name is None else _from_folder(made, Path(name), kwargs)
+        return load.__func__(made, name, *args, **kwargs) if model is None else model
+
+    cls.from_pretrained = classmethod(from_pretrained)
+    try:
+        yield
+    finally:
+        cls.from_pretrained = load
+
+
+def _from_folder(cls: Any, folder: Path, given: dict[str, Any]) -> Any:
+    """The model of a folder without memory; None where Transformers is to load it."""
+    options, config = dict(given), given.get("config")
+    options.pop("config", None)
+    if not (folder / "config.json").is_file() or isinstance(config, (str, Path)):
+        return None
+    if config is None:
+        config, options = cls.config_class.from_pretrained(
+            folder, return_unused_kwargs=True, **options
+        )
+    if any(options[name] for name in options.keys() - {*_OPTIONS, *_PLACES}):
+        return None
+    if getattr(config, "quantization_config", None) is not None:
+        return None
+    options = {name: options[name] for name in _OPTIONS if options.get(name) is not None}
+    dtype = options.pop("torch_dtype", options.pop("dtype", "auto"))
+    config = copy.deepcopy(config)
+    config.name_or_path = str(folder)
+    model = cls._from_config(config, dtype=config.dtype if dtype == "auto" else dtype, **options)
+    vars(model)[FOLDER] = str(folder.absolute())
+    return model.eval()
 
 
 #: Calls of ``load_state_dict`` that are under way.

@@ -36,6 +36,9 @@ _ORIGIN = "slapo_origin"
 # On a module of a built model: name of a tensor -> origin.
 _WRITTEN = "_slapo_origins"
 
+# On a model of Transformers whose values are in a folder.
+FOLDER = "_slapo_folder"
+
 # On the root of a built model.
 _ORIGINAL = "_slapo_original"
 
@@ -201,6 +204,8 @@ class Original:
     tensors: dict[str, tuple[torch.Size, torch.dtype]]
     #: name -> the first name of the same tensor
     ties: dict[str, str]
+    #: that has the values of a model on meta, which `from_pretrained` was to make
+    folder: str | None = None
 
     @property
     def is_of_transformers(self) -> bool:
@@ -229,7 +234,8 @@ def note_origins(model: nn.Module) -> Original:
     config, generation = (
         copy.deepcopy(each) if hasattr(each, "save_pretrained") else None for each in configs
     )
-    return Original(_class_of(root), config, generation, tensors, ties)
+    folder = vars(root).get(FOLDER)
+    return Original(_class_of(root), config, generation, tensors, ties, folder)
 
 
 def _class_of(model: nn.Module) -> type[nn.Module]:

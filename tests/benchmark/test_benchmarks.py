@@ -32,6 +32,7 @@ COLUMNS = {
     "engines": {"target", "rank", "bare_ms", "engine_ms", "ratio", "wall_ratio", "peak_ratio"},
     "dry_run": {"kind", "config", "predicted_ms", "measured_ms", "error", "peak_gib", "mfu"},
     "tuning": {"tp", "pp", "dp", "predicted", "samples_per_s", "error"},
+    "weights": {"what", "side", "share_mib", "read_mib", "peak_mib", "cpu_s"},
 }
 # They start processes, or record a model of Transformers.
 SLOW = {
@@ -40,6 +41,7 @@ SLOW = {
     "engines": [pytest.mark.slow, pytest.mark.distributed],
     "dry_run": [pytest.mark.slow],
     "tuning": [pytest.mark.slow, pytest.mark.distributed],
+    "weights": [pytest.mark.slow, pytest.mark.distributed],
 }
 
 
@@ -54,8 +56,10 @@ def _read(path: Path) -> list[dict[str, str]]:
 def test_quick_run_writes_a_csv_file(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name in ("partition", "engines", "check", "dry_run", "tuning"):
+    if name in ("partition", "engines", "check", "dry_run", "tuning", "weights"):
         pytest.importorskip("transformers")
+    if name == "weights":
+        pytest.importorskip("accelerate")
     if name == "engines":
         pytest.importorskip("deepspeed")
     if name == "tuning":

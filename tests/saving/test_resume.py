@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from examples.parallel_models import FAMILIES
 from slapo.saving.steps import Manifest
 from tests.runtimes import layouts
 from tests.runtimes.layouts import TOLERANCE, batches
-from tests.runtimes.ranks import RUNTIMES, on_ranks, stand_in_for_cuda
+from tests.runtimes.ranks import RUNTIMES, error_of, on_ranks, stand_in_for_cuda
+from tests.runtimes.test_optimizers import OPTIMIZERS
 from tests.saving import jobs
 from tests.saving.jobs import BEFORE, KINDS, alone, apart, build, train
 
@@ -96,3 +98,29 @@ def test_the_same_layout_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
 def layouts_whole(tensor: Any) -> torch.Tensor:
     found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found
+
+
+@on_ranks(2, timeout=300)
+def test_state_that_cannot_be_cut_anew(tmp_path: Path) -> None:
+    """Of whole matrices, which one of the ranks keeps; of rows and columns."""
+    for name in ("muon", "adafactor"):
+        given = {"optimizer": OPTIMIZERS[name]}
+        engine = build("llama", "tp 2", **given)
+        train(engine, "llama", 0, BEFORE)
+        step = engine.save(tmp_path / name).path
+        expected = train(engine, "llama", BEFORE, layouts.STEPS)
+        again = build("llama", "tp 2", seed=7, **given)
+        assert again.load(step).notes == ()
+        assert train(again, "llama", BEFORE, layouts.STEPS) == expected, name
+        other = build("llama", "fsdp", **given)
+        assert "cannot be cut anew; resume with" in error_of(partial(other.load, step))
+        other.load(step, only="weights")
+    # Replicas have the state of whole matrices, which lies as they do.
+    given = {"optimizer": OPTIMIZERS["muon"]}
+    engine = build("llama", "dp 2", **given)
+    train(engine, "llama", 0, BEFORE)
+    step = engine.save(tmp_path / "dp").path
+    reference = alone("llama", **given).train(batches(FAMILIES["llama"]))
+    other = build("llama", "pp 2", seed=7, **given)
+    other.load(step)
+    assert apart(other, reference, train(other, "llama", BEFORE, layouts.STEPS)) < 1e-4

@@ -269,6 +269,53 @@ def test_state_of_any_form(tmp_path: Path, name: str) -> None:
     assert steps(again, other) == expected
 
 
+@on_ranks(1)
+def test_a_learning_rate_that_is_a_tensor(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "optimizer": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1)),
+        "lr_scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+    }
+    engine, again = engine_of(**given), engine_of(**given)
+    steps(engine, Data(), 3)
+    engine.save(tmp_path)
+    again.load(tmp_path)
+    (group,) = again.optimizer.param_groups
+    assert isinstance(group["lr"], Tensor)
+    assert float(group["lr"]) == pytest.approx(0.05)
+    steps(engine, Data())
+    steps(again, Data())
+    assert float(group["lr"]) == float(engine.optimizer.param_groups[0]["lr"])
+
+
+class Bare:
+    def step(self) -> None: ...
+
+
+@on_ranks(1)
+def test_a_scheduler_without_a_state(tmp_path: Path) -> None:
+    engine = engine_of(lr_scheduler=lambda o: Bare())
+    assert "lr_scheduler is a Bare without state_dict()" in error_of(lambda: engine.save(tmp_path))
+
+
+@on_ranks(1)
+def test_a_part_of_a_model(tmp_path: Path) -> None:
+    """Its tensors have the names that they have in the whole."""
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        sch = slapo.create_schedule(nn.ModuleDict({"one": nn.Linear(4, 1), "two": nn.Linear(1, 1)}))
+        given = {"loss_fn": nn.functional.mse_loss, "optimizer": adam}
+        mesh = slapo.init_mesh(device="cpu")
+        engine, _ = slapo.build(sch["one"], target="torch", mesh=mesh, **given)
+        if seed:
+            engine.load(tmp_path)
+        else:
+            steps(engine, Data())
+            engine.save(tmp_path)
+        found.append(engine.state_dict())
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=10),
     "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (n + 1)),
@@ -326,7 +373,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "broken off: step_00000007.tmp",
         "step 2, after 8 samples",
         "model      Model",
-        "layout     pp=1, dp=1, tp=1 on torch; slapo ",
+        "layout     pp=1, dp=1, tp=1 on torch, ddp; slapo ",
         "optimizer  AdamW, learning rate 0.0333333",
         "values     13 tensors, 160 elements, float32, int64, 644 B",
         "exp_avg    7 tensors, 129 elements",

@@ -74,8 +74,13 @@ def test_ties_made_in_the_constructor_stay_ties() -> None:
 # --- one process ---------------------------------------------------------------------------------
 
 
-def test_what_is_loaded_without_memory_keeps_its_values(tmp_path: Path) -> None:
-    from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
+def test_what_is_loaded_without_memory_is_read_by_build(tmp_path: Path) -> None:
+    from transformers import (
+        AutoModelForCausalLM,
+        GPT2Config,
+        GPT2ForSequenceClassification,
+        GPT2LMHeadModel,
+    )
 
     sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 20}
     config = GPT2Config(**sizes, pad_token_id=0, bos_token_id=0, eos_token_id=0)
@@ -87,6 +92,12 @@ def test_what_is_loaded_without_memory_keeps_its_values(tmp_path: Path) -> None:
         linear = nn.Linear(2, 2)
         linear.load_state_dict({"weight": torch.eye(2), "bias": torch.ones(2)}, assign=True)
         assert nn.Linear(2, 2).weight.is_meta
+        auto = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, use_cache=False)
+        at_once = GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)[0]
+    assert all(p.is_meta for m in (loaded, headed, auto) for p in m.parameters())
+    assert not any(p.is_meta for p in at_once.parameters())
+    assert not loaded.training
+    assert GPT2LMHeadModel.from_pretrained(tmp_path).lm_head.weight.device.type == "cpu"
     models = [slapo.build(slapo.create_schedule(m))[0] for m in (loaded, headed, linear)]
     assert models[0].lm_head.weight is models[0].transformer.wte.weight
     torch.testing.assert_close(models[0].state_dict(), saved.state_dict())
@@ -94,6 +105,14 @@ def test_what_is_loaded_without_memory_keeps_its_values(tmp_path: Path) -> None:
     torch.testing.assert_close(models[1].transformer.state_dict(), wanted)
     assert not models[1].score.weight.is_meta
     torch.testing.assert_close(models[2](torch.ones(2)), torch.full((2,), 2.0))
+    half, _ = slapo.build(slapo.create_schedule(auto))
+    assert half.config.use_cache is False
+    found = {name: value.bfloat16() for name, value in saved.state_dict().items()}
+    torch.testing.assert_close(half.state_dict(), found)
+    with slapo.init_empty_weights():
+        part = slapo.create_schedule(GPT2LMHeadModel.from_pretrained(tmp_path))["transformer"]
+    with pytest.raises(slapo.SlapoError, match="build of the root reads its own"):
+        slapo.build(part)
 
 
 def test_a_module_with_some_real_tensors_keeps_those() -> None:

@@ -455,6 +455,9 @@ def test_a_folder_of_other_sizes(folders: Path) -> None:
     sch = on_meta(intermediate_size=96)
     with pytest.raises(slapo.SlapoError, match=r"down_proj.weight is .32, 80., not .32, 96."):
         slapo.load_pretrained(sch, folders / "llama")
+    sch = on_meta(intermediate_size=96, num_hidden_layers=9)
+    with pytest.raises(slapo.SlapoError, match=r"; it lacks \['model.layers.4.input_layernorm"):
+        slapo.load_pretrained(sch, folders / "llama")
 
 
 def test_a_folder_that_lacks_what_its_class_has(folders: Path, tmp_path: Path) -> None:
@@ -480,7 +483,10 @@ class _Code:
 
 
 def test_old_files_are_read_and_code_in_them_is_not_run(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copy(folders / "llama" / "config.json", tmp_path)
@@ -490,6 +496,12 @@ def test_old_files_are_read_and_code_in_them_is_not_run(
     slapo.load_pretrained(sch, tmp_path)
     model, _ = slapo.build(sch)
     assert torch.equal(model.lm_head.weight, whole["lm_head.weight"])
+    both = tmp_path / "both"
+    shutil.copytree(folders / "llama", both)
+    shutil.copy(tmp_path / "pytorch_model.bin", both)
+    with caplog.at_level("INFO", logger="slapo"):
+        slapo.load_pretrained(on_meta(), both)
+    assert "has pytorch_model.bin, too; the safetensors are read" in caplog.text
     torch.save({"x": _Code()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(slapo.SlapoError, match="code in it is not run"):
         slapo.load_pretrained(on_meta(), tmp_path)

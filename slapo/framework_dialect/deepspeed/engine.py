@@ -19,6 +19,7 @@ from slapo.framework_dialect.deepspeed.load import quiet_warnings
 from slapo.framework_dialect.engine import Engine
 from slapo.framework_dialect.gradient_check import GradientCheck
 from slapo.framework_dialect.gradients import scale_gradients
+from slapo.framework_dialect.optimizers import inner_optimizers
 from slapo.framework_dialect.options import TrainingOptions
 from slapo.framework_dialect.replica_use import calls_differ, refuse_unlike_use, used_in
 from slapo.framework_dialect.runtime import Lowering
@@ -41,8 +42,6 @@ class DeepSpeedEngine(Engine):
     engine
         DeepSpeed's own.
     """
-
-    target = "deepspeed"
 
     #: DeepSpeed's own, once it is there
     engine: Any = None
@@ -230,13 +229,18 @@ class DeepSpeedEngine(Engine):
     def steppers(self) -> Iterator[list[torch.optim.Optimizer]]:
         """See :meth:`Engine.steppers`."""
         own = None if self.optimizer is None else self.engine.optimizer
-        yield [] if own is None else [getattr(own, "optimizer", own)]
+        yield [] if own is None else inner_optimizers(getattr(own, "optimizer", own))
 
     def slots_changed(self) -> None:
         """See :meth:`Engine.slots_changed`."""
         link = getattr(self.engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
         if link is not None:
             link()
+
+    @property
+    def kind(self) -> str:
+        """See :attr:`Engine.kind`."""
+        return f"deepspeed, ZeRO {self.settings.zero}"
 
     @property
     def loss_scale(self) -> tuple[float, int] | None:

@@ -27,7 +27,7 @@ from slapo.framework_dialect.megatron.optimizers import (
 )
 from slapo.framework_dialect.megatron.options import MegatronOptions
 from slapo.framework_dialect.megatron.stages import WIRE_DTYPE, BufferLayout, ModelChunk, anchored
-from slapo.framework_dialect.optimizers import make_scheduler
+from slapo.framework_dialect.optimizers import inner_optimizers, make_scheduler
 from slapo.framework_dialect.precision import cast_parameters
 from slapo.framework_dialect.runtime import Boundaries, Lowering
 from slapo.pipeline.boundaries import describe_tensors
@@ -44,7 +44,6 @@ class MegatronEngine(Engine):
         What Megatron-Core's schedules read.
     """
 
-    target = "megatron"
     options: MegatronOptions
 
     def __init__(self, lowering: Lowering, options: MegatronOptions) -> None:
@@ -264,7 +263,13 @@ class MegatronEngine(Engine):
     def steppers(self) -> Iterator[list[torch.optim.Optimizer]]:
         """See :meth:`Engine.steppers`."""
         parts = [] if self.optimizer is None else chained(self.optimizer)
-        yield [part.optimizer for part in parts if part.optimizer is not None]
+        given = [part.optimizer for part in parts if part.optimizer is not None]
+        yield [each for optimizer in given for each in inner_optimizers(optimizer)]
+
+    @property
+    def kind(self) -> str:
+        """See :attr:`Engine.kind`."""
+        return "megatron, distributed" if self.options.distributed_optimizer else "megatron"
 
     @property
     def loss_scale(self) -> tuple[float, int] | None:

@@ -50,7 +50,6 @@ from slapo.weights.holdings import Held
 class TorchEngineBase(Engine):
     """The optimizer's step, after scaling and clipping over all ranks."""
 
-    target = "torch"
     options: TorchOptions
 
     def __init__(self, lowering: Lowering, options: TorchOptions) -> None:
@@ -144,6 +143,12 @@ class TorchEngineBase(Engine):
         """See :meth:`Engine.held`."""
         self._drop_gathered()
         return super().held()
+
+    @property
+    def kind(self) -> str:
+        """See :attr:`Engine.kind`."""
+        over = f" over {self.options.shard_size}" if self.options.shard_size else ""
+        return f"torch, {self.options.data_parallel}{over}"
 
     @property
     def loss_scale(self) -> tuple[float, int] | None:
