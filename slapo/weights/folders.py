@@ -255,10 +255,10 @@ class Found:
                 wrong[name] = (tuple(tensor.shape), tuple(original.tensors[name][0]))
         if wrong:
             shown = [f"{n} is {disk}, not {here}" for n, (disk, here) in sorted(wrong.items())[:3]]
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise SlapoError(
-                f"{self.folder.path} holds a model of other sizes: {'; '.join(shown)}"
-                f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}{self._besides(wrong)}; make "
-                "the model from this folder's config"
+                f"{self.folder.path} holds a model of other sizes: {'; '.join(shown)}{more}"
+                f"{self._besides(wrong)}; make the model from this folder's config"
             )
 
 
