@@ -38,7 +38,7 @@ from slapo.saving.state import (
 )
 from slapo.saving.steps import Manifest, Step, find
 from slapo.weights.files import progress_bar
-from slapo.weights.holdings import Held, without_origin
+from slapo.weights.holdings import Held, check_origins
 
 logger = get_logger("slapo")
 
@@ -122,12 +122,7 @@ class _Loading:
     def check(self) -> None:
         """Refuse a checkpoint of something else."""
         held = self.engine.held()
-        lost = without_origin(held)
-        if lost:
-            raise SlapoError(
-                f"{_WHAT}: {lost[:5]} come from no tensor of the original model, under whose names "
-                "tensors are saved; let the module that has them declare weight_sources()"
-            )
+        check_origins(_WHAT, held)
         self._check_model(held)
         if not self.only_weights:
             self._check_optimizer()

@@ -37,7 +37,7 @@ from slapo.saving.steps import (
     sync_folder,
 )
 from slapo.weights.files import TensorFile, progress_bar
-from slapo.weights.holdings import without_origin
+from slapo.weights.holdings import check_origins
 from slapo.weights.pieces import Box, box_of, index_of, lengths
 
 logger = get_logger("slapo")
@@ -128,7 +128,7 @@ def save(engine: Trainer, run: Any, data: Any, keep: int | None, wait: bool) -> 
         job.write()
         logger.info("saved %s in %.1f s", folder, time.monotonic() - began)
     else:
-        job.copy()
+        all_ranks_or_none(_WHAT, job.copy)
         saving._start(job.write)
     return saving
 
@@ -147,12 +147,7 @@ def _check(engine: Trainer, data: Any, keep: int | None) -> None:
             f"lr_scheduler is a {type(scheduler).__name__} without state_dict(), from which nobody "
             "could go on; give it one, and load_state_dict()"
         )
-    lost = without_origin(engine.held())
-    if lost:
-        raise SlapoError(
-            f"{_WHAT}: {lost[:5]} come from no tensor of the original model, under whose names "
-            "tensors are saved; let the module that has them declare weight_sources()"
-        )
+    check_origins(_WHAT, engine.held())
 
 
 @dataclass

@@ -22,7 +22,7 @@ from slapo.errors import SlapoError
 from slapo.weights.exchange import Exchange
 from slapo.weights.files import TensorFile, progress_bar
 from slapo.weights.folders import INDEX, on_disk, skeleton_of
-from slapo.weights.holdings import Held
+from slapo.weights.holdings import Held, check_origins
 from slapo.weights.pieces import Box, Pieced, box_of
 from slapo.weights.provenance import Original
 
@@ -56,7 +56,7 @@ def export(
     dtype: torch.dtype | None,
 ) -> None:
     """Write the folder: each rank some files, of which it asks the others for what it lacks."""
-    all_ranks_or_none(_WHAT, lambda: _check_origins(held))
+    all_ranks_or_none(_WHAT, lambda: check_origins(_WHAT, held))
     exchange = Exchange(held)
     kept = {n: t for n, t in exchange.dtypes.items() if dtype is None or not t.is_floating_point}
     cast = {n: dtype for n in exchange.dtypes if n not in kept and dtype is not None}
@@ -81,16 +81,6 @@ def export(
         _WHAT,
         lambda: _finish(original, disk, files, temporary, folder) if on_first_rank else None,
     )
-
-
-def _check_origins(held: Sequence[Held]) -> None:
-    lost = [item.name for item in held if item.origin is None]
-    if lost:
-        raise SlapoError(
-            f"save_pretrained: {lost[:5]} come from no tensor of the original model, which has no "
-            "names for them; let the module that has them declare weight_sources(), or save the "
-            "state dict of each rank"
-        )
 
 
 def _check_whole(exchange: Exchange, disk: Mapping[str, Pieced]) -> None:

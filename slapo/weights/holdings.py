@@ -92,10 +92,20 @@ def holdings(module: nn.Module) -> list[Held]:
     return list(found.values())
 
 
-def without_origin(held: Iterable[Held]) -> list[str]:
-    """Names of tensors that are made of no named tensors."""
-    return [
-        item.name
-        for item in held
-        if item.origin is None or not all(isinstance(p.leaf, str) for p in item.origin.pieces)
-    ]
+def check_origins(what: str, held: Iterable[Held]) -> None:
+    """Refuse tensors that have no place among those of the original model."""
+    held = list(held)
+    lost = [item.name for item in held if item.origin is None]
+    if lost:
+        raise SlapoError(
+            f"{what}: {lost[:5]} come from no tensor of the original model, under whose names "
+            "tensors are saved; let the module that has them declare weight_sources()"
+        )
+    pieces = ((item.name, piece.leaf) for item in held for piece in item.origin.pieces)  # type: ignore[union-attr]
+    made = list(dict.fromkeys(name for name, leaf in pieces if not isinstance(leaf, str)))
+    if made:
+        raise SlapoError(
+            f"{what}: {made[:5]} are computed from tensors of the original model by code that "
+            "cannot be run backwards; let weights_from() only move values (cat, split, stack, "
+            "transpose, slices)"
+        )

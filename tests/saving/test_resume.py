@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
+import slapo
 from examples.parallel_models import FAMILIES
 from slapo.saving.steps import Manifest
 from tests.runtimes import layouts
@@ -32,7 +34,10 @@ def installed(kinds: list[str]) -> list[str]:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @on_ranks(2, timeout=400)
 def test_all_pairs(tmp_path: Path, family: str) -> None:
-    """Each kind goes on from what each other has saved; one engine from one step after another."""
+    """Each kind goes on from what each other has saved; one engine from one step after another.
+
+    What it has trained then goes out, and into Transformers.
+    """
     kinds = installed(ALL)
     stand_in_for_cuda()
     reference = alone(family).train(batches(FAMILIES[family]))
@@ -47,6 +52,13 @@ def test_all_pairs(tmp_path: Path, family: str) -> None:
             assert (resumed.step, engine.step_count, resumed.samples) == (3, 3, 12)
             losses = train(engine, family, BEFORE, layouts.STEPS)
             assert apart(engine, reference, losses) < TOLERANCE, (source, goal)
+        slapo.save_pretrained(engine, tmp_path / f"out {goal}")
+        if dist.get_rank() == 0:
+            made = type(layouts.model_of(family)).from_pretrained(tmp_path / f"out {goal}")
+            wanted = reference.state()
+            for name, value in made.state_dict().items():
+                assert (value - wanted[name]).abs().max() < TOLERANCE, (goal, name)
+        dist.barrier()
 
 
 HALF = ["fsdp", "dp 2", "tp 2", "zero 1 tp 2", "zero 2", "zero 3", "pipe", "megatron dp 2"]
