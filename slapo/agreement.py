@@ -194,6 +194,8 @@ def _attempt(check: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """The values of all ranks of the group, in their order; every rank calls it."""
+    if not has_peers(group):
+        return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

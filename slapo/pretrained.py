@@ -152,8 +152,8 @@ def save_pretrained(
     dtype
         Type of floating-point tensors in the folder; None keeps that of the model.
     values
-        This rank's tensors in place of the model's, as averages of them: with the names and shapes
-        of ``state_dict()`` of `target`.
+        This rank's tensors instead of the model's, such as averages of them: with the names and
+        shapes of ``state_dict()`` of `target`.
 
     Raises
     ------

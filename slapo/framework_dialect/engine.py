@@ -529,11 +529,16 @@ class Engine:
         """The tensors that the optimizer steps on: id of a parameter -> what it keeps of it here.
 
         That is the parameter itself, a copy in float32, or ranges of one in a flat tensor. The
-        state of the optimizer lies as they do.
+        state of the optimizer is laid out and sharded as they are.
         """
         if self.optimizer is None:
             return {}
-        return {id(item.tensor): [item] for item in self.held() if item.tensor.requires_grad}
+        held = (item for item in self.held() if item.tensor.requires_grad)
+        return {id(item.tensor): self._cells_of(item) for item in held}
+
+    def _cells_of(self, held: Held) -> list[Held]:
+        """Where the optimizer keeps a parameter, as far as it is here."""
+        return [held]
 
     @contextmanager
     def steppers(self) -> Iterator[list[torch.optim.Optimizer]]:
@@ -544,7 +549,7 @@ class Engine:
         """The optimizer's state has other tensors than before."""
 
     def fragments(self) -> Iterator[tuple[str, Held]]:
-        """What is kept here of each tensor, in the best precision: values, and slots of state.
+        """Values of each tensor in the best precision that is kept here, and slots of its state.
 
         Yields ``""`` or the name of a slot, and the tensor with what of the model is in it.
         """
@@ -589,7 +594,7 @@ class Engine:
         run
             A folder that all ranks see; it may hold steps from before, which stay.
         data
-            What yields batches; the state that its ``state_dict()`` returns is saved, too.
+            The iterator of batches; the state that its ``state_dict()`` returns is saved, too.
         keep
             Remove all but so many of the last steps, once this one is complete.
         wait

@@ -49,7 +49,7 @@ def place_steps(
 
     reach = reach_of_steps(optimizer)
     here = max(reach.values(), default=ELEMENT), bool(slices_of(lowering.module))
-    everywhere = gathered(here, None) if has_peers() else [here]
+    everywhere = gathered(here, None)
     furthest, is_sliced = max(r for r, _ in everywhere), any(s for _, s in everywhere)
     if furthest == ELEMENT:
         return
@@ -67,7 +67,7 @@ def place_steps(
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Those that hold the state: one that has others in its attributes hands its steps on."""
+    """Optimizers that hold the state: one that has others as attributes hands its steps on."""
     from slapo.sharding.whole_steps import steppers_of  # for who saves, or has slices
 
     found = steppers_of(optimizer)

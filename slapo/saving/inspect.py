@@ -1,4 +1,4 @@
-"""What lies in a run, in a saved step or in a folder of Hugging Face, as text."""
+"""Contents of a run, of a saved step or of a folder of Hugging Face, as text."""
 
 from __future__ import annotations
 
@@ -49,14 +49,11 @@ def inspect(path: Path, verify: bool = False) -> Iterator[str]:
 
 def _step(path: Path) -> Iterator[str]:
     manifest = Manifest.read(path)
-    places, model = manifest.places, manifest.model
-    sizes = [len({place[axis] for place in places}) for axis in range(3)]
+    model = manifest.model
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     yield f"{path}: step {manifest.step}, after {manifest.samples} samples"
     yield f"  model      {model['class']}{_kind(model['config'])}"
-    yield (
-        f"  layout     pp={sizes[0]}, dp={sizes[1]}, tp={sizes[2]} on {manifest.engine}; {versions}"
-    )
+    yield f"  layout     {manifest.layout} on {manifest.engine}; {versions}"
     yield f"  optimizer  {manifest.optimizer or 'none'}{_options(manifest)}"
     for slot, named in manifest.tensors.items():
         yield f"  {slot or 'values':9}  {_tensors(named)}"

@@ -54,7 +54,7 @@ class HalfLoadedError(SlapoError):
 
 @dataclass(frozen=True)
 class Resumed:
-    """What was resumed.
+    """The outcome of loading a step.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class Resumed:
     samples : int
         Samples that all replicas have trained on.
     notes : tuple of str
-        What could not be as it was.
+        Differences from the job that saved it, as random states of another layout.
     """
 
     step: int
@@ -114,7 +114,7 @@ class _Loading:
         self.ranks = dist.get_world_size() if has_peers() else 1
         self.place = [self.engine.mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp")]
         self.manifest: Manifest = self.step.manifest
-        places = gathered(self.place, None) if has_peers() else [self.place]
+        places = gathered(self.place, None)
         self.is_same_layout = places == self.manifest.places
         self.rooms: dict[int, Room] = {}
 
@@ -166,7 +166,7 @@ class _Loading:
             raise SlapoError(
                 f"{self.step.folder}: {manifest.optimizer} keeps {odd}, which are not of the form "
                 "of the parameters and cannot be cut anew; resume with the schedule and at the "
-                f"layout that have saved them, {_shown(manifest)} ({manifest.engine}), or pass "
+                f"layout that have saved them, {manifest.layout} ({manifest.engine}), or pass "
                 'only="weights"'
             )
         if (self.engine.scheduler is None) != (self.manifest.scheduler is None):
@@ -203,7 +203,7 @@ class _Loading:
             here = class_of(steppers)
             self._groups = [groups_of(each, cells) for each in steppers]
         mine = here, [group for each in self._groups for group in each]
-        everyone = gathered(mine, None) if has_peers() else [mine]
+        everyone = gathered(mine, None)
         # A stage that trains nothing may have none.
         found = next((name for name, _ in everyone if name is not None), None)
         every = [group for _, groups in everyone for group in groups]
@@ -315,14 +315,9 @@ class _Loading:
         else:
             torch.manual_seed(seed)
         self.notes.append(
-            f"random states are those of another layout, {_shown(manifest)}; seeded anew from the "
+            f"random states are those of another layout, {manifest.layout}; seeded anew from the "
             "seed and the step"
         )
-
-
-def _shown(manifest: Manifest) -> str:
-    sizes = (len({place[axis] for place in manifest.places}) for axis in range(3))
-    return ", ".join(f"{dim}={size}" for dim, size in zip(("pp", "dp", "tp"), sizes, strict=True))
 
 
 def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:

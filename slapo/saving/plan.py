@@ -18,7 +18,7 @@ Key = tuple[str, str]
 Part = tuple[Box, Box]
 
 
-#: What a rank has of a tensor.
+#: A rank's part of a tensor.
 Offer = tuple[torch.dtype, tuple[Box, ...]]
 
 

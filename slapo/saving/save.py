@@ -26,7 +26,6 @@ from slapo.saving.nests import encode
 from slapo.saving.plan import Key, Offer, share_out
 from slapo.saving.state import Mine, Trainer, collect, merged_groups, merged_numbers, original
 from slapo.saving.steps import (
-    TEMPORARY,
     Manifest,
     Saved,
     checksum,
@@ -36,7 +35,7 @@ from slapo.saving.steps import (
     key_in_file,
     sync_folder,
 )
-from slapo.weights.files import TensorFile, progress_bar
+from slapo.weights.files import TensorFile, progress_bar, temporary_of
 from slapo.weights.holdings import check_origins
 from slapo.weights.pieces import Box, box_of, index_of, lengths
 
@@ -105,11 +104,10 @@ def save(engine: Trainer, run: Any, data: Any, keep: int | None, wait: bool) -> 
     mine, own = all_ranks_or_none(_WHAT, lambda: (collect(engine), _own_state(engine, data)))
     group = None if wait or not has_peers() else engine.saving_group()
     rank = dist.get_rank() if has_peers() else 0
-    here = _Told(
-        mine.offer(), mine.numbers, mine.groups, list(mine.odd), mine.optimizer, engine.samples
-    )
-    here.place = [engine.mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp")]
-    everyone: list[_Told] = gathered(here, None) if has_peers() else [here]
+    place = [engine.mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp")]
+    odd, samples = list(mine.odd), engine.samples
+    here = _Told(mine.offer(), mine.numbers, mine.groups, odd, mine.optimizer, samples, place)
+    everyone: list[_Told] = gathered(here, None)
     manifest = all_ranks_or_none(_WHAT, lambda: _describe(engine, everyone, data is not None))
     shapes = {name: tuple(shape) for name, (shape, _) in original(engine).tensors.items()}
     offers = [told.tensors for told in everyone]
@@ -152,7 +150,7 @@ def _check(engine: Trainer, data: Any, keep: int | None) -> None:
 
 @dataclass
 class _Told:
-    """What a rank tells the others."""
+    """A rank's description of its state, for the others."""
 
     tensors: dict[Key, Offer]
     numbers: dict[str, dict[str, Any]]
@@ -160,7 +158,7 @@ class _Told:
     odd: list[str]
     optimizer: str | None
     samples: int
-    place: list[int] = field(default_factory=list)
+    place: list[int]
 
 
 def _own_state(engine: Trainer, data: Any) -> dict[str, Any]:
@@ -234,14 +232,14 @@ def _start(folder: Path) -> None:
             f"{_WHAT}: {folder} is there already, and no step is overwritten; pass another run, or "
             "load that step"
         )
-    temporary = folder.with_name(folder.name + TEMPORARY)
+    temporary = temporary_of(folder)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
 
 
 @dataclass
 class _Job:
-    """What is left to do when all is planned; it touches nothing of the engine after `copy`."""
+    """The writing that is left when all is planned; after `copy` it touches no engine."""
 
     rank: int
     folder: Path
@@ -258,10 +256,10 @@ class _Job:
 
     def write(self) -> None:
         """Write the file of this rank; the first one completes the step. A collective."""
-        temporary = self.folder.with_name(self.folder.name + TEMPORARY)
+        temporary = temporary_of(self.folder)
         try:
             sums = self._agreed(lambda: self._write_file(temporary))
-            everyone = gathered(sums, self.group) if has_peers(self.group) else [sums]
+            everyone = gathered(sums, self.group)
             self._agreed(lambda: self._complete(temporary, everyone) if self.rank == 0 else None)
         except Exception:
             if self.rank == 0:

@@ -1,4 +1,4 @@
-"""What a rank has to save: boxes of original tensors, numbers and groups."""
+"""State that a rank has to save: boxes of original tensors, numbers and groups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_OPTIONS = ("params", "param_names")
 
 
 class Trainer(Protocol):
-    """What is asked of an engine."""
+    """The part of an engine's interface that saving uses."""
 
     mesh: DeviceMesh
     lowering: Any
@@ -77,7 +77,7 @@ def names_of(held: Held) -> list[str]:
 
 @dataclass
 class Mine:
-    """What this rank has of the state of training."""
+    """This rank's part of the state of training."""
 
     values: dict[tuple[Key, Box], Tensor] = field(default_factory=dict)
     #: slot -> dtype and values by names
@@ -205,18 +205,18 @@ def merged_numbers(parts: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict
 class Room:
     """The state that an optimizer is to have of what it steps on, before values are read."""
 
-    slots: dict[str, list[str]]
+    slots: list[str]
     numbers: dict[str, float | int]
 
 
 def room_for(inside: Sequence[Held], manifest: Manifest) -> Room:
     """The slots and numbers that were saved of the parameters in a tensor."""
     names = [name for item in inside for name in names_of(item)]
-    slots = {
-        slot: [name for name in names if name in named]
+    slots = [
+        slot
         for slot, named in manifest.tensors.items()
-        if slot
-    }
+        if slot and any(name in named for name in names)
+    ]
     numbers = {}
     for slot, kept in manifest.numbers.items():
         found = {kept["values"][name] for name in names if name in kept["values"]}
@@ -228,7 +228,7 @@ def room_for(inside: Sequence[Held], manifest: Manifest) -> Room:
             )
         if found:
             numbers[slot] = found.pop()
-    return Room({slot: there for slot, there in slots.items() if there}, numbers)
+    return Room(slots, numbers)
 
 
 def make_room(
@@ -250,7 +250,7 @@ def make_room(
                 was = group[name]
                 given[name] = torch.as_tensor(plain).to(was) if isinstance(was, Tensor) else plain
         for cell in group["params"]:
-            room = rooms.get(id(cell), Room({}, {}))
+            room = rooms.get(id(cell), Room([], {}))
             found: dict[str, Any] = {slot: torch.zeros_like(cell) for slot in room.slots}
             for slot, value in room.numbers.items():
                 dtype = getattr(torch, kinds[slot], None)

@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,11 @@ from torch import Tensor
 from slapo.errors import SlapoError
 from slapo.saving.nests import decode
 from slapo.saving.plan import Key
-from slapo.weights.files import TensorFile
+from slapo.weights.files import TensorFile, temporary_of
 from slapo.weights.pieces import Box, box_of, index_of, lengths, overlap
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"
-TEMPORARY = ".tmp"
 
 _STEP = re.compile(r"step_(\d{8,})")
 
@@ -70,15 +70,6 @@ def checkpoints(run: str | os.PathLike[str]) -> list[Path]:
     run = Path(run)
     found = [p for p in (run.iterdir() if run.is_dir() else ()) if step_of(p) is not None]
     return sorted((p for p in found if (p / MANIFEST).is_file()), key=lambda p: step_of(p) or 0)
-
-
-def remove(folder: Path) -> None:
-    """Remove a step; one that is broken off is not taken for complete."""
-    temporary = folder if folder.suffix == TEMPORARY else folder.with_name(folder.name + TEMPORARY)
-    if folder != temporary:
-        shutil.rmtree(temporary, ignore_errors=True)
-        folder.rename(temporary)
-    shutil.rmtree(temporary)
 
 
 @dataclass
@@ -125,6 +116,12 @@ class Manifest:
     #: slot -> name -> tensor
     tensors: dict[str, dict[str, Saved]]
     format: int = FORMAT
+
+    @property
+    def layout(self) -> str:
+        """Ranks along each dimension."""
+        sizes = (len({place[axis] for place in self.places}) for axis in range(3))
+        return ", ".join(f"{d}={n}" for d, n in zip(("pp", "dp", "tp"), sizes, strict=True))
 
     def write(self, folder: Path) -> None:
         """Write it, and have it on the disk."""
@@ -219,16 +216,10 @@ class Step:
         SlapoError
             If something is not what was written.
         """
-        own = self.manifest.own.get(str(rank), {})
-        wanted = dict(own)
-        for slot, named in self.manifest.tensors.items():
-            for name, saved in named.items():
-                for box, where, expected in saved.places():
-                    if where == rank:
-                        wanted[key_in_file((slot, name), box)] = expected
         size, file = 0, self._file(rank)
-        for name, expected in wanted.items():
-            if name not in file.names():
+        present = set(file.names())
+        for name, expected in self._checksums[rank].items():
+            if name not in present:
                 raise SlapoError(f"{file.path} lacks {name!r}; the checkpoint is damaged")
             found = self._whole(rank, name)
             size += found.nbytes
@@ -239,15 +230,20 @@ class Step:
                 )
         return size
 
+    @cached_property
+    def _checksums(self) -> list[dict[str, int]]:
+        """Of each rank, by names in its file."""
+        found = [dict(self.manifest.own.get(str(rank), {})) for rank in range(self.world)]
+        for slot, named in self.manifest.tensors.items():
+            for name, saved in named.items():
+                for box, rank, expected in saved.places():
+                    found[rank][key_in_file((slot, name), box)] = expected
+        return found
+
     @property
     def world(self) -> int:
         """Number of ranks that have saved it."""
         return len(self.manifest.places)
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of tensors that were read from here."""
-        return sum(file.bytes_read for file in self._files.values())
 
     def close(self) -> None:
         """Close the files."""
@@ -285,7 +281,11 @@ def find(run_or_step: Path) -> Path:
 def keep_last(run: Path, count: int) -> None:
     """Remove all steps but the last ones."""
     for folder in checkpoints(run)[:-count]:
-        remove(folder)
+        # Without its name first: half a step is not taken for a whole one.
+        temporary = temporary_of(folder)
+        shutil.rmtree(temporary, ignore_errors=True)
+        folder.rename(temporary)
+        shutil.rmtree(temporary)
 
 
 def sync_folder(folder: Path) -> None:

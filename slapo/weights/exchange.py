@@ -30,7 +30,7 @@ class Exchange:
         #: name -> box -> ranks that have it
         self._holders: dict[str, dict[Box, list[int]]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        for rank, boxes in enumerate(gathered(offered, None) if has_peers() else [offered]):
+        for rank, boxes in enumerate(gathered(offered, None)):
             for name, box, dtype in boxes:
                 self._holders.setdefault(name, {}).setdefault(box, []).append(rank)
                 self.dtypes.setdefault(name, dtype)

@@ -20,7 +20,7 @@ from torch import Tensor
 from slapo.agreement import all_ranks_or_none, has_peers
 from slapo.errors import SlapoError
 from slapo.weights.exchange import Exchange
-from slapo.weights.files import TensorFile, progress_bar
+from slapo.weights.files import TensorFile, progress_bar, temporary_of
 from slapo.weights.folders import INDEX, on_disk, skeleton_of
 from slapo.weights.holdings import Held, check_origins
 from slapo.weights.pieces import Box, Pieced, box_of
@@ -63,7 +63,7 @@ def export(
     disk = all_ranks_or_none(_WHAT, lambda: on_disk(original, {**kept, **cast}))
     _check_whole(exchange, disk)
     files = _shared_out(disk, max_shard_size)
-    temporary = folder.with_name(f"{folder.name}.tmp")
+    temporary = temporary_of(folder)
     on_first_rank = exchange.rank == 0
     all_ranks_or_none(_WHAT, lambda: _start(folder, temporary) if on_first_rank else None)
     world = dist.get_world_size() if has_peers() else 1

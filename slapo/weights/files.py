@@ -58,6 +58,11 @@ def _naming(path: Path) -> Iterator[None]:
         raise type(error)(error.errno, error.strerror, str(path)) from error
 
 
+def temporary_of(folder: Path) -> Path:
+    """Where a folder is written, until all is in it."""
+    return folder.with_name(f"{folder.name}.tmp")
+
+
 def progress_bar(what: str, total: int | None = None) -> Any:
     """A bar of bytes on the first rank, for what takes longer than a second."""
     hub: Any = importlib.import_module("torch.hub")  # where it is, unless tqdm is not installed

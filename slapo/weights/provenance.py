@@ -83,8 +83,8 @@ def own_values(module: nn.Module) -> list[str]:
     """Parameters that have values, and are not made of others'."""
     if callable(getattr(module, "weights_from", None)):
         return []
-    declare: Any = getattr(module, "weight_sources", dict)
-    return [n for n, p in module.named_parameters() if not p.is_meta and n not in declare()]
+    sources: dict[str, Source] = getattr(module, "weight_sources", dict)()
+    return [n for n, p in module.named_parameters() if not p.is_meta and n not in sources]
 
 
 def inherit_weights(new: nn.Module, originals: Sequence[nn.Module]) -> None:
@@ -108,8 +108,7 @@ def _making(new: nn.Module) -> Making | None:
     weights_from: Any = getattr(new, "weights_from", None)
     if callable(weights_from):
         return lambda tables: dict(weights_from(tables))
-    declare: Any = getattr(new, "weight_sources", dict)
-    sources: dict[str, Source] = dict(declare())
+    sources: dict[str, Source] = getattr(new, "weight_sources", dict)()
     if not sources:
         return None
     return lambda tables: {

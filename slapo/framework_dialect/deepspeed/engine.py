@@ -205,11 +205,6 @@ class DeepSpeedEngine(Engine):
         if refresh is not None:
             refresh()
 
-    def cells(self) -> dict[int, list[Held]]:
-        """See :meth:`Engine.cells`."""
-        held = [h for h in self.held() if h.tensor.requires_grad]
-        return {} if self.optimizer is None else {id(h.tensor): self._cells_of(h) for h in held}
-
     def _cells_of(self, held: Held) -> list[Held]:
         own, parameter = self.engine.optimizer, cast(Any, held.tensor)
         # ZeRO 1 and 2, and with a pipeline in bfloat16.

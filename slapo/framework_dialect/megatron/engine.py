@@ -244,11 +244,6 @@ class MegatronEngine(Engine):
         dist.all_reduce(found)
         return not found
 
-    def cells(self) -> dict[int, list[Held]]:
-        """See :meth:`Engine.cells`."""
-        cells = super().cells()
-        return {key: self._cells_of(held) for key, (held,) in cells.items()}
-
     def _cells_of(self, held: Held) -> list[Held]:
         parameter: Any = held.tensor
         if not getattr(parameter, "main_param_sharded", False):

@@ -103,7 +103,7 @@ def chained(optimizer: Any) -> list[Any]:
 
 
 def range_of_share(optimizer: Any, parameter: Any) -> tuple[Tensor, int, int] | None:
-    """What the distributed optimizer steps on of a parameter, here: the tensor, start, length."""
+    """Shard of a parameter that the distributed optimizer steps on: tensor, start, length."""
     for part in chained(optimizer):
         if parameter in part.model_param_gbuf_map:
             place = part._get_model_param_range_map(parameter)["param"]

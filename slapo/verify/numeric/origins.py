@@ -1,4 +1,4 @@
-"""What the tensors of a scheduled model are made of: those of a copy from before."""
+"""Tensors of a scheduled model, by those of a copy from before that they are made of."""
 
 from __future__ import annotations
 

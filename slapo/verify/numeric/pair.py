@@ -65,8 +65,7 @@ class ModelPair:
 
     def of_all_ranks(self, value: Any) -> list[Any]:
         """The values of all ranks, in their order."""
-        alone = self.sch.group is None or self.sch.world_size == 1
-        return [value] if alone else gathered(value, self.sch.group)
+        return [value] if self.sch.group is None else gathered(value, self.sch.group)
 
     def any_rank(self, condition: bool) -> bool:
         """Return whether a condition holds on any rank."""
