@@ -745,6 +745,19 @@ def test_what_goes_by_values(ranks: int, make: Callable[[], nn.Module]) -> None:
         check(sch, X)
 
 
+def test_one_row_found_by_values(ranks: int) -> None:
+    """Rounding routes another number of rows in one process, which is no other size."""
+
+    class Found(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = self.emb(x).flatten(0, 1)
+            found = torch.tensor(1 if group_size() > 1 else 11)
+            (at,) = torch.where(torch.arange(len(rows)) < found)
+            return self.fc2(self.fc1(rows[at]))
+
+    check(split(Found()), X)
+
+
 def test_a_copy_with_other_strides(ranks: int) -> None:
     """A step of the schedule makes one; torch runs other operations for a layer then."""
 

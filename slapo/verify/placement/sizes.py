@@ -110,7 +110,7 @@ class OperationLog(TorchDispatchMode):
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run the operation, and note it."""
         out = run(func, args, kwargs)
-        self.note(func, args, kwargs, out, lambda tensor: tuple(tensor.shape))
+        self.note(func, args, kwargs, out, _shape)
         return out
 
     def collective(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -150,9 +150,16 @@ class OperationLog(TorchDispatchMode):
             self.operations.append(last)
         numbers = _numbers(func, args, kwargs, whole)
         numbers += (out,) if isinstance(out, (int, float)) else ()
+        if by_value := not _BY_VALUE.isdisjoint(func.tags):
+            # One row that was found is not constant along the rows: there may be other numbers.
+            whole = _shape
         last.parts.append((name, numbers, *map(whole, tensors_in(out))))
-        last.by_value |= not _BY_VALUE.isdisjoint(func.tags)
+        last.by_value |= by_value
         last.on_one |= on_one
+
+
+def _shape(tensor: Tensor) -> Shape:
+    return tuple(tensor.shape)
 
 
 def _numbers(func: Any, args: Any, kwargs: Any, whole: Whole) -> tuple[Any, ...]:
