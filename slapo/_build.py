@@ -155,12 +155,15 @@ def build(
     lowering = all_ranks_or_none(what, lambda: _prepare(sch, runtime))
     model = lowering.model
     try:
-        if runtime.fills_shares and lowering.pipelined is None and has_meta_tensors(model):
-            _renew_tags(sch)
+        if sch.state.loader is not None:
+            sch.state.loader.reads = runtime.reads_weights
+        if runtime.fills_shares and has_meta_tensors(model):
+            if lowering.pipelined is None:
+                _renew_tags(sch)
+            else:
+                release(lowering.pipelined, tuple(lowering.stages))
             lowering.fill = partial(_fill_shares, sch, lowering, init_weights, target)
         else:
-            if sch.state.loader is not None:
-                sch.state.loader.reads = runtime.reads_weights
             _fill(sch, lowering, init_weights)
             all_ranks_or_none(what, lambda: _check_filled(lowering, target))
         write_down(model, sch.state.original)
@@ -325,24 +328,55 @@ def _fill(sch: Schedule, lowering: Lowering, init_weights: bool | Callable[..., 
     if pipelined is None:
         _fill_module(sch, init_weights)
         return
-    wanted = {id(t) for stage in lowering.stages.values() for t in _tensors_of(stage)}
-    if pipelined.whole is not None:
-        loader = sch.state.loader
-        materialize(pipelined.whole, init_weights, sch.group, only=wanted, loader=loader)
-        pipelined.renew_tensors()
+    _materialize_stages(sch, lowering, pipelined, init_weights)
     release(pipelined, tuple(lowering.stages))
     if sch.state.loader is not None:
         sch.state.loader.fill(h for stage in lowering.stages.values() for h in holdings(stage))
 
 
-def _fill_shares(
-    sch: Schedule, lowering: Lowering, init_weights: bool | Callable[..., Any], target: str
+def _materialize_stages(
+    sch: Schedule,
+    lowering: Lowering,
+    pipelined: PipelinedModule,
+    init_weights: bool | Callable[..., Any],
+    among: dist.ProcessGroup | None = None,
 ) -> None:
-    """Create this rank's shards of a model that FSDP2 has sharded on meta."""
-    loader, everyone = sch.state.loader, dist.group.WORLD
-    materialize(lowering.model, init_weights, sch.group, loader=loader, among=everyone)
+    """Create what this rank's stages hold, each module as the whole model initializes it."""
+    if pipelined.whole is None:
+        return
+    wanted = {id(t) for stage in lowering.stages.values() for t in _tensors_of(stage)}
+    # One seed for all ranks: stages draw alike what they share.
+    seed = gathered(int(torch.randint(2**31, ())), None)[0]
+    materialize(
+        pipelined.whole,
+        init_weights,
+        sch.group,
+        only=wanted,
+        loader=sch.state.loader,
+        among=among,
+        seed=seed,
+    )
+    pipelined.renew_tensors()
+
+
+def _fill_shares(
+    sch: Schedule,
+    lowering: Lowering,
+    init_weights: bool | Callable[..., Any],
+    target: str,
+    among: dist.ProcessGroup | None = None,
+    share: Callable[[list[torch.Tensor]], None] | None = None,
+) -> None:
+    """Create this rank's shards of a model that was sharded on meta, or is as it is created."""
+    loader, pipelined = sch.state.loader, lowering.pipelined
+    if pipelined is None:
+        group, model = sch.group, lowering.model
+        materialize(model, init_weights, group, loader=loader, among=among, share=share)
+    else:
+        pipelined.give_tensors(tuple(lowering.stages))
+        _materialize_stages(sch, lowering, pipelined, init_weights, among)
     if loader is not None:
-        loader.fill(holdings(lowering.model))
+        loader.fill(holdings(lowering.module))
     all_ranks_or_none(f"build(target={target!r})", lambda: _check_filled(lowering, target))
 
 

@@ -69,6 +69,16 @@ def sum_copies(copies: Sequence[Parameter], group: dist.ProcessGroup | None) -> 
         _set_gradient(other, first.grad)
 
 
+@torch.no_grad()
+def share_copies(copies: Sequence[Parameter], group: dist.ProcessGroup | None) -> None:
+    """Give every copy of a tied parameter the values of the first one in `group`."""
+    first, *others = map(local_part, copies)
+    if group is not None:
+        dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
+    for other in others:
+        other.copy_(first)
+
+
 def is_tensor_parallel(param: Tensor) -> bool:
     """Return whether each tensor-parallel rank holds another slice of the parameter."""
     return getattr(param, "orig_shape", None) is not None

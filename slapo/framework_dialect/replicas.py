@@ -112,7 +112,7 @@ def share_values(
     named = _tensors(module)
     names = {id(tensor): name for name, tensor in named}
     whole = [(name, tensor) for name, tensor in named if not is_tensor_parallel(tensor)]
-    ties = [(one.copies[0], one.group) for one in shared]
+    ties = [(one.copies[0], one.group) for one in shared if not one.copies[0].is_meta]
     work: list[tuple[str, Named, Group]] = [
         ("tensor-parallel ranks", whole, groups["tp"]),
         *_held_twice(named),

@@ -59,8 +59,9 @@ class Lowering:
     check_call: CheckCall | None = None
     #: the primitives that made the schedule
     history: tuple[Any, ...] = ()
-    #: creates what is on meta, for a runtime that shards parameters first; else None
-    fill: Callable[[], None] | None = None
+    #: creates what is on meta, for a runtime that shards it first, alike on the ranks of the group
+    #: ``among``, or as it is created, by ``share(tensors)``; else None
+    fill: Callable[..., None] | None = None
 
     @property
     def pipeline(self) -> PipelinedModule:
@@ -181,7 +182,7 @@ class Runtime(ABC):
     what can be checked before anything starts, and does not talk to other ranks.
     """
 
-    #: true if what is on meta is to be created after it was sharded; the engine calls `fill` then
+    #: true if the runtime shards what is on meta, and calls `Lowering.fill` to create it
     fills_shares = False
 
     #: false where what is on meta takes the values of another rank, which reads them

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeGuard
 
@@ -178,12 +178,25 @@ class PipelinedModule(nn.Module):
 
     def renew_tensors(self) -> None:
         """Take over tensors of containers that were created anew since the cut."""
+        for own, source, name in self._in_containers():
+            put_tensor(own, source, name)
+
+    def give_tensors(self, stages: Collection[int]) -> None:
+        """Give the whole model what containers of some stages hold now."""
+        for own, source, name in self._in_containers(stages):
+            put_tensor(source, own, name)
+
+    def _in_containers(
+        self, stages: Collection[int] | None = None
+    ) -> Iterator[tuple[nn.Module, nn.Module, str]]:
+        """Tensors that a stage and the whole model hold in modules of their own."""
         for stage in self.stages:
-            for path, module in stage.named_modules():
+            for path, own in stage.named_modules():
                 source = _module_at(self.whole, path)
-                if source is not None and source is not module:
-                    for name in [*module._parameters, *module._buffers]:
-                        put_tensor(module, source, name)
+                if source is None or source is own or stage.index not in (stages or [stage.index]):
+                    continue
+                for name in [*own._parameters, *own._buffers]:
+                    yield own, source, name
 
     @property
     def stages(self) -> list[Stage]:

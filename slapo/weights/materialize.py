@@ -34,11 +34,15 @@ def materialize(
     only: Collection[int] | None = None,
     loader: Loader | None = None,
     among: dist.ProcessGroup | None = None,
+    seed: int | None = None,
+    share: Callable[[list[Tensor]], None] | None = None,
 ) -> None:
     """Create what is on ``meta``, one module at a time; what has values keeps them.
 
     This rank's part of what `loader` has is read. Of what FSDP2 has sharded already each rank keeps
-    its shard; then `among` has the ranks that hold shards.
+    its shard; then `among` has the ranks that hold shards. With `seed`, what a module draws does
+    not depend on what was made before it: of a model in stages each rank makes a part. `share` is
+    given the new tensors of each module, and may leave them without values here.
 
     A tensor is created with its full shape, initialised, made equal on all ranks of the group and
     then sliced. Beside this rank's share, one module is in memory at a time.
@@ -49,7 +53,8 @@ def materialize(
     device = device or _default_device(group)
     if loader is not None:
         loader.made.clear()  # of a build that has failed
-    worker = _Materializer(model, initialize, group, device, only, loader, among or group)
+    worker = _Materializer(model, initialize, group, device, only, loader, among or group, seed)
+    worker.share = share
     for path, module in _post_order(model):
         worker.visit(path, module)
     worker.finish()
@@ -134,26 +139,35 @@ class _Materializer:
         only: Collection[int] | None = None,
         loader: Loader | None = None,
         among: dist.ProcessGroup | None = None,
+        seed: int | None = None,
     ) -> None:
         self.model, self.initialize, self.group, self.device = model, initialize, group, device
         self.only, self.loader, self.among = only, loader, among
-        # Of a model in stages each rank makes a part: what a module draws must not depend on what
-        # was made before it, or the stages would start with equal weights.
-        self.seed = int(torch.randint(2**31, ())) if only is not None else None
-        self.place = 0
+        self.seed, self.place = seed, 0
         self.new: dict[int, Tensor] = {}
         self.keep: list[Tensor] = []  # ids stay valid while the tensors live
         self.created: set[int] = set()
+        self.share: Callable[[list[Tensor]], None] | None = None
+        self.fresh: list[Tensor] = []
+        #: of tensors that were shared out, by id: what they were, on meta
+        self.wholes: dict[int, Tensor] = {}
 
     def visit(self, path: str, module: nn.Module) -> None:
         """Initialise what `module` owns, then what it alone initialises in its descendants."""
         self.place += 1
         if self.seed is None:
             self._visit(path, module)
-            return
+        else:
+            self._visit_seeded(path, module, self.seed)
+        if self.share is not None and self.fresh:
+            self.wholes.update((id(new), _on_meta(new)) for new in self.fresh)
+            self.share(self.fresh)
+        self.fresh.clear()
+
+    def _visit_seeded(self, path: str, module: nn.Module, seed: int) -> None:
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type):
-            torch.manual_seed(self.seed + self.place)
+            torch.manual_seed(seed + self.place)
             self._visit(path, module)
 
     def _visit(self, path: str, module: nn.Module) -> None:
@@ -191,7 +205,7 @@ class _Materializer:
         if not below:
             return set()
         written, places = _WriteProbe(), [*below, *own_slots(module), *self._read_below(module)]
-        with exchanged(places, _full, False), written, torch.no_grad(), _full_sizes([module]):
+        with exchanged(places, self._full, False), written, torch.no_grad(), _full_sizes([module]):
             storages = {_storage(slot.tensor): slot for slot in below}
             self.initialize[0](module, path)
         return {storages[s] for s in written.storages if s in storages}
@@ -209,7 +223,7 @@ class _Materializer:
         owners = list(dict.fromkeys(slot.owner for slot in places))
 
         def make(slot: Slot) -> Tensor:
-            return _like(slot.tensor, _blank_like(_full(slot), self.device))
+            return _like(slot.tensor, _blank_like(self._full(slot), self.device))
 
         with exchanged(places, make, False), torch.no_grad(), _full_sizes(owners):
             left = self._try_ways(path, module, wanted)
@@ -229,6 +243,12 @@ class _Materializer:
         order = {id(innermost(m)): number for number, m in enumerate(module.modules())}
         for slot in sorted(values, key=lambda slot: (order[id(slot.owner)], slot.leaf)):
             self._install(slot, values[slot])
+
+    def _full(self, slot: Slot) -> Tensor:
+        """A meta tensor of the shape before sharding."""
+        here = self.wholes.get(id(slot.tensor), slot.tensor)
+        shape = slot.full_shape if here is slot.tensor or slot.spec is not None else here.shape
+        return _like(here, torch.empty(shape, dtype=here.dtype, device="meta"))
 
     def _try_ways(self, path: str, module: nn.Module, wanted: set[Slot]) -> set[Slot]:
         left = wanted
@@ -251,15 +271,17 @@ class _Materializer:
 
     def _put(self, slot: Slot, local: Tensor) -> Tensor:
         """Put this rank's part in the place of one on meta."""
-        old = slot.tensor
+        replaced = slot.tensor
+        old = self.wholes.get(id(replaced), replaced)
         local = new = _like_share(old, local) if is_sharded(old) else local
         if isinstance(old, nn.Parameter):
             new = new_parameter(local, old)
             apply_tags(new, {}, self.group)
         else:
             new.__dict__.update(tags_of(old))
-        self.new[id(old)] = new
-        self.keep.append(old)
+        self.new[id(replaced)] = new
+        self.keep.append(replaced)
+        self.fresh.append(new)
         _keep(slot, new)
         return new
 
@@ -277,6 +299,15 @@ class _Materializer:
                 f"{left[:5]} are still on meta; they belong to modules that are not reached "
                 "through children. Initialise them by hand and build with init_weights=False"
             )
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    """One without values that carries what it carries."""
+    blank = tensor.detach().to("meta")
+    if isinstance(tensor, nn.Parameter):
+        return new_parameter(blank, tensor)
+    blank.__dict__.update(tags_of(tensor))
+    return blank
 
 
 def _like_share(old: Any, local: Tensor) -> Tensor:
@@ -300,12 +331,6 @@ def _keep(slot: Slot, tensor: Tensor) -> None:
     state = sharding_of(slot.owner)
     if state is not None:
         state.attach(slot.owner, slot.leaf)
-
-
-def _full(slot: Slot) -> Tensor:
-    """A meta tensor of the shape before sharding."""
-    whole = torch.empty(slot.full_shape, dtype=slot.tensor.dtype, device="meta")
-    return _like(slot.tensor, whole)
 
 
 def _like(old: Tensor, new: Tensor) -> Tensor:

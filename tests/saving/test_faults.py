@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -161,9 +162,43 @@ def test_ranks_that_are_killed_many_times(tmp_path: Path, wait: bool) -> None:
     kill(tmp_path, wait, 20)
 
 
+def save_until_terminated(run: str, is_handled: bool, rank: int) -> None:
+    """All ranks are told to end while a step is written beside training."""
+    engine = engine_of(width=256)
+    if is_handled:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    engine.train_batch(batch(256))
+    engine.save(run)
+    engine.train_batch(batch(256))
+    engine.save(run, wait=False)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("is_handled", [True, False])
+def test_a_job_that_is_terminated(tmp_path: Path, is_handled: bool) -> None:
+    """One that leaves in its own way finishes the step."""
+    run = tmp_path / "run"
+    outcome = run_job(tmp_path, partial(save_until_terminated, str(run), is_handled))
+    wanted = 3 if is_handled else -signal.SIGTERM
+    assert outcome.codes == [wanted] * WORLD, outcome.texts
+    assert max(outcome.seconds) < 60
+    listed = slapo.checkpoints(run)
+    assert len(listed) == 2 if is_handled else listed
+    for path in listed:
+        step = Step(path)
+        assert all(step.checked(rank) for rank in range(step.world))
+        step.close()
+
+
 # --- disks and folders ---------------------------------------------------------------------------
 def full(path: Any, *args: Any) -> Any:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def read_only(path: Path, *args: Any, **kwargs: Any) -> Any:
+    raise OSError(errno.EROFS, "Read-only file system", str(path))
 
 
 def vanish(run: Path) -> Callable[..., Any]:
@@ -199,6 +234,11 @@ def test_disks_and_folders(tmp_path: Path) -> None:
         told = error_of(lambda: engine.save(run))
     assert "No such file" in told
     assert wanted in told
+    with mock.patch.object(Path, "mkdir", read_only):
+        told = error_of(lambda: engine.save(run))
+        assert f"Read-only file system: '{run / wanted}'" in told, told
+        told = error_of(lambda: slapo.save_pretrained(engine, tmp_path / "out"))
+        assert f"Read-only file system: '{tmp_path / 'out'}" in told, told
     blocked = tmp_path / "file"
     blocked.write_text("")
     assert "file" in error_of(lambda: engine.save(blocked))

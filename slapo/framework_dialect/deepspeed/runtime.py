@@ -14,6 +14,7 @@ from slapo.framework_dialect.deepspeed.engine import PipeEngine, ZeroEngine
 from slapo.framework_dialect.deepspeed.initialize import initialize, mesh_unit, topology_of
 from slapo.framework_dialect.deepspeed.load import import_deepspeed
 from slapo.framework_dialect.deepspeed.native_api import PlainOptions, lower_plain
+from slapo.framework_dialect.deepspeed.shares import Shares
 from slapo.framework_dialect.optimizers import make_optimizer, place_steps
 from slapo.framework_dialect.options import TrainingOptions, check_names
 from slapo.framework_dialect.runtime import (
@@ -90,6 +91,7 @@ class DeepSpeedRuntime(MeshRuntime):
             micro_batches=self.settings.micro_batches,
             clip_grad_norm=self.settings.clip_grad_norm or None,
         )
+        self.fills_shares = self.settings.zero == 3
 
     def described(self) -> dict[str, Any]:
         """The options, which must be alike on all ranks."""
@@ -130,14 +132,19 @@ class DeepSpeedRuntime(MeshRuntime):
 
     def _initialize(self, deepspeed: Any, lowering: Lowering, model: nn.Module, mpu: Any) -> Any:
         optimizer = None
+        half = self.options.half
+        shares = Shares(self.settings.config, mpu, self.options.mesh, half)
+        if lowering.fill is not None:
+            lowering.fill(share=shares.divide)
         if self.options.optimizer is not None:
             device = current_device(self.options.mesh)
             optimizer = make_optimizer(self.options.optimizer, lowering.trainable(), device)
             flat = configs.flat_parameters(self.settings.config)
             place_steps(optimizer, lowering, lambda: lowering.tp_group, flat)
         exact: dict[nn.Parameter, Tensor] = {}
-        if self.options.half is not None and optimizer is not None:
-            exact = {p: p.detach().float() for p in model.parameters() if p.requires_grad}
+        if half is not None and optimizer is not None:
+            trained = [p for p in model.parameters() if p.requires_grad and p not in shares.exact]
+            exact = {p: p.detach().float() for p in trained}
         engine = initialize(
             deepspeed,
             model,
@@ -147,10 +154,12 @@ class DeepSpeedRuntime(MeshRuntime):
             mpu=mpu,
             dp_group=self.options.mesh.get_group("dp"),
         )
+        # DeepSpeed has made the optimizer's float32 parameters of rounded ones.
+        if optimizer is not None:
+            shares.put_exact(model)
         if exact:
             from deepspeed.utils import safe_set_full_fp32_param  # optional package
 
-            # DeepSpeed has made the optimizer's float32 parameters of rounded ones.
             for parameter, value in exact.items():
                 safe_set_full_fp32_param(parameter, value)
         return engine

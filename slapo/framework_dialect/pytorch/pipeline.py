@@ -13,7 +13,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
-from slapo.framework_dialect.gradients import reduce_gradients, sum_copies
+from slapo.framework_dialect.gradients import reduce_gradients, share_copies, sum_copies
 from slapo.framework_dialect.pytorch.engine import TorchEngineBase
 from slapo.framework_dialect.pytorch.options import TorchOptions
 from slapo.framework_dialect.runtime import Boundaries, Lowering
@@ -162,13 +162,17 @@ class TorchPipelineEngine(TorchEngineBase):
         for stage in lowering.stages.values():
             self._compile(stage)
         self.runners = {i: self._make_runner(s) for i, s in lowering.stages.items()}
-        self._uncounted = {
-            id(copy) for shared in self.shared for copy in shared.copies[int(shared.is_counted) :]
-        }
         dp = self.mesh.get_group("dp")
         #: the ranks that hold the same stages, whose gradients are to be averaged here
         self._replicas = None if self.sharding is not None or dp.size() == 1 else dp
+        if lowering.fill is not None:
+            lowering.fill(self._ranks_of_parts())
+            for shared in self.shared:
+                share_copies(shared.copies, shared.group)
         self._make_optimizer()
+        self._uncounted = {
+            id(copy) for shared in self.shared for copy in shared.copies[int(shared.is_counted) :]
+        }
 
     # --- set-up ------------------------------------------------------------------------------
     def _check_sharding(self) -> None:

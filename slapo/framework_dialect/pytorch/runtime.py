@@ -20,6 +20,11 @@ class TorchRuntime(MeshRuntime):
         check_groups(sch, self.options.mesh)
         self.fills_shares = self.options.data_parallel == "fsdp"
 
+    @property
+    def reads_weights(self) -> bool:  # type: ignore[override]
+        """Replicas of whole tensors take those of the first; shards are read by who holds them."""
+        return self.fills_shares or super().reads_weights
+
     def stages_of_this_rank(self, n_stages: int) -> tuple[int, ...]:
         """As the pipeline schedule places them."""
         if n_stages == 1:
