@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -109,6 +109,12 @@ def as_if_alone() -> Iterator[None]:
         yield
     finally:
         _alone = before
+
+
+def common_ranks(handle: GroupHandle, ranks: Collection[int]) -> list[int]:
+    """Ranks that are in both, where there are several."""
+    both = sorted({*ranks} & {*(handle.ranks or ())})
+    return both if len(both) > 1 else []
 
 
 def group_size(group: dist.ProcessGroup | None = None) -> int:

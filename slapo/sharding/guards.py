@@ -12,12 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 
 from slapo.errors import SlapoError
 from slapo.hooks import remove_pre_hooks
-from slapo.sharding.groups import GroupHandle
+from slapo.sharding.groups import GroupHandle, common_ranks
 from slapo.sharding.state import sharding_of
 from slapo.sharding.tags import PARTIAL_GRAD, is_summed
 from slapo.wrapper import innermost
@@ -76,7 +75,7 @@ def refuse_clipping() -> None:
 class WrapperGuard:
     """A pre-forward hook of a built model: what others do to it must not be lost on its slices.
 
-    DDP and FSDP must not take its ranks for replicas. Other parameters in the place of its own, by
+    FSDP must not take its ranks for replicas. Other parameters in the place of its own, by
     ``torch.__future__.set_overwrite_module_params_on_conversion`` or in
     ``torch.func.functional_call``, get what its own carry: gradients are summed over the ranks.
     """
@@ -92,7 +91,6 @@ class WrapperGuard:
         """Raise ``SlapoError`` if one does."""
         if torch.compiler.is_compiling():
             return
-        refuse_replicas(self)
         if self._looks < self._LOOKS:
             self._looks += 1
             parts = list(map(innermost, module.modules()))
@@ -109,7 +107,7 @@ class WrapperGuard:
             _renew(part)
 
     def _refuse_shards(self, ranks: list[int]) -> None:
-        both = _both(self.group, ranks)
+        both = common_ranks(self.group, ranks)
         if both:
             raise SlapoError(
                 f"FSDP splits parameters over the ranks {both}, over which this model is sharded "
@@ -118,28 +116,6 @@ class WrapperGuard:
                 "fully_shard(model, mesh=mesh['dp']), or let slapo.build(sch, target='torch', "
                 "mesh=mesh, data_parallel='fsdp') do it"
             )
-
-
-def refuse_replicas(holder: Any) -> None:
-    """Raise ``SlapoError`` in a forward of DDP over the ranks of what has a ``group`` handle."""
-    if torch.compiler.is_compiling() or DistributedDataParallel._active_ddp_module is None:
-        return
-    wrapped = DistributedDataParallel._active_ddp_module
-    ranks = dist.get_process_group_ranks(wrapped.process_group)
-    both = _both(getattr(holder, "group", None), ranks)
-    if both:
-        raise SlapoError(
-            f"DistributedDataParallel takes the ranks {both} for replicas, over which this "
-            "model is sharded, and has given all of them the slices of the first; make the "
-            "model and the schedule anew, and pass DDP the process_group of the data-parallel "
-            "ranks, such as mesh.get_group('dp'), or let slapo.build(sch, target='torch', "
-            "mesh=mesh) do it"
-        )
-
-
-def _both(handle: GroupHandle | None, ranks: list[int]) -> list[int]:
-    both = sorted(set(ranks) & set(handle.ranks or ())) if handle is not None else []
-    return both if len(both) > 1 else []
 
 
 def guard_wrappers(model: nn.Module, group: dist.ProcessGroup | None) -> None:

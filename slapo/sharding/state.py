@@ -8,15 +8,19 @@ its module carries, and gives it back in all of these cases.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from slapo.errors import SlapoError
 from slapo.hooks import SHARDING
-from slapo.sharding.groups import GroupHandle, handle_of, neighbours
+from slapo.sharding.groups import GroupHandle, common_ranks, handle_of, neighbours
 from slapo.sharding.layout import KnownSync, Layout, around
 from slapo.sharding.slicing import ShardSpec
 from slapo.sharding.tags import SHARERS, apply_tags, forget_hook
@@ -49,6 +53,7 @@ class Sharding:
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Tag the tensors of a copied or unpickled module, which carry nothing yet."""
+        refuse_replicas()
         self.__dict__.update(state)
         for name, tensor in self._carriers.items():
             forget_hook(tensor)
@@ -141,10 +146,41 @@ def make_sharding(module: nn.Module, group: dist.ProcessGroup | None) -> Shardin
     """The state of `module`, new where there is none."""
     state = sharding_of(module)
     if state is None:
+        refuse_replicas()
         state = module.__dict__[SHARDING] = Sharding(handle_of(group))
         module.register_load_state_dict_post_hook(attach_after_loading)
         module.register_state_dict_post_hook(place_slices)
     return state
+
+
+@functools.cache
+def refuse_replicas() -> None:
+    """From now on DDP raises where ranks that it takes for replicas hold slices of its model."""
+    make: Any = DistributedDataParallel.__init__
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def refusing(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        if dist.is_initialized():
+            _check_replicas(given["module"], given.get("process_group"), given.get("device_mesh"))
+        make(*args, **kwargs)
+
+    DistributedDataParallel.__init__ = refusing  # type: ignore[method-assign]
+
+
+def _check_replicas(model: nn.Module, group: dist.ProcessGroup | None, mesh: Any) -> None:
+    group = group or dist.group.WORLD
+    ranks = dist.get_process_group_ranks(group) if mesh is None else mesh.mesh.flatten().tolist()
+    states = map(sharding_of, map(innermost, model.modules()))
+    both = next((b for s in states if s and (b := common_ranks(s.group, ranks))), None)
+    if both:
+        raise SlapoError(
+            f"DistributedDataParallel takes the ranks {both} for replicas, over which this model "
+            "is sharded, and would give all of them the slices of the first; pass it the "
+            "process_group of the data-parallel ranks, such as mesh.get_group('dp'), or let "
+            "slapo.build(sch, target='torch', mesh=mesh) do it"
+        )
 
 
 def attach_after_loading(module: nn.Module, incompatible_keys: Any) -> None:

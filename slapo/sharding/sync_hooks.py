@@ -14,7 +14,6 @@ from torch import Tensor, fx, nn
 
 from slapo.sharding.collectives import copy_to_group
 from slapo.sharding.groups import GroupHandle
-from slapo.sharding.guards import refuse_replicas
 from slapo.sharding.sync import SyncOp
 from slapo.wrapper import innermost
 
@@ -42,7 +41,6 @@ class InputHook(SyncHook):
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Map it."""
-        refuse_replicas(self.function)
         bare = innermost(module)
         positions, ordered = input_names(bare), [*input_names(bare), *keyword_names(bare)]
         named = getattr(self.function, "argument", None)
@@ -74,7 +72,6 @@ class OutputHook(SyncHook):
 
     def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
         """Map it."""
-        refuse_replicas(self.function)
         if isinstance(output, _TENSORS):
             return self._slapo_carry(output)
         if isinstance(output, Mapping):  # as Transformers' output objects are, too
@@ -130,7 +127,6 @@ class GradientHook(SyncHook):
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass them on, with a backward of their own."""
-        refuse_replicas(self.function)
         seen: dict[int, Tensor] = {}
 
         def passed(tensor: Tensor) -> Tensor:

@@ -285,9 +285,12 @@ def test_a_name_that_a_wrapper_would_hide() -> None:
 
 # --- around the model ----------------------------------------------------------------------------
 def ddp_without_build(rank: int, world: int) -> str:
-    wrapped = DistributedDataParallel(pair(slapo.create_schedule(MLP())).mod)
-    with pytest.raises(slapo.SlapoError) as told:
-        wrapped(torch.ones(2, 4))
+    uneven = slapo.create_schedule(nn.Linear(2, 3, bias=False))
+    uneven.shard("weight", 0, uneven=True)
+    for model in (pair(slapo.create_schedule(MLP())).mod, uneven.mod):
+        with pytest.raises(slapo.SlapoError) as told:
+            DistributedDataParallel(model)
+    DistributedDataParallel(nn.Linear(2, 2))
     return str(told.value)
 
 

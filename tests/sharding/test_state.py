@@ -481,8 +481,7 @@ def wrap(rank: int, world: int, by_name: bool) -> dict[str, str]:
         else:
             down.sync("fwd_post", summed)
         slapo.build(sch)
-        wrapped = DistributedDataParallel(model)
-        found[name] = told(lambda wrapped=wrapped: wrapped(IDS).sum().backward())
+        found[name] = told(lambda model=model: DistributedDataParallel(model)(IDS).sum().backward())
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 import filecmp
 import gc
 import json
@@ -21,6 +22,8 @@ pytest.importorskip("transformers")
 import transformers
 
 import slapo
+from benchmark import plan_models
+from benchmark.report import RESULTS
 from slapo.op import FusedQKV
 from slapo.weights.files import TensorFile
 from slapo.weights.folders import Folder
@@ -190,6 +193,55 @@ def test_folders_come_back_from_four_ranks(folders: Path, layout: str) -> None:
 def test_folders_of_all_families_come_back(folders: Path, layout: str) -> None:
     keys = [key for key in KEYS if key != "albert" or layout != "pp 2"]
     run_distributed(there_and_back, 2, str(folders), keys, *LAYOUTS[layout], timeout=250)
+
+
+WIDE: dict[str, tuple[Any, ...]] = {
+    "tp 4": FOUR["tp 4"],
+    "pp 2 tp 2": FOUR["pp 2 tp 2"],
+    "pp 2 fsdp": FOUR["pp 2 fsdp"],
+    "dp 2 tp 2": ((1, 2, 2), "torch", {}, True),
+    "fsdp tp 2": ((1, 2, 2), "torch", {"data_parallel": "fsdp"}, True),
+    **{f"zero {n} tp 2": ((1, 2, 2), "deepspeed", {"zero": n}, True) for n in (1, 2, 3)},
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.wide
+@pytest.mark.parametrize("layout", WIDE)
+def test_folders_of_all_families_come_back_from_four_ranks(folders: Path, layout: str) -> None:
+    keys = [key for key in KEYS if key != "albert" or not layout.startswith("pp")]
+    run_distributed(there_and_back, 4, str(folders), keys, *WIDE[layout], timeout=550)
+
+
+def by_plans(rank: int, world: int, where: str) -> None:
+    mesh = slapo.init_mesh(tp=world, device="cpu")
+    with (RESULTS / "plans.csv").open() as file:
+        known = {row["config"]: row["variant"] for row in csv.DictReader(file)}
+    for case in plan_models.cases():
+        if not known.get(case.name):  # its model runs by itself with none of the settings
+            continue
+        model = plan_models.build(case.load(), int(known[case.name]))
+        folder, out = f"{where}/{case.name}", f"{where}/{case.name}_out"
+        if rank == 0:
+            model.save_pretrained(folder)
+        torch.distributed.barrier()
+        with slapo.init_empty_weights():
+            empty = type(model)(case.load().from_pretrained(folder))
+        try:
+            sch = slapo.apply_schedule(empty, "auto", mesh=mesh)
+        except slapo.SlapoError:  # the plans that are refused are a table of the benchmark
+            continue
+        found = slapo.load_pretrained(sch, folder)
+        built, _ = slapo.build(sch)
+        slapo.save_pretrained(built, out)
+        assert (found.missing, found.unexpected, differences(folder, out)) == ((), (), []), case
+        torch.distributed.barrier()
+
+
+@pytest.mark.distributed
+@pytest.mark.wide
+def test_folders_of_all_plans_come_back(tmp_path: Path) -> None:
+    run_distributed(by_plans, 2, str(tmp_path), timeout=550)
 
 
 # --- one process ---------------------------------------------------------------------------------
