@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -157,15 +157,13 @@ def build(
     try:
         if sch.state.loader is not None:
             sch.state.loader.reads = runtime.reads_weights
+        named = _tensors_of(lowering.module)
+        lowering.created = frozenset(name for name, tensor in named if tensor.is_meta)
+        create = partial(_create_all, what, sch, lowering, init_weights)
         if runtime.fills_shares and has_meta_tensors(model):
-            if lowering.pipelined is None:
-                _renew_tags(sch)
-            else:
-                release(lowering.pipelined, tuple(lowering.stages))
-            lowering.fill = partial(_fill_shares, sch, lowering, init_weights, target)
+            lowering.fill = create
         else:
-            _fill(sch, lowering, init_weights)
-            all_ranks_or_none(what, lambda: _check_filled(lowering, target))
+            create()
         write_down(model, sch.state.original)
         lowering.history = tuple(sch.state.history)
         allow_calls(model)
@@ -273,7 +271,8 @@ def _build_module(
     check_same_schedule(sch)
     check_ties(sch.mod, sch.state.ties)
     _check_shards(sch)
-    _fill_module(sch, init_weights)
+    _renew_tags(sch)
+    _create(sch, sch.mod, init_weights)
     share_wholes(sch.mod, sch.group, sync_replicated)
     guard_wrappers(sch.mod, sch.group)
     allow_calls(sch.mod)
@@ -288,14 +287,6 @@ def _build_module(
     return sch.mod
 
 
-def _fill_module(sch: Schedule, init_weights: bool | Callable[..., Any]) -> None:
-    """Make a model that runs in one piece ready."""
-    _materialize(sch, init_weights)
-    _renew_tags(sch)
-    if sch.state.loader is not None:
-        sch.state.loader.fill(holdings(sch.mod))
-
-
 def _prepare(sch: Schedule, runtime: Runtime) -> Lowering:
     """Check the schedule and cut it; on an error it is as it was."""
     whole = sch.mod
@@ -303,11 +294,11 @@ def _prepare(sch: Schedule, runtime: Runtime) -> Lowering:
         return _share_out(sch, whole, runtime)
     check_ties(whole, sch.state.ties)
     _check_shards(sch)
+    _renew_tags(sch)
     if not cut_nodes(sch):
         runtime.stages_of_this_rank(1)
         return Lowering(whole, tp_group=sch.group)
     with restored_on_error(sch):
-        _renew_tags(sch)
         generate_pipeline_partition(sch)
         assert isinstance(sch.mod, PipelinedModule), "that is what a partition makes"
         return _share_out(sch, sch.mod, runtime)
@@ -320,77 +311,55 @@ def _share_out(sch: Schedule, pipelined: PipelinedModule, runtime: Runtime) -> L
     return Lowering(pipelined, local, len(stages), pipelined.ties, sch.group)
 
 
-def _fill(sch: Schedule, lowering: Lowering, init_weights: bool | Callable[..., Any]) -> None:
-    """Create this rank's parameters and let go of the others'."""
-    pipelined = lowering.pipelined
-    named = [*lowering.module.named_parameters(), *lowering.module.named_buffers()]
-    lowering.created = frozenset(name for name, tensor in named if tensor.is_meta)
-    if pipelined is None:
-        _fill_module(sch, init_weights)
-        return
-    _materialize_stages(sch, lowering, pipelined, init_weights)
-    release(pipelined, tuple(lowering.stages))
-    if sch.state.loader is not None:
-        sch.state.loader.fill(h for stage in lowering.stages.values() for h in holdings(stage))
-
-
-def _materialize_stages(
+def _create_all(
+    what: str,
     sch: Schedule,
     lowering: Lowering,
-    pipelined: PipelinedModule,
     init_weights: bool | Callable[..., Any],
-    among: dist.ProcessGroup | None = None,
+    **given: Any,
 ) -> None:
-    """Create what this rank's stages hold, each module as the whole model initializes it."""
-    if pipelined.whole is None:
-        return
-    wanted = {id(t) for stage in lowering.stages.values() for t in _tensors_of(stage)}
-    # One seed for all ranks: stages draw alike what they share.
-    seed = gathered(int(torch.randint(2**31, ())), None)[0]
-    materialize(
-        pipelined.whole,
-        init_weights,
-        sch.group,
-        only=wanted,
-        loader=sch.state.loader,
-        among=among,
-        seed=seed,
-    )
-    pipelined.renew_tensors()
+    """`_create`, after which nothing is on meta."""
+    _create(sch, lowering.module, init_weights, tuple(lowering.stages), **given)
+    all_ranks_or_none(what, lambda: _check_filled(lowering, what))
 
 
-def _fill_shares(
+def _create(
     sch: Schedule,
-    lowering: Lowering,
+    here: nn.Module,
     init_weights: bool | Callable[..., Any],
-    target: str,
+    stages: Sequence[int] = (),
     among: dist.ProcessGroup | None = None,
     share: Callable[[list[torch.Tensor]], None] | None = None,
 ) -> None:
-    """Create this rank's shards of a model that was sharded on meta, or is as it is created."""
-    loader, pipelined = sch.state.loader, lowering.pipelined
-    if pipelined is None:
-        group, model = sch.group, lowering.model
-        materialize(model, init_weights, group, loader=loader, among=among, share=share)
-    else:
-        pipelined.give_tensors(tuple(lowering.stages))
-        _materialize_stages(sch, lowering, pipelined, init_weights, among)
+    """Create what runs here and is on meta; read what the folder has; release other stages."""
+    model, group, loader = sch.mod, sch.group, sch.state.loader
+    if isinstance(model, PipelinedModule):
+        if model.whole is not None:
+            model.give_tensors(stages)
+            wanted = {id(tensor) for _, tensor in _tensors_of(here)}
+            # One for all ranks: stages draw alike what they share.
+            seed = gathered(int(torch.randint(2**31, ())), None)[0]
+            materialize(model.whole, init_weights, group, None, wanted, loader, among, seed)
+            model.renew_tensors()
+        release(model, stages)
+    elif has_meta_tensors(model):
+        with restored_on_error(sch):
+            materialize(model, init_weights, group, loader=loader, among=among, share=share)
     if loader is not None:
-        loader.fill(holdings(lowering.module))
-    all_ranks_or_none(f"build(target={target!r})", lambda: _check_filled(lowering, target))
+        loader.fill(holdings(here))
 
 
-def _check_filled(lowering: Lowering, target: str) -> None:
+def _check_filled(lowering: Lowering, what: str) -> None:
     blank = [n for n, t in lowering.module.named_parameters() if t.is_meta]
     if blank:
         raise SlapoError(
-            f"target {target!r} needs values, and {blank[:3]} are on meta; build with "
-            "init_weights=True, or give them values first"
+            f"{what} needs values, and {blank[:3]} are on meta; build with init_weights=True, or "
+            "give them values first"
         )
 
 
-def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
+def _tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def _refuse_runtime_features(sch: Schedule, kwargs: dict[str, Any]) -> None:
@@ -445,14 +414,6 @@ def _check_shards(sch: Schedule) -> None:
         return
     # Of the model, not of the tree: a flat trace takes what is in its leaves out of that.
     check_modules(sch.mod)
-
-
-def _materialize(sch: Schedule, init_weights: bool | Callable[..., Any]) -> None:
-    """Create values, or leave everything on meta where a module cannot initialise its own."""
-    is_created = init_weights is not False or sch.state.loader is not None
-    if is_created and has_meta_tensors(sch.mod):
-        with restored_on_error(sch):
-            materialize(sch.mod, init_weights, sch.group, loader=sch.state.loader)
 
 
 def _renew_tags(sch: Schedule) -> None:

@@ -213,10 +213,11 @@ def test_folders_of_all_families_come_back_from_four_ranks(folders: Path, layout
     run_distributed(there_and_back, 4, str(folders), keys, *WIDE[layout], timeout=550)
 
 
-def by_plans(rank: int, world: int, where: str) -> None:
+def by_plans(rank: int, world: int, where: str) -> int:
     mesh = slapo.init_mesh(tp=world, device="cpu")
     with (RESULTS / "plans.csv").open() as file:
         known = {row["config"]: row["variant"] for row in csv.DictReader(file)}
+    count = 0
     for case in plan_models.cases():
         if not known.get(case.name):  # its model runs by itself with none of the settings
             continue
@@ -229,19 +230,24 @@ def by_plans(rank: int, world: int, where: str) -> None:
             empty = type(model)(case.load().from_pretrained(folder))
         try:
             sch = slapo.apply_schedule(empty, "auto", mesh=mesh)
-        except slapo.SlapoError:  # the plans that are refused are a table of the benchmark
+        except (
+            slapo.SlapoError,
+            ValueError,
+        ):  # the plans that are refused are a table of the benchmark
             continue
         found = slapo.load_pretrained(sch, folder)
         built, _ = slapo.build(sch)
         slapo.save_pretrained(built, out)
         assert (found.missing, found.unexpected, differences(folder, out)) == ((), (), []), case
+        count += 1
         torch.distributed.barrier()
+    return count
 
 
 @pytest.mark.distributed
 @pytest.mark.wide
 def test_folders_of_all_plans_come_back(tmp_path: Path) -> None:
-    run_distributed(by_plans, 2, str(tmp_path), timeout=550)
+    assert min(run_distributed(by_plans, 2, str(tmp_path), timeout=550)) >= 116
 
 
 # --- one process ---------------------------------------------------------------------------------

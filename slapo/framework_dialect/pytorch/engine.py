@@ -232,7 +232,7 @@ class TorchEngine(TorchEngineBase):
             extra.pop("find_unused_parameters", None)
             self._shard(self.module, extra)
             if lowering.fill is not None:
-                lowering.fill(self._ranks_of_parts())
+                lowering.fill(among=self._ranks_of_parts())
         else:
             self.runner = replicate(self.module, self.mesh, extra)
         self._make_optimizer()

@@ -166,7 +166,7 @@ class TorchPipelineEngine(TorchEngineBase):
         #: the ranks that hold the same stages, whose gradients are to be averaged here
         self._replicas = None if self.sharding is not None or dp.size() == 1 else dp
         if lowering.fill is not None:
-            lowering.fill(self._ranks_of_parts())
+            lowering.fill(among=self._ranks_of_parts())
             for shared in self.shared:
                 share_copies(shared.copies, shared.group)
         self._make_optimizer()
