@@ -79,11 +79,11 @@ def get_logger(name: str = "slapo", level: int | str | None = None) -> RankLogge
 
 
 @contextmanager
-def only_warnings(name: str = "slapo") -> Iterator[None]:
-    """Drop what the logger of that name says below WARNING, as of models that are only tried."""
+def only_from(level: int, name: str = "slapo") -> Iterator[None]:
+    """Drop what the logger of that name says below a level, as of models that are only tried."""
     logger = logging.getLogger(name)
     before = logger.level
-    logger.setLevel(max(before, logging.WARNING))
+    logger.setLevel(max(before, level))
     try:
         yield
     finally:

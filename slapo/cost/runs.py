@@ -6,6 +6,7 @@ The run is cut into segments where layers begin and end.
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from slapo.cost.meter import Collective, Kernel, Meter
 from slapo.cost.models import ReducedModel, on_fakes
 from slapo.errors import SlapoError
-from slapo.logger import only_warnings
+from slapo.logger import only_from
 from slapo.random import states_kept
 from slapo.schedule import Schedule
 from slapo.verify.placement.offline import fake_world
@@ -102,7 +103,8 @@ def run(
     tracing = nullcontext() if traced else _not_tracing()
     fused = _fused_dropout() if accelerator else nullcontext()
     world = nullcontext() if tp == 1 else fake_world(tp, 0)
-    with world, states_kept(0), tracing, fused, only_warnings(), warnings.catch_warnings():
+    quiet = only_from(logging.WARNING)
+    with world, states_kept(0), tracing, fused, quiet, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         model = on_fakes(small.model, mode)

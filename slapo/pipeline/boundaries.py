@@ -7,6 +7,7 @@ nothing, draws no random number and talks to no other rank; only the resulting s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from slapo.errors import SlapoError
 from slapo.graph.trace.hf import no_results_kept
+from slapo.logger import only_from
 from slapo.pipeline.stage import Stage
 from slapo.random import tracker_kept
 
@@ -115,7 +117,9 @@ class ShapeProbe:
     def run(self, received: Boundary, autocast: torch.dtype | None = None) -> Boundary:
         """The tensors that the stage sends; the last stage sends none."""
         try:
-            with self._as_probed(), self.mode:
+            # torch shows what fails there in red, and real tensors may do.
+            quiet = only_from(logging.CRITICAL, "torch._subclasses.fake_tensor")
+            with self._as_probed(), self.mode, quiet:
                 sent = self._sent(received, autocast, torch.empty)
         except Exception:
             # Modules that look at values (experts that pick their tokens) need real ones.

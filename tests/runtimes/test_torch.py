@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import pytest
@@ -179,6 +180,43 @@ def test_probes_of_stages_that_look_at_values() -> None:
     assert (sent.shape, sent.requires_grad) == ((3, 4), True)
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(t, before[n]) for n, t in first.state_dict().items())
+
+
+LIBRARY = torch.library.Library("slapo_test", "DEF")
+LIBRARY.define("on_numbers(Tensor x) -> Tensor")
+
+
+def not_on_meta(x: Tensor) -> Tensor:
+    raise RuntimeError("not without numbers")
+
+
+LIBRARY.impl("on_numbers", torch.clone, "CPU")
+LIBRARY.impl("on_numbers", not_on_meta, "Meta")
+
+
+class Numbers(nn.Module):
+    traceable = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.slapo_test.on_numbers(x)
+        return out
+
+
+def test_probes_are_silent_about_what_numbers_can_do() -> None:
+    """torch would log a traceback in red."""
+    first, _ = _stages(nn.Sequential(Numbers(), nn.Linear(4, 4)), "0")
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    theirs = logging.getLogger("torch._subclasses.fake_tensor")
+    theirs.addHandler(handler)
+    try:
+        received = describe_tensors(("input",), (torch.ones(3, 4),))
+        [sent] = ShapeProbe(first, torch.device("cpu")).run(received)
+    finally:
+        theirs.removeHandler(handler)
+    assert sent.shape == (3, 4)
+    assert logged == []
 
 
 def test_probes_say_why_a_stage_fails() -> None:
