@@ -75,6 +75,8 @@ class Source:
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
+#: Where a parameter comes from that its author has brought.
+_NOWHERE = ""
 #: From the parameters of the originals, by name for each of them, to those of the new module.
 Making = Callable[[Sequence[Mapping[str, Tensor]]], dict[str, Tensor]]
 
@@ -120,10 +122,7 @@ def _making(new: nn.Module) -> Making | None:
 def _fill(new: nn.Module, making: Making, tables: Sequence[Mapping[str, Tensor]]) -> None:
     with torch.enable_grad():  # which tells what of it is trained
         values = making(tables)
-    origins = [{name: origin_of(p) for name, p in table.items()} for table in tables]
-    made: dict[str, Any] = {}
-    if all(origin is not None for table in origins for origin in table.values()):
-        made = making(origins)  # type: ignore[arg-type]
+    made = _made_of(making, tables)
     for name, value in values.items():
         owner_path, _, leaf = name.rpartition(".")
         owner = new.get_submodule(owner_path)
@@ -146,6 +145,26 @@ def _fill(new: nn.Module, making: Making, tables: Sequence[Mapping[str, Tensor]]
         owner._parameters[leaf] = parameter
         if name in made:
             give_origin(parameter, made[name])
+
+
+def _made_of(making: Making, tables: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+    """Origins of the new parameters, of those whose every part has one."""
+    from slapo.weights.pieces import Pieced  # where weights are packed, or a model is built
+
+    tensors = [p for table in tables for p in table.values()]
+    if all(origin_of(p) is None for p in tensors):
+        return {}
+
+    def known(p: Tensor) -> Pieced:
+        origin = origin_of(p)
+        return Pieced.leaf(_NOWHERE, p.shape, p.dtype) if origin is None else origin
+
+    made: Any = making([{name: known(p) for name, p in table.items()} for table in tables])
+    return {
+        name: origin
+        for name, origin in made.items()
+        if all(leaf != _NOWHERE for leaf, _ in origin.needs())
+    }
 
 
 def _original(

@@ -10,6 +10,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from slapo.weights.pieces import index_of
 from slapo.weights.provenance import Source
 from tests.distributed import run_distributed
 from tests.model_schedule.models import MODELS, tokens
-from tests.runtimes.ranks import error_of, stand_in_for_cuda
+from tests.runtimes.ranks import error_of, on_ranks, stand_in_for_cuda
 from tests.sharding.packed import MLP, Attention, Packed, heads_of
 
 LIMIT = "60KB"
@@ -435,6 +436,31 @@ def test_a_tensor_of_its_own_is_refused(tmp_path: Path) -> None:
     with pytest.raises(slapo.SlapoError, match=r"\['0.weight', '0.bias'\] come from no tensor"):
         slapo.save_pretrained(built, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.both = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(4, 2))
+
+    def weight_sources(self) -> dict[str, Source]:
+        return {
+            "first": Source(("0.0.weight",)),
+            "both": Source(("0.0.weight", "0.1.weight")),
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.first + (x @ self.both.t()).sum(-1, keepdim=True)
+
+
+def test_parts_of_a_replacement_without_an_origin(tmp_path: Path) -> None:
+    """A weight that its author has brought is lost, and those beside it are not."""
+    layers = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2)))
+    sch = slapo.create_schedule(nn.Sequential(layers))
+    sch["0.1"].replace(nn.Linear(2, 2, bias=False))
+    sch["0"].replace(Both())
+    with pytest.raises(slapo.SlapoError, match=r": \['0.both'\] come from no tensor"):
+        slapo.save_pretrained(slapo.build(sch)[0], tmp_path / "out")
 
 
 # --- bad input -----------------------------------------------------------------------------------
@@ -860,6 +886,35 @@ def shares_of_meta(
 
 FSDP = {"target": "torch", "data_parallel": "fsdp"}
 DIVIDED = {"target": "deepspeed", "zero": 3}
+
+
+@pytest.mark.parametrize("options", [FSDP, DIVIDED])
+@on_ranks(2)
+def test_what_has_values_keeps_them_beside_what_is_on_meta(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    if "zero" in options:
+        pytest.importorskip("deepspeed")
+    mesh = slapo.init_mesh(dp=2, device="cpu")
+    with slapo.init_empty_weights():
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    torch.manual_seed(0)
+    model[1] = nn.Linear(4, 4)
+    weight = model[1].weight.detach().clone()
+    engine, _ = slapo.build(
+        slapo.create_schedule(model, group=mesh["tp"]),
+        mesh=mesh,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        dtype=torch.bfloat16,
+        **options,
+    )
+    slapo.save_pretrained(engine, tmp_path / "out")
+    saved = contents(tmp_path / "out")["1.weight"].float()
+    torch.testing.assert_close(saved, weight, rtol=2**-8, atol=0)
+    x = torch.ones(2, 4)
+    losses = [float(engine.train_batch(iter([(x, x)]))) for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
 
 
 @pytest.mark.distributed

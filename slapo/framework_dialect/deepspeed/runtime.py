@@ -136,6 +136,7 @@ class DeepSpeedRuntime(MeshRuntime):
         shares = Shares(self.settings.config, mpu, self.options.mesh, half)
         if lowering.fill is not None:
             lowering.fill(share=shares.divide)
+            shares.divide([p for p in model.parameters() if not hasattr(p, "ds_id")])
         if self.options.optimizer is not None:
             device = current_device(self.options.mesh)
             optimizer = make_optimizer(self.options.optimizer, lowering.trainable(), device)
