@@ -208,6 +208,7 @@ WIDE: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.distributed
 @pytest.mark.wide
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", WIDE)
 def test_folders_of_all_families_come_back_from_four_ranks(folders: Path, layout: str) -> None:
     keys = [key for key in KEYS if key != "albert" or not layout.startswith("pp")]
@@ -247,6 +248,7 @@ def by_plans(rank: int, world: int, where: str) -> int:
 
 @pytest.mark.distributed
 @pytest.mark.wide
+@pytest.mark.timeout(600)
 def test_folders_of_all_plans_come_back(tmp_path: Path) -> None:
     assert min(run_distributed(by_plans, 2, str(tmp_path), timeout=550)) >= 116
 
