@@ -232,7 +232,7 @@ class Step:
 
     @cached_property
     def _checksums(self) -> list[dict[str, int]]:
-        """Of each rank, by names in its file."""
+        """Name in a rank's file -> checksum, for each rank."""
         found = [dict(self.manifest.own.get(str(rank), {})) for rank in range(self.world)]
         for slot, named in self.manifest.tensors.items():
             for name, saved in named.items():

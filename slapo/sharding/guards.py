@@ -75,7 +75,7 @@ def refuse_clipping() -> None:
 class WrapperGuard:
     """A pre-forward hook of a built model: what others do to it must not be lost on its slices.
 
-    FSDP must not take its ranks for replicas. Other parameters in the place of its own, by
+    FSDP must not take its ranks for replicas. Other parameters instead of its own, put there by
     ``torch.__future__.set_overwrite_module_params_on_conversion`` or in
     ``torch.func.functional_call``, get what its own carry: gradients are summed over the ranks.
     """

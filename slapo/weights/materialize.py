@@ -149,7 +149,7 @@ class _Materializer:
         self.created: set[int] = set()
         self.share: Callable[[list[Tensor]], None] | None = None
         self.fresh: list[Tensor] = []
-        #: of tensors that were shared out, by id: what they were, on meta
+        #: id of a tensor that was sharded -> the whole of it, on meta
         self.wholes: dict[int, Tensor] = {}
 
     def visit(self, path: str, module: nn.Module) -> None:

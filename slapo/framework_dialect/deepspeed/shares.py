@@ -1,4 +1,4 @@
-"""Parameters for ZeRO stage 3 that are shared out as they are created: no rank holds the whole."""
+"""ZeRO stage 3 shards parameters as they are created, so that no rank holds the whole model."""
 
 from __future__ import annotations
 
