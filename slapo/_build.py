@@ -17,6 +17,7 @@ from slapo.errors import PlacementError, SlapoError, with_nearest
 from slapo.framework_dialect import Engine, Lowering, Runtime, get_dialect_cls
 from slapo.framework_dialect.gradient_check import compare_first_gradients
 from slapo.framework_dialect.replicas import share_wholes
+from slapo.framework_dialect.runtime import Shares
 from slapo.logger import get_logger
 from slapo.node import ScheduleState
 from slapo.optimizers import refuse_earlier_optimizers
@@ -329,10 +330,11 @@ def _create(
     init_weights: bool | Callable[..., Any],
     stages: Sequence[int] = (),
     among: dist.ProcessGroup | None = None,
-    share: Callable[[list[torch.Tensor]], None] | None = None,
+    shares: Shares | None = None,
 ) -> None:
     """Create what runs here and is on meta; read what the folder has; release other stages."""
     model, group, loader = sch.mod, sch.group, sch.state.loader
+    divide = None if shares is None else shares.divide
     if isinstance(model, PipelinedModule):
         if model.whole is not None:
             model.give_tensors(stages)
@@ -344,9 +346,10 @@ def _create(
         release(model, stages)
     elif has_meta_tensors(model):
         with restored_on_error(sch):
-            materialize(model, init_weights, group, loader=loader, among=among, share=share)
+            materialize(model, init_weights, group, loader=loader, among=among, share=divide)
     if loader is not None:
-        loader.fill(holdings(here))
+        held = holdings(here)
+        loader.fill(held if shares is None else shares.of(held))
 
 
 def _check_filled(lowering: Lowering, what: str) -> None:

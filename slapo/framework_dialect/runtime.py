@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from slapo.mesh import current_device
 from slapo.node import Node
 from slapo.pipeline import PipelinedModule, Stage, StageTie
 from slapo.pipeline.boundaries import Boundary, ShapeProbe, infer_boundaries
+from slapo.weights.holdings import Held
 
 CheckCall = Callable[
     [tuple[Any, ...], dict[str, Any], Callable[[Any], Tensor] | None, torch.dtype | None], None
@@ -60,7 +61,7 @@ class Lowering:
     #: the primitives that made the schedule
     history: tuple[Any, ...] = ()
     #: creates what is on meta, for a runtime that shards it first, alike on the ranks of the group
-    #: ``among``, or as it is created, by ``share(tensors)``; else None
+    #: ``among``, or as it is created, by ``shares``; else None
     fill: Callable[..., None] | None = None
 
     @property
@@ -173,6 +174,16 @@ def _put(tensor: Tensor, value: Tensor) -> None:
         spec: Any = tensor
         value = distribute_tensor(value, spec.device_mesh, spec.placements, src_data_rank=None)
     tensor.copy_(value)
+
+
+class Shares(Protocol):
+    """Leaves this rank a part of tensors as they are created."""
+
+    def divide(self, tensors: list[Tensor], blank: Collection[int]) -> None:
+        """Leave a part; tensors whose ids are in `blank` have no values, and need none."""
+
+    def of(self, held: list[Held]) -> list[Held]:
+        """What is left of tensors."""
 
 
 class Runtime(ABC):

@@ -29,11 +29,13 @@ class Loader:
         self.reads = True
         self._bar: Any = None
 
-    def value_of(self, slot: Slot, device: torch.device) -> Tensor | None:
-        """This rank's part of a tensor; None if the folder does not have it."""
+    def has(self, slot: Slot) -> bool:
+        """Return whether the folder has a tensor."""
+        return self._has(origin_at(slot.owner, slot.leaf))
+
+    def value_of(self, slot: Slot, device: torch.device) -> Tensor:
+        """This rank's part of a tensor that the folder has."""
         origin = origin_at(slot.owner, slot.leaf)
-        if not self._has(origin):
-            return None
         ((_, here),) = Held(slot.name, slot.tensor, origin, slot.spec).parts()
         dtype = slot.tensor.dtype
         if not self.reads:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from slapo.weights.pieces import index_of
 from slapo.weights.slots import Slot, exchanged, own_slots
 from slapo.wrapper import innermost
 
+#: Leaves a range of new tensors here; those of the ids that it is given have no values yet.
+Divide = Callable[[list[Tensor], Collection[int]], None]
+
 #: Fills the tensors of one module in place.
 InitFn = Callable[[nn.Module, str], Any]
 
@@ -35,14 +39,15 @@ def materialize(
     loader: Loader | None = None,
     among: dist.ProcessGroup | None = None,
     seed: int | None = None,
-    share: Callable[[list[Tensor]], None] | None = None,
+    share: Divide | None = None,
 ) -> None:
     """Create what is on ``meta``, one module at a time; what has values keeps them.
 
     This rank's part of what `loader` has is read. Of what FSDP2 has sharded already each rank keeps
     its shard; then `among` has the ranks that hold shards. With `seed`, what a module draws does
     not depend on what was made before it: of a model in stages each rank makes a part. `share` is
-    given the new tensors of each module, and may leave them without values here.
+    given the new tensors of each module, and leaves a range of them here; of those whose ids it is
+    given, too, the loader fills that range afterwards.
 
     A tensor is created with its full shape, initialised, made equal on all ranks of the group and
     then sliced. Beside this rank's share, one module is in memory at a time.
@@ -53,8 +58,9 @@ def materialize(
     device = device or _default_device(group)
     if loader is not None:
         loader.made.clear()  # of a build that has failed
-    worker = _Materializer(model, initialize, group, device, only, loader, among or group, seed)
-    worker.share = share
+    worker = _Materializer(
+        model, initialize, group, device, only, loader, among or group, seed, share
+    )
     for path, module in _post_order(model):
         worker.visit(path, module)
     worker.finish()
@@ -127,30 +133,28 @@ def _post_order(model: nn.Module, path: str = "", seen: set[int] | None = None) 
     yield path, innermost(model)
 
 
+@dataclass
 class _Materializer:
     """Walks the modules and replaces tensors on ``meta``; tied ones at all places at once."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        initialize: list[InitFn],
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        only: Collection[int] | None = None,
-        loader: Loader | None = None,
-        among: dist.ProcessGroup | None = None,
-        seed: int | None = None,
-    ) -> None:
-        self.model, self.initialize, self.group, self.device = model, initialize, group, device
-        self.only, self.loader, self.among = only, loader, among
-        self.seed, self.place = seed, 0
-        self.new: dict[int, Tensor] = {}
-        self.keep: list[Tensor] = []  # ids stay valid while the tensors live
-        self.created: set[int] = set()
-        self.share: Callable[[list[Tensor]], None] | None = None
-        self.fresh: list[Tensor] = []
-        #: id of a tensor that was sharded -> the whole of it, on meta
-        self.wholes: dict[int, Tensor] = {}
+    model: nn.Module
+    initialize: list[InitFn]
+    group: dist.ProcessGroup | None
+    device: torch.device
+    only: Collection[int] | None
+    loader: Loader | None
+    among: dist.ProcessGroup | None
+    seed: int | None
+    share: Divide | None
+    place: int = 0
+    new: dict[int, Tensor] = field(default_factory=dict)
+    keep: list[Tensor] = field(default_factory=list)  # ids stay valid while the tensors live
+    #: ids of new tensors: those that were drawn, and those that the folder has
+    created: set[int] = field(default_factory=set)
+    loaded: set[int] = field(default_factory=set)
+    fresh: list[Tensor] = field(default_factory=list)
+    #: id of a tensor that was sharded -> the whole of it, on meta
+    wholes: dict[int, Tensor] = field(default_factory=dict)
 
     def visit(self, path: str, module: nn.Module) -> None:
         """Initialise what `module` owns, then what it alone initialises in its descendants."""
@@ -161,7 +165,7 @@ class _Materializer:
             self._visit_seeded(path, module, self.seed)
         if self.share is not None and self.fresh:
             self.wholes.update((id(new), _on_meta(new)) for new in self.fresh)
-            self.share(self.fresh)
+            self.share(self.fresh, self.loaded)
         self.fresh.clear()
 
     def _visit_seeded(self, path: str, module: nn.Module, seed: int) -> None:
@@ -179,11 +183,16 @@ class _Materializer:
             self._initialize(path, module, own | below)
 
     def _read(self, module: nn.Module) -> None:
-        for slot in own_slots(module) if self.loader else ():
-            if self._is_wanted(slot.tensor):
-                value = self.loader.value_of(slot, self.device)  # type: ignore[union-attr]
-                if value is not None:
-                    self.loader.made.add(id(self._put(slot, value)))  # type: ignore[union-attr]
+        if self.loader is None:
+            return
+        for slot in own_slots(module):
+            if self._is_wanted(slot.tensor) and self.loader.has(slot):
+                if self.share is not None and isinstance(slot.tensor, nn.Parameter):
+                    new = self._put(slot, torch.empty_like(slot.tensor, device=self.device))
+                else:
+                    new = self._put(slot, self.loader.value_of(slot, self.device))
+                    self.loader.made.add(id(new))
+                self.loaded.add(id(new))
 
     def _is_wanted(self, tensor: Tensor) -> bool:
         return tensor.is_meta and (self.only is None or id(tensor) in self.only)
@@ -212,11 +221,8 @@ class _Materializer:
 
     def _read_below(self, module: nn.Module) -> list[Slot]:
         """Descendants' tensors that were read, which no initialisation may write to."""
-        if self.loader is None:
-            return []
         inner = (m for m in map(innermost, module.modules()) if m is not module)
-        read = self.loader.made
-        return [slot for m in inner for slot in own_slots(m) if id(slot.tensor) in read]
+        return [slot for m in inner for slot in own_slots(m) if id(slot.tensor) in self.loaded]
 
     def _initialize(self, path: str, module: nn.Module, wanted: set[Slot]) -> None:
         places = {*own_slots(module), *wanted, *self._read_below(module)}

@@ -16,6 +16,7 @@ from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.deepspeed.config import Settings
 from slapo.framework_dialect.deepspeed.initialize import whole_norm
 from slapo.framework_dialect.deepspeed.load import quiet_warnings
+from slapo.framework_dialect.deepspeed.shares import Share, shares_of
 from slapo.framework_dialect.engine import Engine
 from slapo.framework_dialect.gradient_check import GradientCheck
 from slapo.framework_dialect.gradients import scale_gradients
@@ -24,7 +25,6 @@ from slapo.framework_dialect.options import TrainingOptions
 from slapo.framework_dialect.replica_use import calls_differ, refuse_unlike_use, used_in
 from slapo.framework_dialect.runtime import Lowering
 from slapo.weights.holdings import Held, HeldRange
-from slapo.weights.pieces import Pieced
 
 
 class OpaqueTargets:
@@ -255,15 +255,6 @@ def _range(held: Held, flat: Tensor, start: int, at: int, count: int) -> HeldRan
     return HeldRange(held.name, flat, held.origin, held.spec, start, at, count)
 
 
-class _Share(HeldRange):
-    """A parameter of which ZeRO stage 3 leaves this rank a range."""
-
-    def parts(self) -> Iterator[tuple[Tensor, Pieced]]:
-        """See :meth:`Held.parts`."""
-        parameter: Any = self.tensor
-        yield from _range(self, parameter.ds_tensor, self.start, 0, self.count).parts()
-
-
 class ZeroEngine(DeepSpeedEngine):
     """``DeepSpeedEngine`` without pipeline: ZeRO 0 to 3."""
 
@@ -295,17 +286,10 @@ class ZeroEngine(DeepSpeedEngine):
         whole = [t for t in kept if t.ds_status.name == "AVAILABLE"]
         if whole:  # small ones stay gathered, and what is put in their shares would not be seen
             whole[0].partition(whole)
-        return [self._share(h) if hasattr(h.tensor, "ds_tensor") else h for h in held]
-
-    def _share(self, held: Held) -> _Share:
-        tensor: Any = held.tensor
-        length = tensor.ds_tensor.numel()
-        start = self.mesh.get_local_rank("dp") * length
-        count = max(0, min(length, tensor.ds_numel - start))
-        return _Share(held.name, tensor, held.origin, held.spec, start, 0, count)
+        return shares_of(held, self.mesh.get_local_rank("dp"))
 
     def _cells_of(self, held: Held) -> list[Held]:
-        if not isinstance(held, _Share):
+        if not isinstance(held, Share):
             return super()._cells_of(held)
         own = self.engine.optimizer
         group, at, _ = own.grad_position[own.get_param_id(held.tensor)]

@@ -135,7 +135,7 @@ class DeepSpeedRuntime(MeshRuntime):
         half = self.options.half
         shares = Shares(self.settings.config, mpu, self.options.mesh, half)
         if lowering.fill is not None:
-            lowering.fill(share=shares.divide)
+            lowering.fill(shares=shares)
             shares.divide([p for p in model.parameters() if not hasattr(p, "ds_id")])
         if self.options.optimizer is not None:
             device = current_device(self.options.mesh)
@@ -144,8 +144,8 @@ class DeepSpeedRuntime(MeshRuntime):
             place_steps(optimizer, lowering, lambda: lowering.tp_group, flat)
         exact: dict[nn.Parameter, Tensor] = {}
         if half is not None and optimizer is not None:
-            trained = [p for p in model.parameters() if p.requires_grad and p not in shares.exact]
-            exact = {p: p.detach().float() for p in trained}
+            trained = (p for p in model.parameters() if p.requires_grad)
+            exact = {p: p.detach().float() for p in trained if not hasattr(p, "ds_id")}
         engine = initialize(
             deepspeed,
             model,

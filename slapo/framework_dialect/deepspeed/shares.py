@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from slapo.framework_dialect.deepspeed.load import quiet
+from slapo.weights.holdings import Held, HeldRange
+from slapo.weights.pieces import Pieced
 
 
 class Shares:
@@ -23,24 +26,35 @@ class Shares:
         #: parameter -> this rank's range of it in float32, where DeepSpeed has rounded it
         self.exact: dict[nn.Parameter, Tensor] = {}
 
-    def divide(self, tensors: list[Tensor]) -> None:
-        """Give replicas the values of the first one, and leave each a range of every parameter."""
+    def divide(self, tensors: list[Tensor], blank: Collection[int] = ()) -> None:
+        """Give replicas the values of the first one, and leave each a range of every parameter.
+
+        Those of the ids `blank` have no values, and get none.
+        """
+        source = dist.get_global_rank(self._group, 0)
         parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        wholes: dict[nn.Parameter, Tensor] = {}
         for tensor in tensors:
             tensor.data = tensor.data.contiguous()
-            if self._half is not None or not isinstance(tensor, nn.Parameter):
-                source = dist.get_global_rank(self._group, 0)
+            if not (isinstance(tensor, nn.Parameter) and id(tensor) in blank):
                 dist.broadcast(tensor.data, src=source, group=self._group)
-        wholes = [parameter.detach() for parameter in parameters if self._half is not None]
         for parameter in parameters:
             if self._half is not None and parameter.is_floating_point():
-                parameter.data = parameter.data.to(self._half)
+                if id(parameter) in blank:
+                    parameter.data = torch.empty_like(parameter, dtype=self._half)
+                else:
+                    wholes[parameter] = parameter.detach()
+                    parameter.data = parameter.data.to(self._half)
         if parameters:
             with quiet():
                 self._convert(parameters)
-        for parameter, whole in zip(parameters, wholes, strict=False):
+        for parameter, whole in wholes.items():
             if parameter.requires_grad:
                 self._keep(parameter, whole)
+
+    def of(self, held: list[Held]) -> list[Held]:
+        """What this rank holds of tensors, some of which are divided."""
+        return shares_of(held, self._rank)
 
     def put_exact(self, model: nn.Module) -> None:
         """Set the optimizer's parameters to what was not rounded."""
@@ -52,21 +66,50 @@ class Shares:
         self.exact.clear()
 
     def _convert(self, parameters: list[nn.Parameter]) -> None:
-        if self._divide is not None:
-            self._divide(param_list=parameters)
-            return
-        import deepspeed  # optional package
-
-        deepspeed.zero.Init(
-            module=nn.ParameterList(parameters),
-            data_parallel_group=self._group,
-            config_dict_or_path=self._config,
-            mpu=self._mpu,
-        )
-        first: Any = parameters[0]
-        self._divide = first.convert_to_zero_parameters
+        if self._divide is None:
+            self._divide = _init_class()(
+                data_parallel_group=self._group,
+                config_dict_or_path=self._config,
+                mpu=self._mpu,
+            )
+        self._divide._convert_to_zero_parameters(parameters)
 
     def _keep(self, parameter: Any, whole: Tensor) -> None:
         size = parameter.ds_tensor.numel()
         mine = whole.flatten()[self._rank * size :][:size].float()
         self.exact[parameter] = F.pad(mine, (0, size - len(mine)))
+
+
+def _init_class() -> Any:
+    import deepspeed  # optional package
+
+    class Init(deepspeed.zero.Init):
+        """DeepSpeed's, without its broadcast of the whole: replicas have what they need."""
+
+        def _zero_init_param(self, param: Any) -> None:
+            self._convert_to_deepspeed_param(param)
+            param.partition()
+
+    return Init
+
+
+class Share(HeldRange):
+    """A parameter of which ZeRO stage 3 leaves this rank a range."""
+
+    def parts(self) -> Iterator[tuple[Tensor, Pieced]]:
+        """See :meth:`Held.parts`."""
+        flat = cast(Any, self.tensor).ds_tensor
+        yield from HeldRange(**{**vars(self), "tensor": flat}).parts()
+
+
+def shares_of(held: list[Held], rank: int) -> list[Held]:
+    """What a data-parallel rank holds, with ranges for what is divided."""
+    return [_share_of(item, rank) if hasattr(item.tensor, "ds_tensor") else item for item in held]
+
+
+def _share_of(held: Held, rank: int) -> Share:
+    tensor: Any = held.tensor
+    length = tensor.ds_tensor.numel()
+    start = rank * length
+    count = max(0, min(length, tensor.ds_numel - start))
+    return Share(held.name, tensor, held.origin, held.spec, start, 0, count)
