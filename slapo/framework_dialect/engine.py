@@ -619,7 +619,7 @@ class Engine:
             previous, self._saving = self._saving, None
             if previous is not None:
                 previous.result()
-            self._saving = save(self, run, data, keep, wait)
+            self._saving = save(self, run, data, keep, wait, previous)
             return self._saving
 
     def load(

@@ -57,6 +57,8 @@ class Saving:
     def __init__(self, step: int, path: Path) -> None:
         self.step, self.path = step, path
         self._thread: threading.Thread | None = None
+        #: what was copied, in whose memory the next save of this engine copies
+        self.copies: dict[Any, Tensor] = {}
         self._error: BaseException | None = None
 
     def done(self) -> bool:
@@ -93,7 +95,9 @@ class Saving:
         self._thread.start()
 
 
-def save(engine: Trainer, run: Any, data: Any, keep: int | None, wait: bool) -> Saving:
+def save(
+    engine: Trainer, run: Any, data: Any, keep: int | None, wait: bool, previous: Saving | None
+) -> Saving:
     """See :meth:`slapo.framework_dialect.Engine.save`."""
     began = time.monotonic()
     run = Path(run).absolute()
@@ -126,7 +130,8 @@ def save(engine: Trainer, run: Any, data: Any, keep: int | None, wait: bool) -> 
         job.write()
         logger.info("saved %s in %.1f s", folder, time.monotonic() - began)
     else:
-        all_ranks_or_none(_WHAT, job.copy)
+        room = {} if previous is None else previous.copies
+        saving.copies = all_ranks_or_none(_WHAT, lambda: job.copy(room))
         saving._start(job.write)
     return saving
 
@@ -249,10 +254,18 @@ class _Job:
     group: dist.ProcessGroup | None
     own: dict[str, Tensor] = field(default_factory=dict)
 
-    def copy(self) -> None:
-        """Have values of now, whatever is trained from here on."""
-        self.values = {key: value.to("cpu", copy=True) for key, value in self.values.items()}
+    def copy(self, room: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
+        """Have values of now, whatever is trained from here on, in memory of before if it fits.
+
+        Most of the time of a copy goes to memory that the system gives out anew.
+        """
+        for key, value in self.values.items():
+            copy = room.get(key)
+            if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
+                copy = torch.empty_like(value, device="cpu")
+            self.values[key] = copy.copy_(value)
         self.own = {name: value.to("cpu", copy=True) for name, value in self.own.items()}
+        return self.values
 
     def write(self) -> None:
         """Write the file of this rank; the first one completes the step. A collective."""

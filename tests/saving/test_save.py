@@ -168,6 +168,8 @@ def test_beside_training(tmp_path: Path) -> None:
         second = engine.save(tmp_path / "run", wait=False)  # waits for the first
         assert saving.done()
         second.result()
+    places = [{value.data_ptr() for value in each.copies.values()} for each in (saving, second)]
+    assert places[0] == places[1]  # in the memory of the first, which is written
     assert len(slapo.checkpoints(tmp_path / "run")) == 2
     again, other = engine_of(), Data()
     again.load(saving.path)
