@@ -38,7 +38,7 @@ COLUMNS = {
 SLOW = {
     "partition": [pytest.mark.slow],
     "pipeline": [pytest.mark.slow, pytest.mark.distributed],
-    "engines": [pytest.mark.slow, pytest.mark.distributed],
+    "engines": [pytest.mark.wide, pytest.mark.distributed],
     "dry_run": [pytest.mark.slow],
     "tuning": [pytest.mark.slow, pytest.mark.distributed],
     "weights": [pytest.mark.slow, pytest.mark.distributed],

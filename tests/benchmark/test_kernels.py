@@ -17,7 +17,7 @@ from benchmark.kernel_cases import check_losses
 from slapo.model_schedule import apply_schedule
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_tiny_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kernels.main(["--quick", "--results", str(tmp_path)])
     with (tmp_path / "kernels.csv").open() as file:
