@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from slapo.sharding.checks import check_modules
 from slapo.sharding.guards import guard_wrappers
 from slapo.sharding.state import sharding_of
 from slapo.snapshot import restored_on_error
+from slapo.utils.raised import note_module
 from slapo.verify.placement import check as check_places
 from slapo.verify.placement.run import check_call
 from slapo.weights.holdings import holdings
@@ -169,7 +171,7 @@ def build(
         lowering.history = tuple(sch.state.history)
         allow_calls(model)
         guard_wrappers(model, None)
-        _take_over_saving(model)
+        _hook_in(model, lowering.module)
         if is_late and sch.world_size > 1:
             lowering.check_call = partial(_check_first_call, sch)
         built = runtime.lower(lowering)
@@ -198,7 +200,10 @@ def _remember_folder(sch: Schedule, folder: str) -> None:
         logger.warning("%s has no %s, which are initialized", folder, list(found.missing)[:5])
 
 
-def _take_over_saving(model: nn.Module) -> None:
+def _hook_in(model: nn.Module, here: nn.Module) -> None:
+    """Take over the model's own saving; errors name the module that was running."""
+    if sys.version_info >= (3, 11) and note_module not in here._forward_hooks.values():
+        here.register_forward_hook(note_module, always_call=True)
     if hasattr(innermost(model), "save_pretrained"):
         from slapo.pretrained import take_over_saving  # of models of Transformers only
 
@@ -278,7 +283,7 @@ def _build_module(
     guard_wrappers(sch.mod, sch.group)
     allow_calls(sch.mod)
     write_down(sch.mod, sch.state.original)
-    _take_over_saving(sch.mod)
+    _hook_in(sch.mod, sch.mod)
     refuse_earlier_optimizers(sch.mod, sch.state.parameters)
     if sch.world_size > 1:
         from slapo.sharding.whole_steps import watch_optimizers  # where something may be split only

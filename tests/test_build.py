@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from typing import Any
 
 import pytest
@@ -115,6 +116,25 @@ def test_the_help_of_build_tells_the_options_of_every_target() -> None:
     for options in (TorchOptions, DeepSpeedOptions, MegatronOptions):
         for field in dataclasses.fields(options):
             assert f"``{field.name}" in text, (options.__name__, field.name)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes from then on")
+def test_an_error_in_a_call_names_its_module() -> None:
+    """Torch says no place of mixed dtypes, or of a wrong size."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.GELU(), nn.Linear(4, 4)))
+    model[1][1].to(torch.bfloat16)
+    built, _ = slapo.build(slapo.create_schedule(model))
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        built(torch.ones(2, 4))
+    assert caught.value.__notes__ == ["slapo: raised in '1.1', a Linear of bfloat16"]
+
+    mesh, loss_fn = slapo.init_mesh(device="cpu"), nn.functional.mse_loss
+    sch = slapo.create_schedule(nn.Sequential(nn.GELU(), nn.Linear(4, 4)))
+    given = {"mesh": mesh, "loss_fn": loss_fn, "optimizer": torch.optim.SGD}
+    engine, _ = slapo.build(sch, "torch", **given)
+    with pytest.raises(RuntimeError, match="shapes") as caught:
+        engine.train_batch(iter([(torch.ones(2, 3), torch.ones(2, 4))]))
+    assert caught.value.__notes__ == ["slapo: raised in '1', a Linear of float32"]
 
 
 def test_the_digest_sees_what_a_partial_is_given() -> None:

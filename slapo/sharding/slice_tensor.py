@@ -134,8 +134,8 @@ def _refuse_whole(part: Any) -> None:
     """Refuse to write a slice under the name of the whole, as ``save_pretrained`` of PEFT does."""
     raise SlapoError(
         f"a tensor of shape {tuple(part.shape)} is this rank's part of one of shape "
-        f"{tuple(part._whole)}, and a file of safetensors would have it for the whole; save by "
-        "torch.distributed.checkpoint, which writes wholes, or pass "
+        f"{tuple(part._whole)}, and a file of safetensors would have it for the whole; call "
+        "slapo.save_pretrained(model, folder) on every rank, with what build returned, or pass "
         "tensor.as_subclass(torch.Tensor) for a file of each rank"
     )
 

@@ -21,7 +21,7 @@ from slapo.agreement import all_ranks_or_none, has_peers
 from slapo.errors import SlapoError
 from slapo.weights.exchange import Exchange
 from slapo.weights.files import TensorFile, progress_bar, temporary_of
-from slapo.weights.folders import INDEX, on_disk, skeleton_of
+from slapo.weights.folders import ADAPTERS, INDEX, has_adapters, on_disk, skeleton_of
 from slapo.weights.holdings import Held, check_origins
 from slapo.weights.pieces import Box, Pieced, box_of
 from slapo.weights.provenance import Original
@@ -62,7 +62,11 @@ def export(
     cast = {n: dtype for n in exchange.dtypes if n not in kept and dtype is not None}
     disk = all_ranks_or_none(_WHAT, lambda: on_disk(original, {**kept, **cast}))
     _check_whole(exchange, disk)
-    files = _shared_out(disk, max_shard_size)
+    adapters = has_adapters(original, exchange.dtypes)
+    if adapters:
+        all_ranks_or_none(_WHAT, lambda: _check_trained(held, disk))
+    # PEFT reads one file.
+    files = {ADAPTERS: list(disk)} if adapters else _shared_out(disk, max_shard_size)
     temporary = temporary_of(folder)
     on_first_rank = exchange.rank == 0
     all_ranks_or_none(_WHAT, lambda: _start(folder, temporary) if on_first_rank else None)
@@ -89,6 +93,22 @@ def _check_whole(exchange: Exchange, disk: Mapping[str, Pieced]) -> None:
         raise SlapoError(
             f"save_pretrained: {lacking[:5]} cannot be made from what the ranks hold; call it on "
             "every rank, with the engine or model that slapo.build returned there"
+        )
+
+
+def _check_trained(held: Sequence[Held], disk: Mapping[str, Pieced]) -> None:
+    written = {name for tensor in disk.values() for name, _ in tensor.needs()}
+    left = [
+        str(piece.leaf)
+        for item in held
+        if item.tensor.requires_grad and item.origin is not None
+        for piece in item.origin.pieces
+        if piece.leaf not in written
+    ]
+    if left:
+        raise SlapoError(
+            f"save_pretrained: {left[:5]} are trained, and are not in the adapters, which are all "
+            "that is written; freeze them, or merge_and_unload() first and save the whole model"
         )
 
 
@@ -181,7 +201,9 @@ def _finish(
     folder: Path,
 ) -> None:
     """Configs, the index last, and the name that says that all is there."""
-    if original.is_of_transformers:
+    if ADAPTERS in files:
+        _write_config_of_adapters(original, temporary)
+    elif original.is_of_transformers:
         _write_configs(original, disk, temporary)
     if len(files) > 1:
         total = sum(t.numel() * t.dtype.itemsize for t in disk.values())
@@ -201,6 +223,14 @@ def _write_configs(original: Original, disk: Mapping[str, Pieced], folder: Path)
     config.save_pretrained(folder)
     if original.generation_config is not None:
         original.generation_config.save_pretrained(folder)
+
+
+def _write_config_of_adapters(original: Original, folder: Path) -> None:
+    ((_, config),) = copy.deepcopy(original.adapters or {}).items()
+    config.inference_mode = True  # as PEFT writes it
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = getattr(original.config, "name_or_path", None)
+    config.save_pretrained(folder)
 
 
 def _parameters(original: Original) -> int:

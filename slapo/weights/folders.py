@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from slapo.weights.provenance import Original
 logger = get_logger("slapo")
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+ADAPTERS = "adapter_model.safetensors"
 
 
 class Folder:
@@ -318,6 +320,11 @@ def on_disk(original: Original, dtypes: Mapping[str, torch.dtype]) -> dict[str, 
         name: Pieced.leaf(name, shape, dtypes.get(name, dtype))
         for name, (shape, dtype) in original.tensors.items()
     }
+    if has_adapters(original, dtypes):
+        return _adapters_on_disk(original, leaves)
+    if original.adapters:
+        merged = {n: leaf for n, leaf in leaves.items() if n in dtypes}
+        leaves = {n.replace(".base_layer.", "."): leaf for n, leaf in merged.items()}
     if not original.is_of_transformers:
         return leaves
     from transformers.core_model_loading import revert_weight_conversion
@@ -335,3 +342,25 @@ def on_disk(original: Original, dtypes: Mapping[str, torch.dtype]) -> dict[str, 
     kept = {name: leaf for name, leaf in leaves.items() if name not in left_out}
     found: dict[str, Pieced] = revert_weight_conversion(model, kept)
     return found
+
+
+def has_adapters(original: Original, held: Collection[str]) -> bool:
+    """Return whether the ranks hold adapters of PEFT, which `merge_and_unload` would take away."""
+    return bool(original.adapters) and any(".lora_" in name for name in held)
+
+
+def _adapters_on_disk(original: Original, leaves: dict[str, Pieced]) -> dict[str, Pieced]:
+    """Adapters alone, by the names that PEFT has for them in a file."""
+    adapters = original.adapters or {}
+    ((name, config), *others) = adapters.items()
+    if others or getattr(config, "modules_to_save", None):
+        raise SlapoError(
+            f"save_pretrained: the model has the adapters {list(adapters)} with modules_to_save="
+            f"{getattr(config, 'modules_to_save', None)}, and one of LoRA alone can be written; "
+            "engine.save keeps everything"
+        )
+    own = {key: leaf for key, leaf in leaves.items() if ".lora_" in key}
+    # Without the name that the adapters have here; a magnitude (DoRA) was no module once.
+    short = (re.sub(rf"(\.lora_\w+)\.{re.escape(name)}", r"\1", key) for key in own)
+    short = (re.sub(r"(magnitude_vector)\.weight$", r"\1", key) for key in short)
+    return {f"base_model.model.{key}": leaf for key, leaf in zip(short, own.values(), strict=True)}

@@ -224,6 +224,8 @@ class Original:
     ties: dict[str, str]
     #: that has the values of a model on meta, which `from_pretrained` was to make
     folder: str | None = None
+    #: configs of PEFT's adapters, by name
+    adapters: dict[str, Any] | None = None
 
     @property
     def is_of_transformers(self) -> bool:
@@ -253,7 +255,8 @@ def note_origins(model: nn.Module) -> Original:
         copy.deepcopy(each) if hasattr(each, "save_pretrained") else None for each in configs
     )
     folder = vars(root).get(FOLDER)
-    return Original(_class_of(root), config, generation, tensors, ties, folder)
+    adapters = copy.deepcopy(getattr(root, "peft_config", None))
+    return Original(_class_of(root), config, generation, tensors, ties, folder, adapters)
 
 
 def _class_of(model: nn.Module) -> type[nn.Module]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
 import slapo
@@ -168,12 +170,15 @@ def lively(model: Any) -> Any:
     return model
 
 
-def equals_one_process(rank: int, world_size: int, key: str, options: dict[str, Any]) -> None:
+def equals_one_process(
+    rank: int, world_size: int, key: str, options: dict[str, Any], where: str
+) -> None:
     mesh, inputs = slapo.init_mesh(tp=world_size, device="cpu"), tokens(3, 8)
     slapo.set_random_seed(1, mesh=mesh)
     plain = lively(adapted(MODELS[key].build(), *ADAPTED[key]))
     model = copy.deepcopy(plain)
-    slapo.build(apply_schedule(model.base_model.model, key, group=mesh["tp"], **options))
+    sch = apply_schedule(model.base_model.model, key, group=mesh["tp"], **options)
+    built, _ = slapo.build(sch)
     wanted, loss = plain(**inputs).loss, model(**inputs).loss
     torch.testing.assert_close(loss, wanted, atol=1e-6, rtol=1e-5)
     wanted.backward()
@@ -187,16 +192,32 @@ def equals_one_process(rank: int, world_size: int, key: str, options: dict[str, 
         spec = specs.get(id(mine))
         part = whole.grad if spec is None else spec.slice(whole.grad)
         torch.testing.assert_close(mine.grad, part, atol=2e-6, rtol=1e-4)
-    wanted = plain.eval().merge_and_unload()(**inputs).logits
+    slapo.save_pretrained(built, f"{where}/adapters")
+    if rank == 0:  # the files that PEFT would have written
+        plain.save_pretrained(f"{where}/plain")
+        files = sorted(path.name for path in Path(where, "adapters").iterdir())
+        assert files == ["adapter_config.json", "adapter_model.safetensors"]
+        read, theirs = (load_file(f"{where}/{n}/{files[1]}") for n in ("adapters", "plain"))
+        assert read.keys() == theirs.keys()
+        assert all(torch.equal(read[name], value) for name, value in theirs.items())
+        again = type(plain).from_pretrained(MODELS[key].build(), f"{where}/adapters")
+        torch.testing.assert_close(again(**inputs).loss, loss, atol=1e-6, rtol=1e-5)
+    merged_alone = plain.eval().merge_and_unload()
+    wanted = merged_alone(**inputs).logits
     merged = model.eval().merge_and_unload()
     torch.testing.assert_close(merged(**inputs).logits, wanted, atol=1e-5, rtol=1e-4)
     assert not any("lora" in name for name, _ in merged.named_parameters())
+    slapo.save_pretrained(merged, f"{where}/merged")
+    opened = type(merged_alone).from_pretrained(f"{where}/merged")
+    torch.testing.assert_close(opened.state_dict(), merged_alone.state_dict())
 
 
 @pytest.mark.parametrize(("key", "options"), OPTIONS)
-def test_adapters_are_split_with_their_layers(key: str, options: dict[str, Any]) -> None:
+def test_adapters_are_split_with_their_layers(
+    tmp_path: Path, key: str, options: dict[str, Any]
+) -> None:
     pytest.importorskip("peft")
-    run_distributed(equals_one_process, 2, key, options)
+    run_distributed(equals_one_process, 2, key, options, str(tmp_path))
 
 
 def by_hand(rank: int, world_size: int) -> None:

@@ -805,13 +805,41 @@ def test_two_values_of_a_tied_weight(folders: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
-def test_a_model_with_adapters_is_not_written_as_one_without(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "trained", "message"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "", r"modules_to_save=\['lm_head'\]"),
+        ({}, "model.norm", r"\['model.norm.weight'\] are trained, and are not in the adapters"),
+    ],
+)
+def test_adapters_are_not_all_that_is_trained(
+    tmp_path: Path, given: dict[str, Any], trained: str, message: str
+) -> None:
     peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
-    model, _ = slapo.build(slapo.create_schedule(adapted.base_model.model))
-    with pytest.raises(slapo.SlapoError, match="are not in a LlamaForCausalLM of this config"):
+    adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], **given))
+    inner = adapted.base_model.model
+    if trained:
+        inner.get_submodule(trained).requires_grad_(True)
+    model, _ = slapo.build(slapo.create_schedule(inner))
+    with pytest.raises(slapo.SlapoError, match=message):
         slapo.save_pretrained(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [{"use_dora": True}, {"target_modules": ["embed_tokens"]}])
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
+def test_adapters_of_other_kinds_are_written_as_peft_does(
+    tmp_path: Path, kind: dict[str, Any]
+) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(**{"target_modules": ["q_proj"], **kind})
+    adapted = peft.get_peft_model(llama(tie_word_embeddings=False), config)
+    adapted.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    model, _ = slapo.build(slapo.create_schedule(adapted.base_model.model))
+    slapo.save_pretrained(model, tmp_path / "ours")
+    ours, theirs = contents(tmp_path / "ours"), contents(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
 class Configured(nn.Module):
